@@ -262,7 +262,7 @@ def test_processes_of_a_killed_supervisor_are_ended(tmp_path: Path, script: str,
         end_leftovers(tmp_path, PATIENCE, said.append, lambda: True)  # Ctrl-C ends the wait
         end_leftovers(tmp_path, 0.3 if code == -signal.SIGKILL else PATIENCE, said.append, lambda: False)
         assert left.wait(PATIENCE) == code
-    assert f"has left decode-0 (pid {left.pid}): waiting" in said[0]
+    assert f"left decode-0 (pid {left.pid}) running: waiting" in said[0]
     said.clear()
     end_leftovers(tmp_path, PATIENCE, said.append, lambda: False)
     end_leftovers(tmp_path / "nothing", PATIENCE, said.append, lambda: False)

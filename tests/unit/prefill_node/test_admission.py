@@ -1,4 +1,4 @@
-"""Which waiting prompt gets pages: short ones soon, long ones in the end, and none that would lock the pool."""
+"""Which waiting prompt gets pages: short ones soon, long ones in the end, and none that would deadlock the pool."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_short_prompt_does_not_wait_for_all_long_ones() -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_long_ones_that_fill_both_pools() -> None:
-    """Its pages at the decode node, its pages here, its turn: each after one long prompt, not after all of them."""
+    """Decode pages, prefill pages and its forward each come after one long prompt rather than after all of them."""
     shape = dataclasses.replace(SHAPE, prefill_pool=192, decode_pool=192, max_running=2, reserved_tokens=4)
     with NodeCluster(shape) as cluster:
         long = [cluster.submit(prompt_of(LONG - 10, seed), 10) for seed in range(20)]
@@ -56,7 +56,7 @@ def test_equal_prompts_are_answered_in_the_order_in_which_they_came() -> None:
 
 
 def test_a_long_prompt_is_computed_while_short_ones_keep_coming() -> None:
-    """Two short prompts a turn are as much as the node can compute: without ageing the long one never had a turn."""
+    """Two short prompts a turn are all that the node can compute: without ageing the long one would never run."""
     patient = replace(SHAPE.transfer, first_page_timeout=1e6, stall_timeout=1e6)
     with NodeCluster(dataclasses.replace(SHAPE, transfer=patient)) as cluster:
         long = cluster.submit(prompt_of(LONG), 2)
@@ -74,7 +74,7 @@ def test_a_long_prompt_is_computed_while_short_ones_keep_coming() -> None:
 
 
 def test_a_prompt_without_decode_pages_is_passed_by_those_that_have_them() -> None:
-    """The short one would take room that the longest prompt needs; the long one has its pages at the decode node."""
+    """The short prompt would take room that the longest prompt needs; the long one has its pages at the decode node."""
     shape = Shape(page_size=4, chunk_tokens=64, prefill_pool=64, max_len=64, prefill_cache=False)
     with NodeCluster(shape) as cluster:
         ungranted = cluster.submit(prompt_of(5), 2, legs="p")
@@ -90,7 +90,7 @@ def test_a_prompt_without_decode_pages_is_passed_by_those_that_have_them() -> No
 
 
 def test_a_prompt_with_decode_pages_that_does_not_fit_is_not_passed() -> None:
-    """The long one waits for pages of a prompt that is being handed over; a later one of its length would fit never."""
+    """The long prompt waits for pages of one that is being handed over; if overtaken, it would never fit."""
     shape = Shape(page_size=4, chunk_tokens=8, prefill_pool=88, max_len=64, prefill_cache=False)
     with NodeCluster(shape) as cluster:
         first = cluster.submit(prompt_of(40), 2)
@@ -99,7 +99,7 @@ def test_a_prompt_with_decode_pages_that_does_not_fit_is_not_passed() -> None:
         cluster.turn(2)
         (waiting,) = cluster.prefill.node.queues.waiting.values()
         assert waiting.granted
-        waiting.received -= 10_000.0  # it has waited for so long that nothing costs less
+        waiting.received -= 10_000.0  # it has waited so long that nothing costs less
         small = cluster.submit(prompt_of(20), 2)
         cluster.turn(1)
         assert list(cluster.prefill.node.queues.waiting) == [long.room, small.room]

@@ -1,4 +1,4 @@
-"""A page that was given to the sender is never written again, whatever drafts and however slowly the sender reads."""
+"""A page passed to the sender is never written again, whatever the draft and however slowly the sender reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DRAFTERS: dict[str, Drafting] = {
 def test_no_forward_writes_what_the_sender_reads(
     name: str, completion: type[Completion], layers: bool
 ) -> None:
-    """Small pages and chunks, so that every chunk ends inside of what the next one may compute again."""
+    """Pages and chunks are small, so every chunk ends among rows that the next one may compute again."""
     draft, step = DRAFTERS[name]()
     shape = Shape(page_size=2, chunk_tokens=5, draft=draft, step=step, completion=completion, layers=layers)
     if layers:
@@ -62,7 +62,7 @@ def test_no_forward_writes_what_the_sender_reads(
 def test_pages_of_the_prefix_cache_are_not_written_while_another_request_s_sender_reads_them(
     name: str,
 ) -> None:
-    """The second prompt sends cached pages and goes on behind them, cut at every place around a page's end."""
+    """The second prompt sends cached pages and continues after them; it is split at every place around a page's end."""
     draft, step = DRAFTERS[name]()
     shape = Shape(page_size=4, chunk_tokens=5, draft=draft, step=step, completion=Watched, decode_cache=False)
     with slow(shape) as cluster:
@@ -83,7 +83,7 @@ def test_pages_of_the_prefix_cache_are_not_written_while_another_request_s_sende
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_pages_that_ended_requests_leave_are_not_reused_while_the_sender_reads_them(name: str) -> None:
-    """A pool for two prompts: the third waits for pages that writes of an aborted one still read."""
+    """The pool fits two prompts: the third waits for pages that the writes of an aborted one still read."""
     draft, step = DRAFTERS[name]()
     shape = Shape(
         page_size=2, chunk_tokens=5, prefill_pool=48, draft=draft, step=step, completion=Watched, max_len=24
@@ -108,7 +108,7 @@ def test_pages_that_ended_requests_leave_are_not_reused_while_the_sender_reads_t
 def test_graphs_of_prompts_write_no_more_than_their_rows(
     name: str, graphs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Poisoned padding may point anywhere but at pages that are read; with breaks and without."""
+    """Poisoned padding may point to any page but those being read; with breaks and without."""
     draft, step = DRAFTERS[name]()
     for unbroken in (4, 512):
         monkeypatch.setattr(prompt_graphs, "UNBROKEN_TOKENS", unbroken)

@@ -1,4 +1,4 @@
-"""The end of the prefill leg is told when it happens, not when the node next wakes up."""
+"""The end of the prefill leg is reported when it happens, not when the node next wakes up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.fakes.tiny_model import reference
 
 
 def test_slots_that_come_after_the_prompt_was_computed() -> None:
-    """Granted, written and delivered follow from one another in one turn: nothing waits for the idle poll."""
+    """Granted, written and delivered follow each other in one turn: nothing waits for the idle poll."""
     with NodeCluster(Shape()) as cluster:
         call = cluster.submit(prompt_of(20, 3), 5, legs="p")
         said: list[object] = []
@@ -20,7 +20,7 @@ def test_slots_that_come_after_the_prompt_was_computed() -> None:
             "the prompt is computed, there is no decode node yet"
         )
         cluster.send_leg(call, "d")
-        for _ in range(3):  # Hello and slots go out
+        for _ in range(3):  # sends Hello and slots
             cluster.decode.node.loop.turn()
             cluster.prefill.node.loop.turn()
             said = list(cluster.prefill.link.taken())
@@ -33,7 +33,7 @@ def test_slots_that_come_after_the_prompt_was_computed() -> None:
 
 
 def test_transfers_go_on_while_forwards_run() -> None:
-    """Both nodes: pages land, are checked and announced during somebody else's forward; nothing is held afterwards."""
+    """On both nodes pages arrive, are checked and announced during another forward; nothing is held afterwards."""
     shape = Shape(completion=Watched, chunk_tokens=8, max_running=4)
     with NodeCluster(shape) as cluster:
         calls = [cluster.submit(prompt_of(5 + 7 * n, n), 12) for n in range(9)]
@@ -44,5 +44,5 @@ def test_transfers_go_on_while_forwards_run() -> None:
 
 
 def _granted(cluster: NodeCluster) -> bool:
-    """Slots were seen by the node in an earlier turn."""
+    """Whether the node received slots in an earlier turn."""
     return any(request.granted for request in cluster.prefill.node.queues)

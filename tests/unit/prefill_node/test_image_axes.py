@@ -1,6 +1,7 @@
-"""Positions on three axes through both nodes: what a prompt's images leave of them is the same on either side.
+"""Positions on three axes through both nodes: both compute the same positions after a prompt's images.
 
-As test_vision.py, with a target and heads whose rotary embedding has sections, and images of different sizes.
+The tests are those of test_vision.py with a target and heads whose rotary embedding has sections, and with images of
+different sizes.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def image_cluster(**rest: Any) -> Iterator[tuple[NodeCluster, TinyVision]]:
 
 
 def answers_of(cluster: NodeCluster, prompts: tuple[tuple[Part, ...], ...], count: int) -> None:
-    """All at once; every answer is the eager target's."""
+    """Submit all prompts at once; every answer equals the eager target's."""
     calls = []
     for parts in prompts:
         ids, spans = prompt_of(parts)
@@ -61,7 +62,7 @@ def answers_of(cluster: NodeCluster, prompts: tuple[tuple[Part, ...], ...], coun
 
 
 def test_the_axes_of_an_image_change_what_is_said() -> None:
-    """Else the tests below would show nothing."""
+    """Otherwise the tests below would prove nothing."""
     assert any(greedy(parts, 9, AXES) != greedy(parts, 9) for parts in ALL[1:])
     plain = replace(AXES, rope=replace(AXES.rope, sections=()))
     assert greedy(TEXT, 9, AXES) == greedy(TEXT, 9, plain), "text alone stands where it stands"
@@ -92,7 +93,7 @@ def test_prefix_hits_keep_their_positions(page_size: int) -> None:
 
 
 def test_a_retracted_request_goes_on_where_it_stood() -> None:
-    """Its row is written anew at resume, and where its KV was lost its prompt is computed anew on another node."""
+    """Its row is written again at resume; if its KV was dropped, another node computes its prompt again."""
     for backup in (1 << 24, 0):
         with image_cluster(decode_pool=56, page_size=4, reserved_tokens=1, backup_bytes=backup) as (
             cluster,
@@ -114,7 +115,7 @@ def test_a_retracted_request_goes_on_where_it_stood() -> None:
     ("name", "chunk", "buckets"), [("eagle3-axes", 3, (1, 4)), ("eagle3-axes", 64, ()), ("eagle-axes", 5, ())]
 )
 def test_drafts_stand_where_the_target_does(name: str, chunk: int, buckets: tuple[int, ...]) -> None:
-    """On both nodes: every draft is that of an eager recompute with transformers' positions."""
+    """On both nodes every draft equals that of an eager recompute with transformers' positions."""
     assert CONFIGS[name].model.rope == AXES.rope
     prompts, noted = Prompts(*ALL), Seen()
     draft, step = observed_vision(name, 3, 0.7, prompts, noted, buckets)
@@ -128,7 +129,7 @@ def test_drafts_stand_where_the_target_does(name: str, chunk: int, buckets: tupl
 
 
 def test_nodes_of_a_tree_stand_at_their_depth() -> None:
-    """Behind images as behind text, whichever slots their keys lie in."""
+    """Positions follow the depth after images as after text, whichever slots hold the keys."""
     draft, step = branching("eagle3-axes", 3, 2, 6)
     with image_cluster(draft=draft, step=step) as (cluster, _):
         answers_of(cluster, (TWO, LAST), 12)

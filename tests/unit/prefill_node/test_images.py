@@ -1,4 +1,4 @@
-"""Images on their way in: the socket of their own, decoding threads, what is bounded, the cache of rows."""
+"""Receiving images: their separate socket, decoding threads, the limits, and the cache of rows."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class Rig:
         until(lambda: done() or received())
 
     def prompt(self, *spans: ImageSpan) -> int:
-        """The key of a new prompt with these images."""
+        """Return the key of a new prompt with these images."""
         key = next(self._keys)
         self.intake.expect(key, spans)
         return key
 
     def image(self, key: int) -> PromptImage:
-        """The only image of a prompt."""
+        """Return the only image of a prompt."""
         (image,) = self.prompts.of(key)
         return image
 
@@ -128,8 +128,8 @@ def test_rows_that_are_cached_need_no_pixels(rig: Rig) -> None:
     ("digest", "data", "error"),
     [
         (digest_of(-1), file_of(-1), InvalidRequest),
-        (digest_of(2), file_of(1), InvalidRequest),  # not what it says it is
-        (digest_of(3), file_of(3), InternalError),  # a defect of ours
+        (digest_of(2), file_of(1), InvalidRequest),  # the file does not match its digest
+        (digest_of(3), file_of(3), InternalError),  # a bug
     ],
 )
 def test_what_cannot_be_decoded_is_an_error_of_its_prompt(
@@ -209,7 +209,7 @@ def test_images_whose_prompt_never_comes_give_way(monkeypatch: pytest.MonkeyPatc
 
 
 def test_images_that_a_prompt_waits_for_never_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More images than UNCLAIMED at once, all wanted: dropping one would hold its prompt up for ARRIVAL_SECONDS."""
+    """More than UNCLAIMED images are all needed: evicting one would delay its prompt by ARRIVAL_SECONDS."""
     monkeypatch.setattr(module, "UNCLAIMED", 2)
     held = threading.Event()
 
@@ -240,7 +240,7 @@ def test_how_many_images_wait_is_bounded(rig: Rig) -> None:
         rig.intake.check([span], waiting)
     rig.intake.check([], waiting)
     large = ImageSpan(0, module.MAX_WAITING_TOKENS, digest_of(1))
-    rig.intake.check([large], [])  # one that comes alone is taken whatever it takes
+    rig.intake.check([large], [])  # a single image is accepted whatever its size
     with pytest.raises(Overloaded):
         rig.intake.check([span], [large])
 

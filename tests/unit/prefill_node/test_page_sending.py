@@ -1,4 +1,4 @@
-"""Pages that leave layer by layer between two real nodes: in order, each plane once, the same tokens, no leaks."""
+"""Pages sent layer by layer between two real nodes: in order, each plane once, the same tokens, no leaks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from tests.fakes.node_cluster import Call, NodeCluster, Shape, Watched
 from tests.fakes.scenarios import SAMPLED, expect_reference, lose_decode, prompt_of
 
 SHAPE = Shape(page_size=4, chunk_tokens=64, layers=True, prompt_graphs="none")
-TARGET_PLANES = 4  # of two layers
+TARGET_PLANES = 4  # for two layers
 
 
 @dataclass
 class Diary:
-    """What happens in a NodeCluster of one prefill node and one decode node, in order."""
+    """Records what happens in a NodeCluster of one prefill node and one decode node, in order."""
 
     cluster: NodeCluster
-    plane_bytes: int = 0  # of one page in one plane
-    lines: list[tuple[str, int]] = field(default_factory=list)  # attends layer, lands plane, record
+    plane_bytes: int = 0  # size of one page in one plane
+    lines: list[tuple[str, int]] = field(default_factory=list)  # "attends" layer, "lands" plane, or "record"
     bytes_landed: Counter[tuple[int, int]] = field(default_factory=Counter)  # plane, page -> bytes
 
     def landed(self, receiver: str, region: Region, start: int, length: int, generation: int) -> None:
@@ -52,7 +52,7 @@ class Diary:
 
 @contextmanager
 def watched(shape: Shape) -> Iterator[tuple[NodeCluster, Diary]]:
-    """With a diary of the prefill node's target and of what lands at the decode node."""
+    """Run a cluster with a diary of the prefill node's target and of what arrives at the decode node."""
     with NodeCluster(shape) as cluster:
         diary = Diary(cluster)
         cluster.fabric.observers.append(diary.landed)
@@ -69,7 +69,7 @@ def watched(shape: Shape) -> Iterator[tuple[NodeCluster, Diary]]:
 
 
 def submit(cluster: NodeCluster, *prompts: list[int], max_tokens: int = 5, **sampling: object) -> list[Call]:
-    """Their pages are set aside before the prompts come: destinations are known when forwards begin."""
+    """Submit prompts after the decode node has reserved their pages: destinations are known when forwards begin."""
     calls = [cluster.submit(prompt, max_tokens, legs="d", **sampling) for prompt in prompts]
     cluster.turn(4)
     for call in calls:
@@ -79,7 +79,7 @@ def submit(cluster: NodeCluster, *prompts: list[int], max_tokens: int = 5, **sam
 
 @pytest.mark.parametrize("graphs", ["none", "breakable", "piecewise"])
 def test_a_layer_leaves_before_the_next_one_attends(graphs: str) -> None:
-    """Also in replays that have breaks; and the record leaves behind all of it."""
+    """This includes replays with breaks; and the record is sent after all layers."""
     with (
         mock.patch.object(prompt_graphs, "UNBROKEN_TOKENS", 4),
         watched(replace(SHAPE, prompt_graphs=graphs)) as (cluster, diary),
@@ -118,7 +118,7 @@ def test_a_graph_without_breaks_sends_by_chunk() -> None:
 def test_chunks_and_batches_send_each_plane_once(
     chunk: int, page_size: int, completion: type[Completion]
 ) -> None:
-    """Several prompts in a forward, prompts cut into chunks, pages that end inside of one."""
+    """A forward has several prompts, prompts are split into chunks, and pages end inside a chunk."""
     shape = replace(SHAPE, chunk_tokens=chunk, page_size=page_size, completion=completion, decode_cache=False)
     with watched(shape) as (cluster, diary):
         calls = submit(cluster, *(prompt_of(n) for n in (1, 15, 16, 17, 40)))
@@ -135,7 +135,7 @@ def test_chunks_and_batches_send_each_plane_once(
 
 
 def test_a_prefix_from_the_cache_leaves_before_the_forward() -> None:
-    """And what the decode node holds does not leave at all."""
+    """Pages that the decode node already holds are not sent at all."""
     for decode_cache in (False, True):
         with watched(replace(SHAPE, decode_cache=decode_cache)) as (cluster, diary):
             (first,) = submit(cluster, prompt_of(22))
@@ -155,7 +155,7 @@ def test_a_prefix_from_the_cache_leaves_before_the_forward() -> None:
 
 
 def test_a_destination_that_comes_late() -> None:
-    """Chunks that were computed without one leave when it is known, those after it layer by layer."""
+    """Chunks computed without a destination are sent once it is known, later ones layer by layer."""
     with watched(replace(SHAPE, chunk_tokens=4, completion=Watched)) as (cluster, diary):
         late = cluster.submit(prompt_of(40), legs="p")
         for _ in range(3):
@@ -176,8 +176,8 @@ def test_a_destination_that_comes_late() -> None:
         cluster.settle()
 
 
-def submit_granted_behind_the_first_layer(cluster: NodeCluster, diary: Diary) -> Call:
-    """22 tokens, computed at once; the decode node's turn comes while they are."""
+def submit_granted_after_the_first_layer(cluster: NodeCluster, diary: Diary) -> Call:
+    """Submit 22 tokens, which are computed at once; the decode node takes its turn during that forward."""
     attends = diary.attends
 
     def granting(layer: int) -> None:
@@ -192,12 +192,12 @@ def submit_granted_behind_the_first_layer(cluster: NodeCluster, diary: Diary) ->
 
 
 def test_a_destination_that_comes_between_two_layers() -> None:
-    """The usual case: prompt and reservation are sent together, and the grant takes one way more."""
+    """This is the usual case: prompt and reservation are sent together, and the grant takes one more trip."""
     with watched(SHAPE) as (cluster, diary):
         submit(cluster, prompt_of(5))
         cluster.run()
         diary.lines.clear()
-        call = submit_granted_behind_the_first_layer(cluster, diary)
+        call = submit_granted_after_the_first_layer(cluster, diary)
         assert diary.lines[:6] == [("attends", 0), *(("lands", plane) for plane in range(4)), ("attends", 1)]
         cluster.run()
         expect_reference(call)
@@ -208,12 +208,12 @@ def test_a_destination_that_comes_between_two_layers() -> None:
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
 def test_a_destination_that_comes_while_the_last_chunk_is_launched(completion: type[Completion]) -> None:
-    """Results may be there before the node looks at its transfers again: the sender is given one record."""
+    """Results may arrive before the node checks its transfers again: the sender must get only one record."""
     with watched(replace(SHAPE, completion=completion)) as (cluster, diary):
         submit(cluster, prompt_of(5))
         cluster.run()
-        cluster.fabric.plan = lambda n: Fault(delay=0.002)  # pages are on their way for a turn or two
-        call = submit_granted_behind_the_first_layer(cluster, diary)
+        cluster.fabric.plan = lambda n: Fault(delay=0.002)  # pages are in flight for a turn or two
+        call = submit_granted_after_the_first_layer(cluster, diary)
         cluster.run()
         expect_reference(call)
         stages = call.prefill_stages
@@ -224,7 +224,7 @@ def test_a_destination_that_comes_while_the_last_chunk_is_launched(completion: t
 
 @pytest.mark.parametrize("graphs", ["none", "breakable"])
 def test_a_draft_s_pages_follow(graphs: str) -> None:
-    """The target's layers leave during its forward, the draft's planes behind its own, the record behind both."""
+    """The target's layers leave during its forward, the draft's planes after its own, the record after both."""
     seen: list[tuple[list[int], list[int]]] = []
     model, step = observed("eagle3", 3, 0.7, seen)
     shape = replace(SHAPE, prompt_graphs=graphs, draft=model, step=step, completion=Watched)
@@ -249,7 +249,7 @@ def test_a_draft_s_pages_follow(graphs: str) -> None:
 
 @pytest.mark.parametrize("turns", range(1, 6))
 def test_an_abort_in_the_middle(turns: int) -> None:
-    """Layers have left, the forward is not read yet: no record follows and nothing leaks."""
+    """Layers have left and the forward is not read yet: no record follows and nothing leaks."""
     shape = replace(SHAPE, chunk_tokens=8, completion=Watched)
     with NodeCluster(shape) as cluster:
         cluster.fabric.plan = lambda n: Fault(delay=0.002)
@@ -264,7 +264,7 @@ def test_an_abort_in_the_middle(turns: int) -> None:
 @pytest.mark.parametrize("damage", ["fail", "corrupt", "drop"])
 @pytest.mark.parametrize("write", range(4))
 def test_a_damaged_layer(write: int, damage: str) -> None:
-    """The request is told once and prefilled again; the forward and its neighbours go on."""
+    """The request is notified once and prefilled again; the forward and its other prompts continue."""
     with NodeCluster(replace(SHAPE, completion=Watched)) as cluster:
         cluster.fabric.plan = lambda n: Fault(damage=damage if n == write else "none")  # type: ignore[arg-type]
         call, other = submit(cluster, prompt_of(30), prompt_of(11))
@@ -283,7 +283,7 @@ def test_a_decode_node_that_dies_in_the_middle(turns: int) -> None:
 
 
 def test_a_forward_that_fails_between_two_layers() -> None:
-    """What has left has left; no record follows, the pages are free with the sender's word, and nobody listens on."""
+    """Layers that have left stay sent; no record follows, the sender frees the pages, and no listener remains."""
     with watched(SHAPE) as (cluster, diary):
         (call,) = submit(cluster, prompt_of(22))
 

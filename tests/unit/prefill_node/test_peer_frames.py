@@ -1,4 +1,4 @@
-"""A decode node that sends garbage to a prefill node is counted and cut off; those that were welcomed stay."""
+"""A decode node that sends garbage to a prefill node is counted and disconnected; accepted ones stay."""
 
 from __future__ import annotations
 

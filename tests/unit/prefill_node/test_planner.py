@@ -1,4 +1,4 @@
-"""Plans and send orders of a prefill node say all that a worker needs, and it keeps nothing past a prompt's end."""
+"""Plans and send orders contain all that a worker needs, and it keeps nothing past a prompt's end."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_results_go_to_the_prompts_that_ended() -> None:
 def test_a_worker_is_told_of_prompts_that_end_early(
     rules: PromptRules, images: tuple[ImageSpan, ...], kept: bool
 ) -> None:
-    """Only where it may keep something; a prompt whose last chunk is launched is dropped by that chunk."""
+    """Only prompts that may have data at the worker are named; a last chunk drops its prompt's data itself."""
     rig = Rig(rules)
     begun, other = rig.request(1, 12, images), rig.request(2, 3, images)
     assert rig.turn() is not None
@@ -140,7 +140,7 @@ def test_a_worker_is_told_of_prompts_that_end_early(
 
 
 class Slots:
-    """A sender whose rooms are granted by hand."""
+    """A sender whose rooms are granted by the test."""
 
     def __init__(self) -> None:
         self.granted: dict[int, Any] = {}
@@ -196,7 +196,7 @@ def test_what_the_decode_node_holds_is_not_sent() -> None:
 
 
 def test_grants_during_a_forward_become_orders_of_that_forward() -> None:
-    """Each once, all pages that it completes; the node listens only while some prompt still waits for a grant."""
+    """Each order covers all pages that the forward completes; the node listens only while prompts wait for grants."""
     rig, slots, heard = Rig(), Slots(), list[int]()
     orders = orders_of(slots, lambda: heard.append(1))
     early, late = rig.request(1, 5), rig.request(2, 8)
@@ -235,7 +235,7 @@ def test_a_prompt_that_ends_early_leaves_nothing_of_a_draft() -> None:
 
 @pytest.mark.parametrize("turns", [0, 2])
 def test_a_prompt_that_ends_early_leaves_no_image(turns: int) -> None:
-    """Whether it waits for its image or has begun; what is shared stays in the cache."""
+    """This holds whether it waits for its image or has begun; shared rows stay in the cache."""
     vision = TinyVision()
     cluster = NodeCluster(replace(Shape(), vision_stage=vision, chunk_tokens=3))
     try:

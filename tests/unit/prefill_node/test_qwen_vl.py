@@ -1,4 +1,4 @@
-"""A Qwen2.5-VL checkpoint through a prefill node's step against transformers: logits at every place of each prompt."""
+"""A Qwen2.5-VL checkpoint through a prefill node's step, compared with transformers: logits at every position."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.fakes.qwen_vl import IMAGE, as_png, build, picture, reference_logits,
 CPU = Placement(torch.float32, torch.device("cpu"))
 PAGE = 4
 TOLERANCE = 1e-4
-Part = int | tuple[int, int]  # a token, or an image of so many pixels
+Part = int | tuple[int, int]  # a token, or the size of an image in pixels
 
 TEXT: tuple[Part, ...] = (5, 9, 40, 41, 42, 3, 7)
 ONE: tuple[Part, ...] = (5, 9, 88, (40, 24), 89, 30, 31, 32)
@@ -99,7 +99,7 @@ class Rig:
         return Prompt(request, pictures)
 
     def logits(self, prompts: Sequence[Prompt], chunk: int) -> list[Tensor]:
-        """Of each prompt from its cached prefix on, all in the same forwards, `chunk` tokens of each at a time."""
+        """Return each prompt's logits after its cached prefix; all share forwards of `chunk` tokens of each."""
         found: list[list[Tensor]] = [[] for _ in prompts]
         while any(prompt.request.remaining for prompt in prompts):
             live = [index for index, prompt in enumerate(prompts) if prompt.request.remaining]
@@ -139,13 +139,13 @@ def rig(saved: tuple[Any, Path]) -> Rig:
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_logits_of_any_batch_in_any_chunks(rig: Rig, chunk: int) -> None:
-    """Text alone, one image, several of different sizes, an image first: in the same forwards, cut anywhere."""
+    """Text, one image, several of different sizes and an image first share the same forwards, split anywhere."""
     prompts = [rig.prompt(parts) for parts in (TEXT, ONE, MANY, FIRST)]
     rig.check(prompts, rig.logits(prompts, chunk))
 
 
-def test_logits_behind_a_cached_prefix(rig: Rig) -> None:
-    """A hit that ends inside an image, and one that ends behind all of them."""
+def test_logits_after_a_cached_prefix(rig: Rig) -> None:
+    """One hit ends inside an image, another after all of them."""
     first = rig.prompt(MANY)
     rig.logits([first], 64)
     assert first.request.lease is not None
@@ -159,8 +159,8 @@ def test_logits_behind_a_cached_prefix(rig: Rig) -> None:
         rig.check([prompt], rig.logits([prompt], 64))
 
 
-def test_logits_behind_the_prompt(rig: Rig) -> None:
-    """As a decode node goes on: one position per token, the place and the request's delta."""
+def test_logits_after_the_prompt(rig: Rig) -> None:
+    """Positions are those with which a decode node continues: the token's place plus the request's delta."""
     prompt = rig.prompt(MANY)
     rig.logits([prompt], 64)
     spans, start = prompt.request.images, prompt.request.num_tokens

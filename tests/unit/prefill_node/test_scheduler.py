@@ -74,7 +74,7 @@ def test_equal_prompts_are_served_in_the_order_in_which_they_came() -> None:
 
 
 def test_a_prompt_that_was_begun_goes_on_at_least_once_a_second() -> None:
-    """Its decode node has pages of it and waits for the next ones."""
+    """Its decode node has received pages of it and waits for the next ones."""
     begun, other = request(1, 2000, scheduled=64), request(2, 3000, scheduled=64)
     begun.launched_at, other.launched_at = 10.0, 9.5
     short = [request(room, 20, received=10.0) for room in range(3, 9)]
@@ -87,7 +87,7 @@ def test_a_prompt_that_was_begun_goes_on_at_least_once_a_second() -> None:
     st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40)), min_size=1, max_size=40), st.integers(1, 16)
 )
 def test_no_prompt_pauses_for_long(arrivals: list[tuple[int, int]], budget: int) -> None:
-    """However many shorter ones come: one chunk of each other begun prompt at most stands before its next one."""
+    """However many shorter ones arrive, at most one chunk of each other started prompt runs before its next one."""
     second, requests, now = 0.3, list[PrefillRequest](), 0.0
     for count, tokens in [*arrivals, *[(0, 0)] * 200]:
         requests += [request(len(requests) + each, tokens, received=now) for each in range(count)]
@@ -100,7 +100,7 @@ def test_no_prompt_pauses_for_long(arrivals: list[tuple[int, int]], budget: int)
 
 
 def test_waiting_counts_as_documented() -> None:
-    """A prompt of twice the length is as near after AGEING_SECONDS, one of four times after three times as long."""
+    """A prompt of twice the length costs as little after AGEING_SECONDS, one of four times after three times that."""
     new = cost(request(1, 100), 0.0)
     assert cost(request(2, 200, received=-AGEING_SECONDS), 0.0) == new
     assert cost(request(3, 400, received=-3 * AGEING_SECONDS), 0.0) == new
@@ -153,13 +153,13 @@ def test_a_long_prompt_is_not_starved_by_short_ones(
     """There are always as many short ones as the queue holds: more than the node can ever serve.
 
     A short one waits until all that came before it are served, so its cost is at most short / AGEING_SECONDS and at
-    least short / (AGEING_SECONDS + that time); the long one's turn comes when its own cost is below.
+    least short / (AGEING_SECONDS + that time); the long one runs when its own cost is lower.
     """
     patient = request(0, max(long, short + 1))
     rooms, waiting, now = itertools.count(1), [patient], 0.0
     oldest = AGEING_SECONDS + seconds * (
         queue * short / budget + 2
-    )  # of a short one, while it passes the long one
+    )  # cost of a short prompt while it overtakes the long one
     bound = patient.num_tokens / short * oldest + seconds * (patient.num_tokens / budget + 2)
     while patient.remaining:
         waiting += [request(next(rooms), short, received=now) for _ in range(queue + 1 - len(waiting))]

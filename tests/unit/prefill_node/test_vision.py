@@ -1,7 +1,7 @@
-"""Images across the cut: rows C1 to C5, X3 and X4 of spec/requirements.md, G9 and C1 of spec/test-plan.md.
+"""Images through both nodes: rows C1 to C5, X3 and X4 of the requirements, G9 and C1 of the test plan.
 
-Both nodes are real, the target's and the draft's prompt forwards run under tape graphs, and every answer and every
-draft is compared with an eager recompute over embeddings that are put together one by one.
+Both nodes are real and the prompt forwards of target and draft run under tape graphs. Every answer and every draft is
+compared with an eager recompute over embeddings that are assembled one by one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def submit(
     [(1, "breakable"), (3, "breakable"), (TOKENS, "breakable"), (7, "piecewise"), (32, "breakable")],
 )
 def test_any_chunks_of_mixed_batches_say_what_the_eager_target_says(chunk: int, graphs: str) -> None:
-    """Rows C5, X3, X4; G9: text alone, images first, inside, last and several, in the same forwards, all replayed."""
+    """Rows C5, X3, X4; G9: only text, images first, inside, last and several, in the same forwards, all replayed."""
     with image_cluster(chunk_tokens=chunk, prompt_graphs=graphs) as (cluster, vision):
         vision.send(1, 2, 3, 4, 5)
         calls = [(parts, submit(cluster, parts)) for parts in ALL]
@@ -94,8 +94,8 @@ def test_refused_image_messages_are_told_to_the_router() -> None:
         assert cluster.prefill.link.counters.refused_messages == 1
 
 
-def test_text_alone_never_reads_what_images_left_in_the_slot() -> None:
-    """#29018 of known-failures: a text-only batch on a model that sees replays the same graph, with its own rows."""
+def test_text_never_reads_what_images_left_in_the_slot() -> None:
+    """A text-only batch on a multimodal model replays the same graph with its own rows."""
     with image_cluster() as (cluster, vision):
         vision.send(1)
         for parts in (FIRST, TEXT, FIRST, TEXT[:3]):
@@ -128,8 +128,10 @@ def test_what_stands_at_placeholders_is_never_embedded(filler: int) -> None:
     ],
 )
 def test_drafts_read_the_images(name: str, chunk: int, buckets: tuple[int, ...], graphs: str) -> None:
-    """C1 to C4, and C1 of the test plan: the draft's prefill takes the target's merged embeddings, rotated left; across
-    a chunk border the next prompt token may be a row of an image (#27863), no placeholder is embedded (#38330)."""
+    """C1 to C4, and C1 of the test plan: the draft's prefill takes the target's merged embeddings, rotated left.
+
+    Across a chunk border the next prompt token may be a row of an image, and no placeholder is embedded.
+    """
     prompts, noted = Prompts(*ALL), Seen()
     draft, step = observed_vision(name, 3, 0.7, prompts, noted, buckets)
     with image_cluster(chunk_tokens=chunk, draft=draft, step=step, prompt_graphs=graphs) as (cluster, vision):
@@ -146,7 +148,7 @@ def test_drafts_read_the_images(name: str, chunk: int, buckets: tuple[int, ...],
 
 
 def test_accept_length_equals_that_of_the_eager_loop() -> None:
-    """C4: with the head's own drafts, as often wrong as they are."""
+    """C4: the head's own drafts are used, so some of them are wrong."""
     prompts, noted = Prompts(*ALL), Seen()
     draft, step = observed_vision("eagle3-full-vocabulary", 3, 0.0, prompts, noted)
     with image_cluster(chunk_tokens=4, draft=draft, step=step) as (cluster, vision):
@@ -171,7 +173,7 @@ def test_accept_length_equals_that_of_the_eager_loop() -> None:
 @pytest.mark.parametrize("draft_name", ["none", "eagle3"])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_prefix_hits_by_content(page_size: int, draft_name: str) -> None:
-    """The same text with another image never hits beyond the text before it, the same image does: on both nodes."""
+    """On both nodes the same text with another image hits only the text before it, and the same image hits fully."""
     one: tuple[Part, ...] = (1, 2, 3, 4, (1,), 5, 6, 7, 8, 9)
     other: tuple[Part, ...] = (1, 2, 3, 4, (2,), 5, 6, 7, 8, 9)
     rest: dict[str, Any] = {}
@@ -189,12 +191,12 @@ def test_prefix_hits_by_content(page_size: int, draft_name: str) -> None:
         assert cached[0] == 0
         assert 4 - page_size <= cached[1] <= 4, "only the text in front of the image is shared"
         assert cached[2] == cached[3] >= 9, "the image is part of what is found again"
-        # what is found again is not encoded again, and rows are shared by content
+        # a prefix hit encodes nothing again, and rows are shared by content
         assert vision.embeds[0].encoded == 2
 
 
 def test_salts_share_neither_pages_nor_embeddings() -> None:
-    """SECURITY.md control 10: a tenant cannot find out what images another one has sent."""
+    """A tenant cannot find out which images another one has sent."""
     parts: tuple[Part, ...] = (1, 2, 3, 4, (1,), 5, 6, 7, 8, 9)
     with image_cluster(page_size=1) as (cluster, vision):
         cached = []
@@ -213,7 +215,7 @@ def test_salts_share_neither_pages_nor_embeddings() -> None:
 
 
 def test_the_encoder_runs_before_serving_where_there_is_one() -> None:
-    """All batches that its family names, and nothing of them stays."""
+    """All batch sizes of its family run, and no data of them stays."""
     with image_cluster() as (_, vision):
         embeds = vision.embeds[0]
         assert embeds.warm_up() == 2
@@ -223,7 +225,7 @@ def test_the_encoder_runs_before_serving_where_there_is_one() -> None:
 
 
 def test_a_prompt_that_goes_on_keeps_no_rows_of_what_it_has_read() -> None:
-    """Else prompts in flight would hold the device's memory beside the cache, which is all that is counted."""
+    """Otherwise prompts in flight would hold device memory in addition to the cache, and only the cache is counted."""
     with image_cluster(chunk_tokens=3) as (cluster, vision):
         vision.embeds[0]._cache._max_bytes = 0
         vision.send(4, 5)
@@ -247,7 +249,7 @@ def test_a_prompt_that_goes_on_keeps_no_rows_of_what_it_has_read() -> None:
 
 def test_a_hit_that_holds_the_whole_image_needs_no_encoder() -> None:
     with image_cluster(page_size=1) as (cluster, vision):
-        vision.embeds[0]._cache._max_bytes = 0  # nothing is kept: what is encoded again shows
+        vision.embeds[0]._cache._max_bytes = 0  # nothing is cached: a repeated encoding is counted
         vision.send(1)
         for parts in ((1, (1,), 2, 3), (1, (1,), 2, 4)):
             submit(cluster, parts)
@@ -289,7 +291,7 @@ def test_images_that_never_come_end_the_wait() -> None:
 
 
 def test_images_that_wait_for_a_decoder_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long others take; the request's own deadline goes on."""
+    """Waiting for a decoder is not limited by ARRIVAL_SECONDS; the request's own deadline still applies."""
     held, pace = threading.Event(), ARRIVAL_SECONDS / 50
     monkeypatch.setattr(
         image_intake.ImageIntake, "_decode", lambda self, image: held.wait(PATIENCE) and read(image.data)
@@ -337,7 +339,7 @@ def test_spans_that_do_not_fit_are_refused_by_both_nodes(spans: tuple[ImageSpan,
         assert call.error.code == "invalid_value"
         if (
             spans[0].length == TOKENS and spans[0].rows < TOKENS
-        ):  # an image's size is the prefill node's knowledge
+        ):  # only the prefill node knows an image's size
             call = cluster.submit([1] * 10, 2, images=spans, legs="d")
             cluster.run()
             assert call.error is not None
@@ -356,7 +358,7 @@ def test_a_model_of_text_alone_refuses_images() -> None:
 
 
 def test_a_draft_that_reads_ids_alone_raises() -> None:
-    """A7: ValueError, not assert; start-up refuses it before (test_llava.py)."""
+    """A7: it raises ValueError rather than asserting; start-up already refuses it (test_llava.py)."""
     draft = ModelPrefill(lambda batch: pytest.fail("must not run"))
     merged = MergedEmbeds(torch.zeros(1, 1), (), (), lambda ids: ids)
     with pytest.raises(ValueError, match="cannot use image embeddings"):

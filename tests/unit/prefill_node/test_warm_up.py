@@ -1,4 +1,4 @@
-"""What runs before serving goes through every head and writes no page that a request may have."""
+"""The warm-up before serving runs every head and writes no page that a request may have."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -
     assert rows == [1, 1]
     assert all(
         torch.equal(plane[1:], old[1:]) for plane, old in zip(planes, before, strict=True)
-    )  # page 0 is padding
+    )  # page 0 is the padding page
 
 
 def test_every_module_of_a_multi_layer_draft_runs() -> None:

@@ -65,7 +65,7 @@ async def test_a_crowd_that_connects_at_once_is_accepted_a_few_per_turn() -> Non
 
         async with accepting_at(listener, noted):
             await eventually(lambda: count.total == len(crowd))
-            # Tasks open the connections: those of one turn may meet those of the turn before.
+            # Tasks open the connections: tasks of one turn may run together with those of the previous one.
             assert count.most <= 2 * ACCEPTED_PER_TURN
             for connection in crowd:
                 connection.close()
@@ -96,7 +96,7 @@ async def test_a_handshake_that_never_ends_is_cut_off(tmp_path: Path) -> None:
 
 
 class Exhausted(socket.socket):
-    """A listening socket for which the process has no descriptor left, once."""
+    """A listening socket that once reports that the process has no free descriptor."""
 
     refused = 0
 

@@ -69,7 +69,7 @@ async def test_a_broken_file_keeps_the_keys_before_it(
 ) -> None:
     caplog.set_level(logging.INFO)
     watched.put(text)
-    await eventually(lambda: "cannot be read again" in caplog.text)
+    await eventually(lambda: "cannot reload the API keys" in caplog.text)
     assert watched.knows("a")
     watched.write("b")
     await eventually(lambda: watched.knows("b"))
@@ -79,12 +79,12 @@ async def test_a_file_that_is_gone_or_open_to_others_keeps_the_keys(
     watched: Watched, caplog: pytest.LogCaptureFixture
 ) -> None:
     watched.path.unlink()
-    await eventually(lambda: "cannot be read again" in caplog.text)
+    await eventually(lambda: "cannot reload the API keys" in caplog.text)
     watched.write("a", "b")
     await eventually(lambda: watched.knows("a", "b"))
     caplog.clear()
     watched.path.chmod(0o644)
-    await eventually(lambda: "cannot be read again" in caplog.text)
+    await eventually(lambda: "cannot reload the API keys" in caplog.text)
     assert watched.knows("a", "b")
 
 
@@ -102,7 +102,7 @@ async def test_a_file_that_could_not_be_read_for_a_moment_is_read_again(
     watched.file._read = read
     watched.write("b")
     await eventually(lambda: watched.knows("b"))
-    assert caplog.text.count("cannot be read again") == 1
+    assert caplog.text.count("cannot reload the API keys") == 1
 
 
 async def test_asked_it_reads_at_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Full garbage collections stay away from crowds."""
+"""Full garbage collections run only while few clients are connected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fakes.waiting import eventually
 
 @pytest.fixture
 def full_collections() -> Iterator[list[str]]:
-    """Grows with every full collection."""
+    """Yield a list that grows with every full collection."""
     found: list[str] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -34,7 +34,7 @@ async def test_it_collects_while_few_are_connected_and_not_in_a_crowd(full_colle
     def connections() -> int:
         nonlocal asked
         asked += 1
-        # As if new objects had survived: else there is nothing to collect.
+        # Simulates that new objects survived: otherwise there is nothing to collect.
         gc.collect(1)
         return connected
 

@@ -1,4 +1,4 @@
-"""Processes are started by another process, so that the router's event loop never waits for a fork."""
+"""Processes are started by the spawn process, so the router's event loop never waits for a fork."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_the_death_of_the_process_that_starts_others_ends_nothing_else(spa
         assert spawner._process is not None
         first = spawner._process.pid
         os.kill(first, signal.SIGKILL)
-        # Nobody is left who could say how it ends.
+        # The process that could report its end is dead.
         assert await child.wait() == -signal.SIGKILL
         child.kill()
         channel.sendall(b"hello")
