@@ -33,7 +33,7 @@ def version_mismatch(peer: str, version: int) -> str | None:
     theirs = f"version {version}" if version != UNVERSIONED else "a version from before version 1"
     return (
         f"{peer} speaks {theirs} of the control protocol, this process speaks version {PROTOCOL_VERSION}: "
-        "install the same version of tandem for the router and every node"
+        "run the same version of tandem on the router and every node"
     )
 
 

@@ -57,7 +57,7 @@ def test_the_cycle_holds_every_draft_token_and_no_special_one() -> None:
 
 
 def test_a_draft_vocabulary_larger_than_the_ordinary_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="among 240 ordinary"):
+    with pytest.raises(ValueError, match="from 1 to 240, the ordinary ids"):
         Shape(vocab=256, draft_vocab=241)
     with pytest.raises(ValueError, match="between 0 and 1"):
         Drafting(acceptance=1.5)

@@ -210,7 +210,7 @@ def test_the_reference_gives_the_logits_of_the_unroll(kind: Kind) -> None:
 
 
 def test_mtp_has_no_more_steps_than_modules() -> None:
-    with pytest.raises(ValueError, match="3 modules"):
+    with pytest.raises(ValueError, match="3 MTP modules"):
         reference.load(directory("mtp"), target()).logits_after([1, 2, 3], [4, 5, 6])
 
 

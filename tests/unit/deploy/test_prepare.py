@@ -132,7 +132,7 @@ def test_a_directory_that_is_no_model_is_one_sentence(place: Path, command: str)
     result = RUNNER.invoke(cli.app, [command, str(place)])
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
-    assert line.startswith(f"{place}: the directory has no config.json, so it is no model directory")
+    assert line.startswith(f"{place}: the directory has no config.json, so it is not a model directory")
 
 
 def test_the_port_is_one_option(place: Path) -> None:

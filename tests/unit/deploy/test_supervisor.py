@@ -153,7 +153,7 @@ def test_a_run_directory_that_becomes_read_only(make: Callable[..., Watching], s
         try:
             until(lambda: cluster.heard("read-only file system"))
             cluster.child("node").signal(signal.SIGKILL)
-            until(lambda: cluster.heard("node was started again"))
+            until(lambda: cluster.heard("node was restarted"))
             assert cluster.child("node").pid != before
             until(lambda: cluster.heard("cluster.json cannot be written"))
         finally:

@@ -92,4 +92,4 @@ def test_what_is_neither_says_what_may_be_given(text: str) -> None:
 def test_a_directory_of_cluster_files_names_one(tmp_path: Path) -> None:
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters" / "mine.yaml").write_text("model: {path: m}\n")
-    assert "for a cluster file give the file, as clusters/mine.yaml" in refusal("clusters")
+    assert "for a cluster file name the file, such as clusters/mine.yaml" in refusal("clusters")

@@ -191,7 +191,7 @@ def test_a_router_of_another_version_is_refused_with_a_sentence(
     assert isinstance(message, Rejected)
     assert message.reason == (
         f"the router speaks {version} of the control protocol, this process speaks version {PROTOCOL_VERSION}: "
-        "install the same version of tandem for the router and every node"
+        "run the same version of tandem on the router and every node"
     )
     assert not rig.link.registered
     assert rig.link.refused_messages == 0

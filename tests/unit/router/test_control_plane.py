@@ -63,7 +63,7 @@ async def test_registration_is_repeatable() -> None:
         (
             {"protocol_version": PROTOCOL_VERSION + 1},
             f"decode-0 speaks version {PROTOCOL_VERSION + 1} of the control protocol, this process speaks version "
-            f"{PROTOCOL_VERSION}: install the same version of tandem",
+            f"{PROTOCOL_VERSION}: run the same version of tandem",
         ),
         ({"protocol_version": UNVERSIONED}, "decode-0 speaks a version from before version 1 of the control"),
         ({"page_size": 64}, "has pages of 64 tokens, the router's kv.page_size is 16"),

@@ -36,7 +36,7 @@ def test_the_depth_is_that_of_the_value(value: Any, piece: int, limit: int) -> N
         if depth_of(value) <= limit:
             check_depth(raw)
             return
-        with pytest.raises(InvalidRequest, match=f"more than {limit} arrays"):
+        with pytest.raises(InvalidRequest, match=f"more than {limit} levels"):
             check_depth(raw)
 
 

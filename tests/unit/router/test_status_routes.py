@@ -137,7 +137,7 @@ async def test_an_unknown_route_is_named(rig: Rig, method: str, path: str, messa
 async def test_a_method_that_a_route_does_not_take_is_named(rig: Rig) -> None:
     status, body, _ = await get(rig, "/v1/chat/completions")
     assert status == 405
-    assert json.loads(body)["error"]["message"] == "/v1/chat/completions takes POST, not GET"
+    assert json.loads(body)["error"]["message"] == "/v1/chat/completions accepts POST, not GET"
 
 
 @pytest.mark.parametrize(
