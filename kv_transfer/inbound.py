@@ -70,9 +70,8 @@ class Inbound:
     deadline: float | None
     state: ReceiveState = ReceiveState.QUEUED
     next_page: int = 0  # logical; pages below it have landed or were held
-    moved_at: float = (
-        0.0  # of the latest progress or sign of life; in quarantine, of the latest AbortTransfer
-    )
+    # Time of the latest progress or sign of life; in quarantine, of the latest AbortTransfer.
+    moved_at: float = 0.0
     state_slot: int = 0
     record: HandoffRecord | None = None  # set when it has arrived
     aborted_for: tuple[str, str] = ("", "")  # code, reason; repeated while quarantined

@@ -211,9 +211,8 @@ class Transfer(Section, frozen=True, kw_only=True):
     # A name from the table of transports; auto: the first one that can move pages between these nodes.
     transport: str = "auto"
     layers: bool = False  # cuda_ipc and shm: send pages layer by layer during their forward, not after it
-    verify_checksums: bool = (
-        True  # verify every page on arrival; the cost is measured by tests/bench/transfer.py
-    )
+    # Verify every page on arrival; the cost is measured by tests/bench/transfer.py.
+    verify_checksums: bool = True
     slots_timeout: Seconds = 5.0  # prefill node: no pages, and no sign that the request waits for them
     first_page_timeout: Seconds = 5.0  # decode node: no page, and no sign that the prompt is processed
     stall_timeout: Seconds = 3.0  # either side: bytes are in flight, and none makes progress

@@ -41,9 +41,8 @@ KEEPALIVE = {
     zmq.TCP_KEEPALIVE_CNT: 3,
     zmq.TCP_MAXRT: 5_000,  # ms without the peer's kernel taking what was sent
 }
-LINGER_MS = (
-    500  # after close; without it a Goodbye that follows a burst of tokens is dropped half of the time
-)
+# Time after close; without it a Goodbye that follows a burst of tokens is dropped half of the time.
+LINGER_MS = 500
 
 
 def check_bind(address: str, key: str, security: LinkSecurity) -> None:

@@ -53,9 +53,9 @@ def keys_with_lookahead(lookahead: int) -> Callable[[Sequence[int] | Keys], Keys
 
 
 class PageSpace:
-    """Allocator and prefix cache as one: what is only cached gives way to what is needed.
+    """Combines allocator and prefix cache: pages that are only cached are evicted when an allocation needs them.
 
-    Where the model has per-request planes, a lease is pages and a state slot, or nothing.
+    If the model has per-request planes, `lease` returns both pages and a state slot, or None.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class PageSpace:
         keys: Callable[[Sequence[int] | Keys], Keys] = as_keys,
         num_slots: int = 0,
     ) -> None:
-        """Create a space in which everything is free. ValueError for a cache of pages beside state slots.
+        """Create a space in which everything is free. Raises ValueError for a prefix cache together with state slots.
 
         Args:
             num_pages: counts page 0 too.
             keys: says what a position's KV depends on.
-            num_slots: of per-request state, slot 0 included; 0 for a model that keeps none.
+            num_slots: number of slots for per-request state, including slot 0; 0 for a model that keeps none.
         """
         if num_slots and not isinstance(cache, NoPrefixCache):
             raise ValueError("a cached prefix has pages but no state: turn the prefix cache off")
@@ -101,7 +101,7 @@ class PageSpace:
 
     @property
     def total_slots(self) -> int:
-        """State slots that leases can own; 0 for a model without per-request planes."""
+        """Number of state slots that leases can own; 0 for a model without per-request planes."""
         return 0 if self._slots is None else self._slots.total
 
     @property
@@ -110,7 +110,7 @@ class PageSpace:
 
     @property
     def leased_slots(self) -> int:
-        """Owned by leases. 0 when idle."""
+        """Number of state slots owned by leases. 0 when idle."""
         return self.total_slots - self.free_slots
 
     def has_room(self, pages: int) -> bool:
@@ -142,7 +142,7 @@ class PageSpace:
         """Return `num_pages` pages for a sequence: a cached prefix of at most `max_cached_tokens`, then fresh ones.
 
         Only pages that were committed under the same `salt` are found, and what is committed is found under it only.
-        The lease owns a state slot, too, where there are any. None if there is not enough room; then nothing is held.
+        The lease also owns a state slot if the space has any. Returns None if there is not enough room.
         """
         if self._slots is not None and not self._slots.free_pages:
             return None

@@ -135,9 +135,8 @@ class RadixCache:
             parent = node.parent
             assert parent is not None
             excess = len(freed) + len(node.pages) - count
-            if (
-                excess > 0
-            ):  # of a long edge only the tail is evicted: others are more likely to share the front
+            # Only the tail of a long edge is evicted: others are more likely to share the front.
+            if excess > 0:
                 keep = excess
                 freed.extend(node.pages[keep:])
                 self._account(-(len(node.pages) - keep))

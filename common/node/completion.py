@@ -1,4 +1,4 @@
-"""When the results of a launch may be read: on a CPU, on a CPU that imitates a GPU, and on a GPU."""
+"""Completions of a launch: on a CPU, on a CPU that imitates a GPU, and on a GPU."""
 
 from __future__ import annotations
 

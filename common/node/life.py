@@ -22,7 +22,7 @@ Work_contra = TypeVar("Work_contra", contravariant=True)
 
 
 class Duties(Protocol[Work_contra]):
-    """What a role does on these events. All methods are called by the thread of the main loop."""
+    """The handlers that a role implements for these events. All methods are called by the thread of the main loop."""
 
     def take(self, work: Work_contra, now: float) -> None:
         """Take a request, which may have to be refused."""

@@ -21,7 +21,7 @@ from common.node.announced_work import Announcer, Unannounced
 
 
 class Completion(Protocol):
-    """When the results of a launch may be read."""
+    """Tells when the results of a launch may be read."""
 
     def ready(self) -> bool: ...
 

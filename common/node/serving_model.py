@@ -203,7 +203,7 @@ def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> S
 def page_space(served: ServingModel, prefix_cache: bool | Literal["auto"]) -> PageSpace:
     """Return the bookkeeping of pages and state slots; prefix caching off is a cache that never matches.
 
-    Raises ConfigError where caching is asked for and the model keeps a state per request.
+    Raises ConfigError if prefix caching is required but the model keeps a state per request.
     """
     size, slots = served.page_size, served.num_slots
     if slots and prefix_cache is True:
@@ -215,9 +215,9 @@ def page_space(served: ServingModel, prefix_cache: bool | Literal["auto"]) -> Pa
 
 
 def _check_state(plan: NodePlan, device: torch.device, spec: PoolSpec, log: Log) -> WindowShape:
-    """What the node keeps of the newest tokens beside a state per request; nothing for other models.
+    """Return the window that the node keeps beside a state per request; empty for models without such a state.
 
-    Raises ConfigError for a way of speculating that such a state does not allow.
+    Raises ConfigError for a speculation setting that a state per request does not support.
     """
     if not spec.state_bytes:
         return NO_WINDOW

@@ -28,11 +28,11 @@ class CaptureHiddenMode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """Where a batch finds what its requests keep whole: for models with per-request planes.
+    """Per-request state of a batch, for models with per-request planes.
 
     A state holds the first tokens of a request. An EXTEND forward leaves all of its tokens in it. A DECODE or VERIFY
-    forward does not know which of its tokens will be accepted: it keeps what they would add in `windows`, and the
-    forward after it adds the accepted ones before anything else.
+    forward does not know which of its tokens will be accepted: it stores what they would add in `windows`, and the
+    next forward adds the accepted ones before anything else.
     """
 
     slots: Tensor  # [B] int64 of the per-request planes; 0: padding

@@ -31,7 +31,7 @@ OutputOut = TypeVar("OutputOut", covariant=True)
 
 
 class Program(Protocol[BatchIn, OutputOut]):
-    """What is captured. `run` reads only the inputs and its own device state, nothing else of a batch."""
+    """The captured computation. `run` reads only the inputs and its own device state, nothing else of a batch."""
 
     def facts(self, batch: BatchIn) -> BatchFacts:
         """Return the facts that decide which graph, if any, serves the batch."""

@@ -1,4 +1,4 @@
-"""What is captured, as data: shapes, hidden mode, and which batches a captured graph can serve."""
+"""Describes what is captured: shapes, hidden mode, and which batches a captured graph can serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which state each row of a decode batch has, and the window of tokens that the state does not hold yet."""
+"""Maps each row of a decode batch to its state slot and to the window of tokens that the state does not hold yet."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from common.engine.forward.batch import BatchState
 
 
 class WindowShape(NamedTuple):
-    """What a model with per-request planes keeps of the newest tokens of a row; empty for other models."""
+    """Shape of the window that a model with per-request planes keeps per row; empty for other models."""
 
     widths: Mapping[int, int] = {}  # layer -> values of one token
-    tokens: int = 0  # new tokens of a request in one step, at most
+    tokens: int = 0  # maximum number of new tokens of a request in one step
     dtype: torch.dtype = torch.float32
 
     def nbytes(self, num_rows: int) -> int:
-        """Bytes for `num_rows` rows beside padding row 0."""
+        """Return the bytes of `num_rows` rows and padding row 0."""
         return (num_rows + 1) * self.tokens * sum(self.widths.values()) * self.dtype.itemsize
 
 
@@ -29,11 +29,11 @@ NO_WINDOW = WindowShape()
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """One row per request, as RelayState has; row 0 is padding and stays zero."""
+    """State slots and windows, one row per request as in RelayState; row 0 is padding and stays zero."""
 
     slots: Tensor  # [num_rows + 1] int64 of the per-request planes
     held: Tensor  # [num_rows + 1] int64: tokens that the state in that slot holds
-    windows: dict[int, Tensor]  # layer -> [num_rows + 1, tokens, width]: of the tokens from `held` on
+    windows: dict[int, Tensor]  # layer -> [num_rows + 1, tokens, width] of the tokens from `held` on
 
     @classmethod
     def allocate(cls, num_rows: int, shape: WindowShape, device: torch.device) -> StateRows:
@@ -45,14 +45,15 @@ class StateRows:
         return cls(slots, held, windows)
 
     def write_row(self, row: int, slot: int, tokens: int) -> None:
-        """Give a row the state in `slot`, which holds the first `tokens` tokens of the request."""
+        """Assign the state in `slot`, which holds the first `tokens` tokens of the request, to a row."""
         self.slots[row] = slot
         self.held[row] = tokens
 
     def open_window(self, rows: Tensor, seq_len: Tensor) -> BatchState:
-        """Begin a forward of requests with seq_len [R] int64 accepted tokens, once for each forward. No host sync.
+        """Return the state of a forward over requests with seq_len [R] int64 accepted tokens. No host sync.
 
-        The forward adds the tokens between what the state holds and `seq_len`, so its window begins at `seq_len`.
+        Must be called exactly once for each forward. The forward adds the tokens between what the state holds and
+        `seq_len`, so the new window begins at `seq_len`.
         """
         pending = seq_len - self.held.index_select(0, rows)
         self.held.index_copy_(0, rows, torch.where(rows > 0, seq_len, 0))

@@ -40,9 +40,8 @@ class Mapped(PeerMemory):
         self.records = memoryview(records)
         self.lane = lane  # for complete pages
         self.layers = layers  # for copies that wait for a forward: nothing else may queue after them
-        self.memory: Tensor | None = (
-            None  # the pool, if kernels of the own GPU can write it; None: the driver copies
-        )
+        # The pool, if kernels of the own GPU can write it; None: the driver copies.
+        self.memory: Tensor | None = None
         self.pages: tuple[PoolLayout, PagedMemory] | None = None
         self.moved = 0
         self.open: list[LaneTicket] = []  # tickets that may not have settled

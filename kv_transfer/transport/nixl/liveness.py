@@ -30,9 +30,8 @@ from kv_transfer.transport.tcp.kind import TcpDescription
 
 GRACE: Final = 2.0  # seconds after which writes of the dead process's kernel and network card have landed
 _CONNECT_SECONDS: Final = 2.0
-_REFUSED_SECONDS: Final = (
-    10.0  # an address that did not answer is not tried again for so long, since trying blocks
-)
+# An address that did not answer is not tried again for this long, since trying blocks.
+_REFUSED_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 0.2  # interval of the check for overdue strangers
 _PROOF_SECONDS: Final = 10.0
 _MAX_STRANGERS: Final = 64

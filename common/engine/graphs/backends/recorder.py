@@ -1,4 +1,4 @@
-"""What records kernels on a device: CUDA graphs on a GPU, the tape on the CPU."""
+"""Chooses the recorder of kernels for a device: CUDA graphs on a GPU, the tape on the CPU."""
 
 from __future__ import annotations
 
