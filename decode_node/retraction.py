@@ -1,4 +1,4 @@
-"""Decides what is saved of a request that leaves the batch for want of pages, so that nothing is computed twice.
+"""Decides what is saved of a request that leaves the batch for lack of pages, so that nothing is computed twice.
 
 The copies themselves are moves of a plan (step_plan.py); host memory for them is bounded here.
 """
@@ -44,22 +44,22 @@ class Retraction:
 
     @property
     def used_bytes(self) -> int:
-        """Host memory that backups hold now, with those that are planned."""
+        """Host memory of all backups, including planned ones, in bytes."""
         return self._used
 
     @property
     def frees_pages(self) -> bool:
-        """Whether pages of retracted requests come free as soon as a plan has been read."""
+        """Whether pages of retracted requests become free once the plans that save them are read."""
         return bool(self._leaving or self._saving)
 
     def save(self, request: DecodeRequest) -> bool:
-        """Take the request's pages and row away; nothing of it may be in flight. False: no room, its KV is dropped."""
+        """Save and free a request's pages and row; nothing of it may be in flight. False: its KV was dropped."""
         assert request.in_flight == 0
         assert request.lease is not None
         pages = request.lease.pages[: self._space.pages_for(request.seq_len)]
         size = len(pages) * self._page_bytes + self._state_bytes
         kept = self._used + size <= self._max_bytes
-        # still there at resume, if nobody needed the pages
+        # At resume the prefix cache still has the pages unless other requests needed them.
         request.lease.commit(self._space.keys(request.computed()))
         request.retract = False
         if not kept:
@@ -73,18 +73,18 @@ class Retraction:
         return True
 
     def planned(self, generation: int) -> None:
-        """The moves up to here are part of this plan."""
+        """Record that the moves so far are part of this plan."""
         if self._leaving:
             self._saving[generation], self._leaving = self._leaving, []
 
     def read(self, generation: int) -> None:
-        """The plan has been carried out: what it saved may be given to others."""
+        """Free the pages and rows that a finished plan has saved."""
         for lease, row in self._saving.pop(generation, ()):
             lease.release()
             self._rows.give(row)
 
     def restore(self, request: DecodeRequest) -> bool:
-        """Give the request pages and a row again, with the KV that it had. False: not enough pages yet."""
+        """Give a request pages and a row with its saved KV. Return False if there are not enough pages yet."""
         assert request.backup is not None
         keys = self._space.keys(request.computed())
         lease = self._space.lease(
@@ -103,7 +103,7 @@ class Retraction:
         return True
 
     def occupy(self, request: DecodeRequest) -> None:
-        """Give a request with pages its row, filled with what the next step needs."""
+        """Give a request that has pages a row with the inputs of its next step."""
         assert request.lease is not None
         request.row = self._rows.take()
         self._rows.append(request.row, 0, request.lease.pages)
@@ -122,7 +122,7 @@ class Retraction:
         )
 
     def release(self, request: DecodeRequest) -> None:
-        """Give back pages and row."""
+        """Release pages and row."""
         if request.lease is not None:
             request.lease.release()
             request.lease = None
@@ -131,7 +131,7 @@ class Retraction:
             request.row = 0
 
     def drop(self, request: DecodeRequest) -> None:
-        """Forget the backup, once the plan that may load it has."""
+        """Drop the backup, after the plan that may load it has done so."""
         if request.backup is not None:
             self._used -= request.backup.nbytes
             request.backup = None

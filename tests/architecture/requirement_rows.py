@@ -30,7 +30,7 @@ _ID = re.compile(r"([A-E])(\d+)(?:(?:-| to )\1(\d+))?")
 
 
 def rows_in(text: str) -> set[str]:
-    """The rows that a docstring names."""
+    """Return the rows that a docstring names."""
     found: set[str] = set()
     for named in _NAMED.finditer(" ".join(text.split())):
         for letter, first, last in _ID.findall(named.group(1)):
@@ -39,7 +39,7 @@ def rows_in(text: str) -> set[str]:
 
 
 def named_tests() -> Iterator[tuple[str, str]]:
-    """(row, path::test) of every docstring; a module's own docstring stands for the module."""
+    """Yield (row, path::test) of every docstring; a module's own docstring counts for the module."""
     for path in sorted(TESTS.rglob("test_*.py")):
         where = path.relative_to(TESTS.parent).as_posix()
         module = ast.parse(path.read_text())
@@ -52,7 +52,7 @@ def named_tests() -> Iterator[tuple[str, str]]:
 
 
 def by_row() -> dict[str, list[str]]:
-    """Every row with its tests, in order."""
+    """Return every row with its tests, in order."""
     tests: dict[str, list[str]] = {row: [] for row in ROWS}
     for row, test in named_tests():
         tests[row].append(test)
@@ -60,7 +60,7 @@ def by_row() -> dict[str, list[str]]:
 
 
 def table() -> str:
-    """tests/REQUIREMENTS.md."""
+    """Return the text of tests/REQUIREMENTS.md."""
     lines = ["# Which test shows which requirement", ""]
     lines += ["Made by `python -m tests.architecture.requirement_rows` from the docstrings of the tests."]
     tests = by_row()

@@ -65,7 +65,7 @@ def _imports(node: ast.AST, package: str, scope: str, type_checking: bool) -> It
 
 
 def modules(packages: Iterable[str] = PACKAGES) -> list[Module]:
-    """Every module of the given top-level packages."""
+    """Return every module of the given top-level packages."""
     found: list[Module] = []
     for package in packages:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -76,7 +76,7 @@ def modules(packages: Iterable[str] = PACKAGES) -> list[Module]:
 
 
 def resolve(target: str, known: Iterable[str]) -> str | None:
-    """The module of ours that `import target` loads, or None if it is not ours."""
+    """Return the project module that `import target` loads, or None if it is not one."""
     while target:
         if target in known:
             return target
@@ -85,7 +85,7 @@ def resolve(target: str, known: Iterable[str]) -> str | None:
 
 
 def imported(module: Module, known: dict[str, Module], *, run: bool = True) -> set[str]:
-    """Our modules that `module` imports; with `run`, those of type checking alone do not count."""
+    """Return the project modules that `module` imports; with `run`, without those for type checking."""
     found = set()
     for each in module.imports:
         if run and each.type_checking:
@@ -97,6 +97,6 @@ def imported(module: Module, known: dict[str, Module], *, run: bool = True) -> s
 
 
 def with_packages(name: str) -> set[str]:
-    """A module and the packages above it: importing it runs their __init__ too."""
+    """Return a module and the packages above it: importing it runs their __init__ too."""
     parts = name.split(".")
     return {".".join(parts[: count + 1]) for count in range(len(parts))}

@@ -23,6 +23,6 @@ def test_the_picture_is_that_of_the_measurement(theme: Theme) -> None:
 
 
 def test_what_does_not_flatter_is_shown() -> None:
-    """The JSON has loads at which a bar of tandem is the worse one; the chart leaves out none of its rows."""
+    """The JSON has loads at which tandem's bar is the worse one; the chart omits none of its rows."""
     assert len(shown()) == 10
     assert {system.split(" ")[0] for _, system, *_ in shown()} == {"tandem", "vLLM"}

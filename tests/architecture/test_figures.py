@@ -1,4 +1,4 @@
-"""Figures that the README and docs/performance.md quote from others are those of the JSON that names their source."""
+"""Figures quoted in the README and docs/performance.md are those of the JSON that names their source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEASURED = INDEPENDENT["two_gpus"]["rows"]
 
 
 def load_row(measured: dict[str, Any]) -> str:
-    """One row of the tables of loads."""
+    """Return one row of the tables of loads."""
     system = "tandem" if measured["system"] == "tandem" else f"vLLM x 2, chunks of {measured['chunk']:,}"
     low, high = (round(100 * share) for share in measured["goodput"])
     cells = (
@@ -42,7 +42,7 @@ def test_the_source_is_named() -> None:
 
 @pytest.mark.parametrize("load", sorted({row["load"] for row in MEASURED}))
 def test_tables_of_loads_hold_the_measured_rows(load: str) -> None:
-    """docs/performance.md has all of them; the README a choice, in which vLLM stands beside tandem."""
+    """docs/performance.md has all rows; the README has a selection that compares vLLM with tandem."""
     wanted = [load_row(row) for row in MEASURED if row["load"] == load]
     assert _table_rows((ROOT / "docs/performance.md").read_text(), load) == wanted
     shown = _table_rows((ROOT / "README.md").read_text(), load)

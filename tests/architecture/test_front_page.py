@@ -1,4 +1,4 @@
-"""README and docs: short enough, links lead somewhere, and the support matrix agrees with the tables of the code."""
+"""README and docs: they are short enough, links resolve, and the support matrix agrees with the tables of the code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMED_FILE = re.compile(r"`((?:\.\./)?[\w./-]+\.(?:md|py|yaml|json))`")
 
 
 def supported(row: str) -> str:
-    """The cell `yes` of one row of the support matrix."""
+    """Return the cell `yes` of one row of the support matrix."""
     found = re.search(rf"^\| {row} \| (.*?) \| (.*?) \|$", README.read_text(), re.MULTILINE)
     assert found is not None, f"no row {row}"
     return found[1]

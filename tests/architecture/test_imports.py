@@ -1,4 +1,4 @@
-"""Import directions of ARCHITECTURE.md, read from the syntax trees: no module is imported to find out."""
+"""Import directions between packages, read from the syntax trees: no module is imported to find out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ MODULES = {module.name: module for module in modules()}
 HEAVY = ("torch", "triton", "transformers", "safetensors")  # transformers and safetensors load torch
 TRANSPORTS = "kv_transfer.transport"
 
-# Which of our packages each one may import, itself aside. "control" is common without its engine and node packages.
+# The project packages that each one may import besides itself. "control" is common without its engine and node
+# packages.
 ALLOWED = {
     "control": set[str](),
     "engine": {"control"},
@@ -34,7 +35,7 @@ ALLOWED = {
     # starts the others as processes; kv_transfer for the sweep of shared memory
     "deploy": {"control", "kv_transfer"},
 }
-# Modules of common and kv_transfer that only one kind of process may reach, each with all below it.
+# Modules of common and kv_transfer, with their submodules, that only one kind of process may import.
 ONLY_PREFILL = (
     "common.engine.attention.segments",
     "common.engine.models.llava",
@@ -107,7 +108,7 @@ def test_directions() -> None:
 
 
 def _reaches(start: str, graph: dict[str, set[str]]) -> dict[str, str]:
-    """module -> who imported it first, for all that importing `start` runs."""
+    """Return module -> its first importer, for everything that importing `start` runs."""
     came_from = {start: ""}
     queue = [start]
     for name in queue:
@@ -126,7 +127,7 @@ def _chain(name: str, came_from: dict[str, str]) -> str:
 
 
 def _run_graph() -> dict[str, set[str]]:
-    """What importing a module runs: what it imports, and the packages above that."""
+    """Return what importing each module runs: its imports, and the packages above them."""
     return {
         name: {
             each
@@ -142,7 +143,7 @@ RUN_GRAPH = _run_graph()
 
 
 def test_control_plane_never_reaches_torch() -> None:
-    """router, kv_transfer and common's control plane; kv_transfer.transport may touch device memory."""
+    """The rule covers router, kv_transfer and common's control plane; kv_transfer.transport may touch device memory."""
     heavy = []
     for name in MODULES:
         if _area(name) not in ("router", "control", "kv_transfer") or _is_under(name, TRANSPORTS):
@@ -170,7 +171,7 @@ def test_control_plane_never_reaches_torch() -> None:
     ],
 )
 def test_schedulers_import_no_torch(name: str) -> None:
-    """What a node decides is decided without a device; plans go to a worker."""
+    """Nodes decide without a device; plans go to a worker."""
     came_from = _reaches(name, RUN_GRAPH)
     heavy = [
         f"{_chain(each, came_from)} imports {package}"
@@ -182,7 +183,7 @@ def test_schedulers_import_no_torch(name: str) -> None:
 
 
 def _reached_by(*entries: str) -> dict[str, str]:
-    """What a process imports by these entries. What a table names as "module:attribute" is not followed."""
+    """Return what a process imports from these entries. Names in tables ("module:attribute") are not followed."""
     came_from: dict[str, str] = {}
     for entry in entries:
         came_from = _reaches(entry, RUN_GRAPH) | came_from
@@ -207,14 +208,14 @@ def test_a_role_does_not_import_what_only_another_one_runs(
 
 
 def test_no_cycles() -> None:
-    """Between modules, packages' __init__ included where they are imported by name."""
+    """Cycles between modules count, including packages' __init__ if they are imported by name."""
     graph = {name: imported(module, MODULES, run=False) for name, module in MODULES.items()}
     cycles = [sorted(group) for group in _components(graph) if len(group) > 1]
     assert not cycles, "\n".join(" <-> ".join(cycle) for cycle in cycles)
 
 
 def _components(graph: dict[str, set[str]]) -> list[set[str]]:
-    """Strongly connected components (Tarjan)."""
+    """Return the strongly connected components (Tarjan)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -241,7 +242,7 @@ def _components(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 def _may_hide(module: Module, each: Import) -> bool:
-    """Entry points that put off torch: nodes say "importing" first, and the data workers do without it."""
+    """Entry points may import torch late: nodes report "importing" first, and the data workers do not need it."""
     top, _, rest = module.name.partition(".")
     if rest == "__main__":
         return each.target in (f"{top}.build.build", f"{top}.app.run")
@@ -249,7 +250,7 @@ def _may_hide(module: Module, each: Import) -> bool:
 
 
 def test_no_import_is_hidden_in_a_function() -> None:
-    """Ours, that is: it is how cycles are dodged."""
+    """Imports of project modules inside functions hide cycles."""
     hidden = [
         f"{module.place}:{each.line} {each.scope}() imports {each.target}"
         for module in MODULES.values()
@@ -259,8 +260,8 @@ def test_no_import_is_hidden_in_a_function() -> None:
     assert not hidden, "\n".join(hidden)
 
 
-def test_no_import_for_types_alone() -> None:
-    """TYPE_CHECKING is the other way to dodge a cycle."""
+def test_no_import_only_for_types() -> None:
+    """TYPE_CHECKING is the other way to hide a cycle."""
     dodged = [
         f"{module.place}:{each.line} imports {each.target}"
         for module in MODULES.values()
@@ -271,7 +272,7 @@ def test_no_import_for_types_alone() -> None:
 
 
 def test_no_dynamic_import() -> None:
-    """Except of what a table names as "module:attribute"."""
+    """The only dynamic imports are those that a table names as "module:attribute"."""
     wrong = []
     for module in MODULES.values():
         if module.name == "common.named":
@@ -285,7 +286,7 @@ def test_no_dynamic_import() -> None:
 
 
 def test_no_relative_import() -> None:
-    """One way to name a module, so that a search finds all of its users."""
+    """A module has only one name, so that a search finds all of its users."""
     wrong = [
         f"{module.place}:{node.lineno}"
         for module in MODULES.values()
@@ -297,7 +298,7 @@ def test_no_relative_import() -> None:
 
 @pytest.mark.parametrize("entry", ["router.app", "router.dispatcher", "kv_transfer.sender", "common.config"])
 def test_torch_is_not_loaded(entry: str) -> None:
-    """What the syntax trees say, proved once by the interpreter. A module that is not written yet is passed over."""
+    """The interpreter confirms what the syntax trees show. Missing modules are skipped."""
     if entry not in MODULES:
         pytest.skip(f"{entry} does not exist")
     code = f"import {entry}, sys; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
@@ -307,7 +308,7 @@ def test_torch_is_not_loaded(entry: str) -> None:
 
 
 def test_the_checks_see_what_they_should() -> None:
-    """The import reader itself: nested, relative, aliased, type checking."""
+    """The import reader handles nested, relative, aliased and type-checking imports."""
     text = (
         "import a.b as c\n"
         "from . import d\n"

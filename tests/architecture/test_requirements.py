@@ -1,4 +1,4 @@
-"""Every requirement has a test that names it, and the table says which."""
+"""Every requirement has a test that names it, and the table lists it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about the source that no linter knows: nothing that runs what it reads, no role flags, no drawer modules."""
+"""Source rules that no linter has: nothing runs data that it reads, no role flags, no catch-all modules."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.architecture.source_tree import ROOT, Module, modules
 
 MODULES = modules()
 MAX_LINES = 400
-# Files that may be longer, and why.
+# Files that may exceed the length limit, and the reason.
 LONGER: dict[str, str] = {}
 
-# Modules that run what they read, and those whose connections pickle.
+# Modules that execute their input, and those whose connections use pickle.
 DANGEROUS_MODULES = {
     *("pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"),
     *("multiprocessing", "concurrent.futures.process", "xmlrpc", "imp", "runpy", "pty", "commands"),
@@ -33,13 +33,13 @@ DANGEROUS_CALLS = {
     *("os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"),
     "concurrent.futures.ProcessPoolExecutor",
 }
-# By whatever object they are called: ZMQ's pickling methods, and collectives of torch.distributed that pickle.
+# Called on any object: ZMQ's pickling methods, and collectives of torch.distributed that pickle.
 DANGEROUS_METHODS = {
     *("recv_pyobj", "send_pyobj", "recv_serialized", "send_serialized"),
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("send_object_list", "recv_object_list"),
 }
-# Training of the shipped models reads no input from outside: its workers are its own forks.
+# Training of the shipped models reads no external input: its workers are its own forks.
 TRAINING = "deploy/tiny_models/"
 OWN_WORKERS = {"multiprocessing", "concurrent.futures.ProcessPoolExecutor"}
 # The one loader of cluster files: yaml.load with a SafeLoader subclass that also refuses duplicate keys.
@@ -87,7 +87,7 @@ def _dangers(module: Module) -> Iterator[str]:
 
 
 def _full_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """(name in this module, full name) of what `import a.b as c` and `from a import b as c` bind."""
+    """Yield (name in this module, full name) of the names bound by `import a.b as c` and `from a import b as c`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -101,7 +101,7 @@ def _full_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def _called(function: ast.expr, full_names: dict[str, str]) -> str:
-    """The dotted name of what is called, whatever it was imported as."""
+    """Return the dotted name of the called function, whatever its imported alias."""
     first, dot, rest = ast.unparse(function).partition(".")
     return f"{full_names.get(first, first)}{dot}{rest}"
 
@@ -113,7 +113,7 @@ def _strict_yaml(module: Module, call: ast.Call) -> bool:
 
 
 def test_no_role_flags() -> None:
-    """A role is a composition, written once in build.py; no class asks what it is part of."""
+    """Roles are composed in build.py; no class asks which role it belongs to."""
     flags = [
         f"{module.place}: {name}"
         for module in MODULES
@@ -212,7 +212,7 @@ def test_what_runs_nothing_is_allowed(text: str) -> None:
 
 
 def test_ruff_bans_the_same_modules() -> None:
-    """An editor shows them before this test does."""
+    """An editor reports them earlier than this test."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
     assert {"S102", "S301", "S302", "S307", "S506", "TID"} <= set(settings["select"])
     banned = set(settings["flake8-tidy-imports"]["banned-api"])
@@ -237,7 +237,7 @@ def test_no_drawer_modules() -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    """The first line of a module; in __init__ the charter of its folder."""
+    """The first line of a module states its purpose; in __init__, the charter of its folder."""
     silent = [module.place for module in MODULES if not ast.get_docstring(module.tree)]
     assert not silent, "no docstring: " + ", ".join(silent)
 
@@ -279,7 +279,7 @@ def test_every_folder_with_code_is_a_package() -> None:
 
 
 def test_only_formats_know_how_products_keep_their_weights() -> None:
-    """Elsewhere `.weight` is a norm's or an embedding's, in the modules that own these."""
+    """Elsewhere `.weight` belongs to a norm or an embedding, in the modules that own these."""
     owners = {f"common/engine/layers/{name}.py" for name in ("norm", "linear", "attention")}
     wrong = [
         f"{module.place}:{node.lineno} takes {ast.unparse(node)}"
@@ -293,7 +293,7 @@ def test_only_formats_know_how_products_keep_their_weights() -> None:
 
 
 def test_only_tables_name_a_language_model() -> None:
-    """Whoever uses one asks a `CausalLM`."""
+    """Users of a language model call a `CausalLM`."""
     wrong = [
         f"{module.place}:{each.line} imports {each.target}"
         for module in MODULES
@@ -314,7 +314,10 @@ def test_files_stay_small() -> None:
 
 
 def test_no_test_is_decided_by_how_fast_something_was() -> None:
-    """Machines stall for seconds. `tests.fakes.waiting` waits for what happens; work is counted, or in thread_time."""
+    """Machines stall for seconds.
+
+    `tests.fakes.waiting` waits for events; work is counted, or measured in thread_time.
+    """
     measured = re.compile(r"perf_counter|\btime\.time\(\) -|monotonic\(\) -")
     wrong = [
         f"{path.relative_to(ROOT)}:{number}"
@@ -327,22 +330,22 @@ def test_no_test_is_decided_by_how_fast_something_was() -> None:
 
 
 def test_the_wall_clock_is_for_people() -> None:
-    """It jumps (RELIABILITY.md, 24): deadlines and waits go by the monotonic one. These places show it to a person."""
+    """The wall clock jumps, so deadlines use the monotonic clock. These places show wall-clock time to a person."""
     shown = {
-        "common/node/router_link.py",  # since when the load of a node is so
+        "common/node/router_link.py",  # the time of a node's load report
         "router/app.py",  # `created` of the model
         "router/openai_routes.py",  # `created` of an answer
-        "router/template_sandbox.py",  # the date, which a chat template may ask for
+        "router/template_sandbox.py",  # the date that chat templates may print
     }
     wall = re.compile(r"\btime\.(time|time_ns|localtime)\(|\bdatetime\.(now|utcnow|today)\(|\bdate\.today\(")
-    cards = "deploy/tiny_models/"  # say when they were made
+    cards = "deploy/tiny_models/"  # record when they were made
     used = {module.place for module in MODULES if wall.search(module.text)}
     used = {place for place in used if not place.startswith(cards)}
     assert used == shown
 
 
 def test_top_level_folders() -> None:
-    """ARCHITECTURE.md fixes them: a new folder is a decision, not an accident."""
+    """The architecture fixes these folders: a new one must be a decision, not an accident."""
     folders = {
         path.name
         for path in ROOT.iterdir()
@@ -360,7 +363,7 @@ def test_top_level_folders() -> None:
 
 
 def test_only_build_and_main_see_the_config() -> None:
-    """One composition root per process: below it nobody sees a config object."""
+    """Each process has one composition root: no other module reads a config object."""
     allowed = re.compile(
         r"^(common/config/|deploy/|[a-z_]+/(build|__main__|app|from_config)\.py$"
         r"|kv_transfer/transport/[a-z_]+/kind\.py$"  # declares the transport's own keys

@@ -230,7 +230,7 @@ class Engine:
 
 
 def random_prompts(pair: Pair, count: int, length: int, seed: int) -> list[list[int]]:
-    """Prompts that all end in different tokens, on which alone a constructed target's text depends."""
+    """Prompts that end in different tokens; a constructed target's text depends only on that token."""
     draw = random.Random(seed)
     last = draw.sample(range(pair.first_id, pair.model.config.vocab_size), count)
     ids = range(pair.first_id, pair.model.config.vocab_size)

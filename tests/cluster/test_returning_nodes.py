@@ -67,7 +67,7 @@ async def test_a_zombie_drops_its_requests_and_reaches_no_client(tmp_path: Path)
 
 
 async def test_a_rolling_restart_fails_no_request(tmp_path: Path, reference: Reference) -> None:
-    """Of both decode nodes, one after the other, under load: each ends what it has begun."""
+    """Both decode nodes restart, one after the other, under load: each finishes what it has begun."""
     prompts = [prompt_of(30 + 25 * i, 200 + i) for i in range(2)]
     tokens = 30
 

@@ -32,7 +32,7 @@ def inbox(codec: wire.InboxCodec[Any], data: bytes) -> None:
 
 
 def kv_messages(data: bytes) -> None:
-    """As it comes, and behind an envelope that is right."""
+    """Feed the bytes as they are, and after a valid envelope."""
     envelope = messages.encode(
         messages.AbortTransfer(room=1, generation=2, code="x", reason="r"), INCARNATION
     )[: messages._ENVELOPE.size]

@@ -1,4 +1,4 @@
-"""What the scripts of this folder check in what they have measured; exit code 1 and a sentence where it does not hold.
+"""Checks on the results of this folder's scripts; prints a sentence and exits with code 1 if a check fails.
 
 python -m tests.gpu.expect score FILE LEAST          # JSON of deploy/eval: share of right answers
 python -m tests.gpu.expect replays FILE              # /server_info: graphs captured whole, and forwards replay them

@@ -1,4 +1,4 @@
-"""Make a NIXL wheel small enough to travel to a GPU machine: UCX alone, as a zip to unpack beside the sources.
+"""Make a NIXL wheel small enough to copy to a GPU machine: a zip with only UCX, to be unpacked next to the sources.
 
 pip download --no-deps --only-binary=:all: --python-version 3.12 --dest /tmp/wheels nixl-cu13
 python -m tests.gpu.nixl_wheel /tmp/wheels/nixl_cu13-*.whl .whl/nixl.zip

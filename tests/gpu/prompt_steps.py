@@ -1,4 +1,4 @@
-"""Steps of prompts of four requests under graphs on a GPU, against the same eagerly: for every backend."""
+"""Prompt steps of four requests under graphs on a GPU, compared with eager ones: for every backend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = [
 def check_prompt_replays(
     backend: Backend, buckets: tuple[int, ...], poisoned: bool, aux: tuple[int, ...], unbroken: ShapeKey
 ) -> None:
-    """Rows A1, A6, C3: below, at and above the maximum, shrinking and growing, poison clean."""
+    """Rows A1, A6, C3: below, at and above the captured maximum, shrinking and growing, free of poison."""
     gpu = torch.device("cuda")
     eager = DeviceDriver(model(aux, device=gpu), IDS, 16)
     driver, extend = extend_driver(

@@ -1,4 +1,4 @@
-"""A kernel that compiles while serving is told of: users would only see a slow first token."""
+"""Kernels that compile while serving are reported: users would only see a slow first token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture
 def compiled() -> Iterator[list[str]]:
-    """Kernels that compile from here on."""
+    """Yield the kernels that compile from here on."""
     import triton
 
     told: list[str] = []
@@ -34,7 +34,7 @@ def compiled() -> Iterator[list[str]]:
 
 def test_no_prompt_batch_compiles_after_the_warm_up(compiled: list[str]) -> None:
     """The first load after start-up waited 1.3 and 1.8 s for two tiles of extend attention."""
-    heads, kv_heads, dim = 24, 6, 128  # of no other test: nothing is compiled yet
+    heads, kv_heads, dim = 24, 6, 128  # used by no other test: nothing is compiled yet
     pool = plain_pool(2, kv_heads, dim, 16, 3, torch.bfloat16, torch.device("cuda"))
     attention = PagedAttention(pool, [None, 64])
     attention.warm_up(heads, 8192, 200)
@@ -77,7 +77,7 @@ def test_no_prompt_batch_compiles_after_the_warm_up(compiled: list[str]) -> None
 
 
 def test_no_penalty_compiles_after_start_up(compiled: list[str]) -> None:
-    """Batches of any size, draft trees of any size: one kernel, compiled when the node allocates."""
+    """One kernel serves batches and draft trees of any size; it is compiled when the node allocates."""
     vocab = 4112
     state = AdjustmentRows.allocate(70, vocab, torch.device("cuda"))
     compiled.clear()

@@ -1,4 +1,4 @@
-"""Pages between real processes over CUDA IPC: on one GPU, and on two where there are two."""
+"""Page transfers between real processes over CUDA IPC: on one GPU, and on two if there are two."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_bytes_arrive_where_they_belong_and_nowhere_else(rig: Rig) -> None:
 
 @pytest.mark.parametrize("told", [1, 2, 3])
 def test_layers_leave_while_a_forward_computes_them(rig: Rig, told: int) -> None:
-    """Every copy waits for its layer's event: the pool holds zeros until the computing stream has come so far."""
+    """Every copy waits for its layer's event: until the compute stream gets there, the pool holds zeros."""
     source = pattern(rig.src.total_bytes, SEED, "cpu")
     src, dst = [5, 6, 7, 63, 1, 30], [90, 91, 95, 2, 40, 3]
     reply = rig.send_room(src, dst, told=told)
@@ -134,7 +134,7 @@ def test_an_abort_frees_pages_after_the_senders_word(rig: Rig) -> None:
 
 @pytest.mark.parametrize("devices", PAIRS, ids=lambda pair: "-".join(pair))
 def test_a_killed_sender_is_proved_dead_and_writes_no_more(devices: tuple[str, str]) -> None:
-    """It dies with seconds of writes queued on its GPU; once the pidfd tells, nothing changes any more."""
+    """It dies with seconds of writes queued on its GPU; once the pidfd reports its death, nothing changes any more."""
     rig = Rig("cuda_ipc", devices, layers=[(8, 128)] * 16, pages=(513, 513))
     try:
         many = list(range(1, 513))
@@ -171,7 +171,7 @@ def test_a_killed_sender_is_proved_dead_and_writes_no_more(devices: tuple[str, s
 
 @pytest.mark.parametrize("devices", PAIRS, ids=lambda pair: "-".join(pair))
 def test_a_killed_receiver_leaves_the_sender_alive(devices: tuple[str, str]) -> None:
-    """Its memory stays mapped until we let go of it; our CUDA context must survive whatever we do meanwhile."""
+    """Its memory stays mapped until this process unmaps it; this process's CUDA context must survive meanwhile."""
     config = {
         "role": "receive",
         "device": devices[1],
@@ -229,7 +229,7 @@ def test_a_handle_is_not_opened_where_it_was_made() -> None:
     assert cuda.find(cuda.uuid(0)) == 0
     with pytest.raises(CudaError, match="cudaIpcOpenMemHandle: .*CUDA error"):
         cuda.open(0, b"?" * 64)
-    assert int(torch.ones(3, device="cuda:0").sum().item()) == 3  # the error was taken
+    assert int(torch.ones(3, device="cuda:0").sum().item()) == 3  # the error was cleared
     receiver.close()
 
 

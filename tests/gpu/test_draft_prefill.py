@@ -41,13 +41,13 @@ STEPS = [
 @pytest.mark.parametrize("poisoned", [False, True])
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
 def test_replay_equals_eager(name: str, poisoned: bool) -> None:
-    """Rows A3, A5, A6, L1."""
+    """Rows A3, A5, A6, L1: every batch gives the eager results."""
     compare(name, poisoned, GPU, BreakableGraphs(CudaRecorder(GPU)))
 
 
 def compare(name: str, poisoned: bool, device: torch.device, backend: Backend) -> None:
     config = DRAFTS[name]
-    config = replace(config, model=replace(config.model, head_dim=16))  # what the kernels take
+    config = replace(config, model=replace(config.model, head_dim=16))  # the kernels support this size
     target = model(config.aux_layers, device=device)
     placement = Placement(torch.float32, device)
     made = Eagle3Head if config.algorithm == "eagle3" else EagleHead

@@ -1,4 +1,4 @@
-"""The trial that tells what graphs will take, before the KV pool of a GPU node is sized."""
+"""The trial that measures the memory of graphs before the KV pool of a GPU node is sized."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CUBLAS_BYTES = 128 << 20  # its workspaces, one per stream, stay with the proces
 
 @pytest.mark.parametrize("graphs", ["breakable", "piecewise"])
 def test_a_trial_tells_enough_and_leaves_nothing_behind(graphs: str) -> None:
-    """Issue 3 part 4, row B8."""
+    """Row B8: the trial's figure suffices for the graphs, and its memory is freed."""
     driver = DeviceDriver(model(device=torch.device("cuda")), sequences([9]), 4)
     wanted = PhaseSwitch(graphs), 2048, 8, CaptureHiddenMode.FULL, CompiledBodies()
     made = prompt_graphs.prefill_graphs(driver.runner, *wanted)
@@ -38,5 +38,5 @@ def test_a_trial_tells_enough_and_leaves_nothing_behind(graphs: str) -> None:
     held = torch.cuda.memory_reserved()
     torch.cuda.empty_cache()
     left = held - torch.cuda.memory_reserved()
-    assert left < 4 << 20  # by warm-ups: of a stream that nothing else runs on
+    assert left < 4 << 20  # from warm-ups on a stream that nothing else uses
     assert torch.cuda.memory_reserved() - after <= told + CUBLAS_BYTES

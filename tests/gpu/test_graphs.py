@@ -1,4 +1,4 @@
-"""The CUDA backends on a GPU: the same models and steps as on the tape, and what only a GPU can show.
+"""The CUDA backends on a GPU: the models and steps of the tape tests, and what only a GPU can show.
 
 Results of different matrix shapes differ in rounding, so logits are compared within a tolerance and tokens exactly
 (float32, random weights: no ties).
@@ -41,7 +41,7 @@ def breakable() -> BreakableGraphs:
 
 
 class Layer:
-    """A break that reads a host fact of the live batch."""
+    """A break that reads a host value of the live batch."""
 
     def __init__(self) -> None:
         self.live = 4
@@ -86,7 +86,7 @@ def test_full_ignores_breaks_and_no_break_is_one_graph() -> None:
 
 
 def test_memory_of_segments_is_reused_by_later_segments() -> None:
-    """Weak arguments, bridges in the pool: forty breaks of 16 MiB do not cost forty times 16 MiB."""
+    """Arguments are weak references and bridges are in the pool: forty breaks of 16 MiB cost less than their sum."""
     x = torch.randn(16 * MIB // 4, device=GPU)
 
     @break_point
@@ -107,7 +107,7 @@ def test_memory_of_segments_is_reused_by_later_segments() -> None:
         recording.replay()
         assert torch.equal(recording.output, run())
     smaller = backend.capture(lambda: pause(x[: MIB // 2] * 2) * 0.5)
-    assert smaller.nbytes <= 2 * MIB  # fits what the larger one left in the pool
+    assert smaller.nbytes <= 2 * MIB  # fits into memory that the larger one left in the pool
 
 
 def test_a_side_stream_is_joined_at_the_end_of_its_segment() -> None:
@@ -171,7 +171,7 @@ BUCKETS = (4, 8, 16, 32, 48)
 @pytest.mark.parametrize("aux", [(), AUX])
 @pytest.mark.parametrize("unbroken", [BROKEN, ShapeKey(16, 2), ShapeKey(48, 9)])
 def test_prefill_replay_equals_eager(poisoned: bool, aux: tuple[int, ...], unbroken: ShapeKey) -> None:
-    """Rows A1, A6, C3: below, at and above the maximum, shrinking and growing, poison clean."""
+    """Rows A1, A6, C3: below, at and above the captured maximum, shrinking and growing, free of poison."""
     check_prompt_replays(breakable(), BUCKETS, poisoned, aux, unbroken)
 
 
@@ -188,7 +188,7 @@ BATCHES = [[0], [0, 4], [0, 1, 2, 3, 4], [4, 0], [3], [2, 1, 0], [0, 4, 1, 2], [
 @pytest.mark.parametrize("buckets", [(1, 2, 4), (5,)])
 @pytest.mark.parametrize("variants", [VARIANTS, ("filtered", "logits")])
 def test_decode_replay_equals_eager(buckets: tuple[int, ...], variants: tuple[str, ...]) -> None:
-    """Rows E4, A10: tokens, lengths and the padding row, whatever was captured."""
+    """Rows E4, A10: tokens, lengths and the padding row are equal for any captured sizes."""
     prompts = sequences([21, 9, 30, 4, 13])
     eager = DecodeRig(prompts, PARAMS, NoGraphs(), (), page_size=16, device=GPU)
     graphs = DecodeRig(prompts, PARAMS, full(), buckets, variants, page_size=16, device=GPU)
@@ -228,7 +228,7 @@ def test_adjusted_logits_after_a_replay_equal_eager() -> None:
 
 @pytest.mark.parametrize("params", [PARAMS[:2], [ADJUSTED, PARAMS[0]]], ids=["plain", "adjusted"])
 def test_a_step_never_waits_for_the_device(params: list[SamplingParams]) -> None:
-    """Replay of both kinds with synchronisation turned into errors."""
+    """Both kinds of step replay while synchronisation raises an error."""
     prompts = sequences([21, 9])
     decode = DecodeRig(prompts, params, full(), (2,), page_size=16, device=GPU)
     driver, extend = extend_driver(IDS, breakable(), BUCKETS, page_size=16, device=GPU)
@@ -247,7 +247,7 @@ def test_a_step_never_waits_for_the_device(params: list[SamplingParams]) -> None
 
 
 def test_graphs_of_a_runner_share_one_pool() -> None:
-    """Largest first: the smaller buckets fit into what the largest one reserved."""
+    """The largest is captured first: smaller buckets fit into what it reserved."""
     _, extend = extend_driver(sequences([40]), breakable(), (64, 256, 1024, 4096), page_size=16, device=GPU)
     first, *others = [row.nbytes for row in extend.graphs.rows]
     assert sum(others) <= max(first, 4 * 2 * MIB)

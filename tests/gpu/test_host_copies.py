@@ -1,4 +1,4 @@
-"""One pinned block per step on a real GPU: many steps in flight, none sees another's data."""
+"""One pinned block per step on a real GPU: of many steps in flight, none sees another's data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_blocks_are_not_reused_before_their_copy_is_done() -> None:
     busy = torch.randn(4096, 4096, device=device)
     sums = []
     for step in range(200):
-        busy = busy @ busy * 1e-4  # the stream is behind the host
+        busy = busy @ busy * 1e-4  # the stream lags the host
         first, second = send(
             [np.full(3001, step, dtype=np.int64), np.full((7, 9), step, dtype=np.float32)], device
         )

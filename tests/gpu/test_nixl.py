@@ -1,4 +1,4 @@
-"""Pages between real processes by nixl: pools on CPUs (anywhere), on one GPU, and on two where there are two."""
+"""Page transfers between real processes by NIXL: CPU pools (anywhere), one GPU, and two GPUs if there are two."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def until(rig: Rig, done: object, seconds: float = 15) -> None:
 
 
 def test_from_first_bytes_to_the_death_of_the_sender(rig: Rig) -> None:
-    """Bytes arrive where they belong and nowhere else; damage is found; a stopped sender is alive, a killed one not."""
+    """Bytes arrive only where they belong; damage is found; a stopped sender counts as alive, a killed one does not."""
     source = pattern(rig.src.total_bytes, SEED, "cpu")
     src, dst = [5, 6, 7, 63, 1, 30], [90, 91, 95, 2, 40, 3]
     assert rig.send_room(src, dst)["lost"] == ""

@@ -1,4 +1,4 @@
-"""Compiled kernels against their torch references on the same GPU, in the dtypes that are served."""
+"""Compiled kernels, compared with their torch references on the same GPU, in the dtypes that are served."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_rotary_angles(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotary_qk(dtype: torch.dtype) -> None:
-    """Heads of 80 numbers, as in Qwen2.5-VL's tower; angles in float32."""
+    """Heads have 80 values, as in Qwen2.5-VL's tower; angles are float32."""
     angles = 6.3 * torch.rand(300, 1, 40, device=CUDA)
     cos = torch.cat((angles.cos(), angles.cos()), dim=-1)
     sin = torch.cat((-angles.sin(), angles.sin()), dim=-1)
@@ -152,7 +152,7 @@ def test_rotary_qk(dtype: torch.dtype) -> None:
     ("size", "depth"), [(6144, 4096), (4096, 14336), (32000, 4096), (704, 256), (100, 96)]
 )
 def test_linear(dtype: torch.dtype, rows: int, size: int, depth: int) -> None:
-    """Also of the first row alone: where the kernel is ours, its result is the same bit for bit."""
+    """The first row computed by itself is bit for bit the same where the kernel is this project's own."""
     processors = multiprocessors(torch.device(CUDA))
     x, weight = normal(rows, depth, dtype=dtype), normal(size, depth, dtype=dtype) / depth**0.5
     for bias in (None, normal(size, dtype=dtype)):
@@ -189,8 +189,11 @@ def test_a_product_and_the_norm_behind_it(rows: int, size: int, depth: int) -> N
 
 
 def test_chained_kernels_wait_for_each_other() -> None:
-    """Each kernel may be launched while the one before runs. Rows go round through all of them in a graph; any that
-    read too early, or wrote into memory that is still read, would give another result than one at a time."""
+    """Each kernel may be launched while the previous one runs, and rows pass through all of them in a graph.
+
+    A kernel that read too early, or wrote into memory that is still read, would change the result from that of one
+    kernel at a time.
+    """
     weights = [normal(16384, 1024, dtype=torch.bfloat16) / 32 for _ in range(4)]
     narrow = normal(1024, 16384, dtype=torch.bfloat16) / 128
     gain, start = torch.ones(1024, dtype=torch.bfloat16, device=CUDA), normal(4, 1024, dtype=torch.bfloat16)
@@ -223,7 +226,7 @@ def test_chained_kernels_wait_for_each_other() -> None:
 
 
 def test_the_integers_of_a_round() -> None:
-    """Equal, for rows in the middle of what the host sends and depths that all requests share."""
+    """The results are equal for rows in the middle of a host transfer and for depths that all requests share."""
     rows, width, count = 65, 515, 33
     state = (
         torch.randint(1 << 40, (rows,), device=CUDA),
@@ -245,7 +248,7 @@ def test_the_integers_of_a_round() -> None:
 
 
 def test_both_ends_of_a_decode_step() -> None:
-    """Equal to the reference, over a long page table and more rows than a program has."""
+    """The results equal the reference over a long page table and more rows than a program has."""
     rows, width = 1500, 1030
     last, delta = torch.randint(1 << 40, (rows,), device=CUDA), -torch.randint(900, (rows,), device=CUDA)
     seq_len = torch.randint(16 * width, (rows,), device=CUDA).int()
@@ -277,7 +280,7 @@ def test_top_tokens(count: int) -> None:
 
 
 class Cache:
-    """Random keys and values over shuffled pages; NaN and bad page ids elsewhere."""
+    """A cache of random keys and values over shuffled pages; NaN and bad page ids elsewhere."""
 
     def __init__(
         self, lengths: Sequence[int], page_size: int, kv_heads: int, dim: int, dtype: torch.dtype
@@ -341,7 +344,7 @@ def test_attention(dtype: torch.dtype, dim: int, page_size: int, window: int | N
 
 
 def tree_masks(batch: int, nodes: int, new: int) -> Tensor:
-    """Random trees of `nodes` slots, of which the last `new` are rows: [batch, new, nodes]."""
+    """Return random trees of `nodes` slots, of which the last `new` are rows: [batch, new, nodes]."""
     mask = torch.eye(nodes, dtype=torch.bool).repeat(batch, 1, 1)
     for row in mask:
         for node in range(1, nodes):
@@ -372,7 +375,7 @@ def test_verify_attention(
     new: int,
     width: int,
 ) -> None:
-    """Any split gives the reference's rows, among NaN; a padding row gives zeros."""
+    """Any split gives the reference's rows although unused slots hold NaN; a padding row gives zeros."""
     lengths = [width, 63 + width, 700, 2000, 130]
     cache, masks = Cache(lengths, page_size, kv_heads, dim, dtype), tree_masks(6, width, new)
     query = normal(6 * new, heads, dim, dtype=dtype)
@@ -412,7 +415,7 @@ def test_sampling_draws_the_tokens_of_the_reference() -> None:
 
 
 def test_a_graph_serves_other_lengths_than_it_was_captured_with() -> None:
-    """Grid and splits come from host bounds alone; nothing synchronises during capture."""
+    """Grid and splits come only from host bounds; nothing synchronises during capture."""
     cache = Cache([700, 64], 16, 2, 128, torch.bfloat16)
     query, lengths = normal(2, 8, 128, dtype=torch.bfloat16), torch.ones_like(cache.lengths)
 
@@ -451,7 +454,7 @@ def test_the_filters_keep_what_sorting_keeps() -> None:
 
 @pytest.mark.parametrize("width", [0, 1, 7])
 def test_penalties_equal_the_reference_bit_for_bit(width: int) -> None:
-    """And a token counts the same on a path as in the table: speculation sees plain decoding's logits."""
+    """A token counts the same on a path as in the table: speculation sees plain decoding's logits."""
     rows, vocab = 24, 128256
     logits = 3 * torch.randn(rows, vocab, device=CUDA)
     seen = torch.randint(0, 7, (9, vocab), dtype=torch.int32, device=CUDA)
@@ -469,7 +472,7 @@ def test_penalties_equal_the_reference_bit_for_bit(width: int) -> None:
 
 @pytest.mark.parametrize("live", [1536, 1400, 700])
 def test_a_whole_prompt_gives_the_same_without_pages(live: int) -> None:
-    """Live rows agree with the paged kernel; padding with NaN reaches nobody and comes out as zero."""
+    """Live rows agree with the paged kernel; padding with NaN affects no other row and comes out as zero."""
     rows, heads, kv_heads, dim = 1536, 8, 2, 128
     pool = plain_pool(1, kv_heads, dim, 16, rows // 16 + 1, torch.bfloat16, CUDA)
     positions = torch.arange(rows, device=CUDA)
@@ -507,7 +510,7 @@ def test_a_whole_prompt_gives_the_same_without_pages(live: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [30, 4096])
 def test_keep_hidden(dtype: torch.dtype, size: int) -> None:
-    """Row E3: the pool writer, compiled; requests without rows keep what they have."""
+    """Row E3: compares the compiled pool writer with its reference; requests without rows keep their hidden states."""
     hidden, pool = normal(64, size, dtype=dtype), normal(34, 2, size, dtype=dtype)
     rows = torch.randperm(33, device=CUDA)[:16] + 1
     starts, lens = torch.arange(16, device=CUDA) * 4, torch.arange(16, device=CUDA) % 6 - 1

@@ -37,7 +37,7 @@ def piecewise(compiler: str) -> PiecewiseGraphs:
 def test_prefill_replay_equals_eager(
     compiler: str, poisoned: bool, aux: tuple[int, ...], unbroken: ShapeKey
 ) -> None:
-    """Rows A1, A6, C3: below, at and above the maximum, shrinking and growing, poison clean."""
+    """Rows A1, A6, C3: below, at and above the captured maximum, shrinking and growing, free of poison."""
     check_prompt_replays(piecewise(compiler), BUCKETS, poisoned, aux, unbroken)
 
 
@@ -56,7 +56,7 @@ def test_a_replay_never_waits_for_the_device(compiler: str) -> None:
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_pieces_take_the_memory_of_segments_between_breaks(compiler: str) -> None:
-    """Weak references to what a segment makes, strong ones to what crosses a break: no more than breakable graphs."""
+    """A segment's tensors are weak references, those that cross a break strong: no more than breakable graphs."""
     sizes, long = (64, 256, 1024, 4096), sequences([40])
     _, broken = extend_driver(long, BreakableGraphs(CudaRecorder(GPU)), sizes, page_size=16, device=GPU)
     _, pieces = extend_driver(long, piecewise(compiler), sizes, page_size=16, device=GPU)

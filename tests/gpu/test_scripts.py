@@ -1,4 +1,4 @@
-"""The scripts of this folder fail where a part of them fails. Needs no GPU."""
+"""The scripts of this folder fail if a part of them fails. These tests need no GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPTS = sorted(HERE.glob("*.sh"))
 
 
 def run(body: str, tmp_path: Path) -> tuple[int, str]:
-    """Exit code and output of a script that sources env.sh."""
+    """Return the exit code and output of a script that sources env.sh."""
     script = tmp_path / "script.sh"
     script.write_text(f'source "{HERE}/env.sh"\n{body}\n')
     environment = {"PATH": "/usr/bin:/bin:/usr/local/bin", "OUT": str(tmp_path / "out")}

@@ -76,7 +76,7 @@ def test_replay_equals_eager(name: str, buckets: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("name", ["ngram", "standalone", "eagle3", "eagle3-tree", "mtp"])
 def test_the_gpu_says_what_the_cpu_says(name: str) -> None:
-    """Tokens and accept lengths of the CPU's references, round by round."""
+    """Tokens and accept lengths equal those of the CPU's references, round by round."""
     graphs = rig(name, (5,), ALL_GREEDY)
     eager = RoundRig(
         KINDS[name], PROMPTS, [PARAMS[GREEDY]] * 5, NoGraphs, (), page_size=16, device=torch.device("cpu")
@@ -103,9 +103,9 @@ def test_from_32_requests_to_12_with_graphs_for_8(name: str) -> None:
 )
 @pytest.mark.parametrize("name", KINDS)
 def test_a_round_never_waits_for_the_device(name: str, params: list[str], chosen: list[int]) -> None:
-    """A whole launch, the host's copies and the results' included, with synchronisation turned into errors.
+    """Synchronisation raises an error during a whole launch, including the host's copies and those of the results.
 
-    With penalties, biases and logprobs, too, whose draws follow the graph.
+    This includes penalties, biases and logprobs, whose sampling follows the graph.
     """
     graphs = rig(name, (2,), params)
     graphs.round(chosen)
@@ -126,7 +126,7 @@ def test_a_round_never_waits_for_the_device(name: str, params: list[str], chosen
 
 
 def test_what_is_said_is_read_while_the_next_round_runs() -> None:
-    """Pinned copies lie on the stream before the next replay: its results do not leak into them."""
+    """Pinned copies precede the next replay on the stream: its results do not leak into them."""
     graphs, other = rig("eagle3", (2,), ALL_GREEDY), rig("eagle3", (2,), ALL_GREEDY)
     call = graphs.call([0, 1])
     graphs.drafter.propose(call)
@@ -161,7 +161,7 @@ def test_the_time_of_each_phase_is_measured_without_waiting() -> None:
 
 @pytest.mark.parametrize("name", ["eagle3-tree", "mtp"])
 def test_idle_rounds(name: str) -> None:
-    """Row D6: no rows, replayed and eager."""
+    """Row D6: rounds without rows, replayed and eager."""
     for buckets in ((), (2,)):
         idle, other = rig(name, buckets, ALL_GREEDY), rig(name, buckets, ALL_GREEDY)
         for chosen in ([0, 1], [], [1, 2][: 2 if not buckets else 1]):

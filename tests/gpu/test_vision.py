@@ -1,4 +1,4 @@
-"""The vision part and the merging of its rows on a GPU, against the same on the CPU."""
+"""The vision part and the merging of its rows on a GPU, compared with the CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEVICE = torch.device("cuda")
 
 
 def merged(dtype: torch.dtype, device: torch.device) -> tuple[MergedEmbeds, torch.Tensor]:
-    """A prompt of 5 + 16 + 4 tokens in one chunk that is not its last: what the target and what the draft read."""
+    """Return the inputs of target and draft for 5 + 16 + 4 tokens in one chunk that is not the prompt's last."""
     placement = Placement(dtype, device)
     model, config = load_model(MODEL, str(dtype).removeprefix("torch."), device)
     part = load_vision(MODEL, config, placement)
@@ -63,7 +63,7 @@ def merged(dtype: torch.dtype, device: torch.device) -> tuple[MergedEmbeds, torc
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_images_of_any_size_without_a_wait_for_the_device(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Qwen2.5-VL's tower against transformers': windows that are full and cut, several images at once."""
+    """Qwen2.5-VL's tower is compared with transformers': windows that are full and cut, several images at once."""
     model = build()
     config = ModelConfig.load(save(model, tmp_path))
     assert config.vision is not None
@@ -73,7 +73,7 @@ def test_images_of_any_size_without_a_wait_for_the_device(dtype: torch.dtype, tm
     with torch.inference_mode():
         wanted = model.model.get_image_features(*processed(pictures)).pooler_output
     part = load_vision(tmp_path, config, Placement(dtype, DEVICE))
-    part(images)  # kernels are chosen, pinned memory is there
+    part(images)  # chooses kernels and allocates pinned memory
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -90,7 +90,7 @@ def test_images_of_any_size_without_a_wait_for_the_device(dtype: torch.dtype, tm
 @pytest.mark.parametrize("lengths", [(64,) * 9, (64, 64, 16, 32, 8, 4), (577,), (1, 700, 3)])
 @torch.inference_mode()
 def test_runs_of_rows_in_one_launch(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Heads of 80 values, as the published tower has; queries, keys and values lie side by side."""
+    """Heads have 80 values, as in the published tower; queries, keys and values are adjacent."""
     generator = torch.Generator(DEVICE).manual_seed(1)
     qkv = torch.randn(sum(lengths), 3, 16, 80, device=DEVICE, dtype=dtype, generator=generator)
     segments = segments_of(lengths, torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int())
@@ -103,7 +103,7 @@ def test_runs_of_rows_in_one_launch(lengths: tuple[int, ...], dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_images_of_one_size_replay_what_the_tower_says(dtype: torch.dtype) -> None:
-    """Rows X3, X4: any number of them, with poisoned padding, without a wait for the device."""
+    """Rows X3, X4: any number of images, with poisoned padding, without a wait for the device."""
     part = load_vision(MODEL, ModelConfig.load(MODEL), Placement(dtype, DEVICE))
     assert isinstance(part, LlavaPart)
     spec = encoder_spec((1, 2, 4), part.config.tokens_per_image)
@@ -115,7 +115,7 @@ def test_images_of_one_size_replay_what_the_tower_says(dtype: torch.dtype) -> No
     for count in (1, 3, 2, 4, 1, 5):
         images = [Pixels(torch.rand(3, 32, 32, generator=generator), 1, 16) for _ in range(count)]
         wanted = torch.cat(part(images)).clone()
-        encoder(images)  # pinned memory is there, and the graph has other images than before
+        encoder(images)  # allocates pinned memory and gives the graph other images
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -128,7 +128,7 @@ def test_images_of_one_size_replay_what_the_tower_says(dtype: torch.dtype) -> No
 
 
 def test_images_of_any_size_replay_what_the_tower_says(tmp_path: Path) -> None:
-    """Rows X3, X4: windows and images are found on the device; padding is poisoned."""
+    """Rows X3, X4: the device locates windows and images; padding is poisoned."""
     config = ModelConfig.load(save(build(), tmp_path))
     part = load_vision(tmp_path, config, Placement(torch.bfloat16, DEVICE))
     assert isinstance(part, QwenPart)
@@ -147,7 +147,7 @@ def test_images_of_any_size_replay_what_the_tower_says(tmp_path: Path) -> None:
             for rows, columns in grids
         ]
         wanted = part(images)
-        encoder(images)  # pinned memory is there
+        encoder(images)  # allocates pinned memory
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -163,9 +163,10 @@ def test_images_of_any_size_replay_what_the_tower_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merged_embeddings_equal_those_of_the_cpu(dtype: torch.dtype) -> None:
-    """Rows C2 to C4: the tail of this chunk goes on with an image."""
+    """Rows C2 to C4: this chunk ends just before an image row."""
     rows, ahead = merged(torch.float32, torch.device("cpu"))
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # else CLIP's convolution has 10 bits
+    # otherwise CLIP's convolution has 10-bit mantissas
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         on_gpu, ahead_on_gpu = merged(dtype, DEVICE)
     tolerance = 1e-3 if dtype is torch.float32 else 0.05
     for wanted, found in ((rows.rows, on_gpu.rows), (ahead, ahead_on_gpu)):

@@ -88,7 +88,7 @@ def test_every_row_of_a_batch_by_its_own_parameters() -> None:
     for row, (sampling, (ids, outputs)) in enumerate(zip(params, texts)):
         wanted = adjusted(logits[row : row + 1], ids[: 20 - outputs], ids[20 - outputs :], sampling)
         torch.testing.assert_close(found[row : row + 1], wanted, atol=1e-6, rtol=0, msg=str(sampling))
-    assert torch.equal(found[0], logits[0]), "whoever has nothing to adjust is left alone, bit for bit"
+    assert torch.equal(found[0], logits[0]), "a row without adjustments does not change, bit for bit"
 
 
 @pytest.mark.parametrize("name", [name for name in PARAMS if name != "nothing"])
@@ -200,7 +200,7 @@ def test_min_p_equals_transformers(min_p: float, temperature: float) -> None:
 
 
 def test_min_p_comes_before_the_nucleus() -> None:
-    """Of 0.5, 0.3, 0.15 and 0.05, min-p 0.25 leaves three, and the first two have 0.84 of their mass."""
+    """Min-p 0.25 leaves three of 0.5, 0.3, 0.15 and 0.05, and the first two have 0.84 of their mass."""
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     for top_p, kept in ((1.0, 3), (0.85, 3), (0.83, 2), (0.5, 1)):
         args = torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.tensor([top_p]), torch.tensor([0.25])

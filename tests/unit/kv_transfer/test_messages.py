@@ -1,4 +1,4 @@
-"""Frames: round trips, refusal by the envelope alone, and nothing but ProtocolError for anything else."""
+"""Frames: round trips, refusal by only the envelope, and nothing but ProtocolError for anything else."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_held_text_comes_out_at_the_end() -> None:
     assert stream.push([OutputToken(2)], "length")[0] == "EN"
     stream = TextStream(Spelled(["abc", "E"]), ["END"], False)
     stream.push([OutputToken(0), OutputToken(1)], None)
-    assert stream.push([], "length") == ("E", [])  # the reason alone
+    assert stream.push([], "length") == ("E", [])  # only the reason
 
 
 def test_a_stop_token_has_no_text_and_counts() -> None:
@@ -142,4 +142,6 @@ def test_hostile_stops_cost_linear_time() -> None:
     start = time.thread_time()
     for _ in range(1000):
         stream.push([OutputToken(0)], None)
-    assert time.thread_time() - start < 40  # of this thread alone; quadratic would take minutes
+    assert (
+        time.thread_time() - start < 40
+    )  # CPU time of this thread; a quadratic algorithm would take minutes
