@@ -1,4 +1,4 @@
-"""Which test shows which row of the requirements (A1-A11, B1-B10, C1-C5, D1-D8, E1-E4), read from docstrings.
+"""Which test shows which row of the requirements, read from docstrings. `requirement_sentences.py` has the rows.
 
     python -m tests.architecture.requirement_rows > tests/REQUIREMENTS.md
 
@@ -12,16 +12,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.architecture.requirement_sentences import DEMANDS, WHAT
+
 TESTS = Path(__file__).resolve().parents[1]
-LAST = {"A": 11, "B": 10, "C": 5, "D": 8, "E": 4}
-ROWS = [f"{letter}{number}" for letter, last in LAST.items() for number in range(1, last + 1)]
-WHAT = {
-    "A": "breakable graphs for target and draft prefill",
-    "B": "prefill graphs together with speculation",
-    "C": "embeddings of images through graph replay",
-    "D": "one source of hidden widths",
-    "E": "draft-extend of multi-layer drafts, graph or not",
-}
+ROWS = list(DEMANDS)
 _NAMED = re.compile(
     r"\brows?\s+((?:[A-Z]\d+(?:\([a-z]\))?(?:(?:-| to )[A-Z]\d+)?(?:'s)?(?:, (?:and )?| and )?)+)",
     re.IGNORECASE,
@@ -62,12 +56,15 @@ def by_row() -> dict[str, list[str]]:
 def table() -> str:
     """Return the text of tests/REQUIREMENTS.md."""
     lines = ["# Which test shows which requirement", ""]
-    lines += ["Made by `python -m tests.architecture.requirement_rows` from the docstrings of the tests."]
+    lines += [
+        "Made by `python -m tests.architecture.requirement_rows` from the docstrings of the tests. The rows concern "
+        "prompt graphs, speculation and images; what they demand is in `tests/architecture/requirement_sentences.py`."
+    ]
     tests = by_row()
-    for letter in LAST:
-        lines += ["", f"## {letter}: {WHAT[letter]}", "", "| row | tests |", "| --- | --- |"]
+    for letter in WHAT:
+        lines += ["", f"## {letter}: {WHAT[letter]}", "", "| row | demands | tests |", "| --- | --- | --- |"]
         for row in (row for row in ROWS if row[0] == letter):
-            lines.append(f"| {row} | {'<br>'.join(f'`{test}`' for test in tests[row])} |")
+            lines.append(f"| {row} | {DEMANDS[row]} | {'<br>'.join(f'`{test}`' for test in tests[row])} |")
     return "\n".join(lines) + "\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.architecture.requirement_rows import ROWS, TESTS, by_row, rows_in, table
+from tests.architecture.requirement_sentences import DEMANDS, WHAT
 
 
 def test_every_row_has_a_test() -> None:
@@ -15,6 +16,13 @@ def test_the_table_is_that_of_the_docstrings() -> None:
     assert (TESTS / "REQUIREMENTS.md").read_text() == table(), (
         "run: python -m tests.architecture.requirement_rows > tests/REQUIREMENTS.md"
     )
+
+
+def test_every_row_says_what_it_demands() -> None:
+    last = {"A": 11, "B": 10, "C": 5, "D": 8, "E": 4}
+    assert list(DEMANDS) == [f"{letter}{number}" for letter in WHAT for number in range(1, last[letter] + 1)]
+    assert all(demand.endswith(".") and "|" not in demand for demand in DEMANDS.values())
+    assert len(set(DEMANDS.values())) == len(DEMANDS)
 
 
 @pytest.mark.parametrize(
