@@ -6,6 +6,7 @@ main loop of a node hung (stacks in the log).
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import signal
 import sys
@@ -16,7 +17,9 @@ from typing import Annotated, Any, Protocol
 import typer
 
 from common.config import Resolved, load_cluster
+from common.config.run_directory import run_directory
 from common.errors import ConfigError, ModelError
+from common.launch_record import launch_record
 from common.observability import logs
 from common.observability.logs import Log
 from common.observability.loop_watchdog import loop_watchdog
@@ -58,11 +61,11 @@ class BuiltNode(Protocol):
 Build = Callable[[Resolved, str, StartupReporter, Log], BuiltNode]
 
 
-def run_command(main: Callable[..., None]) -> None:
-    """Run `main` as the process's command line."""
+def run_command(main: Callable[..., None], script: str) -> None:
+    """Run `main` as the command line of a script in deploy/; usage errors speak of the script."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(main)
-    app()
+    app(prog_name=f"deploy/{script}")
 
 
 def run_process(
@@ -83,12 +86,21 @@ def run_process(
             # The supervisor opened the log file if it passed a descriptor; otherwise the file belongs to the caller.
             max_bytes = None if status_fd is None else process.log_max_mib << 20
             logs.configure(name, process.log_level, max_bytes)
-            body(resolved, reporter, log)
+            with _recorded(resolved, name) if status_fd is None else contextlib.nullcontext():
+                body(resolved, reporter, log)
             log.info("drained")
     except (ConfigError, ModelError) as error:
         log.error("cannot start", reason=str(error))
         write_stderr(f"{name}: {error}")
         sys.exit(EXIT_REFUSED)
+
+
+def _recorded(resolved: Resolved, name: str) -> contextlib.AbstractContextManager[None]:
+    """Let `deploy/down` find this process, which no supervisor holds. Not every process needs a run directory."""
+    try:
+        return launch_record(run_directory(resolved), name)
+    except ConfigError:
+        return contextlib.nullcontext()
 
 
 def run_node(

@@ -19,4 +19,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, "launch_decode")

@@ -30,13 +30,15 @@ from common.config.cluster_schema import cluster_schema
 from common.config.keys import option_answer
 from common.config.run_directory import run_directory, unwritable
 from common.errors import ConfigError
+from common.launch_record import launched
 from common.observability.stderr_file import StderrFile
 from deploy.admin_client import ask
 from deploy.children import Child
 from deploy.disk import disk_problem
+from deploy.launched import ROUTER, elsewhere, end_launched
 from deploy.prepare import cluster_file_of, prepare
 from deploy.process_table import read_table
-from deploy.status_view import how_to_end, show_launched, show_status
+from deploy.status_view import show_launched, show_status
 from deploy.supervisor import AlreadyRunning, StartError, Supervisor
 
 DEFAULT = Path(__file__).parent / "clusters" / "local.yaml"
@@ -68,6 +70,10 @@ Overrides = Annotated[
     ),
 ]
 
+Port = Annotated[
+    int | None, typer.Option(metavar="N", help="Port of the API; the same as --set router.port=N.")
+]
+
 
 @app.command(context_settings=HELP)
 def up(
@@ -79,9 +85,7 @@ def up(
             help="Draft model for speculative decoding; its config.json determines the algorithm.",
         ),
     ] = None,
-    port: Annotated[
-        int | None, typer.Option(metavar="N", help="Port of the API; the same as --set router.port=N.")
-    ] = None,
+    port: Port = None,
     revision: Annotated[
         str | None, typer.Option(metavar="REV", help="Branch, tag or commit of ORG/NAME; default: main.")
     ] = None,
@@ -93,7 +97,7 @@ def up(
     For a model, one prefill node and one decode node are started: both on the CPU if there is no GPU, both on a single
     GPU, or each on a GPU of its own. ORG/NAME is taken from the Hugging Face cache, or downloaded if it is not cached.
     """
-    values = [*(overrides or []), *([] if port is None else [f"router.port={port}"])]
+    values = _with_port(overrides, port)
     try:
         cluster = prepare(target, draft, revision, values, _say)
     except ConfigError as error:
@@ -139,16 +143,13 @@ def up(
 
 
 @app.command(context_settings=HELP)
-def down(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
-    """Drain and stop a cluster."""
+def down(target: Target = str(DEFAULT), port: Port = None, overrides: Overrides = None) -> None:
+    """Drain and stop a cluster, whether deploy/up started it or the launch scripts did on this host."""
     cluster = _cluster_file(target, missing_exit=0)
-    resolved = _load(cluster, overrides)
+    resolved = _load(cluster, _with_port(overrides, port))
     table = read_table(_run_dir(cluster, resolved))
     if table is None:
-        info = _server_info(resolved)
-        if info is not None:
-            _fail(f"this cluster was started by the launch scripts and has no supervisor. {how_to_end(info)}")
-        _say("not running")
+        _end_launched(resolved, _run_dir(cluster, resolved))
         return
     with contextlib.suppress(ProcessLookupError):  # it has just exited
         os.kill(table.supervisor.pid, signal.SIGTERM)
@@ -162,13 +163,13 @@ def down(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
 
 
 @app.command(context_settings=HELP)
-def status(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
+def status(target: Target = str(DEFAULT), port: Port = None, overrides: Overrides = None) -> None:
     """Show the processes of a cluster and what the router reports about its nodes.
 
     Exit codes: 0 everything is up, 1 not ready, 2 refused, 3 not running, 4 degraded.
     """
     cluster = _cluster_file(target, missing_exit=EXIT_NOT_RUNNING)
-    resolved = _load(cluster, overrides)
+    resolved = _load(cluster, _with_port(overrides, port))
     run_dir = _run_dir(cluster, resolved)
     table = read_table(run_dir)
     if table is None:
@@ -181,11 +182,11 @@ def status(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
 
 
 @app.command(context_settings=HELP)
-def config(target: Target = str(DEFAULT), overrides: Overrides = None) -> None:
+def config(target: Target = str(DEFAULT), port: Port = None, overrides: Overrides = None) -> None:
     """Show every value of a cluster's configuration and where it comes from."""
     cluster = _cluster_file(target, missing_exit=EXIT_NOT_RUNNING)
     view = RichTable("key", "value", "origin")
-    for path, value, origin in _load(cluster, overrides).rows():
+    for path, value, origin in _load(cluster, _with_port(overrides, port)).rows():
         view.add_row(
             escape(path), escape(str(value)), escape(origin), style=None if origin == "default" else "bold"
         )
@@ -294,6 +295,27 @@ def _run_dir(cluster: Path, resolved: Resolved, to_write: bool = False) -> Path:
         return run_directory(resolved, to_write)
     except ConfigError as error:
         _refuse(cluster, error)
+
+
+def _with_port(overrides: list[str] | None, port: int | None) -> list[str]:
+    return [*(overrides or []), *([] if port is None else [f"router.port={port}"])]
+
+
+def _end_launched(resolved: Resolved, run_dir: Path) -> None:
+    """End what the launch scripts started on this host; say what is left elsewhere."""
+    info, processes = _server_info(resolved), launched(run_dir)
+    if not processes and info is None:
+        _say("not running")
+        return
+    remaining = end_launched(processes, resolved.cluster.health.drain_timeout + 5)
+    if remaining:
+        _fail(f"did not stop: {', '.join(remaining)}")
+    others = elsewhere(info, processes)
+    if info is not None and not any(name == ROUTER for name, _ in processes):
+        others = ["the router", *others]
+    if others:
+        _fail(f"stopped what runs here; end with Ctrl-C or SIGTERM where it was started: {', '.join(others)}")
+    _say("stopped")
 
 
 def _server_info(resolved: Resolved) -> dict[str, Any] | None:

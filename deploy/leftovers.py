@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.process_table import Entry, read_any_table
+from deploy.process_table import read_any_table
 
 POLL_SECONDS = 0.05
 KILLED_SECONDS = 10.0  # wait after SIGKILL; a process that takes longer hangs in the kernel
@@ -30,19 +28,8 @@ def end_leftovers(
         report(f"a killed supervisor left {names} running: waiting up to {grace:.0f} s for them to drain")
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILLED_SECONDS)):
         for each in alive.values():
-            _signal(each, number)
+            each.send(number)
         deadline = time.monotonic() + patience
         while alive and time.monotonic() < deadline and not stopped():
             time.sleep(POLL_SECONDS)
             alive = {name: each for name, each in alive.items() if each.alive}
-
-
-def _signal(process: Entry, number: signal.Signals) -> None:
-    """Signal a process through a pidfd, so that a later process with the same pid is never signalled."""
-    with contextlib.suppress(ProcessLookupError):
-        descriptor = os.pidfd_open(process.pid)
-        try:
-            if process.alive:
-                signal.pidfd_send_signal(descriptor, number)
-        finally:
-            os.close(descriptor)

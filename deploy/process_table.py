@@ -11,22 +11,13 @@ from typing import Literal
 
 import msgspec
 
+from common.process_entry import Entry
+
 State = Literal["starting", "ready", "stopping"]
 ProcessState = Literal["starting", "up", "backing off"]
 BLOCK = 4096  # bytes; file systems allocate space in blocks of this size or a multiple
 READ_ATTEMPTS = 5
 READ_INTERVAL = 0.02  # seconds
-
-
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One process. The start time distinguishes it from a later process with the same pid."""
-
-    pid: int
-    started: int  # clock ticks since boot, field 22 of /proc/PID/stat
-
-    @property
-    def alive(self) -> bool:
-        return start_time(self.pid) == self.started
 
 
 class ProcessRecord(Entry, frozen=True, kw_only=True):
@@ -49,20 +40,6 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     processes: dict[str, ProcessRecord]
     # what the supervisor cannot do now: a full disk, a log that cannot be opened
     problems: list[str] = []
-
-
-def start_time(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks; None if it does not exist or is a zombie."""
-    try:
-        # The name in parentheses may contain anything, including parentheses and invalid UTF-8.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace").rpartition(") ")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
-
-
-def entry(pid: int) -> Entry:
-    return Entry(pid=pid, started=start_time(pid) or 0)
 
 
 def table_path(run_dir: Path) -> Path:

@@ -77,14 +77,6 @@ def show_launched(info: dict[str, Any], out: Console) -> int:
     return DEGRADED if degraded else UP
 
 
-def how_to_end(info: dict[str, Any]) -> str:
-    """Instructions to stop a cluster that has no supervisor."""
-    nodes = [
-        f"{node['name']} (pid {node.get('pid')} on {node.get('host')})" for node in info.get("nodes", [])
-    ]
-    return f"End each process with Ctrl-C or SIGTERM where it was started: first the router, then {', '.join(nodes)}"
-
-
 def _pages(load: dict[str, Any]) -> str:
     return f"{load['free_pages'] + load['cached_pages']} / {load['total_pages']}" if load else ""
 

@@ -18,11 +18,12 @@ from common.config import Resolved
 from common.config.admin_listener import admin_listeners
 from common.config.run_directory import run_directory, unwritable
 from common.errors import ConfigError, TandemError
+from common.process_entry import entry
 from deploy.admin_client import ask
 from deploy.children import Child, describe_exit
 from deploy.disk import disk_problem
 from deploy.leftovers import end_leftovers
-from deploy.process_table import State, Table, entry, read_table, table_path, write_table
+from deploy.process_table import State, Table, read_table, table_path, write_table
 from deploy.watcher import START_TIMEOUT, Report, Watcher
 from kv_transfer.transport.one_host.segment import sweep_orphans
 

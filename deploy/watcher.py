@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from common.process_entry import entry
 from deploy.backoff import Backoff
 from deploy.children import Child, describe_exit
-from deploy.process_table import ProcessRecord, ProcessState, entry
+from deploy.process_table import ProcessRecord, ProcessState
 
 START_TIMEOUT = 900.0  # seconds in which a process must have loaded its weights
 Report = Callable[[str], None]

@@ -43,4 +43,4 @@ def main(cluster: ClusterOption, set_: SetOption = None, status_fd: StatusOption
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, "launch_router")

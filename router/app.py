@@ -38,7 +38,7 @@ from router.metrics import RouterMetrics
 from router.node_health import NodeHealth
 from router.node_registry import Node, NodeRegistry
 from router.openai_routes import OpenAiRoutes
-from router.placement import POLICIES, decode_cost, prefill_cost
+from router.placement import decode_cost, make_policy, prefill_cost
 from router.request_checks import ServedModel
 from router.return_watch import ReturnWatch
 from router.server_info import of_nodes, of_service
@@ -239,8 +239,8 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     dispatcher = Dispatcher(
         registry,
         {
-            "prefill": POLICIES[cluster.router.placement.prefill](prefill_cost),
-            "decode": POLICIES[cluster.router.placement.decode](decode_cost),
+            "prefill": make_policy(cluster.router.placement.prefill, prefill_cost),
+            "decode": make_policy(cluster.router.placement.decode, decode_cost),
         },
         control.send,
         DispatchLimits(

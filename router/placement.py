@@ -8,7 +8,9 @@ from typing import Protocol
 
 import msgspec
 
+from common.config.placements import PLACEMENTS
 from common.messages.identity import NodeLoad, Role
+from common.named import named
 
 _NAME = attrgetter("name")
 LEAST_WEIGHT = 0.05  # relative to the heaviest candidate, so that no node starves
@@ -129,7 +131,12 @@ def decode_cost(candidate: Candidate) -> float:
     )
 
 
-POLICIES: dict[str, Callable[[Callable[[Candidate], float]], PlacementPolicy]] = {
-    "round_robin": lambda cost: RoundRobin(),
-    "least_loaded": LeastLoaded,
-}
+def round_robin(cost: Callable[[Candidate], float]) -> RoundRobin:
+    """Return a policy that ignores the cost."""
+    return RoundRobin()
+
+
+def make_policy(name: str, cost: Callable[[Candidate], float]) -> PlacementPolicy:
+    """Make the policy that a row of the table names, for nodes of one role with this cost."""
+    policy: PlacementPolicy = named(PLACEMENTS[name])(cost)
+    return policy

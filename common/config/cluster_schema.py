@@ -1,4 +1,4 @@
-"""The schema of a whole cluster file: schema.py, extended by the names and keys of the transports and algorithms."""
+"""The schema of a whole cluster file: schema.py with the names in its tables, and the keys of all transports."""
 
 from __future__ import annotations
 
@@ -7,22 +7,35 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.config.schema import Cluster, Speculation, Transfer
+from common.config.placements import PLACEMENTS
+from common.config.schema import Cluster, PlacementSection, Router, Speculation, Transfer
 from common.config.transports import TRANSPORTS, transport_kinds
 from common.speculation.table import ALGORITHMS
 
 
 def cluster_schema() -> type[Cluster]:
-    """Return `Cluster` with the names of both tables, and with all transports' keys in its section `transfer`."""
-    return _schema(tuple(TRANSPORTS), tuple(ALGORITHMS))
+    """Return `Cluster` with the names of the tables, and with the keys of all transports in its section `transfer`."""
+    return _schema(tuple(TRANSPORTS), tuple(ALGORITHMS), tuple(PLACEMENTS))
 
 
 @functools.cache
-def _schema(transports: tuple[str, ...], algorithms: tuple[str, ...]) -> type[Cluster]:
+def _schema(
+    transports: tuple[str, ...], algorithms: tuple[str, ...], policies: tuple[str, ...]
+) -> type[Cluster]:
     transport = ("transport", Literal["auto", *transports], "auto")
     transfer = _extended(Transfer, [transport, *_option_fields()])
     speculation = _extended(Speculation, [("algorithm", Literal[algorithms], "none")])
-    sections = [("speculation", speculation, speculation()), ("transfer", transfer, transfer())]
+    policy = Literal[policies]
+    defaults = PlacementSection()
+    placement = _extended(
+        PlacementSection, [("prefill", policy, defaults.prefill), ("decode", policy, defaults.decode)]
+    )
+    router = _extended(Router, [("placement", placement, placement())])
+    sections = [
+        ("router", router, router()),
+        ("speculation", speculation, speculation()),
+        ("transfer", transfer, transfer()),
+    ]
     return _extended(Cluster, sections)
 
 

@@ -21,7 +21,6 @@ NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}\Z")]  # $ would allow a newline
 
-Placement = Literal["round_robin", "least_loaded"]
 PrefixCaching = bool | Literal["auto"]
 
 
@@ -54,8 +53,9 @@ class Kv(Section, frozen=True, kw_only=True):
 class PlacementSection(Section, frozen=True, kw_only=True):
     """How the router chooses nodes."""
 
-    prefill: Placement = "least_loaded"
-    decode: Placement = "least_loaded"
+    # names from the table of policies (common/config/placements.py)
+    prefill: str = "least_loaded"
+    decode: str = "least_loaded"
 
 
 class Images(Section, frozen=True, kw_only=True):

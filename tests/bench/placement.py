@@ -11,12 +11,13 @@ from __future__ import annotations
 import argparse
 import time
 
+from common.config.placements import PLACEMENTS
 from common.messages.identity import NodeLoad, NodeRef, Role
 from common.messages.router_inbox import Register
 from common.observability.logs import Log
 from router.node_health import NodeHealth
 from router.node_registry import ROLES, NodeRegistry
-from router.placement import POLICIES, decode_cost, prefill_cost
+from router.placement import decode_cost, make_policy, prefill_cost
 from router.placer import Placer
 
 ROUNDS = 15
@@ -48,7 +49,7 @@ def disturb(registry: NodeRegistry, health: NodeHealth) -> None:
 def microseconds(registry: NodeRegistry, health: NodeHealth, policy: str) -> float:
     """CPU time of one choice, the minimum of all rounds, because other processes share this machine."""
     costs = {"prefill": prefill_cost, "decode": decode_cost}
-    placer = Placer(registry, {role: POLICIES[policy](costs[role]) for role in ROLES}, health)
+    placer = Placer(registry, {role: make_policy(policy, costs[role]) for role in ROLES}, health)
     times = []
     for _ in range(ROUNDS):
         start = time.process_time()
@@ -82,7 +83,7 @@ def main() -> None:
     print(f"{'nodes':>9} {'requests':>8} {'policy':>12} {'healthy us':>10} {'disturbed us':>12}")
     for nodes in options.nodes:
         for requests in options.requests:
-            for policy in POLICIES:
+            for policy in PLACEMENTS:
                 registry, health = fleet(nodes, requests)
                 healthy = microseconds(registry, health, policy)
                 disturb(registry, health)

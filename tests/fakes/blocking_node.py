@@ -48,4 +48,4 @@ if __name__ == "__main__":
         from prefill_node.__main__ import main
     else:
         from decode_node.__main__ import main
-    run_command(main)
+    run_command(main, "launch_prefill")

@@ -67,4 +67,4 @@ if __name__ == "__main__":
     withhold(Path(sys.argv.pop(1)))
     from decode_node.__main__ import main
 
-    run_command(main)
+    run_command(main, "launch_decode")

@@ -22,8 +22,9 @@ from common.config import load_cluster
 from common.config.admin_listener import admin_listeners
 from common.config.run_directory import run_directory
 from common.errors import ConfigError
+from common.process_entry import Entry, entry
 from deploy import cli
-from deploy.process_table import Entry, ProcessRecord, Table, entry, write_table
+from deploy.process_table import ProcessRecord, Table, write_table
 from deploy.supervisor import AlreadyRunning, Supervisor, local_url
 from tests.fakes.disks import FullDisk, small_disk
 from tests.fakes.waiting import PATIENCE
@@ -305,8 +306,7 @@ def test_status_of_a_cluster_from_the_launch_scripts(
     assert result.stdout.startswith(f"{shown}started by the launch scripts")
     assert "8 / 9" in next(line for line in result.stdout.splitlines() if "prefill-0" in line)
     assert down.exit_code == 1
-    assert "by the launch scripts" in flat(down)
-    assert "first the router, then prefill-0 (pid 7 on [there])" in flat(down)
+    assert "where it was started: the router, prefill-0 (pid 7 on [there])" in flat(down)
 
 
 def test_down_of_a_supervisor_that_was_just_leaving(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,3 +462,10 @@ def test_every_process_gets_the_file_and_the_overrides(directory: Path) -> None:
         ["decode_node", "--name", "decode-0", *tail],
     ]
     os.close(made._lock)
+
+
+@pytest.mark.parametrize("command", ["down", "status", "config"])
+def test_the_port_is_taken_as_up_takes_it(directory: Path, command: str) -> None:
+    result = run(command, str(directory / "c.yaml"), "--port", "8115")
+    assert result.exit_code == {"down": 0, "status": 3, "config": 0}[command]
+    assert "8115" in result.stdout if command == "config" else "not running" in flat(result)

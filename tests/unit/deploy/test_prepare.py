@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 from common.config import load_cluster
 from common.config.run_directory import run_directory
 from common.errors import ConfigError
+from common.process_entry import entry
 from deploy import cli, prepare
 from deploy.hub import Snapshot
 from deploy.prepare import cluster_file_of
-from deploy.process_table import Table, entry, write_table
+from deploy.process_table import Table, write_table
 from tests.architecture.source_tree import ROOT
 
 MODELS = ROOT / "deploy" / "tiny_models"

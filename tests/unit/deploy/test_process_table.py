@@ -10,15 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from common.process_entry import Entry, entry, start_time
 from deploy import process_table
 from deploy.process_table import (
-    Entry,
     ProcessRecord,
     Table,
-    entry,
     read_any_table,
     read_table,
-    start_time,
     table_path,
     write_table,
 )

@@ -18,11 +18,12 @@ from types import TracebackType
 import pytest
 
 from common.config import load_cluster
+from common.process_entry import entry
 from deploy import cli
 from deploy.children import Child
 from deploy.disk import disk_problem
 from deploy.leftovers import end_leftovers
-from deploy.process_table import ProcessRecord, Table, entry, read_table, table_path, write_table
+from deploy.process_table import ProcessRecord, Table, read_table, table_path, write_table
 from deploy.supervisor import StartError, Supervisor
 from deploy.watcher import Watcher
 from tests.fakes.disks import FullDisk, small_disk

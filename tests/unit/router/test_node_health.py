@@ -10,7 +10,7 @@ from common.messages.identity import Role
 from common.observability.logs import Log
 from router.node_health import CHECKSUM_LIMITS, NODE_LIMITS, NodeHealth
 from router.node_registry import NodeRegistry
-from router.placement import POLICIES, PlacementPolicy, decode_cost
+from router.placement import PlacementPolicy, decode_cost, make_policy
 from router.placer import Placer
 from tests.fakes.clock import Clock
 from tests.unit.router.test_node_registry import register
@@ -24,8 +24,8 @@ class Rig:
             "f" * 64, 3.0, 5.0, self.clock, Log("router"), lambda node, reason: None, lambda: None
         )
         policies: dict[Role, PlacementPolicy] = {
-            "prefill": POLICIES[policy](decode_cost),
-            "decode": POLICIES[policy](decode_cost),
+            "prefill": make_policy(policy, decode_cost),
+            "decode": make_policy(policy, decode_cost),
         }
         self.placer = Placer(self.registry, policies, self.health)
 

@@ -10,12 +10,12 @@ from msgspec.structs import replace
 
 from common.messages.identity import NodeLoad
 from router.placement import (
-    POLICIES,
     Candidate,
     LeastLoaded,
     RoundRobin,
     choose_pair,
     decode_cost,
+    make_policy,
     prefill_cost,
 )
 
@@ -90,10 +90,10 @@ def test_the_choice_is_a_candidate_of_least_cost(shapes: list[tuple[int, int, in
         for i, (assigned, tokens, free, running) in enumerate(shapes)
     ]
     for cost in (prefill_cost, decode_cost):
-        chosen = POLICIES["least_loaded"](cost).choose(nodes)
+        chosen = make_policy("least_loaded", cost).choose(nodes)
         assert chosen in nodes
         assert cost(chosen) == min(map(cost, nodes))
-        assert POLICIES["round_robin"](cost).choose(nodes) in nodes
+        assert make_policy("round_robin", cost).choose(nodes) in nodes
 
 
 def shares(policy: RoundRobin | LeastLoaded, weights: dict[str, float], choices: int) -> Counter[str]:
@@ -107,7 +107,7 @@ def shares(policy: RoundRobin | LeastLoaded, weights: dict[str, float], choices:
 )
 def test_idle_nodes_take_requests_by_their_weight(weights: dict[str, float], name: str) -> None:
     """None starves, and a node of reduced weight takes no more than its share."""
-    policy = POLICIES[name](decode_cost)
+    policy = make_policy(name, decode_cost)
     chosen = shares(policy, weights, 500)
     total, most = sum(weights.values()), max(weights.values())
     for node, weight in weights.items():

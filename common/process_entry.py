@@ -1,0 +1,45 @@
+"""Names one process of this host by pid and start time, so that a later process with the same pid is never meant."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One process; the start time tells it from a later one with the same pid."""
+
+    pid: int
+    started: int  # clock ticks since boot, field 22 of /proc/PID/stat
+
+    @property
+    def alive(self) -> bool:
+        return start_time(self.pid) == self.started
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal it if it is alive: the descriptor holds the process, so a later one with its pid gets nothing."""
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                if self.alive:
+                    signal.pidfd_send_signal(descriptor, number)
+            finally:
+                os.close(descriptor)
+
+
+def start_time(pid: int) -> int | None:
+    """Return None if there is no such process, or only its zombie."""
+    try:
+        # the name between the brackets may hold anything, brackets and broken UTF-8 included
+        fields = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace").rpartition(") ")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def entry(pid: int) -> Entry:
+    return Entry(pid=pid, started=start_time(pid) or 0)

@@ -1,0 +1,127 @@
+"""Processes without a supervisor: their records, and how deploy/down ends them and nobody else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from common.launch_record import FOLDER, launch_record, launched
+from common.process_entry import Entry, entry
+from deploy.launched import elsewhere, end_launched
+from tests.fakes.waiting import PATIENCE
+
+Process = subprocess.Popen[bytes]
+# each says when its handler is in place
+DRAINS = (
+    "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print(1, flush=True); input()"
+)
+STAYS = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); input()"
+
+
+class Processes:
+    """Children whose ends are collected at once, as those of a shell are."""
+
+    def __init__(self) -> None:
+        self.children: list[Process] = []
+
+    def start(self, code: str) -> Process:
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.children.append(child)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"1\n"
+        return child
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    made = Processes()
+    yield made
+    for child in made.children:
+        child.kill()
+        with child:
+            child.wait()
+
+
+def write(run_dir: Path, name: str, process: Entry) -> Path:
+    (run_dir / FOLDER).mkdir(exist_ok=True)
+    file = run_dir / FOLDER / f"{name}.{process.pid}.json"
+    file.write_bytes(msgspec.json.encode(process))
+    return file
+
+
+def test_a_process_has_a_record_while_it_runs(tmp_path: Path) -> None:
+    with launch_record(tmp_path, "router"):
+        assert launched(tmp_path) == [("router", entry(os.getpid()))]
+    assert launched(tmp_path) == []
+    assert list((tmp_path / FOLDER).iterdir()) == []
+
+
+def test_a_run_directory_that_cannot_be_written_to_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).write_text("a file in its place")
+    with launch_record(tmp_path, "router"):
+        assert launched(tmp_path) == []
+
+
+def test_what_a_killed_process_left_is_not_found_and_goes_with_the_next_start(tmp_path: Path) -> None:
+    old = write(tmp_path, "decode-0", Entry(pid=os.getpid(), started=1))
+    other = write(tmp_path, "decode-1", Entry(pid=os.getpid(), started=1))
+    assert launched(tmp_path) == []
+    old = old.rename(old.with_name("decode-0.7.json"))
+    with launch_record(tmp_path, "decode-0"):
+        assert not old.exists()
+        assert other.exists()
+
+
+def test_a_later_process_with_the_same_pid_is_left_alone(processes: Processes) -> None:
+    child = processes.start(DRAINS)
+    recorded = Entry(pid=child.pid, started=entry(child.pid).started - 1)
+    assert end_launched([("decode-0", recorded)], PATIENCE) == []
+    assert child.poll() is None
+
+
+def test_processes_of_others_are_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with launch_record(tmp_path, "router"):
+        monkeypatch.setattr("common.launch_record.os.getuid", lambda: 4711)
+        assert launched(tmp_path) == []
+
+
+def test_all_of_them_drain(processes: Processes) -> None:
+    children = [processes.start(DRAINS) for _ in range(3)]
+    names = ("decode-0", "prefill-0", "router")
+    assert end_launched([(n, entry(c.pid)) for n, c in zip(names, children, strict=True)], PATIENCE) == []
+    assert [child.wait(PATIENCE) for child in children] == [0, 0, 0]
+
+
+def test_one_that_does_not_end_is_named(processes: Processes) -> None:
+    child = processes.start(STAYS)
+    assert end_launched([("prefill-0", entry(child.pid))], 0.2) == [f"prefill-0 (pid {child.pid})"]
+
+
+def test_nodes_that_run_elsewhere() -> None:
+    here = os.uname().nodename
+    nodes = [
+        {"name": "prefill-0", "pid": 7, "host": here},
+        {"name": "decode-0", "pid": 7, "host": "other"},
+        {"name": "decode-1", "pid": 9, "host": here},
+    ]
+    known = [("prefill-0", Entry(pid=7, started=1)), ("decode-0", Entry(pid=7, started=1))]
+    assert elsewhere({"nodes": nodes}, known) == [
+        "decode-0 (pid 7 on other)",
+        f"decode-1 (pid 9 on {here})",
+    ]
+    assert elsewhere(None, known) == []
+
+
+@pytest.mark.parametrize("role", ["router", "prefill_node", "decode_node"])
+def test_errors_of_the_launch_scripts_speak_of_the_script(role: str) -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", role, "--bogus"], capture_output=True, text=True, check=False, timeout=PATIENCE
+    )
+    assert said.returncode == 2
+    assert f"Usage: deploy/launch_{role.removesuffix('_node')} " in said.stderr
