@@ -25,7 +25,7 @@ def _schema(
     transport = ("transport", Literal["auto", *transports], "auto")
     transfer = _extended(Transfer, [transport, *_option_fields()])
     speculation = _extended(Speculation, [("algorithm", Literal[algorithms], "none")])
-    policy = Literal[policies]
+    policy: Any = Literal[policies]
     defaults = PlacementSection()
     placement = _extended(
         PlacementSection, [("prefill", policy, defaults.prefill), ("decode", policy, defaults.decode)]
