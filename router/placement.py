@@ -8,9 +8,9 @@ from typing import Protocol
 
 import msgspec
 
-from common.config.placements import PLACEMENTS
 from common.messages.identity import NodeLoad, Role
 from common.named import named
+from common.placements import PLACEMENTS
 
 _NAME = attrgetter("name")
 LEAST_WEIGHT = 0.05  # relative to the heaviest candidate, so that no node starves

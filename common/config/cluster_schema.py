@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.config.placements import PLACEMENTS
 from common.config.schema import Cluster, PlacementSection, Router, Speculation, Transfer
 from common.config.transports import TRANSPORTS, transport_kinds
+from common.placements import PLACEMENTS
 from common.speculation.table import ALGORITHMS
 
 

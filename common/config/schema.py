@@ -53,7 +53,7 @@ class Kv(Section, frozen=True, kw_only=True):
 class PlacementSection(Section, frozen=True, kw_only=True):
     """How the router chooses nodes."""
 
-    # names from the table of policies (common/config/placements.py)
+    # names from the table of policies (common/placements.py)
     prefill: str = "least_loaded"
     decode: str = "least_loaded"
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import time
 
-from common.config.placements import PLACEMENTS
 from common.messages.identity import NodeLoad, NodeRef, Role
 from common.messages.router_inbox import Register
 from common.observability.logs import Log
+from common.placements import PLACEMENTS
 from router.node_health import NodeHealth
 from router.node_registry import ROLES, NodeRegistry
 from router.placement import decode_cost, make_policy, prefill_cost

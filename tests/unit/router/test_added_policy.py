@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from common.config import load_cluster
-from common.config.placements import PLACEMENTS
 from common.errors import ConfigError
+from common.placements import PLACEMENTS
 from router.placement import Candidate, LeastLoaded, make_policy, prefill_cost
 from tests.unit.router.test_placement import candidate
 
