@@ -84,6 +84,8 @@ class VisionEmbeds:
     @torch.inference_mode()
     def __call__(self, chunks: Sequence[PlannedChunk], batch: ForwardBatch) -> MergedEmbeds | None:
         images = [self._prompts.of(chunk.key) for chunk in chunks]
+        # a placeholder without its image would be embedded as a token
+        assert all(len(own) == len(chunk.images) for chunk, own in zip(chunks, images)), "images are missing"
         self.forget(chunk.key for chunk in chunks if chunk.final)
         shown = [image for chunk, own in zip(chunks, images) for image in _shown(chunk, own)]
         if not shown:
