@@ -48,11 +48,11 @@ from common.node.serving_model import ServingModel
 from common.node_plan import PoolBudget
 from common.observability.logs import Log
 from common.speculation.directory import load_draft_config
-from decode_node import build
 from decode_node.batch_rows import BatchRows
-from decode_node.build import DecodeSteps
+from decode_node.build import step_sizes
 from decode_node.page_table import PageTable
 from decode_node.request import DecodeRequest
+from decode_node.steps import DecodeSteps, decode_steps
 from deploy.tiny_models.constructed import tensors
 from deploy.tiny_models.constructed_head import Drafting, head_config, head_tensors
 from deploy.tiny_models.constructed_shape import SPECIAL, Shape
@@ -167,7 +167,7 @@ class Engine:
             speculation=Speculation(algorithm=algorithm, steps=self.steps),  # type: ignore[arg-type]
         )
         draft = self.draft_runner if algorithm != "none" else None
-        steps = build.decode_steps(cluster, self._served, self.runner, draft, self.table, self.relay)
+        steps = decode_steps(step_sizes(cluster), self._served, self.runner, draft, self.table, self.relay)
         for phase in steps.graphs:
             node_graphs.capture(phase, Log("bench"))
             failed = [row.error for row in phase.forward.graphs.rows if row.error]

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from decode_node.build import DecodeSteps
 from decode_node.planner import step_plan
 from decode_node.request import DecodeRequest
 from decode_node.speculative.step import SpeculativeStep
 from decode_node.step_plan import StepPlan
 from decode_node.step_result import Launched
+from decode_node.steps import DecodeSteps
 from deploy.tiny_models.constructed_head import Drafting
 from deploy.tiny_models.constructed_shape import Shape
 from tests.bench.drafted_engine import Engine, Pair, constructed, loaded, random_prompts

@@ -14,7 +14,6 @@ from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.backends.names import FULL, NONE
 from common.engine.graphs.rules import Decision, Phase
 from common.engine.graphs.slots import Inputs, Slot
-from decode_node.build import DecodeSteps, speculative_steps
 from decode_node.graphs.step_graphs import PhasePlan
 from decode_node.request import DecodeRequest
 from decode_node.speculative.drafters.drafter import Drafter
@@ -27,6 +26,7 @@ from decode_node.speculative.tree import tree
 from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
 from decode_node.speculative.verify import Verify
 from decode_node.step_rules import Drafts, FixedWidth, NoTextDrafts, TextDrafts
+from decode_node.steps import DecodeSteps, speculative_steps
 from decode_node.stopwatch import HostStopwatch
 from tests.fakes.node_cluster import LOOKAHEAD_SLOTS, MakeStep, Parts
 from tests.fakes.tiny_model import PLACEMENT, VOCAB, reference

@@ -43,20 +43,20 @@ from common.messages.router_inbox import Failed, FirstToken, PrefillDone, Tokens
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
 from common.observability.logs import Log
+from decode_node.assemble import Computation, assemble
 from decode_node.backups import Backups
 from decode_node.batch_rows import BatchRows
-from decode_node.build import DecodeSteps
 from decode_node.draft_watch import DraftWatch, NoWatch
 from decode_node.graphs import step_graphs
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
 from decode_node.page_table import PageTable
-from decode_node.parts import Links, Observation, Scheduling
+from decode_node.parts import Links, Observation
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
 from decode_node.step import AutoregressiveStep
 from decode_node.step_rules import StepRules
-from decode_node.worker import DeviceWorker
+from decode_node.steps import DecodeSteps
 from kv_transfer.handoff_record import record_bytes
 from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver
@@ -596,13 +596,16 @@ class NodeCluster:
         link = FakeLink(self.context, decode_inbox.codec)  # type: ignore[arg-type]
         poller = zmq.Poller()
         peers = PeerConnections(self.context, name, incarnation, receiver, poller)
-        pools = [pool, *([] if draft_pool is None else [draft_pool])]
-        rotary = rotary_places(shape.model.rope)
-        rows = BatchRows(shape.max_running)
-        page_bytes = sum(each.page_bytes for each in pools)
-        state_bytes = pool.state_bytes + window.nbytes(0)
-        retraction = Retraction(space, rows, rotary, page_bytes, shape.backup_bytes, state_bytes)
-        backups = Backups(pools, relay)
+        computation = Computation(
+            [pool, *([] if draft_pool is None else [draft_pool])],
+            table,
+            relay,
+            steps,
+            shape.completion,
+            rotary_places(shape.model.rope),
+            shape.draft.shape,
+            window,
+        )
         limits = DecodeLimits(
             max_running=shape.max_running,
             max_transferring=shape.max_transferring,
@@ -613,16 +616,20 @@ class NodeCluster:
             skip_ahead=shape.skip_ahead,
             drain_timeout=10.0,
         )
-        node = DecodeNode(
+        made = assemble(
             incarnation,
             Links(link, peers, poller, receiver),  # type: ignore[arg-type]
-            Scheduling(space, rows, retraction, steps.rules, limits),
-            WireWorker(DeviceWorker(steps.by_width, table, relay, backups, shape.completion)),
-            shape.draft.shape,
-            Observation(Log(name), phase_seconds=steps.phase_seconds, drafts=shape.watch, clock=self.clock),
+            space,
+            computation,
+            limits,
+            shape.backup_bytes,
+            Observation(Log(name), drafts=shape.watch, clock=self.clock),
+            WireWorker,
         )
         ref = NodeRef(name=name, role="decode", incarnation=incarnation)
-        return DecodeSide(ref, link, space, True, node, receiver, peers, retraction, steps, backups, rows)
+        side = DecodeSide(ref, link, space, True, made.node, receiver, peers, made.retraction, steps)
+        side.backups, side.rows = made.backups, made.rows
+        return side
 
 
 def _requests(queue: object) -> list[object]:

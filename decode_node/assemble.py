@@ -1,0 +1,89 @@
+"""Composes a decode node from its parts. build.py makes the parts from a config, tests make their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from common.engine.forward.rotary_places import RotaryPlaces
+from common.engine.state.draft_row import DraftShape
+from common.engine.state.pool import KvPool
+from common.engine.state.relay_state import RelayState
+from common.engine.state.state_rows import WindowShape
+from common.kv_cache.page_space import PageSpace
+from common.node.overlap import Completion
+from decode_node.backups import Backups
+from decode_node.batch_rows import BatchRows
+from decode_node.limits import DecodeLimits
+from decode_node.node import DecodeNode
+from decode_node.page_table import PageTable
+from decode_node.parts import Links, Observation, Scheduling
+from decode_node.retraction import Retraction
+from decode_node.step_result import Worker
+from decode_node.steps import DecodeSteps
+from decode_node.worker import DeviceWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """What the node computes with: its state on the device, and its steps."""
+
+    pools: Sequence[KvPool]  # the target's, and the draft's if there is one
+    table: PageTable
+    relay: RelayState
+    steps: DecodeSteps
+    completion: Callable[[], Completion]
+    rotary: RotaryPlaces
+    draft: DraftShape  # what travels with a request
+    window: WindowShape  # of the newest tokens, kept per row
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all pools."""
+        return sum(pool.page_bytes for pool in self.pools)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that one request keeps outside of pages."""
+        return self.pools[0].state_bytes + self.window.nbytes(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A node, and the parts of it that tests look into."""
+
+    node: DecodeNode
+    rows: BatchRows
+    retraction: Retraction
+    backups: Backups
+
+
+def assemble(
+    incarnation: str,
+    links: Links,
+    space: PageSpace,
+    computation: Computation,
+    limits: DecodeLimits,
+    backup_bytes: int,
+    observation: Observation,
+    wrap: Callable[[Worker], Worker] = lambda worker: worker,
+) -> Assembly:
+    """Compose a node that has not started.
+
+    Args:
+        backup_bytes: bound of the host memory that holds the pages of retracted requests.
+        wrap: returns the worker that the node talks to; by default the node talks to the device worker itself.
+    """
+    parts = computation
+    rows, backups = BatchRows(limits.max_running), Backups(parts.pools, parts.relay)
+    retraction = Retraction(space, rows, parts.rotary, parts.page_bytes, backup_bytes, parts.state_bytes)
+    worker = DeviceWorker(parts.steps.by_width, parts.table, parts.relay, backups, parts.completion)
+    node = DecodeNode(
+        incarnation,
+        links,
+        Scheduling(space, rows, retraction, parts.steps.rules, limits),
+        wrap(worker),
+        parts.draft,
+        replace(observation, phase_seconds=parts.steps.phase_seconds),
+    )
+    return Assembly(node, rows, retraction, backups)
