@@ -15,18 +15,17 @@ from decode_node.step_plan import Load, Save
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """One retracted request."""
+    """The saved data of one retracted request."""
 
     pages: tuple[list[torch.Tensor], ...]  # per pool, as KvPool.copy_pages_out returns them
     draft: DraftRow
-    state: list[torch.Tensor] = field(
-        default_factory=list
-    )  # of the target, as KvPool.copy_state_out returns it
+    # of the target, as KvPool.copy_state_out returns it
+    state: list[torch.Tensor] = field(default_factory=list)
     window: list[torch.Tensor] = field(default_factory=list)  # as StateRows.copy_row_out returns it
 
 
 class Backups:
-    """By key. The scheduler bounds how much is kept (retraction.py)."""
+    """Backups by request key. The scheduler bounds their size (retraction.py)."""
 
     def __init__(self, pools: Sequence[KvPool], relay: RelayState) -> None:
         """`pools` share page ids: the target's first, then the draft's if there is one. Only targets keep state."""
@@ -36,12 +35,12 @@ class Backups:
 
     @property
     def nbytes(self) -> int:
-        """Host memory that is held now."""
+        """Host memory of all backups, in bytes."""
         parts = (part for each in self._kept.values() for part in (*each.pages, each.state, each.window))
         return sum(tensor.nbytes for part in parts for tensor in part)
 
     def save(self, save: Save) -> None:
-        """Waits for the device: retraction is rare, and pageable memory has no limit of its own."""
+        """Copy to pageable host memory, with no separate limit. Waits for the device: retraction is rare."""
         pages = tuple(pool.copy_pages_out(save.pages) for pool in self._pools)
         backup = Backup(pages, self._relay.read_draft(save.row))
         if self._relay.state is not None:

@@ -191,7 +191,7 @@ class DecodeNode:
     def router_lost(self) -> None:
         for request in self.queues.live():
             if not request.ended:
-                # The router is still told: if it had only stalled, it continues to rely on this node.
+                # Still report it: if the router had only stalled, it continues to rely on this node.
                 self._fail(request, NodeLost.code, "this decode node lost its router")
         self._peers.all_lost()
 
@@ -224,7 +224,7 @@ class DecodeNode:
         for request in admit(tuple(self.queues.waiting), slots, self._limits.skip_ahead, self._try_reserve):
             self.queues.waiting.remove(request)
             if request.lease is None:
-                continue  # the receiver refused it, and the router has been told
+                continue  # the receiver refused it, and the failure was reported to the router
             self._report.prompt_tokens += len(request.prompt)
             self._report.cached_tokens += request.lease.cached_tokens
             request.mark("reserved", now)

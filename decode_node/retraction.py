@@ -28,7 +28,7 @@ class Retraction:
 
         Args:
             page_bytes: one page in all pools, the target's and the draft's.
-            state_bytes: what a request keeps beside its pages and its row's text.
+            state_bytes: size of a request's state in addition to its pages and its row's text.
         """
         self._space = space
         self._rows = rows

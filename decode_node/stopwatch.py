@@ -23,7 +23,7 @@ class Stopwatch(Protocol):
 
 
 class HostStopwatch:
-    """For CPUs, where work is done when the call returns."""
+    """A stopwatch for CPUs, where work is done when the call returns."""
 
     def __init__(self) -> None:
         self._times = [time.perf_counter()]

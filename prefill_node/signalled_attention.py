@@ -36,7 +36,7 @@ class SignalledAttention(AroundAttention):
         return super().forward(layer, query, key, value)
 
     def mix(self, layer: int, operation: str, projected: Tensor, width: int) -> Tensor:
-        """The operation stores what it keeps, so the listener is told after it."""
+        """Run the operation, which stores its state, and then call the listener."""
         mixed = super().mix(layer, operation, projected, width)
         if self._listener is not None:
             self._listener(layer)

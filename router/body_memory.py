@@ -87,7 +87,7 @@ class BodyMemory:
                     waiter.admitted.set_result(None)
 
     def _has_room(self, size: int) -> bool:
-        """Whether a body fits beside the others. One that is larger than the bound is received alone."""
+        """Whether a body fits in addition to the others. One beyond the bound is received when there are no others."""
         return not self._reserved or self._reserved + size <= MAX_RESERVED
 
     def _fits(self, client: str, size: int) -> bool:

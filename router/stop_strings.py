@@ -66,7 +66,7 @@ class StopMatcher:
 
 
 def _borders(stop: str) -> list[int]:
-    """For each prefix of `stop`: the length of its longest proper prefix that is also its suffix."""
+    """Return, for each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(stop)
     length = 0
     for position in range(1, len(stop)):
