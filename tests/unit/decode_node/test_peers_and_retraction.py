@@ -149,7 +149,7 @@ def test_a_prefill_node_that_sends_garbage_is_cut_off_and_others_are_heard(tmp_p
         assert set(connections._dealers) == {ref(2).incarnation}
         assert len(poller.sockets) == 1
         assert receiver.sends[ref(1).incarnation](b"an abort that is repeated") is False
-        with pytest.raises(TransferFailed, match="prefill node p1 sent too many bad frames"):
+        with pytest.raises(TransferFailed, match="prefill node p1 sent too many invalid frames"):
             connections.ensure(ref(1, liar.address))
         assert honest.send(routes[2], b"fine")
         until(lambda: connections.pump() or (ref(2).incarnation, b"fine") in receiver.handled)
