@@ -87,7 +87,7 @@ BAD = {
     "no image": (url(b"GIF89a nonsense"), "cannot be read"),
     "text": (url(b"<svg/>"), "cannot be read"),
     "too many scans": (url(progressive(41), "image/jpeg"), "more than the 50 scans"),
-    "truncated": (url(noise()[:1_500]), "broken"),
+    "truncated": (url(noise()[:1_500]), "is damaged"),
     "too many pixels": (url(file(size=(100, 11))), "100 x 11 pixels"),
     "far too many pixels": (url(huge()), "more than the 1000 pixels"),
     "too many bytes": (url(os.urandom(5_001)), "larger than 5000 bytes"),
