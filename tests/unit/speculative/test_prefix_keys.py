@@ -46,7 +46,10 @@ def test_a_page_is_found_only_where_all_its_tokens_agree(algorithm: str, name: s
     """Two prompts diverge at every place inside or after the second page: hits end before KV that differs."""
     draft = draft_of(algorithm, name)
     served: Any = SimpleNamespace(
-        num_pages=33, page_size=PAGE, draft=None if draft is None else SimpleNamespace(config=draft)
+        num_pages=33,
+        num_slots=0,
+        page_size=PAGE,
+        draft=None if draft is None else SimpleNamespace(config=draft),
     )
     first = list(range(10, 10 + 3 * PAGE))
     for shared in range(len(first) + 1):
