@@ -136,6 +136,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         algorithm=cluster.speculation.algorithm,
     )
     served = graph_start.sized(served, lambda: _forwards(sizes, served, make_stage, bodies).graphs)
+    space = page_space(served, section.prefix_cache)
     device, page_size = served.placement.device, served.page_size
     forwards = _forwards(sizes, served, make_stage, bodies)
     vision = forwards.vision
@@ -198,7 +199,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     node = PrefillNode(
         incarnation,
         Links(link, peers, sender, vision.images),
-        Scheduling(page_space(served, section.prefix_cache), forwards.draft.rules, bounds),
+        Scheduling(space, forwards.draft.rules, bounds),
         DeviceWorker(step, _sending(forwards.signalled, sender, orders), completion),
         orders,
         Observation(log, node_graphs.totals(*forwards.graphs), events=events),
