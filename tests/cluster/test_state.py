@@ -20,21 +20,21 @@ from tests.fakes.toy_state.reference import continuation
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 
-TOKENS = 40
+TOKENS = 100
+SMALL_POOL = {"pool_tokens": 12 * 16, "reserved_tokens": 0}
 SPECULATION = {"algorithm": "ngram", "steps": 3}
 CASES: dict[str, dict[str, Any]] = {
     "graphs": {
-        "prefill": {"graphs": "breakable", "chunk_tokens": 64},
+        "prefill": {"graphs": "breakable", "chunk_tokens": 25},
         "decode": {"graphs": "full", "max_running": 4, "read_results": "one_behind"},
         "speculation": SPECULATION,
     },
-    # 20 pages for 8 requests of up to 7
+    # 12 pages: enough for one request of 60 and 100 tokens, and the prompts of 8 requests do not even fit
     "retraction": {
-        "prefill": {"chunk_tokens": 33},
-        "decode": {"pool_tokens": 320, "reserved_tokens": 0, "max_running": 8},
+        "decode": SMALL_POOL,
         "speculation": SPECULATION,
     },
-    "plain": {"decode": {"pool_tokens": 320, "reserved_tokens": 0, "max_running": 8}},
+    "plain": {"decode": SMALL_POOL},
 }
 
 
@@ -60,7 +60,7 @@ async def test_it_is_served(
 ) -> None:
     """Greedy output token by token as the reference, which keeps nothing; drafts are accepted, requests retracted."""
     path, tensors = model
-    asked = [prompt[:60] for prompt in prompts[4:68:8]]
+    asked = [prompt[:60] for prompt in prompts[8:72:48]] * 4
     section = CASES[case]
     config = {
         **section,
@@ -76,7 +76,7 @@ async def test_it_is_served(
         counters = (await client.node("decode-0"))["counters"]
         log = cluster.log("prefill-0") + cluster.log("decode-0")
     toy = ModelConfig.load(path)
-    expected = [continuation(tensors, toy, prompt, TOKENS) for prompt in asked]
+    expected = [continuation(tensors, toy, prompt, TOKENS) for prompt in asked[:2]] * 4
     texts = [[tokenizer.token_text(token) for token in ids] for ids in expected]
     assert [answer.tokens for answer in answers] == texts
     assert log.count("prefix cache off") == 2
