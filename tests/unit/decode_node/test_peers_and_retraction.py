@@ -214,7 +214,7 @@ def test_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         peers = cluster.decode.peers
         for number in range(3):
             peers.ensure(ref(100 + number))
-        with pytest.raises(Overloaded, match="talks to 3 prefill nodes"):
+        with pytest.raises(Overloaded, match="already connected to 3 prefill nodes"):
             peers.ensure(ref(200))
         peers.lost(ref(100).incarnation)
         peers.close_unused(set())
