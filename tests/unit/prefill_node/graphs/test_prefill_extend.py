@@ -203,7 +203,7 @@ def test_no_graph_is_dead() -> None:
 def test_a_backend_without_breaks_is_refused() -> None:
     """It would contain the lengths of the captured batch."""
     driver = Driver(model(), IDS, 4)
-    with pytest.raises(ValueError, match="'tape' would bake the lengths.*breakable"):
+    with pytest.raises(ValueError, match="'tape' has no break points.*breakable"):
         PrefillExtend(driver.runner, extend_spec(BUCKETS, NULL), FullGraphs(TapeRecorder()))
 
 
