@@ -1,4 +1,4 @@
-"""Composition root: config to objects. Below this file nobody sees a config."""
+"""Composition root of the decode node: builds all objects from the config. No other module reads the config."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class BuiltDecodeNode:
 
 
 def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) -> BuiltDecodeNode:
-    """Load, allocate, connect. Raises ConfigError or ModelError with the remedy."""
+    """Load the models, allocate the KV pool and bind the sockets. Raises ConfigError or ModelError with the remedy."""
     cluster = resolved.cluster
     section, own = cluster.decode, cluster.decode_node(name)
     check_manifests(resolved.manifests, True, functools.partial(reporter.report, "verifying"))
@@ -193,7 +193,7 @@ def _draft_watch(served: ServingModel, path: Path | None, log: Log) -> DraftWatc
 
 @dataclass(frozen=True, slots=True)
 class Forwards:
-    """The node's step over one KV pool, and its forwards, not captured yet."""
+    """The steps of a node over one KV pool; their graphs are not captured yet."""
 
     layout: PoolLayout
     pools: Sequence[KvPool]  # the target's, and the draft's if there is one
@@ -205,7 +205,7 @@ class Forwards:
 def _forwards(
     sizes: StepSizes, served: ServingModel, relay: RelayState, allocate: Callable[[int], torch.Tensor]
 ) -> Forwards:
-    """With a pool of `served.num_pages`, whose bytes come from `allocate`."""
+    """Compose the steps over a pool of `served.num_pages`, whose bytes come from `allocate`."""
     layout = served.layout
     pool = KvPool(layout, "target", allocate(layout.total_bytes))
     # Branches of draft trees extend past the last token of a request.
@@ -224,7 +224,7 @@ def _endpoint(
     where: str,
     security: LinkSecurity,
 ) -> ReceiverEndpoint:
-    """Make the receiving end. `where`: the key of the cluster file that names the host it listens on."""
+    """Build the receiving end of transfers. `where`: the key of the cluster file that names the host it listens on."""
     if kind.listens:
         check_bind(f"tcp://{setup.host}:{setup.port}", where, security)
     return make_receiver(kind.receiver, setup)
