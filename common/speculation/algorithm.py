@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class DraftDirectory:
     """Describes how the directory of an algorithm's draft model is read."""
 
     # Architectures in config.json of a draft of this algorithm.
-    architectures: tuple[str, ...]
+    architectures: Collection[str]
     # Builds the draft config from config.json (keys, its path) and the target. Raises ModelError if it does not fit.
     read: Callable[[Json, Path, ModelConfig], DraftConfig]
     # "module:function" from DraftParts to LoadedDraft (common/node/loaded_draft.py), imported when the draft is

@@ -20,7 +20,8 @@ STANDALONE = Algorithm(
     name="standalone",
     other_names=("draft_model",),
     directory=DraftDirectory(
-        architectures=tuple(FAMILIES),  # any model that could be served, with the same vocabulary
+        # Any model that can be served, with the same vocabulary. The view follows families that are added later.
+        architectures=FAMILIES.keys(),
         read=_read,
         model="common.node.loaded_draft:load_language_model",
     ),

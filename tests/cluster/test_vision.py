@@ -189,7 +189,7 @@ async def test_bad_pictures_are_400s_that_name_their_part(
         head, _, payload = picture.partition(",")
         broken = await refused(client, picture, f"{head},{payload[: len(payload) // 2 // 4 * 4]}")
         assert broken["param"] == "messages[0].content[1].image_url"
-        assert "broken" in broken["message"]
+        assert "damaged" in broken["message"]
         lying = await refused(client, picture.replace("image/png", "image/jpeg"))
         assert "is image/png" in lying["message"]
         remote = await refused(client, "http://169.254.169.254/latest/meta-data")

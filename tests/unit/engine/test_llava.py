@@ -176,7 +176,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
         ({"vision_config": tower | {"model_type": "pixtral"}}, "vision tower 'pixtral' is not supported"),
         ({"text_config": text | {"model_type": "gpt2", "architectures": None}}, "'gpt2' is not supported"),
         ({"vision_feature_select_strategy": "cls"}, "default or full"),
-        ({"vision_feature_layer": 9}, "no layer of a tower with 3"),
+        ({"vision_feature_layer": 9}, "is not a layer of a tower with 3"),
         ({"image_token_index": None}, "image_token_index must be a token id"),
         ({"vision_config": tower | {"image_size": 4096, "patch_size": 1}}, "tokens is not supported"),
         ({"vision_config": [1]}, "vision_config must be an object"),
@@ -235,5 +235,5 @@ def test_the_image_processor_has_to_fit_the_tower(tmp_path: Path) -> None:
     file.write_text(json.dumps(processor))
     assert load_pixel_reader(tmp_path, vision, 10_000) is not None
     file.write_text(json.dumps(processor | {"crop_size": {"height": 8, "width": 16}}))
-    with pytest.raises(ModelError, match=r"makes \[3, 8, 16\]"):
+    with pytest.raises(ModelError, match=r"returns \[3, 8, 16\]"):
         load_pixel_reader(tmp_path, vision, 10_000)

@@ -329,7 +329,7 @@ def test_what_is_not_supported_is_refused_by_name(model: Any, tmp_path: Path) ->
     refused("config.json", "out_hidden_size 64", vision_config=tower | {"out_hidden_size": 64})
     refused(
         "config.json",
-        "spatial_merge_size of 2 is not that of the tower",
+        "spatial_merge_size 2 differs from that of the tower",
         vision_config=tower | {"spatial_merge_size": 4},
     )
     refused("config.json", "images have 3", vision_config=tower | {"in_channels": 4})
