@@ -10,10 +10,10 @@ from common.errors import Overloaded
 
 SMALL_BODY = 1 << 16  # bytes of a body that needs no reservation
 MAX_SMALL = 32 << 20  # bytes of all small bodies that are being received
-MAX_RESERVED = (
-    40 << 20
-)  # bytes of all other bodies; each takes two to three times as much while it is worked on
-MAX_WAITING = 64  # bodies that wait for a reservation: the connection of each holds some 256 KiB unread
+# Bytes of all other bodies. Each takes two to three times as much while it is worked on.
+MAX_RESERVED = 40 << 20
+# Bodies that wait for a reservation. The connection of each holds some 256 KiB unread.
+MAX_WAITING = 64
 BUSY = "too many large bodies are being received; try again later"
 
 
