@@ -72,9 +72,8 @@ def _watch(stop: threading.Event, overdue: Callable[[], float], limit: float, lo
         late = overdue()
         if meter.exceeded(time.monotonic(), late):
             _end(meter.seconds, log)
-        _end_later(
-            HELD_FACTOR * limit - min(late, 0.0)
-        )  # allows for the announced work, which may hold the lock
+        # The delay allows for the announced work, which may hold the lock.
+        _end_later(HELD_FACTOR * limit - min(late, 0.0))
 
 
 def _end(seconds: float, log: Log) -> None:

@@ -60,9 +60,8 @@ def decode_reference(
     visible = position <= last
     if window is not None:
         visible &= position > last - window
-    slot = torch.where(visible, slot, slot.gather(1, last)).view(
-        -1
-    )  # invisible positions read the token's own slot
+    # Invisible positions read the token's own slot.
+    slot = torch.where(visible, slot, slot.gather(1, last)).view(-1)
     key = key_plane.view(-1, kv_heads, head_dim).index_select(0, slot).view(batch, bound, kv_heads, head_dim)
     value = (
         value_plane.view(-1, kv_heads, head_dim).index_select(0, slot).view(batch, bound, kv_heads, head_dim)

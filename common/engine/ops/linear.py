@@ -153,9 +153,8 @@ def _launch(
     if out.numel() == 0:
         return
     part = cdiv(cdiv(depth, tiles.depth), tiles.parts) * tiles.depth
-    bulk = tiles.rows > FEW and copies_in_bulk(
-        rows, weight
-    )  # 16 rows are as fast without it, one row is faster
+    # 16 rows are as fast without bulk copies, one row is faster.
+    bulk = tiles.rows > FEW and copies_in_bulk(rows, weight)
     _linear_kernel[(cdiv(size, tiles.columns), tiles.parts)](
         described(rows, tiles.rows, tiles.depth) if bulk else rows,
         described(weight, tiles.columns, tiles.depth) if bulk else weight,

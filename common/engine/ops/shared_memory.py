@@ -43,9 +43,8 @@ def attention_bytes(rows: int, keys: int, stages: int, head_dim: int, itemsize: 
     """Return the bytes for queries [rows, head_dim] over `keys` at a time, whose slots are read a stage earlier."""
     line = max(next_power_of_2(head_dim), 16) * itemsize
     steps = max((stages - 1) // 2, 1) + (room.overlapped and rows >= 64 and itemsize == 2)
-    scores = (
-        0 if rows >= 128 and itemsize == 2 else rows * keys * itemsize
-    )  # in registers if the rows are many
+    # Scores of many rows stay in registers.
+    scores = 0 if rows >= 128 and itemsize == 2 else rows * keys * itemsize
     return (2 * keys * steps + rows) * line + scores + SLACK
 
 

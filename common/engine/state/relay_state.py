@@ -38,9 +38,8 @@ class RelayState:
 
     last_token: torch.Tensor  # int64, drawn, without KV yet
     seq_len: torch.Tensor  # int32, tokens with KV; last_token will be written at this position
-    rope_delta: (
-        torch.Tensor
-    )  # int64, rotary position minus sequence index after the prompt (rotary_places.py)
+    # int64, rotary position minus sequence index after the prompt (rotary_places.py)
+    rope_delta: torch.Tensor
     temperature: torch.Tensor  # float32
     top_p: torch.Tensor  # float32
     top_k: torch.Tensor  # int32, 0 = off

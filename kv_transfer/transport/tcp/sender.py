@@ -65,9 +65,8 @@ class TcpPeer(PeerMemory):
         self._clock = clock
         self._lock = threading.Lock()
         self._queue: deque[_Write] = deque()  # writes with unsent pieces
-        self._inflight: deque[tuple[_Write, int]] = (
-            deque()
-        )  # frames sent and not acknowledged, with their bytes
+        # frames sent and not acknowledged, with their bytes
+        self._inflight: deque[tuple[_Write, int]] = deque()
         self._flying = 0  # bytes in flight
         self._closing = False
         self._connected = False
