@@ -107,7 +107,7 @@ def main() -> None:
         return app
 
     with patch.object(program, "build", build_with_probe):
-        run_command(program.main)
+        run_command(program.main, "launch_router")
 
 
 if __name__ == "__main__":
