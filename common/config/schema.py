@@ -241,7 +241,7 @@ class Health(Section, frozen=True, kw_only=True):
 
 
 class Security(Section, frozen=True, kw_only=True):
-    """Who may use the API, and how the links between processes are protected."""
+    """Access to the API and protection of the links between processes."""
 
     api_keys: str | None = None  # file of the hashed API keys, see deploy/api_key; None: clients need no key
     # Share cached prefixes among all keys: faster, but a client can find out what others have sent.

@@ -22,12 +22,13 @@ from common.engine.graphs.backends.base import Backend
 from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.outputs import OutField, OutputSpec
 from common.engine.graphs.slots import Fill, Inputs, Slot, StaticInputs
-from common.engine.graphs.spec import Axis, CaptureSpec, Feature, ShapeKey
+from common.engine.graphs.spec import Axis, CaptureSpec, ShapeKey
 from common.engine.models.eagle import DraftOutput
 from prefill_node.graphs.prefill_extend import (
     BreakableAttention,
     extend_spec,
     idle_extend,
+    prompt_facts,
     require_breaks,
 )
 
@@ -70,14 +71,7 @@ class DraftBody:
         ]
 
     def facts(self, call: DraftPrefillCall) -> BatchFacts:
-        batch = call.batch
-        given = call.input_embeds is not None
-        return BatchFacts(
-            mode=batch.mode,
-            live=ShapeKey(batch.input_ids.shape[0], batch.page_table.shape[0]),
-            hidden=CaptureHiddenMode.LAST,
-            features=frozenset((Feature.INPUT_EMBEDS,)) if given else frozenset(),
-        )
+        return prompt_facts(call.batch, CaptureHiddenMode.LAST, call.input_embeds)
 
     def idle(self, shape: ShapeKey) -> DraftPrefillCall:
         """One padding request. Its hidden states are zeros, never None."""

@@ -106,6 +106,16 @@ def idle_extend(
     )
 
 
+def prompt_facts(batch: ForwardBatch, hidden: CaptureHiddenMode, input_embeds: Tensor | None) -> BatchFacts:
+    """Return what decides whether a captured graph serves a prompt batch whose output is read at mode `hidden`."""
+    return BatchFacts(
+        mode=batch.mode,
+        live=ShapeKey(batch.input_ids.shape[0], batch.page_table.shape[0]),
+        hidden=hidden,
+        features=frozenset() if input_embeds is None else frozenset((Feature.INPUT_EMBEDS,)),
+    )
+
+
 def require_breaks(backend: Backend) -> None:
     """Raise ValueError for a backend without break points, which cannot capture prompts."""
     if not backend.breaks:
@@ -134,14 +144,7 @@ class ExtendBody:
         ]
 
     def facts(self, call: ExtendCall) -> BatchFacts:
-        batch = call.batch
-        given = call.input_embeds is not None
-        return BatchFacts(
-            mode=batch.mode,
-            live=ShapeKey(batch.input_ids.shape[0], batch.page_table.shape[0]),
-            hidden=batch.hidden_mode,
-            features=frozenset((Feature.INPUT_EMBEDS,)) if given else frozenset(),
-        )
+        return prompt_facts(call.batch, call.batch.hidden_mode, call.input_embeds)
 
     def idle(self, shape: ShapeKey) -> ExtendCall:
         """One request of `shape.tokens` tokens, all in page 0."""
