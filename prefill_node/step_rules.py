@@ -11,6 +11,5 @@ class PromptRules:
 
     lookahead: int = 0  # number of tokens after a chunk that its forward reads
     # Computed tokens before a chunk whose KV its forward may rewrite. If this is not 0, the worker keeps hidden states
-    # from
-    # chunk to chunk.
+    # from chunk to chunk.
     rewrites: int = 0

@@ -48,10 +48,8 @@ TOWER_DEFAULTS: Mapping[str, Any] = {  # keys that define the tower, with transf
     "fullatt_block_indexes": (7, 15, 23, 31),
     "rope_parameters": None,
 }
-LANGUAGE_DEFAULTS: Mapping[str, Any] = {
-    "rope_theta": 1_000_000.0,
-    "rms_norm_eps": 1e-5,
-}  # transformers' defaults
+# transformers' defaults
+LANGUAGE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
 PROCESSORS = (None, "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 USUAL: Mapping[str, Any] = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": BICUBIC}
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # the processor's default

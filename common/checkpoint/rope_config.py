@@ -36,9 +36,8 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # multiplies cos and sin
-    # The number of frequencies rotated by the temporal, height and width position of a token, in that order, head_dim
-    # / 2
-    # in total; (): a token has one position.
+    # The number of frequencies rotated by the temporal, height and width position of a token, in that order,
+    # head_dim / 2 in total; (): a token has one position.
     sections: tuple[int, ...] = ()
 
     @property

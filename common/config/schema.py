@@ -185,8 +185,7 @@ class Speculation(Section, frozen=True, kw_only=True):
     """How decode nodes draft tokens that one forward of the model then verifies; the output stays the same."""
 
     # A name from the table of algorithms (common/speculation). none: plain decoding; ngram: what followed the last
-    # time
-    # that the text ended in the same way; the others have a draft model.
+    # time that the text ended in the same way; the others have a draft model.
     algorithm: str = "none"
     # Hugging Face directory: an EAGLE-1/2 or EAGLE-3 head or MTP modules for this model, or a small model.
     draft_model_path: str | None = None

@@ -267,9 +267,8 @@ class RouterSocket(Channel):
 
     def _keep(self, peer: bytes, payload: bytes, must_leave: bool) -> bool:
         session = self._sessions.get(peer)
-        if (
-            session is None or len(payload) > MAX_MESSAGE_BYTES
-        ):  # a larger one would make the peer close the connection
+        # A larger message would make the peer close the connection.
+        if session is None or len(payload) > MAX_MESSAGE_BYTES:
             return False
         frame = session.keep(payload, self._clock())
         if frame is None:

@@ -145,9 +145,11 @@ class Dealer(Channel):
             self._send_frame(self._session.probe(now))
 
     def _redial(self, now: float) -> None:
-        """Dial again. ZMQ reconnects after a network error by itself, but not after bytes that it cannot parse, nor
-        while it has
-        not noticed the error."""
+        """Dial again.
+
+        ZMQ reconnects after a network error by itself, but not after bytes that it cannot parse, nor while it has not
+        noticed the error.
+        """
         self._dialled_at = now
         with contextlib.suppress(zmq.ZMQError):  # ENOENT: ZMQ has given the connection up
             self._socket.disconnect(self._address)

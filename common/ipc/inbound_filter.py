@@ -19,8 +19,8 @@ from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
 
 # First byte of the routing ids that libzmq generates: for a peer that has chosen none, and for an earlier connection
-# of a
-# peer that has reconnected. Frames left in such a connection are dropped here; the peer's session sends them again.
+# of a peer that has reconnected. Frames left in such a connection are dropped here; the peer's session sends them
+# again.
 MADE_UP = b"\0"
 
 

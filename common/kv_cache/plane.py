@@ -43,9 +43,8 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
     layer: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]  # of the owner
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=32)]  # "k", "v", ...; unique within the layer
     kept: Kept
-    entry: Annotated[
-        tuple[Size, ...], msgspec.Meta(min_length=1, max_length=4)
-    ]  # shape of one entry over all ranks
+    # Shape of one entry over all ranks.
+    entry: Annotated[tuple[Size, ...], msgspec.Meta(min_length=1, max_length=4)]
     dtype: Annotated[str, msgspec.Meta(max_length=32)]  # a key of ITEM_BYTES
     axis: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0  # the sharded axis of `entry`
     # Runs of that axis, each divided among the ranks by heads; (): every rank holds the whole axis.

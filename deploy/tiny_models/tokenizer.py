@@ -27,9 +27,8 @@ VOCAB_SIZE = 704
 MAX_POSITIONS = 4096
 
 # A message is `<|role|> content<|end|>\n`. The template trims the content and adds one space before it, so a word has
-# the
-# same id at the start as inside a sentence. An answer that returns as an earlier turn (with the space it was generated
-# with) yields the same ids as when it was generated, which prefix caches rely on.
+# the same id at the start as inside a sentence. An answer that returns as an earlier turn (with the space it was
+# generated with) yields the same ids as when it was generated, which prefix caches rely on.
 CHAT_TEMPLATE = """\
 {{- '<|bos|>' }}
 {%- for message in messages %}

@@ -97,6 +97,6 @@ def imported(module: Module, known: dict[str, Module], *, run: bool = True) -> s
 
 
 def with_packages(name: str) -> set[str]:
-    """Return a module and the packages above it: importing it runs their __init__ too."""
+    """Return a module and its parent packages, whose __init__ its import runs too."""
     parts = name.split(".")
     return {".".join(parts[: count + 1]) for count in range(len(parts))}

@@ -143,7 +143,7 @@ RUN_GRAPH = _run_graph()
 
 
 def test_control_plane_never_reaches_torch() -> None:
-    """The rule covers router, kv_transfer and common's control plane; kv_transfer.transport may touch device memory."""
+    """This covers router, kv_transfer and common's control plane; kv_transfer.transport may touch device memory."""
     heavy = []
     for name in MODULES:
         if _area(name) not in ("router", "control", "kv_transfer") or _is_under(name, TRANSPORTS):
@@ -171,7 +171,7 @@ def test_control_plane_never_reaches_torch() -> None:
     ],
 )
 def test_schedulers_import_no_torch(name: str) -> None:
-    """Nodes decide without a device; plans go to a worker."""
+    """Schedulers of nodes decide without a device and hand plans to a worker."""
     came_from = _reaches(name, RUN_GRAPH)
     heavy = [
         f"{_chain(each, came_from)} imports {package}"
@@ -261,7 +261,7 @@ def test_no_import_is_hidden_in_a_function() -> None:
 
 
 def test_no_import_only_for_types() -> None:
-    """TYPE_CHECKING is the other way to hide a cycle."""
+    """Imports under TYPE_CHECKING are another way to hide a cycle."""
     dodged = [
         f"{module.place}:{each.line} imports {each.target}"
         for module in MODULES.values()
@@ -298,7 +298,7 @@ def test_no_relative_import() -> None:
 
 @pytest.mark.parametrize("entry", ["router.app", "router.dispatcher", "kv_transfer.sender", "common.config"])
 def test_torch_is_not_loaded(entry: str) -> None:
-    """The interpreter confirms what the syntax trees show. Missing modules are skipped."""
+    """Importing an entry in a real interpreter confirms what the syntax trees show; missing modules are skipped."""
     if entry not in MODULES:
         pytest.skip(f"{entry} does not exist")
     code = f"import {entry}, sys; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"

@@ -212,7 +212,7 @@ def test_what_runs_nothing_is_allowed(text: str) -> None:
 
 
 def test_ruff_bans_the_same_modules() -> None:
-    """An editor reports them earlier than this test."""
+    """An editor with ruff then reports banned imports before this test does."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
     assert {"S102", "S301", "S302", "S307", "S506", "TID"} <= set(settings["select"])
     banned = set(settings["flake8-tidy-imports"]["banned-api"])
@@ -293,7 +293,7 @@ def test_only_formats_know_how_products_keep_their_weights() -> None:
 
 
 def test_only_tables_name_a_language_model() -> None:
-    """Users of a language model call a `CausalLM`."""
+    """Code that uses a language model calls a `CausalLM` and names no model class."""
     wrong = [
         f"{module.place}:{each.line} imports {each.target}"
         for module in MODULES
@@ -314,7 +314,7 @@ def test_files_stay_small() -> None:
 
 
 def test_no_test_is_decided_by_how_fast_something_was() -> None:
-    """Machines stall for seconds.
+    """Machines stall for seconds, so a test that compares wall times fails at random.
 
     `tests.fakes.waiting` waits for events; work is counted, or measured in thread_time.
     """

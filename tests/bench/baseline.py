@@ -43,7 +43,10 @@ def runs_on_cpu(sections: dict[str, Any]) -> bool:
 
 
 def cluster_files() -> dict[str, dict[str, Any]]:
-    """Name -> sections of each file that a CPU can serve, with absolute model paths. The example has no model."""
+    """Return name -> sections of each file that a CPU can serve, with absolute model paths.
+
+    example.yaml is left out, because it names no model.
+    """
     found = {}
     for file in sorted(CLUSTERS.glob("*.yaml")):
         sections = yaml.safe_load(file.read_text())
@@ -60,14 +63,14 @@ def cluster_files() -> dict[str, dict[str, Any]]:
 
 
 def prompts() -> list[list[int] | str]:
-    """Random ids of 1 to 300 tokens, and text."""
+    """Return prompts: 1 to 300 random token ids, and text."""
     rng = random.Random(5)
     lengths = (1, 2, 7, 16, 33, 64, 129, 300)
     return [[rng.randrange(3, 700) for _ in range(length)] for length in lengths] + [QUESTION, QUESTION * 5]
 
 
 def picture() -> str:
-    """A data URL of a small picture with edges and a gradient."""
+    """Return the data URL of a small picture with edges and a gradient."""
     pixels = Image.new("RGB", (48, 32))
     pixels.putdata([(5 * x, 7 * y, 255 if x > y else 0) for y in range(32) for x in range(48)])
     file = io.BytesIO()
@@ -76,7 +79,7 @@ def picture() -> str:
 
 
 async def answers(client: Client, vision: bool) -> dict[str, Any]:
-    """Answers to one request at a time: greedy, seeded, and about a picture if the model has vision."""
+    """Send one request at a time and return the answers: greedy, seeded, and about a picture if the model sees."""
     found: dict[str, Any] = {}
     for index, prompt in enumerate(prompts()):
         for name, fields in (("greedy", {}), ("seeded", SEEDED)):
@@ -107,7 +110,7 @@ async def answers(client: Client, vision: bool) -> dict[str, Any]:
 
 
 def node_facts(node: dict[str, Any]) -> dict[str, Any]:
-    """Graph table and counters of a node, without values measured in seconds."""
+    """Return graph table and counters of a node, without values measured in seconds."""
     graphs = [
         {key: value for key, value in report.items() if key not in TIMED} for report in node.get("graphs", [])
     ]
@@ -150,7 +153,7 @@ async def record_all(only: list[str]) -> dict[str, Any]:
 
 
 def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """A line for each value that differs."""
+    """Return a line for each value that differs."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in {**before, **after}:
             yield from differences(before.get(key), after.get(key), f"{path} > {key}" if path else str(key))

@@ -128,7 +128,7 @@ class Clock:
         self._spans.append((start, stop))
 
     def result(self, warmup: int) -> Figures:
-        """(median, 90th percentile, the device's median) in ms."""
+        """Return (median, 90th percentile, the device's median) in ms."""
         times = sorted(self.times[warmup:])
         device = [1e-3 * start.elapsed_time(stop) for start, stop in self._spans[warmup:]] or [0.0]
         return (
@@ -180,7 +180,7 @@ class PrefillSteps:
 
 
 def products_ms(runner: ModelRunner, tokens: int) -> float:
-    """Time of the layers' matrix products on `tokens` rows."""
+    """Return the time of the layers' matrix products on `tokens` rows."""
     weights = [
         weight
         for name, weight in runner.model.named_parameters()
@@ -245,7 +245,7 @@ class DecodeSteps:
 
 
 def driver_mib() -> float:
-    """GPU memory that torch does not account for: contexts, modules, instantiated graphs."""
+    """Return the GPU memory that torch does not account for: contexts, modules, instantiated graphs."""
     free, total = torch.cuda.mem_get_info()
     return (total - free - torch.cuda.memory_reserved()) / (1 << 20)
 
@@ -255,7 +255,7 @@ class Steps(Protocol):
 
 
 def kernels(steps: Steps, size: int) -> list[tuple[str, float, float]]:
-    """(kernel, launches per step, microseconds per step), the most expensive first."""
+    """Return (kernel, launches per step, microseconds per step), the most expensive first."""
     repeats = 9
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         steps.measure(size, repeats)

@@ -151,14 +151,14 @@ async def crowd_that_loses_a_node(port: int, pair: ScriptedPair) -> list[int]:
 
 
 async def many_large_bodies(port: int, pair: ScriptedPair) -> list[int]:
-    """Whole chats of 8 MiB from many clients."""
+    """Send whole chats of 8 MiB from many clients."""
     content = b'{"messages":[{"role":"user","content":"' + b"hello " * (8 * MIB // 6) + b'"}]}'
     head = _post("/v1/chat/completions", f"Content-Length: {len(content)}\r\nConnection: close\r\n")
     return list(await asyncio.gather(*(_exchange(port, [head, content]) for _ in range(20))))
 
 
 async def many_small_chunks(port: int, pair: ScriptedPair) -> list[int]:
-    """Bodies in chunks of one byte, from many clients."""
+    """Send bodies in chunks of one byte from many clients."""
     return [
         status
         for each in await asyncio.gather(*(small_chunks(port, pair) for _ in range(10)))
@@ -167,13 +167,13 @@ async def many_small_chunks(port: int, pair: ScriptedPair) -> list[int]:
 
 
 async def connections(port: int, pair: ScriptedPair) -> list[int]:
-    """A thousand clients that connect at once and ask one thing each."""
+    """Connect a thousand clients at once, each of which sends one request."""
     request = b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
     return list(await asyncio.gather(*(_exchange(port, [request]) for _ in range(CROWD))))
 
 
 async def worker_killed(port: int, pair: ScriptedPair) -> list[int]:
-    """Every text worker of the router dies, and is started again."""
+    """Kill every text worker of the router, and wait until they have been started again."""
     killed = 0
     for each in with_children(Path(f"/proc/{pair.router_pid}")):
         if b"router.text_process" in (each / "cmdline").read_bytes():

@@ -61,7 +61,7 @@ PANELS = (
 
 
 def loads() -> dict[str, list[dict[str, Any]]]:
-    """The measured rows of each load, tandem first."""
+    """Return the measured rows of each load, tandem first."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in json.loads(MEASURED.read_text())["two_gpus"]["rows"]:
         found.setdefault(row["load"], []).append(row)
@@ -69,12 +69,12 @@ def loads() -> dict[str, list[dict[str, Any]]]:
 
 
 def system(row: dict[str, Any]) -> str:
-    """The label of a bar's system."""
+    """Return the label of a bar's system."""
     return "tandem" if row["system"] == "tandem" else f"vLLM x 2, chunks of {row['chunk']:,}"
 
 
 def bar(row: dict[str, Any], panel: Panel) -> tuple[float, str]:
-    """Length and label of one bar; a range is drawn at its middle."""
+    """Return length and label of one bar; a range is drawn at its middle."""
     value = row[panel.key]
     if panel.key != "goodput":
         return value, f"{value:g}"
@@ -83,13 +83,13 @@ def bar(row: dict[str, Any], panel: Panel) -> tuple[float, str]:
 
 
 def shown() -> list[list[Any]]:
-    """Everything the pictures show of the measurement: load, system, labels of the bars."""
+    """Return everything that the pictures show of the measurement: load, system, labels of the bars."""
     rows = [(load, row) for load, rows in loads().items() for row in rows]
     return [[load, system(row), *(bar(row, panel)[1] for panel in PANELS)] for load, row in rows]
 
 
 def digest() -> str:
-    """The digest that each picture contains."""
+    """Return the digest that each picture contains."""
     return hashlib.sha256(json.dumps(shown()).encode()).hexdigest()
 
 

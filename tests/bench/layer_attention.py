@@ -43,7 +43,7 @@ class Row:
 
 
 def layer_us(batch: int, new: int, pages: Pages, attend: Attend | None) -> float:
-    """Microseconds of rotary, attention (or none) and norm, for `new` tokens per request."""
+    """Return the microseconds of rotary, attention (or none) and norm for `new` tokens per request."""
     length = int(pages.lengths[0])
     places = torch.arange(length - new, length, device="cuda")
     slots = (pages.table[:, places // PAGE].long() * PAGE + places % PAGE).view(-1)

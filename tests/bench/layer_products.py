@@ -124,7 +124,7 @@ class Stack:
 
 
 def other_tiles(rows: int, size: int, gated: bool, processors: int, most_parts: int) -> Iterator[Tiles]:
-    """Tiles that fit and whose number is neither too small nor too large."""
+    """Return tiles that fit and whose number is neither too small nor too large."""
     room = max(16, next_power_of_2(rows))
     for columns, depth, warps, stages in KINDS:
         width = columns * (2 if gated else 1)

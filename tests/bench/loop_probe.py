@@ -60,7 +60,7 @@ class LoopProbe:
         self._loop.call_later(TICK, self._tick)
 
     def _run_queue_seconds(self) -> float:
-        """Seconds that the main thread has been ready without a processor."""
+        """Return the seconds for which the main thread has been ready to run without a processor."""
         return int(os.pread(self._schedstat, 100, 0).split()[1]) / 1e9
 
     def _tick(self) -> None:
@@ -88,7 +88,7 @@ def _described(frame: FrameType | None) -> list[str]:
 
 
 def stalls(file: Path, since: float, until: float) -> list[Stall]:
-    """Stalls that overlap an interval, longest first."""
+    """Return the stalls that overlap an interval, longest first."""
     decoder = msgspec.json.Decoder(Stall)
     found = [decoder.decode(line) for line in file.read_bytes().splitlines()]
     return sorted(

@@ -116,7 +116,7 @@ def decode() -> Iterator[Result]:
 
 
 def verify_calls(batch: int, length: int, new: int) -> tuple[list[Callable[[], object]], Pages]:
-    """Calls that verify a chain of `new` tokens at the end of each request."""
+    """Return calls that verify a chain of `new` tokens at the end of each request."""
     pages, query = Pages(batch, length), bf16(batch * new, HEADS, DIM)
     mask = torch.ones(new, new, dtype=torch.bool, device="cuda").tril().expand(batch, -1, -1)
     tail = pages.table, pages.lengths, mask, 8192, None, SCALE
@@ -156,7 +156,7 @@ def product_calls(
 
 
 def skinny() -> Iterator[Result]:
-    """Products of few rows, by cuBLAS and by our kernel."""
+    """Measure products of few rows, by cuBLAS and by our kernel."""
     for name, (size, depth) in MATRICES.items():
         for rows in (1, 4, 16):
             for by, run in (("cuBLAS", torch.nn.functional.linear), ("served", linear)):
@@ -217,7 +217,7 @@ def whole_prompt() -> Iterator[Result]:
 
 
 def first_calls() -> Iterator[Result]:
-    """The cost of a length that cuDNN has not seen: host milliseconds of its first call, as us."""
+    """Measure what a length costs that cuDNN has not seen: host time of its first call, in us."""
     for new in (777, 1333, 3001, 5003):
         x = bf16(new, HEADS + 2 * KV_HEADS, DIM)
         run = partial(
@@ -252,7 +252,7 @@ def sampling() -> Iterator[Result]:
 
 
 def host() -> Iterator[Result]:
-    """Microseconds of CPU per eager call: the cost per layer of a break in a prefill graph."""
+    """Measure CPU microseconds per eager call, which a break in a prefill graph costs per layer."""
     pages, starts, query, _, _ = extend_args(128, 0)
     planes = pages.planes[0]
     op = torch.ops.tandem.extend_attention.default
@@ -272,7 +272,7 @@ def host() -> Iterator[Result]:
 
 
 def tune() -> Iterator[Result]:
-    """Other tile shapes of extend attention."""
+    """Measure other tile shapes of extend attention."""
     work = {new: extend_args(new, 0) for new in (256, 512, 1024, 2048, 8192)}
     for rows, keys, warps, stages in (
         (64, 64, 4, 2),

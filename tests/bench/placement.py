@@ -25,7 +25,7 @@ CHOICES = 400
 
 
 def fleet(nodes: int, requests: int) -> tuple[NodeRegistry, NodeHealth]:
-    """Nodes that are past their slow start."""
+    """Return nodes that are past their slow start."""
     registry = NodeRegistry("f", 3.0, 3.0, time.monotonic, Log("bench"), lambda node, why: None, lambda: None)
     for role in ROLES:
         for number in range(nodes):
@@ -47,7 +47,7 @@ def disturb(registry: NodeRegistry, health: NodeHealth) -> None:
 
 
 def microseconds(registry: NodeRegistry, health: NodeHealth, policy: str) -> float:
-    """CPU time of one choice, the minimum of all rounds, because other processes share this machine."""
+    """Return the CPU time of one choice: the minimum of all rounds, because other processes share this machine."""
     costs = {"prefill": prefill_cost, "decode": decode_cost}
     placer = Placer(registry, {role: make_policy(policy, costs[role]) for role in ROLES}, health)
     times = []

@@ -76,7 +76,7 @@ class Marks:
         return timed
 
     def median_ms(self, name: str) -> float:
-        """Median of the rounds since the last call."""
+        """Return the median of the rounds since the last call."""
         times = [start.elapsed_time(stop) for start, stop in self._pairs.pop(name, [])]
         return statistics.median(times) if times else 0.0
 
@@ -105,7 +105,7 @@ def watch(step: SpeculativeStep) -> Marks:
 
 
 def run(steps: DecodeSteps, requests: Sequence[DecodeRequest], rounds: int) -> tuple[float, float]:
-    """(wall-clock ms per step, tokens per step and request), launching the next step before one is read."""
+    """Return (wall-clock ms per step, tokens per step and request). Each step is launched before the last is read."""
     device = torch.cuda.is_available()
     unread: list[tuple[StepPlan, Launched]] = []
     most = steps.rules.tokens_per_step
@@ -155,13 +155,13 @@ class Ceilings:
         return cls(copy_bandwidth(), matmul_rate()) if device.type == "cuda" else None
 
     def ms(self, weights: float, kv_bytes: float, rows: int, itemsize: int) -> float:
-        """Time of one forward of `rows` rows through `weights` bytes of matrices."""
+        """Return the time of one forward of `rows` rows through `weights` bytes of matrices."""
         moved = (weights + kv_bytes) / self.bytes_per_s
         return 1e3 * max(moved, 2 * rows * weights / itemsize / self.flop_per_s)
 
 
 def floors(engine: Engine, ceilings: Ceilings | None, batch: int, length: int) -> tuple[float, float]:
-    """(round, plain step) in ms; 0 without ceilings."""
+    """Return the floors (round, plain step) in ms; 0 without ceilings."""
     if ceilings is None:
         return 0.0, 0.0
     model, head, pool = engine.pair.model, engine.pair.head, engine.pool

@@ -25,7 +25,7 @@ IDLE_LOOKS = 120
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of a process and its children, in nanosecond resolution. Ended ones do not count."""
+    """Return the CPU time of all threads of a process and its running children, with nanosecond resolution."""
     total, waiting = 0, [pid]
     while waiting:
         try:

@@ -44,7 +44,7 @@ HEADERS = {"Content-Type": "application/json"}
 
 
 def _memory(pid: int, field: str) -> float:
-    """MiB of VmRSS, or of VmHWM, the maximum since `_reset_peak`."""
+    """Return the MiB of VmRSS, or of VmHWM, the maximum since `_reset_peak`."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) / 1024
@@ -56,13 +56,13 @@ def _reset_peak(pid: int) -> None:
 
 
 def _cpu(pid: int) -> float:
-    """CPU seconds of a process."""
+    """Return the CPU seconds of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
 
 
 def _others(pid: int) -> float:
-    """CPU time of all processes below a process."""
+    """Return the CPU time of all descendants of a process."""
     return sum(_cpu(int(each.name)) for each in with_children(Path(f"/proc/{pid}"))) - _cpu(pid)
 
 
@@ -118,7 +118,7 @@ async def send_bodies(port: int, name: str, repeat: int) -> list[int]:
 
 
 async def chats(port: int, pid: int, messages: int) -> dict[str, Any]:
-    """CPU time of normal chats of `messages` messages and one answer token each, one after the other."""
+    """Measure the CPU time of normal chats of `messages` messages and one answer token, one after the other."""
     turns = [{"role": "user", "content": "How many apples are there in 3 boxes of 12?"}]
     turns += [{"role": "assistant", "content": "36"}, *turns] * (messages // 2)
     body = json.dumps({"messages": turns, "max_tokens": 1, "temperature": 0}).encode()

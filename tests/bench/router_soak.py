@@ -1,4 +1,4 @@
-"""Whether the router's memory stays constant: many small completions, then unknown ids of every kind.
+"""Measures whether the router's memory stays constant: many small completions, then unknown ids of every kind.
 
     python -m tests.bench.router_soak --json FILE
 
@@ -147,7 +147,7 @@ class Soak:
         await self._strangers(count, register)
 
     async def malformed_routing_ids(self, count: int) -> None:
-        """Connect with invalid routing ids, whose every frame counts as bad."""
+        """Connect with invalid routing ids; each of their frames counts as bad."""
 
         def babble() -> tuple[str, list[tuple[bytes, ...]]]:
             return self._name(), _session_frames(b"nothing")
@@ -173,7 +173,7 @@ class Soak:
         await self._strangers(count, beat)
 
     async def _strangers(self, count: int, make: Callable[[], tuple[str, list[tuple[bytes, ...]]]]) -> None:
-        """`make` returns a routing id and the frames that its socket sends before it closes."""
+        """Send frames from many sockets: `make` returns a routing id and what its socket sends before it closes."""
         for _ in range(0, count, SOCKETS_AT_ONCE):
             context = zmq.Context[zmq.Socket[bytes]]()
             for _ in range(SOCKETS_AT_ONCE):
@@ -224,7 +224,7 @@ UNKNOWN: dict[str, Callable[[Soak, int], Awaitable[None]]] = {
 
 
 def _session_frames(payload: bytes) -> list[tuple[bytes, ...]]:
-    """Frames that open a session and send one message in it."""
+    """Return frames that open a session and send one message in it."""
     epoch = secrets.randbits(63)
     return [frame(Kind.OPEN, epoch, 0, 0), frame(Kind.DATA, epoch, 1, 0, payload)]
 

@@ -30,7 +30,7 @@ class ScriptedNode(FakeNode):
     """A FakeNode that stores no messages."""
 
     def take(self) -> Sequence[msgspec.Struct]:
-        """The messages that have arrived since the last call."""
+        """Return the messages that have arrived since the last call."""
         messages = self.received()
         self._got.clear()
         return messages
@@ -101,16 +101,16 @@ class ScriptedPair:
 
     @property
     def running(self) -> int:
-        """Number of requests on the decode node."""
+        """Return the number of requests on the decode node."""
         return len(self._running)
 
     async def replace_decode(self) -> None:
-        """The decode node ends, and a new process registers under its name."""
+        """End the decode node and register a new process under its name."""
         task = self._tasks[1]
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         self._running.clear()
-        # The router answers no second process under a name while the first one lives.
+        # The router does not answer a second process under a name while the first one lives.
         self.decode.close()
         self.decode = self._decode_node()
         answer = await self.decode.register()

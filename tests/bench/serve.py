@@ -44,11 +44,11 @@ class Sample:
 
     @property
     def per_token(self) -> float:
-        """Seconds per token after the first; one event may carry several."""
+        """Return the seconds per token after the first; one event may carry several."""
         return sum(self.gaps) / max(self.tokens - 1, 1)
 
     def within(self, first: float, gap: float) -> bool:
-        """Whether the first token and the request's p99 gap are within the limits, in seconds."""
+        """Return whether the first token and the request's p99 gap are within the limits, in seconds."""
         return self.first <= first and percentile(self.gaps or [0.0], 0.99) <= gap
 
 
@@ -145,7 +145,7 @@ def summary(samples: list[Sample], seconds: float) -> dict[str, Any]:
 
 
 async def graph_use(url: str) -> dict[str, float]:
-    """Forwards of every captured phase since the cluster's start: replays, and eager runs by reason."""
+    """Return forwards of every captured phase since the cluster's start: replays, and eager runs by reason."""
     async with open_session(url) as session, session.get("/metrics") as response:
         families = text_string_to_metric_families(await response.text())
         return {
@@ -159,7 +159,7 @@ async def graph_use(url: str) -> dict[str, float]:
 
 
 def transformers_alone(path: Path, prompts: list[list[int]], output: int) -> dict[str, Any]:
-    """The same work by `generate`, one prompt at a time, fp32 on the CPU with one thread."""
+    """Measure the same work by `generate`: one prompt at a time, fp32 on the CPU with one thread."""
     import torch
     from transformers import AutoModelForCausalLM
 

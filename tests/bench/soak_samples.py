@@ -67,7 +67,7 @@ class Watch:
 
 
 def growth(samples: list[Sample], warm_up: int) -> dict[str, Any]:
-    """Growth from the first sample after `warm_up` to the last one, and the slope of a fitted line."""
+    """Return the growth from the first sample after `warm_up` to the last one, and the slope of a fitted line."""
     warm = [each for each in samples if each.done >= warm_up]
     first, last = warm[0], warm[-1]
     return {
@@ -88,7 +88,7 @@ def growth(samples: list[Sample], warm_up: int) -> dict[str, Any]:
 
 
 def slope(points: list[tuple[int, int]]) -> float:
-    """Least-squares slope; 0 if all points have the same abscissa."""
+    """Return the least-squares slope; 0 if all points have the same abscissa."""
     middle_x = sum(x for x, _ in points) / len(points)
     middle_y = sum(y for _, y in points) / len(points)
     spread = sum((x - middle_x) ** 2 for x, _ in points)

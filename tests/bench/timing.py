@@ -14,7 +14,7 @@ L2_BYTES = 50 << 20
 
 
 def graph_us(calls: Sequence[Callable[[], object]], count: int = CALLS) -> float:
-    """Median microseconds of one call; `calls` do the same work on different inputs."""
+    """Return the median microseconds of one call; `calls` do the same work on different inputs."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -44,12 +44,12 @@ def wake(seconds: float = 1.0) -> None:
 
 
 def sets_for(nbytes: int, most: int = 8) -> int:
-    """Number of input sets of `nbytes` that together exceed the L2 cache several times, at most `most`."""
+    """Return how many input sets of `nbytes` exceed the L2 cache several times, at most `most`."""
     return max(1, min(most, -(-4 * L2_BYTES // nbytes)))
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second of a device copy, counting reads and writes."""
+    """Return the bytes per second of a device copy, counting reads and writes."""
     source = torch.randn(1 << 29, device="cuda").to(torch.bfloat16)
     target = torch.empty_like(source)
     # Not copy_, which a graph runs on the slower copy engines.
@@ -57,7 +57,7 @@ def copy_bandwidth() -> float:
 
 
 def matmul_rate(size: int = 8192) -> float:
-    """Operations per second of a bf16 product of random matrices."""
+    """Return the operations per second of a bf16 product of random matrices."""
     a, b = (torch.randn(size, size, device="cuda").to(torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     return 2e6 * size**3 / graph_us([lambda: torch.mm(a, b, out=out)], 5)

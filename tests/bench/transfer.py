@@ -9,10 +9,10 @@ and random pages on both sides. Medians per transport and size:
   many     the same writes posted back to back
   call     cost of the call to the sending loop
   sums     cost of verifying the arrived pages to the receiving loop
-  room     send_pages to Arrived, including record, both state machines and a ZMQ frame each way
+  room     from send_pages to Arrived, including record, both state machines and a ZMQ frame each way
 
 and for cuda_ipc and shm, for a forward with the 8B shape's products (on a CPU almost none) whose pages are sent layer
-by layer, compared with the same forward whose pages are sent after it, in one run:
+by layer, compared in one run with the same forward whose pages are sent after it:
 
   forward  from its launch to its end; "ratio" is layer over chunk: what the copies cost the products
   launch   cost of the launch to the sending loop
@@ -82,7 +82,7 @@ def measure(rig: Rig, tokens: int, checksums: bool, rng: random.Random) -> dict[
 
 
 def forwards(rig: Rig, name: str, tokens: int, checksums: bool, rng: random.Random) -> list[dict[str, Any]]:
-    """Medians in us, by chunk and then by layer; each runs once as a warm-up."""
+    """Return medians in us, sent by chunk and then by layer; each runs once as a warm-up."""
     lists = page_lists(rig, -(-tokens // PAGE), rng)
     rows: list[dict[str, Any]] = []
     for by in ("chunk", "layer"):
@@ -118,7 +118,7 @@ def run(name: str, devices: tuple[str, str], sizes: Sequence[int], checksums: bo
 
 
 def floors(gpus: int) -> dict[str, float]:
-    """GB/s in one direction of contiguous copies of 1 GiB (256 MiB on the CPU)."""
+    """Measure the GB/s in one direction of contiguous copies of 1 GiB (256 MiB on the CPU)."""
     found = {}
     host = torch.ones(1 << 28, dtype=torch.uint8)
     target = torch.empty_like(host)

@@ -120,7 +120,7 @@ def new_images(pixels: Pixels, prompts: PromptImages) -> Iterator[tuple[ImageSpa
 
 
 def encoder_of(part: LlavaPart | QwenPart, wanted: str) -> VisionPart:
-    """The encoder as in a prefill node. Raises RuntimeError if a graph was not captured."""
+    """Return the encoder as in a prefill node. Raises RuntimeError if a graph was not captured."""
     encoder = prompt_graphs.encoder_graphs(part, PhaseSwitch(wanted))
     node_graphs.capture(encoder, Log("bench"))
     if failed := [row.error for row in encoder.forward.graphs.rows if row.error]:

@@ -21,7 +21,7 @@ def check(history: History) -> list[Violation]:
 
 
 def router_outages(history: History) -> list[tuple[float, float]]:
-    """Intervals in which the router was dead, stopped or starting."""
+    """Return the intervals in which the router was dead, stopped or starting."""
     begun: dict[str, float] = {}
     outages: list[tuple[float, float]] = []
     for note in history.faults:

@@ -36,7 +36,7 @@ class Expected:
 
 
 def make_cases(seed: int) -> list[Case]:
-    """Build requests with prompts of 1 to 900 tokens and outputs of 1 to 160, and one of 900 that outlasts a restart.
+    """Build requests with prompts of 1 to 900 tokens and outputs of 1 to 160, and one output that outlasts a restart.
 
     They use every sampling feature that a continuation on another node must preserve.
     """
@@ -106,7 +106,7 @@ async def learn_answers(client: Client, cases: Sequence[Case]) -> dict[str, Expe
 
 
 def with_stop_strings(cases: Sequence[Case], answers: dict[str, Expected]) -> list[Case]:
-    """Some of the cases again, with a stop string that their known answer contains."""
+    """Return some of the cases again, with a stop string that their known answer contains."""
     made = []
     for case in cases[4:8]:
         tokens = answers[case.name].tokens
@@ -126,7 +126,7 @@ async def _ask(client: Client, case: Case) -> Expected:
 
 
 def said(choice: dict[str, Any]) -> tuple[str, list[str], list[float]]:
-    """(text, tokens, logprobs) of a choice or a stream event, of completions and chat."""
+    """Return (text, tokens, logprobs) of a choice or a stream event, for completions and chat."""
     listed = choice.get("logprobs") or {}
     if "text" in choice:
         return choice["text"], listed.get("tokens", []), listed.get("token_logprobs", [])

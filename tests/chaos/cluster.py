@@ -25,7 +25,8 @@ POLL_SECONDS = 0.1
 PEER_PORT = 20_000
 BULK_PORT = 21_000
 UNDO = Path(__file__).parent / "undo"  # its sitecustomize.py patches the product in every started process
-# The bounds before R1 and R2 were fixed: waits were limited by time, not by progress.
+# The bounds of the time before the two defects of docs/faults.md (`--undo`) were fixed: waits were limited by time,
+# not by progress.
 TIME_ONLY = {"slots_timeout": 600.0, "first_page_timeout": 600.0, "stall_timeout": 60.0}
 
 
@@ -59,7 +60,7 @@ class ChaosCluster(RunningCluster):
         self.links: dict[str, Link] = {}
         self.proxy_ports: dict[str, int] = {}  # node -> its port to the router, without namespaces
         self.timeline = Timeline()
-        # processes that ended unexpectedly or did not return by themselves
+        # Processes that ended unexpectedly or did not return by themselves.
         self.not_recovered: list[str] = []
         self.launched: set[int] = set()  # pids
         self.listed: dict[str, int] = {}  # name -> pid of the process that the router lists as up
@@ -117,9 +118,8 @@ class ChaosCluster(RunningCluster):
                 namespace.create()
         if self.setup.transport != "tcp":
             return
-        if (
-            not isolated
-        ):  # nodes are told where the proxy is; whom they reach without it they reach undisturbed
+        if not isolated:
+            # Nodes are configured with the proxy's address; connections that bypass it are never disturbed.
             for name in [*prefill, *decode]:
                 port = self.proxy_ports[name] = self._port()
                 self._link(link_name("router", name), "control", router, router, port, self.control_port)
@@ -138,7 +138,7 @@ class ChaosCluster(RunningCluster):
         self.links[name].start()
 
     def parts_of_pair(self, prefill: str, decode: str) -> list[str]:
-        """The processes and links that a request on this pair needs."""
+        """Return the processes and links that a request on this pair needs."""
         name = link_name(prefill, decode)
         links = [link_name("router", prefill), link_name("router", decode), f"{name}-peer", f"{name}-bulk"]
         return ["router", prefill, decode, *(link for link in links if link in self.links)]
@@ -183,7 +183,7 @@ class ChaosCluster(RunningCluster):
         return True
 
     def serving(self) -> dict[str, int]:
-        """Process name -> pid of all processes that no fault affects."""
+        """Return name -> pid of all processes that no fault affects."""
         impaired = self.timeline.impaired
         return {name: each.pid for name, each in self.processes.items() if name not in impaired}
 
@@ -215,7 +215,7 @@ class ChaosCluster(RunningCluster):
             self._take_down()
 
     def _take_down(self) -> None:
-        """Remove the network and disk as far as they exist."""
+        """Remove those parts of network and disk that exist."""
         for link in self.links.values():
             link.stop()
         for host in self.hosts.values():

@@ -45,9 +45,8 @@ class Drawer:
     kinds: Sequence[Kind] = KINDS
     links: str = ""
     drawn: Counter[Kind] = field(default_factory=Counter)
-    _aimed: Counter[tuple[Kind, Station]] = field(
-        default_factory=Counter
-    )  # the request was at the station in time
+    # Faults that found a request at their station in time.
+    _aimed: Counter[tuple[Kind, Station]] = field(default_factory=Counter)
     _total: int = 0
 
     def draw(self, reserved: set[str]) -> Fault | None:
@@ -75,13 +74,13 @@ class Drawer:
         return kind != DISK or self.cluster.disk.can_be_filled
 
     def _owed(self, possible: Sequence[Kind]) -> list[Kind]:
-        """Kinds that need all remaining faults; others must wait until these are allowed."""
+        """Return the kinds that need all remaining faults; others must wait until these are allowed."""
         least = {**dict.fromkeys(possible, 1), **minimums(self.faults)}
         owed = {kind: least[kind] - self.drawn[kind] for kind in possible if least[kind] > self.drawn[kind]}
         return list(owed) if sum(owed.values()) >= self.faults - self._total else []
 
     def _behind(self, possible: Sequence[Kind]) -> list[Kind]:
-        """Kinds that have had less than their share so far, the most delayed first."""
+        """Return the kinds that have had less than their share so far, the most delayed first."""
         shares = {kind: WEIGHTS[kind] / sum(WEIGHTS[each] for each in possible) for kind in possible}
         lacking = {
             kind: max(RESERVE * MINIMUM.get(kind, 0.0), share / 2, 2 / self.faults) * (self._total + 1)
@@ -133,7 +132,7 @@ class Drawer:
         return station
 
     def _allowed(self, fault: Fault, reserved: set[str]) -> bool:
-        """Whether it affects no part twice and leaves a healthy pair, if there is more than one."""
+        """Return whether the fault affects no part twice and leaves a healthy pair, if there is more than one."""
         impaired = self.cluster.timeline.impaired | reserved
         if fault.target in impaired or any(part in impaired for part in self._ends(fault.target)):
             return False
@@ -145,5 +144,5 @@ class Drawer:
         return any(after.isdisjoint(self.cluster.parts_of_pair(*pair)) for pair in self.cluster.pairs)
 
     def _ends(self, target: str) -> list[str]:
-        """The live processes at the ends of a link; dead ones have nothing to disturb."""
+        """Return the live processes at the ends of a link; with a dead one there is nothing to disturb."""
         return [name for name in self.cluster.names if name in target and target in self.cluster.links]

@@ -60,7 +60,7 @@ def by_process(events: list[Event]) -> list[Process]:
 
 
 def _runs(processes: list[Process]) -> dict[int, dict[int, int]]:
-    """room -> offset in the attempt -> token id, as the nodes reported it."""
+    """Return room -> offset in the attempt -> token id, as the nodes reported it."""
     said: dict[int, dict[int, int]] = defaultdict(dict)
     for process in processes:
         for event in process.events:

@@ -90,9 +90,8 @@ class Experiment:
             self._load = load = Load(
                 self._cluster.url, [*cases, *stops], options.clients, options.seed, options.give_up
             )
-            for _ in range(
-                1 if options.no_batches else BATCHES
-            ):  # a single client, so that every pair has its connections
+            # One batch runs in any case, so that every pair has its connections.
+            for _ in range(1 if options.no_batches else BATCHES):
                 self._before.append(await load.batch())
             await client.wait_idle()
         return load

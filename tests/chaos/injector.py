@@ -113,7 +113,7 @@ class Injector:
         return release
 
     def _holds(self, fault: Fault) -> list[tuple[str, Direction]]:
-        """Links to withhold so that a request stays at the fault's station."""
+        """Return the links to withhold so that a request stays at the fault's station."""
         near = [link for link in self.cluster.links.values() if self._touches(link.name, fault.target)]
         if fault.station == "queued":
             return [(link.name, "down") for link in near if link.kind == "control"][:1]
@@ -127,7 +127,7 @@ class Injector:
         return []
 
     def _touches(self, link: str, target: str) -> bool:
-        """Whether a link shares a node with the target; every link does if the target is the router."""
+        """Return whether a link shares a node with the target; every link does if the target is the router."""
         nodes = [name for name in self.cluster.names if name != "router" and name in target]
         return not nodes or any(node in link for node in nodes)
 

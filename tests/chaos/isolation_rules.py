@@ -1,4 +1,4 @@
-"""I6: a request unaffected by faults ends without error, with token gaps as in the undisturbed cluster."""
+"""Invariant I6: a request unaffected by faults ends without error, with token gaps as in the undisturbed cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FACTOR, ALLOWANCE = 3.0, 0.1  # times the undisturbed 99th percentile, plus seco
 
 @dataclass(frozen=True)
 class Gaps:
-    """Seconds between stream events, less the time the machine took: 99th percentile and count."""
+    """Seconds between stream events, minus the time in which the machine ran other processes: p99 and count."""
 
     p99: float
     count: int
@@ -50,7 +50,7 @@ def check(history: History) -> list[Violation]:
 
 
 def gaps(history: History) -> tuple[Gaps, Gaps]:
-    """(before the first fault, afterwards while no fault affected a part of the request's pairs)."""
+    """Return gaps (before the first fault, later while no fault affected a part of the request's pairs)."""
     impaired, starved, pairs = impaired_parts(history), starvation_of(history), placements(history)
     begun = history.run.get("begun", float("-inf"))
     undisturbed: list[float] = []
@@ -68,7 +68,7 @@ def gaps(history: History) -> tuple[Gaps, Gaps]:
 
 
 def placements(history: History) -> dict[str, set[str]]:
-    """request -> pairs on which it was placed."""
+    """Return request -> pairs on which it was placed."""
     names = {each["incarnation"]: each["node"] for each in history.events if each["event"] == "start"}
     pairs: dict[str, set[str]] = defaultdict(set)
     for event in history.events:
@@ -80,7 +80,10 @@ def placements(history: History) -> dict[str, set[str]]:
 
 
 def parts_of(exchange: Exchange, pairs: dict[str, set[str]], history: History) -> set[str]:
-    """Parts that a request needed. Without a placement every pair was unreachable, so any fault may explain it."""
+    """Return the parts that a request needed.
+
+    A request without a placement found every pair unreachable, so any fault may explain that.
+    """
     used = pairs.get(exchange.request_id) or set(history.run["pairs"])
     return {part for pair in used for part in history.run["pairs"].get(pair, ())}
 
@@ -96,7 +99,7 @@ def _less(since: float, until: float, starved: list[Starved]) -> float:
 
 
 def _near(since: float, until: float, starved: list[Starved]) -> Iterator[Starved]:
-    """Those of `starved`, which are ordered and disjoint, that touch the interval."""
+    """Return those of `starved`, which are ordered and disjoint, that touch the interval."""
     at = bisect_left(starved, since, key=lambda each: each.until)
     while at < len(starved) and starved[at].since < until:
         yield starved[at]

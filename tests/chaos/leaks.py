@@ -1,4 +1,4 @@
-"""I5: what is still held when nothing runs: pages, descriptors, sockets, shared memory, files."""
+"""Invariant I5: nothing is still held when no request runs: pages, descriptors, sockets, shared memory, files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def take(cluster: ChaosCluster) -> Holdings:
 
 
 def owner(segment: str) -> int:
-    """The pid in the name of a segment (kv_transfer/transport/shm_segment.py); 0 for files of others."""
+    """Return the pid in the name of a segment (kv_transfer/transport/one_host/segment.py); 0 for files of others."""
     parts = segment.split(".")
     return int(parts[3]) if parts[0] == "tandem" and len(parts) > 3 and parts[3].isdigit() else 0
 

@@ -182,7 +182,7 @@ class Load:
         self.observe(exchange)
 
     def _patience(self, exchange: Exchange) -> float:
-        """Seconds until the client leaves: of silence, or in total if it only sees the complete answer."""
+        """Return the seconds until the client leaves: of silence, or in total if it only sees the complete answer."""
         if exchange.streamed:
             return self._give_up
         return exchange.leaves_after if exchange.behaviour == "leaves" else 2 * self._give_up

@@ -19,7 +19,7 @@ PREFIX = "tandem"  # tandem-PID-NODE, with the process id of the harness
 
 
 def missing() -> str | None:
-    """Why namespaces cannot be used on this machine; None if they can."""
+    """Return why namespaces cannot be used on this machine; None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "nsenter"):
@@ -50,7 +50,7 @@ class Host:
     name = ""
 
     def command(self, arguments: list[str]) -> list[str]:
-        """The command line that runs `arguments` on this host."""
+        """Return the command line that runs `arguments` on this host."""
         return arguments
 
     def socket(self) -> socket.socket:

@@ -1,4 +1,4 @@
-"""I8 and I5 within one process: a page belongs to one room at a time, and to none at the end."""
+"""Invariants I8 and I5 within one process: a page belongs to one room at a time, and to none at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""I4: nothing waits longer than the bound while a pair of nodes with working links is healthy."""
+"""Invariant I4: nothing waits longer than the bound while a pair of nodes with working links is healthy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check(history: History, bound: float = HANG) -> list[Violation]:
 
 
 def longest_gap(history: History) -> float:
-    """The longest gap of all exchanges, including faults and starvation."""
+    """Return the longest gap of all exchanges, including faults and starvation."""
     told = _deliveries(history)
     return max(
         (
@@ -72,13 +72,13 @@ def longest_gap(history: History) -> float:
 
 
 def _marks(exchange: Exchange, told: list[float]) -> list[float]:
-    """Times of progress, as seen by the client or the router."""
+    """Return the times of progress, as seen by the client or the router."""
     seen = [each for each in (*exchange.progress, *told) if exchange.sent <= each <= exchange.ended]
     return sorted([exchange.sent, *seen, exchange.ended])
 
 
 def _longest(intervals: list[Interval], window: Interval, starved: list[Starved]) -> float:
-    """Seconds of the longest healthy stretch, less the time the machine took."""
+    """Return the longest healthy stretch in seconds, minus the time in which the machine ran other processes."""
     return max(
         (
             until - since - sum(each.within((since, until)) for each in starved)
@@ -93,7 +93,7 @@ def _of_parts(parts: list[str], impaired: dict[str, list[Interval]]) -> list[Int
 
 
 def impaired_parts(history: History) -> dict[str, list[Interval]]:
-    """part (process or link) -> intervals in which a fault affected it."""
+    """Return part (process or link) -> intervals in which a fault affected it."""
     begun: dict[str, tuple[float, list[str]]] = {}
     found: dict[str, list[Interval]] = {}
     for note in history.faults:
@@ -110,7 +110,10 @@ def impaired_parts(history: History) -> dict[str, list[Interval]]:
 
 
 def _deliveries(history: History) -> dict[str, list[float]]:
-    """request -> times at which the router passed data to its writer, which clients of whole answers cannot see."""
+    """Return request -> times at which the router passed data to its writer.
+
+    Clients of whole answers cannot see them.
+    """
     told: dict[str, list[float]] = {}
     for event in history.events:
         if event["event"] == "delivered":

@@ -1,4 +1,4 @@
-"""I7: throughput recovers by itself. Compares batches of the same requests before and after the faults."""
+"""Invariant I7: throughput recovers by itself. Compares batches of the same requests before and after the faults."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def measured(history: History) -> Recovery | None:
     starved = starvation_of(history)
 
     def rates(since: float, until: float, tokens: int) -> tuple[float, float]:
-        """Rates by the clock, and less the time in which the machine did not run what was ready."""
+        """Return rates by the clock, and minus the time in which the machine did not run what was ready."""
         busy = until - since - sum(each.within((since, until)) for each in starved)
         return tokens / (until - since), tokens / max(busy, (until - since) / 10)
 

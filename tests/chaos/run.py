@@ -53,7 +53,7 @@ def _kinds(text: str) -> list[str]:
 
 
 async def until_signal(experiment: Experiment) -> None:
-    """Run. The first SIGINT or SIGTERM cancels; later ones do not interrupt the cleanup."""
+    """Run the experiment. The first SIGINT or SIGTERM cancels it; later ones do not interrupt the cleanup."""
     loop, task = asyncio.get_running_loop(), asyncio.create_task(experiment.run())
 
     def end(number: signal.Signals) -> None:

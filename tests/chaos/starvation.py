@@ -19,7 +19,7 @@ WORTH_NOTING = 0.02  # seconds per interval
 
 
 def waited(pid: int) -> float:
-    """Seconds that the main thread of a process has spent in the run queue; 0 once it has ended."""
+    """Return the seconds that the main thread of a process has spent in the run queue; 0 once it has ended."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

@@ -31,7 +31,7 @@ class Attempt:
     station: Station = "queued"
 
     def touches(self, target: str) -> bool:
-        """Whether it needs this process, this link (whose name contains those of its ends) or the disk."""
+        """Return whether it needs this process, this link (whose name contains those of its ends) or the disk."""
         if target in ("router", "disk", self.prefill, self.decode):
             return True
         ends = [name for name in (self.prefill, self.decode) if f"-{name}-" in f"-{target}-"]
@@ -64,7 +64,7 @@ class Stations:
                 attempt.station = station
 
     def at(self, target: str) -> Iterator[Station]:
-        """Stations of all attempts that need this process or link."""
+        """Return the stations of all attempts that need this process or link."""
         return (each.station for each in self.attempts.values() if each.touches(target))
 
     def _end(self, request: str) -> None:
@@ -73,7 +73,7 @@ class Stations:
 
 
 def hits(events: list[dict[str, Any]], faults: list[tuple[float, str, str]]) -> dict[str, dict[str, int]]:
-    """kind -> station -> requests that were there when a fault (time, kind, target) began; "idle" if none."""
+    """Return kind -> station -> requests that were there when a fault (time, kind, target) began; "idle" if none."""
     stations, found = Stations(), dict[str, dict[str, int]]()
     waiting = sorted(faults)
     for event in [*events, {"t": float("inf"), "event": "", "room": 0}]:

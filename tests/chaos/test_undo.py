@@ -1,4 +1,4 @@
-"""The harness finds what it was built for: without the fixes of R1 and R2, requests hang.
+"""The harness finds the two defects that it was built for: without their fixes (R1 and R2), requests hang.
 
 test_run.py shows that none hangs with them: its faults include these kinds. R1: a prefill node is restarted while a
 decode node answers one of its requests. R2: frames between nodes are lost. `tests/chaos/undo` removes the fixes from
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def run(directory: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """(exit code, result, all printed output)"""
+    """Run the harness; return (exit code, result, all printed output)."""
     reason = namespaces.missing()
     if reason is not None:
         pytest.skip(f"the links between prefill and decode nodes cannot be disturbed: {reason}")

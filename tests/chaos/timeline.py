@@ -29,22 +29,22 @@ class Timeline:
         self.note("end", fault=fault, **fields)
 
     def held_by_others(self, fault: str) -> set[str]:
-        """Parts that another fault affects now."""
+        """Return the parts that another fault affects now."""
         return {part for name, parts in self._open.items() if name != fault for part in parts}
 
     def starved_since(self, since: float) -> float:
-        """Seconds since then in which the machine did not run what was ready."""
+        """Return the seconds since then in which the machine did not run what was ready."""
         notes = [note for note in self.notes if note["event"] == "starved" and note["since"] >= since]
         return float(sum(note["seconds"] for note in notes))
 
     @property
     def impaired(self) -> set[str]:
-        """Parts that some fault affects now."""
+        """Return the parts that some fault affects now."""
         return {part for parts in self._open.values() for part in parts}
 
 
 def healthy_stretches(impaired: Iterable[Interval], window: Interval) -> list[Interval]:
-    """The parts of `window` that no interval touches, in order."""
+    """Return the parts of `window` that no interval touches, in order."""
     stretches: list[Interval] = []
     at, end = window
     for since, until in sorted(impaired):

@@ -26,7 +26,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def prompts(tokenizer: Tokenizer) -> list[list[int]]:
-    """100 prompts of 1 to 1,500 tokens: beginnings of few-shot documents, and random token ids."""
+    """Return 100 prompts of 1 to 1,500 tokens: beginnings of few-shot documents, and random token ids."""
     rng = random.Random(11)
     encoder = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     # 1 .. 1500, evenly spaced in log scale
@@ -52,7 +52,7 @@ class Reference:
         self._made: dict[tuple[int, ...], list[int]] = {}
 
     def __call__(self, prompt: list[int], max_tokens: int = OUTPUT_TOKENS) -> list[str]:
-        """The texts of the tokens, one by one, as logprobs show them."""
+        """Return the texts of the tokens, one by one, as logprobs show them."""
         return [self._tokenizer.token_text(token) for token in self.ids(prompt, max_tokens)]
 
     def ids(self, prompt: list[int], max_tokens: int) -> list[int]:
@@ -78,6 +78,6 @@ def reference(tokenizer: Tokenizer) -> Reference:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """One prefill and one decode node with the default config, shared by the tests of a module."""
+    """Run one prefill and one decode node with the default config, shared by the tests of a module."""
     with RunningCluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running

@@ -6,7 +6,7 @@ import re
 
 
 def graph_series(text: str, role: str) -> dict[tuple[str, str, str, str], float]:
-    """(series, phase, model, reason) -> value, from /metrics."""
+    """Return (series, phase, model, reason) -> value, from /metrics."""
     found = {}
     for name, labels, value in re.findall(r"^(graphs?_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
         of = dict(re.findall(r'(\w+)="([^"]*)"', labels))
@@ -16,7 +16,7 @@ def graph_series(text: str, role: str) -> dict[tuple[str, str, str, str], float]
 
 
 def replay_share(series: dict[tuple[str, str, str, str], float], phase: str, model: str) -> float:
-    """The share of all forwards of a phase that were replayed; 0 if none ran."""
+    """Return the share of all forwards of a phase that were replayed; 0 if none ran."""
     replays = series.get(("graph_replays_total", phase, model, ""), 0.0)
     eager = sum(value for key, value in series.items() if key[:3] == ("graph_fallbacks_total", phase, model))
     return replays / (replays + eager) if replays + eager else 0.0

@@ -27,11 +27,8 @@ from tests.fakes.waiting import PATIENCE
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "deploy" / "tiny_models" / "tiny-target"
 START_TIMEOUT = 600.0
-PATIENT = {
-    "node_timeout": 600.0,
-    "router_timeout": 600.0,
-    "loop_timeout": 600.0,
-}  # a stalled machine must not count as a fault
+# A stalled machine must not count as a fault.
+PATIENT = {"node_timeout": 600.0, "router_timeout": 600.0, "loop_timeout": 600.0}
 ENV = {
     **os.environ,
     "PYTHONPATH": str(ROOT),
@@ -127,7 +124,7 @@ class RunningCluster:
         return self.run_dir / "router.admin.sock"
 
     def operator(self) -> Client:
-        """A client of the admin socket: it needs no key, and its /server_info has process ids and incarnations."""
+        """Return a client of the admin socket: without a key; its /server_info has process ids and incarnations."""
         return Client("http://localhost", self.admin_socket)
 
     def log(self, name: str) -> str:
@@ -141,11 +138,11 @@ class RunningCluster:
         written.rename(self.directory / f"block-{name}")
 
     def is_blocked(self, name: str) -> bool:
-        """Whether the node has reached the blocking forward."""
+        """Return whether the node has reached the blocking forward."""
         return (self.directory / f"block-{name}.reached").exists()
 
     def withheld(self, name: str) -> set[str]:
-        """Ids of the requests whose tokens the node withholds. Only for `withholding` nodes."""
+        """Return the ids of the requests whose tokens the node withholds. Only for `withholding` nodes."""
         file = self.directory / f"withheld-{name}"
         return set(file.read_text().splitlines()) if file.exists() else set()
 
@@ -176,7 +173,7 @@ class RunningCluster:
             )
 
     def listens_at(self, name: str) -> set[tuple[str, int]]:
-        """(address, port) of every listening TCP socket of the process and its children."""
+        """Return (address, port) of every listening TCP socket of the process and its children."""
         directory = Path(f"/proc/{self.processes[name].pid}")
         inodes = {
             os.readlink(each)
@@ -202,7 +199,7 @@ class RunningCluster:
             self.processes[name].wait(PATIENCE)
 
     def __enter__(self) -> RunningCluster:
-        """Start it for fixtures, outside of an event loop."""
+        """Start the cluster for a fixture, outside of an event loop."""
         return asyncio.run(self.__aenter__())
 
     def __exit__(

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(900)  # two busy cores
 async def test_exact_text_and_the_expected_accept_length(
     prompts: list[list[int]], reference: Reference, tmp_path: Path
 ) -> None:
-    """Under graphs, with steps launched ahead; the text itself determines the number of rounds."""
+    """Steps run under graphs and are launched ahead; the text itself determines the number of rounds."""
     chosen = prompts[20:60:4]
     config = {
         "speculation": {"algorithm": "echo", "steps": STEPS},

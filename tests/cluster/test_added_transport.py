@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(900)  # two busy cores
 async def test_exact_tokens_through_files(
     prompts: list[list[int]], reference: Reference, tmp_path: Path, layers: bool
 ) -> None:
-    """Its own config key names the directory of the files, which are removed afterwards."""
+    """The transport's own config key names the directory of its files, which are removed afterwards."""
     files = tmp_path / "files"
     files.mkdir()
     transfer = {"transport": "files", "file_directory": str(files), "layers": layers}

@@ -51,7 +51,7 @@ async def test_chat_streaming_or_not_gives_the_same_right_answer(cluster: Runnin
 
 
 async def test_same_seed_same_text_alone_and_in_company(cluster: RunningCluster) -> None:
-    """Also if every request samples; other seeds give other texts."""
+    """This holds when all requests of the batch sample; other seeds give other texts."""
     async with client_of(cluster) as client:
 
         async def sample(seed: int, prompt: str = "Question: Tom has") -> str:
@@ -125,13 +125,13 @@ async def test_server_info_metrics_and_timeline(cluster: RunningCluster) -> None
 
 
 def test_the_router_alone_listens_and_on_its_one_address(cluster: RunningCluster) -> None:
-    """SECURITY.md, 3: on one host, nodes are reached through socket files that only their owner can open."""
+    """On one host, nodes are reached through socket files that only their owner can open."""
     found = {name: cluster.listens_at(name) for name in cluster.names}
     assert found == {"router": {("127.0.0.1", cluster.port)}, "prefill-0": set(), "decode-0": set()}
 
 
 async def test_logs_hold_nothing_of_what_was_asked_and_answered(cluster: RunningCluster) -> None:
-    """SECURITY.md, 9: neither for successful requests nor for failed ones."""
+    """No text of a request or an answer is logged, neither for successful requests nor for failed ones."""
     told = "xylophone marmalade"
     async with Client(cluster.url) as client:
         answer = await client.complete(told, 24)
@@ -150,7 +150,7 @@ async def test_logs_hold_nothing_of_what_was_asked_and_answered(cluster: Running
 
 
 async def test_requests_leave_no_descriptor_behind(cluster: RunningCluster) -> None:
-    """RELIABILITY.md, I5: neither requests that end nor those whose client disconnects leak descriptors."""
+    """Neither requests that end nor those whose client disconnects leak descriptors (invariant I5)."""
 
     def open_ones() -> dict[str, int]:
         directories = {name: f"/proc/{cluster.processes[name].pid}/fd" for name in cluster.names}
@@ -179,7 +179,7 @@ async def test_requests_leave_no_descriptor_behind(cluster: RunningCluster) -> N
 
 @pytest.mark.parametrize("shots", [0, 8])
 def test_word_problems_are_solved_through_http(cluster: RunningCluster, shots: int, tmp_path: Path) -> None:
-    """At least 0.90 of held-out problems, chat and 8-shot."""
+    """At least 0.90 of held-out problems are solved, by chat and by 8-shot prompts."""
     report = tmp_path / "score.json"
     command = [sys.executable, "-m", "deploy.eval_cli", cluster.url, "--count", "40", "--seed", "17"]
     command += ["--shots", str(shots), "--json", str(report)]

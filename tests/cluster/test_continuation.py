@@ -73,7 +73,7 @@ def text_cases() -> list[Case]:
 
 
 def straddling(case: Case, wanted: dict[str, Any]) -> list[Case]:
-    """The case with stop strings of which the router has received a part when the node dies."""
+    """Return the case with stop strings of which the router has received a part when the node dies."""
     tokens, said = wanted["logprobs"]["tokens"], case.tokens
     made = []
     for name, before, behind in (("half", 3, 3), ("all-but-last", 6, 1), ("first-only", 1, 6)):
@@ -85,7 +85,7 @@ def straddling(case: Case, wanted: dict[str, Any]) -> list[Case]:
 
 
 def picture_cases() -> list[Case]:
-    """One and two pictures, greedy and sampled."""
+    """Return requests with one and two pictures, greedy and sampled."""
     shown = {len(each.images): each for each in islice(questions(12, "heldout"), 16)}
     assert {1, 2} <= set(shown)
     listed = {"logprobs": True, "top_logprobs": 2, "max_tokens": 24, "ignore_eos": True}
@@ -97,7 +97,7 @@ def picture_cases() -> list[Case]:
 
 
 async def answers(client: Client, cases: list[Case], prefix: str = "") -> dict[str, dict[str, Any]]:
-    """Answers by request id without `prefix`, which may encode the number of tokens the router receives."""
+    """Return answers by request id without `prefix`, which may encode the number of tokens the router receives."""
 
     async def one(case: Case, stream: bool) -> tuple[str, dict[str, Any]]:
         name = f"{case.name}-{'stream' if stream else 'whole'}"
@@ -107,7 +107,7 @@ async def answers(client: Client, cases: list[Case], prefix: str = "") -> dict[s
 
 
 def placed_again(cluster: RunningCluster, prefix: str) -> dict[str, int]:
-    """Tokens that each request with this id prefix had emitted when it was placed again."""
+    """Return how many tokens each request with this id prefix had emitted when it was placed again."""
     lines = [
         json.loads(line) for line in cluster.log("router").splitlines() if '"placing a request again"' in line
     ]
@@ -156,7 +156,7 @@ async def test_the_death_of_a_node_changes_no_answer(model: str, tmp_path: Path)
 async def _kill_prefill(
     cluster: RunningCluster, client: Client, cases: list[Case], wanted: dict[str, dict[str, Any]]
 ) -> float:
-    """Kill it in the middle of prompts, after some chunks."""
+    """Kill the prefill node in the middle of prompts, after some chunks."""
     cluster.block("prefill-0", after=5)
     asking = asyncio.create_task(answers(client, cases, "prefill-"))
     await _until(lambda: cluster.is_blocked("prefill-0"), asking)
@@ -170,7 +170,7 @@ async def _kill_prefill(
 async def _kill_decode(
     cluster: RunningCluster, client: Client, cases: list[Case], wanted: dict[str, dict[str, Any]]
 ) -> float:
-    """Kill it after exactly as many tokens as each case names."""
+    """Kill the decode node after exactly as many tokens as each case names."""
     asking = asyncio.create_task(answers(client, cases, "hold-{}-"))
     await _until(lambda: len(cluster.withheld("decode-0")) == len(wanted), asking)
     found = await _replaced(cluster, "decode-0", "decode-1", asking)

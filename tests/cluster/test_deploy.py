@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture
 def port() -> Iterator[socket.socket]:
-    """The router's port, bound so that no other test gets it; a listener on it keeps the router out."""
+    """Bind a port for the router, so that no other test gets it; a listener on it keeps the router out."""
     with hold_port() as held:
         yield held
 
@@ -67,7 +67,7 @@ def deploy(
 
 
 def left_behind(file: Path) -> dict[str, list[str]]:
-    """Processes, sockets, segments and state of this cluster that still exist."""
+    """Return the processes, sockets, segments and state of this cluster that still exist."""
     processes = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -82,7 +82,7 @@ def left_behind(file: Path) -> dict[str, list[str]]:
 
 
 def pids_of(file: Path) -> set[tuple[int, int]]:
-    """(pid, start time) of its processes; the start time matters because pids are reused."""
+    """Return (pid, start time) of its processes; the start time matters because pids are reused."""
     table = json.loads((run_dir_of(file) / "cluster.json").read_text())
     return {(entry["pid"], entry["started"]) for entry in table["processes"].values()}
 
@@ -105,7 +105,7 @@ def post(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def is_ready(file: Path) -> bool:
-    """Whether every node of the file is up."""
+    """Return whether every node of the file is up."""
     try:
         return ask(file, "/ready") == {"status": "ready"}
     except OSError:
@@ -113,7 +113,7 @@ def is_ready(file: Path) -> bool:
 
 
 def segments_of(pids: set[tuple[int, int]]) -> set[str]:
-    """Segments created by these processes; clusters of other tests run at the same time."""
+    """Return the segments created by these processes; clusters of other tests run at the same time."""
     return {path.name for pid, at in pids for path in Path("/dev/shm").glob(f"tandem.*.*.{pid}.{at}.*")}
 
 
@@ -139,7 +139,7 @@ def test_up_detached_status_down(cluster_file: Path) -> None:
 
 
 def test_a_model_directory_is_served_by_one_command(tmp_path: Path, port: socket.socket) -> None:
-    """A copy of the tiny model under its own name, with a draft: up, a question, status, down."""
+    """A copy of the tiny model under its own name, with a draft, goes through up, a question, status and down."""
     model = tmp_path / "my-model"
     shutil.copytree(MODEL, model)
     runtime = Path(tempfile.mkdtemp(prefix="td"))
@@ -227,7 +227,7 @@ def listens(port: socket.socket) -> bool:
 
 
 def test_crash_loops_end_nothing(cluster_file: Path, port: socket.socket) -> None:
-    """A node that cannot start again, then a router whose port is taken: both come back by themselves."""
+    """A node that cannot start again, and then a router whose port is taken, both come back by themselves."""
     file = cluster_file
     file.write_text(file.read_text() + "prefill: {nodes: [{name: prefill-0}, {name: prefill-1}]}\n")
     up = deploy("up", str(file), "--detach")

@@ -80,7 +80,7 @@ CASES = [
 def differences(
     prompts: list[list[int]], answers: list[Answer], reference: Reference, length: int
 ) -> list[str]:
-    """A line for each prompt whose tokens differ."""
+    """Return a line for each prompt whose tokens differ."""
     return [
         f"{len(prompt)} tokens: {answer.tokens} instead of {reference(prompt, length)}"
         for prompt, answer in zip(prompts, answers, strict=True)
@@ -91,7 +91,7 @@ def differences(
 async def test_alone_at_once_and_from_the_caches(
     cluster: RunningCluster, prompts: list[list[int]], reference: Reference
 ) -> None:
-    """Whole prompts in one chunk: one after another, then 32 at once with prefix hits on both nodes."""
+    """Whole prompts run in one chunk: one after another, then 32 at once with prefix hits on both nodes."""
     async with Client(cluster.url) as client:
         alone = await client.complete_all(prompts, 1, OUTPUT_TOKENS)
         assert not differences(prompts, alone, reference, OUTPUT_TOKENS)
@@ -129,7 +129,7 @@ async def test_every_way_of_cutting(
 
 
 async def test_next_turn_moves_only_new_pages(cluster: RunningCluster) -> None:
-    """A chat continues: the decode node already has the prompt and the answer of the first turn."""
+    """When a chat continues, the decode node already has the prompt and the answer of the first turn."""
     question = {"role": "user", "content": "Ann has 12 pens. " * 20 + "How many pens does Ann have?"}
     async with Client(cluster.url) as client:
 

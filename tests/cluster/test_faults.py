@@ -1,6 +1,6 @@
 """kill -9 and SIGSTOP of each role with requests in flight, clients that disconnect, and garbage on the sockets.
 
-Outcomes are those of RELIABILITY.md: every request gets its answer or a clear error, none hangs, no page leaks.
+Outcomes are those of docs/faults.md: every request gets its answer or a clear error, none hangs, no page leaks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def streaming(prompt: list[int], max_tokens: int = LONG) -> dict[str, object]:
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 async def test_killed_node_is_replaced_by_another(victim: str, tmp_path: Path, reference: Reference) -> None:
-    """2p2d, one node killed while requests are everywhere: all of them end with the tokens they would have had.
+    """One node of 2p2d is killed while requests are everywhere: all of them end with the tokens of an undisturbed run.
 
     The health bounds are the harness's: a dead process is noticed by its closed socket, not by its silence.
     """
@@ -88,7 +88,7 @@ async def _drain(
 async def test_last_node_of_a_role_killed_gives_an_error_at_once(tmp_path: Path) -> None:
     """No other node can continue: streams get an SSE error without [DONE], new requests 503 with Retry-After.
 
-    Without prefill node no prompt is computed, but answers that have been handed over continue.
+    Without a prefill node no prompt is computed, but answers that have been handed over continue.
     """
     config = {"router": {"placement_wait": 0.5}}
     async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
@@ -151,12 +151,10 @@ async def test_killed_router_frees_the_nodes_and_a_new_one_finds_them(tmp_path: 
 async def test_stopped_node_is_given_up_and_comes_back_fenced(
     victim: str, tmp_path: Path, reference: Reference
 ) -> None:
-    """SIGSTOP for longer than the bound: requests continue elsewhere; the resumed process disturbs nobody."""
+    """After SIGSTOP for longer than the bound, requests continue elsewhere and the resumed process disturbs nobody."""
     placement = {"prefill": "round_robin", "decode": "round_robin"}
-    patient = {
-        "max_attempts": 10,
-        "placement_wait": PATIENCE,
-    }  # other nodes may be lost, too, if this host stalls
+    # Other nodes may be lost, too, if this host stalls.
+    patient = {"max_attempts": 10, "placement_wait": PATIENCE}
     config = {"health": QUICK, "router": {"placement": placement, **patient}}
     prompts = [prompt_of(60 + 40 * i, 50 + i) for i in range(8)]
     async with RunningCluster(tmp_path, 2, 2, config) as cluster, Client(cluster.url) as client:
@@ -174,7 +172,7 @@ async def test_stopped_node_is_given_up_and_comes_back_fenced(
 
 
 async def test_a_router_that_stalls_costs_no_request(tmp_path: Path, reference: Reference) -> None:
-    """SIGSTOP for 5 s: all nodes fence themselves and close their sockets; nothing is placed until they are back."""
+    """During 5 s of SIGSTOP all nodes drop the router's requests; nothing is placed until they are back."""
     prompts = [prompt_of(60 + 40 * i, 90 + i) for i in range(4)]
     health = {"node_timeout": 3.0, "router_timeout": 2.0, "loop_timeout": 600.0}
     config = {"health": health, "router": {"placement_wait": PATIENCE}}
@@ -196,7 +194,7 @@ async def test_requests_wait_while_the_only_node_of_a_role_restarts(
 ) -> None:
     """The node is in the cluster file and has just left, so it is expected back: no request is answered with 503.
 
-    One request has begun before and continues: at once if the decode node has it already, else after the return.
+    One request began earlier and continues: at once if the decode node already has it, otherwise after the return.
     """
     prompts = [prompt_of(40 + 10 * i, 70 + i) for i in range(12)]
     config = {"router": {"placement_wait": PATIENCE}, "health": {"return_window": 600.0}}
@@ -223,7 +221,7 @@ async def test_requests_wait_while_the_only_node_of_a_role_restarts(
 
 
 async def test_client_that_leaves_frees_both_nodes(tmp_path: Path) -> None:
-    """At every station that a client can see: queued, prefilling in chunks, streaming."""
+    """Clients leave at every station that they can see: queued, prefilling in chunks, streaming."""
     config = {
         "prefill": {"chunk_tokens": 16, "max_batch": 2},
         "decode": {"max_running": 2, "max_transferring": 2},
@@ -256,7 +254,7 @@ async def test_sighup_does_not_end_a_router_without_keys(cluster: RunningCluster
 
 
 async def test_garbage_on_every_socket_is_refused_counted_and_survived(cluster: RunningCluster) -> None:
-    """Random, truncated and oversized frames from an unknown peer to the router's and the prefill node's sockets."""
+    """An unknown peer sends random, truncated and oversized frames to the router's and the prefill node's sockets."""
     rng = random.Random(3)
     context = zmq.Context()
     strangers = [context.socket(zmq.DEALER) for _ in range(2)]

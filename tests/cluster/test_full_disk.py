@@ -1,4 +1,4 @@
-"""Processes whose logs cannot be written (RELIABILITY.md, fault 28): everything else continues."""
+"""Processes whose logs cannot be written (fault 28 of docs/faults.md) continue to serve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 class WithoutLogs(RunningCluster):
-    """Every write to stdout and stderr fails with ENOSPC."""
+    """A cluster in which every write to stdout and stderr fails with ENOSPC."""
 
     def launch(self, name: str) -> None:
         log = self.directory / f"{name}.log"

@@ -27,9 +27,10 @@ HIDDEN = {  # hidden states that the target's graphs return, then the draft's
 
 
 async def test_a_served_load_replays(prompts: list[list[int]], reference: Reference, tmp_path: Path) -> None:
-    """Row B, the decisive test: with default buckets at least 95 % of prefills and of decode steps replay.
+    """With default buckets at least 95 % of prefills and of decode steps replay: the decisive test of graphs.
 
-    Row B2: prompts run under graphs on a CPU because the config enforces it. Padding is poisoned, which no token shows.
+    Row B2: prompts run under graphs on a CPU because the config enforces it. Padding is poisoned, which changes no
+    token.
     """
     load = prompts[36::4]
     async with RunningCluster(tmp_path, config=GRAPHS) as cluster, Client(cluster.url) as client:
@@ -63,7 +64,7 @@ async def test_target_and_draft_prefill_replay(
 ) -> None:
     """Rows A2, B6, B7, B: no target forward runs eagerly for its hidden states, and no draft forward at all.
 
-    Next to a piecewise target the draft's graphs are breakable, and the graph table says so.
+    The draft's graphs are breakable even if the target's are piecewise, and the graph table says so.
     """
     speculation = {
         "algorithm": algorithm,

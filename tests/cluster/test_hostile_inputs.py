@@ -118,7 +118,7 @@ class Memory:
                 (each / "clear_refs").write_text("5")  # resets VmHWM
 
     def growth(self) -> dict[str, float]:
-        """The largest growth per node in MiB. A child started later is compared with the smallest earlier one."""
+        """Return the largest growth per node in MiB. Later children are compared with the smallest earlier one."""
         found = {}
         for name, before in self._before.items():
             least = min(before.values())
@@ -131,7 +131,7 @@ class Memory:
 
 
 async def stream(client: Client, body: dict[str, Any]) -> list[Any]:
-    """The tokens of a streamed chat, and how it ended."""
+    """Return the tokens of a streamed chat, and how it ended."""
     body = {"temperature": 0, "ignore_eos": True, "logprobs": True, **body, "stream": True}
     async with client.session.post("/v1/chat/completions", json=body) as response:
         text = await response.text()
@@ -146,7 +146,7 @@ async def stream(client: Client, body: dict[str, Any]) -> list[Any]:
 
 
 async def served_meanwhile(client: Client, attack: Callable[[], Awaitable[None]]) -> None:
-    """Every stream during the attack, and one after it, has the same tokens as before."""
+    """Expect that every stream during the attack, and one after it, has the same tokens as before."""
     expected = [await stream(client, body) for body in STREAMS]
     over = asyncio.Event()
 
@@ -243,7 +243,7 @@ def _raw(dealer: Dealer, parts: list[bytes]) -> None:
 
 
 async def refused(client: Client, server: str) -> int:
-    """Messages that the router or a node has refused."""
+    """Return how many messages the router or a node has refused."""
     if server == "router":
         counted: int = (await client.info())["refused_messages"]
     else:
@@ -252,7 +252,7 @@ async def refused(client: Client, server: str) -> int:
 
 
 async def test_frames_with_a_stolen_key(attacked: RunningCluster) -> None:
-    """At the router and a prefill node: no frames of a session, sessions with bad payloads. They are counted."""
+    """Frames that belong to no session, and sessions with bad payloads, are counted by router and prefill node."""
     rng = random.Random(6)
     payloads = {
         "router": list(hostile_frames.packed(rng)),
@@ -317,7 +317,7 @@ async def _ask(session: aiohttp.ClientSession, content: Any) -> tuple[int, str]:
 
 
 async def test_images_and_templates(attacked: RunningCluster) -> None:
-    """Each is refused with 400, or ends with 503 if a worker had to be killed; the next one finds a new worker."""
+    """Each bad input is refused with 400, or with 503 if it killed its worker; the next one finds a new worker."""
 
     async def attack() -> None:
         async with aiohttp.ClientSession(attacked.url) as session:

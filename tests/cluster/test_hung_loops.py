@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(900)  # two busy cores
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """One node of each role. The decode node can be blocked, and ends soon after it counts as hung."""
+    """Run one node of each role. The decode node can be blocked, and ends soon after it counts as hung."""
     config = {
         "router": {"placement_wait": 600.0},
         "health": {"loop_timeout": Health().loop_timeout, "hang_timeout": 3.0, "return_window": 600.0},
@@ -40,7 +40,7 @@ def prompt_of(length: int, seed: int) -> list[int]:
 async def test_requests_of_a_hung_node_continue_on_another(
     victim: str, reference: Reference, tmp_path: Path
 ) -> None:
-    """Its heartbeats continue. Once its loop runs again, the node registers again and serves."""
+    """The hung node's heartbeats continue. Once its loop runs again, the node registers again and serves."""
     config = {
         "router": {"placement": {"prefill": "round_robin", "decode": "round_robin"}},
         "health": {"loop_timeout": Health().loop_timeout, "hang_timeout": 0},
@@ -63,7 +63,7 @@ async def test_requests_of_a_hung_node_continue_on_another(
 
 
 async def test_large_forwards_of_a_busy_machine_are_not_hung_loops(watched: RunningCluster) -> None:
-    """With the default loop_timeout: first forwards, growing prompts and batches; no node is lost."""
+    """With the default loop_timeout, first forwards and growing prompts and batches cost no node."""
     async with Client(watched.url) as client:
         await client.complete_all([prompt_of(1900, seed) for seed in range(6)], 6, 4)
         await client.complete_all([prompt_of(length, length) for length in (1, 7, 60, 500, 1500)], 1, 30)
@@ -73,7 +73,7 @@ async def test_large_forwards_of_a_busy_machine_are_not_hung_loops(watched: Runn
 
 
 async def test_a_node_that_stays_hung_ends_its_process(watched: RunningCluster, reference: Reference) -> None:
-    """Its log shows where the loop was. A supervisor would restart it; here the test does."""
+    """The node's log shows where its loop was. A supervisor would restart it; here the test does."""
     prompt = prompt_of(40, 1)
     async with Client(watched.url) as client:
         watched.block("decode-0")

@@ -55,7 +55,7 @@ def tcp_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningClu
 
 
 async def test_a_cluster_on_loopback_tcp_makes_keys_of_its_own(tcp_cluster: RunningCluster) -> None:
-    """No keys are configured. Every process listens only on its configured addresses."""
+    """Without configured keys every process still authenticates peers, and listens only on its own addresses."""
     cluster = tcp_cluster
     expected = {name: {("127.0.0.1", port)} for name, port in cluster.addresses.items()}
     expected["router"].add(("127.0.0.1", cluster.port))
@@ -87,7 +87,7 @@ def closed_by_peer(connection: socket.socket) -> bool:
 async def test_half_open_connections_stop_no_service(
     tcp_cluster: RunningCluster, prompts: list[list[int]], reference: Reference
 ) -> None:
-    """To the control ports of the router and a prefill node: all are closed, and their descriptors are freed."""
+    """A flood to the control ports of the router and a prefill node is closed, and its descriptors are freed."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     count = FLOOD if hard == resource.RLIM_INFINITY else min(FLOOD, (hard - 500) // 2)
@@ -159,7 +159,7 @@ def forged(name: str, role: Role, incarnation: str) -> Register:
 async def test_nobody_without_the_key_of_its_name_is_a_node(
     tcp_cluster: RunningCluster, prompts: list[list[int]], reference: Reference
 ) -> None:
-    """No key, another node's key, a key of another role, an old incarnation: they learn and change nothing.
+    """Impostors with no key, another node's key, a key of another role or an old incarnation learn and change nothing.
 
     The node whose key they use is cut off and ends; started again, it serves.
     """
@@ -214,7 +214,7 @@ async def test_nobody_without_the_key_of_its_name_is_a_node(
 async def test_a_node_whose_key_is_revoked_is_lost_and_costs_no_answer(
     tcp_cluster: RunningCluster, prompts: list[list[int]], reference: Reference
 ) -> None:
-    """Under load: its public key is removed, and its requests continue on the other node; with the key it returns."""
+    """When its public key is removed under load, its requests continue on the other node; with the key it returns."""
     key = tcp_cluster.run_dir / "keys" / "decode-1.key"
     chosen = [prompt for prompt in prompts if len(prompt) < 200][:16]
     async with Client(tcp_cluster.url) as client:

@@ -34,7 +34,7 @@ def installed() -> bool:
 async def test_tokens_are_right_and_a_killed_prefill_node_leaves_no_page(
     prompts: list[list[int]], reference: Reference, tmp_path: Path
 ) -> None:
-    """Its pages wait in quarantine until the end of its liveness connection proves that it writes no more."""
+    """Pages wait in quarantine until the end of the killed node's liveness connection proves that it writes no more."""
     chosen = prompts[15:95:10]
     async with RunningCluster(tmp_path, 2, 1, CONFIG) as cluster, Client(cluster.url) as client:
         answers = await client.complete_all(chosen, 8, OUTPUT_TOKENS)

@@ -23,7 +23,7 @@ ROUND_ROBIN = {"prefill": "round_robin", "decode": "round_robin"}
 
 
 def text_in(events: str) -> str:
-    """The text of a completion's events, which must end well."""
+    """Return the text of a completion's events, which must end without an error."""
     *lines, last = [line for line in events.splitlines() if line]
     assert last == "data: [DONE]", events[-500:]
     choices = [choice for line in lines for choice in json.loads(line.removeprefix("data: "))["choices"]]
@@ -32,7 +32,7 @@ def text_in(events: str) -> str:
 
 @contextlib.asynccontextmanager
 async def decoding(client: Client, prompt: list[int]) -> AsyncIterator[aiohttp.ClientResponse]:
-    """A stream that has come to a decode node."""
+    """Open a stream and wait until a decode node generates it."""
     async with client.session.post("/v1/completions", json=streaming(prompt, LONG)) as response:
         assert response.status == 200
         for _ in range(3):  # only the first token is the prefill node's
@@ -41,12 +41,10 @@ async def decoding(client: Client, prompt: list[int]) -> AsyncIterator[aiohttp.C
 
 
 async def test_a_zombie_drops_its_requests_and_reaches_no_client(tmp_path: Path) -> None:
-    """SIGSTOP in the middle of a stream; SIGCONT once the stream has ended on another node."""
+    """A node is stopped in the middle of a stream, and continued once the stream has ended on another node."""
     prompt = prompt_of(60, 5)
-    patient = {
-        "max_attempts": 10,
-        "placement_wait": PATIENCE,
-    }  # others may be lost, too, where this host stalls
+    # Other nodes may be lost, too, if this host stalls.
+    patient = {"max_attempts": 10, "placement_wait": PATIENCE}
     config = {"health": QUICK, "router": {"placement": ROUND_ROBIN, **patient}}
     async with RunningCluster(tmp_path, 1, 2, config) as cluster, Client(cluster.url) as client:
         undisturbed = (await client.complete(prompt, LONG, skip_special_tokens=True)).text
@@ -67,7 +65,7 @@ async def test_a_zombie_drops_its_requests_and_reaches_no_client(tmp_path: Path)
 
 
 async def test_a_rolling_restart_fails_no_request(tmp_path: Path, reference: Reference) -> None:
-    """Both decode nodes restart, one after the other, under load: each finishes what it has begun."""
+    """Both decode nodes restart under load, one after the other: each finishes what it has begun."""
     prompts = [prompt_of(30 + 25 * i, 200 + i) for i in range(2)]
     tokens = 30
 
@@ -80,7 +78,7 @@ async def test_a_rolling_restart_fails_no_request(tmp_path: Path, reference: Ref
         expected = (await client.complete(prompts[0], LONG, skip_special_tokens=True)).text
         for name in ("decode-0", "decode-1"):
             over = asyncio.Event()
-            # one on each node: nothing else is placed between them
+            # Round robin puts one stream on each node, since nothing else is placed between them.
             async with decoding(client, prompts[0]) as first, decoding(client, prompts[0]) as second:
                 running = [asyncio.create_task(load(client, prompt, over)) for prompt in prompts]
                 cluster.kill(name, signal.SIGTERM)
@@ -95,6 +93,6 @@ async def test_a_rolling_restart_fails_no_request(tmp_path: Path, reference: Ref
             await asyncio.gather(*running)
         await client.wait_idle()
         again = [line for line in cluster.log("router").splitlines() if '"placing a request again"' in line]
-        # a node may begin to drain between the choice for it and the arrival of the request, of which the prefill
-        # node may have said the first token by then
+        # A node may begin to drain after the router has chosen it and before the request arrives. By then the prefill
+        # node may already have sent the first token.
         assert all(json.loads(line)["tokens"] <= 1 for line in again), again

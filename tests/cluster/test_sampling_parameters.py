@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 async def ask(cluster: RunningCluster) -> dict[str, list[dict[str, Any]]]:
-    """The choices of every case, one chat and one completion each, all at once."""
+    """Return the choices of every case, one chat and one completion each, sent all at once."""
     problem = take(1, 31, "heldout")[0].question
     chat = {"messages": [{"role": "user", "content": problem}], "logprobs": True, "top_logprobs": 3}
     text = {"prompt": f"Question: {problem}\nAnswer:", "logprobs": 3}
@@ -93,7 +93,7 @@ def expect_alike(found: Any, wanted: Any) -> None:
 
 
 async def test_trees_change_nothing(cluster: RunningCluster, tmp_path: Path) -> None:
-    """Compares text, tokens, logprobs, finish reason and usage."""
+    """Text, tokens, logprobs, finish reason and usage are equal with and without trees."""
     plain = await ask(cluster)
     async with RunningCluster(tmp_path, config=TREES) as drafting:
         found = await ask(drafting)

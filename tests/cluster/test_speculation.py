@@ -139,9 +139,9 @@ def few_shot_prompts(count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", CASES)
 async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, tmp_path: Path) -> None:
-    """Rows B9, B10: the accept length from /server_info, and the tokens, and so the score, of transformers.
+    """Tokens, and so the score, are those of transformers, and /server_info shows the accept length (rows B9, B10).
 
-    Rows E1, E4: rounds that have graphs run under them.
+    Rounds run under graphs where they have some (rows E1, E4).
     """
     config, least = CASES[name]
     prompts = few_shot_prompts(8)
@@ -171,7 +171,7 @@ async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, 
 
 
 async def test_mtp_accepts_what_the_oracle_says(reference: Reference, tmp_path: Path) -> None:
-    """Truncation of the window costs no draft: as many rounds and accepted drafts as the oracle computes.
+    """Truncating the window costs no draft: there are as many rounds and accepted drafts as the oracle computes.
 
     The oracle runs the trained modules over the whole text in plain torch (deploy/tiny_models/drafts/oracle.py).
     """

@@ -58,7 +58,7 @@ async def test_it_is_served(
     tokenizer: Tokenizer,
     tmp_path: Path,
 ) -> None:
-    """Greedy output token by token as the reference, which keeps nothing; drafts are accepted, requests retracted."""
+    """Greedy output equals the reference, which keeps no cache; drafts are accepted and requests are retracted."""
     path, tensors = model
     asked = [prompt[:60] for prompt in prompts[8:72:48]] * 4
     section = CASES[case]

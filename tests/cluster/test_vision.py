@@ -56,7 +56,7 @@ def model() -> LlavaForConditionalGeneration:
 
 @pytest.fixture(scope="module")
 def replies(model: LlavaForConditionalGeneration) -> list[measure.Reply]:
-    """Greedy answers by transformers: one picture, two pictures and text only, in one batch."""
+    """Return greedy answers by transformers: one picture, two pictures and text only, in one batch."""
     tokenizer = tokenizers.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     found = list(measure.answers(model, tokenizer, list(islice(questions(12, "heldout"), 16))))
     assert {len(each.question.images) for each in found} == {0, 1, 2}
@@ -112,7 +112,7 @@ async def test_the_answers_are_those_of_transformers(
 
 @torch.inference_mode()
 def eager_accept_length(model: LlavaForConditionalGeneration, replies: list[measure.Reply]) -> float:
-    """The oracle's accept length of a greedy loop, counting verified tokens before the end of an answer cuts them."""
+    """Return the oracle's accept length of a greedy loop, counting verified tokens past the end of an answer."""
     _, head = files.load_head(DRAFT)
     target = checkpoint.language_model(model)
     tokens = steps = 0
@@ -145,7 +145,7 @@ def vision_cluster(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_the_encoder_has_run_before_the_first_picture(vision_cluster: RunningCluster) -> None:
-    """On the prefill node, which has the encoder."""
+    """The prefill node, which has the encoder, runs it once before it serves."""
     lines = [
         json.loads(line) for line in vision_cluster.log("prefill-0").splitlines() if '"warmed up"' in line
     ]
@@ -154,7 +154,7 @@ def test_the_encoder_has_run_before_the_first_picture(vision_cluster: RunningClu
 
 
 async def test_many_at_once_and_streams(vision_cluster: RunningCluster, replies: list[measure.Reply]) -> None:
-    """Mixed batches: text-only requests next to pictures, in any order of arrival."""
+    """Batches mix text-only requests and pictures, in any order of arrival."""
     async with Client(vision_cluster.url) as client:
         answers = await asyncio.gather(*(ask(client, reply.question) for reply in replies))
         for reply, answer in zip(replies, answers, strict=True):
@@ -204,7 +204,7 @@ async def test_bad_pictures_are_400s_that_name_their_part(
 async def test_pictures_reach_the_nodes_of_a_restarted_router(
     vision_cluster: RunningCluster, replies: list[measure.Reply]
 ) -> None:
-    """Images have a link of their own. The picture is one that no node has in its cache."""
+    """The link that carries images reconnects; no node has the picture in its cache."""
     shown = Image.new("RGB", (32, 32), (1, 2, 3))
     question = replace(
         next(each.question for each in replies if each.question.images), images=(np.asarray(shown),)

@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @torch.inference_mode()
 def eager(path: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy continuations up to the first near-tie; everything is recomputed for each token."""
+    """Return greedy continuations up to the first near-tie; everything is recomputed for each token."""
     model, _ = load_model(path)
     found = []
     for prompt in prompts:

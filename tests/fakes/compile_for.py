@@ -115,7 +115,7 @@ def become(capability: int) -> None:
 
 
 def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: Room) -> int | None:
-    """The shared memory that the choice of tiles assumes, if it assumes any."""
+    """Return the shared memory that the choice of tiles assumes, if it assumes any."""
     if kernel == "_linear_kernel":
         sizes = (options[name] for name in ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROWS"))
         return Tiles(*sizes).shared_bytes(matrices=2 if options["GATED"] else 1)
@@ -135,7 +135,7 @@ def kernel_modules() -> list[Any]:
 
 
 def kernels() -> set[str]:
-    """Names of all launched kernels, without the Triton functions that they call."""
+    """Return the names of all launched kernels, without the Triton functions that they call."""
     return {
         f"{module.__name__}.{name}"
         for module in kernel_modules()

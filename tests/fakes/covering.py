@@ -8,7 +8,7 @@ from typing import Any
 
 
 def pairs(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Combinations with one value of each axis, in which any two values of two axes occur together at least once.
+    """Return combinations of one value per axis in which any two values of two axes occur together at least once.
 
     They are the same in every run: the first combination that adds the most new pairs is taken repeatedly.
     """

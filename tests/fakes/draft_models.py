@@ -200,7 +200,7 @@ def drafter(model: DraftModel | StandaloneModel, bench: Bench, steps: int) -> Dr
 
 
 class Watched:
-    """A drafter that observes every tree that it proposes."""
+    """A drafter that passes every tree that it proposes to `watch`."""
 
     def __init__(self, inner: Drafter, bench: Bench) -> None:
         self._inner = inner
@@ -223,7 +223,7 @@ class Watched:
         return reference(tuple(request.prompt), request.sampling, request.emitted)[0]
 
     def draft_kv(self, index: int, count: int) -> torch.Tensor:
-        """[planes, count, heads, D]: KV of the first positions of request `index` of the batch."""
+        """Return the KV of the first positions of request `index` of the batch, [planes, count, heads, D]."""
         request = self.told.requests[index]
         assert request.lease is not None
         assert self._draft_pool is not None
@@ -307,7 +307,7 @@ class ObservedTrees(Watched):
 
 @torch.inference_mode()
 def eager_model_drafts(text: Sequence[int], steps: int) -> list[int]:
-    """The drafts of the standalone model after `text`."""
+    """Return the drafts of the standalone model after `text`."""
     ids = tuple(text)
     for _ in range(steps):
         ids = (*ids, _model_next(ids))
@@ -322,7 +322,7 @@ def _model_next(ids: tuple[int, ...]) -> int:
 
 @torch.inference_mode()
 def eager_drafts(name: str, text: Sequence[int], steps: int) -> list[int]:
-    """The head's drafts after `text`, whose last token the target has not read; recomputed for each draft."""
+    """Return the head's drafts after `text`, whose last token the target has not read; recomputed for each draft."""
     if name == "standalone":
         return eager_model_drafts(text, steps)
     drafts: list[int] = []
@@ -333,7 +333,7 @@ def eager_drafts(name: str, text: Sequence[int], steps: int) -> list[int]:
 
 @torch.inference_mode()
 def eager_branches(name: str, text: Sequence[int], path: Sequence[int], topk: int) -> list[tuple[float, int]]:
-    """(probability, token) of the head's most likely tokens after `text` and the drafts `path`."""
+    """Return (probability, token) of the head's most likely tokens after `text` and the drafts `path`."""
     head = tiny_draft(name)
     last = _head_reads(name, tuple(text), tuple(path))[1]
     probs, ids = head.compute_logits(last)[0].softmax(-1).topk(topk)
@@ -361,7 +361,7 @@ def _head_reads(name: str, text: tuple[int, ...], path: tuple[int, ...]) -> tupl
 
 @functools.lru_cache(maxsize=8192)
 def _projected(name: str, ids: tuple[int, ...]) -> torch.Tensor:
-    """[n, H] projected from the target's hidden states."""
+    """Project the target's hidden states to [n, H]."""
     config = DRAFTS[name]
     pool = model_pool(CONFIG, MAX_LEN, 2, PLACEMENT)
     model = tiny_model(aux=config.aux_layers)

@@ -44,7 +44,10 @@ MakeDrafter = Callable[[Bench], Drafter]
 
 
 def plans(buckets: Sequence[int], device: torch.device = PLACEMENT.device) -> Callable[[Phase], PhasePlan]:
-    """Full graphs (on a CPU the tape) for these numbers of requests, with poisoned padding; without buckets, eager."""
+    """Return full graphs (on a CPU the tape) for these numbers of requests, with poisoned padding.
+
+    Without buckets everything runs eagerly.
+    """
     backend = FULL if buckets else NONE
     return lambda phase: PhasePlan(Decision(phase, backend), tuple(buckets), device, poisoned=True)
 
@@ -102,7 +105,7 @@ def ngram(steps: int, buckets: Sequence[int] = ()) -> MakeStep:
 
 
 def foresight(hit: float, nodes: int, branch: int, buckets: Sequence[int] = ()) -> MakeStep:
-    """Drafts that are right with probability `hit`: chains (branch 1), or trees with `branch` siblings per level."""
+    """Return a drafter that is right with probability `hit`: chains (branch 1), or trees with `branch` siblings."""
     if branch == 1:
         return speculative(lambda bench: Foresight(bench, hit, nodes, nodes - 1, 1), buckets=buckets)
     depth = (nodes - 1) // branch

@@ -127,7 +127,7 @@ class FakeCuda:
         return device == other or self.host.peer_access
 
     def now(self, device: int) -> int:
-        """The number of the current event, counted from 1."""
+        """Return the number of the current event, counted from 1."""
         self.events += 1
         return self.events
 

@@ -17,7 +17,7 @@ import numpy as np
 
 
 class NixlRefusal(Exception):
-    """Corresponds to nixlNotFoundError and its siblings."""
+    """Stands for nixlNotFoundError and its siblings."""
 
 
 class nixl_thread_sync_t(enum.Enum):

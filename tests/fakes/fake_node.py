@@ -37,7 +37,7 @@ def registration(
     link_secret: str = "",
     protocol_version: int = PROTOCOL_VERSION,
 ) -> Register:
-    """The first message of a node. Its incarnation names its socket, so two sockets must never share one."""
+    """Return the first message of a node. Its incarnation names its socket, so two sockets must never share one."""
     return Register(
         protocol_version=protocol_version,
         node=NodeRef(

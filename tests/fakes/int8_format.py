@@ -31,7 +31,7 @@ HIGHEST = 127.0
 
 
 def quantise(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., n] -> (int8 codes [..., n], float32 scales [..., 1])."""
+    """Quantize [..., n] to (int8 codes [..., n], float32 scales [..., 1])."""
     scales = values.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / HIGHEST
     return (values.float() / scales).round().to(torch.int8), scales
 

@@ -1,4 +1,4 @@
-"""Graphs that are captured when a batch first needs them, because a test of ten turns needs few of a node's graphs.
+"""Captures graphs when a batch first needs them, because a test of ten turns needs few of a node's graphs.
 
 Capture at start-up is tested in tests/unit/*/graphs, in tests/unit/speculative for its graphs, and by clusters of
 real processes.

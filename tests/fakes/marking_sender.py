@@ -67,7 +67,7 @@ class MarkingSender(LoopbackSender):
 
     @property
     def pages_held(self) -> int:
-        """Number of pages that writes of this sender still read."""
+        """Return the number of pages that writes of this sender still read."""
         return len({page for (_, page), tickets in self._given.items() if tickets})
 
     def _pages(self, copy: Copy) -> Iterator[tuple[int, range]]:
@@ -93,7 +93,7 @@ class MarkingSender(LoopbackSender):
 
 
 class SlowCluster(NodeCluster):
-    """Nothing that the prefill node sends arrives before `land`, or after `hold`."""
+    """A cluster in which nothing that the prefill node sends arrives before `land`, or after `hold`."""
 
     def __init__(self, shape: Shape) -> None:
         with mock.patch.object(loopback, "LoopbackSender", MarkingSender):

@@ -132,7 +132,7 @@ def drafting(name: str, steps: int, buckets: Sequence[int] = ()) -> tuple[NoDraf
 
 
 def whole_prompt(ids: Sequence[int]) -> PlannedChunk:
-    """A prompt in one chunk, without cached tokens, for a prefill step without a node."""
+    """Return a prompt in one chunk, without cached tokens, for a prefill step without a node."""
     draw = FirstDraw(sampling=SamplingParams(max_tokens=1))
     text = np.asarray(ids, dtype=np.int64).tobytes()
     return PlannedChunk(key=1, start=0, end=len(ids), ids=text, pages=(1,), draw=draw)
@@ -165,7 +165,7 @@ class ObservedModules(Watched):
     def watch(self, index: int, text: list[int], rest: list[int]) -> None:
         request = self.told.requests[index]
         drafts = self._relay.draft_ids[request.row]
-        assert not self._relay.draft_hidden[0].any(), "padding has put something aside"
+        assert not self._relay.draft_hidden[0].any(), "padding has stored hidden states"
         if rest:  # past the end there are no pages and no draft that could be emitted
             planes = self.draft_kv(index, len(text) - 1)
             self._seen.append(Seen(text, drafts.tolist()[: len(rest)], planes))

@@ -128,7 +128,7 @@ RETRYABLE = ("node_lost", "transfer_failed", "checksum_failed", "preempted")
 
 
 def autoregressive(parts: Parts) -> DecodeSteps:
-    """Plain decoding, with tape graphs for up to three requests; larger batches run eagerly."""
+    """Return plain decoding, with tape graphs for up to three requests; larger batches run eagerly."""
     graphs = step_graphs.decode_graphs(parts.runner, parts.relay, parts.table, WANTED, 3, MAX_LEN)
     capture_late(graphs.forward.graphs)
     step = AutoregressiveStep(graphs.forward, PLACEMENT.device, parts.completion)
@@ -176,7 +176,7 @@ ONE_BEHIND = Deferred
 
 
 class Watched(Deferred):
-    """A Deferred completion during whose wait transfers continue, as during a forward on a GPU."""
+    """A Deferred completion that lets transfers continue while it waits, as they do during a forward on a GPU."""
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         assert meanwhile is not None, "the node looks after nothing while a forward runs"

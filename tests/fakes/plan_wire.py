@@ -55,6 +55,6 @@ class WirePromptWorker:
 
 
 def wired(orders: Callable[[], Sequence[SendOrder]]) -> Callable[[], list[SendOrder]]:
-    """The orders that a worker asks for at the breaks of a forward."""
+    """Pass on the orders that a worker asks for at the breaks of a forward, over the wire."""
     wire = Wire(SendOrder)
     return lambda: [wire(order) for order in orders()]

@@ -36,19 +36,19 @@ def plain_pool(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> KvPool:
-    """A pool of identical attention layers."""
+    """Make a pool of identical attention layers."""
     spec = PoolSpec(page_size, attention_planes("target", layers, kv_heads, head_dim, name_of(dtype)))
     return empty_pool(spec, num_pages, torch.device(device))
 
 
 def model_pool(config: ModelConfig, page_size: int, num_pages: int, placement: Placement) -> KvPool:
-    """A pool for one model."""
+    """Make a pool for one model."""
     spec = pool_spec(config, None, page_size, name_of(placement.dtype))
     return empty_pool(spec, num_pages, placement.device)
 
 
 def empty_pool(spec: PoolSpec, num_pages: int, device: torch.device) -> KvPool:
-    """A target's pool filled with zeros."""
+    """Make a target's pool filled with zeros."""
     layout = PoolLayout(fingerprint="pool", spec=spec, num_pages=num_pages)
     return KvPool(layout, "target", torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device))
 
@@ -62,7 +62,7 @@ def layers_layout(
     tp_rank: int = 0,
     tp_size: int = 1,
 ) -> PoolLayout:
-    """A layout of attention layers with the given (KV heads, head_dim)."""
+    """Make a layout of attention layers with the given (KV heads, head_dim)."""
     planes = tuple(
         Plane("target", layer, name, Kept.PAGED, (heads, dim), dtype, 0, (HeadGroup(heads, 1),))
         for layer, (heads, dim) in enumerate(layers)

@@ -135,7 +135,7 @@ def processed(pictures: Sequence[Image.Image]) -> tuple[torch.Tensor, torch.Tens
 def inputs_of(
     ids: Sequence[int], pictures: Sequence[Image.Image], placeholder: int = IMAGE
 ) -> dict[str, torch.Tensor]:
-    """Inputs for a forward or generate of transformers; placeholders are already expanded."""
+    """Return inputs for a forward or generate of transformers; placeholders are already expanded."""
     tokens = torch.tensor([list(ids)])
     inputs = {"input_ids": tokens, "mm_token_type_ids": (tokens == placeholder).int()}
     if pictures:
@@ -145,7 +145,7 @@ def inputs_of(
 
 @torch.inference_mode()
 def reference_logits(model: Any, ids: Sequence[int], pictures: Sequence[Image.Image]) -> torch.Tensor:
-    """[T, V] logits of one forward without a cache."""
+    """Return the logits [T, V] of one forward without a cache."""
     model.model.rope_deltas = None
     logits: torch.Tensor = model(**inputs_of(ids, pictures), use_cache=False).logits[0]
     return logits

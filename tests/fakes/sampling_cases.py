@@ -42,6 +42,6 @@ def submit(cluster: NodeCluster, name: str, length: int, max_tokens: int, **more
 
 
 def without(sampling: dict[str, Any]) -> SamplingParams:
-    """The same request without any of the parameters of this file."""
+    """Return the same request without any of the parameters of this file."""
     kept = {name: sampling[name] for name in ("temperature", "seed", "stop_token_ids") if name in sampling}
     return SamplingParams(max_tokens=16, **{"temperature": 0.0, **kept})

@@ -54,13 +54,13 @@ AXES = replace_fields(CONFIG, rope=RopeConfig(theta=50.0, sections=(1, 2, 1)))
 
 
 def drawn(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters in a fixed order of random initialization, LM head first: the fixed drafts depend on it."""
+    """Return the parameters in a fixed order of random initialization, LM head first: fixed drafts depend on it."""
     return sorted(model.named_parameters(), key=lambda named: not named[0].startswith("lm_head"))
 
 
 @functools.cache
 def tiny_model(seed: int = 0, aux: tuple[int, ...] = (), config: ModelConfig = CONFIG) -> CausalLM:
-    """A model with random weights, so that texts vary; one instance is shared by all tests of a process."""
+    """Return a model with random weights, so that texts vary; all tests of a process share one instance."""
     model = build_model(config, PLACEMENT, aux).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def tiny_model(seed: int = 0, aux: tuple[int, ...] = (), config: ModelConfig = C
 
 @functools.lru_cache(maxsize=4096)
 def reference(prompt: tuple[int, ...], sampling: SamplingParams, emitted: int = 0) -> tuple[list[int], str]:
-    """(output token ids, finish reason) of one request by itself, without cache, chunks or growing pages."""
+    """Return (output token ids, finish reason) of one request by itself, without cache, chunks or growing pages."""
     ids = list(prompt)
     output: list[int] = []
     while True:
@@ -120,19 +120,19 @@ def adjusted(
 
 @functools.lru_cache(maxsize=1 << 15)  # different parameters share prefixes
 def _logits(ids: tuple[int, ...]) -> torch.Tensor:
-    """[1, V] logits after the last of `ids`."""
+    """Return the logits [1, V] after the last of `ids`."""
     return _runner()(one_page(list(ids))).logits
 
 
 def hidden_states(ids: list[int]) -> torch.Tensor:
-    """[n, H] hidden states after the final norm."""
+    """Return the hidden states [n, H] after the final norm."""
     hidden = _runner()(one_page(ids)).hidden
     assert hidden is not None
     return hidden
 
 
 def one_page(ids: list[int]) -> ForwardBatch:
-    """A forward over all of a text in page 1."""
+    """Return the batch of a forward over a whole text in page 1."""
     count = len(ids)
     arange = torch.arange(count)
     return ForwardBatch(

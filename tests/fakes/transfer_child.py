@@ -38,7 +38,7 @@ Layers = list[tuple[int, int]]
 
 
 def pattern(nbytes: int, seed: int, device: torch.device | str) -> torch.Tensor:
-    """[nbytes] uint8, the same on every device; no two pages are equal."""
+    """Return uint8 [nbytes], the same on every device; no two pages are equal."""
     words = torch.arange(nbytes // 8, dtype=torch.int64, device=device)
     return ((words + seed) * 0x1E3779B97F4A7C15).view(torch.uint8)
 

@@ -24,7 +24,7 @@ class TurnCount:
 
     @property
     def most(self) -> int:
-        """Events of the busiest turn."""
+        """Return the number of events of the busiest turn."""
         return max(self.events.values())
 
     async def run(self) -> None:

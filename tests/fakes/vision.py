@@ -42,7 +42,7 @@ PIXELS = (3, 2, 2)
 
 
 def file_of(number: int) -> bytes:
-    """The file of image `number`."""
+    """Return the file of image `number`."""
     return f"image {number}".encode()
 
 
@@ -51,7 +51,7 @@ def digest_of(number: int) -> bytes:
 
 
 def grid_of(number: int) -> tuple[int, int]:
-    """(rows, columns) of an image's tokens."""
+    """Return (rows, columns) of an image's tokens."""
     return (1, TOKENS) if number < 100 else GRIDS[number % len(GRIDS)]
 
 
@@ -137,7 +137,7 @@ Seen = list[tuple[tuple[Part, ...], list[int], list[int]]]  # (prompt, its answe
 
 
 def prompt_of(parts: Sequence[Part], filler: int = 0) -> tuple[list[int], tuple[ImageSpan, ...]]:
-    """Token ids with `filler` at the positions of images, and the spans of the images."""
+    """Return token ids with `filler` at the positions of images, and the spans of the images."""
     ids: list[int] = []
     spans: list[ImageSpan] = []
     for part in parts:
@@ -151,7 +151,7 @@ def prompt_of(parts: Sequence[Part], filler: int = 0) -> tuple[list[int], tuple[
 
 
 def places_of(parts: Sequence[Part], config: ModelConfig) -> Tensor | None:
-    """[T, 3] positions of a prompt by transformers' rule, written as it reads there; None for one axis."""
+    """Return the positions [T, 3] of a prompt by transformers' rule, written as it reads there; None for one axis."""
     if not config.rope.sections:
         return None
     found: list[tuple[int, int, int]] = []
@@ -170,7 +170,7 @@ def places_of(parts: Sequence[Part], config: ModelConfig) -> Tensor | None:
 
 
 def embeddings(parts: Sequence[Part], answer: Sequence[int] = ()) -> Tensor:
-    """[T, H]: the target's input, assembled one row at a time."""
+    """Return the target's input [T, H], assembled one row at a time."""
     model = tiny_model()
     rows = [
         rows_of(part[0]) if isinstance(part, tuple) else model.embed(torch.tensor([part]))
@@ -182,7 +182,7 @@ def embeddings(parts: Sequence[Part], answer: Sequence[int] = ()) -> Tensor:
 @functools.cache
 @torch.inference_mode()
 def greedy(parts: tuple[Part, ...], count: int, config: ModelConfig = CONFIG) -> list[int]:
-    """The eager reference: recompute everything for each token, without cache, chunks or graphs."""
+    """Generate greedily as the reference: recompute everything for each token, without cache, chunks or graphs."""
     answer: list[int] = []
     for _ in range(count):
         embeds = embeddings(parts, answer)
@@ -195,7 +195,7 @@ def greedy(parts: tuple[Part, ...], count: int, config: ModelConfig = CONFIG) ->
 
 @torch.inference_mode()
 def eager_drafts(name: str, parts: Sequence[Part], told: Sequence[int], steps: int) -> list[int]:
-    """The head's drafts after the prompt and `told`, whose last token the target has not read."""
+    """Return the head's drafts after the prompt and `told`, whose last token the target has not read."""
     config, head = CONFIGS[name], tiny_draft(name)
     embeds = embeddings(parts, told)
     pool = model_pool(CONFIG, MAX_LEN, 2, PLACEMENT)

@@ -24,7 +24,7 @@ class Wire:
 
     @property
     def connections(self) -> int:
-        """Number of connections made so far."""
+        """Return the number of connections made so far."""
         return len(self._cuts)
 
     def cut(self) -> None:

@@ -35,12 +35,12 @@ HEADER = json.dumps(
 
 @cache
 def scratch() -> tempfile.TemporaryDirectory[str]:
-    """A directory of this process."""
+    """Return a directory of this process."""
     return tempfile.TemporaryDirectory(prefix="tandem-fuzz-")
 
 
 def written(name: str, data: bytes, folder: str) -> Path:
-    """The directory `folder` with nothing in it but `name`."""
+    """Return the directory `folder` with nothing in it but `name`."""
     directory = Path(scratch().name) / folder
     directory.mkdir(exist_ok=True)
     (directory / name).write_bytes(data)
@@ -48,7 +48,7 @@ def written(name: str, data: bytes, folder: str) -> Path:
 
 
 def safetensors_header(data: bytes) -> None:
-    """What our reader takes, the library takes, too, and both see the same tensors."""
+    """Whatever our reader accepts, the library accepts too, and both see the same tensors."""
     with suppress(ModelError):
         ours = parse_header(data, DATA_BYTES, Path("model.safetensors"))
         whole = len(data).to_bytes(8, "little") + data + b"\0" * DATA_BYTES

@@ -65,7 +65,7 @@ def tokenizer() -> Tokenizer:
 
 
 def events(data: bytes) -> None:
-    """Whatever the model says and the client called it: events of one line, whose JSON holds the text."""
+    """Whatever the model generates, each event is one line, and the JSON of all events holds the text."""
     text = data.decode("utf-8", "replace")
     tokens = [OutputToken(byte, TokenLogprob(-0.5, (byte,), (-0.5,))) for byte in data[:4]]
     piece = Piece(0, text, tokens, [0] * len(tokens), None)
@@ -82,7 +82,7 @@ def events(data: bytes) -> None:
 
 
 def _parsed(stream: bytes) -> list[Any]:
-    """As a client reads server-sent events: lines end with \\n, \\r\\n or \\r, an empty line ends an event."""
+    """Parse server-sent events as a client does: lines end with \\n, \\r\\n or \\r, an empty line ends an event."""
     lines = stream.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
     fields = [line for line in lines if line]
     assert all(line.startswith(b"data: ") for line in fields)

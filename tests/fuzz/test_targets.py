@@ -29,7 +29,7 @@ PIECES = (
 
 @st.composite
 def damaged(draw: st.DrawFn, seeds: tuple[bytes, ...]) -> bytes:
-    """A seed with up to eight spans replaced."""
+    """Return a seed with up to eight spans replaced."""
     data = draw(st.sampled_from(seeds))
     for _ in range(draw(st.integers(1, 8))):
         start = draw(st.integers(0, len(data)))

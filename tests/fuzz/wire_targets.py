@@ -25,7 +25,7 @@ MAX_FRAME = 1 << 20
 
 
 def inbox(codec: wire.InboxCodec[Any], data: bytes) -> None:
-    """A message comes out and encodes again, or ProtocolError."""
+    """Decoding gives a message that can be encoded again, or raises ProtocolError."""
     with suppress(ProtocolError):
         again = wire.encode(codec.decode(data))
         assert wire.encode(codec.decode(again)) == again
@@ -43,7 +43,7 @@ def kv_messages(data: bytes) -> None:
 
 
 def record(data: bytes) -> None:
-    """As it comes, and as the payload of a record whose header, hash and trailer are right."""
+    """Decode the bytes as they are, and as the payload of a record whose header, hash and trailer are right."""
     header = handoff_record._HEADER.pack(
         handoff_record.MAGIC, handoff_record.VERSION, len(data), ROOM, GENERATION
     )
@@ -54,7 +54,7 @@ def record(data: bytes) -> None:
 
 
 def tcp_frame(data: bytes) -> None:
-    """A header as it comes, and with a hash that is right: what passes packs to the same bytes."""
+    """Parse the bytes as a header, as they are and with a correct hash: what is accepted packs to the same bytes."""
     size = tcp_frames.HEADER_BYTES
     body = data[: size - 8].ljust(size - 8, b"\0")
     for header in (

@@ -3,11 +3,10 @@
 `tests/chaos/run --undo R1|R2` uses it to show that the checker would find the defect. TANDEM_CHAOS_UNDO selects it:
 
 R1  Connections between nodes have only the routing id of their node, without the incarnation and the dial for which
-they
-    were made, and no sessions: a connection to a node's earlier incarnation takes over the route of its successor.
-R2  A lost frame is never sent again, and later frames are delivered. (The harness also sets transfer timeouts of
-minutes,
-    as they were.)
+    they were made, and no sessions: a connection to a node's earlier incarnation takes over the route of its
+    successor.
+R2  A lost frame is never sent again, and later frames are delivered. (The harness also restores the transfer timeouts
+    of that time, which were minutes long.)
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ ROWS = (
 
 
 def echo_rounds(answer: list[int], length: int, steps: int) -> int:
-    """Number of rounds in which this algorithm emits `length` tokens of `answer`, whose first is drawn before."""
+    """Return in how many rounds this algorithm emits `length` tokens of `answer`; the first is drawn before them."""
     at = rounds = 0
     while at < length - 1:
         accepted = 0

@@ -17,9 +17,8 @@ from common.engine.models.registry import build_model
 from tests.fakes.toy_state.record import ARCHITECTURE
 
 PLACEMENT = Placement(torch.float32, torch.device("cpu"))
-LIKELY = slice(
-    100, 112
-)  # token ids that texts consist of: so few that they repeat, and drafts are found in them
+# The token ids that generated texts consist of: so few that texts repeat, and n-gram drafts are found.
+LIKELY = slice(100, 112)
 RAW: dict[str, Any] = {
     "architectures": [ARCHITECTURE],
     "hidden_size": 32,

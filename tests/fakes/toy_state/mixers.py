@@ -28,7 +28,7 @@ class OperationMixer(Mixer):
         operation: str,
         widths: tuple[int, int],
     ) -> None:
-        """`widths`: of what the operation reads and returns."""
+        """`widths`: those of what the operation reads and returns."""
         super().__init__()
         self.layer, self.operation, self.width = (
             layer,

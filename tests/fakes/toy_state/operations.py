@@ -16,7 +16,7 @@ from tests.fakes.toy_state.record import KEY, LATENT_VALUES, VALUE
 def attend_latents(
     batch: ForwardBatch, layer: int, planes: Mapping[str, Tensor], projected: Tensor, /
 ) -> Tensor:
-    """projected [T, (heads + 1) * LATENT_VALUES]: the queries of all heads, and the token's latent."""
+    """`projected` [T, (heads + 1) * LATENT_VALUES] holds the queries of all heads and the token's latent."""
     plane = planes["latent"]
     latent = projected[:, -LATENT_VALUES:]
     slots = batch.kv_slots
@@ -28,7 +28,7 @@ def attend_latents(
 
 
 def recur(batch: ForwardBatch, layer: int, planes: Mapping[str, Tensor], projected: Tensor, /) -> Tensor:
-    """projected [T, heads * (2 * KEY + VALUE + 1)]: queries, then what a token adds to the state."""
+    """`projected` [T, heads * (2 * KEY + VALUE + 1)] holds queries, then what each token adds to the state."""
     assert batch.state is not None
     queries = projected.shape[1] // (2 * KEY + VALUE + 1) * KEY
     query, added = projected[:, :queries], projected[:, queries:]
@@ -38,25 +38,26 @@ def recur(batch: ForwardBatch, layer: int, planes: Mapping[str, Tensor], project
 
 
 def _parts(added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Split [..., heads * (KEY + VALUE + 1)]: keys [..., heads, KEY], values [..., heads, VALUE], log decay."""
+    """Split [..., heads * (KEY + VALUE + 1)] into keys [..., heads, KEY], values [..., heads, VALUE] and log decay."""
     heads = added.shape[-1] // (KEY + VALUE + 1)
     key, value, decay = added.split((heads * KEY, heads * VALUE, heads), dim=-1)
     return key.unflatten(-1, (heads, KEY)), value.unflatten(-1, (heads, VALUE)), F.logsigmoid(decay)
 
 
 def _extend(batch: ForwardBatch, slots: Tensor, state: Tensor, query: Tensor, added: Tensor) -> Tensor:
-    """Any number of tokens per request, all at once; the state in the slots holds those before them."""
+    """Compute any number of tokens per request at once; the state in the slots holds the earlier tokens."""
     starts = batch.query_start.to(torch.int64)
     index = torch.arange(len(query), device=query.device)
     live = index < starts[-1]
-    owner = torch.bucketize(index, starts[1:-1], right=True)  # of padding rows any
+    # Padding rows get an arbitrary owner.
+    owner = torch.bucketize(index, starts[1:-1], right=True)
     query = torch.where(live[:, None], query, 0)
     key, value, log_decay = _parts(torch.where(live[:, None], added, 0))
     query = query.unflatten(1, (-1, KEY))
-    until = log_decay.double().cumsum(0)  # [T, heads]: differences are what counts
-    before = F.pad(until, (0, 0, 1, 0)).index_select(
-        0, starts
-    )  # [B + 1, heads]: up to each request's first token
+    # [T, heads]: only differences of these sums are used.
+    until = log_decay.double().cumsum(0)
+    # [B + 1, heads]: the sum up to each request's first token.
+    before = F.pad(until, (0, 0, 1, 0)).index_select(0, starts)
     begun = batch.seq_lens > starts[1:] - starts[:-1]
     old = torch.where(begun[:, None, None, None], state.index_select(0, slots), 0)
 
@@ -76,7 +77,10 @@ def _extend(batch: ForwardBatch, slots: Tensor, state: Tensor, query: Tensor, ad
 
 
 def _step(at: BatchState, layer: int, state: Tensor, query: Tensor, added: Tensor) -> Tensor:
-    """The same number of new tokens per request: add the accepted ones of the window, then keep the new ones in it."""
+    """Add the accepted tokens of the window to the state, then compute the new ones (equally many per request).
+
+    The new tokens' values replace those in the window.
+    """
     assert at.rows is not None
     assert at.pending is not None
     window, live = at.windows[layer], at.rows > 0
@@ -97,6 +101,6 @@ def _step(at: BatchState, layer: int, state: Tensor, query: Tensor, added: Tenso
 
 
 def _added(state: Tensor, added: Tensor) -> Tensor:
-    """The state [B, heads, KEY, VALUE] after one more token."""
+    """Return the state [B, heads, KEY, VALUE] after one more token."""
     key, value, log_decay = _parts(added)
     return log_decay.exp()[..., None, None] * state + key[..., None] * value[..., None, :]

@@ -24,7 +24,7 @@ def _state_planes(owner: Owner, config: ModelConfig, layer: int, dtype: str) -> 
 
 
 def _window(config: ModelConfig, layer: int) -> int:
-    """A key, a value and a decay for each head: what a token adds to the state."""
+    """Return the size of a key, a value and a decay for each head: what a token adds to the state."""
     return config.num_heads * (KEY + VALUE + 1)
 
 

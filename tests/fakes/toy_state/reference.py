@@ -1,4 +1,4 @@
-"""The same model in plain torch over a whole text: no cache, no pages, no state between calls, the tokens in turn."""
+"""Computes the same model in plain torch over a whole text, token by token: no cache, pages or state between calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fakes.toy_state.record import KEY, LATENT_VALUES, VALUE
 def continuation(
     tensors: Mapping[str, Tensor], config: ModelConfig, prompt: list[int], count: int
 ) -> list[int]:
-    """The greedy continuation of `prompt`, everything again for each token. `tensors`: of the checkpoint."""
+    """Return the greedy continuation of `prompt`; each token recomputes everything. `tensors`: the checkpoint's."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(int(logits(tensors, config, ids).argmax()))
@@ -24,7 +24,7 @@ def continuation(
 
 
 def logits(tensors: Mapping[str, Tensor], config: ModelConfig, ids: list[int]) -> Tensor:
-    """[V] after the last of `ids`."""
+    """Return the logits [V] after the last of `ids`."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], tensors[f"{name}.weight"], config.rms_norm_eps)

@@ -110,9 +110,8 @@ def test_starting_again(make: Callable[[str], Child], tmp_path: Path) -> None:
     for round_ in range(1, 4):
         child.start()
         assert child.progress.phase == "importing"
-        until(
-            lambda: child.exit_code is not None
-        )  # its status pipe is not read to the end, so the next start has to close it
+        # Its status pipe is not read to the end, so the next start has to close it.
+        until(lambda: child.exit_code is not None)
         assert child.log_tail() == "here\n" * round_
     until(lambda: child.read_progress().phase == "ready" and child._status < 0)
     assert not set(os.listdir("/proc/self/fd")) - before

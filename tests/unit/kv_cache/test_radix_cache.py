@@ -306,9 +306,8 @@ def test_salts_never_share_a_page() -> None:
         assert cache.insert(keys, pages, salt)[1] == 0
         cache.check_integrity()
     for salt, pages in ((b"a", [11, 12, 13]), (b"bb", [21, 22, 23]), (b"", [31, 32, 33])):
-        assert (
-            cache.match(keys[:2], salt).pages == pages[:1]
-        )  # splits the edge: the salt stays with its upper half
+        # This splits the edge: the salt stays with its upper half.
+        assert cache.match(keys[:2], salt).pages == pages[:1]
         assert cache.match(keys, salt).pages == pages
         cache.check_integrity()
     assert cache.match(keys, b"b").pages == []

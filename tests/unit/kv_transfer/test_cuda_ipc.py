@@ -355,9 +355,8 @@ def test_layouts_with_pages_of_several_sizes(monkeypatch: pytest.MonkeyPatch) ->
     pair = Pair(monkeypatch)
     peer = pair.sending.attach(pair.target())
     other = layers_layout("tiny", "float32", 2, 6, [(2, 4), (2, 4)])
-    write = pair.sending.write_pages(
-        peer, pair_plan(SRC, other), [1], [5], 1, checksums=False
-    )  # the offsets of a smaller pool
+    # The smaller destination pool has other offsets.
+    write = pair.sending.write_pages(peer, pair_plan(SRC, other), [1], [5], 1, checksums=False)
     assert pair.sending.poll(write.ticket) is WriteState.DONE
     assert len(write.digests) == 0
     assert page_bytes(pair.pool.numpy().data, other, 5) == page_bytes(pair.source.numpy().data, SRC, 1)

@@ -61,9 +61,8 @@ def _shm() -> Ends:
 
 def _tcp() -> Ends:
     clock = Clock()
-    limits = msgspec.structs.replace(
-        LIMITS, max_frame_bytes=100, max_inflight_bytes=1000
-    )  # many small frames
+    # Small limits force many small frames.
+    limits = msgspec.structs.replace(LIMITS, max_frame_bytes=100, max_inflight_bytes=1000)
     return Ends(
         Prefill(clock, TcpSender(limits), limits), Decode(clock, TcpReceiver("127.0.0.1", 0, limits), limits)
     )
@@ -71,9 +70,8 @@ def _tcp() -> Ends:
 
 def _nixl(library: Any) -> Ends:
     clock = Clock()
-    limits = msgspec.structs.replace(
-        LIMITS, max_frame_bytes=100, max_inflight_bytes=1000
-    )  # several transfers per write
+    # Small limits force several transfers per write.
+    limits = msgspec.structs.replace(LIMITS, max_frame_bytes=100, max_inflight_bytes=1000)
     sending, receiving = secrets.token_hex(16), secrets.token_hex(16)
     return Ends(
         Prefill(clock, NixlSender(sending, "lo", limits, library=library), limits, incarnation=sending),

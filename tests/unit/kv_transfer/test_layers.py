@@ -71,9 +71,8 @@ def test_a_layer_is_there_before_the_next_is_told(told: int, fencing: bool) -> N
     rig.sender.finish(1, RECORD)
     events = said(rig)
     assert Delivered(1) in events
-    assert [type(event) for event in events if isinstance(event, (Arrived, RoomFailed))] == [
-        Arrived
-    ]  # checked pages
+    # Arrived means that the checksums of all pages agree.
+    assert [type(event) for event in events if isinstance(event, (Arrived, RoomFailed))] == [Arrived]
     assert same_pages(rig.prefill, SRC, rig.decode, DST)
     counters = rig.sender.counters
     assert (counters.pages_written, counters.pages_by_layer) == (3, 3 if told else 0)

@@ -157,9 +157,8 @@ def test_a_long_prompt_is_not_starved_by_short_ones(
     """
     patient = request(0, max(long, short + 1))
     rooms, waiting, now = itertools.count(1), [patient], 0.0
-    oldest = AGEING_SECONDS + seconds * (
-        queue * short / budget + 2
-    )  # cost of a short prompt while it overtakes the long one
+    # The cost of a short prompt while it overtakes the long one.
+    oldest = AGEING_SECONDS + seconds * (queue * short / budget + 2)
     bound = patient.num_tokens / short * oldest + seconds * (patient.num_tokens / budget + 2)
     while patient.remaining:
         waiting += [request(next(rooms), short, received=now) for _ in range(queue + 1 - len(waiting))]

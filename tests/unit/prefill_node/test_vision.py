@@ -337,9 +337,8 @@ def test_spans_that_do_not_fit_are_refused_by_both_nodes(spans: tuple[ImageSpan,
         cluster.run()
         assert call.error is not None
         assert call.error.code == "invalid_value"
-        if (
-            spans[0].length == TOKENS and spans[0].rows < TOKENS
-        ):  # only the prefill node knows an image's size
+        # Only the prefill node knows an image's size.
+        if spans[0].length == TOKENS and spans[0].rows < TOKENS:
             call = cluster.submit([1] * 10, 2, images=spans, legs="d")
             cluster.run()
             assert call.error is not None

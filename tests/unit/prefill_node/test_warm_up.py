@@ -46,9 +46,8 @@ def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -
     before = [plane.fill_(7).clone() for plane in planes]
     warm_up(target.forward, EaglePrefill(drafting.forward), PAGE, PLACEMENT.device)
     assert rows == [1, 1]
-    assert all(
-        torch.equal(plane[1:], old[1:]) for plane, old in zip(planes, before, strict=True)
-    )  # page 0 is the padding page
+    # Page 0 is the padding page.
+    assert all(torch.equal(plane[1:], old[1:]) for plane, old in zip(planes, before, strict=True))
 
 
 def test_every_module_of_a_multi_layer_draft_runs() -> None:

@@ -238,9 +238,8 @@ async def test_nobody_speaks_for_another() -> None:
                 Goodbye(incarnation=decode.ref.incarnation),
             )
             liar.beat("draining", incarnation=decode.ref.incarnation)
-        decode.say(
-            FirstToken(room=room, token=OutputToken(9), finish_reason="stop", cached_tokens=0)
-        )  # a message that is not its own
+        # Each node of the request sends a message that only the other one may send.
+        decode.say(FirstToken(room=room, token=OutputToken(9), finish_reason="stop", cached_tokens=0))
         prefill.say(Tokens(runs=[TokenRun(room, 0, [OutputToken(9)], "stop")]))
         await asyncio.sleep(0.05)
         assert not client.task.done()

@@ -142,6 +142,5 @@ def test_hostile_stops_cost_linear_time() -> None:
     start = time.thread_time()
     for _ in range(1000):
         stream.push([OutputToken(0)], None)
-    assert (
-        time.thread_time() - start < 40
-    )  # CPU time of this thread; a quadratic algorithm would take minutes
+    # CPU time of this thread; a quadratic algorithm would take minutes.
+    assert time.thread_time() - start < 40

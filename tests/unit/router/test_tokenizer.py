@@ -69,9 +69,8 @@ def test_leading_space_of_the_first_token(all_kinds: dict[str, Tokenizer]) -> No
     prompt = text.encode("answer", True)
     assert the is not None
     assert said(text.stream(True, prompt), [the]) == " the"
-    assert (
-        said(text.stream(True, [*prompt, 2]), [the]) == " the"
-    )  # a special token in between does not hide it
+    # A special token in between does not hide the space.
+    assert said(text.stream(True, [*prompt, 2]), [the]) == " the"
     assert said(text.stream(True, [1]), [the]) == "the"  # only special tokens before it
     assert text.stream(True, prompt).step(the) == " the"  # at once, not with the second token
 

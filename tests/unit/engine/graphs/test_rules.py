@@ -34,10 +34,8 @@ from tests.unit.engine.paged_driver import Driver
 
 PLAIN, ON_CPU = StartupFacts("cuda"), StartupFacts("cpu")
 AUTO = PhaseSwitch()
-UNDECIDED = {
-    1: "MixtralForCausalLM",
-    8: "Gemma3ForConditionalGeneration",
-}  # rule -> a checkpoint that meets it
+# Rule -> the architecture of a checkpoint that meets it.
+UNDECIDED = {1: "MixtralForCausalLM", 8: "Gemma3ForConditionalGeneration"}
 
 
 def cluster(tmp_path: Path, text: str) -> Resolved:
