@@ -17,11 +17,12 @@ from torch import Tensor
 
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
 from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.mtp_runner import Module, MultiLayerRunner
 from common.engine.host_copies import send, send_one
 from common.engine.ops.keep_hidden import keep_hidden
 from common.engine.sampling.sampler import SampleOutput
-from prefill_node.draft import BuiltDraft, DraftSetup
+from prefill_node.draft import BuiltDraft, DraftSetup, head_draft
 from prefill_node.graphs.prompt_graphs import draft_module_graphs
 from prefill_node.step_plan import PlannedChunk
 from prefill_node.step_rules import PromptRules
@@ -186,6 +187,9 @@ class MultiLayerPrefill:
 
 
 def module_draft(setup: DraftSetup) -> BuiltDraft:
+    """Build the draft's part for MTP; a single module that runs at every step is prefilled like an EAGLE head."""
+    if isinstance(setup.runner, DraftRunner):
+        return head_draft(setup)
     assert isinstance(setup.runner, MultiLayerRunner)
     assert setup.config is not None
     graphs = draft_module_graphs(setup.runner, setup.config, setup.plan)

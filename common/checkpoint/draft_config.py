@@ -28,14 +28,15 @@ class DraftConfig:
     aux: AuxLayers  # streams of the target that the draft reads
     draft_vocab: int | None  # number of tokens that the draft can propose; None: all, by the target's head
     norm_before_residual: bool  # the residual around attention is the normed stream
-    mtp: MtpFormat | None = None  # set for a multi-layer draft: one module per step, model.num_layers of them
+    mtp: MtpFormat | None = None  # set for MTP: names of its model.num_layers modules
+    repeats: bool = False  # MTP: the only module runs at every step, like a head
     fc_norms: tuple[str, ...] = ()  # norms of the target's states, one for each equal part of them
     norm_output: bool = False  # a draft step passes its normed output to the next
 
     @property
     def modules(self) -> int:
-        """The number of modules of a multi-layer draft, one per step; 0 if one layer stack runs at every step."""
-        return 0 if self.mtp is None else self.model.num_layers
+        """The number of modules of a multi-layer draft, one per step; 0 if the same layers run at every step."""
+        return 0 if self.mtp is None or self.repeats else self.model.num_layers
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -44,12 +45,15 @@ class DraftConfig:
 
 
 def with_steps(draft: DraftConfig, steps: int) -> DraftConfig:
-    """Return the draft for so many steps: of a multi-layer one, the first modules.
+    """Return the draft for so many steps: of several MTP modules the first ones, one per step.
 
-    Raises ModelError if it has fewer.
+    Most MTP checkpoints have one module, which runs at every step. Raises ModelError if there are several, but fewer
+    than steps.
     """
     if draft.mtp is None:
         return draft
+    if draft.model.num_layers == 1:
+        return replace(draft, repeats=True)
     if steps > draft.modules:
         raise ModelError(
             f"this draft has {draft.modules} modules, one for each step: set speculation.steps to at most "

@@ -50,11 +50,14 @@ class HeadDraft:
 
 @dataclass(frozen=True, slots=True)
 class ModulesDraft:
-    """One module per step."""
+    """MTP modules: one per step, or one that runs at every step."""
 
     modules: MtpModules
+    repeats: bool
 
-    def runner(self, pool: KvPool, attention: AttentionBackend) -> MultiLayerRunner:
+    def runner(self, pool: KvPool, attention: AttentionBackend) -> MultiLayerRunner | DraftRunner:
+        if self.repeats:
+            return DraftRunner(self.modules.heads[0], attention, topk=1)
         return MultiLayerRunner(self.modules.heads, attention)
 
 
@@ -77,7 +80,8 @@ def load_eagle3_head(parts: DraftParts) -> HeadDraft:
 
 
 def load_modules(parts: DraftParts) -> ModulesDraft:
-    return ModulesDraft(load_mtp(parts.path, parts.config, parts.target, parts.placement))
+    modules = load_mtp(parts.path, parts.config, parts.target, parts.placement)
+    return ModulesDraft(modules, parts.config.repeats)
 
 
 def load_language_model(parts: DraftParts) -> ModelDraft:

@@ -66,7 +66,7 @@ def draft_shape(config: DraftConfig, topk: int, placement: Placement) -> DraftSh
 
 def _check_takes_embeds(path: Path, config: DraftConfig, directory: DraftDirectory, target: CausalLM) -> None:
     """Raise TakesNoEmbeddings if the target reads images and the draft cannot read their embeddings."""
-    if target.config.vision is None or directory.takes_embeds:
+    if target.config.vision is None or directory.takes_embeds or config.repeats:
         return
     able = [each.name for each in algorithms() if each.directory is None or each.directory.takes_embeds]
     raise TakesNoEmbeddings(

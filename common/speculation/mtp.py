@@ -1,4 +1,4 @@
-"""`mtp`: multi-token prediction (others call it NEXTN), one module per step."""
+"""`mtp`: multi-token prediction (others call it NEXTN), one module for every step or several with a step each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def _read(raw: Json, file: Path, target: ModelConfig) -> DraftConfig:
 
 
 def _most_steps(raw: Json, where: str) -> int | None:
-    return positive(raw, MODULES, where, most=MAX_MODULES)
+    modules = positive(raw, MODULES, where, most=MAX_MODULES)
+    return modules if modules > 1 else None
 
 
 def _slots(steps: int, topk: int, nodes: int) -> int:

@@ -11,11 +11,13 @@ import torch
 
 from deploy.tiny_models.drafts import files, measure, oracle
 from deploy.tiny_models.drafts.features import load_target
+from deploy.tiny_models.drafts.reference import load as load_reference
 from deploy.tiny_models.prompts import few_shot_prompt
 from deploy.tiny_models.word_problems import take
 from tests.cluster.conftest import Reference
 from tests.cluster.graph_metrics import graph_series, replay_share
 from tests.cluster.harness import MODEL, Client, RunningCluster
+from tests.fakes.mtp_models import first_modules
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 
@@ -195,6 +197,35 @@ async def test_mtp_accepts_what_the_oracle_says(reference: Reference, tmp_path: 
     accepted = sum(each.accepted for each in rounds)
     assert _total(text, "vllm:spec_decode_num_drafts") == len(rounds)
     assert _total(text, "vllm:spec_decode_num_accepted_tokens") == accepted > 2.5 * len(rounds)
+
+
+async def test_one_mtp_module_accepts_what_the_reference_says(reference: Reference, tmp_path: Path) -> None:
+    """One module drafts four steps: rounds and accepted drafts equal those of a loop in plain torch without a cache."""
+    steps, said = 4, 12
+    path = first_modules(tmp_path / "one-module", 1)
+    draft = load_reference(path, load_target())
+    prompts, rounds, accepted = few_shot_prompts(3), 0, 0
+    for prompt in prompts:
+        ids, known = prompt + reference.ids(prompt, said + steps), len(prompt) + 1
+        while known - len(prompt) < said:
+            proposed, right = draft.propose(ids[:known], steps), 0
+            while right < steps and proposed[right] == ids[known + right]:
+                right += 1
+            rounds, accepted, known = rounds + 1, accepted + right, known + right + 1
+    speculation = {"algorithm": "mtp", "draft_model_path": str(path), "steps": steps}
+    config = {
+        "speculation": speculation,
+        "prefill": {"chunk_tokens": 33},
+        "decode": {"read_results": "one_behind"},
+    }
+    async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
+        answers = await client.complete_all(prompts, 2, said)
+        assert [answer.tokens for answer in answers] == [reference(prompt, said) for prompt in prompts]
+        await client.wait_idle()
+        async with client.session.get("/metrics") as response:
+            text = await response.text()
+    assert _total(text, "vllm:spec_decode_num_drafts") == rounds
+    assert _total(text, "vllm:spec_decode_num_accepted_tokens") == accepted > rounds
 
 
 def _total(text: str, series: str) -> float:

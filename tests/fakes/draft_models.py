@@ -11,6 +11,7 @@ import torch
 
 from common.checkpoint.aux_layers import AuxLayers
 from common.checkpoint.draft_config import DraftConfig, lookahead_for
+from common.checkpoint.mtp_format import MtpFormat
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
@@ -19,8 +20,10 @@ from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.backends.tape import TapeRecorder
 from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.graphs.slots import Inputs
+from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import EMBEDDING, LM_HEAD, Eagle3Head, EagleHead
+from common.engine.models.mtp import MtpModule, build_mtp
 from common.engine.models.registry import build_model
 from common.engine.state.draft_row import DraftShape
 from common.engine.state.pool import KvPool
@@ -45,6 +48,9 @@ from tests.fakes.pools import model_pool, plain_pool
 from tests.fakes.tiny_model import AXES, CONFIG, MAX_LEN, PLACEMENT, VOCAB, drawn, reference, tiny_model
 
 ONE_LAYER = replace_fields(CONFIG, num_layers=1, sliding_windows=(None,))
+ONE_MODULE = MtpFormat(
+    "model.layers", 2, "enorm", "hnorm", "eh_proj", "shared_head.norm", embedding_first=True, chain=True
+)
 NARROW = replace_fields(CONFIG, hidden_size=24)  # two layers, narrower than the target
 DRAFTS = {
     "eagle3": DraftConfig("eagle3", ONE_LAYER, CONFIG.hidden_size, AuxLayers((0, 1, 2)), 40, False),
@@ -65,6 +71,9 @@ DRAFTS = {
         "eagle3", NARROW, CONFIG.hidden_size, AuxLayers(), None, True, fc_norms=("input_norm",)
     ),
     "eagle": DraftConfig("eagle", CONFIG, CONFIG.hidden_size, AuxLayers(), None, False),
+    "mtp-one-module": DraftConfig(
+        "mtp", ONE_LAYER, CONFIG.hidden_size, AuxLayers(), None, False, mtp=ONE_MODULE, repeats=True
+    ),
 }
 # weights not shared with the target
 OWN = {"eagle3-narrow": (EMBEDDING,), "eagle3-no-aux": (EMBEDDING, LM_HEAD)}
@@ -83,11 +92,10 @@ CONFIGS = {**DRAFTS, **ON_AXES}
 
 
 @functools.cache
-def tiny_draft(name: str) -> Eagle3Head | EagleHead:
+def tiny_draft(name: str) -> Eagle3Head | EagleHead | MtpModule:
     config = CONFIGS[name]
     target = tiny_model(aux=config.aux_layers)
-    made = Eagle3Head if config.algorithm == "eagle3" else EagleHead
-    head = made(config, target, PLACEMENT, OWN.get(name, ())).eval()
+    head = new_head(name, config, target, PLACEMENT).eval()
     generator = torch.Generator().manual_seed(5)
     shared = {parameter.data_ptr() for parameter in target.parameters()}
     with torch.no_grad():
@@ -100,6 +108,16 @@ def tiny_draft(name: str) -> Eagle3Head | EagleHead:
             ids = torch.randperm(VOCAB, generator=generator)[: config.draft_vocab].sort().values
             head.get_buffer("d2t").copy_(ids - torch.arange(config.draft_vocab))
     return head
+
+
+def new_head(
+    name: str, config: DraftConfig, target: CausalLM, placement: Placement
+) -> Eagle3Head | EagleHead | MtpModule:
+    """Return the uninitialised head `name` of `CONFIGS`, with a config that the caller may have changed."""
+    if config.algorithm == "mtp":
+        return build_mtp(config, target, placement).heads[0]
+    made = Eagle3Head if config.algorithm == "eagle3" else EagleHead
+    return made(config, target, placement, OWN.get(name, ()))
 
 
 class DraftModel(NoDraftModel):

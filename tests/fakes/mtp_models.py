@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from common.checkpoint.aux_layers import AuxLayers
 from common.checkpoint.draft_config import DraftConfig, lookahead_for, with_steps
@@ -37,6 +40,7 @@ from tests.fakes.node_cluster import MakeStep, NoDraftModel
 from tests.fakes.pools import plain_pool
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, hidden_states, one_page, tiny_model
 
+SHIPPED = Path(__file__).resolve().parents[2] / "deploy" / "tiny_models" / "tiny-mtp"
 MODULES = 5
 FORMAT = MtpFormat(
     "model.layers", 2, "enorm", "hnorm", "eh_proj", "shared_head.norm", embedding_first=True, chain=True
@@ -65,6 +69,21 @@ def mtp_modules(name: str, steps: int) -> MtpModules:
                 if "norm" in key:
                     tensor.add_(1.0)
     return model
+
+
+def first_modules(directory: Path, modules: int) -> Path:
+    """Write the shipped draft with only so many modules to a new directory; most published checkpoints have one."""
+    directory.mkdir()
+    config = json.loads((SHIPPED / "config.json").read_text())
+    first = config["num_hidden_layers"]
+    kept = tuple(f"model.layers.{first + index}." for index in range(modules))
+    tensors = load_file(SHIPPED / "model.safetensors")
+    save_file(
+        {name: value for name, value in tensors.items() if name.startswith(kept)},
+        directory / "model.safetensors",
+    )
+    (directory / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": modules}))
+    return directory
 
 
 class MtpModel(NoDraftModel):

@@ -14,10 +14,9 @@ from common.engine.forward.draft_runner import DraftRunner
 from common.engine.graphs.backends.base import Backend
 from common.engine.graphs.backends.cuda import CudaRecorder
 from common.engine.layers.placement import Placement
-from common.engine.models.eagle import Eagle3Head, EagleHead
 from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.draft_prefill import DraftPrefill, draft_prefill_spec
-from tests.fakes.draft_models import DRAFTS, OWN
+from tests.fakes.draft_models import DRAFTS, new_head
 from tests.fakes.pools import plain_pool
 from tests.unit.engine.graphs.rig import DeviceDriver, model, sequences
 
@@ -39,7 +38,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize("poisoned", [False, True])
-@pytest.mark.parametrize("name", ["eagle3", "eagle"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp-one-module"])
 def test_replay_equals_eager(name: str, poisoned: bool) -> None:
     """Rows A3, A5, A6, L1: every batch gives the eager results."""
     compare(name, poisoned, GPU, BreakableGraphs(CudaRecorder(GPU)))
@@ -50,8 +49,7 @@ def compare(name: str, poisoned: bool, device: torch.device, backend: Backend) -
     config = replace(config, model=replace(config.model, head_dim=16))  # the kernels support this size
     target = model(config.aux_layers, device=device)
     placement = Placement(torch.float32, device)
-    made = Eagle3Head if config.algorithm == "eagle3" else EagleHead
-    head = made(config, target, placement, OWN.get(name, ())).eval()
+    head = new_head(name, config, target, placement).eval()
     shared = {parameter.data_ptr() for parameter in target.parameters()}
     torch.manual_seed(5)
     with torch.no_grad():

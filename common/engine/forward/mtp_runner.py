@@ -50,7 +50,7 @@ def load_mtp(path: Path, draft: DraftConfig, target: CausalLM, placement: Placem
     names = frozenset(name for file in read_weight_files(path) for name in file.tensors)
     check_draft_size(path, draft)
     model = build_mtp(draft, target, placement, names)
-    prefixes = tuple(f"{draft.mtp.prefix(index)}." for index in range(draft.modules))
+    prefixes = tuple(f"{draft.mtp.prefix(index)}." for index in range(draft.model.num_layers))
     load_weights(path, model.pieces(), within=prefixes)
     model = model.eval()
     _probe(model, draft, placement, path)

@@ -1,4 +1,11 @@
-"""Multi-token prediction: one module per draft step, each with a decoder layer and KV over all positions.
+"""Multi-token prediction: modules of one decoder layer each, with KV over all positions.
+
+A checkpoint with one module is run like an EAGLE head (models/eagle.py): row t reads the embedding of token t + 1 and
+the target's hidden state after token t, has position t, and predicts token t + 2. Later steps append rows that read the
+module's own output for the previous row. After verification these rows are computed again from the target's hidden
+states.
+
+Several modules have one step each:
 
 Row t of module k (from 0) reads the embedding of token t + 1 + k, has position t, and predicts token t + 2 + k. In
 addition to the embedding it reads the target's hidden state after token t or, in a chain, the output of module k - 1
@@ -59,6 +66,7 @@ class MtpModule(DraftModule):
         norm = (size, config.rms_norm_eps, placement)
         names, prefix, weights = draft.mtp, draft.mtp.prefix(index), weight_format(config, placement)
         self._format: MtpFormat = names
+        self._passes_output = names.chain or draft.repeats
         self._own_embedding, self._own_head = own_embedding, own_head
         self.embed_tokens = (
             Embedding(f"{prefix}.{EMBEDDING}", config.vocab_size, size, placement)
@@ -78,14 +86,14 @@ class MtpModule(DraftModule):
     def body(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> DraftOutput:
-        """Run the layer. `hidden` of the output is the input of the next module in the same row."""
+        """Run the layer. `hidden` of the output is the input of the next step, see the head of this file."""
         inputs = self.enorm(embeds), self.hnorm(hidden)
         both = torch.cat(inputs if self._format.embedding_first else inputs[::-1], dim=-1)
         stream = self.eh_proj.product(Activations(both))
         normed = Activations(self.layer.input_layernorm(stream))
         x, _ = self.layer(normed, stream, self.rotary(positions), attention, self.norm)
         last = x.tensor()
-        return DraftOutput(last, last if self._format.chain else hidden)
+        return DraftOutput(last, last if self._passes_output else hidden)
 
     def pieces(self) -> Iterator[Piece]:
         yield from self.enorm.pieces()
@@ -100,7 +108,7 @@ class MtpModule(DraftModule):
 
 
 class MtpModules(nn.Module):
-    """The first `draft.modules` modules of a checkpoint, in the order of the draft steps."""
+    """The modules of a checkpoint that are used, in the order of the draft steps."""
 
     def __init__(self, modules: Sequence[MtpModule]) -> None:
         super().__init__()
@@ -120,7 +128,7 @@ def build_mtp(
 ) -> MtpModules:
     """Return uninitialised modules; a module has its own embedding or head if `names` contains its tensor."""
     assert draft.mtp is not None
-    prefixes = [draft.mtp.prefix(index) for index in range(draft.modules)]
+    prefixes = [draft.mtp.prefix(index) for index in range(draft.model.num_layers)]
     return MtpModules(
         [
             MtpModule(

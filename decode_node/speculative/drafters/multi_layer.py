@@ -1,4 +1,4 @@
-"""Drafts by multi-token prediction: one module per step, and no forward before verify.
+"""Drafts by several modules of multi-token prediction: one module per step, and no forward before verify.
 
 The proposal of a round is stored in the relay row: each module drafted it when it processed the previous round. Rows of
 module k end where the target's rows end and begin k rows earlier, because the drafts with which their KV was computed
@@ -16,11 +16,13 @@ from torch import Tensor
 
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleVerifyInput
+from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.mtp_runner import MultiLayerRunner
 from common.engine.graphs.rules import Phase
 from common.engine.graphs.slots import Inputs, Slot
 from common.engine.ops.keep_hidden import keep_hidden
-from decode_node.speculative.drafters.drafter import DrafterSetup
+from decode_node.speculative.drafters import eagle
+from decode_node.speculative.drafters.drafter import Drafter, DrafterSetup
 from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 
@@ -125,7 +127,10 @@ def _opened(kept: Tensor, hidden: Tensor, long_enough: Tensor) -> Tensor:
     return torch.where(long_enough[:, None, None], in_front, at_end)
 
 
-def make_drafter(setup: DrafterSetup) -> MultiLayerDrafter:
+def make_drafter(setup: DrafterSetup) -> Drafter:
+    """Build a drafter of several modules; a single one runs at every step and drafts like an EAGLE head."""
+    if isinstance(setup.runner, DraftRunner):
+        return eagle.make_drafter(setup)
     assert isinstance(setup.runner, MultiLayerRunner)
     assert setup.config is not None
     return MultiLayerDrafter(setup.runner, setup.rounds, EagleDraftExtendInput.hidden_size_for(setup.config))

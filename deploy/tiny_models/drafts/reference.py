@@ -110,10 +110,15 @@ class Eagle(Reference):
 
 
 class Mtp(Reference):
-    """MTP: step k runs module k over all known rows, with ids shifted by one more, on module k-1's output."""
+    """MTP: step k runs module k over all known rows, with ids shifted by one more, on module k-1's output.
+
+    A single module runs at every step: rows past the known text take its own output as their hidden state.
+    """
 
     @torch.no_grad()
     def logits_after(self, ids: Sequence[int], path: Sequence[int] = ()) -> Tensor:
+        if self.config["num_nextn_predict_layers"] == 1:
+            return self._after_repeats(ids, path)
         if len(path) >= self.config["num_nextn_predict_layers"]:
             raise ValueError(
                 f"{self.config['num_nextn_predict_layers']} MTP modules cannot draft step {len(path) + 1}"
@@ -124,6 +129,16 @@ class Mtp(Reference):
             tokens = known[1 + module : 1 + module + len(hidden)]
             hidden = self._module(_below(self.weights, mtp_prefix(self.config, module)), tokens, hidden)
         return hidden[-1] @ self.head.T
+
+    def _after_repeats(self, ids: Sequence[int], path: Sequence[int]) -> Tensor:
+        layer = _below(self.weights, mtp_prefix(self.config, 0))
+        hidden = target_features(self.target, torch.tensor([ids[:-1]])).last[0]
+        tokens = [*ids[1:], *path]
+        out = self._module(layer, tokens[: len(hidden)], hidden)
+        for step in range(len(path)):
+            hidden = torch.cat((hidden, out[-1:]))
+            out = self._module(layer, tokens[: len(ids) + step], hidden)
+        return out[-1] @ self.head.T
 
     def _module(self, layer: Weights, tokens: Sequence[int], hidden: Tensor) -> Tensor:
         eps = self.dims.eps

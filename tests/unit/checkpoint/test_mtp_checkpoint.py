@@ -36,8 +36,9 @@ from common.engine.state.relay_state import RelayState
 from common.errors import ModelError
 from common.messages.generation import SamplingParams
 from common.node.serving_draft import draft_shape
-from common.speculation.directory import load_draft_config
+from common.speculation.directory import load_draft_config, most_steps
 from decode_node.speculative.state import RoundState
+from tests.fakes.mtp_models import first_modules
 
 MODELS = Path(__file__).resolve().parents[3] / "deploy" / "tiny_models"
 TARGET, MTP = MODELS / "tiny-target", MODELS / "tiny-mtp"
@@ -133,6 +134,23 @@ def test_more_steps_than_modules_are_refused() -> None:
         ModelError, match="has 3 modules, one for each step: set speculation.steps to at most 3"
     ):
         config_of(steps=4)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 31])
+def test_one_module_runs_at_every_step(steps: int, target: CausalLM, tmp_path: Path) -> None:
+    """A checkpoint with one module has the widths of a head, for any number of steps."""
+    path = first_modules(tmp_path / "one", 1)
+    config = config_of(path, steps)
+    assert (config.repeats, config.modules, config.model.num_layers) == (True, 0, 1)
+    assert (hidden_rows_for(config), proposals_for(config, 1), lookahead_for(config)) == (1, 1, 1)
+    shape = draft_shape(config, 1, PLACEMENT)
+    assert (shape.topk, shape.hidden, shape.dtype_name) == (1, HIDDEN, "float32")
+    assert most_steps(path, "mtp") is None
+    assert most_steps(MTP, "mtp") == 3
+    model = load_mtp(path, config, target, PLACEMENT)
+    (head,) = model.heads
+    output = head(torch.tensor([3]), torch.randn(1, HIDDEN), torch.tensor([0]), OneRow())
+    assert torch.equal(output.hidden, output.last)
 
 
 def test_embedding_and_head_are_shared(target: CausalLM) -> None:

@@ -27,6 +27,7 @@ from common.node.serving_model import ServingModel
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.speculation.directory import load_draft_config
+from tests.fakes.mtp_models import first_modules
 
 MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
 TARGET = MODELS / "tiny-target"
@@ -119,6 +120,17 @@ def test_every_algorithm_has_the_graphs_of_its_role(
     assert sorted((phase, model) for phase, model, *_ in rows) == sorted(CAPTURED[role][algorithm])
     assert {row[2] for row in rows} == {backend}, rows
     assert sorted(tried) == sorted(CAPTURED[role][algorithm])
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_one_mtp_module_has_the_graphs_of_a_head(
+    role: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    draft = first_modules(tmp_path / "one", 1)
+    with caplog.at_level("INFO", "tandem.graphs"):
+        with closing(built(role, tmp_path, Log("graphs"), "mtp", draft)):
+            rows = table(caplog)
+    assert sorted((phase, model) for phase, model, *_ in rows) == sorted(CAPTURED[role]["eagle"])
 
 
 def test_prompt_graphs_that_are_switched_off_are_logged(

@@ -125,6 +125,7 @@ def test_what_stands_at_placeholders_is_never_embedded(filler: int) -> None:
         ("eagle3-full-vocabulary", 3, (), "breakable"),
         ("eagle", 3, (), "breakable"),
         ("eagle", 64, (1, 4), "breakable"),
+        ("mtp-one-module", 3, (1, 4), "breakable"),
     ],
 )
 def test_drafts_read_the_images(name: str, chunk: int, buckets: tuple[int, ...], graphs: str) -> None:

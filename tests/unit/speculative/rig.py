@@ -269,9 +269,7 @@ class RoundRig:
         kind, config = self.kind, DRAFTS.get(self.kind.name)
         if kind.name in FORMATS:
             config = mtp_config(kind.name, kind.steps)
-        made = {"ngram": "ngram", "standalone": "standalone"}.get(
-            kind.name, "mtp" if kind.name in FORMATS else "eagle"
-        )
+        made = kind.name if config is None else config.algorithm
         setup = DrafterSetup(draft, config, self.rounds, kind.steps, kind.topk, kind.nodes)
         return make_drafter(made, setup)
 

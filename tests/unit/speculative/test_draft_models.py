@@ -30,7 +30,7 @@ from tests.fakes.scenarios import (
 )
 from tests.fakes.tiny_model import VOCAB
 
-NAMES = ("eagle3", "eagle3-full-vocabulary", "eagle", "standalone")
+NAMES = ("eagle3", "eagle3-full-vocabulary", "eagle", "mtp-one-module", "standalone")
 Seen = list[tuple[list[int], list[int]]]
 
 
@@ -62,7 +62,7 @@ def test_drafts_across_the_cut(name: str, chunk: int, page_size: int, completion
     expect_eager(name, seen, 3, least=14)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp-one-module"])
 def test_draft_kv_of_chunks_is_that_of_the_whole_prompt(name: str) -> None:
     """Row C1: compare keys and values of every position, as the decode node finds them before its first round."""
     prompt, planes = prompt_of(23), []
@@ -136,14 +136,17 @@ def test_every_number_of_steps(name: str, steps: int) -> None:
     expect_eager(name, seen, steps, least=5)
 
 
-@pytest.mark.parametrize("prefill_cache", [True, False])
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_prefix_hits_at_every_boundary(page_size: int, prefill_cache: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "page_size", "prefill_cache"),
+    [
+        *((("eagle3", size, cached)) for size in (1, 4) for cached in (True, False)),
+        ("mtp-one-module", 4, True),
+    ],
+)
+def test_prefix_hits_at_every_boundary(name: str, page_size: int, prefill_cache: bool) -> None:
     """A draft's KV of a position also depends on the next token: a hit must not give KV of another successor."""
     seen: Seen = []
-    with NodeCluster(
-        shape_of("eagle3", 2, seen, page_size=page_size, prefill_cache=prefill_cache)
-    ) as cluster:
+    with NodeCluster(shape_of(name, 2, seen, page_size=page_size, prefill_cache=prefill_cache)) as cluster:
         first = prompt_of(13)
         for shared in range(len(first) + 1):
             second = first[:shared] + [(token + 1) % VOCAB for token in first[shared:]]
@@ -159,12 +162,12 @@ def test_prefix_hits_at_every_boundary(page_size: int, prefill_cache: bool) -> N
             history = call.prompt + call.ids + prompt_of(3, turn)
         cluster.settle()
         assert cluster.decode.link.counters.cached_tokens > 0
-    expect_eager("eagle3", seen, 2, least=30)
+    expect_eager(name, seen, 2, least=30)
 
 
 @pytest.mark.parametrize(
     ("name", "completion", "page_size"),
-    pairs(("eagle3", "standalone"), (Immediate, Deferred), (1, 4, 16)),
+    pairs(("eagle3", "mtp-one-module", "standalone"), (Immediate, Deferred), (1, 4, 16)),
 )
 def test_retraction_keeps_draft_state_and_draft_kv(
     name: str, completion: type[Completion], page_size: int
@@ -184,11 +187,12 @@ def test_retraction_keeps_draft_state_and_draft_kv(
     expect_eager(name, seen, 3, least=40)
 
 
-def test_migration_rebuilds_the_draft_state() -> None:
+@pytest.mark.parametrize("name", ["eagle3", "mtp-one-module"])
+def test_migration_rebuilds_the_draft_state(name: str) -> None:
     for k in (1, 3, 6):
         seen: Seen = []
-        expect_migration(shape_of("eagle3", 2, seen, page_size=4, decodes=2), k)
-        expect_eager("eagle3", seen, 2, least=4)
+        expect_migration(shape_of(name, 2, seen, page_size=4, decodes=2), k)
+        expect_eager(name, seen, 2, least=4)
 
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
