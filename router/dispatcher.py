@@ -34,13 +34,14 @@ from router.decode_pace import DecodePace
 from router.dispatch_limits import DispatchLimits
 from router.generation import AnswerComplete, GenerationRequest, TokenDelta
 from router.in_flight import InFlight
+from router.isolation import Trial
 from router.legs import placement_messages
 from router.metrics import RouterMetrics
 from router.node_health import NodeHealth
 from router.node_registry import Node, NodeRegistry
 from router.placement import PlacementPolicy
 from router.placer import Placer, unavailable
-from router.poison_watch import PoisonWatch, Trial, poison_error
+from router.poison_watch import PoisonWatch, poison_error
 from router.retries import Retries
 from router.retry_budget import RetryBudget
 from router.timeline import Timeline, Timelines
@@ -221,7 +222,9 @@ class Dispatcher:
                 request = flight.request.request_id
                 self._events.add("failed", request=request, attempt=flight.attempts, code=error.code)
                 elsewhere = self._placer.has_others(flight.avoid)
-                pause = retries.pause(error, len(flight.said) > before, elsewhere, loop.time())
+                # The router itself put other suspects beside it: a crash there is no failure of the request.
+                progress = len(flight.said) > before or flight.shared_trial
+                pause = retries.pause(error, progress, elsewhere, loop.time())
                 if pause is None:
                     raise
                 if retries.repeated and not self._budget.take():
@@ -249,10 +252,13 @@ class Dispatcher:
 
     async def _attempt(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
         """Run one attempt. If it fails, the nodes to blame are added to `flight.avoid`."""
-        await self._turns.wait()
-        trial = await self.poison.trial(flight)
+        started = asyncio.get_running_loop().time()
+        trial = await self.poison.trial(flight, self._limits.placement_wait)
+        flight.shared_trial = trial.companions > 0
         try:
-            attempt = await self._place(flight, trial)
+            await self._turns.wait()
+            attempt = await self._place(flight, trial, started)
+            trial.placed()
         except BaseException:
             trial.release()
             raise
@@ -285,14 +291,13 @@ class Dispatcher:
             flight.avoid |= attempt.blamed
             self._close(attempt)
 
-    async def _place(self, flight: InFlight, trial: Trial) -> Attempt:
-        """Choose a pair of nodes and send both halves of the request.
+    async def _place(self, flight: InFlight, trial: Trial, started: float) -> Attempt:
+        """Choose a pair of nodes and send both halves of the request. `started`: when its wait for a pair began.
 
         A node to which sending fails counts as unreachable until it is heard from; that is not a failed attempt.
         """
         loop = asyncio.get_running_loop()
         tokens = flight.tokens
-        started = loop.time()
         while True:
             prefill, decode = await self._pair(flight, trial, started)
             self.poison.check(flight)

@@ -19,6 +19,7 @@ class InFlight:
     avoid: set[str] = field(default_factory=set)  # incarnations to blame for failed attempts
     attempts: int = 0
     suspect: bytes = b""  # fingerprint of the request, once a node crashed while it ran there
+    shared_trial: bool = False  # the latest attempt ran in isolation together with other suspects
 
     @property
     def tokens(self) -> list[int]:

@@ -11,27 +11,11 @@ from collections.abc import Callable, Iterable
 from common.errors import DeadlineExceeded, PoisonRequest
 from router.attempt import Attempt
 from router.in_flight import InFlight
+from router.isolation import Isolation, Trial
 from router.node_registry import Node, NodeRegistry
 from router.suspects import Suspects, fingerprint
 
 EXPIRY = 300.0  # seconds that a request remains suspected or refused
-
-
-class Trial:
-    """The right to run as the only request in isolation. `release` ends it and may be called repeatedly."""
-
-    def __init__(self, lock: asyncio.Lock | None = None) -> None:
-        """`lock` is already held; with None the request needs no isolation."""
-        self._lock = lock
-
-    @property
-    def isolated(self) -> bool:
-        return self._lock is not None
-
-    def release(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
 
 
 class PoisonWatch:
@@ -40,7 +24,7 @@ class PoisonWatch:
     def __init__(self, clock: Callable[[], float], max_crashes: int = 2) -> None:
         """`max_crashes`: crashes of nodes under one request, as in Suspects."""
         self.suspects = Suspects(EXPIRY, clock, max_crashes)
-        self._isolation = asyncio.Lock()  # fair: in order of arrival
+        self._isolation = Isolation()
 
     def check(self, flight: InFlight) -> None:
         """Raise PoisonRequest if the same request has crashed nodes. Called before each wait and each placement."""
@@ -68,20 +52,20 @@ class PoisonWatch:
             if registry.get(incarnation) is not None:
                 self.suspects.returned(incarnation)
 
-    async def trial(self, flight: InFlight) -> Trial:
+    async def trial(self, flight: InFlight, patience: float) -> Trial:
         """Wait until the request may run: at once, unless it must be isolated from other suspects.
 
-        Raises PoisonRequest.
+        It waits for at most `patience` seconds; then it runs without isolation. Raises PoisonRequest or
+        DeadlineExceeded.
         """
         self.check(flight)
         if not flight.suspect or not self.suspects.needs_isolation(flight.suspect):
             return Trial()
-        try:
-            async with asyncio.timeout_at(flight.deadline):
-                await self._isolation.acquire()
-        except TimeoutError:
-            raise DeadlineExceeded("the request took longer than its timeout") from None
-        return Trial(self._isolation)
+        left = flight.deadline - asyncio.get_running_loop().time()
+        trial = await self._isolation.enter(self.suspects.crashes(flight.suspect), min(patience, left))
+        if not trial.isolated and left <= patience:
+            raise DeadlineExceeded("the request took longer than its timeout")
+        return trial
 
     def avoided_by(self, flight: InFlight, others: Iterable[tuple[Attempt, InFlight]]) -> set[str]:
         """Incarnations of nodes on which other suspects run."""

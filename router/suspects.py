@@ -4,14 +4,16 @@ The socket of a process closes when it crashes. Its requests are placed again, a
 
 - First crash: every request on the node is suspected. All of them continue at once, wherever there is room.
 - A crash under suspects: those with the most crashes are to blame. If there is only one, it is quarantined. If there
-  are several, each gets one more crash, and from then on they run one at a time (`needs_isolation`).
+  are several, each gets one more crash, and from then on they run in isolation (`needs_isolation`): one at a time, or
+  in a few groups if they are many (`router.isolation`), which a further crash divides again.
 - A crash under a quarantined request that was running there before its quarantine makes no other request a suspect.
 - A request that gets past the position at which its node crashed, or ends, is cleared.
 
 So one request that always crashes a node at the same position costs two crashes if it is the only suspect, and three if
-other requests always accompany it: together, together, isolated. Each further such request costs one more. Only the
-death of a process counts: a node that returns under the same incarnation has only lost its connection, and its
-suspicions are withdrawn. Silence, hangs, drains and goodbyes never count.
+up to eight requests always accompany it: together, together, isolated. Eight times as many requests cost one more
+crash, and so does each further such request. Only the death of a process counts: a node that returns under the same
+incarnation has only lost its connection, and its suspicions are withdrawn. Silence, hangs, drains and goodbyes never
+count.
 """
 
 from __future__ import annotations
@@ -103,9 +105,13 @@ class Suspects:
         return self._get(key) is not None
 
     def needs_isolation(self, key: bytes) -> bool:
-        """Whether the request must be the only suspect on its node."""
+        """Whether the request must not run beside other suspects."""
+        return self._max_crashes > 0 and self.crashes(key) >= 2
+
+    def crashes(self, key: bytes) -> int:
+        """Crashes of which the request is suspected."""
         suspicion = self._get(key)
-        return self._max_crashes > 0 and suspicion is not None and suspicion.crashes >= 2
+        return suspicion.crashes if suspicion is not None else 0
 
     def crashed(self, incarnation: str, role: Role, aboard: Mapping[bytes, int]) -> bytes | None:
         """A node crashed under `aboard` (fingerprint -> emitted tokens). Return the request to quarantine, if any."""
