@@ -11,12 +11,20 @@ it with transformers. `common/engine/models/decoder.py` computes it if its layer
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from common.checkpoint import model_files
+from common.checkpoint.experts_config import (
+    DEEPSEEK_V3,
+    MIXTRAL,
+    QWEN,
+    ExpertRules,
+    ExpertsConfig,
+    parse_experts,
+)
 from common.checkpoint.json_fields import (
     MAX_HEADS,
     MAX_LAYERS,
@@ -45,6 +53,7 @@ from common.errors import ModelError
 
 Raw = Mapping[str, Any]
 
+EXPERTS = "experts"  # LayerKind.feed_forward of layers with experts
 MAX_EOS_IDS = 256
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # tandem's name -> safetensors' name
 
@@ -56,12 +65,17 @@ class Family:
     qkv_bias: bool | str = False  # a str names the config key that decides
     output_bias: bool | str = False  # o_proj
     mlp_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
     head_dim: int | None = None  # default if config.json has none; None: hidden / heads
-    window: int | None = None  # default of `sliding_window` if config.json has no such key
-    windows_by_layer: bool = False  # use_sliding_window, max_window_layers, layer_types (Qwen)
+    # Default of `sliding_window` if config.json has no such key, 0: no window; None: the key is not read.
+    window: int | None = None
+    window_switch: bool = False  # windows only if `use_sliding_window` is true
+    windows_by_layer: bool = False  # a switch, and max_window_layers or layer_types (Qwen)
     # Maps (config.json, layers, where) to the blocks of each layer; None: attention and a dense feed-forward in each.
     layer_kinds: Callable[[Raw, int, str], tuple[LayerKind, ...]] | None = None
+    experts: ExpertRules | None = (
+        None  # of a mixture of experts; the layers that have them follow from config.json
+    )
     engine: str = "common.engine.models.decoder:Decoder"  # "module:attribute" of its CausalLM
 
 
@@ -73,6 +87,16 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3ForCausalLM": Family(
         "attention_bias", "attention_bias", qk_norm=True, head_dim=128, window=4096, windows_by_layer=True
     ),
+    "Qwen3MoeForCausalLM": Family(
+        "attention_bias",
+        "attention_bias",
+        qk_norm=True,
+        window=4096,
+        window_switch=True,
+        experts=QWEN,
+    ),
+    "MixtralForCausalLM": Family(window=0, experts=MIXTRAL),
+    "Glm4MoeForCausalLM": Family("attention_bias", qk_norm="use_qk_norm", experts=DEEPSEEK_V3),
 }
 
 
@@ -126,6 +150,7 @@ class ModelConfig:
     vision: VisionConfig | None = None  # the vision part of a model that takes images; None: text only
     weights: StoredWeights = DENSE  # how the checkpoint stores its products
     layer_kinds: tuple[LayerKind, ...] = ()  # [num_layers]; (): attention and a dense feed-forward in each
+    experts: ExpertsConfig | None = None  # of the layers whose feed-forward is "experts"
 
     def kind_of(self, layer: int) -> LayerKind:
         """Return the blocks of one layer."""
@@ -199,6 +224,13 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
     eps = raw.get("rms_norm_eps", 1e-6)
     if not is_finite(eps) or not 0 < eps < 1:
         raise ModelError(f"{where}: rms_norm_eps must be a small positive number, found {shown(eps)}")
+    kinds = () if family.layer_kinds is None else family.layer_kinds(raw, num_layers, where)
+    experts, inner = None, None
+    if family.experts is not None:
+        experts, has_experts = parse_experts(raw, family.experts, num_layers, where)
+        kinds = _with_experts(kinds or (LayerKind(),) * num_layers, has_experts)
+        # A model whose layers all have experts may leave out the width of dense ones.
+        inner = experts.inner
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -206,7 +238,7 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=positive(raw, "intermediate_size", where, most=MAX_WIDTH),
+        intermediate_size=positive(raw, "intermediate_size", where, inner, MAX_WIDTH),
         vocab_size=vocab,
         max_position_embeddings=max_positions,
         rms_norm_eps=float(eps),
@@ -215,13 +247,14 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         qkv_bias=_option(raw, family.qkv_bias, where),
         output_bias=_option(raw, family.output_bias, where),
         mlp_bias=_option(raw, family.mlp_bias, where),
-        qk_norm=family.qk_norm,
+        qk_norm=_option(raw, family.qk_norm, where),
         sliding_windows=_windows(raw, family, num_layers, where),
         dtype=_dtype(raw, directory, where),
         eos_token_ids=_eos_ids(raw, generation, vocab, where),
         default_sampling=_default_sampling(generation, str(directory / "generation_config.json")),
         weights=weights,
-        layer_kinds=() if family.layer_kinds is None else family.layer_kinds(raw, num_layers, where),
+        layer_kinds=kinds,
+        experts=experts,
     )
 
 
@@ -234,6 +267,13 @@ def _family(raw: Raw, where: str) -> tuple[str, Family]:
     return name, FAMILIES[name]
 
 
+def _with_experts(kinds: Sequence[LayerKind], has_experts: Sequence[bool]) -> tuple[LayerKind, ...]:
+    return tuple(
+        replace(kind, feed_forward=EXPERTS) if has else kind
+        for kind, has in zip(kinds, has_experts, strict=True)
+    )
+
+
 def _option(raw: Raw, option: bool | str, where: str) -> bool:
     return option if isinstance(option, bool) else flag(raw, option, where)
 
@@ -242,8 +282,9 @@ def _windows(raw: Raw, family: Family, num_layers: int, where: str) -> tuple[int
     full = (None,) * num_layers
     if family.window is None:
         return full
-    value = raw.get("sliding_window", family.window)
-    if value is None or (family.windows_by_layer and not flag(raw, "use_sliding_window", where)):
+    value = raw.get("sliding_window", family.window or None)
+    switched = family.window_switch or family.windows_by_layer
+    if value is None or (switched and not flag(raw, "use_sliding_window", where)):
         return full
     window = positive({"sliding_window": value}, "sliding_window", where)
     if not family.windows_by_layer:

@@ -50,10 +50,12 @@ def load_weights(
         ModelError: says what is missing, unexpected or of the wrong shape, or which file is truncated or corrupt.
             Everything is checked against the headers before the first byte is copied.
     """
+    files = read_weight_files(Path(directory))
+    names = {name for file in files for name in file.tensors}
     wanted: dict[str, list[Piece]] = {}
     for piece in pieces:
-        wanted.setdefault(piece.name, []).append(piece)
-    files = read_weight_files(Path(directory))
+        for each in piece.stored_as(names):
+            wanted.setdefault(each.name, []).append(each)
     _check(Path(directory), files, wanted, (*HARMLESS, *ignore), aside, within)
     total = sum(file.num_bytes for file in files)
     loaded = 0

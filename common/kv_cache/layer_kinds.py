@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.model_config import EXPERTS, ModelConfig
 from common.kv_cache.plane import Owner, Plane, attention_layer
 from common.named import named
 
@@ -35,7 +35,10 @@ ATTENTION = MixerRecord(_attention, "common.engine.layers.attention:Attention")
 # LayerKind.mixer -> "module:attribute" of its MixerRecord
 MIXERS = {"attention": "common.kv_cache.layer_kinds:ATTENTION"}
 # LayerKind.feed_forward -> "module:attribute" of its class
-FEED_FORWARDS = {"dense": "common.engine.layers.mlp:Mlp"}
+FEED_FORWARDS = {
+    "dense": "common.engine.layers.mlp:Mlp",
+    EXPERTS: "common.engine.layers.experts:Experts",
+}
 
 
 def mixer_record(config: ModelConfig, layer: int) -> MixerRecord:

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.checkpoint.experts_config import ExpertsConfig
 from common.checkpoint.weight_formats import StoredWeights
+from common.engine.formats.dense_experts import DenseExperts
 from common.engine.layers.activations import DENSE, Activations, Reads
 from common.engine.layers.linear import Embedding, Linear, WeightFormat
 from common.engine.layers.norm import RmsNorm
@@ -80,6 +82,9 @@ class DenseFormat(WeightFormat):
         rows = sum(parts.values())
         weight = parameter((rows, in_features), self.placement)
         return self._product(weight, parameter((rows,), self.placement) if bias else None, parts)
+
+    def experts(self, name: str, hidden_size: int, experts: ExpertsConfig) -> DenseExperts:
+        return DenseExperts(name, hidden_size, experts, self.placement)
 
     def tied_head(self, embedding: Embedding) -> DenseLinear:
         return self._product(embedding.weight, None, {})

@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.checkpoint.experts_config import ExpertsConfig
 from common.engine.layers.activations import Activations, Reads
+from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
+from common.errors import ModelError
 
 
 class Linear(nn.Module, ABC):
@@ -85,6 +88,15 @@ class WeightFormat(ABC):
     @abstractmethod
     def tied_head(self, embedding: Embedding) -> Linear:
         """Make an LM head that uses the embedding's weight."""
+
+    def experts(self, name: str, hidden_size: int, experts: ExpertsConfig) -> ExpertProducts:
+        """Make the uninitialised experts of a layer, whose tensors have the prefix `name` in the checkpoint.
+
+        Raises ModelError if the format has none.
+        """
+        raise ModelError(
+            f"{name}: experts are not supported in this weight format; use a checkpoint without it"
+        )
 
 
 def logits(hidden: Tensor, head: Linear) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,11 +19,20 @@ class Piece(NamedTuple):
     into: Tensor
     whole: tuple[int, ...]  # shape of the tensor in the checkpoint
     begin: tuple[int, ...]  # index of the first value that is read, per axis
+    # Returns pieces that fill the same storage, for checkpoints that have other tensors instead of `name`.
+    instead: Callable[[Piece], Iterator[Piece]] | None = None
 
     @classmethod
     def all_of(cls, name: str, into: Tensor) -> Piece:
         """Return a read of a whole tensor."""
         return cls(name, into, tuple(into.shape), (0,) * into.ndim)
+
+    def stored_as(self, names: Container[str]) -> Iterator[Piece]:
+        """Yield the pieces that fill its storage from a checkpoint with the tensors `names`."""
+        if self.instead is None or self.name in names:
+            yield self
+        else:
+            yield from self.instead(self)
 
     @property
     def is_whole(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from common.checkpoint.draft_config import DraftConfig
 from common.checkpoint.llava_config import LlavaVision
-from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.model_config import EXPERTS, ModelConfig
 from common.checkpoint.model_files import read_weight_files
 from common.checkpoint.qwen_vl_config import TOWER_DEFAULTS
 from common.checkpoint.vision_config import VisionConfig
@@ -64,13 +64,22 @@ def check_tower_size(path: Path, vision: VisionConfig, hidden: int) -> None:
 
 def _layers(config: ModelConfig) -> int:
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    return config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
+    return config.hidden_size * sum(
+        heads + 3 * _feed_forward_width(config, layer) for layer in range(config.num_layers)
+    )
+
+
+def _feed_forward_width(config: ModelConfig, layer: int) -> int:
+    if config.experts is not None and config.kind_of(layer).feed_forward == EXPERTS:
+        return config.experts.width
+    return config.intermediate_size
 
 
 def _sizes(config: ModelConfig) -> str:
     return (
         f"num_hidden_layers {config.num_layers}, hidden_size {config.hidden_size}, intermediate_size "
         f"{config.intermediate_size}, {config.num_heads} heads of {config.head_dim}"
+        + (f", {config.experts.count} experts of {config.experts.inner}" if config.experts else "")
     )
 
 

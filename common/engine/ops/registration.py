@@ -14,7 +14,7 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., object])
 
 library: Any = torch.library  # partly untyped in torch
-# The torch code of operations that change none of their arguments, into which a compiler may look.
+# The torch code of operations that change none of their arguments and that a compiler may inline.
 REFERENCES: dict[object, Callable[..., object]] = {}
 
 
@@ -25,6 +25,7 @@ def register_op(
     fake: Callable[..., object],
     cpu: Function | None = None,
     cuda: Function | None = None,
+    inlined: bool = True,
 ) -> Function:
     """Register `function` as `tandem::name` for every device; `cpu` and `cuda` replace it on theirs.
 
@@ -32,6 +33,7 @@ def register_op(
         mutates: names of the arguments that it writes into; the result must not alias an argument.
         fake: same signature; returns outputs of the right shape without computing (meta tensors, compilers).
         cuda: launcher of the Triton kernel.
+        inlined: compilers may replace a call by `function`; false if its shapes depend on values.
 
     Returns the dispatcher's entry, with the signature of `function`.
     """
@@ -43,6 +45,6 @@ def register_op(
             library.impl(qualified, device, implementation)
     library.register_fake(qualified, fake)
     registered = getattr(torch.ops.tandem, name).default
-    if not mutates:
+    if inlined and not mutates:
         REFERENCES[registered] = function
     return cast(Function, registered)

@@ -50,7 +50,10 @@ def test_agrees_with_transformers(name: str, tmp_path: Path) -> None:
     assert config.head_dim == attention.head_dim
     assert config.qkv_bias == (attention.q_proj.bias is not None)
     assert config.output_bias == (attention.o_proj.bias is not None)
-    assert config.mlp_bias == (model.model.layers[0].mlp.up_proj.bias is not None)
+    dense = [hasattr(layer.mlp, "up_proj") for layer in model.model.layers]
+    assert [config.kind_of(layer).feed_forward == "dense" for layer in range(config.num_layers)] == dense
+    if dense[0]:
+        assert config.mlp_bias == (model.model.layers[0].mlp.up_proj.bias is not None)
     torch.testing.assert_close(
         inverse_frequencies(config.rope, config.head_dim), model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0
     )

@@ -39,6 +39,16 @@ ALTERNATING = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 
+MOE = {"moe_intermediate_size": 28, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+GLM = {
+    "moe_intermediate_size": 28,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 0,
+    "routed_scaling_factor": 2.5,
+    "partial_rotary_factor": 1.0,
+    "head_dim": 16,
+}
+
 # name -> (transformers' name, config values over BASE)
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -54,6 +64,28 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "rope_parameters": YARN},
     ),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-moe": ("Qwen3Moe", {**MOE, "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True}),
+    "qwen3-moe-dense-between": (
+        "Qwen3Moe",
+        {**MOE, "num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 2, "num_experts": 6},
+    ),
+    "qwen3-moe-window": ("Qwen3Moe", {**MOE, "use_sliding_window": True, "sliding_window": 7}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "head_dim": 16}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9}),
+    "glm4-moe": ("Glm4Moe", {**GLM, "n_routed_experts": 5, "n_shared_experts": 1, "attention_bias": True}),
+    "glm4-moe-groups": (
+        "Glm4Moe",
+        {
+            **GLM,
+            "n_routed_experts": 12,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": False,
+        },
+    ),
     "qwen3-layer-types-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True, **ALTERNATING}),
 }
 
@@ -70,6 +102,10 @@ def build(name: str, seed: int = 0, **overrides: Any) -> Any:
             parameter.normal_(std=0.2, generator=generator)
             if "norm" in key:
                 parameter.add_(1.0)
+        for key, buffer in model.named_buffers():
+            if "correction" in key:
+                # Large enough to change the choice of experts.
+                buffer.normal_(std=0.5, generator=generator)
     return model
 
 

@@ -1,0 +1,34 @@
+"""The interface of the products of a layer's experts, in any weight format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from common.engine.layers.activations import Activations, Reads
+from common.engine.layers.piece import Piece
+
+
+class ExpertProducts(nn.Module, ABC):
+    """down(silu(gate(x)) * up(x)) of the experts of one layer. The only owner of their weights, as `Linear` is of its.
+
+    Experts 0 .. E-1 are those that the router chooses from; the shared experts follow.
+    """
+
+    reads: Reads
+
+    @abstractmethod
+    def parts(self, x: Activations, experts: Tensor, shares: Tensor) -> Tensor:
+        """Return share * output [T, K, H] of the chosen experts of each token, rounded to the dtype of x.
+
+        Args:
+            x: [T, H].
+            experts: [T, K] int32; a token has no expert twice.
+            shares: [T, K] float32.
+        """
+
+    @abstractmethod
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the checkpoint pieces that it reads: each of its values exactly once."""

@@ -1,0 +1,43 @@
+"""The feed-forward block of a mixture of experts: a router, the experts that it chooses, and shared experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from common.checkpoint.model_config import ModelConfig
+from common.engine.layers.activations import DENSE, Activations
+from common.engine.layers.blocks import FeedForward
+from common.engine.layers.linear import WeightFormat
+from common.engine.layers.norm import RmsNorm
+from common.engine.layers.piece import Piece
+from common.engine.layers.router import Router
+from common.engine.ops.sum_parts import sum_parts
+
+
+class Experts(FeedForward):
+    """The sum of share * expert(x) over the experts that the router chooses for x, and over the shared ones."""
+
+    reads = DENSE  # the router, in any weight format
+
+    def __init__(self, name: str, config: ModelConfig, weights: WeightFormat) -> None:
+        super().__init__()
+        assert config.experts is not None, "a layer with experts in a config without them"
+        self.router = Router(name, config.hidden_size, config.experts, weights.placement)
+        self.experts = weights.experts(name, config.hidden_size, config.experts)
+
+    def forward(self, x: Activations) -> Tensor:
+        return sum_parts(self._parts(x))
+
+    def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
+        normed, total = norm.add(self(x), stream)
+        return Activations(normed), total
+
+    def _parts(self, x: Activations) -> Tensor:
+        """Return what is added up [T, K, H]."""
+        return self.experts.parts(x, *self.router(x.tensor()))
+
+    def pieces(self) -> Iterator[Piece]:
+        yield from self.router.pieces()
+        yield from self.experts.pieces()
