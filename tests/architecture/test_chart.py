@@ -22,7 +22,7 @@ def test_the_picture_is_that_of_the_measurement(theme: Theme) -> None:
         assert set(labels) <= set(drawn)
 
 
-def test_what_does_not_flatter_is_shown() -> None:
+def test_loads_at_which_tandem_is_slower_are_shown() -> None:
     """The JSON has loads at which tandem's bar is the worse one; the chart omits none of its rows."""
     assert len(shown()) == 10
     assert {system.split(" ")[0] for _, system, *_ in shown()} == {"tandem", "vLLM"}

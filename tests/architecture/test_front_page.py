@@ -31,7 +31,7 @@ def test_the_readme_is_a_front_page() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for link in (first or second for first, second in LINK.findall(page.read_text())):
         assert link.startswith("https://") or (page.parent / link).exists(), link
 

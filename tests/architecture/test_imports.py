@@ -307,7 +307,7 @@ def test_torch_is_not_loaded(entry: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_the_checks_see_what_they_should() -> None:
+def test_the_import_reader_finds_every_form_of_import() -> None:
     """The import reader handles nested, relative, aliased and type-checking imports."""
     text = (
         "import a.b as c\n"

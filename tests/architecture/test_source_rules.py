@@ -53,7 +53,7 @@ ROLE_FLAGS = re.compile(
 DRAWERS = {"utils", "util", "helpers", "helper", "misc", "common_utils", "shared", "base_utils", "tools"}
 
 
-def test_nothing_runs_what_it_reads() -> None:
+def test_no_module_executes_data_that_it_reads() -> None:
     dangers = [danger for module in MODULES for danger in _dangers(module)]
     assert not dangers, "\n".join(dangers)
 
@@ -193,7 +193,7 @@ DANGERS = [
 
 
 @pytest.mark.parametrize("text", DANGERS)
-def test_the_dangers_are_seen(text: str) -> None:
+def test_dangerous_calls_are_found(text: str) -> None:
     assert list(_dangers(Module("router.x", "router/x.py", text))), text
 
 
@@ -207,7 +207,7 @@ def test_the_dangers_are_seen(text: str) -> None:
         "torch.distributed.all_gather(a, b)",
     ],
 )
-def test_what_runs_nothing_is_allowed(text: str) -> None:
+def test_harmless_calls_are_allowed(text: str) -> None:
     assert not list(_dangers(Module("router.x", "router/x.py", text)))
 
 
@@ -230,7 +230,7 @@ def test_ruff_bans_the_same_modules() -> None:
     assert {"multiprocessing.connection", "torch.jit.load", "numpy.load"} <= banned
 
 
-def test_no_drawer_modules() -> None:
+def test_no_catch_all_modules() -> None:
     places = [module.place for module in [*MODULES, *modules(["tests"])]]
     drawers = [place for place in places if DRAWERS & set(place.removesuffix(".py").split("/"))]
     assert not drawers, "name it after what it does, beside its user: " + ", ".join(drawers)
@@ -329,7 +329,7 @@ def test_no_test_is_decided_by_how_fast_something_was() -> None:
     assert not wrong, "measures wall time: " + ", ".join(wrong)
 
 
-def test_the_wall_clock_is_for_people() -> None:
+def test_wall_clock_time_is_only_shown_to_people() -> None:
     """The wall clock jumps, so deadlines use the monotonic clock. These places show wall-clock time to a person."""
     shown = {
         "common/node/router_link.py",  # the time of a node's load report

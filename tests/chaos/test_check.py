@@ -288,14 +288,14 @@ BATCHES: list[tuple[str, list[tuple[float, float, int]], list[str]]] = [
 @pytest.mark.parametrize(
     ("after", "invariants"), [each[1:] for each in BATCHES], ids=[each[0] for each in BATCHES]
 )
-def test_the_throughput_comes_back(after: list[tuple[float, float, int]], invariants: list[str]) -> None:
+def test_throughput_has_to_recover(after: list[tuple[float, float, int]], invariants: list[str]) -> None:
     recorded = good()
     recorded.run |= {"ended": 20.0, "batches_after": after}
     recorded.run["batches_before"] = [(0.0, 5.0, 1000), (5.0, 9.0, 1000), (9.0, 14.0, 1000)]
     assert found(recorded) == invariants
 
 
-def test_what_the_machine_took_is_not_lost_throughput() -> None:
+def test_time_without_a_processor_is_not_lost_throughput() -> None:
     recorded = good()
     recorded.run |= {"ended": 20.0, "batches_after": [(21.0, 27.0, 1000)]}
     recorded.run["batches_before"] = [(0.0, 5.0, 1000)]

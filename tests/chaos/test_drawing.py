@@ -76,13 +76,13 @@ def test_kills_that_were_not_possible_are_made_up_for() -> None:
     assert sorted(kinds) == ["kill"] * 6 + ["stop"] * 6
 
 
-def test_only_what_was_asked_for() -> None:
+def test_only_requested_kinds_are_drawn() -> None:
     made = drawn(50, kinds=("reset", "cut"), links="peer")
     assert {fault.kind for fault in made} == {"reset", "cut"}
     assert all(fault.target.endswith("peer") for fault in made)
 
 
-def test_a_disk_that_cannot_be_filled_is_left_alone() -> None:
+def test_a_disk_that_cannot_be_filled_gets_no_faults() -> None:
     assert "disk-full" not in {fault.kind for fault in drawn(300, made=cluster(disk=False))}
 
 

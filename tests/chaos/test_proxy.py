@@ -106,7 +106,7 @@ async def test_swallowed_bytes_never_arrive_and_the_connection_stays() -> None:
         assert bytes(made.received) == b"kept"
 
 
-async def test_one_direction_alone() -> None:
+async def test_one_direction_can_be_disturbed_by_itself() -> None:
     async with rig() as made:
         made.link.conditions["down"].swallowed = True
         await made.send(SENT)
@@ -161,7 +161,7 @@ async def test_reset_and_refused_connections() -> None:
             await dial_and_read(made.link.port)
 
 
-async def test_a_namespace_reaches_others_through_links_alone() -> None:
+async def test_a_namespace_reaches_others_only_through_links() -> None:
     if reason := namespaces.missing():
         pytest.skip(reason)
     loop = asyncio.get_running_loop()

@@ -6,7 +6,7 @@ from tests.chaos.report import EVERY_STATION, summary, too_few
 from tests.chaos.test_check import fault, good
 
 
-def test_too_few_faults_are_said() -> None:
+def test_too_few_faults_are_reported() -> None:
     recorded = good()
     recorded.run["minimums"] = {"kill": 2, "stop": 1, "link": 0}
     recorded.faults = fault(10.055, 11.0, "prefill-0", "kill") + fault(10.22, 11.0, "decode-0", "stop")
@@ -15,7 +15,7 @@ def test_too_few_faults_are_said() -> None:
     assert too_few(recorded) == []
 
 
-def test_stations_that_none_hit_are_said() -> None:
+def test_stations_that_no_fault_hit_are_reported() -> None:
     recorded = good()
     recorded.run["minimums"] = {"stop": EVERY_STATION}
     recorded.faults = [note for _ in range(EVERY_STATION) for note in fault(10.22, 11.0, "decode-0", "stop")]

@@ -19,7 +19,9 @@ from tests.chaos.timeline import Interval, Timeline, healthy_stretches
         ([(20.0, 30.0)], [(0.0, 10.0)]),
     ],
 )
-def test_stretches(impaired: list[Interval], expected: list[Interval]) -> None:
+def test_healthy_stretches_are_what_no_interval_touches(
+    impaired: list[Interval], expected: list[Interval]
+) -> None:
     assert healthy_stretches(impaired, (0.0, 10.0)) == expected
 
 

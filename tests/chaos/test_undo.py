@@ -43,7 +43,7 @@ def run(directory: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
 
 
 @pytest.mark.parametrize("mend", DIRECTED)
-def test_without_a_mend_requests_hang(mend: str, tmp_path: Path) -> None:
+def test_without_a_fix_requests_hang(mend: str, tmp_path: Path) -> None:
     status, result, said = run(tmp_path, *DIRECTED[mend], "--undo", mend, "--give-up", "20")
     assert status == 1, said
     # A hang, or an answer that had not ended when its client left: delays of a busy machine are not hangs.

@@ -50,7 +50,7 @@ async def test_chat_streaming_or_not_gives_the_same_right_answer(cluster: Runnin
     assert usage.completion_tokens == whole.usage.completion_tokens  # type: ignore[union-attr]
 
 
-async def test_same_seed_same_text_alone_and_in_company(cluster: RunningCluster) -> None:
+async def test_the_same_seed_gives_the_same_text_in_any_batch(cluster: RunningCluster) -> None:
     """This holds when all requests of the batch sample; other seeds give other texts."""
     async with client_of(cluster) as client:
 
@@ -124,13 +124,13 @@ async def test_server_info_metrics_and_timeline(cluster: RunningCluster) -> None
         assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"}' in text
 
 
-def test_the_router_alone_listens_and_on_its_one_address(cluster: RunningCluster) -> None:
+def test_only_the_router_listens_and_on_one_address(cluster: RunningCluster) -> None:
     """On one host, nodes are reached through socket files that only their owner can open."""
     found = {name: cluster.listens_at(name) for name in cluster.names}
     assert found == {"router": {("127.0.0.1", cluster.port)}, "prefill-0": set(), "decode-0": set()}
 
 
-async def test_logs_hold_nothing_of_what_was_asked_and_answered(cluster: RunningCluster) -> None:
+async def test_logs_contain_no_text_of_requests_and_answers(cluster: RunningCluster) -> None:
     """No text of a request or an answer is logged, neither for successful requests nor for failed ones."""
     told = "xylophone marmalade"
     async with Client(cluster.url) as client:

@@ -266,7 +266,7 @@ def test_crash_loops_end_nothing(cluster_file: Path, port: socket.socket) -> Non
     assert left_behind(file) == {"processes": [], "files": []}
 
 
-def test_what_cannot_start_is_said_and_leaves_nothing(cluster_file: Path, tmp_path: Path) -> None:
+def test_a_failed_start_is_explained_and_leaves_nothing(cluster_file: Path, tmp_path: Path) -> None:
     missing = deploy("up", str(cluster_file), "--set", f"model.path={tmp_path}/nothing")
     assert missing.returncode == 1
     assert "is not a model directory" in missing.stderr

@@ -88,7 +88,7 @@ def differences(
     ]
 
 
-async def test_alone_at_once_and_from_the_caches(
+async def test_tokens_are_equal_one_by_one_at_once_and_from_the_caches(
     cluster: RunningCluster, prompts: list[list[int]], reference: Reference
 ) -> None:
     """Whole prompts run in one chunk: one after another, then 32 at once with prefix hits on both nodes."""
@@ -105,7 +105,7 @@ async def test_alone_at_once_and_from_the_caches(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-async def test_every_way_of_cutting(
+async def test_tokens_are_equal_however_the_work_is_divided(
     case: Case, prompts: list[list[int]], reference: Reference, tmp_path: Path
 ) -> None:
     chosen = prompts[:: case.every]

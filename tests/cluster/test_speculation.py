@@ -172,7 +172,7 @@ async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, 
             print(name, state["avg_spec_accept_length"], drafts, accepted)
 
 
-async def test_mtp_accepts_what_the_oracle_says(reference: Reference, tmp_path: Path) -> None:
+async def test_mtp_accepts_as_many_drafts_as_the_oracle(reference: Reference, tmp_path: Path) -> None:
     """Truncating the window costs no draft: there are as many rounds and accepted drafts as the oracle computes.
 
     The oracle runs the trained modules over the whole text in plain torch (deploy/tiny_models/drafts/oracle.py).

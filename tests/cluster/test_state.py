@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_it_is_served(
+async def test_a_model_with_request_state_is_served(
     case: str,
     model: tuple[Path, dict[str, Tensor]],
     prompts: list[list[int]],

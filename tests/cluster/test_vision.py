@@ -233,7 +233,7 @@ async def test_pictures_are_placed_again_when_their_node_dies(
             assert said(await ask(client, reply.question)) == reply.text.removesuffix("<|end|>")
 
 
-async def test_a_model_of_text_alone_answers_400(cluster: RunningCluster) -> None:
+async def test_a_text_only_model_answers_images_with_400(cluster: RunningCluster) -> None:
     picture = next(each for each in questions(1, "heldout") if each.images)
     async with aiohttp.ClientSession(cluster.url) as session:
         async with session.post("/v1/chat/completions", json=picture_body(picture)) as response:

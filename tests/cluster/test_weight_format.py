@@ -61,7 +61,7 @@ def eager(path: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-async def test_a_format_is_served(
+async def test_an_added_weight_format_is_served(
     case: str, model: Path, prompts: list[list[int]], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     asked = prompts[50:80:6]

@@ -89,7 +89,7 @@ def test_many_rooms_one_after_another(rig: Rig) -> None:
 
 
 def test_a_page_overwritten_on_arrival_is_found(rig: Rig) -> None:
-    """Damage between the last page and the record: the receiving GPU's sum differs from the sending one's."""
+    """If a page is damaged between the last page and the record, the receiving GPU's sum differs from the sender's."""
     digests = rig.endpoint.page_digests
 
     def damaged(side: Side, pages: Sequence[int]) -> list[int]:

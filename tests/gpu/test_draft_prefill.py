@@ -1,4 +1,4 @@
-"""Draft prefill under CUDA graphs: the same drafts, states and draft KV as eager, for any mix of prompts."""
+"""Draft prefill under CUDA graphs gives the same drafts, states and draft KV as eager runs, for any mix of prompts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STEPS = [
 @pytest.mark.parametrize("poisoned", [False, True])
 @pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp-one-module"])
 def test_replay_equals_eager(name: str, poisoned: bool) -> None:
-    """Rows A3, A5, A6, L1: every batch gives the eager results."""
+    """Rows A3, A5, A6: every batch gives the eager results."""
     compare(name, poisoned, GPU, BreakableGraphs(CudaRecorder(GPU)))
 
 

@@ -21,7 +21,7 @@ CUBLAS_BYTES = 128 << 20  # its workspaces, one per stream, stay with the proces
 
 
 @pytest.mark.parametrize("graphs", ["breakable", "piecewise"])
-def test_a_trial_tells_enough_and_leaves_nothing_behind(graphs: str) -> None:
+def test_a_trial_reserves_enough_and_leaves_nothing(graphs: str) -> None:
     """Row B8: the trial's figure suffices for the graphs, and its memory is freed."""
     driver = DeviceDriver(model(device=torch.device("cuda")), sequences([9]), 4)
     wanted = PhaseSwitch(graphs), 2048, 8, CaptureHiddenMode.FULL, CompiledBodies()

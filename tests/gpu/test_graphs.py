@@ -228,7 +228,7 @@ def test_adjusted_logits_after_a_replay_equal_eager() -> None:
 
 @pytest.mark.parametrize("params", [PARAMS[:2], [ADJUSTED, PARAMS[0]]], ids=["plain", "adjusted"])
 def test_a_step_never_waits_for_the_device(params: list[SamplingParams]) -> None:
-    """Both kinds of step replay while synchronisation raises an error."""
+    """Both kinds of step replay although synchronisation raises an error."""
     prompts = sequences([21, 9])
     decode = DecodeRig(prompts, params, full(), (2,), page_size=16, device=GPU)
     driver, extend = extend_driver(IDS, breakable(), BUCKETS, page_size=16, device=GPU)
@@ -247,7 +247,7 @@ def test_a_step_never_waits_for_the_device(params: list[SamplingParams]) -> None
 
 
 def test_graphs_of_a_runner_share_one_pool() -> None:
-    """The largest is captured first: smaller buckets fit into what it reserved."""
+    """The largest bucket is captured first: smaller ones fit into the memory that it reserved."""
     _, extend = extend_driver(sequences([40]), breakable(), (64, 256, 1024, 4096), page_size=16, device=GPU)
     first, *others = [row.nbytes for row in extend.graphs.rows]
     assert sum(others) <= max(first, 4 * 2 * MIB)

@@ -1,4 +1,4 @@
-"""One pinned block per step on a real GPU: of many steps in flight, none sees another's data."""
+"""Each step has a pinned block of its own on a real GPU: of many steps in flight, none sees another's data."""
 
 from __future__ import annotations
 

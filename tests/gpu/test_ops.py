@@ -173,7 +173,7 @@ def test_gated_linear(rows: int) -> None:
 @pytest.mark.parametrize(
     ("size", "depth"), [(4096, 4096), (4096, 14336), (2048, 8192), (1024, 3072), (1536, 8960)]
 )
-def test_a_product_and_the_norm_behind_it(rows: int, size: int, depth: int) -> None:
+def test_a_product_and_the_norm_after_it(rows: int, size: int, depth: int) -> None:
     x, weight = (
         normal(rows, depth, dtype=torch.bfloat16),
         normal(size, depth, dtype=torch.bfloat16) / depth**0.5,

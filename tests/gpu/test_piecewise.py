@@ -1,4 +1,4 @@
-"""Piecewise prompt graphs as CUDA graphs, by both compilers: the steps of the breakable ones."""
+"""Piecewise prompt graphs as CUDA graphs, by both compilers, in the same steps as breakable ones."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ def test_replay_equals_eager(name: str, buckets: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", ["ngram", "standalone", "eagle3", "eagle3-tree", "mtp"])
-def test_the_gpu_says_what_the_cpu_says(name: str) -> None:
-    """Tokens and accept lengths equal those of the CPU's references, round by round."""
+def test_the_gpu_gives_the_tokens_of_the_cpu(name: str) -> None:
+    """Tokens and accept lengths equal those of the references on the CPU, round by round."""
     graphs = rig(name, (5,), ALL_GREEDY)
     eager = RoundRig(
         KINDS[name], PROMPTS, [PARAMS[GREEDY]] * 5, NoGraphs, (), page_size=16, device=torch.device("cpu")
@@ -125,7 +125,7 @@ def test_a_round_never_waits_for_the_device(name: str, params: list[str], chosen
     assert all(phase.graphs.counters.replays.total() == 2 for phase in graphs.phases)
 
 
-def test_what_is_said_is_read_while_the_next_round_runs() -> None:
+def test_results_are_read_while_the_next_round_runs() -> None:
     """Pinned copies precede the next replay on the stream: its results do not leak into them."""
     graphs, other = rig("eagle3", (2,), ALL_GREEDY), rig("eagle3", (2,), ALL_GREEDY)
     call = graphs.call([0, 1])

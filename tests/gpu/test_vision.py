@@ -102,8 +102,8 @@ def test_runs_of_rows_in_one_launch(lengths: tuple[int, ...], dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_images_of_one_size_replay_what_the_tower_says(dtype: torch.dtype) -> None:
-    """Rows X3, X4: any number of images, with poisoned padding, without a wait for the device."""
+def test_images_of_one_size_replay_the_rows_of_the_eager_tower(dtype: torch.dtype) -> None:
+    """Any number of images replays, with poisoned padding, without a wait for the device."""
     part = load_vision(MODEL, ModelConfig.load(MODEL), Placement(dtype, DEVICE))
     assert isinstance(part, LlavaPart)
     spec = encoder_spec((1, 2, 4), part.config.tokens_per_image)
@@ -127,8 +127,8 @@ def test_images_of_one_size_replay_what_the_tower_says(dtype: torch.dtype) -> No
     assert (totals.replays, totals.fallbacks, totals.unused) == (10, {"too_large": 2}, 0)
 
 
-def test_images_of_any_size_replay_what_the_tower_says(tmp_path: Path) -> None:
-    """Rows X3, X4: the device locates windows and images; padding is poisoned."""
+def test_images_of_any_size_replay_the_rows_of_the_eager_tower(tmp_path: Path) -> None:
+    """The device locates windows and images; padding is poisoned."""
     config = ModelConfig.load(save(build(), tmp_path))
     part = load_vision(tmp_path, config, Placement(torch.bfloat16, DEVICE))
     assert isinstance(part, QwenPart)

@@ -1,4 +1,4 @@
-"""Draft checkpoints at start-up: a supported one is read as it is published, any other is refused with a message.
+"""At start-up a supported draft checkpoint is read as it is published; any other is refused with a message.
 
 Rows D1-D8 and A4: widths are computed from the config and compared with those of the real head.
 """
@@ -213,7 +213,7 @@ def test_parts_of_its_own_and_those_of_the_target(target: Any, tmp_path: Path) -
 
 
 def test_a_narrower_head_needs_parts_of_its_own(target: Any, tmp_path: Path) -> None:
-    """Rows D3, D7: a head whose target_hidden_size differs from its hidden_size."""
+    """A head whose target_hidden_size differs from its hidden_size cannot share parts of the target (rows D3, D7)."""
     path = copy_of(tmp_path, "tiny-eagle3", hidden_size=128, num_attention_heads=4, head_dim=64)
     config = config_of(path)
     assert (target_width(config), hidden_size_for(config)) == (768, 128)
@@ -230,7 +230,7 @@ def test_a_narrower_head_needs_parts_of_its_own(target: Any, tmp_path: Path) -> 
 
 
 def test_an_embedding_of_its_own_reads_no_images(target: Any, tmp_path: Path) -> None:
-    """Row C4: image rows arrive already embedded by the target."""
+    """A head with an embedding of its own cannot read image rows, which the target has embedded already (row C4)."""
     path = copy_of(tmp_path, "tiny-eagle3")
     save_parts(path, {**load_file(path / "model.safetensors"), EMBEDDING: torch.randn(704, 256)})
     load_eagle3(path, config_of(path), target, PLACEMENT)

@@ -1,4 +1,4 @@
-"""MTP checkpoints at start-up: both published formats, shared weights or separate ones, widths, and refusals.
+"""MTP checkpoints at start-up are read in both published formats, with shared or separate weights, or refused.
 
 Rows D2-D8: the width functions agree with the modules, the relay row and the record of a multi-layer draft.
 """
@@ -121,7 +121,7 @@ def test_widths(steps: int, target: CausalLM) -> None:
 
 
 def test_idle_state_has_no_rows_and_all_widths() -> None:
-    """D6: an idle batch of a multi-layer draft is topk x steps wide, with zero rows."""
+    """D6: an idle batch of a multi-layer draft has zero rows of width topk x steps."""
     shape = draft_shape(config_of(), 1, PLACEMENT)
     relay = RelayState.allocate(1, VOCAB, PLACEMENT.device, shape)
     idle = relay.draft_ids[:0], relay.draft_p[:0], relay.draft_hidden[:0]

@@ -83,12 +83,12 @@ def test_refusals(tmp_path: Path, text: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
-def test_others_may_not_even_read_it(tmp_path: Path, mode: int) -> None:
+def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ConfigError, match="chmod 600"):
         read_api_keys(write(tmp_path, "[]", mode))
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_a_missing_key_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="deploy/api_key"):
         read_api_keys(tmp_path / "none.yaml")
     with pytest.raises(ConfigError):

@@ -1,4 +1,4 @@
-"""Bad frames: counted per peer, logged at a bounded rate, their sender disconnected; others are served as before."""
+"""Bad frames are counted per peer and logged at a bounded rate; their sender is disconnected, others are served."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def address(request: pytest.FixtureRequest, directory: Path) -> str:
 
 
 def pair(context: Context, address: str, identity: bytes = b"peer") -> tuple[RouterSocket, Dealer]:
-    """A router and a dealer that know each other."""
+    """Connect a router and a dealer that know each other."""
     router = RouterSocket(context, address, Keyless())
     dealer = Dealer(context, router.address, identity, security=Keyless())
     assert dealer.send(b"hello")
@@ -106,19 +106,19 @@ def test_drain_is_bounded(context: Context, address: str) -> None:
     assert got == [str(number).encode() for number in range(total)]  # in order
 
 
-def test_a_peer_that_never_was(context: Context, address: str) -> None:
+def test_sending_to_an_unknown_peer_fails(context: Context, address: str) -> None:
     router = RouterSocket(context, address, Keyless())
     assert router.send(b"nobody", b"x") is False
 
 
-def test_a_peer_that_is_gone(context: Context, address: str) -> None:
+def test_sending_to_a_closed_peer_fails(context: Context, address: str) -> None:
     router, dealer = pair(context, address)
     dealer.close()
     until(lambda: not router.send(b"peer", b"x"))
 
 
 def test_bytes_that_wait_for_a_stalled_peer_are_bounded(context: Context, directory: Path) -> None:
-    """Every queue is bounded (ARCHITECTURE.md): 10,000 messages with images would be 100 GB."""
+    """Without a bound in bytes 10,000 queued messages with images would take 100 GB."""
     mib = 1 << 20
     router = RouterSocket(context, f"ipc://{directory}/r.sock", queued_bytes=4 * mib)
     stalled, other = (Dealer(context, router.address, name, received=1) for name in (b"stalled", b"other"))
@@ -233,7 +233,7 @@ def test_a_dealer_finds_a_router_that_starts_later(context: Context, directory: 
     assert until(router.drain) == [(b"peer", b"waiting")]
 
 
-def test_the_last_words_arrive(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_sent_just_before_closing_arrive(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draining node sends its last tokens and Goodbye, closes and exits: none of it may be dropped."""
     assert channel.LINGER_MS >= 500
     monkeypatch.setattr(channel, "LINGER_MS", 60_000)  # even if this machine is busy for a while
@@ -267,7 +267,7 @@ def test_closing_does_not_wait_long_for_nobody(directory: Path) -> None:
     context.term()  # must return
 
 
-def test_too_large_to_send(context: Context, address: str) -> None:
+def test_a_message_that_is_too_large_to_send_is_refused(context: Context, address: str) -> None:
     """The peer would close the connection because of it, so sending fails here, where it can be handled."""
     router, dealer = pair(context, address)
     huge = bytes(MAX_MESSAGE_BYTES + 1)
@@ -277,7 +277,7 @@ def test_too_large_to_send(context: Context, address: str) -> None:
     assert until(router.drain) == [(b"peer", b"still here")]
 
 
-def test_too_large_to_receive(context: Context, address: str) -> None:
+def test_a_message_that_is_too_large_to_receive_is_refused(context: Context, address: str) -> None:
     """A foreign peer's message is refused before it is in memory, and other peers are served."""
     router, dealer = pair(context, address)
     stranger = context.socket(zmq.DEALER)
@@ -362,7 +362,7 @@ def test_sockets_without_a_file_are_refused(address: str, security: Plain) -> No
         check_bind(address, "router.control_address", security)
 
 
-def test_an_ipc_socket_is_its_owners_alone(context: Context, directory: Path) -> None:
+def test_only_its_owner_can_open_an_ipc_socket(context: Context, directory: Path) -> None:
     file = directory / "r.sock"
     router = RouterSocket(context, f"ipc://{file}")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -383,7 +383,7 @@ def test_the_socket_of_a_killed_process_is_replaced(context: Context, directory:
 
 
 def test_the_socket_of_a_living_process_is_not_taken(context: Context, directory: Path) -> None:
-    """Two routers from one cluster file: the second must not disconnect the first."""
+    """If two routers are started from one cluster file, the second must not disconnect the first."""
     router, dealer = pair(context, f"ipc://{directory}/r.sock")
     with pytest.raises(ConfigError, match="another process serves"):
         RouterSocket(context, f"ipc://{directory}/r.sock")

@@ -527,7 +527,7 @@ def test_a_structure_that_contains_itself(tmp_path: Path) -> None:
 
 
 def test_aliases_cannot_explode(tmp_path: Path) -> None:
-    """Nine lines would expand to a billion values."""
+    """If aliases were expanded, nine lines would give a billion values."""
     lines = ["a0: &a0 {x: 1}"] + [
         f"a{i}: &a{i} {{" + ", ".join(f"k{j}: *a{i - 1}" for j in range(9)) + "}" for i in range(1, 10)
     ]
@@ -565,13 +565,13 @@ def test_any_text_is_a_value(text: str) -> None:
     ("text", "value"),
     [("true", True), ("False", False), ("off", "off"), ("no", "no"), ("Yes", "Yes"), ("on", "on"), ("7", 7)],
 )
-def test_words_are_words(text: str, value: object) -> None:
+def test_yes_and_off_are_strings(text: str, value: object) -> None:
     """YAML 1.1 reads a node named `no` as false, and the error for `adaptive: off` mentioned booleans."""
     assert parse_scalar(text) == value
     assert parse_mapping(f"name: {text}", "text") == {"name": value}
 
 
-def test_a_word_that_is_none_of_a_keys_is_answered_with_them(tmp_path: Path) -> None:
+def test_an_unknown_value_is_answered_with_the_allowed_ones(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(f"model: {{path: {tmp_path}}}\nspeculation: {{adaptive: off}}\n")
     with pytest.raises(ConfigError, match="adaptive.*off.*none.*auto|adaptive.*none.*auto"):
@@ -755,8 +755,8 @@ def test_the_draft_is_relative_to_the_file() -> None:
 @pytest.mark.parametrize(
     "host", ["https://a.example", "a.example:443", "a.example/x", "10.0.0.1", "localhost", "::1", ""]
 )
-def test_images_are_fetched_from_names_alone(tmp_path: Path, host: str) -> None:
-    """Security control 7 (SECURITY.md): an allow-list of host names; an address would bypass the checked look-up."""
+def test_images_are_fetched_only_from_host_names(tmp_path: Path, host: str) -> None:
+    """The allow-list has host names only, because an address would bypass the checked look-up."""
     error = refusal(tmp_path, f'{MINIMAL}router: {{images: {{fetch_hosts: [a.example, "{host}"]}}}}\n')
     assert error.path == "router.images.fetch_hosts[1]"
     assert "not the name of a host" in str(error)

@@ -1,4 +1,4 @@
-"""Keys on the links: a key authenticates its own name, on sockets that admit that name, and nobody else is heard."""
+"""A link's key authenticates only its own name, on sockets that admit that name; nobody else is heard."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Wire:
         self._name = name
 
     def client(self, identity: str, key: str, keys: Path | None = None) -> Dealer:
-        """A socket that claims to be `identity` and uses the key pair `key`."""
+        """Return a socket that claims to be `identity` and uses the key pair `key`."""
         context = Context()
         security = Curve(context, keys or self._keys, key, ())
         self._opened.append((context, security))
         return Dealer(context, self.server.address, identity.encode(), self._name, security)
 
     def bare(self, identity: str) -> zmq.Socket[bytes]:
-        """A socket without security; the caller chooses a mechanism."""
+        """Return a socket without security; the caller chooses a mechanism."""
         context = Context()
         self._opened.append((context, Plain()))
         socket = context.socket(zmq.DEALER)
@@ -141,7 +141,7 @@ def test_a_key_that_this_socket_does_not_admit_is_refused(keys: Path) -> None:
 
 
 def test_strangers_get_nothing(wire: Wire, tmp_path: Path, keys: Path) -> None:
-    """No key, NULL or PLAIN on a CURVE socket, and key pairs that the cluster does not know."""
+    """No answer goes to clients without a key, with NULL or PLAIN security, or with a key pair that is unknown."""
     foreign = tmp_path / "foreign"
     make_key_pairs(foreign, ["prefill-0"])
     shutil.copy(keys / "router.key", foreign)
@@ -159,7 +159,7 @@ def test_strangers_get_nothing(wire: Wire, tmp_path: Path, keys: Path) -> None:
 
 
 def test_a_revoked_key_is_not_heard_any_more(wire: Wire, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither on its existing connection nor on a new one; once the file is back it is heard again."""
+    """It is heard neither on its existing connection nor on a new one, until its file is back."""
     monkeypatch.setattr(allow_list, "CHECK_SECONDS", 0.0)
     dealer = wire.client("decode-0/abc", "decode-0")
     dealer.send(b"before")

@@ -1,4 +1,4 @@
-"""The event log: lines per flush, their source, and a disk that accepts nothing."""
+"""The event log writes lines per flush, names their source, and survives a disk that accepts nothing."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def until_closed(connection: socket.socket) -> None:
-    """A peer that closes with unread bytes resets the connection."""
+    """Read until the peer closes; if it closes with unread bytes, it resets the connection."""
     with contextlib.suppress(ConnectionError):
         while connection.recv(65536):
             pass

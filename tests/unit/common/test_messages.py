@@ -226,7 +226,7 @@ def test_wrongly_typed_fields_are_refused_or_decode(data: st.DataObject) -> None
 )
 @pytest.mark.parametrize("inbox", INBOXES)
 def test_chosen_frames(inbox: str, frame: bytes) -> None:
-    """Excessive depth, false lengths, invalid UTF-8, impossible dates, and unhashable keys."""
+    """Excessive depth, false lengths, invalid UTF-8, impossible dates and unhashable keys are refused."""
     refused(INBOXES[inbox][0], frame)
 
 

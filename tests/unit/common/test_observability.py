@@ -290,7 +290,7 @@ def test_progress_nobody_reads(pipe: tuple[int, int]) -> None:
         os.close(pipe[1])  # it was closed although the write failed
 
 
-def test_a_failure_is_told(pipe: tuple[int, int]) -> None:
+def test_a_failure_is_reported(pipe: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="no such"), StartupReporter(pipe[1], Log("n")):
         raise ValueError("no such weight")
     assert lines(pipe[0]) == [Progress(phase="failed", message="no such weight")]
@@ -313,7 +313,7 @@ def test_without_a_descriptor() -> None:
 
 
 @pytest.mark.parametrize("error", [ConfigError("router.port", "taken"), ModelError("no weights")])
-def test_what_starting_again_would_not_mend(
+def test_errors_that_a_restart_cannot_fix_have_their_exit_code(
     error: Exception, pipe: tuple[int, int], capfd: pytest.CaptureFixture[str]
 ) -> None:
     def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:

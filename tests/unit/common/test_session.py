@@ -1,4 +1,4 @@
-"""Sessions without sockets: whatever the network loses, flips or breaks, each message arrives once and in order."""
+"""Sessions without sockets: whatever the network loses, flips or cuts, each message arrives once and in order."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def test_every_message_arrives_once_and_in_order(plan: list[tuple[str, int]]) ->
     assert all(each.idle for each in link.sessions)
 
 
-def test_time_alone_sends_nothing_again() -> None:
-    """A loop that is busy for seconds causes probes but no resent prompts."""
+def test_elapsed_time_causes_no_resend() -> None:
+    """A loop that is busy for seconds causes probes, but no prompt is sent again."""
     link = Link()
     link.settle()
     link.say(b"prompt" * 1000)
@@ -261,7 +261,7 @@ def test_the_table_is_bounded_and_the_silent_leave_first(monkeypatch: pytest.Mon
 
 
 def test_peers_that_are_vouched_for_make_room_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many unknown peers come, and however silent the known ones have been."""
+    """This holds however many unknown peers come, and however silent the known ones have been."""
     monkeypatch.setattr("common.ipc.sessions.MAX_SESSIONS", 3)
     sessions = Sessions(lambda peer, frame: True, 10, 10)
 

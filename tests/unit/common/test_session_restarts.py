@@ -94,7 +94,7 @@ class Restarts(RuleBasedStateMachine):
 
     @rule(full=st.booleans())
     def say(self, full: bool) -> None:
-        """`full`: the socket accepts nothing at the moment."""
+        """Send a message. `full`: the socket accepts nothing at the moment."""
         epoch = self.dialler.epoch
         number = self.said.get(epoch, 0)
         frame = self.dialler.keep(b"%d %d" % (epoch, number), self.clock())

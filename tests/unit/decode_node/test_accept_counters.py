@@ -1,4 +1,4 @@
-"""Counters of speculation: lengths, positions in the draft chain, and each request's own part."""
+"""Counters of speculation count lengths, positions in the draft chain, and each request's own part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def emission(of: DecodeRequest, tokens: int, drafted: int) -> Emission:
 
 
 def test_lengths_places_and_requests() -> None:
-    """Counts lengths, positions and requests."""
+    """Accepted drafts are counted by length, by position and by request."""
     counters, one, other = AcceptCounters(), request(1), request(2)
     for of, tokens, drafted in ((one, 3, 4), (one, 1, 4), (other, 5, 4), (one, 2, 1)):
         counters.count(emission(of, tokens, drafted), tokens)
@@ -44,14 +44,14 @@ def test_tokens_after_the_end_of_an_answer_are_not_emitted() -> None:
     assert counters.accepted_tokens == 5
 
 
-def test_rounds_without_drafts_count_as_steps_alone() -> None:
+def test_rounds_without_drafts_count_only_as_steps() -> None:
     counters, plain = AcceptCounters(), request(1)
     counters.count(emission(plain, 1, 0), 1)
     assert (counters.steps, counters.drafts, counters.accepted_at) == (1, 0, [])
     assert plain.accept_length is None
 
 
-def test_fillers_behind_the_drafts_are_not_drafts() -> None:
+def test_fillers_after_the_drafts_do_not_count_as_drafts() -> None:
     """A filler that happens to be right is emitted but does not count as a draft."""
     counters, lucky = AcceptCounters(), request(1)
     counters.count(emission(lucky, 3, 1), 3)

@@ -41,7 +41,7 @@ def test_too_few_accepted_first_drafts_are_warned_of_once(caplog: pytest.LogCapt
     assert (said["rounds"], said["accepted"], said["causes"]) == (ENOUGH, 10, "such causes")
 
 
-def test_a_draft_that_gains_something_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_draft_that_is_often_right_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     watch = FirstDraftWatch("", Log("test"))
     watch.look(counted(ENOUGH, int(LEAST * ENOUGH)))
     assert not warnings(caplog)

@@ -1,4 +1,4 @@
-"""Two real nodes against a plain recomputation: the same tokens, however the work is divided."""
+"""Two real nodes give the tokens of a plain recomputation, however the work is divided."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_prefix_hits_at_every_page_boundary(page_size: int, prefill_cache: bool,
 
 
 def test_salts_share_no_page_on_either_node() -> None:
-    """Security control 10: a salt's first request computes and transfers every page, whatever others have sent."""
+    """A salt's first request computes and transfers every page, whatever others have sent."""
     with NodeCluster(Shape(page_size=4)) as cluster:
         cached, moved = [], []
         for salt in (b"one", b"other", b"", b"one", b"other", b""):
@@ -102,8 +102,8 @@ def _answer(cluster: NodeCluster, prompt: list[int], max_tokens: int = 3, salt: 
 
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
-def test_sampled_output_does_not_depend_on_company(completion: type[Completion]) -> None:
-    """By itself, in a batch, twice at once: one text per (prompt, parameters)."""
+def test_sampled_output_does_not_depend_on_the_batch(completion: type[Completion]) -> None:
+    """A request has one text by itself, in a batch and twice at once: it follows from prompt and parameters."""
     with NodeCluster(Shape(completion=completion, max_running=5)) as cluster:
         calls: list[Call] = []
         for index, sampling in enumerate(
@@ -147,7 +147,7 @@ def test_retracted_requests_resume_with_the_same_tokens(
 
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
-def test_preempted_requests_go_on_after_resubmission(completion: type[Completion]) -> None:
+def test_preempted_requests_continue_after_resubmission(completion: type[Completion]) -> None:
     """Without room for backups the request fails with `preempted` and is placed again with its tokens so far."""
     shape = Shape(page_size=4, decode_pool=96, reserved_tokens=4, backup_bytes=0, completion=completion)
     with NodeCluster(shape) as cluster:

@@ -96,7 +96,7 @@ def test_a_write_that_hangs_is_given_up_and_its_pages_wait(fencing: bool) -> Non
 
 
 def test_a_prefill_node_dies_in_the_middle() -> None:
-    """It is dead for the decode node's transport at once, for the router later."""
+    """The decode node's transport sees the death at once, the router later."""
     with NodeCluster(replace(SMALL, prefills=2)) as cluster:
         cluster.fabric.plan = lambda n: Fault(delay=1e6 if n < 2 else 0)
         call = cluster.submit(prompt_of(30), 6)
@@ -135,7 +135,7 @@ def test_a_prefill_node_that_was_declared_lost_but_lives() -> None:
 
 
 def test_a_prefill_node_that_answers_late_is_asked_again() -> None:
-    """Hello was not answered in time, as by a stopped process: the pair is usable again once it answers."""
+    """A stopped process does not answer Hello in time; once it answers, the pair is usable again."""
     with NodeCluster(SMALL, resubmit=False) as cluster:
         cluster.prefill.alive = False
         early = cluster.submit(prompt_of(5), 6)
@@ -286,7 +286,7 @@ def _step_of(side: PrefillSide | DecodeSide) -> Any:
 
 
 def _poison(step: Any, rows: int) -> None:
-    """Write NaN for the first row of the `rows`-th drawing forward, and into its KV, so that graphs see it too."""
+    """Write NaN for the first row of the `rows`-th drawing forward, and into its KV, so that graphs read it too."""
     seen = 0
 
     def extend(batch: Any, *embeds: Any) -> Any:

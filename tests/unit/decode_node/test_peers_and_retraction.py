@@ -101,7 +101,7 @@ def test_a_restarted_prefill_node_is_heard_while_its_earlier_life_is_still_conne
 def test_a_broken_link_gives_its_requests_up_and_is_not_used_until_it_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For the router the prefill node lives: its requests are placed on another pair of nodes."""
+    """The router still counts the prefill node as up: its requests are placed on another pair of nodes."""
     monkeypatch.setattr(module, "LINK_SECONDS", 0.05)
     address = f"ipc://{tmp_path}/peer.sock"
     context = zmq.Context[zmq.Socket[bytes]]()
@@ -161,7 +161,7 @@ def test_a_prefill_node_that_sends_garbage_is_cut_off_and_others_are_heard(tmp_p
 
 
 def test_a_connected_process_whose_loop_is_busy_is_known_to_live(tmp_path: Path) -> None:
-    """Its main loop reads nothing, but ZMQ's thread connects, and without a process there is no connection."""
+    """Its main loop reads nothing, but ZMQ's thread accepts connections, which only a running process can do."""
     context = zmq.Context[zmq.Socket[bytes]]()
     receiver = FakeReceiver()
     connections = module.PeerConnections(context, "decode-0", "d" * 32, receiver, zmq.Poller())  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from tests.fakes.tiny_model import VOCAB, reference
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_cases_make_a_difference(name: str) -> None:
-    """Otherwise the tests here would pass without the parameter."""
+    """Each case changes its text; otherwise the tests here would pass without the parameter."""
     sampling = SamplingParams(max_tokens=16, **{"temperature": 0.0, **CASES[name]})
     prompt = tuple(prompt_of(17))
     assert reference(prompt, sampling)[0] != reference(prompt, without(CASES[name]))[0]
@@ -23,7 +23,7 @@ def test_the_cases_make_a_difference(name: str) -> None:
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
 def test_together_in_one_batch(completion: type[Completion]) -> None:
-    """Also next to plain requests, which are drawn by graphs as soon as they are the only ones."""
+    """The batch has plain requests too, which graphs draw as soon as they are the only ones."""
     with NodeCluster(Shape(completion=completion, max_running=6, chunk_tokens=30)) as cluster:
         calls = [submit(cluster, name, 17, 16) for name in CASES]
         calls += [submit(cluster, name, 5, 4) for name in CASES]
@@ -39,7 +39,7 @@ def test_together_in_one_batch(completion: type[Completion]) -> None:
 
 
 def test_a_minimum_that_is_reached_costs_nothing_more() -> None:
-    """From then on the whole step is one graph again."""
+    """Once the minimum is reached, the whole step is one graph again."""
     with NodeCluster(Shape()) as cluster:
         call = submit(cluster, "min_tokens-greedy", 17, 30, min_tokens=6, stop_token_ids=(1,))
         cluster.run()
@@ -67,7 +67,7 @@ def test_retraction_rebuilds_the_counts(name: str, completion: type[Completion])
 
 @pytest.mark.parametrize("name", ["everything", "everything-greedy"])
 def test_migration_rebuilds_the_counts(name: str) -> None:
-    """The tail of the prompt is output there and counts as such, on the prefill node too."""
+    """The tail of the new attempt's prompt is output, and both nodes count it as such."""
     for k in (1, 2, 4, 7):
         with NodeCluster(Shape(page_size=4, decodes=2)) as cluster:
             call = submit(cluster, name, 18, 12, stop_token_ids=(1, 2), min_tokens=9)
@@ -76,7 +76,7 @@ def test_migration_rebuilds_the_counts(name: str) -> None:
 
 
 def test_a_row_that_changes_hands() -> None:
-    """One row, one request after the other: nothing of the previous one remains."""
+    """When requests use one row one after the other, nothing of the previous one remains."""
     with NodeCluster(Shape(max_running=1)) as cluster:
         calls = [submit(cluster, name, 9, 8) for name in ("everything", "bias", "repetition", "frequency")]
         calls += [cluster.submit(prompt_of(9), 8), submit(cluster, "min_tokens", 9, 8)]

@@ -1,4 +1,4 @@
-"""Admission, headroom and the choice of a victim as pure functions."""
+"""Tests admission, headroom and the choice of a victim as pure functions."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_admission_properties(sizes: list[int], free: int, slots: int, max_skips
 
 @given(st.lists(st.integers(1, 20), min_size=2, max_size=12), st.integers(0, 4))
 def test_nobody_starves(sizes: list[int], max_skips: int) -> None:
-    """One unit of room is freed per turn while small requests keep arriving: every request is admitted in time."""
+    """Every request is admitted in time although small ones keep arriving and one unit of room is freed per turn."""
     queue = [request(n, prompt=size) for n, size in enumerate(sizes)]
     free, first = 0, queue[0]
     for turn in range(25 * (max_skips + 2)):

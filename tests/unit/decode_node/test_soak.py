@@ -1,4 +1,7 @@
-"""Random arrivals, aborts, damage, losses and interleavings: right tokens for survivors, no leaks, all end."""
+"""Under random arrivals, aborts, damage, losses and interleavings all requests end and nothing leaks.
+
+Requests that survive get the right tokens.
+"""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_a_node_that_gives_its_router_up_says_so() -> None:
 
 
 def _company(cluster: NodeCluster, name: str, station: _Station) -> list[Call]:
-    """Requests that block others, so that the one under test stays at its station."""
+    """Submit requests that block others, so that the one under test stays at its station."""
     forever = 1e12
     if name == "prompt waits for pages":
         return [cluster.submit(prompt_of(26, n), 3, deadline=forever) for n in range(station.before)]

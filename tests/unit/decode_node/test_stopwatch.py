@@ -1,4 +1,4 @@
-"""Laps of a launch."""
+"""A stopwatch measures the laps of a launch."""
 
 from __future__ import annotations
 

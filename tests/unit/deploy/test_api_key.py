@@ -97,7 +97,7 @@ def test_refusals_change_nothing(tmp_path: Path, arguments: tuple[str, ...], wor
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_file_that_others_can_read_or_that_is_broken_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_others_can_read_or_that_is_broken_is_not_changed(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("keys: 5\n")
     file.chmod(0o600)

@@ -28,7 +28,7 @@ exec(arguments.script)
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Child]]:
-    """A child that runs a script in which say() writes to the supervisor's descriptor."""
+    """Make a child that runs a script in which say() writes to the supervisor's descriptor."""
     (tmp_path / "scripted.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     made: list[Child] = []

@@ -139,7 +139,7 @@ def test_an_option_of_another_server_is_answered(option: str, capsys: pytest.Cap
 def make_table(
     directory: Path, url: str, decode: ProcessRecord | None = None, problems: list[str] | None = None
 ) -> Path:
-    """The table of a running supervisor; `decode` replaces decode-0, which is up by default."""
+    """Make the table of a running supervisor; `decode` replaces decode-0, which is up by default."""
     run_dir = run_directory(load_cluster(directory / "c.yaml"))
     me = entry(os.getpid())
     up = ProcessRecord(pid=me.pid, started=me.started, state="up")
@@ -363,7 +363,7 @@ def test_a_real_read_only_run_directory(
 def test_a_disk_that_is_full_at_the_start_is_one_sentence(
     directory: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Whichever fails first: the log directory, the lock, or the table."""
+    """The message is one sentence whichever fails first: the log directory, the lock, or the table."""
 
     def full(*arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

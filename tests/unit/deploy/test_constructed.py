@@ -64,7 +64,7 @@ def test_a_draft_vocabulary_larger_than_the_ordinary_one_is_refused() -> None:
 
 
 def test_the_head_is_a_directory_that_drafts_as_chosen(tmp_path: Path) -> None:
-    """After every token of the cycle: the right draft, or a wrong one, with the right one second for half of these."""
+    """After every token of the cycle the head gives the right draft or a wrong one, half of these with it second."""
     write(tmp_path / "target", SMALL, seed=1, device=CPU)
     write_head(tmp_path / "draft", SMALL, Drafting(0.75, 0.5), seed=1, device=CPU)
     draft = load_draft_config(tmp_path / "draft", "eagle3", ModelConfig.load(tmp_path / "target"))

@@ -53,7 +53,7 @@ def target() -> LlamaForCausalLM:
 
 @cache
 def answered(suite: int) -> tuple[Answered, ...]:
-    """Four held-out prompts with the target's greedy text, all in one batch."""
+    """Return four held-out prompts with the target's greedy text, all in one batch."""
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     return tuple(greedy_answers(target(), tokenizer, suites(4)[suite]))
 
@@ -151,7 +151,7 @@ def test_the_standalone_draft_is_a_model_of_its_own() -> None:
 
 
 def card_lengths(kind: Kind) -> dict[tuple[str, int], tuple[float, float]]:
-    """(suite, steps) -> (accept length, largest possible one), from the model card."""
+    """Return (suite, steps) -> (accept length, largest possible one) from the model card."""
     text = (directory(kind) / "README.md").read_text()
     rows = re.findall(r"^\| ([^|]+?) \| \d+ \| (\d+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE)
     return {(suite, int(steps)): (float(length), float(most)) for suite, steps, length, most in rows}
@@ -177,8 +177,8 @@ def test_drafts_reach_the_accept_length_of_their_card(kind: Kind, suite: int, to
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("suite", [0, 2])
-def test_the_reference_loop_accepts_what_the_oracle_says(kind: Kind, suite: int) -> None:
-    """Two independent methods: a loop token by token without cache, and an unroll of the whole text."""
+def test_the_reference_loop_accepts_as_many_drafts_as_the_oracle(kind: Kind, suite: int) -> None:
+    """Two independent methods agree: a loop token by token without cache, and an unroll of the whole text."""
     one = answered(suite)[-1]
     ids, steps = torch.tensor(one.ids), 3
     draft = reference.load(directory(kind), target())
@@ -195,7 +195,7 @@ def test_the_reference_loop_accepts_what_the_oracle_says(kind: Kind, suite: int)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_gives_the_logits_of_the_unroll(kind: Kind) -> None:
-    """On unrelated text, where steps are rejected: every step, fed the true tokens."""
+    """Every step agrees on unrelated text, where drafts are rejected; each is fed the true tokens."""
     ids = torch.randint(7, V, (24,), generator=torch.Generator().manual_seed(5))
     draft = reference.load(directory(kind), target())
     _, head = files.load_head(directory(kind))

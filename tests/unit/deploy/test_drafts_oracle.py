@@ -15,7 +15,7 @@ IDS = torch.arange(100, 116)  # 3 prompt tokens and 13 of an answer, the first o
 
 
 def scripted(steps: int, wrong: set[tuple[int, int]]) -> Tensor:
-    """Proposals that are right except at (step, t)."""
+    """Return proposals that are right except at (step, t)."""
     proposals = torch.stack([IDS + 2 + step for step in range(steps)])
     for step, at in wrong:
         proposals[step, at] = -1
@@ -33,7 +33,7 @@ def test_a_draft_that_is_always_right_is_cut_only_by_the_end() -> None:
     assert torch.equal(perfect(3, len(IDS)), ok_matrix(scripted(3, set()), IDS))
 
 
-def test_a_draft_that_is_never_right_emits_the_bonus_token_alone() -> None:
+def test_a_draft_that_is_never_right_emits_only_the_bonus_token() -> None:
     rounds = walk(torch.zeros(3, len(IDS), dtype=torch.bool), PROMPT)
     assert len(rounds) == 12
     assert accept_length(rounds) == 1.0
@@ -47,7 +47,7 @@ def test_a_refused_step_hides_the_later_ones_of_its_round() -> None:
     assert accepted_at(rounds, 3) == pytest.approx([0.8, 0.4, 0.4])
 
 
-def test_nothing_behind_the_end_is_right() -> None:
+def test_no_draft_past_the_end_counts_as_right() -> None:
     ok = ok_matrix(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))
     assert ok.tolist() == [[True, True, False, False], [True, False, False, False]]
     assert walk(ok[:, :0], 0) == []
@@ -60,7 +60,7 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_walk_equals_a_loop_that_drafts_and_verifies(seed: int) -> None:
-    """As with a real draft, proposals depend on the whole text before them, including the draft's own tokens."""
+    """Proposals depend on the whole text before them, including the draft's own tokens, as those of a real draft do."""
     rng = random.Random(seed)
     steps, vocabulary = 3, 4
     ids = [rng.randrange(vocabulary) for _ in range(60)]

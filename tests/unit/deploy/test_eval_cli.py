@@ -227,7 +227,7 @@ async def test_pictures_are_drawn_from_the_seed_and_sent_as_they_are(
     assert "0 of 12 right" in result.stdout
 
 
-async def test_pictures_are_asked_about_in_chats_alone(server: FakeServer, invoke: Invoke) -> None:
+async def test_pictures_are_asked_about_only_in_chats(server: FakeServer, invoke: Invoke) -> None:
     result = await invoke(server.url, "--vision", "--shots", 2)
     assert result.exit_code == 2
     assert not server.bodies

@@ -22,7 +22,7 @@ APART = {"torch"}  # deploy/setup explains why
 
 
 def pins() -> list[tuple[Requirement, list[str]]]:
-    """(name==version with its marker, hashes) of each entry."""
+    """Return (name==version with its marker, hashes) of each entry."""
     text = (ROOT / "requirements.lock").read_text().replace("\\\n", " ")
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     return [
@@ -103,7 +103,7 @@ REMOVED = {  # from the standard library, by 3.12 to 3.14
 
 @pytest.mark.parametrize("minor", [11, 12, 13, 14])
 def test_an_interpreter_of_every_version_compiles_every_file(minor: int) -> None:
-    """Only an interpreter of a version knows its grammar: versions that are not on PATH are skipped, and so unknown."""
+    """Only an interpreter of a version knows its grammar, so versions that are not on PATH are skipped."""
     interpreter = shutil.which(f"python3.{minor}")
     if interpreter is None or subprocess.run([interpreter, "--version"], capture_output=True).returncode:
         pytest.skip(f"no python3.{minor} on PATH: nothing is said about its grammar")
@@ -120,7 +120,7 @@ def test_an_interpreter_of_every_version_compiles_every_file(minor: int) -> None
 
 
 def test_no_file_needs_more_than_the_oldest_version_or_what_later_ones_removed() -> None:
-    """What this interpreter's parser can tell of 3.11's grammar: new statements and type parameters.
+    """This interpreter's parser refuses what is newer than 3.11's grammar: new statements and type parameters.
 
     It does not see f-strings that reuse their quotes (3.12); ruff does, by its target-version. A file that passes here
     is expected to parse on later versions, which have removed no syntax, but only their interpreters prove it. Modules

@@ -82,7 +82,7 @@ class Watching:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Watching]]:
-    """A cluster of scripts, by name."""
+    """Make a cluster of scripts, by name."""
     for name in list(os.environ):
         if name.startswith("TANDEM_"):
             monkeypatch.delenv(name)
@@ -167,7 +167,7 @@ def test_a_run_directory_that_becomes_read_only(make: Callable[..., Watching], s
 def test_a_table_that_cannot_be_written(
     make: Callable[..., Watching], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """Whatever the disk does, processes are watched, and the table is written once that is possible."""
+    """Whatever the disk does, processes are watched, and the table is written as soon as that is possible."""
     broken = threading.Event()
 
     def write(run_dir: Path, table: Table) -> None:

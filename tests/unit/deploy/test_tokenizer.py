@@ -81,7 +81,7 @@ def test_words_are_one_token_after_a_space(tokenizer: Tokenizer, word: str) -> N
 
 
 def test_a_word_has_the_same_id_in_every_place(tokenizer: Tokenizer) -> None:
-    """A name at the start of a message or document must be the same token as inside a sentence."""
+    """A name has the same id at the start of a message or document as inside a sentence."""
     names = {name: ids_of(tokenizer, f" {name}")[0] for name in NAMES}
     for problem in take(200, 1, "heldout"):
         chat = render(chat_messages([problem], problem.question), True)
@@ -91,7 +91,7 @@ def test_a_word_has_the_same_id_in_every_place(tokenizer: Tokenizer) -> None:
                 assert ids.count(token) == text.count(name)
 
 
-def test_digits_stand_alone(tokenizer: Tokenizer) -> None:
+def test_each_digit_is_a_token(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode(" 199", add_special_tokens=False).tokens == ["Ġ", "1", "9", "9"]
 
 

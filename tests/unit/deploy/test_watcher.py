@@ -69,7 +69,7 @@ class Rig:
         return self.said[before:]
 
     def run_until_started(self, child: ScriptedChild) -> float:
-        """Seconds on the clock until the next start of `child`."""
+        """Advance the clock until the next start of `child`; return the seconds."""
         starts, begun = child.starts, self.clock()
         while child.starts == starts:
             assert self.clock() - begun < 2 * MAX_DELAY
@@ -113,7 +113,7 @@ def test_a_dead_process_is_reported_and_started_again(rig: Rig) -> None:
 
 @pytest.mark.parametrize("code", [1, 2, -signal.SIGSEGV, 0])
 def test_a_crash_loop_backs_off_and_is_never_given_up(rig: Rig, code: int) -> None:
-    """This includes exit code 2, because a port may be taken for a moment."""
+    """This includes a process that ends with exit code 2, because a port may be taken for a moment."""
     child = rig.children[1]
     child.die(code)
     rig.check()

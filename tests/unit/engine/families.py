@@ -91,7 +91,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def build(name: str, seed: int = 0, **overrides: Any) -> Any:
-    """A float32 transformers model whose parameters are all random, biases and norms too, so that each matters."""
+    """Build a float32 transformers model whose parameters are all random, so that each of them matters."""
     family, values = FAMILIES[name]
     config = getattr(transformers, f"{family}Config")(**{**BASE, **values, **overrides})
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
@@ -118,6 +118,6 @@ def save(model: Any, path: Path, dtype: torch.dtype = torch.float32, **options: 
 
 @torch.no_grad()
 def reference_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """[n, V] float32 logits for ids [n], from one forward without a cache."""
+    """Return the float32 logits [n, V] for ids [n], from one forward without a cache."""
     logits: torch.Tensor = model(ids[None], use_cache=False).logits[0].float()
     return logits

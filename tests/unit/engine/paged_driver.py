@@ -42,7 +42,7 @@ class Driver:
         mode: ForwardMode = ForwardMode.EXTEND,
         hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
     ) -> ForwardBatch:
-        """The next lengths[i] tokens of sequence rows[i], with logits for each of them."""
+        """Return a batch of the next lengths[i] tokens of sequence rows[i], with logits for each of them."""
         ids, positions, slots, ends = [], [], [], []
         table = torch.full((len(rows), self.width), BAD_PAGE, dtype=torch.int32)
         for line, (row, length) in enumerate(zip(rows, lengths, strict=True)):

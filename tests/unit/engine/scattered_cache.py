@@ -30,13 +30,13 @@ class Cache:
             self.planes[:, pages[where // page_size], where % page_size] = self.dense[row]
 
     def expected(self, row: int, query: Tensor, window: int | None) -> Tensor:
-        """query [n, heads, dim] at the end of the request -> [n, heads, dim], in float64."""
+        """Return dense attention of query [n, heads, dim], the request's last tokens: [n, heads, dim] in float64."""
         length = self.lengths[row]
         behind = torch.arange(length - len(query), length)[:, None] - torch.arange(length)
         return self.attend(row, query, (behind >= 0) & (behind < (window or length + 1)))
 
     def attend(self, row: int, query: Tensor, visible: Tensor) -> Tensor:
-        """Like `expected`, where query i attends to the positions of visible[i], [n, length] bool."""
+        """Compute `expected` for queries that attend only to the positions in `visible`, bool [n, length]."""
         key, value = self.dense[row].double().repeat_interleave(query.shape[1] // self.planes.shape[3], dim=2)
         scores = torch.einsum("qhd,khd->hqk", query.double(), key) * query.shape[2] ** -0.5
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), value)

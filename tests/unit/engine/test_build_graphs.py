@@ -86,7 +86,7 @@ def built(
 
 
 def table(caplog: pytest.LogCaptureFixture) -> list[list[str]]:
-    """The rows of the node's table of graphs."""
+    """Return the rows of the node's table of graphs."""
     lines = [record.fields["table"] for record in caplog.records if record.message == "graphs"]  # type: ignore[attr-defined]
     return [line.split() for line in lines[1:]]
 
@@ -136,7 +136,7 @@ def test_one_mtp_module_has_the_graphs_of_a_head(
 def test_prompt_graphs_that_are_switched_off_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Row A8: at INFO, with the switch that caused it, for the target and for the draft."""
+    """The log says at INFO which switch caused it, for the target and for the draft (row A8)."""
     with caplog.at_level("INFO", "tandem.graphs"):
         with closing(built("prefill", tmp_path, Log("graphs"), "eagle3", graphs="none")):
             lines = [record for record in caplog.records if record.message == "graphs"]
@@ -147,7 +147,7 @@ def test_prompt_graphs_that_are_switched_off_are_logged(
 
 
 def narrow_head(folder: Path) -> Path:
-    """An EAGLE-3 head that is half as wide as the target and reads two of its layers."""
+    """Write an EAGLE-3 head that is half as wide as the target and reads two of its layers."""
     path = folder / "narrow"
     shutil.copytree(MODELS / "tiny-eagle3", path)
     changes = {

@@ -17,7 +17,7 @@ LAYERS, HEADS, DIM, PAGE, PAGES = 2, 2, 8, 4, 5
 
 
 def layout(dtype: str = "float32", between: tuple[Plane, ...] = (), pages: int = PAGES) -> PoolLayout:
-    """A target of two layers, with planes `between` them, and a draft of one."""
+    """Make a layout of a target of two layers, with planes `between` them, and a draft of one."""
     target = attention_planes("target", LAYERS, HEADS, DIM, dtype)
     planes = (*target[:2], *between, *target[2:], *attention_planes("draft", 1, 1, DIM, "bfloat16"))
     return PoolLayout(fingerprint="m", spec=PoolSpec(PAGE, planes), num_pages=pages)

@@ -47,7 +47,7 @@ SERVED = replace(CONFIG, layer_kinds=(LayerKind("attention", "experts"), LayerKi
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Table rows for the blocks, and for a family that has them."""
+    """Add table rows for the blocks, and for a family that has them."""
     monkeypatch.setitem(FAMILIES, "ToyForCausalLM", FAMILY)  # type: ignore[arg-type]
     monkeypatch.setitem(MIXERS, "local", "tests.fakes.toy_blocks:LOCAL")
     monkeypatch.setitem(FEED_FORWARDS, "experts", "tests.fakes.toy_blocks:Experts")
@@ -55,7 +55,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def path(rows: None, tmp_path: Path) -> Path:
-    """A random checkpoint of that family."""
+    """Write a random checkpoint of that family."""
     (tmp_path / "config.json").write_text(json.dumps(RAW))
     generator = torch.Generator().manual_seed(0)
     model = build_model(ModelConfig.parse(RAW, tmp_path), PLACEMENT)
@@ -104,7 +104,7 @@ def test_every_weight_counts(block: str, path: Path) -> None:
 
 
 def test_the_pool_holds_what_each_mixer_keeps(path: Path) -> None:
-    """The config determines it: the local mixer keeps nothing."""
+    """The planes follow from the config: the local mixer keeps nothing."""
     spec = pool_spec(ModelConfig.load(path), None, page_size=4, dtype="float32")
     assert [(plane.layer, plane.name, plane.entry) for plane in spec.planes] == [
         (0, "k", (2, 6)),
@@ -129,7 +129,7 @@ def test_the_body_is_compiled_with_other_blocks(path: Path) -> None:
 
 @torch.inference_mode()
 def eager(prompt: list[int], count: int) -> list[int]:
-    """A greedy continuation; everything is recomputed for each token."""
+    """Return a greedy continuation; everything is recomputed for each token."""
     ids = list(prompt)
     for _ in range(count):
         driver = Driver(tiny_model(config=SERVED), [torch.tensor(ids)], page_size=16)

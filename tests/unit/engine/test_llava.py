@@ -208,7 +208,7 @@ def test_an_old_file_leaves_out_what_is_usual(tmp_path: Path) -> None:
     assert found.vision.grid(640, 480) == (1, 576)
 
 
-def test_a_draft_that_reads_ids_alone_is_refused_at_start_up(tmp_path: Path) -> None:
+def test_a_draft_that_reads_only_ids_is_refused_at_start_up(tmp_path: Path) -> None:
     """It raises ValueError with the remedy, before anything is loaded."""
     save(tmp_path, **CASES["clip"])
     target, config = load_model(tmp_path, "float32")

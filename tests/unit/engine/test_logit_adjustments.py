@@ -70,7 +70,7 @@ def apply(
 
 
 def state_of(params: Sequence[SamplingParams], texts: Sequence[tuple[list[int], int]]) -> AdjustmentRows:
-    """Requests in rows 1, 2, ..."""
+    """Return the state of requests in rows 1, 2, ..."""
     state = AdjustmentRows.allocate(len(params), VOCAB, CPU)
     for row, (sampling, (ids, outputs)) in enumerate(zip(params, texts), 1):
         state.write(row, sampling, ids, outputs)
@@ -106,7 +106,7 @@ def test_a_row_counts_what_is_drawn_as_if_it_had_been_written_with_it(name: str)
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 6), st.integers(0, 5))
 def test_a_path_of_drafts_counts_as_if_it_had_been_drawn(seed: int, requests: int, drafts: int) -> None:
-    """It must be exact: what speculation verifies is what plain decoding draws from."""
+    """Counts must be exact: speculation has to verify with the distribution that plain decoding draws from."""
     rng = random.Random(seed)
     params = [rng.choice(list(PARAMS.values())) for _ in range(requests)]
     params[0] = PARAMS["all"]
@@ -152,7 +152,7 @@ def test_the_facts_of_a_batch() -> None:
     assert adjustment_facts([off, PARAMS["minimum"]]) == AdjustmentFacts(False, 0, 2)
 
 
-def test_memory_is_what_was_said() -> None:
+def test_memory_equals_its_estimate() -> None:
     state = AdjustmentRows.allocate(5, VOCAB, CPU)
     held = [getattr(state, name) for name in AdjustmentRows.__dataclass_fields__ if name != "_used"]
     assert sum(tensor.nbytes for tensor in held) == adjustment_bytes(5, VOCAB)

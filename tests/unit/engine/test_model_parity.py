@@ -25,7 +25,7 @@ SEQUENCES = [
 def family(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[CausalLM, list[torch.Tensor], Path]:
-    """(our model, logits of transformers for SEQUENCES, the directory)."""
+    """Return (our model, logits of transformers for SEQUENCES, the directory)."""
     model = families.build(request.param)
     path = families.save(model, tmp_path_factory.mktemp("model"))
     return load_model(path)[0], [families.reference_logits(model, ids) for ids in SEQUENCES], path
@@ -48,7 +48,7 @@ def test_every_family_has_a_model_here() -> None:
 
 
 def test_long_prompt_over_query_blocks_and_long_decode(tmp_path: Path) -> None:
-    """Past the block and bucket limits of the CPU path: 1,100 tokens, window of 300 keys, cached prefix."""
+    """1,100 tokens, a window of 300 keys and a cached prefix exceed the block and bucket limits of the CPU path."""
     model = families.build("mistral-window", sliding_window=300, max_position_embeddings=2048)
     ids = torch.randint(families.VOCAB, (1100,), generator=torch.Generator().manual_seed(1))
     ours = load_model(families.save(model, tmp_path))[0]

@@ -39,7 +39,7 @@ class Cache:
             self.planes[:, pages[where // page_size], where % page_size] = self.dense[row]
 
     def expected(self, row: int, query: Tensor, window: int | None) -> Tensor:
-        """query [n, HEADS, DIM] at the end of the request -> [n, HEADS, DIM], in float64."""
+        """Return dense attention of query [n, HEADS, DIM], the request's last tokens: [n, HEADS, DIM] in float64."""
         key, value = self.dense[row].double().repeat_interleave(HEADS // KV_HEADS, dim=2)
         scores = torch.einsum("qhd,khd->hqk", query.double(), key) * SCALE
         behind = torch.arange(len(key) - len(query), len(key))[:, None] - torch.arange(len(key))

@@ -83,7 +83,7 @@ def test_sizes_are_those_of_transformers(width: int, height: int, limits: tuple[
 
 
 def test_patches_are_those_of_transformers(path: Path) -> None:
-    """Resized, normalized and cut as by its PIL processor, to the last bits of float32."""
+    """Images are resized, normalized and cut as by transformers' PIL processor, to the last bits of float32."""
     pictures = [picture(*size) for size in SIZES]
     found, (wanted, grids) = pixels(path, pictures), processed(pictures)
     assert [[2 * each.rows, 2 * each.columns] for each in found] == grids[:, 1:].tolist()
@@ -94,7 +94,7 @@ def test_patches_are_those_of_transformers(path: Path) -> None:
 
 @torch.inference_mode()
 def test_rows_of_images_of_different_sizes_are_those_of_transformers(model: Any, path: Path) -> None:
-    """Windows that are full, cut and single; several images in one forward, and each by itself."""
+    """Windows are full, cut and single; several images run in one forward, and each by itself."""
     pictures = [picture(*size) for size in SIZES]
     wanted, grids = processed(pictures)
     theirs = model.model.get_image_features(wanted, grids).pooler_output
@@ -138,7 +138,7 @@ class Operations(TorchDispatchMode):
 
 
 def operations(depth: int, whole: list[int], path: Path) -> list[str]:
-    """The operations of a tower over one image whose windows are all full."""
+    """Return the operations of a tower over one image whose windows are all full."""
     vision = vision_of(path)
     options = json.loads(vision.tower_options) | {"depth": depth, "fullatt_block_indexes": whole}
     part = QwenPart(replace(vision, tower_options=json.dumps(options)), 48, CPU)
@@ -151,7 +151,7 @@ def operations(depth: int, whole: list[int], path: Path) -> list[str]:
 
 
 def test_the_tower_has_few_launches(path: Path) -> None:
-    """A block once had 45 on a GPU, which took the host 7 times as long as the arithmetic; global blocks did, too."""
+    """Blocks once had 45 launches each on a GPU, which took the host 7 times as long as the arithmetic."""
     around = operations(1, [], path)
     block = Counter(operations(2, [], path)) - Counter(around)
     assert block == {
@@ -220,7 +220,7 @@ def test_a_tied_head_and_a_processor_file_of_transformers_5(tmp_path: Path) -> N
 
 
 def test_a_file_as_published(tmp_path: Path) -> None:
-    """As in Qwen2.5-VL-7B-Instruct."""
+    """The config.json of Qwen2.5-VL-7B-Instruct is read."""
     config = {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "bos_token_id": 151643,
@@ -357,7 +357,7 @@ def test_what_is_not_supported_is_refused_by_name(model: Any, tmp_path: Path) ->
     "rope",
     [{"type": "mrope", "mrope_section": [2, 2, 2]}, {"rope_type": "default", "mrope_section": [2, 2, 2]}],
 )
-def test_sections_of_a_model_that_reads_text_alone_are_refused(rope: dict[str, Any], tmp_path: Path) -> None:
+def test_sections_of_a_text_only_model_are_refused(rope: dict[str, Any], tmp_path: Path) -> None:
     text = {
         "architectures": ["Qwen2ForCausalLM"],
         "hidden_size": 48,

@@ -59,7 +59,7 @@ def test_a_row_without_images_turns_as_it_stands() -> None:
 
 
 def test_padding_rows_stay_zero_whatever_a_batch_has_for_them() -> None:
-    """Row 0 is gathered as a request of no tokens: what a padded batch computed there is not draft state."""
+    """Row 0 is gathered as a request without tokens, so what a padded batch computes for it must not be stored."""
     relay = RelayState.allocate(2, 64, torch.device("cpu"), SHAPE)
     state = EagleDraftInput.zeros(2, 2, 3, torch.float32, torch.device("cpu"))
     for column in (state.probs, state.ids, state.hidden):

@@ -99,7 +99,7 @@ def built(role: str, tmp_path: Path, algorithm: str, **sizes: Mapping[str, Any])
     ("role", "algorithm"), [("prefill", "eagle3"), ("decode", "none"), ("decode", "eagle3")]
 )
 def test_a_node_holds_nothing_of_the_other_role(role: str, algorithm: str, tmp_path: Path) -> None:
-    """Row A10, by what is captured and by memory: kinds, static inputs, bytes."""
+    """Captured phases, static inputs and bytes of memory all belong to the node's own role (row A10)."""
     other = "decode" if role == "prefill" else "prefill"
     grown = {"decode": {"max_running": 64}, "prefill": {"chunk_tokens": 512, "max_batch": 64}}
     with built(role, tmp_path, algorithm) as held:

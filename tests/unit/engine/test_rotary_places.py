@@ -30,7 +30,7 @@ LAYOUTS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1
 
 
 def spans_of(layout: list[tuple[int, int, int]]) -> tuple[tuple[ImageSpan, ...], int]:
-    """(images, position at which the text after them begins)."""
+    """Return (images, position at which the text after them begins)."""
     spans: list[ImageSpan] = []
     end = 0
     for text, rows, columns in layout:

@@ -55,7 +55,7 @@ def test_window_places(page_size: int, nodes: int, first: int) -> None:
         assert torch.equal(positions, (seq_len + delta)[:, None] + depth), "rotary positions are not places"
         assert torch.equal(lengths, (seq_len + first + nodes).int())
         assert torch.equal(slots, window_places(seq_len, 0 * delta, *args[2:])[1]), (
-            "places alone say where KV goes"
+            "only places determine where KV is written"
         )
     none = seq_len[:0], delta[:0], table[:0], trees[:0]
     positions, slots, lengths = window_places_triton(*none, first, page_size)

@@ -13,13 +13,13 @@ from common.engine.sampling.sampler import SamplingBatch, sample
 
 
 def filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Logits [R, V], divided by the temperature, with -inf for what `filter_floor` removes."""
+    """Return logits [R, V] divided by the temperature, with -inf for what `filter_floor` removes."""
     floor = filter_floor(scaled, torch.ones_like(top_p), top_k, top_p, torch.zeros_like(top_p))
     return scaled.masked_fill(scaled < floor[:, None], -torch.inf)
 
 
 def make(rows: int, **values: object) -> SamplingBatch:
-    """A batch whose rows share the given scalars or take the given tensors."""
+    """Make a batch whose rows share the given scalars or take the given tensors."""
     spec = {
         "temperature": (1.0, torch.float32),
         "top_p": (1.0, torch.float32),
@@ -51,7 +51,7 @@ def make(rows: int, **values: object) -> SamplingBatch:
 def test_philox_gives_the_published_words(
     counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]
 ) -> None:
-    """Known-answer vectors of Random123 (kat_vectors, philox4x32 10)."""
+    """The known-answer vectors are those of Random123 (kat_vectors, philox4x32 10)."""
     out = philox(tuple(torch.tensor([c]) for c in counter), tuple(torch.tensor([k]) for k in key))  # type: ignore[arg-type]
     assert tuple(int(word) for word in out) == words
 

@@ -43,7 +43,7 @@ def test_what_a_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attention_tiles() -> list[tuple[int, int, int, int, int]]:
-    """(rows, keys, stages, head_dim, itemsize) of all choices."""
+    """Return (rows, keys, stages, head_dim, itemsize) of all choices."""
     found = []
     for dim, itemsize in itertools.product((64, 80, 96, 128, 256), (2, 4)):
         divisions = {choose_division(programs, 8192, dim * itemsize, 132) for programs in (8, 4096)}
@@ -56,7 +56,7 @@ def attention_tiles() -> list[tuple[int, int, int, int, int]]:
 
 
 def product_tiles(processors: int, shared: int) -> list[tuple[Tiles, int]]:
-    """Tiles, and the number of matrices that each program multiplies, for 1 to 128 rows."""
+    """Return tiles, and the number of matrices that each program multiplies, for 1 to 128 rows."""
     chosen: list[tuple[Tiles | None, int]] = []
     for rows in (1, 16, 17, 32, 48, 64, 128):
         chosen += [(choose_tiles(rows, size, processors, shared), 1) for size in (6144, 16384, 151936)]
@@ -163,7 +163,7 @@ def test_attention_of_cut_tiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_product_of_what_fits(
     shared_bytes: int, taken: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a GPU of two processors would launch it."""
+    """The launch is that of a GPU with two processors."""
     x, weight = torch.randn(3, 2104).half(), torch.randn(40, 2104).half() / 45
     residual, gain = torch.randn(3, 40).half(), torch.ones(40).half()
     launched: list[tuple[int, int]] = []

@@ -24,7 +24,7 @@ PAGE = 16
 @pytest.mark.parametrize("width", [1, 7, 1030])
 @pytest.mark.parametrize("rows", [[3], [5, 1, 0, 4, 0], []])
 def test_what_a_step_reads(width: int, rows: list[int]) -> None:
-    """Last token, rotary position, slot, length and pages; a padding row is a request of one token in page 0."""
+    """A step reads last token, rotary position, slot, length and pages; padding is a request of one token in page 0."""
     pages = torch.randint(1, 1 << 30, (6, width), dtype=torch.int32)
     seq_len = torch.randint(0, width * PAGE, (6,), dtype=torch.int32)
     last, delta = torch.randint(1 << 40, (6,)), -torch.randint(900, (6,))

@@ -20,7 +20,7 @@ TREES = [[-1, 0, 0, 1, 1, 3, 5, 2], [-1, 0, 1, 2, 3, 4, 5, 6], [-1, 0, 0, 0, 0, 
 
 
 def tree_masks(trees: list[list[int]], new: int) -> Tensor:
-    """[B, new, W]: mask rows of the last `new` slots, built by walking up the tree."""
+    """Return mask rows of the last `new` slots, [B, new, W], built by walking up the tree."""
     mask = torch.zeros(len(trees), len(trees[0]), len(trees[0]), dtype=torch.bool)
     for tree, rows in zip(trees, mask, strict=True):
         for node in range(len(tree)):
@@ -32,7 +32,7 @@ def tree_masks(trees: list[list[int]], new: int) -> Tensor:
 
 
 def visible(cache: Cache, row: int, mask: Tensor, window: int | None) -> Tensor:
-    """[new, length] visibility by the depths of the tree's slots, from the row's parents."""
+    """Return visibility [new, length] by the depths of the tree's slots, from the row's parents."""
     width, length = mask.shape[1], cache.lengths[row]
     depths: list[int] = []
     for parent in TREES[row]:
@@ -119,7 +119,7 @@ def test_more_rows_and_slots_than_one_tile(new: int, window: int | None) -> None
     torch.testing.assert_close(out.double(), cache.expected(0, query, window), atol=3e-6, rtol=3e-6)
 
 
-def test_the_division_follows_host_bounds_alone() -> None:
+def test_the_division_follows_only_from_host_bounds() -> None:
     assert choose_division(8, 1 << 17, 256, 132) == (32, 128, 2)
     assert choose_division(8, 100, 256, 132) == (2, 128, 2)
     assert choose_division(128, 8192, 256, 132) == (3, 128, 2)

@@ -34,7 +34,7 @@ def dense(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def path(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An 8-bit checkpoint with some dense products, and the record that defines its format."""
+    """Write an 8-bit checkpoint with some dense products, and add the record that defines its format."""
     int8_format.write_checkpoint(dense, tmp_path / "int8", IGNORED)
     monkeypatch.setitem(FORMATS, METHOD, ROW)
     return tmp_path / "int8"

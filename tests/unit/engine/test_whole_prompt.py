@@ -40,7 +40,7 @@ def test_other_modes_are_not_prompts() -> None:
 
 
 def test_the_cpu_path_never_takes_it() -> None:
-    """Announced or not, the CPU path reads pages, and the numbers of a request are unchanged."""
+    """The CPU path reads pages in any case, so the numbers of a request do not depend on the announcement."""
     pool = plain_pool(1, 1, 16, 16, 80, torch.float32, "cpu")
     attention = PagedAttention(pool, [None], whole_prompt_tokens=(1024,))
     query = torch.randn(1024, 1, 16)

@@ -1,4 +1,4 @@
-"""Keys of images in the prefix cache: by content, row by row, distinct from all keys of token ids."""
+"""Keys of images in the prefix cache follow from content and row, and differ from all keys of token ids."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def test_growing() -> None:
 
 
 def test_two_requests_with_the_same_prompt_at_once() -> None:
-    """Both computed it, because neither saw the other's: one copy is cached, the other stays with its owner."""
+    """Both compute the prompt: neither finds the other's pages: one copy is cached, one stays with its owner."""
     pages = space()
     first, second = take(pages, [1, 2, 3, 4], 3), take(pages, [1, 2, 3, 4], 3)
     first.commit(as_keys([1, 2, 3, 4]))

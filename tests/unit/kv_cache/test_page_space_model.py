@@ -30,12 +30,12 @@ SALTED = st.builds(_sequence, st.integers(0, len(SALTS) - 1), BITS)
 
 
 def keys_of(tokens: list[int]) -> Keys:
-    """The keys of a sequence for the tree, without its salt."""
+    """Return the keys of a sequence for the tree, without its salt."""
     return as_keys([token % 2 for token in tokens])
 
 
 def salt_of(tokens: list[int]) -> bytes:
-    """The salt of a sequence; for an empty one it makes no difference."""
+    """Return the salt of a sequence; for an empty one it makes no difference."""
     return SALTS[tokens[0] // 2] if tokens else b""
 
 
@@ -79,7 +79,7 @@ class PageSpaceMachine(RuleBasedStateMachine):
         return [tuple(tokens[: (index + 1) * self.size]) for index in range(count)]
 
     def longest(self, tokens: list[int], count: int) -> list[Prefix]:
-        """The cached prefixes of at most `count` pages, shortest first; marks them as used."""
+        """Return the cached prefixes of at most `count` pages, shortest first, and mark them as used."""
         self.clock += 1
         found: list[Prefix] = []
         for prefix in self.prefixes(tokens, min(count, len(tokens) // self.size)):
@@ -111,7 +111,7 @@ class PageSpaceMachine(RuleBasedStateMachine):
         assert not gone or not leaves or max(cached.used for cached in gone.values()) <= min(leaves)
 
     def tree(self) -> dict[Prefix, int]:
-        """The content of the tree under test: prefix -> page."""
+        """Return the content of the tree under test: prefix -> page."""
         found: dict[Prefix, int] = {}
         stack: list[tuple[Node, Prefix, int]] = [(self.cache._root, (), 0)]
         while stack:

@@ -1,4 +1,4 @@
-"""The prefix cache by hand: matching, splitting, eviction order, partial eviction, locks."""
+"""Cases of the prefix cache written by hand: matching, splitting, eviction order, partial eviction, locks."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def test_integrity_sees_damage(damage: str) -> None:
 
 
 def test_integrity_sees_fewer_locks_than_the_children_have() -> None:
-    """Each lock of a child is a lock of its parent: two locked children under one lock lose it at the first unlock."""
+    """A lock of a child is also one of its parent: two locked children under one lock lose it at the first unlock."""
     cache = RadixCache(1)
     cache.insert(as_keys([1, 2]), [21, 22])
     cache.insert(as_keys([1, 3]), [21, 23])

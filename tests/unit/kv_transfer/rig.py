@@ -43,7 +43,7 @@ def noise(nbytes: int, seed: int = 1) -> bytearray:
 
 
 def page_bytes(memory: memoryview, shape: PoolLayout, page: int) -> bytes:
-    """The bytes of one page over all planes."""
+    """Return the bytes of one page over all planes."""
     return b"".join(
         bytes(memory[plane.offset + page * plane.page_bytes : plane.offset + (page + 1) * plane.page_bytes])
         for plane in shape.planes

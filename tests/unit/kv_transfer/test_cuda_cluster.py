@@ -224,7 +224,8 @@ def test_other_nodes_on_the_same_gpu_are_counted_before_they_start(monkeypatch: 
     assert beside == plan.weights + memory.WORKING_BYTES + plan.sampling + (32_768 + 16) * per_token
     assert plan.weights > 0
     assert alone == plan
-    assert nobody == -plan.total  # no node of the file is on it: only a test asks
+    # No node of the file is on that GPU: only a test asks.
+    assert nobody == -plan.total
 
 
 def test_a_cache_of_images_is_counted_where_the_model_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,8 +244,8 @@ def test_a_cache_of_images_is_counted_where_the_model_reads_them(monkeypatch: py
     assert pool_budget("decode", given.decode, "cuda").image_bytes == 0
 
 
-def test_the_vision_part_is_counted_on_prefill_nodes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weights, and the memory of its forward, also if another node on the GPU asks."""
+def test_the_vision_part_is_counted_only_on_prefill_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights and the memory of its forward are counted, also if another node on the GPU asks."""
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(serving_model, "check_memory", lambda *given: asked.append(given))
     given, path, gpu = cluster("cuda", "cuda:0"), MODEL.parent / "tiny-vision", torch.device("cuda", 0)
@@ -356,7 +357,7 @@ def test_a_pool_of_so_many_tokens_is_checked_with_its_graphs(monkeypatch: pytest
 
 
 def kv_bytes(served: serving_model.ServingModel) -> int:
-    """Bytes of one page, by the layout that is allocated."""
+    """Return the bytes of one page, by the layout that is allocated."""
     layouts = [
         PoolLayout(fingerprint="f", spec=served.spec, num_pages=pages).total_bytes for pages in (64, 128)
     ]

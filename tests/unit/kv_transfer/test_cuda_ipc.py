@@ -210,7 +210,7 @@ def test_host_pools_as_memory() -> None:
 def test_a_room_arrives(
     monkeypatch: pytest.MonkeyPatch, gpus: tuple[int, int], peer_access: bool, opened_for: int
 ) -> None:
-    """For the sending GPU; for another GPU, and copied by the driver if the two cannot access each other."""
+    """The receiving GPU is the sender's or another one; if neither can access the other, the driver copies."""
     pair = Pair(monkeypatch, gpus, peer_access=peer_access)
     pair.connect()
     assert pair.cuda.opened == [(opened_for, pair.cuda.opened[0][1])]

@@ -19,10 +19,10 @@ LISTS = [PageList([1, 2], [3, 9], 1), PageList([5], [4], 2)]  # of two rooms
 
 @pytest.mark.parametrize("checksums", [True, False])
 @pytest.mark.parametrize("peer_access", [True, False])
-def test_layers_leave_behind_events(
+def test_layers_are_copied_after_their_events(
     monkeypatch: pytest.MonkeyPatch, peer_access: bool, checksums: bool
 ) -> None:
-    """One launch per layer for both rooms, after what the computing stream has stored; the rest room by room."""
+    """Each layer is one launch for both rooms, after the computing stream has stored it; the rest goes room by room."""
     pair = Pair(monkeypatch, (0, 1), peer_access=peer_access)
     peer = pair.sending.attach(pair.target())
     lane, layers = pair.cuda.lanes[-2:]
@@ -100,7 +100,7 @@ def test_a_launch_that_fails_between_two_layers(pair: Pair) -> None:
     assert pair.sending.poll(write.rest(0).ticket) is WriteState.FAILED
 
 
-def test_pages_that_are_complete_do_not_stand_behind_the_next_forward(pair: Pair) -> None:
+def test_complete_pages_do_not_wait_for_the_next_forward(pair: Pair) -> None:
     """Forward 2 is launched before the rest of forward 1 is sent: its room need not wait for forward 2."""
     peer = pair.sending.attach(pair.target())
     layers = pair.cuda.lanes[-1]
@@ -146,7 +146,7 @@ def test_a_peer_that_is_let_go_of_during_a_launch(pair: Pair) -> None:
 
 
 def test_sums_of_layers_live_until_the_other_lane_has_read_them(pair: Pair) -> None:
-    """A write is released with its room; its checksums must not be reused by a forward before they are read."""
+    """A write is released with its room, but no forward may reuse its checksums before they are read."""
     peer = pair.sending.attach(pair.target())
     lane = pair.cuda.lanes[-2]
     write = pair.sending.write_layers(peer, PLAN, LISTS, True)

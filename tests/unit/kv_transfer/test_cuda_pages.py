@@ -1,4 +1,4 @@
-"""The page kernel: its reference on the CPU, and the kernel itself in Triton's interpreter."""
+"""Tests the page kernel: its reference on the CPU, and the kernel itself in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def memory(layout: PoolLayout, seed: int = 0) -> torch.Tensor:
 
 
 def by_hand(data: bytes, word: int) -> int:
-    """The docstring's definition, in Python integers."""
+    """Compute the docstring's definition in Python integers."""
     mask, total = (1 << 64) - 1, 0
     for i in range(len(data) // word):
         value = int.from_bytes(data[i * word : (i + 1) * word], "little", signed=word > 1)

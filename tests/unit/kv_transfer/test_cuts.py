@@ -1,4 +1,4 @@
-"""Cuts between tensor-parallel sizes, against lists of what each rank holds."""
+"""Cuts between tensor-parallel sizes agree with lists of what each rank holds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES = (1, 2, 4, 8)
 
 
 def held(plane: Plane, rank: int, size: int) -> list[int]:
-    """The global indices of the sharded axis that a rank holds, in its own order."""
+    """Return the global indices of the sharded axis that a rank holds, in its own order."""
     if not plane.groups:
         return list(range(plane.entry[plane.axis]))
     found: list[int] = []
@@ -71,7 +71,7 @@ def test_equal_sizes_are_served_by_their_own_number_in_one_cut(size: int) -> Non
 
 
 def test_replicas_share_their_destinations() -> None:
-    """One head: four prefill ranks hold it, and each serves two of eight decode ranks."""
+    """With one head, four prefill ranks hold it, and each serves two of eight decode ranks."""
     spec = PoolSpec(2, PLANES[-1:])
     assert [sorted(sources(spec, 4, rank, 8)) for rank in range(8)] == [[0], [1], [2], [3]] * 2
 

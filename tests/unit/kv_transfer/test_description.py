@@ -1,4 +1,4 @@
-"""How a transport describes its memory in Hello: by name and raw bytes, which only its own endpoint parses."""
+"""In Hello a transport describes its memory by name and raw bytes, which only its own endpoint parses."""
 
 from __future__ import annotations
 

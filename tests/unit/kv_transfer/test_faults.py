@@ -572,7 +572,7 @@ def test_a_stalled_write_is_given_up_but_not_settled() -> None:
     assert "no byte reached" in lost.reason
 
 
-def test_a_write_behind_others_is_not_stalled_while_bytes_move() -> None:
+def test_a_queued_write_is_not_stalled_while_bytes_move() -> None:
     rig = Rig({0: Fault(delay=8.0), 1: Fault(delay=16.0)})
     rig.begin(1, (1,))
     rig.begin(2, (2,))

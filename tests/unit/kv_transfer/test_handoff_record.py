@@ -1,4 +1,4 @@
-"""The record: round trip, every cause of refusal, and no other exception for any damage."""
+"""A handoff record survives a round trip or is refused with its cause; damage raises no other exception."""
 
 from __future__ import annotations
 

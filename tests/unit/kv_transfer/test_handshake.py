@@ -1,4 +1,4 @@
-"""Hello and Welcome: which pairs are refused with which error, and the effect of a restarted node on the old one."""
+"""Hello and Welcome: which pairs are refused with which error, and what a restarted node does to its predecessor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One room from Hello to Delivered over every transport, with real bytes."""
+"""One room goes from Hello to Delivered over every transport, with real bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ends:
     got: list[ReceiverEvent] = field(default_factory=list)
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Poll both sides until `done`; tcp needs moments, the others none."""
+        """Poll both sides until `done`; only tcp and nixl need several turns."""
 
         def turned() -> bool:
             self.sent += self.prefill.poll()
@@ -80,7 +80,7 @@ def _nixl(library: Any) -> Ends:
 
 
 def _nixl_real() -> Ends:
-    """The real NIXL; skipped if it is not installed."""
+    """Make ends over the real NIXL; skip the test if it is not installed."""
     try:
         return _nixl(load_library())
     except ConfigError as error:

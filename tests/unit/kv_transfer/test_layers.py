@@ -33,7 +33,7 @@ SRC, DST = [7, 2, 3], [4, 5, 9]
 
 
 def planes_there(rig: Rig, src: int, dst: int) -> list[bool]:
-    """Which planes of a page have landed."""
+    """Return which planes of a page have landed."""
     halves = [page_bytes(end.kv, end.layout, page) for end, page in ((rig.prefill, src), (rig.decode, dst))]
     size = rig.prefill.layout.planes[0].page_bytes
     return [halves[0][at : at + size] == halves[1][at : at + size] for at in range(0, 4 * size, size)]
@@ -57,7 +57,7 @@ def said(rig: Rig) -> list[object]:
 @pytest.mark.parametrize("fencing", [False, True])
 @pytest.mark.parametrize("told", range(3))
 def test_a_layer_is_there_before_the_next_is_told(told: int, fencing: bool) -> None:
-    """However many layers the forward announces: the others follow with `complete`, and the record after them."""
+    """However many layers the forward announces, the others follow with `complete`, and the record after them."""
     rig = Rig(fencing=fencing)
     send = begin(rig)
     for layer in range(told):

@@ -38,7 +38,7 @@ def keeper(clock: Clock) -> Iterator[LivenessListener]:
 
 
 def look(keeper: LivenessListener, clock: Clock, who: str = "p", seconds: float = 0.0) -> bool:
-    """The keeper's verdict after it has polled and some time has passed."""
+    """Return the keeper's verdict after it has polled and some time has passed."""
     with keeper._lock:
         keeper._look(clock.now)
     clock.now += seconds
@@ -110,7 +110,7 @@ def test_a_reset_is_proof_and_a_timeout_is_not(keeper: LivenessListener, clock: 
 
 
 def challenge_of(connection: socket.socket) -> bytes:
-    """The nonce that the keeper sends first."""
+    """Read the nonce that the keeper sends first."""
     data = b""
     while len(data) < tcp_frames.CHALLENGE.size:
         data += connection.recv(tcp_frames.CHALLENGE.size - len(data))
@@ -120,7 +120,7 @@ def challenge_of(connection: socket.socket) -> bytes:
 
 
 def test_a_recorded_proof_proves_nothing(keeper: LivenessListener, clock: Clock) -> None:
-    """An attacker recorded a sender whose connection is lost later, and replays its messages."""
+    """An attacker who replays the recorded messages of a sender that was lost later proves nothing."""
     description = keeper.describe("p")
     lines = LivenessConnections()
     with closing(Wire(description.port)) as wire:
@@ -147,7 +147,7 @@ def closed(connection: socket.socket) -> bool:
 
 
 def test_other_connections_prove_nothing(keeper: LivenessListener, clock: Clock) -> None:
-    """Connections of unknown peers, with another key, and a second one with the right key."""
+    """Connections of unknown peers, with another key, and a second one with the right key prove nothing."""
     description = keeper.describe("p")
     where = (description.host, description.port)
     for sent in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, None):
@@ -203,7 +203,7 @@ def test_strangers_are_bounded_and_sent_away(
 
 
 def test_who_gives_no_challenge_is_refused(clock: Clock) -> None:
-    """Some other program listens there."""
+    """A program that sends no challenge is no decode node."""
 
     def answer() -> None:
         with closing(listener.accept()[0]) as connection:

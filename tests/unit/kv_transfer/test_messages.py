@@ -1,4 +1,4 @@
-"""Frames: round trips, refusal by only the envelope, and nothing but ProtocolError for anything else."""
+"""Frames survive round trips; a refusal needs only the envelope, and anything else raises ProtocolError."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_what_detach_could_not_stop_keeps_the_peer_out_until_it_has_ended(ends: 
 def test_close_with_a_stuck_transfer_leaves_the_liveness_connection_to_the_process(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its end would claim that nothing is written any more."""
+    """The end of that connection would claim that nothing is written any more."""
     monkeypatch.setattr("kv_transfer.transport.nixl.sender._CLOSE_SECONDS", 0.01)
     peer = ends.attach()
     keeper = ends.receiver._liveness
@@ -232,7 +232,7 @@ def test_metadata_of_another_peer_does_not_cut_that_one_off(ends: Ends) -> None:
     assert ends.sender.poll(write.ticket) is WriteState.DONE
 
 
-def test_a_lifeline_that_leads_nowhere_is_refused(ends: Ends) -> None:
+def test_a_liveness_address_that_leads_nowhere_is_refused(ends: Ends) -> None:
     nowhere = msgspec.structs.replace(ends.description.liveness, port=1)
     with pytest.raises(HandshakeRefused, match="bulk_port.*cannot be reached"):
         ends.attach(liveness=nowhere)
@@ -301,7 +301,7 @@ def gpu_ends(monkeypatch: pytest.MonkeyPatch) -> tuple[FakeNixl, NixlSender, Nix
 
 
 def test_pools_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registered as memory of their GPUs; a write is done only when its checksums are on the host, too."""
+    """Pools are registered as memory of their GPUs; a write is done only when its checksums are on the host, too."""
     net, sender, receiver, cuda = gpu_ends(monkeypatch)
     assert [region[2:] for region in net.agents[DECODE].regions] == [(1, "VRAM"), (0, "DRAM")]
     target = Target(DECODE, receiver.describe("p"), LAYOUT.total_bytes, 256)

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks of unequal sizes as two processes: the prefill rank runs in a child."""
+"""Ranks of unequal tensor-parallel sizes transfer between two processes: the prefill rank runs in a child."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SRC, DST = [3, 4, 5, 9, 1], [2, 3, 7, 6, 1]
 
 
 def values(memory: torch.Tensor, placed: PlacedPlane) -> torch.Tensor:
-    """[pages, page_size, heads, head_dim] of one plane."""
+    """Return the values of one plane, [pages, page_size, heads, head_dim]."""
     flat = memory[placed.offset : placed.offset + placed.nbytes].view(torch.int16)
     return flat.view(placed.items, -1, *placed.entry)
 

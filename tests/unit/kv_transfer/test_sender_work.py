@@ -1,4 +1,4 @@
-"""The cost of a turn of the prefill node: prompts that wait for their turn or for slots are not visited."""
+"""A turn of the prefill node does not visit prompts that wait for their turn or for slots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.kv_transfer.rig import Clock, Decode, Prefill, same_pages, send_
 
 @pytest.fixture
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """Room -> how often it was advanced."""
+    """Counts, per room, how often it was advanced."""
     counted = Counter[int]()
     advance = Outbound.advance
 

@@ -1,4 +1,4 @@
-"""TCP: the fence, the key, bounds and time limits, against raw connections and against real endpoints."""
+"""TCP's fence, key, bounds and time limits hold against raw connections and between real endpoints."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PEER = "0a" * 16
 
 @pytest.fixture
 def clock() -> Clock:
-    """The receiver's clock, which stands still, so that nobody is too slow for it."""
+    """Return the receiver's clock, which stands still, so that nobody is too slow for it."""
     return Clock()
 
 
@@ -93,7 +93,7 @@ class Raw:
 
     @property
     def closed(self) -> bool:
-        """True once the other side has closed, whatever it sent before."""
+        """Return True once the other side has closed, whatever it sent before."""
         try:
             while self.sock.recv(1000):
                 pass
@@ -124,7 +124,7 @@ def frame(offset: int, data: bytes, generation: int = 1, region: Region = Region
 
 
 def rows(offset: int, rows: int, length: int, stride: int) -> bytes:
-    """A frame of several rows, whose bytes are all 0x55."""
+    """Return a frame of several rows, whose bytes are all 0x55."""
     return tcp_frames.pack(Frame(Region.KV, 1, offset, length, rows, stride)) + b"\x55" * (rows * length)
 
 

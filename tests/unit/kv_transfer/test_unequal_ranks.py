@@ -84,7 +84,7 @@ def view(memory: memoryview, placed: PlacedPlane) -> npt.NDArray[np.uint8]:
 
 
 def share(plane: Plane, whole: npt.NDArray[np.uint8], rank: int, size: int) -> npt.NDArray[np.uint8]:
-    """What a rank holds of a plane, by definition: its own heads of each group."""
+    """Return what a rank holds of a plane by definition: its own heads of each group."""
     if not plane.groups:
         return whole
     index: list[int] = []

@@ -1,4 +1,4 @@
-"""The time that a node announces for a launch: never less than the launch takes, yet short enough to reveal a hang."""
+"""A node announces no less time than a launch takes, yet little enough for a hang to be noticed."""
 
 from __future__ import annotations
 

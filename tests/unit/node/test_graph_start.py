@@ -36,7 +36,7 @@ GPU = Placement(torch.float32, torch.device("cuda", 0))  # only a name: nothing 
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Fake a GPU of 16 GiB: its free memory, and how much more is in use at each query."""
+    """Fake a GPU of 16 GiB: set its free memory, and how much more is in use at each query."""
     state = {"free": 8 * GIB, "step": GIB // 2}
     reserved = count()
     monkeypatch.setattr(memory, "PATIENCE", 0.0)

@@ -1,4 +1,4 @@
-"""The main loop: in which order plans are launched and finished, when it waits, and how it stops."""
+"""Tests in which order the main loop launches and finishes plans, when it waits, and how it stops."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_immediate_results_are_read_at_once() -> None:
     assert Rig([1, 2, 3], Immediate).turns(5) == "L1 F1 L2 F2 L3 F3 - -"
 
 
-def test_deferred_results_are_read_one_behind() -> None:
+def test_deferred_results_are_read_one_step_late() -> None:
     assert Rig([1, 2, 3], Deferred).turns(5) == "L1 L2 F1 L3 F2 F3 -"
 
 
@@ -91,7 +91,7 @@ def test_a_device_that_finished_early_is_read_early() -> None:
     assert rig.turns(1) == "L1 L2 F1 F2"
 
 
-def test_never_more_than_one_unread_launch_behind_the_next() -> None:
+def test_there_is_never_more_than_one_unread_launch_before_the_next() -> None:
     rig = Rig(list(range(1, 20)), Deferred)
     for _ in range(19):
         rig.loop.turn()

@@ -119,7 +119,7 @@ class Rig:
         return got
 
     def register(self) -> None:
-        """Let the node register, and let the router answer."""
+        """Wait until the node registers, and let the router answer."""
         before = len(self.said(Register))
         until(lambda: self.link.drain() or len(self.said(Register)) > before)
         self.say(registered(self.incarnation))

@@ -58,7 +58,7 @@ def load(path: Path, role: str = "decode", draft: Path | None = None, **speculat
 
 
 def test_every_request_that_may_hold_pages_has_a_slot(path: Path) -> None:
-    """Running, on the way and in quarantine; on prefill nodes computed and handed over."""
+    """On decode nodes these are running, arriving and quarantined requests; on prefill nodes computed and sent ones."""
     decode, prefill = load(path, algorithm="ngram", steps=2), load(path, "prefill")
     assert (decode.layout.num_slots, prefill.layout.num_slots) == (1 + 5 + 2 * 2, 1 + 2 * 3)
     assert decode.spec.state_bytes == STATE_BYTES

@@ -1,4 +1,4 @@
-"""Which waiting prompt gets pages: short ones soon, long ones in the end, and none that would deadlock the pool."""
+"""Which waiting prompt gets pages: short ones soon, long ones eventually, and none that would deadlock the pool."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_equal_prompts_are_answered_in_the_order_in_which_they_came() -> None:
 
 
 def test_a_long_prompt_is_computed_while_short_ones_keep_coming() -> None:
-    """Two short prompts a turn are all that the node can compute: without ageing the long one would never run."""
+    """Two short prompts per turn are all that the node can compute: without ageing the long one would never run."""
     patient = replace(SHAPE.transfer, first_page_timeout=1e6, stall_timeout=1e6)
     with NodeCluster(dataclasses.replace(SHAPE, transfer=patient)) as cluster:
         long = cluster.submit(prompt_of(LONG), 2)

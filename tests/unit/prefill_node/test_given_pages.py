@@ -108,7 +108,7 @@ def test_pages_that_ended_requests_leave_are_not_reused_while_the_sender_reads_t
 def test_graphs_of_prompts_write_no_more_than_their_rows(
     name: str, graphs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Poisoned padding may point to any page but those being read; with breaks and without."""
+    """Poisoned padding may point to any page except those being read, with and without breaks."""
     draft, step = DRAFTERS[name]()
     for unbroken in (4, 512):
         monkeypatch.setattr(prompt_graphs, "UNBROKEN_TOKENS", unbroken)

@@ -61,11 +61,11 @@ def answers_of(cluster: NodeCluster, prompts: tuple[tuple[Part, ...], ...], coun
         assert call.ids == greedy(parts, count, AXES), parts
 
 
-def test_the_axes_of_an_image_change_what_is_said() -> None:
-    """Otherwise the tests below would prove nothing."""
+def test_the_axes_of_an_image_change_the_text() -> None:
+    """Axes must matter, or the tests below would prove nothing."""
     assert any(greedy(parts, 9, AXES) != greedy(parts, 9) for parts in ALL[1:])
     plain = replace(AXES, rope=replace(AXES.rope, sections=()))
-    assert greedy(TEXT, 9, AXES) == greedy(TEXT, 9, plain), "text alone stands where it stands"
+    assert greedy(TEXT, 9, AXES) == greedy(TEXT, 9, plain), "without images all axes agree"
     assert sum(greedy(parts, 9, AXES) != greedy(parts, 9, plain) for parts in ALL) >= 3
 
 

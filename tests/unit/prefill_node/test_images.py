@@ -1,4 +1,4 @@
-"""Receiving images: their separate socket, decoding threads, the limits, and the cache of rows."""
+"""Tests how images are received: their own socket, decoding threads, limits, and the cache of rows."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def submit(cluster: NodeCluster, *prompts: list[int], max_tokens: int = 5, **sam
 
 @pytest.mark.parametrize("graphs", ["none", "breakable", "piecewise"])
 def test_a_layer_leaves_before_the_next_one_attends(graphs: str) -> None:
-    """This includes replays with breaks; and the record is sent after all layers."""
+    """This includes replays with breaks. The record is sent after all layers."""
     with (
         mock.patch.object(prompt_graphs, "UNBROKEN_TOKENS", 4),
         watched(replace(SHAPE, prompt_graphs=graphs)) as (cluster, diary),

@@ -157,7 +157,7 @@ def orders_of(slots: Slots, listen: Any = lambda: None) -> SendOrders:
     return SendOrders(sender, PAGE, "", listen)
 
 
-def test_an_order_names_each_page_once_and_the_plan_behind_it() -> None:
+def test_an_order_names_each_page_once_and_the_plan_that_completes_it() -> None:
     rig, slots = Rig(), Slots()
     orders, request = orders_of(slots), rig.request(1, 10)
     assert request.lease is not None

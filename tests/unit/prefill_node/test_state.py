@@ -23,7 +23,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_prompt_without_a_grant_never_takes_the_last_slot() -> None:
-    """It would keep it from one whose pages are reserved on a decode node, which is what it waits for itself."""
+    """It waits for pages on a decode node, and would keep the slot from a prompt that has them already."""
     with NodeCluster(Shape(model=SERVED, prompt_graphs="none", prefill_slots=2)) as cluster:
         space = cluster.prefill.space
         early = [cluster.submit([7, i, 9, 11], 3, legs="p") for i in (1, 2)]

@@ -1,4 +1,4 @@
-"""Images through both nodes: rows C1 to C5, X3 and X4 of the requirements, G9 and C1 of the test plan.
+"""Images through both nodes (rows C1 to C5): answers and drafts equal an eager recompute.
 
 Both nodes are real and the prompt forwards of target and draft run under tape graphs. Every answer and every draft is
 compared with an eager recompute over embeddings that are assembled one by one.
@@ -71,8 +71,8 @@ def submit(
     ("chunk", "graphs"),
     [(1, "breakable"), (3, "breakable"), (TOKENS, "breakable"), (7, "piecewise"), (32, "breakable")],
 )
-def test_any_chunks_of_mixed_batches_say_what_the_eager_target_says(chunk: int, graphs: str) -> None:
-    """Rows C5, X3, X4; G9: only text, images first, inside, last and several, in the same forwards, all replayed."""
+def test_any_chunks_of_mixed_batches_give_the_tokens_of_the_eager_target(chunk: int, graphs: str) -> None:
+    """Text only, images first, inside, last, and several images replay in the same forwards (row C5)."""
     with image_cluster(chunk_tokens=chunk, prompt_graphs=graphs) as (cluster, vision):
         vision.send(1, 2, 3, 4, 5)
         calls = [(parts, submit(cluster, parts)) for parts in ALL]
@@ -129,7 +129,7 @@ def test_what_stands_at_placeholders_is_never_embedded(filler: int) -> None:
     ],
 )
 def test_drafts_read_the_images(name: str, chunk: int, buckets: tuple[int, ...], graphs: str) -> None:
-    """C1 to C4, and C1 of the test plan: the draft's prefill takes the target's merged embeddings, rotated left.
+    """The draft's prefill takes the target's merged embeddings, rotated left (rows C1 to C4).
 
     Across a chunk border the next prompt token may be a row of an image, and no placeholder is embedded.
     """
@@ -310,7 +310,7 @@ def test_images_that_wait_for_a_decoder_have_come(monkeypatch: pytest.MonkeyPatc
         assert slow.ids == greedy(MIDDLE, 6)
 
 
-def test_a_broken_image_ends_its_own_prompt_alone() -> None:
+def test_a_broken_image_ends_only_its_own_prompt() -> None:
     with image_cluster() as (cluster, vision):
         vision.send(1, -1)
         broken, whole = submit(cluster, (1, (-1,), 2)), submit(cluster, FIRST)
@@ -346,7 +346,7 @@ def test_spans_that_do_not_fit_are_refused_by_both_nodes(spans: tuple[ImageSpan,
             assert call.error.code == "invalid_value"
 
 
-def test_a_model_of_text_alone_refuses_images() -> None:
+def test_a_text_only_model_refuses_images() -> None:
     NoImages().check((), ())
     with pytest.raises(InvalidRequest, match="does not accept images"):
         NoImages().check((ImageSpan(0, 1, bytes(32)),), ())
@@ -357,7 +357,7 @@ def test_a_model_of_text_alone_refuses_images() -> None:
         assert call.error.code == "invalid_value"
 
 
-def test_a_draft_that_reads_ids_alone_raises() -> None:
+def test_a_draft_that_reads_only_ids_raises() -> None:
     """A7: it raises ValueError rather than asserting; start-up already refuses it (test_llava.py)."""
     draft = ModelPrefill(lambda batch: pytest.fail("must not run"))
     merged = MergedEmbeds(torch.zeros(1, 1), (), (), lambda ids: ids)

@@ -47,7 +47,7 @@ class ScriptedGenerator:
 def delta(
     ids: Sequence[int], finish_reason: str | None = None, cached: int | None = None, top: int | None = None
 ) -> TokenDelta:
-    """Tokens that arrive together; `top`: with log-probabilities and this many alternatives."""
+    """Return tokens that arrive together; `top`: with log-probabilities and this many alternatives."""
     return TokenDelta([OutputToken(each, _logprob(each, top)) for each in ids], finish_reason, cached)
 
 

@@ -1,4 +1,4 @@
-"""Chat templates in the styles with which models are published; the wording is our own."""
+"""Chat templates in the styles in which models are published; the wording is our own."""
 
 from __future__ import annotations
 

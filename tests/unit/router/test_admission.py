@@ -74,7 +74,7 @@ async def test_what_fits_goes_in_at_once_and_the_rest_by_length() -> None:
     rig.empty()
 
 
-async def test_a_short_request_of_another_client_is_next_behind_200_long_ones() -> None:
+async def test_a_short_request_of_another_client_is_served_before_200_long_ones() -> None:
     rig = Rig()
     for number in range(200):
         rig.ask(f"long-{number}", 700, client="greedy")
@@ -88,7 +88,7 @@ async def test_a_short_request_of_another_client_is_next_behind_200_long_ones() 
     rig.empty()
 
 
-async def test_a_request_larger_than_everything_goes_in_alone() -> None:
+async def test_a_request_larger_than_all_room_is_admitted_by_itself() -> None:
     rig = Rig()
     rig.ask("small", 10)
     await rig.settle()

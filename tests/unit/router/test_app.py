@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def test_the_router_needs_no_torch() -> None:
-    """It imports neither torch, nor transformers, nor node code: it starts quickly and runs on any machine."""
+    """It imports no torch, transformers or node code: it starts quickly and runs on any machine."""
     program = (
         "import sys, router.__main__; "
         "heavy = {'torch', 'transformers', 'triton', 'safetensors'}; "
@@ -113,7 +113,7 @@ async def test_without_nodes_and_while_draining(cluster: Path) -> None:
 
 
 def node_of(context: zmq.Context[zmq.Socket[bytes]], app: RouterApp, name: str) -> FakeNode:
-    """A node of the cluster file whose registration matches the file."""
+    """Make a node of the cluster file whose registration matches the file."""
     expected = app.control.rules.nodes[name]
     return FakeNode(
         context,
@@ -128,7 +128,7 @@ def node_of(context: zmq.Context[zmq.Socket[bytes]], app: RouterApp, name: str) 
 
 
 async def test_missing_nodes_of_the_cluster_file_are_named(cluster: Path) -> None:
-    """200 while each role has a node; a draining node counts as missing, one that is in no file does not count."""
+    """The answer is 200 while each role has a node; a draining node is missing, one that is in no file is ignored."""
     nodes = ["prefill.nodes=[{name: p0}, {name: p1}]", "health.node_timeout=600"]
     app = build(load_cluster(cluster, nodes), Log("test"))
     await app.start()

@@ -1,4 +1,4 @@
-"""Merges two token streams by offset."""
+"""An attempt merges two token streams by offset."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_node_that_is_far_ahead_is_an_error() -> None:
     st.booleans(),
 )
 def test_any_order_gives_the_text(cuts: list[int], rng: object, repeat: bool) -> None:
-    """Runs of any division, in any order, some twice: the client gets each of 0 .. n-1 once."""
+    """However runs are divided, ordered and repeated, the client gets each of the tokens 0 .. n-1 once."""
     import random
 
     assert isinstance(rng, random.Random)

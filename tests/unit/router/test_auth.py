@@ -221,7 +221,7 @@ async def test_refused_clients_are_logged_once_a_second_without_their_keys(
 
 
 def test_all_keys_are_compared_whichever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Security control 5 (SECURITY.md): the time of a look-up says nothing about which keys exist."""
+    """The time of a look-up must not tell which keys exist."""
     compared: list[bytes] = []
 
     def compare(expected: bytes, given: bytes) -> bool:

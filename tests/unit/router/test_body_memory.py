@@ -20,7 +20,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> BodyMemory:
 
 
 async def asked(memory: BodyMemory, client: str, size: int) -> asyncio.Task[None]:
-    """Done if there was memory at once."""
+    """Return a task that asks for memory; it is done if there was memory at once."""
     task = asyncio.create_task(memory.reserve(client, size))
     await asyncio.sleep(0)
     return task
@@ -59,7 +59,7 @@ async def test_one_client_has_half_of_it_and_others_pass_its_next_body(memory: B
     assert second.done()
 
 
-async def test_a_body_that_is_larger_than_all_memory_is_received_alone(memory: BodyMemory) -> None:
+async def test_a_body_that_is_larger_than_all_memory_is_received_by_itself(memory: BodyMemory) -> None:
     assert (await asked(memory, "a", 10)).done()
     huge = await asked(memory, "b", 1_000)
     assert not huge.done()

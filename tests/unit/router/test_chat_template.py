@@ -125,7 +125,7 @@ def test_work_and_memory_are_bounded(tmp_path: Path, source: str) -> None:
     assert found.value.param == "messages"
 
 
-def test_the_limits_leave_honest_uses_alone(tmp_path: Path) -> None:
+def test_the_limits_do_not_affect_honest_templates(tmp_path: Path) -> None:
     source = (
         "{{ 'a' ~ 1 ~ none ~ missing ~ [1, {'b': 'c'}] }}|{{ 'a\tb'.expandtabs(4) }}|{{ 'abc'.translate({97: 'xy'}) }}|"
         "{{ [1, 'b']|join(', ') }}|{{ ', '.join(['a', 'b']) }}|{{ 7 * 6 }}|{{ '%s and %s' % (1, [2]) }}|"

@@ -379,7 +379,7 @@ def _as(node: object, incarnation: str) -> bytes:
     return encode(msgspec.structs.replace(register, node=ref))
 
 
-async def test_a_closed_heartbeat_socket_alone_is_no_death() -> None:
+async def test_a_closed_heartbeat_socket_is_no_proof_of_death() -> None:
     async with router_rig() as rig:
         node = await rig.node("decode", "decode-0")
         node.beat()
@@ -460,9 +460,7 @@ async def test_nothing_is_touched_after_close(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("attempt", range(3))
-async def test_the_last_words_of_a_node_that_leaves_arrive(
-    attempt: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_last_messages_of_a_leaving_node_arrive(attempt: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drained node sends its last tokens and Goodbye and closes at once: none of it may be dropped."""
     monkeypatch.setattr("common.ipc.channel.LINGER_MS", 60_000)  # even if this machine is busy for a while
     async with router_rig() as rig:

@@ -101,7 +101,7 @@ async def _first_of(kind: type[Reserve], *nodes: FakeNode) -> tuple[FakeNode, Re
 
 @pytest.mark.parametrize("said", [0, 1, 3])
 @pytest.mark.parametrize("cause", ["decode lost", "prefill lost", "transfer", "preempted"])
-async def test_placed_again_with_what_it_has_said(cause: str, said: int) -> None:
+async def test_a_request_is_placed_again_with_its_tokens_so_far(cause: str, said: int) -> None:
     async with router_rig() as rig:
         prefill, decode = await rig.pair(0)
         client = rig.client([1, 2, 3])
@@ -170,7 +170,7 @@ async def test_tokens_that_came_before_the_failure_are_not_lost() -> None:
     [("invalid_value", InvalidRequest), ("overloaded", Overloaded), ("internal_error", InternalError)],
 )
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_errors_that_another_try_would_not_mend_pass_through(
+async def test_errors_that_another_attempt_cannot_fix_pass_through(
     role: str, code: str, error: type[Exception]
 ) -> None:
     """The other node is told to stop: a reservation that is too large leaves no prompt, nor the reverse."""
@@ -235,7 +235,7 @@ async def test_a_new_request_leaves_a_full_queue_for_another_node(role: Role) ->
 
 
 @pytest.mark.parametrize("where", ["between tries", "waiting for a node", "placed"])
-async def test_the_end_of_all_reaches_requests_that_are_between_nodes(
+async def test_shutdown_reaches_requests_that_are_between_nodes(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.retries.FULL_QUEUE_SECONDS", 2 * PATIENCE)  # only the end ends a pause
@@ -373,7 +373,7 @@ async def test_closing_the_generator_between_two_tokens_frees_at_once() -> None:
         assert (await prefill.expect(Abort)).room == reserve.room
 
 
-async def test_a_reader_that_has_what_it_wants_is_no_client_that_left() -> None:
+async def test_a_reader_that_stops_early_on_purpose_is_no_lost_client() -> None:
     """A stop string ends the answer: both nodes are freed, and it counts as a success."""
     async with router_rig() as rig:
         prefill, decode = await rig.pair()
@@ -746,7 +746,7 @@ async def test_a_node_that_cannot_be_reached_while_placing() -> None:
 
 
 @pytest.mark.parametrize("bound", ["placement_wait", "request_timeout"])
-async def test_a_pair_that_can_never_be_sent_to_is_not_tried_for_ever(bound: str) -> None:
+async def test_an_unreachable_pair_is_not_tried_for_ever(bound: str) -> None:
     """Its heartbeats arrive, so it is chosen again and again."""
     limits = {"placement_wait": 300.0, "request_timeout": 600.0, bound: 0.2}
     async with router_rig(**limits) as rig:
@@ -763,7 +763,7 @@ async def test_a_pair_that_can_never_be_sent_to_is_not_tried_for_ever(bound: str
         rig.nothing_left()
 
 
-async def test_after_the_end_of_all_nothing_begins() -> None:
+async def test_after_shutdown_nothing_begins() -> None:
     """This includes a request whose text was being processed: it must not wait for room either."""
     async with router_rig(max_requests=2) as rig:
         rig.dispatcher.end_all(Unavailable("the router is going away"))

@@ -1,4 +1,4 @@
-"""The order of waiting requests: shares between clients, the shortest first within one, and none waits for ever."""
+"""Waiting requests are shared out between clients, the shortest first for each; none waits for ever."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from router.fair_queue import AGEING_TOKENS, FairQueue, Waiting
 
 
 def served(queue: FairQueue) -> list[Waiting]:
-    """All requests in the order of service."""
+    """Return all requests in the order of service."""
     order = []
     while (head := queue.head()) is not None:
         queue.take(head)
@@ -189,7 +189,7 @@ def _key(waiting: Waiting) -> float:
 
 
 def _calls_of_waits_that_end(clients: int) -> float:
-    """Python calls per request if `clients` clients wait and all waits end."""
+    """Return the Python calls per request if `clients` clients wait and all waits end."""
     queue = FairQueue()
     requests = [Waiting(f"client-{number}", 10, 0.0) for number in range(clients)]
     calls = 0

@@ -1,4 +1,4 @@
-"""The process that fetches images: confined, concurrent, and the effect of its death (security control 7)."""
+"""The process that fetches images is confined and concurrent, and its death costs only what it was fetching."""
 
 from __future__ import annotations
 

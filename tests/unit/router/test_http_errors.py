@@ -34,7 +34,7 @@ RAW = json.dumps(BODY).encode()
 
 
 async def exchange(rig: Rig, raw: bytes) -> bytes:
-    """What the server answers to exactly these bytes, until it closes."""
+    """Return what the server answers to exactly these bytes, until it closes."""
     reader, writer = await asyncio.open_connection(rig.host, rig.port)
     writer.write(raw)
     answer = b""
@@ -321,7 +321,7 @@ async def test_chunked_bodies_and_expectations_are_taken(rig: Rig) -> None:
 
 @pytest.mark.parametrize("sent", [b"", HEAD.encode(), b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HT"])
 async def test_a_connection_without_a_request_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No bytes, a head that never ends, and the same after a request that was answered."""
+    """The connection sends no bytes, or a head that never ends; either also after a request that was answered."""
     monkeypatch.setattr("router.http_server.IDLE_SECONDS", 0.05)
     runner = http_runner(web.Application())
     await runner.setup()
@@ -352,7 +352,7 @@ async def test_http_1_0_and_keep_alive(rig: Rig) -> None:
 
 
 async def test_broken_requests_leave_nothing_for_the_garbage_collector(rig: Rig) -> None:
-    """Their errors quote what was sent."""
+    """Errors of broken requests quote what was sent, so they must not wait for the garbage collector."""
     gc.collect()
     gc.disable()
     try:

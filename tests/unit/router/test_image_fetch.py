@@ -1,4 +1,4 @@
-"""Image fetching: off unless hosts are configured, and then only from public addresses (security control 7)."""
+"""Images are fetched only from configured hosts, and only from public addresses."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class Rebound(PublicResolver):
         return found
 
 
-async def test_the_host_behind_a_checked_address_has_to_prove_its_name(
+async def test_the_host_at_a_checked_address_has_to_prove_its_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     certificate = Path(__file__).with_name("images_example.pem")

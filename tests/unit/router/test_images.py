@@ -1,4 +1,4 @@
-"""Images of a chat request: data URLs, limits, decoding in a process, placeholders (security control 7)."""
+"""Images of a chat request: data URLs, limits, decoding in a process of its own, placeholders."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ QWEN = QwenVision("", "{}", 6, 7, 4, 2, 2, 256, 1920, 1 / 255, (0.5,) * 3, (0.5,
 
 
 async def test_an_image_takes_as_many_tokens_as_its_size_says(loader: ImageLoader) -> None:
-    """If they depend on the size: after EXIF rotation, and refused with its part's name if it is too narrow."""
+    """The size is that after EXIF rotation; an image that is too narrow is refused with the name of its part."""
     loader._vision = QWEN
     exif = Pil.Exif()
     exif[0x0112] = 6  # rotate by 90 degrees
@@ -202,7 +202,7 @@ async def test_what_waits_for_the_inspector_is_held_too(loader: ImageLoader) -> 
         pass  # a single one is accepted whatever its size: the body limit bounds it
 
 
-async def test_a_model_of_text_alone_takes_no_images() -> None:
+async def test_a_text_only_model_takes_no_images() -> None:
     with pytest.raises(InvalidRequest, match="does not accept images") as error:
         await NoImages().load(asking(url(file())))
     assert error.value.param == "messages[1].content[0].image_url"

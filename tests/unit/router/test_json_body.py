@@ -28,7 +28,7 @@ def depth_of(value: Any) -> int:
 
 @given(VALUES, st.integers(1, 7), st.integers(0, 4))
 def test_the_depth_is_that_of_the_value(value: Any, piece: int, limit: int) -> None:
-    """Escapes and strings may be split anywhere."""
+    """This holds wherever escapes and strings are split."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json_body, "PIECE", piece)
         patch.setattr(json_body, "MAX_DEPTH", limit)
@@ -52,7 +52,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_the_check_takes_one_pass(kind: str) -> None:
-    """A backtracking pattern took minutes for the first of them."""
+    """A backtracking pattern would take minutes for the first of these bodies."""
     started = time.thread_time()
     check_depth(HOSTILE[kind])
     assert time.thread_time() - started < 40

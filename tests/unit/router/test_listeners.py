@@ -28,7 +28,7 @@ from tests.unit.router.conftest import TINY, Serve
 
 
 def trusting(client: Path | None = None) -> ssl.SSLContext:
-    """A client that trusts the authority; `client`: a directory with its own certificate."""
+    """Make a client that trusts the authority; `client`: a directory with its own certificate."""
     context = ssl.create_default_context(cafile=AUTHORITY)
     if client is not None:
         context.load_cert_chain(*copy_certificates(client, "client"))

@@ -70,7 +70,7 @@ def test_nodes_are_read_at_scrape_time() -> None:
 
 
 def test_graphs_by_phase_model_and_reason() -> None:
-    """Counters and gauges of captured forwards."""
+    """Captured forwards have counters and gauges by phase, model and reason."""
     got = series(RouterMetrics("tiny", lambda: [node()], lambda: 0))
     labels = 'engine="decode-0",model="target",model_name="tiny",phase="decode"'
     assert got[f'graph_replays_total{{{labels},role="decode"}}'] == 19

@@ -145,7 +145,7 @@ def test_refusals() -> None:
 
 
 def test_a_living_process_keeps_its_name() -> None:
-    """The other one is refused as soon as the first has been heard from again."""
+    """A second process is refused as soon as the first has been heard from again."""
     rig = Rig()
     registry, newer = rig.registry, register("decode", "d", "newer", pid=7)
     registry.register(register("decode", "d", host="near", pid=5))

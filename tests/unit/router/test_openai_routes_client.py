@@ -156,7 +156,7 @@ async def test_one_failing_prompt_ends_the_others(rig: Rig, stream: bool) -> Non
 
 
 async def test_more_prompts_than_may_be_in_flight_are_refused_for_good(serve: Serve) -> None:
-    """Not with 503, because a retry could never help."""
+    """The answer is not 503, because a retry could never help."""
     rig = await serve(max_requests=2)
     rig.generator.will(*one_by_one([10]))
     status, answer, headers = await rig.post("/v1/completions", {"prompt": ["a", "b", "c"]})
@@ -189,7 +189,7 @@ class OneImage:
 
 
 async def test_an_answer_keeps_no_body_beside_its_images(serve: Serve) -> None:
-    """Neither the received bytes nor their base64: `router.images.max_held_mib` counts only decoded files."""
+    """Neither the received bytes nor their base64 are kept: `router.images.max_held_mib` counts only decoded files."""
     images = OneImage()
     rig = await serve(served=replace(SERVED, path=str(TINY.with_name("tiny-vision"))), images=images)
     rig.generator.will(*one_by_one([5, 2], "stop"))

@@ -79,7 +79,7 @@ async def test_a_whole_answer_closes_nothing_early(rig: Rig) -> None:
     assert rig.generator.closed == []
 
 
-async def test_slow_reader_is_dropped_alone(serve: Serve) -> None:
+async def test_only_the_slow_reader_is_dropped(serve: Serve) -> None:
     """One client never reads; its stream is cut after the timeout while another one gets every token."""
     rig = await serve(write_timeout=0.3, send_buffer=1 << 14)
     ids = rig.tokenizer.encode(" hello" * 20, add_special_tokens=False)

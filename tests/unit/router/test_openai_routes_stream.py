@@ -107,7 +107,7 @@ async def test_error_in_mid_stream_has_no_done(rig: Rig) -> None:
 )
 @pytest.mark.parametrize("started", [False, True])
 async def test_defect(rig: Rig, failure: Exception, started: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A bug is distinguished from a disconnected client, is generic to the outside, and complete in the log."""
+    """A bug differs from a disconnected client: the client gets a generic error, and the log has the details."""
     rig.generator.will(*([delta([10])] if started else []), failure)
     with caplog.at_level(logging.ERROR):
         if started:

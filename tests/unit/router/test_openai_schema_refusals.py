@@ -189,7 +189,7 @@ TAKEN_TEXT: dict[str, list[Any]] = {
 
 @pytest.fixture(params=["read here", "read by a worker"], autouse=True)
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs every case with a small body, and with one so large that a worker reads it."""
+    """Run every case with a small body, and with one so large that a worker reads it."""
     if request.param == "read by a worker":
         monkeypatch.setattr(text_service, "SMALL_BODY", -1)
         monkeypatch.setattr(text_service, "SMALL_TEXTS", -1)
@@ -200,7 +200,7 @@ def body_of(path: str, field: str, value: Any) -> dict[str, Any]:
     return {**base, field: value}
 
 
-async def test_refused(rig: Rig) -> None:
+async def test_unsupported_values_are_refused_by_name(rig: Rig) -> None:
     """Each field is refused by its name. Rows B4(d, e): replaced embeddings and prompt logprobs are refused."""
     wrong = []
     for path, field, value, param in REFUSED:
@@ -216,7 +216,7 @@ async def test_refused(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("path", BOTH)
-async def test_taken(rig: Rig, path: str) -> None:
+async def test_supported_values_are_accepted(rig: Rig, path: str) -> None:
     rig.generator.will(*one_by_one([10]))
     wrong = []
     table = TAKEN | (TAKEN_CHAT if path == CHAT else TAKEN_TEXT)

@@ -1,4 +1,4 @@
-"""Gray failures, by given measurements and a clock that the test advances."""
+"""Outliers (nodes that are slow but not dead) are found from given measurements on a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.fakes.clock import Clock
 
 
 def after(seconds: float, speeds: dict[str, float], clock: Clock, found: Outliers) -> dict[str, float]:
-    """Weights after all nodes were measured for `seconds`, twice per second."""
+    """Return the weights after all nodes were measured for `seconds`, twice per second."""
     for _ in range(int(2 * seconds)):
         for name, per_token in speeds.items():
             for _ in range(3):

@@ -106,7 +106,7 @@ def shares(policy: RoundRobin | LeastLoaded, weights: dict[str, float], choices:
     st.sampled_from(["round_robin", "least_loaded"]),
 )
 def test_idle_nodes_take_requests_by_their_weight(weights: dict[str, float], name: str) -> None:
-    """None starves, and a node of reduced weight takes no more than its share."""
+    """No node starves, and one of reduced weight takes no more than its share."""
     policy = make_policy(name, decode_cost)
     chosen = shares(policy, weights, 500)
     total, most = sum(weights.values()), max(weights.values())

@@ -44,7 +44,7 @@ def rules(tmp_path: Path) -> RegistrationRules:
 
 
 def registration(**changes: Any) -> Register:
-    """The registration of prefill-0 with changes of the node or of the registration."""
+    """Return the registration of prefill-0 with changes of the node or of the registration."""
     node = {
         "name": "prefill-0",
         "role": "prefill",

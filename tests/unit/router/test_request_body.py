@@ -1,4 +1,4 @@
-"""Bodies on their way: what all of them together may take, and that nothing stays counted."""
+"""Bodies that are being received are bounded together, and none stays counted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def size_of_body(request: web.Request) -> web.Response:
 
 @asynccontextmanager
 async def serving(handler: Handler, most: int) -> AsyncIterator[tuple[web.Application, tuple[str, int]]]:
-    """An application that takes bodies of up to `most` bytes, and its address."""
+    """Serve an application that takes bodies of up to `most` bytes; yield its address."""
     app = web.Application(client_max_size=most, middlewares=[error_middleware(Log("test"))])
     app.router.add_post("/", handler)
     runner = http_runner(app)
@@ -45,7 +45,7 @@ async def serving(handler: Handler, most: int) -> AsyncIterator[tuple[web.Applic
 
 
 async def ask(address: tuple[str, int], request: bytes) -> tuple[int, dict[str, object], bytes]:
-    """Status, body and head of the answer."""
+    """Return status, body and head of the answer."""
     reader, writer = await asyncio.open_connection(*address)
     writer.write(request)
     answer = await asyncio.wait_for(reader.read(), PATIENCE)
@@ -78,7 +78,7 @@ async def test_small_bodies_on_their_way_are_bounded_together(monkeypatch: pytes
 
 
 async def test_large_bodies_wait_until_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is refused, and together they never reserve more than there is, declared or in chunks."""
+    """No large body is refused, and together they never reserve more than there is, declared or in chunks."""
     size, most = SMALL_BODY + 1000, SMALL_BODY + 2000
     monkeypatch.setattr(body_memory, "MAX_RESERVED", 2 * most)
     held: list[int] = []

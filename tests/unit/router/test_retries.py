@@ -41,7 +41,7 @@ def test_never_after_the_deadline() -> None:
     assert retries(deadline=5.0).pause(TransferFailed("x"), False, True, 5.0) is None
 
 
-def test_what_another_attempt_would_not_mend() -> None:
+def test_errors_that_another_attempt_cannot_fix_are_not_retried() -> None:
     assert retries().pause(InternalError("x"), False, True, 0.0) is None
 
 

@@ -1,4 +1,4 @@
-"""All routes except generation."""
+"""Tests all routes except those that generate text."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def made() -> Suspects:
 
 
 def test_what_is_quarantined_already_is_to_blame_again() -> None:
-    """Copies of it were on other nodes when it was convicted."""
+    """Copies of the request were on other nodes when it was convicted."""
     suspects = Suspects(300.0, Clock())
     assert suspects.crashed("a", "decode", {b"poison": 0}) is None
     assert suspects.crashed("b", "decode", {b"poison": 0}) == b"poison"

@@ -42,7 +42,7 @@ Open = Callable[..., Awaitable[Lane]]
 
 
 def program(**constants: int) -> tuple[str, str]:
-    """A worker with other limits."""
+    """Return the program of a worker with other limits."""
     lines = "".join(f"text_process.{name} = {value}; " for name, value in constants.items())
     return "-c", f"from router import text_process; {lines}text_process.main()"
 
@@ -107,14 +107,14 @@ async def lane(monkeypatch: pytest.MonkeyPatch, spawned: Spawned) -> AsyncIterat
 
 
 async def ask(lane: Lane, *texts: str) -> list[asyncio.Task[tuple[Answer, Payload]]]:
-    """Jobs, each of which is by now with a worker or in the queue: neither takes more than one turn of the loop."""
+    """Return jobs that have reached a worker or the queue by now: that takes at most one turn of the loop."""
     jobs = [asyncio.create_task(lane.run(TEXTS, msgspec.msgpack.encode([text]))) for text in texts]
     await asyncio.sleep(0)
     return jobs
 
 
 async def holds_nothing(lane: Lane, spawned: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its worker is idle, and its queue is as long, in jobs and in bytes, as it ever was."""
+    """Return whether its worker is idle and its queue holds no job and no bytes."""
     size = len(msgspec.msgpack.encode(["a"]))
     with monkeypatch.context() as bounds:
         bounds.setattr(text_pool, "MAX_WAITING", 1)
@@ -196,7 +196,7 @@ async def test_a_job_that_takes_too_much_memory_is_refused(lane: Open) -> None:
     assert answer.counts == (1,)
 
 
-async def test_a_job_whose_worker_is_killed_is_done_by_the_next(lane: Open, spawned: Spawned) -> None:
+async def test_a_job_whose_worker_is_killed_is_done_by_the_next_worker(lane: Open, spawned: Spawned) -> None:
     opened = await lane()
     [job] = await ask(opened, "hello world " * 100_000)
     spawned.signal(signal.SIGKILL)
@@ -366,7 +366,7 @@ async def test_workers_take_the_template_that_is_given(spawned: Spawned, tmp_pat
 
 
 def reason(record: logging.LogRecord) -> str:
-    """Why something failed, as the log of a process has it."""
+    """Return why something failed, as the log of a process has it."""
     return str(getattr(record, "fields", {}).get("reason", ""))
 
 

@@ -1,4 +1,4 @@
-"""Timelines of requests."""
+"""Timelines record the stages of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No prompt that would fit is refused without encoding: the bound also holds for tokenizers that shorten texts."""
+"""No prompt that fits is refused without encoding it: the bound also holds for tokenizers that shorten texts."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ ALL_KINDS = {**KINDS, "bytes alone": bytes_alone, "characters alone": characters
 
 @pytest.fixture(scope="module")
 def bounded() -> list[tuple[Tokenizer, int]]:
-    """Every combination that has a bound, with that bound."""
+    """Return every combination that has a bound, with that bound."""
     found = []
     for make in ALL_KINDS.values():
         plain = make().to_str()

@@ -1,4 +1,4 @@
-"""Spreading work over turns of the event loop."""
+"""Work is spread over turns of the event loop."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_a_crowd_is_let_through_in_order_and_a_few_per_turn() -> None:
     assert max(Counter(turn for _, turn in order).values()) <= 3
 
 
-async def test_one_alone_does_not_wait() -> None:
+async def test_a_single_task_does_not_wait() -> None:
     turns = Turns(per_turn=1)
     for _ in range(3):
         async with TurnCount() as count:

@@ -14,7 +14,7 @@ CORPUS = [
 
 
 def byte_level() -> Tokenizer:
-    """Byte-level BPE as in GPT-2, Llama 3 and Qwen: merges cross character borders, special tokens have no text."""
+    """Make a byte-level BPE as in GPT-2, Llama 3 and Qwen: merges cross character borders."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

@@ -134,7 +134,7 @@ def test_the_step_learns_from_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_graphs_of_all_widths_are_counted_as_one_phase() -> None:
-    """Row B (counters): a phase has one series, whatever its widths; captured sizes are those of `batches_of`."""
+    """A phase has one series of counters, whatever its widths; captured sizes are those of `batches_of`."""
     made = {width: observed("eagle3", width, 0.0, [], (1, 3))[1] for width in (0, 2)}
     steps: list[DecodeSteps] = []
 

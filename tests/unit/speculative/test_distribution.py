@@ -1,8 +1,8 @@
 """The output of a verify round is distributed as the target's softmax, for chains and trees and every parameter.
 
-Row X3 of the test plan. The target has 20 tokens and its logits depend only on the last token. Thousands of requests
-have the same text and different seeds; the exact distribution of the next three tokens comes from enumeration. Seeds
-are fixed and the bound is six standard deviations, so nothing here is flaky; wrong distributions show that it can fail.
+The target has 20 tokens and its logits depend only on the last token. Thousands of requests have the same text and
+different seeds; the exact distribution of the next three tokens comes from enumeration. Seeds are fixed and the bound
+is six standard deviations, so nothing here is flaky; wrong distributions show that the test can fail.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ BOUND = 6.0
 
 @pytest.mark.parametrize("name", PARAMS)
 @pytest.mark.parametrize("branch", [1, 3], ids=["chain", "tree"])
-def test_rounds_say_what_the_exact_distribution_says(branch: int, name: str) -> None:
+def test_rounds_follow_the_exact_distribution(branch: int, name: str) -> None:
     acceptor = ChainAcceptor() if branch == 1 else TreeAcceptor(7, 2, ())
     said, length = say(PARAMS[name], branch, acceptor)
     assert length > 1.2, "drafts are accepted"

@@ -1,7 +1,7 @@
 """Draft models across the hand-over: plain decoding's tokens, and drafts that equal a recompute of the whole text.
 
-Verification is exact, so a broken draft path changes only the drafts: every one of them is compared. Rows D (widths), H
-(first verify after the hand-over), C (chunks, prefix hits, bigram keys), F9 (retraction).
+Verification is exact, so a broken draft path changes only the drafts: every one is compared. Covered are widths,
+the first verify after the hand-over, chunks, prefix hits, bigram keys and retraction.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def test_heads_of_other_forms_across_the_cut(name: str, completion: type[Complet
 def test_a_draft_state_of_another_form_is_refused(
     wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows D2, H1: as many bytes of another dtype would be accepted silently and only lower the accept length."""
+    """Row D2: as many bytes of another dtype would be accepted silently and only lower the accept length."""
     record = PrefillRequest.record
     monkeypatch.setattr(
         PrefillRequest, "record", lambda request, dtype: structs.replace(record(request, dtype), **wrong)

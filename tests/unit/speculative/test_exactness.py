@@ -67,7 +67,7 @@ def test_stops_inside_a_round(step: MakeStep) -> None:
 def test_retracted_requests_resume_with_the_same_tokens(
     name: str, completion: type[Completion], page_size: int
 ) -> None:
-    """Row F9: retraction with a pool that is too small for the batch."""
+    """The pool is too small for the batch, so requests are retracted."""
     shape = Shape(
         page_size=page_size,
         decode_pool=96,
@@ -158,7 +158,7 @@ def test_accept_length_counts_what_is_emitted(completion: type[Completion]) -> N
 
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
-def test_ngram_drafts_what_was_said_before(completion: type[Completion]) -> None:
+def test_ngram_drafts_what_followed_the_same_text_before(completion: type[Completion]) -> None:
     """A second request with the same text gets right drafts from the third token on."""
     prompt = prompt_of(6, 3)
     answer = reference(tuple(prompt), SamplingParams(temperature=0.0, max_tokens=41))[0]

@@ -66,7 +66,7 @@ def test_tokens_equal_plain_decoding(name: str, completion: type[Completion]) ->
 
 @pytest.mark.parametrize("name", ["ngram", "eagle3", "eagle3-tree"])
 def test_retracted_requests_resume_with_the_same_tokens(name: str) -> None:
-    """Row F9, replayed: pages and draft state leave the device and return to other pages and rows."""
+    """Under graphs, pages and draft state leave the device and return to other pages and rows."""
     model, step = CASES[name]
     shape = Shape(
         draft=model,
@@ -104,7 +104,7 @@ def test_graphs_accept_what_eager_rounds_accept(name: str) -> None:
 
 
 def test_drafts_do_not_depend_on_what_prompts_ran_under() -> None:
-    """Rows B5, B7, X2: a piecewise target with a breakable draft gives tokens and accept length of eager prompts."""
+    """Rows B5, B7: a piecewise target with a breakable draft gives tokens and accept length of eager prompts."""
     counted = {}
     for graphs in ("none", "breakable", "piecewise"):
         model, step = drafting("eagle3", 3, ())

@@ -1,8 +1,7 @@
-"""Multi-layer drafts across the hand-over: before every round, drafts and KV of all modules equal those of a recompute
-of the whole text, module by module.
+"""Multi-layer drafts across the hand-over equal a recompute of the whole text, drafts and KV, before every round.
 
-Rows D8 (chain and no chain), E1 (the kept hidden states), H4 (first round after the hand-over), C1 and C2 (chunks and
-prefix hits: a module's KV depends on later tokens), F9 (retraction).
+Row D8: modules form a chain or do not. Also covered: kept hidden states, the first round after the hand-over, chunks
+and prefix hits (a module's KV depends on later tokens), and retraction.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ CUTS = [("mtp", *each) for each in ((1, Deferred), (16, Immediate), (16, Deferre
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize(("name", "page_size", "completion"), [*CUTS, ("mtp-no-chain", 16, Deferred)])
 def test_across_the_cut(name: str, chunk: int, page_size: int, completion: type[Completion]) -> None:
-    """E1, H4: for any chunks and pages, the decode node continues as if nothing had been split."""
+    """For any chunks and pages, the decode node continues as if nothing had been split."""
     seen: list[Seen] = []
     shape = shape_of(name, 3, seen, chunk_tokens=chunk, page_size=page_size, completion=completion)
     with NodeCluster(shape) as cluster:
@@ -65,7 +64,7 @@ def test_across_the_cut(name: str, chunk: int, page_size: int, completion: type[
 @pytest.mark.parametrize("steps", [1, 2, 4, MODULES])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_number_of_modules(name: str, steps: int) -> None:
-    """D8: this includes prompts that are shorter than the chain."""
+    """This includes prompts that are shorter than the chain of modules."""
     seen: list[Seen] = []
     with NodeCluster(shape_of(name, steps, seen, chunk_tokens=3)) as cluster:
         calls = [cluster.submit(prompt_of(n, n), 12) for n in (1, 1, 2, 3, 4, 5, 11, 30)]
@@ -80,7 +79,7 @@ def test_every_number_of_modules(name: str, steps: int) -> None:
     [("mtp", 1, True), ("mtp", 1, False), ("mtp", 4, True), ("mtp-no-chain", 4, True)],
 )
 def test_prefix_hits_at_every_boundary(name: str, page_size: int, prefill_cache: bool) -> None:
-    """C2: a hit must not give KV of a module that has read another continuation, however short the remainder is."""
+    """A hit must not give KV of a module that has read another continuation, however short the remainder is."""
     seen: list[Seen] = []
     shape = shape_of(
         name, 3, seen, page_size=page_size, prefill_cache=prefill_cache, chunk_tokens=5, prefill_batch=2
@@ -105,8 +104,10 @@ def test_prefix_hits_at_every_boundary(name: str, page_size: int, prefill_cache:
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5])
 def test_no_page_leaves_before_its_kv_is_right(chunk: int) -> None:
-    """C1: chunks that end just before the prompt does. The last modules have not read the drawn token at that time, and
-    the decode node does not compute those rows again."""
+    """Chunks end just before the prompt does, when the last modules have not read the drawn token.
+
+    The decode node does not compute those rows again.
+    """
     seen: list[Seen] = []
     with NodeCluster(shape_of("mtp", MODULES, seen, page_size=1, chunk_tokens=chunk)) as cluster:
         calls = [cluster.submit(prompt_of(n, 1), 4) for n in range(6, 13)]
@@ -119,7 +120,7 @@ def test_no_page_leaves_before_its_kv_is_right(chunk: int) -> None:
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_retraction_keeps_draft_state_and_draft_kv(completion: type[Completion], page_size: int) -> None:
-    """F9: the relay row and the KV planes of all modules are restored."""
+    """The relay row and the KV planes of all modules are restored."""
     seen: list[Seen] = []
     shape = shape_of(
         "mtp",
@@ -145,7 +146,7 @@ def test_migration_rebuilds_the_draft_state() -> None:
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
 @pytest.mark.parametrize("name", FORMATS)
 def test_accept_length_equals_the_uninterrupted_reference(name: str, completion: type[Completion]) -> None:
-    """H4: it takes as many rounds and accepted drafts as a walk over the finished text counts."""
+    """There are as many rounds and accepted drafts as a walk over the finished text counts."""
     steps = 3
     model, step = drafting(name, steps)
     shape = Shape(draft=model, step=step, completion=completion)
@@ -159,7 +160,7 @@ def test_accept_length_equals_the_uninterrupted_reference(name: str, completion:
 def test_graphs_draft_what_eager_steps_draft(
     name: str, buckets: tuple[int, ...], completion: type[Completion]
 ) -> None:
-    """E2, E4: one run has batches above, at and below the largest captured one.
+    """One run has batches above, at and below the largest captured one.
 
     What is kept for the next round comes from whatever computed it, a replay or an eager step.
     """
@@ -182,7 +183,7 @@ def test_graphs_draft_what_eager_steps_draft(
 
 @pytest.mark.skipif(tl is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
 def test_both_nodes_write_the_pool_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """E3: the nodes' arguments are those that the kernel launcher requires, and the kernel equals its reference."""
+    """The nodes' arguments are those that the kernel launcher requires, and the kernel equals its reference."""
     for module in (decode_node.speculative.drafters.multi_layer, prefill_node.multi_layer):
         monkeypatch.setattr(module, "keep_hidden", keep_hidden_triton)
     seen: list[Seen] = []

@@ -225,7 +225,7 @@ def test_an_idle_batch_of_no_rows(name: str, buckets: tuple[int, ...]) -> None:
     ("name", "variants"),
     [("eagle3", (FILTERED,)), ("eagle3", (GREEDY, LOGITS)), ("eagle-tree", (LOGITS,))],
 )
-def test_each_variant_alone_gives_the_same_tokens(name: str, variants: tuple[str, ...]) -> None:
+def test_each_variant_by_itself_gives_the_same_tokens(name: str, variants: tuple[str, ...]) -> None:
     """`logits` ends with the forward; sampling, acceptance and scatter follow eagerly, for logprobs of every token."""
     graphs = rig(KINDS[name], "tape", (5,), variants=variants)
     run(graphs, rig(KINDS[name], "none", ()), ROUNDS)
@@ -234,7 +234,7 @@ def test_each_variant_alone_gives_the_same_tokens(name: str, variants: tuple[str
     assert fallbacks == ({} if LOGITS in variants else {Fallback.VARIANT: wants_logprobs})
 
 
-def test_what_is_said_outlives_the_next_replay() -> None:
+def test_results_outlive_the_next_replay() -> None:
     """The host reads round t after round t + 1 was launched."""
     graphs = rig(KINDS["eagle3"], "tape", (2,), ALL_GREEDY)
     call = graphs.call([0, 1])
@@ -271,7 +271,7 @@ def test_what_a_decode_node_captures(name: str) -> None:
 
 
 def test_a_wrong_width_of_drafts_is_refused() -> None:
-    """A wrong width must raise rather than use the drafts of the round before (row D's defect)."""
+    """A wrong width must raise instead of silently using the drafts of the round before."""
     graphs = rig(KINDS["ngram"], "tape", (2,), ALL_GREEDY)
     call = graphs.call([0])
     assert call.drafts is not None

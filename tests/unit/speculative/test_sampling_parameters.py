@@ -1,4 +1,4 @@
-"""Every sampling parameter under speculation gives plain decoding's text, for every drafter and tree (X3).
+"""Every sampling parameter under speculation gives plain decoding's text, for every drafter and tree.
 
 The reference knows nothing of drafts, so an ancestor that is not counted, or counted twice, changes the text. Each test
 also asserts that drafts are accepted: rounds of one token would prove nothing.

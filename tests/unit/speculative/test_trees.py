@@ -19,7 +19,7 @@ from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
 
 
 def test_worked_example_of_the_selection() -> None:
-    """k 2, S 2, N 4: A .6, B .3; from A: C .30, D .18; from B: E .27, F .0. Kept: A, B, C, and C is a child of A."""
+    """With topk 2, 2 steps and 4 tokens, A (.6), B (.3) and A's child C (.30) are kept; D (.18), E (.27), F are not."""
     scores = torch.tensor([[0.6, 0.3, 0.30, 0.18, 0.27, 0.0]])
     kept, parents = select_nodes(scores, torch.tensor([[-1, 0, 1]]), topk=2, nodes=4)
     assert kept.tolist() == [[0, 1, 2]]

@@ -23,12 +23,12 @@ Cost = Callable[[int, int], float]
 
 
 def memory_bound(batch: int, width: int) -> float:
-    """Cost of a round where weights are read once and each draft adds a twentieth."""
+    """Return the cost of a round where weights are read once and each draft adds a twentieth."""
     return 1.0 + 0.05 * width
 
 
 def compute_bound(batch: int, width: int) -> float:
-    """Cost of a round where each verified token adds as much again."""
+    """Return the cost of a round where each verified token adds as much again."""
     return batch * (1.0 + width)
 
 

@@ -43,13 +43,13 @@ def rig(backend: str, buckets: tuple[int, ...], kinds: list[str] = KINDS, **opti
 
 
 def equal(actual: SampleOutput, expected: SampleOutput) -> bool:
-    """Whether outputs are bitwise equal."""
+    """Return whether outputs are bitwise equal."""
     pairs = [(getattr(actual, name), getattr(expected, name)) for name in SampleOutput.__dataclass_fields__]
     return all(a is b is None or torch.equal(a, b) for a, b in pairs)
 
 
 def agree(actual: SampleOutput, expected: SampleOutput) -> bool:
-    """Whether tokens are equal, and logprobs up to the rounding that padding rows cause in a matrix product."""
+    """Return whether tokens are equal, and logprobs up to the rounding that padding rows cause in a matrix product."""
     if expected.logprobs is not None:
         assert actual.logprobs is not None
         torch.testing.assert_close(actual.logprobs, expected.logprobs, atol=1e-4, rtol=0)
@@ -57,7 +57,7 @@ def agree(actual: SampleOutput, expected: SampleOutput) -> bool:
 
 
 def same_state(one: DecodeRig, other: DecodeRig) -> bool:
-    """Whether relay rows and the whole cache are equal."""
+    """Return whether relay rows and the whole cache are equal."""
     columns = [(getattr(one.relay, name), getattr(other.relay, name)) for name in ("last_token", "seq_len")]
     columns.append(
         (
@@ -119,7 +119,7 @@ ADJUSTED = SamplingParams(
 
 @pytest.mark.parametrize("buckets", [(1, 2, 4), (5,)])
 def test_adjusted_logits_after_a_replay_equal_eager(buckets: tuple[int, ...]) -> None:
-    """Penalties need state of their own: such a batch ends its graph with the logits; others count nothing."""
+    """Penalties need state of their own, so the graph of such a batch ends with the logits; others count nothing."""
     params = [ADJUSTED, PARAMS[GREEDY], replace(ADJUSTED, temperature=0.0), PARAMS[FILTERED], ADJUSTED]
     eager, graphs = (DecodeRig(PROMPTS, params, BACKENDS[name](), buckets) for name in ("none", "tape"))
     for chosen in STEPS:
@@ -135,7 +135,7 @@ def test_adjusted_logits_after_a_replay_equal_eager(buckets: tuple[int, ...]) ->
 
 
 def test_tokens_do_not_depend_on_who_shares_the_batch() -> None:
-    """The same requests by themselves and together, replayed."""
+    """Replays give each request the same tokens by itself and in a batch."""
     together, alone = rig("tape", (1, 5)), rig("tape", (1, 5))
     tokens = [together.step(range(5)).token_ids.tolist() for _ in range(4)]
     for request in range(5):
@@ -179,14 +179,14 @@ def test_tokens_outlive_the_next_replay() -> None:
         (SamplingVariant(True, False, None, AdjustmentFacts(False, 0, 1)), (LOGITS,)),
     ],
 )
-def test_a_dearer_variant_serves_where_the_cheaper_one_is_not_captured(
+def test_a_costlier_variant_serves_where_the_cheaper_one_is_not_captured(
     facts: SamplingVariant, variants: tuple[str, ...]
 ) -> None:
     assert serving_variants(facts) == variants
 
 
 @pytest.mark.parametrize("variants", [(FILTERED,), (LOGITS,), (GREEDY, LOGITS), (RANDOM, FILTERED, LOGITS)])
-def test_each_variant_alone_gives_the_same_tokens(variants: tuple[str, ...]) -> None:
+def test_each_variant_by_itself_gives_the_same_tokens(variants: tuple[str, ...]) -> None:
     """Disabled filters, and the temperature of greedy rows, are exact, so fewer graphs may be captured."""
     eager, graphs = rig("none", ()), rig("tape", (5,), variants=variants)
     for chosen in STEPS:
@@ -207,7 +207,7 @@ def test_only_decode_is_captured_in_the_shapes_of_the_ladder() -> None:
     assert graphs.counters.never_replayed(graphs.captured) == graphs.captured
 
 
-def test_no_graph_is_dead() -> None:
+def test_every_captured_graph_replays() -> None:
     """Over a mixed load every captured graph of every variant replays."""
     buckets = decode_request_buckets(5)
     kinds = [GREEDY, GREEDY, GREEDY, GREEDY, GREEDY, RANDOM, FILTERED, LOGITS]
@@ -221,7 +221,7 @@ def test_no_graph_is_dead() -> None:
 
 
 def test_can_run_and_no_graphs() -> None:
-    """Row B4(f)."""
+    """The decode graph answers for each batch whether it can run, and without graphs names that reason (row B4)."""
     graphs = rig("tape", (1, 4)).graphs.graphs
     facts = SamplingVariant(True, False, None)
     for count, found in ((1, 1), (2, 4), (4, 4), (5, None)):

@@ -44,7 +44,7 @@ BODIES = CompiledBodies()  # of `model`, shared by all tests of a process
 
 @functools.cache
 def model(aux: tuple[int, ...] = (), seed: int = 0, device: torch.device = CPU) -> CausalLM:
-    """Two layers, one with a sliding window, query and key norms; all weights are random."""
+    """Build a model of two layers, one with a sliding window, with query and key norms; all weights are random."""
     config = replace(CONFIG, sliding_windows=(None, 11), qk_norm=True, head_dim=16)
     built = build_model(config, Placement(torch.float32, CPU), aux).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -96,7 +96,7 @@ def extend_driver(
     device: torch.device = CPU,
     unbroken: ShapeKey = BROKEN,
 ) -> tuple[DeviceDriver, PrefillExtend]:
-    """A driver whose prompts run through captured prefill graphs of `buckets`."""
+    """Make a driver whose prompts run through captured prefill graphs of `buckets`."""
     driver = DeviceDriver(model(aux, device=device), ids, page_size)
     runner = driver.runner
     spec = extend_spec(buckets, hidden, unbroken=unbroken)

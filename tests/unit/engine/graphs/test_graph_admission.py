@@ -1,4 +1,4 @@
-"""Which batch replays, and why another does not, in the order of row B4."""
+"""Which batch may replay, and for which reason another may not; reasons are asked in a fixed order (row B4)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefill_node.graphs.prefill_extend import extend_spec
 NULL, LAST, FULL = CaptureHiddenMode
 SPEC = CaptureSpec("target", "prefill", ForwardMode.EXTEND, token_shapes((8, 16, 64)), LAST, max_padding=2.0)
 GOOD = BatchFacts(ForwardMode.EXTEND, ShapeKey(10, 3), LAST)
-# Everything that can be wrong with a batch, most urgent first: each fault by itself, and all faults from it on.
+# Everything that can be wrong with a batch, in the order of the checks.
 WRONG = [
     ("a", {"features": frozenset(Feature)}, Feature.INPUT_EMBEDS),
     ("b", {"mode": ForwardMode.DECODE}, Fallback.MODE),
@@ -51,7 +51,7 @@ def test_a_graph_serves_its_hidden_mode_and_those_below(
 
 @pytest.mark.parametrize("spec", [extend_spec((8, 16), FULL), draft_prefill_spec((8, 16))])
 def test_prefill_graphs_have_a_place_for_given_embeddings(spec: CaptureSpec) -> None:
-    """Row B4(a)."""
+    """Prefill graphs take given embeddings; other graphs refuse such a batch with that reason (row B4)."""
     batch = BatchFacts(ForwardMode.EXTEND, ShapeKey(10, 3), LAST, features=frozenset((Feature.INPUT_EMBEDS,)))
     assert admit(spec, batch) == Admission(ShapeKey(16))
 

@@ -97,7 +97,7 @@ SIZES = [8, 3, 2, 7, 1, 9, 4, 8, 20, 2]  # below, at and above the captured maxi
 
 
 def differs(made: GraphRunner[DraftBatch, DraftOutput], toy: Toy) -> bool:
-    """Whether any batch has another result than an eager run."""
+    """Return whether any batch has another result than an eager run."""
     eager = runner(toy, tokens=())
     wrong = False
     for batch in batches(SIZES):
@@ -128,7 +128,7 @@ def _padding_count(toy: Toy, inputs: Inputs) -> Tensor:
 
 @pytest.mark.parametrize("fault", [_leaking, _scalar, _padding_count])
 def test_a_faulty_program_is_caught_on_the_cpu(fault: Callable[[Toy, Inputs], Tensor]) -> None:
-    """A padding row that leaks, a scalar that should have been a tensor, a size that is not the live one."""
+    """Faults are a leaking padding row, a scalar that should be a tensor, and a size that is not the live one."""
     toy = Toy(fault)
     assert differs(runner(toy), toy)
 
@@ -168,7 +168,7 @@ class DoesNotFit(triton.TritonError):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("kind", [CaptureError, torch.AcceleratorError, torch.OutOfMemoryError, DoesNotFit])
-def test_what_torch_and_triton_raise_in_capture_costs_that_graph_alone(kind: type[Exception]) -> None:
+def test_what_torch_and_triton_raise_in_capture_costs_only_that_graph(kind: type[Exception]) -> None:
     """It runs eagerly once before serving, because otherwise its kernels would compile at the first request."""
     seen: list[int] = []
     capturing = True
@@ -279,7 +279,7 @@ def test_capture_is_largest_first_and_plans_each_shape_outside() -> None:
 
 
 def test_counters_by_reason_and_padded_tokens() -> None:
-    """Row B: the counters of graphs."""
+    """Replays, fallbacks by reason and padded tokens are counted."""
     made = runner(Toy())
     for batch in batches([3, 8, 9, 1]):
         made(batch)
@@ -309,7 +309,7 @@ def test_counters_by_reason_and_padded_tokens() -> None:
 
 
 def test_graphs_that_never_ran_are_told() -> None:
-    """They waste memory: the gauge for that counts graphs, not replays."""
+    """Such graphs waste memory, so a gauge counts graphs, not replays."""
     made = runner(Toy())
     for batch in batches([3, 4, 3]):
         made(batch)
@@ -317,7 +317,7 @@ def test_graphs_that_never_ran_are_told() -> None:
 
 
 def test_a_mode_mismatch_is_a_fall_back_never_a_wrong_answer() -> None:
-    """Row B6."""
+    """A batch that needs more hidden states than the graph returns runs eagerly (row B6)."""
     made, toy = runner(Toy()), Toy()
     wants_full = batches([4])[0]
     wants_full.hidden = FULL

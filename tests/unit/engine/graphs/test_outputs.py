@@ -69,7 +69,7 @@ def test_kept_fields_outlive_the_next_replay_and_others_are_views() -> None:
 
 
 def test_rows_that_are_not_of_the_declared_axis_are_refused() -> None:
-    """Row C: logits per request must not be narrowed by a number of tokens."""
+    """Logits per request must not be narrowed by a number of tokens."""
     with pytest.raises(OutputError, match="hidden: 4 rows, declared one per token of 8"):
         OutputSpec(Result, DECLARED).narrow(
             Result(torch.zeros(4), torch.zeros(4, 2)), ShapeKey(8, 4), ShapeKey(5, 3)

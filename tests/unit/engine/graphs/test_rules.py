@@ -207,7 +207,7 @@ def test_switches_are_per_phase() -> None:
         assert decide(phase, PLAIN, AUTO).backend != "none"
 
 
-def test_poison_is_told() -> None:
+def test_poisoned_padding_is_named_as_a_reason() -> None:
     assert decide(Phase.DECODE, PLAIN, PhaseSwitch(poisoned=True)).reasons == ("padding is poisoned",)
     assert decide(Phase.DECODE, ON_CPU, PhaseSwitch(poisoned=True)).reasons == (f"device: {RULES[0].reason}",)
 

@@ -41,7 +41,7 @@ def batch(tokens: int, requests: int, seed: int = 0) -> Batch:
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 4)), min_size=1, max_size=6))
-def test_every_row_behind_the_live_ones_is_reset_on_every_load(sizes: list[tuple[int, int]]) -> None:
+def test_every_row_past_the_live_ones_is_reset_on_every_load(sizes: list[tuple[int, int]]) -> None:
     """Every field must be reset, after growing, shrinking and changing buckets."""
     inputs = StaticInputs(slots(), LARGEST, "cpu")
     for seed, (tokens, requests) in enumerate(sizes):
@@ -66,7 +66,7 @@ def test_addresses_never_change() -> None:
     assert inputs.nbytes == 12 * 3 * 4 + 12 * 8 + 4 * 8
 
 
-def test_a_graph_is_captured_on_padding_alone() -> None:
+def test_a_graph_is_captured_on_padding_only() -> None:
     """Whatever ran before, a later capture or a trial starts with the content of an idle batch."""
     inputs = StaticInputs(slots(), LARGEST, "cpu")
     inputs.load(batch(12, 4), LARGEST, LARGEST)
@@ -104,7 +104,7 @@ def test_poison_fills_padding_with_what_shows_and_keeps_contracts() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_remedy(change: dict[str, Tensor | None], text: str) -> None:
-    """Row D: a different width raises; the reference system silently replays stale hidden states."""
+    """A different width raises; another system silently replays stale hidden states."""
     inputs = StaticInputs(slots(), LARGEST, "cpu")
     wrong = batch(5, 1)
     for name, value in change.items():

@@ -22,7 +22,7 @@ def spec(shapes: tuple[ShapeKey, ...]) -> CaptureSpec:
 
 
 def test_hidden_modes_are_ordered() -> None:
-    """Row A1."""
+    """A graph that returns more hidden states serves a batch that needs fewer, never the reverse (row A1)."""
     assert NULL < LAST < FULL
     assert [mode.name for mode in CaptureHiddenMode] == ["NULL", "LAST", "FULL"]
 

@@ -116,7 +116,7 @@ OPERATIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
 def test_any_program_of_views_and_mutations_replays(
     program: list[tuple[Callable[[Tensor, Tensor], Tensor], int, int]], seed: int
 ) -> None:
-    """Views of temporaries, in-place writes into static memory and mixtures of these."""
+    """Programs mix views of temporaries with in-place writes into static memory."""
     torch.manual_seed(seed % 2**31)
     x, state = torch.randn(4, 4), torch.randn(4, 4)
 
@@ -152,7 +152,7 @@ def test_any_program_of_views_and_mutations_replays(
     ],
 )
 def test_what_a_graph_cannot_hold_is_refused_during_capture(call: Callable[[], Any], text: str) -> None:
-    """A host sync, host data or a change of shape; the recorder is usable again afterwards."""
+    """A host sync, host data and a change of shape are refused; the recorder is usable again afterwards."""
     backend = FullGraphs(TapeRecorder())
     with pytest.raises(CaptureError, match=text):
         backend.capture(call)
@@ -164,7 +164,7 @@ def test_repeat_interleave_with_a_known_size_is_allowed() -> None:
 
 
 def test_a_python_scalar_is_baked() -> None:
-    """So a scalar that should have been a tensor is detected on the CPU: the replay differs from eager."""
+    """A scalar that should have been a tensor is thus detected on the CPU: the replay differs from the eager run."""
     owner = {"scale": 2.0}
     recording = tape(lambda: X * owner["scale"])
     owner["scale"] = 3.0
@@ -213,7 +213,7 @@ def test_temporaries_are_freed_and_outputs_are_all_that_is_kept() -> None:
 
 
 def test_recordings_of_a_recorder_share_their_memory() -> None:
-    """CUDA graphs share a pool, too: so the clone rule of `outputs` is tested on the CPU."""
+    """CUDA graphs share a pool too, so this tests on the CPU that kept outputs have to be cloned."""
     backend = FullGraphs(TapeRecorder())
     large = backend.capture(lambda: (X + 1, X.sum(-1)))
     small = backend.capture(lambda: (X[:2] * 2, X[:2].sum(-1)))

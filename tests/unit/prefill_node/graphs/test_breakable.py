@@ -1,4 +1,4 @@
-"""Segments and eager breaks, on tape segments."""
+"""Breakable graphs, whose segments are tapes here, replay what an eager run computes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Layer:
 
 
 def test_replay_equals_eager_with_live_host_facts_in_the_breaks() -> None:
-    """Row B: attention is a break, so any mix of lengths fits one bucket."""
+    """Attention is a break, so any mix of lengths fits one bucket."""
     layer = Layer()
     recording = BreakableGraphs(TapeRecorder()).capture(layer.run)
     assert recording.breaks == 3
@@ -101,7 +101,7 @@ def test_a_break_may_write_into_the_bridge_or_return_nothing() -> None:
             assert layer.sent[2:] == sent
 
 
-def test_a_tensor_may_cross_several_breaks_and_be_changed_behind_them() -> None:
+def test_a_tensor_may_cross_several_breaks_and_be_changed_after_them() -> None:
     layer = Layer()
 
     def run() -> Tensor:
@@ -137,7 +137,7 @@ def test_nested_breaks_are_forbidden() -> None:
     assert backend.capture(lambda: X * 2).breaks == 0
 
 
-def test_an_error_in_a_break_or_behind_it_leaves_no_capture_open() -> None:
+def test_an_error_in_a_break_or_after_it_leaves_no_capture_open() -> None:
     backend = BreakableGraphs(TapeRecorder())
 
     @break_point

@@ -1,4 +1,4 @@
-"""Draft prefill under its own graph, on the tape: drafts and the draft's KV are bitwise equal to eager ones."""
+"""Draft prefill under its own graph, on the tape, gives the drafts and draft KV of an eager run."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_only_eligible_batches_replay() -> None:
 
 
 def test_default_ladder_replays_at_least_95_percent_and_no_graph_is_dead() -> None:
-    """Row B, for the label model=draft; also, every captured graph replays."""
+    """With default buckets at least 95 % of draft forwards replay, and every captured graph replays."""
     rig = Rig.of("eagle3", buckets=prefill_token_buckets(48))
     for tokens in (*prefill_token_buckets(48), 5, 17, 30, 33, 47):
         batch = rig.batch([0], [tokens])

@@ -52,8 +52,8 @@ def pictures(count: int, seed: int) -> list[Pixels]:
     return [Pixels(each, 1, 4) for each in values]
 
 
-def test_a_replay_says_what_the_eager_tower_says(part: LlavaPart) -> None:
-    """Any number of images, one after another in the same graphs; padding images affect nothing."""
+def test_a_replay_gives_the_rows_of_the_eager_tower(part: LlavaPart) -> None:
+    """Any number of images replays, one batch after another in the same graphs; padding images affect nothing."""
     encoder = EncoderGraphs(part, encoder_spec((1, 2, 4), 4), FullGraphs(TapeRecorder()), poisoned=True)
     encoder.graphs.capture()
     assert [(row.phase, row.tokens, row.requests, row.error) for row in encoder.graphs.rows] == [

@@ -54,7 +54,7 @@ def pictures(seed: int, *grids: tuple[int, int]) -> list[Pixels]:
     ]
 
 
-def test_a_replay_says_what_the_eager_tower_says(part: QwenPart) -> None:
+def test_a_replay_gives_the_rows_of_the_eager_tower(part: QwenPart) -> None:
     """Sizes and numbers of images change between replays of a graph; padding affects nothing."""
     spec = patch_spec((4, 24))
     assert [(shape.tokens, shape.requests) for shape in spec.shapes] == [(4, 1), (24, 6)]

@@ -100,7 +100,7 @@ def values(output: ForwardOutput) -> list[torch.Tensor]:
 @settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_any_mix_of_requests_equals_eager(data: st.DataObject) -> None:
-    """Row B, several requests: lengths, prefixes and chunks do not matter, only their sum.
+    """For several requests lengths, prefixes and chunks do not matter, only the number of tokens.
 
     Results are bitwise equal to those of the same padding without graphs, and up to rounding to those without padding.
     """
@@ -176,7 +176,7 @@ def test_only_prefill_is_captured_and_full_chunks_have_no_padding() -> None:
 
 
 def test_default_ladder_replays_at_least_95_percent() -> None:
-    """Row B, with default flags and FULL hidden states, as an EAGLE drafter wants them."""
+    """This holds with default flags and FULL hidden states, which an EAGLE drafter reads."""
     ids = sequences([37, 50, 64, 12, 5, 90, 33, 71], seed=4)
     driver, extend = extend_driver(ids, breakable(), prefill_token_buckets(64))
     for row, prompt in enumerate(ids):
@@ -186,7 +186,7 @@ def test_default_ladder_replays_at_least_95_percent() -> None:
     assert "hidden_mode" not in extend.graphs.counters.fallbacks
 
 
-def test_no_graph_is_dead() -> None:
+def test_every_captured_graph_replays() -> None:
     """Over a mixed load every captured graph replays."""
     buckets = prefill_token_buckets(64)
     driver, extend = extend_driver(sequences([sum(buckets)]), breakable(), buckets)
@@ -205,7 +205,7 @@ def test_a_backend_without_breaks_is_refused() -> None:
 
 
 def test_without_shapes_every_prompt_is_eager() -> None:
-    """Row A11."""
+    """A node without graphs behaves as if graphs did not exist (row A11)."""
     driver, extend = extend_driver(IDS, NoGraphs(), ())
     assert driver.run([0], [9]).logits.shape[0] == 9
     assert extend.graphs.counters.fallbacks == {Fallback.NO_GRAPHS: 1}
