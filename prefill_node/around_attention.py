@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from common.engine.attention.backend import AttentionBackend
@@ -31,5 +33,13 @@ class AroundAttention:
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return self._inner.forward(layer, query, key, value)
 
-    def mix(self, layer: int, operation: str, projected: Tensor, width: int) -> Tensor:
-        return self._inner.mix(layer, operation, projected, width)
+    def mix(
+        self,
+        layer: int,
+        operation: str,
+        projected: Tensor,
+        width: int,
+        weights: Sequence[Tensor] = (),
+        eps: float = 0.0,
+    ) -> Tensor:
+        return self._inner.mix(layer, operation, projected, width, weights, eps)

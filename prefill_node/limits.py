@@ -20,6 +20,7 @@ class PrefillLimits:
     max_model_len: int
     vocab_size: int
     drain_timeout: float
+    grid: int = 1  # prompts are cut only at multiples of it, and `chunk_tokens` is one
 
     def check(self, message: Prefill, space: PageSpace) -> Keys:
         """Return the prompt's keys, as the batch uses them. Raises InvalidRequest for a prompt that can never fit."""

@@ -88,7 +88,8 @@ class Planner:
     def next(self, now: float) -> Planned | None:
         """Return the plan of this turn; None if the device has nothing to do."""
         limits = self._limits
-        chunks = plan_chunks(self._queues.computing.values(), now, limits.chunk_tokens, limits.max_batch)
+        computing = self._queues.computing.values()
+        chunks = plan_chunks(computing, now, limits.chunk_tokens, limits.max_batch, limits.grid)
         if not chunks and not self._forget:
             return None
         self._generation += 1

@@ -65,11 +65,14 @@ def _rank(request: PrefillRequest, now: float) -> tuple[bool, float]:
 
 
 def plan_chunks(
-    computing: Iterable[PrefillRequest], now: float, token_budget: int, max_batch: int
+    computing: Iterable[PrefillRequest], now: float, token_budget: int, max_batch: int, grid: int = 1
 ) -> list[Chunk]:
     """Fill one token budget with prompts in order; the chunk that exceeds the budget is cut there.
 
     Prompts whose tokens are all launched are skipped. The first remaining prompt always advances.
+
+    Args:
+        grid: prompts are cut only at multiples of it; `token_budget` is one.
     """
     chunks: list[Chunk] = []
     unfinished = (request for request in computing if request.remaining and not request.ended)
@@ -77,6 +80,10 @@ def plan_chunks(
         if token_budget == 0 or len(chunks) == max_batch:
             break
         length = min(request.remaining, token_budget)
+        if length < request.remaining:
+            length -= (request.scheduled + length) % grid
+        if length <= 0:
+            break
         chunks.append(Chunk(request, request.scheduled, length))
         token_budget -= length
     return chunks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -35,9 +35,17 @@ class SignalledAttention(AroundAttention):
             self._listener(layer)
         return super().forward(layer, query, key, value)
 
-    def mix(self, layer: int, operation: str, projected: Tensor, width: int) -> Tensor:
+    def mix(
+        self,
+        layer: int,
+        operation: str,
+        projected: Tensor,
+        width: int,
+        weights: Sequence[Tensor] = (),
+        eps: float = 0.0,
+    ) -> Tensor:
         """Run the operation, which stores its state, and then call the listener."""
-        mixed = super().mix(layer, operation, projected, width)
+        mixed = super().mix(layer, operation, projected, width, weights, eps)
         if self._listener is not None:
             self._listener(layer)
         return mixed

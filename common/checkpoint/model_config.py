@@ -25,6 +25,12 @@ from common.checkpoint.experts_config import (
     ExpertsConfig,
     parse_experts,
 )
+from common.checkpoint.gated_delta_config import (
+    LINEAR,
+    GatedDeltaConfig,
+    mixer_types,
+    parse_gated_delta,
+)
 from common.checkpoint.json_fields import (
     MAX_HEADS,
     MAX_LAYERS,
@@ -73,9 +79,10 @@ class Family:
     windows_by_layer: bool = False  # a switch, and max_window_layers or layer_types (Qwen)
     # Maps (config.json, layers, where) to the blocks of each layer; None: attention and a dense feed-forward in each.
     layer_kinds: Callable[[Raw, int, str], tuple[LayerKind, ...]] | None = None
-    experts: ExpertRules | None = (
-        None  # of a mixture of experts; the layers that have them follow from config.json
-    )
+    # Of a mixture of experts; the layers that have them follow from config.json.
+    experts: ExpertRules | None = None
+    # Some layers are gated delta networks; True if the rows of their projections are grouped by key head.
+    gated_delta: bool | None = None
     engine: str = "common.engine.models.decoder:Decoder"  # "module:attribute" of its CausalLM
 
 
@@ -151,6 +158,7 @@ class ModelConfig:
     weights: StoredWeights = DENSE  # how the checkpoint stores its products
     layer_kinds: tuple[LayerKind, ...] = ()  # [num_layers]; (): attention and a dense feed-forward in each
     experts: ExpertsConfig | None = None  # of the layers whose feed-forward is "experts"
+    gated_delta: GatedDeltaConfig | None = None  # of the layers whose mixer is one; None: there is none
 
     def kind_of(self, layer: int) -> LayerKind:
         """Return the blocks of one layer."""
@@ -221,10 +229,15 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
     num_layers = positive(raw, "num_hidden_layers", where, most=MAX_LAYERS)
     max_positions = positive(raw, "max_position_embeddings", where, most=MAX_POSITIONS)
     vocab = positive(raw, "vocab_size", where, most=MAX_VOCAB)
+    kinds = () if family.layer_kinds is None else family.layer_kinds(raw, num_layers, where)
+    delta = None
+    if family.gated_delta is not None:
+        delta = parse_gated_delta(raw, where, family.gated_delta)
+        types = mixer_types(raw, num_layers, where)
+        kinds = tuple(LayerKind("gated_delta" if each == LINEAR else "attention") for each in types)
     eps = raw.get("rms_norm_eps", 1e-6)
     if not is_finite(eps) or not 0 < eps < 1:
         raise ModelError(f"{where}: rms_norm_eps must be a small positive number, found {shown(eps)}")
-    kinds = () if family.layer_kinds is None else family.layer_kinds(raw, num_layers, where)
     experts, inner = None, None
     if family.experts is not None:
         experts, has_experts = parse_experts(raw, family.experts, num_layers, where)
@@ -255,6 +268,7 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         weights=weights,
         layer_kinds=kinds,
         experts=experts,
+        gated_delta=delta,
     )
 
 

@@ -6,6 +6,7 @@ its per-request planes), and a family in `common/checkpoint/model_config.py` who
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ class MixerRecord:
     # (config, layer) -> values of one new token that a decode node keeps until it knows whether the token was
     # accepted, in the model's dtype; 0: none. A mixer with a per-request plane needs them (docs/extending.md).
     window: Callable[[ModelConfig, int], int] = lambda config, layer: 0
+    chunk: int = 1  # prompts may be cut only at multiples of so many tokens
 
 
 def _attention(owner: Owner, config: ModelConfig, layer: int, dtype: str) -> tuple[Plane, ...]:
@@ -33,7 +35,10 @@ def _attention(owner: Owner, config: ModelConfig, layer: int, dtype: str) -> tup
 ATTENTION = MixerRecord(_attention, "common.engine.layers.attention:Attention")
 
 # LayerKind.mixer -> "module:attribute" of its MixerRecord
-MIXERS = {"attention": "common.kv_cache.layer_kinds:ATTENTION"}
+MIXERS = {
+    "attention": "common.kv_cache.layer_kinds:ATTENTION",
+    "gated_delta": "common.kv_cache.gated_delta:GATED_DELTA",
+}
 # LayerKind.feed_forward -> "module:attribute" of its class
 FEED_FORWARDS = {
     "dense": "common.engine.layers.mlp:Mlp",
@@ -46,6 +51,15 @@ def mixer_record(config: ModelConfig, layer: int) -> MixerRecord:
     record = named(MIXERS[config.kind_of(layer).mixer])
     assert isinstance(record, MixerRecord)
     return record
+
+
+def prompt_grid(config: ModelConfig, page_size: int) -> int:
+    """Return the tokens at whose multiples a prompt may be cut into chunks; 1 if it may be cut anywhere.
+
+    A grid of a mixer's also keeps pages whole.
+    """
+    chunks = {mixer_record(config, layer).chunk for layer in range(config.num_layers)}
+    return 1 if chunks == {1} else math.lcm(page_size, *chunks)
 
 
 def window_widths(config: ModelConfig) -> dict[int, int]:

@@ -45,8 +45,16 @@ class BreakableAttention(AroundAttention):
         return super().forward(layer, query, key, value)
 
     @break_point
-    def mix(self, layer: int, operation: str, projected: Tensor, width: int) -> Tensor:
-        return super().mix(layer, operation, projected, width)
+    def mix(
+        self,
+        layer: int,
+        operation: str,
+        projected: Tensor,
+        width: int,
+        weights: Sequence[Tensor] = (),
+        eps: float = 0.0,
+    ) -> Tensor:
+        return super().mix(layer, operation, projected, width, weights, eps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -14,9 +14,18 @@ class LayerOperation(Protocol):
     """The part of a mixer that joins the tokens of a request, over the planes that its record declares."""
 
     def __call__(
-        self, batch: ForwardBatch, layer: int, planes: Mapping[str, Tensor], projected: Tensor, /
+        self,
+        batch: ForwardBatch,
+        layer: int,
+        planes: Mapping[str, Tensor],
+        projected: Tensor,
+        weights: Sequence[Tensor],
+        eps: float,
+        /,
     ) -> Tensor:
         """Return [T, width] for projected [T, P]; reads and writes `planes` of the layer, by name.
+
+        `weights` and `eps` are the mixer's, as it passes them to `AttentionBackend.mix`.
 
         T may count padding rows past the last token of the batch, which may hold anything: nothing of them may reach a
         plane or another row. Graphs record it, except on batches of mode EXTEND with many tokens: it must not wait for
@@ -51,11 +60,21 @@ class AttentionBackend(Protocol):
         key, value: [T, kv_heads, D], already stored; passed for kernels that read new tokens directly.
         """
 
-    def mix(self, layer: int, operation: str, projected: Tensor, width: int) -> Tensor:
+    def mix(
+        self,
+        layer: int,
+        operation: str,
+        projected: Tensor,
+        width: int,
+        weights: Sequence[Tensor] = (),
+        eps: float = 0.0,
+    ) -> Tensor:
         """Run the operation of a mixer other than attention. Where graphs break.
 
         Args:
             operation: "module:function" of a `LayerOperation`; a name, since traced graphs hold no functions.
             projected: [T, P], all that the operation reads of the new tokens.
             width: values of each row of the result.
+            weights: parameters that the operation reads.
+            eps: of its norm, if it has one.
         """

@@ -107,9 +107,17 @@ class PagedAttention:
         planes = self.pool.key(layer), self.pool.value(layer)
         return attend_pages(self._planned(), query, *planes, window, self._scale)
 
-    def mix(self, layer: int, operation: str, projected: Tensor, width: int) -> Tensor:
+    def mix(
+        self,
+        layer: int,
+        operation: str,
+        projected: Tensor,
+        width: int,
+        weights: Sequence[Tensor] = (),
+        eps: float = 0.0,
+    ) -> Tensor:
         run: LayerOperation = named(operation)
-        return run(self._planned(), layer, self.pool.planes(layer), projected)
+        return run(self._planned(), layer, self.pool.planes(layer), projected, weights, eps)
 
     def _whole_prompt_rows(self, rows: int, window: int | None) -> int | None:
         """Return the live rows of a whole prompt that may be computed without pages, or None."""

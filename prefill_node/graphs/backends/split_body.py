@@ -8,7 +8,7 @@ one mark, which is a seam by itself. The rest are *pieces*, which do not depend 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,9 +27,13 @@ library.define(
 library.register_fake("tandem::mark_store", lambda *_: None)
 library.define("tandem::mark_attend", "(int layer, Tensor query, Tensor key, Tensor value) -> Tensor")
 library.register_fake("tandem::mark_attend", lambda _, query, *rest: query.new_empty(query.shape))
-library.define("tandem::mark_mix", "(int layer, str operation, Tensor projected, int width) -> Tensor")
+library.define(
+    "tandem::mark_mix",
+    "(int layer, str operation, Tensor projected, int width, Tensor[] weights, float eps) -> Tensor",
+)
 library.register_fake(
-    "tandem::mark_mix", lambda _layer, _name, projected, width: projected.new_empty(projected.shape[0], width)
+    "tandem::mark_mix",
+    lambda _layer, _name, projected, width, *rest: projected.new_empty(projected.shape[0], width),
 )
 STORE, ATTEND = torch.ops.tandem.mark_store.default, torch.ops.tandem.mark_attend.default
 MIX = torch.ops.tandem.mark_mix.default
@@ -56,8 +60,16 @@ class MarkedAttention:
         out: Tensor = ATTEND(layer, query, key, value)
         return out
 
-    def mix(self, layer: int, operation: str, projected: Tensor, width: int) -> Tensor:
-        out: Tensor = MIX(layer, operation, projected, width)
+    def mix(
+        self,
+        layer: int,
+        operation: str,
+        projected: Tensor,
+        width: int,
+        weights: Sequence[Tensor] = (),
+        eps: float = 0.0,
+    ) -> Tensor:
+        out: Tensor = MIX(layer, operation, projected, width, list(weights), eps)
         return out
 
 
@@ -84,8 +96,10 @@ class LiveAttention:
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self._called().forward(layer, query, key, value)
 
-        def mix(layer: int, operation: str, projected: Tensor, width: int) -> Tensor:
-            return self._called().mix(layer, operation, projected, width)
+        def mix(
+            layer: int, operation: str, projected: Tensor, width: int, weights: Sequence[Tensor], eps: float
+        ) -> Tensor:
+            return self._called().mix(layer, operation, projected, width, weights, eps)
 
         calls: dict[object, Callable[..., object]] = {STORE: store, ATTEND: attend, MIX: mix}
         for node in part.graph.nodes:

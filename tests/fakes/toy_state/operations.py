@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,13 @@ from tests.fakes.toy_state.record import KEY, LATENT_VALUES, VALUE
 
 
 def attend_latents(
-    batch: ForwardBatch, layer: int, planes: Mapping[str, Tensor], projected: Tensor, /
+    batch: ForwardBatch,
+    layer: int,
+    planes: Mapping[str, Tensor],
+    projected: Tensor,
+    weights: Sequence[Tensor],
+    eps: float,
+    /,
 ) -> Tensor:
     """`projected` [T, (heads + 1) * LATENT_VALUES] holds the queries of all heads and the token's latent."""
     plane = planes["latent"]
@@ -27,7 +33,15 @@ def attend_latents(
     return attend_pages(batch, query, one_head, one_head, None, LATENT_VALUES**-0.5).flatten(1)
 
 
-def recur(batch: ForwardBatch, layer: int, planes: Mapping[str, Tensor], projected: Tensor, /) -> Tensor:
+def recur(
+    batch: ForwardBatch,
+    layer: int,
+    planes: Mapping[str, Tensor],
+    projected: Tensor,
+    weights: Sequence[Tensor],
+    eps: float,
+    /,
+) -> Tensor:
     """`projected` [T, heads * (2 * KEY + VALUE + 1)] holds queries, then what each token adds to the state."""
     assert batch.state is not None
     queries = projected.shape[1] // (2 * KEY + VALUE + 1) * KEY

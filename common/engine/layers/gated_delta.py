@@ -1,0 +1,118 @@
+"""The gated delta block of a decoder layer (Qwen3-Next, Qwen3.5; arXiv 2412.06464).
+
+A convolution over the last tokens makes queries, keys and values, a state per value head takes the place of earlier
+keys and values, and a gated norm per head precedes the output projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from common.checkpoint.gated_delta_config import KERNEL, GatedDeltaConfig
+from common.checkpoint.model_config import ModelConfig
+from common.engine.attention.backend import AttentionBackend
+from common.engine.layers.activations import Activations
+from common.engine.layers.blocks import Mixer
+from common.engine.layers.linear import WeightFormat
+from common.engine.layers.norm import RmsNorm
+from common.engine.layers.piece import Piece
+from common.engine.layers.placement import Placement, parameter
+
+OPERATION = "common.engine.attention.gated_delta:gated_delta"
+MARK = "#"  # between the name of a tensor and the range of its rows, in names of parts
+
+
+class GatedDelta(Mixer):
+    """out(operation(in(x))).
+
+    The rows of the input projection are [queries, keys, values, b, a, gates], whatever their order in the checkpoint:
+    the first four are what the state depends on. A_log, dt_bias and the norm are float32 in any model.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, layer: int, weights: WeightFormat) -> None:
+        super().__init__()
+        assert config.gated_delta is not None
+        name, shape = f"{name}.linear_attn", config.gated_delta
+        self.name, self.layer, self.width, self.eps = name, layer, shape.inner, config.rms_norm_eps
+        rows = grouped_rows(name, shape) if shape.grouped_rows else separate_rows(name, shape)
+        self.in_proj = weights.linear(config.hidden_size, rows, bias=False)
+        self.out_proj = weights.linear(shape.inner, {f"{name}.out_proj": config.hidden_size}, bias=False)
+        wide = Placement(torch.float32, weights.placement.device)
+        self.taps = parameter((shape.channels, KERNEL), weights.placement)
+        self.a_log = parameter((shape.value_heads,), wide)
+        self.dt_bias = parameter((shape.value_heads,), wide)
+        self.norm = parameter((shape.value_dim,), wide)
+        self.reads = self.in_proj.reads
+
+    def add_norm(
+        self,
+        x: Activations,
+        stream: Tensor,
+        norm: RmsNorm,
+        angles: tuple[Tensor, Tensor],
+        attention: AttentionBackend,
+    ) -> tuple[Activations, Tensor]:
+        projected = self.in_proj.product(x)
+        weights = (self.taps, self.a_log, self.dt_bias, self.norm)
+        mixed = attention.mix(self.layer, OPERATION, projected, self.width, weights, self.eps)
+        return self.out_proj.add_norm(Activations(mixed), stream, norm)
+
+    def pieces(self) -> Iterator[Piece]:
+        yield from map(_of_tensor, self.in_proj.pieces())
+        yield from self.out_proj.pieces()
+        yield Piece.all_of(f"{self.name}.conv1d.weight", self.taps.unsqueeze(1))
+        yield Piece.all_of(f"{self.name}.A_log", self.a_log)
+        yield Piece.all_of(f"{self.name}.dt_bias", self.dt_bias)
+        yield Piece.all_of(f"{self.name}.norm.weight", self.norm)
+
+
+def separate_rows(name: str, shape: GatedDeltaConfig) -> dict[str, int]:
+    """Return the parts of the input projection of Qwen3.5, with their rows."""
+    return {
+        f"{name}.in_proj_qkv": shape.channels,
+        f"{name}.in_proj_b": shape.value_heads,
+        f"{name}.in_proj_a": shape.value_heads,
+        f"{name}.in_proj_z": shape.inner,
+    }
+
+
+def grouped_rows(name: str, shape: GatedDeltaConfig) -> dict[str, int]:
+    """Return the parts of the input projection of Qwen3-Next, with their rows.
+
+    Its tensors have the rows of each key head together: [query, key, values, gates] and [b, a]. A part is a range of
+    those rows, which its name ends with: "TENSOR#FIRST/ALL".
+    """
+    served = shape.value_heads // shape.key_heads
+    values = served * shape.value_dim
+    runs = {
+        "in_proj_qkvz": (shape.key_dim, shape.key_dim, values, values),
+        "in_proj_ba": (served, served),
+    }
+    parts = {}
+    for tensor, index in (
+        ("in_proj_qkvz", 0),
+        ("in_proj_qkvz", 1),
+        ("in_proj_qkvz", 2),
+        ("in_proj_ba", 0),
+        ("in_proj_ba", 1),
+        ("in_proj_qkvz", 3),
+    ):
+        run = runs[tensor]
+        for head in range(shape.key_heads):
+            first = head * sum(run) + sum(run[:index])
+            parts[f"{name}.{tensor}{MARK}{first}/{shape.key_heads * sum(run)}"] = run[index]
+    return parts
+
+
+def _of_tensor(piece: Piece) -> Piece:
+    """Return the piece of the checkpoint's tensor for one of a part, whose name may end with a range of rows."""
+    part, mark, rows = piece.name.partition(MARK)
+    if not mark:
+        return piece
+    place, _, field = rows.partition(".")
+    first, every = map(int, place.split("/"))
+    rest = piece.whole[1:]
+    return Piece(f"{part}.{field}", piece.into, (every, *rest), (first, *piece.begin[1:]))
