@@ -54,14 +54,13 @@ def delta_extend_reference(
     index = torch.arange(len(projected), device=projected.device)
     live = index < starts[-1]
     owner = torch.bucketize(index, starts[1:-1], right=True)
-    inputs, gate = torch.where(live[:, None], projected, 0).split(
-        (channels + 2 * heads, heads * shape[2]), dim=-1
-    )
+    tidy = torch.where(live[:, None], projected, 0)
+    inputs, gate = torch.split(tidy, [channels + 2 * heads, heads * shape[2]], dim=-1)
     columns = torch.where(begun[:, None, None], conv.index_select(0, slots).transpose(1, 2), 0)  # [B, 3, C]
     place = index - starts.index_select(0, owner)  # of a token among the new ones of its request
     x = inputs[:, :channels]
     seen = torch.stack([_before(x, columns, index, owner, place, back) for back in (3, 2, 1, 0)], 1)
-    b, a = inputs[:, channels:].split(heads, dim=-1)
+    b, a = inputs[:, channels:].chunk(2, dim=-1)
     tokens = delta_heads(convolve(seen, taps)[:, 0], b, a, a_log, dt_bias, shape)
     ends = torch.stack([_ending(x, columns, starts[1:], counts, back) for back in (3, 2, 1)], 2)  # [B, C, 3]
     conv.index_copy_(0, slots, torch.where((slots > 0)[:, None, None], ends, 0))
@@ -152,7 +151,8 @@ def _scan(grid: _Grid, tokens: DeltaHeads, states: Tensor) -> tuple[Tensor, Tens
 
 def _solved(system: Tensor, right: Tensor) -> Tensor:
     """Solve the lower triangular system, whose diagonal counts as ones."""
-    return torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    solved: Tensor = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    return solved
 
 
 def _fake(

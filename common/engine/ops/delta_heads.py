@@ -34,13 +34,14 @@ def delta_heads(
     """
     count, key_dim, value_dim = heads
     keys = (convolved.shape[-1] - count * value_dim) // 2
-    query, key, value = convolved.float().split((keys, keys, count * value_dim), dim=-1)
+    query, key, value = torch.split(convolved.float(), [keys, keys, count * value_dim], dim=-1)
     served = count * key_dim // keys  # value heads of a key head
     query, key = (
-        _unit(part.unflatten(-1, (-1, key_dim))).repeat_interleave(served, dim=-2) for part in (query, key)
+        _unit(part.view(*part.shape[:-1], -1, key_dim)).repeat_interleave(served, dim=-2)
+        for part in (query, key)
     )
     decay = -a_log.exp() * F.softplus(a.float() + dt_bias)
-    value = value.unflatten(-1, (count, value_dim))
+    value = value.view(*value.shape[:-1], count, value_dim)
     return DeltaHeads(query * key_dim**-0.5, key, value, b.float().sigmoid(), decay)
 
 

@@ -43,13 +43,14 @@ def delta_step_reference(
     """
     count, heads, channels = len(rows), recurrent.shape[1], conv.shape[1]
     shape = (heads, recurrent.shape[2], recurrent.shape[3])
-    new, gate = projected.unflatten(0, (count, -1)).split((channels + 2 * heads, heads * shape[2]), dim=-1)
+    inputs = projected.view(count, projected.shape[0] // count, -1)
+    new, gate = torch.split(inputs, [channels + 2 * heads, heads * shape[2]], dim=-1)
     live = rows > 0
     old = window.index_select(0, rows)
     columns = torch.cat((conv.index_select(0, slots).transpose(1, 2), old[..., :channels]), 1)
 
     def parts(columns: Tensor, inputs: Tensor) -> DeltaHeads:
-        b, a = inputs[..., channels:].split(heads, dim=-1)
+        b, a = inputs[..., channels:].chunk(2, dim=-1)
         return delta_heads(convolve(columns, taps), b, a, a_log, dt_bias, shape)
 
     state, accepted = recurrent.index_select(0, slots), parts(columns, old)
