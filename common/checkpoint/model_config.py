@@ -47,6 +47,7 @@ from common.checkpoint.json_fields import (
 from common.checkpoint.model_mistakes import explain_directory
 from common.checkpoint.rope_config import RopeConfig, parse_rope, with_sections
 from common.checkpoint.safetensors_header import read_header
+from common.checkpoint.text_part import text_part
 from common.checkpoint.vision_config import (
     ARCHITECTURES,
     VisionConfig,
@@ -72,6 +73,12 @@ class Family:
     output_bias: bool | str = False  # o_proj
     mlp_bias: bool | str = False
     qk_norm: bool | str = False
+    norm_offset: bool = False  # norms multiply by 1 + weight
+    output_gate: bool = False  # q_proj also has a gate for each head of attention's output
+    partial_rotary: float | None = None  # default of `partial_rotary_factor`; None: whole heads are rotated
+    # A language model that is published with parts for other inputs, which are not loaded: its config may be under
+    # text_config, its tensors under a prefix, and its rope may have sections, whose axes agree for text.
+    text_part: bool = False
     head_dim: int | None = None  # default if config.json has none; None: hidden / heads
     # Default of `sliding_window` if config.json has no such key, 0: no window; None: the key is not read.
     window: int | None = None
@@ -103,7 +110,9 @@ FAMILIES: Mapping[str, Family] = {
         experts=QWEN,
     ),
     "MixtralForCausalLM": Family(window=0, experts=MIXTRAL),
-    "Glm4MoeForCausalLM": Family("attention_bias", qk_norm="use_qk_norm", experts=DEEPSEEK_V3),
+    "Glm4MoeForCausalLM": Family(
+        "attention_bias", qk_norm="use_qk_norm", partial_rotary=0.5, experts=DEEPSEEK_V3
+    ),
 }
 
 
@@ -159,6 +168,9 @@ class ModelConfig:
     layer_kinds: tuple[LayerKind, ...] = ()  # [num_layers]; (): attention and a dense feed-forward in each
     experts: ExpertsConfig | None = None  # of the layers whose feed-forward is "experts"
     gated_delta: GatedDeltaConfig | None = None  # of the layers whose mixer is one; None: there is none
+    norm_offset: bool = False  # norms multiply by 1 + weight, in float32
+    output_gate: bool = False  # attention's output is multiplied by sigmoid of a gate from q_proj
+    text_part: bool = False  # other parts of the checkpoint are not loaded
 
     def kind_of(self, layer: int) -> LayerKind:
         """Return the blocks of one layer."""
@@ -207,6 +219,8 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
             vision=parse_vision(raw, directory),
         )
     architecture, family = _family(raw, where)
+    if family.text_part:
+        raw = text_part(raw, where)
     weights = stored_weights(raw, where)
     activation = raw.get("hidden_act", "silu")
     if activation != "silu":
@@ -255,7 +269,7 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         vocab_size=vocab,
         max_position_embeddings=max_positions,
         rms_norm_eps=float(eps),
-        rope=parse_rope(raw, max_positions, where),
+        rope=_rope(raw, family, max_positions, head_dim, where),
         tie_word_embeddings=flag(raw, "tie_word_embeddings", where),
         qkv_bias=_option(raw, family.qkv_bias, where),
         output_bias=_option(raw, family.output_bias, where),
@@ -269,6 +283,9 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         layer_kinds=kinds,
         experts=experts,
         gated_delta=delta,
+        norm_offset=family.norm_offset,
+        output_gate=family.output_gate,
+        text_part=family.text_part,
     )
 
 
@@ -290,6 +307,17 @@ def _with_experts(kinds: Sequence[LayerKind], has_experts: Sequence[bool]) -> tu
 
 def _option(raw: Raw, option: bool | str, where: str) -> bool:
     return option if isinstance(option, bool) else flag(raw, option, where)
+
+
+def _rope(raw: Raw, family: Family, max_positions: int, head_dim: int, where: str) -> RopeConfig:
+    rope = parse_rope(raw, max_positions, where, family.partial_rotary)
+    dims = rope.rotated_dims(head_dim)
+    if dims < 2 or dims % 2:
+        raise ModelError(
+            f"{where}: partial_rotary_factor {rope.partial} rotates {dims} of {head_dim} dimensions of a head; an even "
+            "number is needed"
+        )
+    return rope
 
 
 def _windows(raw: Raw, family: Family, num_layers: int, where: str) -> tuple[int | None, ...]:

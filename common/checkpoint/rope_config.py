@@ -15,6 +15,7 @@ DEFAULT_THETA = 10_000.0
 MAX_FACTOR = 1e6  # of a scaling; published factors stay below 100
 MIN_FACTOR = 1e-3  # frequencies are divided by it and must stay finite
 SECTIONS = "mrope_section"
+INTERLEAVED = "mrope_interleaved"
 MULTIMODAL = "mrope"  # rope type of older files that have SECTIONS
 AXES = 3  # temporal, height, width
 
@@ -37,8 +38,9 @@ class RopeConfig:
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # multiplies cos and sin
     # The number of frequencies rotated by the temporal, height and width position of a token, in that order,
-    # head_dim / 2 in total; (): a token has one position.
+    # rotated_dims / 2 in total; (): a token has one position.
     sections: tuple[int, ...] = ()
+    partial: float = 1.0  # share of a head's dimensions that is rotated: the first ones
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -48,9 +50,34 @@ class RopeConfig:
         """
         return (len(self.sections),) if self.sections else ()
 
+    def rotated_dims(self, head_dim: int) -> int:
+        """Return how many dimensions of a head are rotated: the first ones."""
+        return int(head_dim * self.partial)
 
-def parse_rope(raw: Mapping[str, Any], max_positions: int, where: str) -> RopeConfig:
-    """Read the rope of a config.json. Raises ModelError with an unsupported type or a missing value."""
+
+def parse_rope(
+    raw: Mapping[str, Any], max_positions: int, where: str, partial: float | None = None
+) -> RopeConfig:
+    """Read the rope of a config.json. Raises ModelError with an unsupported type or a missing value.
+
+    Args:
+        partial: default of `partial_rotary_factor`; None: the model rotates whole heads and refuses the key.
+    """
+    rope = _parse_whole(raw, max_positions, where)
+    return replace(rope, partial=_partial(raw, partial, where))
+
+
+def _partial(raw: Mapping[str, Any], default: float | None, where: str) -> float:
+    """Return the share of a head that is rotated. Raises ModelError if the model rotates whole heads."""
+    name = "partial_rotary_factor"
+    _, values = _rope_section(raw, where)
+    value = values.get(name, raw.get(name))
+    if default is None and value not in (None, 1, 1.0):
+        raise ModelError(f"{where}: {name} {shown(value)} is not supported, only 1.0")
+    return number({name: value}, name, where, 1.0 if default is None else default, 1.0)
+
+
+def _parse_whole(raw: Mapping[str, Any], max_positions: int, where: str) -> RopeConfig:
     key, values = _rope_section(raw, where)
     if SECTIONS in values or values.get("rope_type", values.get("type")) == MULTIMODAL:
         raise ModelError(
@@ -65,9 +92,6 @@ def parse_rope(raw: Mapping[str, Any], max_positions: int, where: str) -> RopeCo
         raise ModelError(
             f"{where}: rope type {shown(kind)} is not supported; supported are {', '.join(SUPPORTED_ROPE)}"
         )
-    partial = values.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ModelError(f"{where}: partial_rotary_factor {shown(partial)} is not supported, only 1.0")
     where = f"{where}: {key} of type {kind!r}"
 
     theta = number(
@@ -112,15 +136,20 @@ def _rope_section(raw: Mapping[str, Any], where: str) -> tuple[str, dict[str, An
     return key, dict(optional_section(raw, key, where))
 
 
-def split_sections(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+def split_sections(
+    raw: Mapping[str, Any], where: str, interleaved: bool = False
+) -> tuple[dict[str, Any], tuple[int, ...]]:
     """Return the config.json as a model with one position axis would have it, and the sections of its rotary
     embedding.
 
     The sections are empty if the file has none. Raises ModelError if they are not those of three consecutive axes.
+
+    Args:
+        interleaved: accept sections that are distributed over the frequencies instead of consecutive.
     """
     key, values = _rope_section(raw, where)
-    if values.get("mrope_interleaved"):
-        raise ModelError(f"{where}: mrope_interleaved is not supported")
+    if values.pop(INTERLEAVED, False) and not interleaved:
+        raise ModelError(f"{where}: {INTERLEAVED} is not supported")
     kind = values.get("rope_type", values.get("type"))
     if SECTIONS not in values:
         if kind == MULTIMODAL:
@@ -140,10 +169,11 @@ def split_sections(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], 
 
 def with_sections(rope: RopeConfig, sections: tuple[int, ...], head_dim: int, where: str) -> RopeConfig:
     """Return the rope with sections. Raises ModelError if the sections do not cover all frequencies of a head."""
-    if sections and sum(sections) != head_dim // 2:
+    frequencies = rope.rotated_dims(head_dim) // 2
+    if sections and sum(sections) != frequencies:
         raise ModelError(
             f"{where}: {SECTIONS} {list(sections)} are {sum(sections)} frequencies, a head_dim of {head_dim} has "
-            f"{head_dim // 2}"
+            f"{frequencies}"
         )
     return replace(rope, sections=sections)
 

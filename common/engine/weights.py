@@ -80,6 +80,8 @@ def _fill(piece: Piece, source: Any) -> None:
         piece.into.copy_(source.get_tensor(piece.name))
     else:
         piece.into.copy_(source.get_slice(piece.name)[piece.block])
+    if piece.plus:
+        piece.into.add_(piece.plus)
 
 
 def _check(

@@ -39,6 +39,7 @@ from common.engine.ops.rotary_kv_write import rotary_kv_write_triton, rotary_qk_
 from common.engine.ops.round_inputs import gather_rows_triton, window_places_triton
 from common.engine.ops.sample_tokens import sample_tokens_triton
 from common.engine.ops.shared_memory import H200, Room, attention_bytes
+from common.engine.ops.sigmoid_gate import sigmoid_gate_triton
 from common.engine.ops.silu_mul import silu_mul_triton
 from common.engine.ops.step_rows import advance_rows_triton, step_rows_triton
 from common.engine.ops.tiles import Tiles
@@ -178,14 +179,20 @@ def tight(gpu: Gpu) -> None:
 def body(dtype: torch.dtype) -> None:
     """Launch the kernels between attention and matrix products, and products of few rows."""
     x, weight = torch.zeros(4, HIDDEN, dtype=dtype), torch.zeros(HIDDEN, dtype=dtype)
-    rms_norm_triton(x, weight, 1e-5)
-    add_rms_norm_triton(x, x, weight, 1e-5)
+    for gain in (weight, weight.float()):
+        rms_norm_triton(x, gain, 1e-5)
+        add_rms_norm_triton(x, x, gain, 1e-5)
     silu_mul_triton(torch.zeros(4, 2 * INNER, dtype=dtype))
-    for norm in (None, torch.zeros(128, dtype=dtype)):
-        qkv, plane = torch.zeros(4, 48, 128, dtype=dtype), torch.zeros(3, PAGE, KV_HEADS, 128, dtype=dtype)
-        angles = torch.zeros(4, 1, 128, dtype=dtype)
-        slots = torch.zeros(4, dtype=torch.int64)
-        rotary_kv_write_triton(qkv, angles, angles, norm, norm, 1e-5, plane, plane, slots)
+    sigmoid_gate_triton(x, torch.zeros(4, 3 * HIDDEN, dtype=dtype)[:, HIDDEN : 2 * HIDDEN])
+    for norm in (None, torch.zeros(128, dtype=dtype), torch.zeros(128)):
+        for dims in (128, 32):
+            qkv, plane = (
+                torch.zeros(4, 48, 128, dtype=dtype),
+                torch.zeros(3, PAGE, KV_HEADS, 128, dtype=dtype),
+            )
+            angles = torch.zeros(4, 1, dims, dtype=dtype)
+            slots = torch.zeros(4, dtype=torch.int64)
+            rotary_kv_write_triton(qkv, angles, angles, norm, norm, 1e-5, plane, plane, slots)
     wide = torch.zeros(4, 1, 80)
     rotary_qk_triton(torch.zeros(4, 3, 16, 80, dtype=dtype), wide, wide)  # shape of Qwen2.5-VL's tower
     frequencies = torch.zeros(64)

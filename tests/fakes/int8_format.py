@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from common.checkpoint.weight_formats import StoredWeights
 from common.engine.formats.dense import DenseFormat
 from common.engine.layers.activations import Activations, Quantised, Reads
-from common.engine.layers.linear import Embedding, Linear, WeightFormat
+from common.engine.layers.linear import Embedding, Linear, Parts, WeightFormat, row_blocks
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
@@ -45,10 +45,10 @@ def in_forms(values: Tensor, reads: Reads) -> Activations:
 class Int8Linear(Linear):
     reads = Reads(dense=False, form=FORM)
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool, placement: Placement) -> None:
+    def __init__(self, in_features: int, parts: Parts, bias: bool, placement: Placement) -> None:
         super().__init__()
-        rows, device = sum(parts.values()), placement.device
-        self._parts, self._dtype = dict(parts), placement.dtype
+        self._blocks, self._dtype = row_blocks(parts), placement.dtype
+        rows, device = sum(block.rows for block in self._blocks), placement.device
         codes = torch.empty(rows, in_features, dtype=torch.int8, device=device)
         self.codes = nn.Parameter(codes, requires_grad=False)
         self.scales = nn.Parameter(torch.empty(rows, 1, device=device), requires_grad=False)
@@ -76,12 +76,13 @@ class Int8Linear(Linear):
 
     def pieces(self) -> Iterator[Piece]:
         start = 0
-        for name, rows in self._parts.items():
-            yield Piece.all_of(f"{name}.weight", self.codes[start : start + rows])
-            yield Piece.all_of(f"{name}.weight_scale", self.scales[start : start + rows])
+        for block in self._blocks:
+            end = start + block.rows
+            yield block.piece("weight", self.codes[start:end])
+            yield block.piece("weight_scale", self.scales[start:end])
             if self.bias is not None:
-                yield Piece.all_of(f"{name}.bias", self.bias[start : start + rows])
-            start += rows
+                yield block.piece("bias", self.bias[start:end])
+            start = end
 
 
 class Int8Format(WeightFormat):
@@ -91,8 +92,8 @@ class Int8Format(WeightFormat):
         self._ignored = stored.ignored
         self._dense = DenseFormat(placement)
 
-    def linear(self, in_features: int, parts: Mapping[str, int], bias: bool) -> Linear:
-        if all(name in self._ignored for name in parts):
+    def linear(self, in_features: int, parts: Parts, bias: bool) -> Linear:
+        if all(block.name in self._ignored for block in row_blocks(parts)):
             return self._dense.linear(in_features, parts, bias)
         return Int8Linear(in_features, parts, bias, self.placement)
 

@@ -43,6 +43,7 @@ from common.engine.ops.round_inputs import (
     window_places_reference,
 )
 from common.engine.ops.sample_tokens import sample_tokens, sample_tokens_reference
+from common.engine.ops.sigmoid_gate import sigmoid_gate, sigmoid_gate_reference
 from common.engine.ops.silu_mul import silu_mul, silu_mul_reference
 from common.engine.ops.step_rows import (
     advance_rows,
@@ -87,14 +88,20 @@ def test_rms_norm_and_silu_mul(dtype: torch.dtype, rows: int) -> None:
     close(normed, expected)
     gate_up = normal(rows, 2 * 14336, dtype=dtype)
     close(silu_mul(gate_up), silu_mul_reference(gate_up))
+    merged = normal(rows, 3 * 4096, dtype=dtype)
+    close(sigmoid_gate(x, merged[:, 4096:8192]), sigmoid_gate_reference(x, merged[:, 4096:8192]))
+    offset = 1 + weight.float()
+    close(rms_norm(x, offset, 1e-5), rms_norm_reference(x, offset, 1e-5))
+    close(add_rms_norm(x, residual, offset, 1e-5)[0], rms_norm_reference(total, offset, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [False, True])
-def test_rotary_kv_write(dtype: torch.dtype, norm: bool) -> None:
+@pytest.mark.parametrize("dims", [128, 64, 32])
+def test_rotary_kv_write(dtype: torch.dtype, norm: bool, dims: int) -> None:
     heads, kv_heads, dim, page_size, tokens = 32, 8, 128, 16, 77
     positions = torch.randint(0, 100_000, (tokens,), device=CUDA)
-    inv_freq = 500000.0 ** (-torch.arange(0, dim, 2, device=CUDA) / dim)
+    inv_freq = 500000.0 ** (-torch.arange(0, dims, 2, device=CUDA) / dims)
     cos, sin = rotary_angles(positions, inv_freq, 1.0, dtype)
     for actual, expected in zip((cos, sin), rotary_angles_reference(positions, inv_freq, 1.0, dtype)):
         close(actual, expected)

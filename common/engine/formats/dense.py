@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from common.checkpoint.experts_config import ExpertsConfig
 from common.checkpoint.weight_formats import StoredWeights
 from common.engine.formats.dense_experts import DenseExperts
 from common.engine.layers.activations import DENSE, Activations, Reads
-from common.engine.layers.linear import Embedding, Linear, WeightFormat
+from common.engine.layers.linear import Embedding, Linear, Parts, WeightFormat, row_blocks
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
@@ -25,16 +25,16 @@ class DenseLinear(Linear):
     Args:
         weight: [out, in].
         bias: [out].
-        parts: name in the checkpoint -> rows; empty for a weight that another module loads.
+        parts: where its rows come from; empty for a weight that another module loads.
     """
 
     reads = DENSE
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, parts: Mapping[str, int]) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, parts: Parts) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
-        self._parts = dict(parts)
+        self._blocks = row_blocks(parts)
 
     def product(self, x: Activations) -> Tensor:
         return linear(x.tensor(), self.weight, self.bias)
@@ -53,11 +53,11 @@ class DenseLinear(Linear):
 
     def pieces(self) -> Iterator[Piece]:
         start = 0
-        for name, rows in self._parts.items():
-            yield Piece.all_of(f"{name}.weight", self.weight[start : start + rows])
+        for block in self._blocks:
+            yield block.piece("weight", self.weight[start : start + block.rows])
             if self.bias is not None:
-                yield Piece.all_of(f"{name}.bias", self.bias[start : start + rows])
-            start += rows
+                yield block.piece("bias", self.bias[start : start + block.rows])
+            start += block.rows
 
 
 class LibraryLinear(DenseLinear):
@@ -78,8 +78,8 @@ class DenseFormat(WeightFormat):
         self.placement = placement
         self._product = product
 
-    def linear(self, in_features: int, parts: Mapping[str, int], bias: bool) -> DenseLinear:
-        rows = sum(parts.values())
+    def linear(self, in_features: int, parts: Parts, bias: bool) -> DenseLinear:
+        rows = sum(block.rows for block in row_blocks(parts))
         weight = parameter((rows, in_features), self.placement)
         return self._product(weight, parameter((rows,), self.placement) if bias else None, parts)
 

@@ -10,13 +10,17 @@ from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.backend import AttentionBackend
 from common.engine.layers.activations import Activations
 from common.engine.layers.blocks import Mixer
-from common.engine.layers.linear import WeightFormat
-from common.engine.layers.norm import RmsNorm
+from common.engine.layers.linear import Parts, RowBlock, WeightFormat, row_blocks
+from common.engine.layers.norm import RmsNorm, model_norm
 from common.engine.layers.piece import Piece
+from common.engine.ops.sigmoid_gate import sigmoid_gate
 
 
 class Attention(Mixer):
     """Multi-head attention between its two projections.
+
+    With `config.output_gate` the checkpoint's q_proj has a query and a gate for each head, and the output of a head is
+    multiplied by sigmoid(gate). The merged weight has the rows of all gates last.
 
     Args:
         in_features: width of its input; None: the model's width.
@@ -34,12 +38,17 @@ class Attention(Mixer):
         name, self.layer = f"{name}.self_attn", layer
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = {f"{name}.q_proj": q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
+        query, new = f"{name}.q_proj", {f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
+        parts: Parts = {query: q_size, **new}
+        self.gated = config.output_gate
+        if self.gated:
+            heads = [_rows_of_head(query, config, head) for head in range(config.num_heads)]
+            parts = [*(rows[0] for rows in heads), *row_blocks(new), *(rows[1] for rows in heads)]
         self.qkv_proj = weights.linear(in_features or config.hidden_size, parts, config.qkv_bias)
         self.o_proj = weights.linear(q_size, {f"{name}.o_proj": config.hidden_size}, config.output_bias)
-        norm = (config.head_dim, config.rms_norm_eps, weights.placement)
-        self.q_norm = RmsNorm(f"{name}.q_norm", *norm) if config.qk_norm else None
-        self.k_norm = RmsNorm(f"{name}.k_norm", *norm) if config.qk_norm else None
+        norm = (config.head_dim, config, weights.placement)
+        self.q_norm = model_norm(f"{name}.q_norm", *norm) if config.qk_norm else None
+        self.k_norm = model_norm(f"{name}.k_norm", *norm) if config.qk_norm else None
         self.reads = self.qkv_proj.reads
 
     def add_norm(
@@ -58,7 +67,16 @@ class Attention(Mixer):
         A method of its own, so that queries, keys and values are freed before `o_proj` allocates: they would add 64 MiB
         to the graphs of 8,192 tokens.
         """
-        qkv = self.qkv_proj.product(x).view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
+        projected = self.qkv_proj.product(x)
+        if not self.gated:
+            return self._mix(projected, angles, attention)
+        gate = projected[:, -self.heads * self.head_dim :]
+        mixed = self._mix(projected[:, : -gate.shape[1]], angles, attention)
+        return sigmoid_gate(mixed, gate)
+
+    def _mix(self, projected: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
+        """Return the attention's output [T, heads * D] for the merged queries, keys and values."""
+        qkv = projected.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
         attention.store(self.layer, qkv, angles, *self._norm_weights())
         query, new = qkv[:, : self.heads], qkv[:, self.heads :]
         key, value = new.chunk(2, dim=1)
@@ -75,3 +93,10 @@ class Attention(Mixer):
         if self.q_norm is not None and self.k_norm is not None:
             yield from self.q_norm.pieces()
             yield from self.k_norm.pieces()
+
+
+def _rows_of_head(name: str, config: ModelConfig, head: int) -> tuple[RowBlock, RowBlock]:
+    """Return the rows of a head's query and of its gate in a q_proj that has both."""
+    size = config.head_dim
+    query = RowBlock(name, size, 2 * head * size, 2 * config.num_heads * size)
+    return query, query._replace(begin=query.begin + size)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,30 @@ from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.errors import ModelError
+
+
+class RowBlock(NamedTuple):
+    """Consecutive rows of a tensor in the checkpoint that become consecutive rows of a product's weight."""
+
+    name: str  # without `.weight`
+    rows: int
+    begin: int  # index of the first row in the tensor
+    whole: int  # number of rows of the tensor
+
+    def piece(self, suffix: str, into: Tensor) -> Piece:
+        """Return the read of these rows of `NAME.suffix`; `into` has `rows` rows."""
+        return Piece.rows_of(f"{self.name}.{suffix}", into, self.begin, self.whole)
+
+
+# The rows of a product's weight, in order: whole tensors with their number of rows, or blocks of tensors.
+Parts: TypeAlias = Mapping[str, int] | Sequence[RowBlock]
+
+
+def row_blocks(parts: Parts) -> tuple[RowBlock, ...]:
+    """Return the rows of a product's weight as blocks of tensors."""
+    if isinstance(parts, Mapping):
+        return tuple(RowBlock(name, rows, 0, rows) for name, rows in parts.items())
+    return tuple(parts)
 
 
 class Linear(nn.Module, ABC):
@@ -78,11 +103,11 @@ class WeightFormat(ABC):
     placement: Placement  # of activations, norms and embeddings
 
     @abstractmethod
-    def linear(self, in_features: int, parts: Mapping[str, int], bias: bool) -> Linear:
+    def linear(self, in_features: int, parts: Parts, bias: bool) -> Linear:
         """Make an uninitialised product.
 
         Args:
-            parts: name in the checkpoint, without `.weight` -> number of rows.
+            parts: where the rows of its weight come from; names are without `.weight`.
         """
 
     @abstractmethod

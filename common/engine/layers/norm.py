@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
+from common.checkpoint.model_config import ModelConfig
 from common.engine.layers.activations import DENSE, Reads
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
@@ -18,14 +21,26 @@ class RmsNorm(nn.Module):
     Args:
         name: in the checkpoint, without `.weight`.
         reads: the forms that the products which take its output read.
+        offset: the checkpoint stores the weight minus 1. The weight is then float32, and the product is rounded once
+            (see `ops/rms_norm`).
     """
 
-    def __init__(self, name: str, size: int, eps: float, placement: Placement, reads: Reads = DENSE) -> None:
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        placement: Placement,
+        reads: Reads = DENSE,
+        offset: bool = False,
+    ) -> None:
         super().__init__()
         self.name = name
         self.eps = eps
         self.reads = reads
-        self.weight = parameter((size,), placement)  # [size]
+        self._plus = 1.0 if offset else 0.0
+        stored = replace(placement, dtype=torch.float32) if offset else placement
+        self.weight = parameter((size,), stored)  # [size]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., size] for x [..., size]."""
@@ -36,4 +51,11 @@ class RmsNorm(nn.Module):
         return add_rms_norm(x, residual, self.weight, self.eps)
 
     def pieces(self) -> Iterator[Piece]:
-        yield Piece.all_of(f"{self.name}.weight", self.weight)
+        yield Piece.all_of(f"{self.name}.weight", self.weight, self._plus)
+
+
+def model_norm(
+    name: str, size: int, config: ModelConfig, placement: Placement, reads: Reads = DENSE
+) -> RmsNorm:
+    """Make a norm of the kind that the config's family uses everywhere."""
+    return RmsNorm(name, size, config.rms_norm_eps, placement, reads, config.norm_offset)

@@ -21,11 +21,18 @@ class Piece(NamedTuple):
     begin: tuple[int, ...]  # index of the first value that is read, per axis
     # Returns pieces that fill the same storage, for checkpoints that have other tensors instead of `name`.
     instead: Callable[[Piece], Iterator[Piece]] | None = None
+    plus: float = 0.0  # added to every value, in the dtype of `into`
 
     @classmethod
-    def all_of(cls, name: str, into: Tensor) -> Piece:
+    def all_of(cls, name: str, into: Tensor, plus: float = 0.0) -> Piece:
         """Return a read of a whole tensor."""
-        return cls(name, into, tuple(into.shape), (0,) * into.ndim)
+        return cls(name, into, tuple(into.shape), (0,) * into.ndim, plus=plus)
+
+    @classmethod
+    def rows_of(cls, name: str, into: Tensor, begin: int, whole: int) -> Piece:
+        """Return a read of consecutive rows, from `begin` on, of a tensor with `whole` rows."""
+        shape = tuple(into.shape)
+        return cls(name, into, (whole, *shape[1:]), (begin, *(0 for _ in shape[1:])))
 
     def stored_as(self, names: Container[str]) -> Iterator[Piece]:
         """Yield the pieces that fill its storage from a checkpoint with the tensors `names`."""

@@ -11,6 +11,8 @@ from common.engine.ops.rotary import inverse_frequencies, rotary_angles, rotary_
 
 
 class Rotary(nn.Module):
+    """Angles for the first D dimensions of heads: `rope.rotated_dims(head_dim)`."""
+
     inv_freq: Tensor  # [D/2] float32
     axes: Tensor  # [D/2] int64, the position axis of each frequency; [0] if there is one axis
 
@@ -18,7 +20,7 @@ class Rotary(nn.Module):
         super().__init__()
         self._factor = rope.attention_factor
         self._dtype: torch.dtype = placement.dtype
-        inv_freq = inverse_frequencies(rope, head_dim).to(placement.device)
+        inv_freq = inverse_frequencies(rope, rope.rotated_dims(head_dim)).to(placement.device)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
         axes = [axis for axis, size in enumerate(rope.sections) for _ in range(size)]
         self.register_buffer(

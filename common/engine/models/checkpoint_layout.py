@@ -14,6 +14,7 @@ NESTED = "model.language_model."  # in the state dict of transformers 5
 LLAVA = "language_model.model."  # in published checkpoints of LLaVA and those written by save_pretrained
 QWEN = "visual."  # in checkpoints of Qwen2.5-VL, whose language model has the prefix of a text-only model
 TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
+OTHER_PARTS = tuple(f"{prefix}{part}" for prefix in ("", "model.") for part in (QWEN, TOWER, PROJECTOR))
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class CheckpointLayout:
 
     prefix: str = "model."  # of the language model's layers
     head: str = ""  # before lm_head
-    vision_prefixes: tuple[str, ...] = ()  # of the tower, and of the projector if it has its own prefix
+    # Of parts that are loaded separately or not at all: the tower, and the projector if it has its own prefix.
+    vision_prefixes: tuple[str, ...] = ()
 
     def language(self, name: str) -> str:
         """Return the name of a language model's tensor, given its name in a text-only checkpoint."""
@@ -36,7 +38,13 @@ class CheckpointLayout:
 
 
 def checkpoint_layout(config: ModelConfig, path: str | Path) -> CheckpointLayout:
-    """Detect the layout. Reads only headers, and nothing for a model without a vision part."""
+    """Detect the layout. Reads only headers, and nothing for a model that is published without other parts."""
+    if config.text_part:
+        names = _names(path)
+        for prefix, head in ((NESTED, ""), (LLAVA, "language_model.")):
+            if any(name.startswith(prefix) for name in names):
+                return CheckpointLayout(prefix, head, OTHER_PARTS)
+        return CheckpointLayout(vision_prefixes=OTHER_PARTS)
     if config.vision is None:
         return CheckpointLayout()
     family, mark = "LLaVA", LLAVA
@@ -48,10 +56,14 @@ def checkpoint_layout(config: ModelConfig, path: str | Path) -> CheckpointLayout
             CheckpointLayout("model.", "", (QWEN,)),
             CheckpointLayout(NESTED, "", (f"model.{QWEN}",)),
         )
-    names = [name for file in read_weight_files(Path(path)) for name in file.tensors]
+    names = _names(path)
     for start, layout in ((mark, published), (NESTED, nested)):
         if any(name.startswith(start) for name in names):
             return layout
     raise ModelError(
         f"{path}: no tensor is called {mark}* or {NESTED}*, as those of {family} checkpoints are"
     )
+
+
+def _names(path: str | Path) -> list[str]:
+    return [name for file in read_weight_files(Path(path)) for name in file.tensors]

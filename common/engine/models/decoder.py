@@ -16,7 +16,7 @@ from common.engine.formats.registry import weight_format
 from common.engine.layers.activations import Activations
 from common.engine.layers.blocks import FeedForward, Mixer
 from common.engine.layers.linear import Embedding, WeightFormat, logits
-from common.engine.layers.norm import RmsNorm
+from common.engine.layers.norm import RmsNorm, model_norm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.layers.rotary import Rotary
@@ -35,14 +35,15 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, name: str, config: ModelConfig, layer: int, weights: WeightFormat) -> None:
         super().__init__()
-        norm = (config.hidden_size, config.rms_norm_eps, weights.placement)
+        norm = (config.hidden_size, config, weights.placement)
         mixer: Mixer = named(mixer_record(config, layer).engine)(name, config, layer, weights)
         feed_forward: FeedForward = named(FEED_FORWARDS[config.kind_of(layer).feed_forward])(
             name, config, weights
         )
-        self.input_layernorm = RmsNorm(f"{name}.input_layernorm", *norm, mixer.reads)
+        self.input_layernorm = model_norm(f"{name}.input_layernorm", *norm, mixer.reads)
         self.mixer = mixer
-        self.post_attention_layernorm = RmsNorm(f"{name}.post_attention_layernorm", *norm, feed_forward.reads)
+        after = f"{name}.post_attention_layernorm"
+        self.post_attention_layernorm = model_norm(after, *norm, feed_forward.reads)
         self.feed_forward = feed_forward
 
     def forward(
@@ -94,7 +95,7 @@ class Decoder(CausalLM):
         self.layers = nn.ModuleList(
             DecoderLayer(f"model.layers.{i}", config, i, weights) for i in range(config.num_layers)
         )
-        self.norm = RmsNorm("model.norm", size, config.rms_norm_eps, placement)
+        self.norm = model_norm("model.norm", size, config, placement)
         if config.tie_word_embeddings:
             self.lm_head = weights.tied_head(self.embed_tokens)
         else:

@@ -2,6 +2,9 @@
 
 The sum of the fused form is a new tensor: the stream that entered a layer may still be needed (auxiliary hidden
 states, a graph's static input), and writing elsewhere moves the same number of bytes.
+
+The dtype of the weight says when the result is rounded to the dtype of the rows. A weight of the rows' dtype multiplies
+rounded values, as in Llama. A float32 weight multiplies before the rounding, as in Gemma, whose weight is 1 + w.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x [..., H] / rms(x) * weight [H], in x's dtype; the mean square is float32."""
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype)
+    return (weight * (wide * scale).to(weight.dtype)).to(x.dtype)
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -59,7 +62,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(total_ptr + row * size + column, x, mask=live)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    normed = (wide * scale).to(x.dtype).to(tl.float32)
+    normed = (wide * scale).to(weight_ptr.dtype.element_ty).to(tl.float32)
     tl.store(out_ptr + row * size + column, (normed * weight).to(x.dtype), mask=live)
 
 
@@ -107,6 +110,7 @@ def _launch(
     assert residual.stride(1) == 1, "the elements of a row must be adjacent"
     assert weight.shape == (size,), f"weight {tuple(weight.shape)} for rows of {size}"
     assert weight.is_contiguous(), "the weight must be contiguous"
+    assert weight.dtype in (out.dtype, torch.float32), f"a weight of {weight.dtype} for rows of {out.dtype}"
     if count == 0:
         return
     block = next_power_of_2(size)

@@ -167,13 +167,22 @@ rotary_angles_by_axis = register_op(
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, D] by the angles of `rotary_angles`; returns the same shape, contiguous."""
+    """Rotate x [T, heads, D] by the angles of `rotary_angles`; returns the same shape, contiguous.
+
+    With angles of fewer dimensions than D, only the first dimensions are rotated.
+    """
+    dims = cos.shape[-1]
+    if dims < x.shape[-1]:
+        return torch.cat((rotary(x[..., :dims], cos, sin), x[..., dims:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return [head_dim / 2] float32. Source: transformers `modeling_rope_utils`; YaRN: arXiv 2309.00071."""
+    """Return [head_dim / 2] float32, for the rotated dimensions of a head.
+
+    Source: transformers `modeling_rope_utils`; YaRN: arXiv 2309.00071.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     powers = rope.theta**exponents
     plain: Tensor = 1.0 / powers

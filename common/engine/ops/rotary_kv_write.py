@@ -38,7 +38,7 @@ def rotary_kv_write_reference(
 
     Args:
         qkv: [T, heads + 2 * kv_heads, D], queries, keys and values of each token, mutated.
-        cos, sin: [T, 1, D] of `rotary_angles`.
+        cos, sin: [T, 1, R] of `rotary_angles`; the first R <= D dimensions of a head are rotated.
         q_weight, k_weight: [D] of the RMSNorm before the rotation; None: no norm. Both or neither.
         key_plane, value_plane: [num_pages, page_size, kv_heads, D], mutated.
         slots: [S] int64, S <= T, page * page_size + offset of the first S tokens; the live ones are distinct.
@@ -89,12 +89,17 @@ def _rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,  # D / 2
+    TURNED: tl.constexpr,  # R / 2: the first R dimensions of a head are rotated
     BLOCK_HALF: tl.constexpr,  # HALF rounded up to a power of two
     BLOCK_HEADS: tl.constexpr,
     NORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """Each program handles some heads of one token. One thread has both halves of a head, so in-place is safe."""
+    """Each program handles some heads of one token. One thread has both dimensions of a pair, so in-place is safe.
+
+    Lane i < TURNED has the pair (i, i + TURNED) that is rotated. The other lanes have pairs of the remaining
+    dimensions. Without any, TURNED is HALF and the pairs are the two halves of a head.
+    """
     await_previous(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
@@ -103,40 +108,47 @@ def _rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     exists = (head < HEADS + 2 * KV_HEADS)[:, None] & inside
     is_rotated = (head < HEADS + KV_HEADS)[:, None] & inside
     dtype = qkv_ptr.dtype.element_ty
-    place = qkv_ptr + token * token_stride + head[:, None] * (2 * HALF) + dim[None, :]
-    first = tl.load(place, mask=exists, other=0.0)
-    second = tl.load(place + HALF, mask=exists, other=0.0)
+    low, high = dim, dim + HALF
+    if TURNED < HALF:
+        low = tl.where(dim < TURNED, dim, dim + TURNED)
+        high = tl.where(dim < TURNED, dim + TURNED, dim + HALF)
+    base = qkv_ptr + token * token_stride + head[:, None] * (2 * HALF)
+    first = tl.load(base + low[None, :], mask=exists, other=0.0)
+    second = tl.load(base + high[None, :], mask=exists, other=0.0)
     x, y = first.to(tl.float32), second.to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / (2 * HALF) + eps)[:, None]
         is_query = (head < HEADS)[:, None]
-        q_first = tl.load(q_weight_ptr + dim, mask=dim < HALF, other=0.0).to(tl.float32)
-        k_first = tl.load(k_weight_ptr + dim, mask=dim < HALF, other=0.0).to(tl.float32)
-        q_second = tl.load(q_weight_ptr + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)
-        k_second = tl.load(k_weight_ptr + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)
-        x = (x * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_first[None, :], k_first[None, :])
-        y = (y * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_second[None, :], k_second[None, :])
+        q_first = tl.load(q_weight_ptr + low, mask=dim < HALF, other=0.0).to(tl.float32)
+        k_first = tl.load(k_weight_ptr + low, mask=dim < HALF, other=0.0).to(tl.float32)
+        q_second = tl.load(q_weight_ptr + high, mask=dim < HALF, other=0.0).to(tl.float32)
+        k_second = tl.load(k_weight_ptr + high, mask=dim < HALF, other=0.0).to(tl.float32)
+        # A float32 weight multiplies before the result is rounded: see rms_norm.
+        rounded = q_weight_ptr.dtype.element_ty
+        x = (x * scale).to(rounded).to(tl.float32) * tl.where(is_query, q_first[None, :], k_first[None, :])
+        y = (y * scale).to(rounded).to(tl.float32) * tl.where(is_query, q_second[None, :], k_second[None, :])
         x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
-    angle = token * (2 * HALF) + dim
-    cos = tl.load(cos_ptr + angle, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
-    cos_2 = tl.load(cos_ptr + angle + HALF, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + angle, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]  # negated
-    sin_2 = tl.load(sin_ptr + angle + HALF, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
+    angle = token * (2 * TURNED) + dim
+    turns = dim < TURNED
+    cos = tl.load(cos_ptr + angle, mask=turns, other=1.0).to(tl.float32)[None, :]
+    cos_2 = tl.load(cos_ptr + angle + TURNED, mask=turns, other=1.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + angle, mask=turns, other=0.0).to(tl.float32)[None, :]  # negated
+    sin_2 = tl.load(sin_ptr + angle + TURNED, mask=turns, other=0.0).to(tl.float32)[None, :]
     first = tl.where(is_rotated, (x * cos + y * sin).to(dtype), first)
     second = tl.where(is_rotated, (y * cos_2 + x * sin_2).to(dtype), second)
-    tl.store(place, first, mask=is_rotated)
-    tl.store(place + HALF, second, mask=is_rotated)
+    tl.store(base + low[None, :], first, mask=is_rotated)
+    tl.store(base + high[None, :], second, mask=is_rotated)
 
     slot = tl.load(slots_ptr + token, mask=token < num_slots, other=0)
     live = tl.where(exists, slot, 0) >= PAGE_SIZE
     is_key = is_rotated & (head >= HEADS)[:, None] & live
-    key_place = (slot * KV_HEADS + head - HEADS)[:, None] * (2 * HALF) + dim[None, :]
-    tl.store(key_ptr + key_place, first.to(key_ptr.dtype.element_ty), mask=is_key)
-    tl.store(key_ptr + key_place + HALF, second.to(key_ptr.dtype.element_ty), mask=is_key)
+    key_place = (slot * KV_HEADS + head - HEADS)[:, None] * (2 * HALF)
+    tl.store(key_ptr + key_place + low[None, :], first.to(key_ptr.dtype.element_ty), mask=is_key)
+    tl.store(key_ptr + key_place + high[None, :], second.to(key_ptr.dtype.element_ty), mask=is_key)
     is_value = (head >= HEADS + KV_HEADS)[:, None] & live
     value_place = key_place - KV_HEADS * (2 * HALF)
-    tl.store(value_ptr + value_place, first.to(value_ptr.dtype.element_ty), mask=is_value)
-    tl.store(value_ptr + value_place + HALF, second.to(value_ptr.dtype.element_ty), mask=is_value)
+    tl.store(value_ptr + value_place + low[None, :], first.to(value_ptr.dtype.element_ty), mask=is_value)
+    tl.store(value_ptr + value_place + high[None, :], second.to(value_ptr.dtype.element_ty), mask=is_value)
 
 
 def rotary_kv_write_triton(
@@ -152,13 +164,18 @@ def rotary_kv_write_triton(
 ) -> None:
     count, all_heads, head_dim = qkv.shape
     kv_heads = key_plane.shape[2]
+    dims = cos.shape[-1]
     assert qkv.stride()[1:] == (head_dim, 1), "heads of a token must be adjacent"
-    assert cos.shape == sin.shape == (count, 1, head_dim), f"angles {tuple(cos.shape)} for {count} tokens"
+    assert cos.shape == sin.shape == (count, 1, dims), f"angles {tuple(cos.shape)} for {count} tokens"
+    assert dims <= head_dim, f"angles of {dims} dimensions for heads of {head_dim}"
+    assert dims % 2 == head_dim % 2 == 0, f"heads of {head_dim}, {dims} rotated: both must be even"
     assert cos.is_contiguous() and sin.is_contiguous(), "angles must be contiguous"  # noqa: PT018
     assert key_plane.shape[2:] == value_plane.shape[2:] == (kv_heads, head_dim), "planes have another shape"
     assert key_plane.is_contiguous() and value_plane.is_contiguous(), "planes must be contiguous"  # noqa: PT018
     assert slots.is_contiguous() and slots.shape[0] <= count, "one slot per token"  # noqa: PT018
     assert (q_weight is None) == (k_weight is None), "queries and keys are normalised together"
+    for weight in (q_weight, k_weight):
+        assert weight is None or weight.dtype in (qkv.dtype, torch.float32), f"a norm of {weight.dtype}"
     if count == 0:
         return
     _rotary_kv_write_kernel[(count, cdiv(all_heads, BLOCK_HEADS))](
@@ -177,6 +194,7 @@ def rotary_kv_write_triton(
         HEADS=all_heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
         HALF=head_dim // 2,
+        TURNED=dims // 2,
         BLOCK_HALF=next_power_of_2(head_dim // 2),
         BLOCK_HEADS=BLOCK_HEADS,
         NORM=q_weight is not None,
@@ -244,6 +262,7 @@ def rotary_qk_triton(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         HEADS=heads,
         KV_HEADS=heads,
         HALF=head_dim // 2,
+        TURNED=head_dim // 2,
         BLOCK_HALF=next_power_of_2(head_dim // 2),
         BLOCK_HEADS=BLOCK_HEADS,
         NORM=False,

@@ -45,7 +45,6 @@ GLM = {
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 0,
     "routed_scaling_factor": 2.5,
-    "partial_rotary_factor": 1.0,
     "head_dim": 16,
 }
 

@@ -20,6 +20,7 @@ from common.engine.ops.rotary_kv_write import (
     rotary_qk_reference,
     rotary_qk_triton,
 )
+from common.engine.ops.sigmoid_gate import sigmoid_gate_reference, sigmoid_gate_triton
 from common.engine.ops.silu_mul import silu_mul_reference, silu_mul_triton
 from common.engine.ops.triton_kernel import tl
 
@@ -37,16 +38,28 @@ def close(actual: Tensor, expected: Tensor) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [*((dtype, dtype) for dtype in DTYPES), (torch.float16, torch.float32)]
+)
 @pytest.mark.parametrize("shape", [(3, 64), (2, 3, 48), (0, 16)])
-def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_rms_norm(dtype: torch.dtype, stored: torch.dtype, shape: tuple[int, ...]) -> None:
     x, residual = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
-    weight = torch.randn(shape[-1], dtype=dtype)
+    weight = torch.randn(shape[-1], dtype=stored)
     close(rms_norm_triton(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
     normed, total = add_rms_norm_triton(x, residual, weight, 1e-5)
     expected, expected_total = add_rms_norm_reference(x, residual, weight, 1e-5)
     assert torch.equal(total, expected_total)
     close(normed, expected)
+
+
+def test_a_float32_weight_multiplies_before_the_norm_is_rounded() -> None:
+    """A weight of 1 + 2^-11 changes no value that was rounded first, but many that are rounded once."""
+    x = torch.randn(64, 32).half()
+    weight = torch.full((32,), 1 + 2**-11)
+    once = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+    for run in (rms_norm_reference, rms_norm_triton):
+        assert (run(x, weight, 1e-6) != once.half()).float().mean() < 0.01
+        assert (run(x, weight.half(), 1e-6) != once.half()).float().mean() > 0.1
 
 
 def test_rms_norm_of_rows_with_a_stride() -> None:
@@ -61,6 +74,18 @@ def test_silu_mul(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     out = silu_mul_triton(x)
     assert out.is_contiguous()
     close(out, silu_mul_reference(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(3, 64), (2, 2100), (0, 16)])
+def test_sigmoid_gate(dtype: torch.dtype, rows: int, width: int) -> None:
+    """The gate is a part of a merged product's rows."""
+    x, merged = torch.randn(rows, width, dtype=dtype), 4 * torch.randn(rows, width + 24, dtype=dtype)
+    out = sigmoid_gate_triton(x, merged[:, 24:])
+    assert out.is_contiguous()
+    close(out, sigmoid_gate_reference(x, merged[:, 24:]))
+    with pytest.raises(AssertionError, match="gated by"):
+        sigmoid_gate_triton(x, merged)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,6 +144,33 @@ def test_rotary_qk(dtype: torch.dtype, heads: int, head_dim: int) -> None:
     close(actual, expected)
     assert torch.equal(actual[:, 2], qkv[:, 2])
     assert not torch.equal(actual[1:, :2], qkv[1:, :2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", [None, torch.float16, torch.float32])
+@pytest.mark.parametrize(("head_dim", "dims"), [(16, 8), (24, 6), (32, 2), (40, 36)])
+def test_only_the_first_dimensions_of_a_head_are_rotated(
+    dtype: torch.dtype, stored: torch.dtype | None, head_dim: int, dims: int
+) -> None:
+    """The norm covers the whole head, and the pages get all of it."""
+    stored = dtype if stored == torch.float16 else stored
+    tokens, heads, kv_heads = 5, 3, 1
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    inv_freq = 10000.0 ** (-torch.arange(0, dims, 2) / dims)
+    cos, sin = rotary_angles_reference(torch.arange(3, 3 + tokens), inv_freq, 1.0, dtype)
+    weights = (None, None) if stored is None else tuple(torch.randn(2, head_dim, dtype=stored).unbind())
+    slots = torch.randperm(8)[:tokens] + 4
+    results = []
+    for run in (rotary_kv_write_reference, rotary_kv_write_triton):
+        ours, planes = qkv.clone(), torch.zeros(2, 3, 4, kv_heads, head_dim, dtype=dtype)
+        run(ours, cos, sin, *weights, 1e-6, *planes, slots)
+        results.append((ours, planes))
+    (expected, expected_planes), (actual, planes) = results
+    close(actual, expected)
+    close(planes, expected_planes)
+    if stored is None:
+        assert torch.equal(actual[..., dims:], qkv[..., dims:])
+        assert not torch.equal(actual[:, :heads, :dims], qkv[:, :heads, :dims])
 
 
 def test_the_pages_may_have_another_dtype() -> None:
