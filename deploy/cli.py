@@ -94,8 +94,9 @@ def up(
 ) -> None:
     """Start a cluster on this machine and keep it running; Ctrl-C drains it.
 
-    For a model, one prefill node and one decode node are started: both on the CPU if there is no GPU, both on a single
-    GPU, or each on a GPU of its own. ORG/NAME is taken from the Hugging Face cache, or downloaded if it is not cached.
+    A model runs on one prefill node and one decode node: on the CPU without a GPU, on a single GPU, or on two GPUs.
+
+    ORG/NAME is taken from the Hugging Face cache, or downloaded if it is not cached.
     """
     values = _with_port(overrides, port)
     try:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# On a machine with one or more H200s: every test of this folder, a process for each file. With .whl/nixl.zip
-# (tests/gpu/nixl_wheel.py; git ignores it: carry .whl) NIXL's, too. Logs go to $OUT/checks.
+# On a machine with one or more H200s: runs every test of this folder, one process per file. With .whl/nixl.zip (made by
+# tests/gpu/nixl_wheel.py; git ignores .whl, so copy it along) the tests of NIXL run too. Logs go to $OUT/checks.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 mkdir -p "$out/checks" /tmp/nixl
 if test -e .whl/nixl.zip; then

@@ -6,7 +6,7 @@ url=http://127.0.0.1:8000
 
 date
 tests 150 tests/gpu/test_compilations.py tests/gpu/test_piecewise.py
-# prompts under breakable graphs, piecewise by both compilers, and without, one after another on the same weights
+# Prompts run under breakable graphs, piecewise graphs by both compilers, and without graphs, on the same weights.
 timeout 280 python3 -m tests.bench.engine --json "$out/engine-h200.json" 2>&1 | tail -60
 date
 timeout 60 python3 -m deploy.tiny_models.constructed /tmp/m8b --device cuda 2>&1 | tail -1

@@ -1,6 +1,6 @@
-# Sourced by the scripts beside it, in the repository root: where results go, which Python every process runs, and when
-# a script fails. After a command that fails, also one whose output is piped, a script names it, goes on (clusters are
-# stopped, later parts are measured) and ends with exit code 1.
+# Sourced by the scripts beside it, in the repository root. Sets where results go, which Python every process runs, and
+# when a script fails: it names each failing command (also one whose output is piped), continues, so that clusters are
+# stopped and later parts measured, and ends with exit code 1.
 set -u -E -o pipefail
 failed=0
 trap 'failed=1; echo "FAILED, line $LINENO: $BASH_COMMAND"' ERR

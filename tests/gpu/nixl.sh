@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a machine with one or two H200s: pages by nixl between pools on GPUs, beside cuda_ipc, and a cluster that uses it.
-# Wants .whl/nixl.zip (tests/gpu/nixl_wheel.py), which git ignores: carry .whl. Results go to $OUT.
+# Needs .whl/nixl.zip (made by tests/gpu/nixl_wheel.py; git ignores .whl, so copy it along). Results go to $OUT.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 mkdir -p /tmp/nixl
 python3 -m zipfile -e .whl/nixl.zip /tmp/nixl

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with one H200: the 8B shape behind the whole cluster, loads through HTTP. Results go to $OUT.
+# On a machine with one H200: a whole cluster serves the 8B shape under loads through HTTP. Results go to $OUT.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 url=http://127.0.0.1:8000
 

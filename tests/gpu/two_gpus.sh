@@ -27,7 +27,7 @@ stop() {
 date
 timeout 90 python3 -m deploy.tiny_models.constructed /tmp/m8b --draft /tmp/m8b-eagle3 --device cuda 2>&1 | tail -1
 test -n "${SKIP_TESTS:-}" || tests 90 -x tests/gpu/test_cuda_ipc.py
-# among others: a forward whose pages leave layer by layer against one whose pages leave behind it
+# This includes a forward whose pages leave layer by layer, compared with one whose pages leave after it.
 timeout 150 python3 -m tests.bench.transfer --transports cuda_ipc --tokens 1024 2048 8192 \
     --json "$out/transfer-layers.json" 2>&1 | tail -60
 for name in plain eagle3; do

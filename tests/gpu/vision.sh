@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# On a machine with one H200: prompts with an image, the encoder and the first token behind it, graphs on and off; then
+# On a machine with one H200: prompts with an image, the encoder and the first token after it, graphs on and off; then
 # the tiny vision model through HTTP. Results go to $OUT.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
