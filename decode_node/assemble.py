@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from common.engine.forward.rotary_places import RotaryPlaces
+from common.engine.graphs import node_graphs
 from common.engine.state.draft_row import DraftShape
-from common.engine.state.pool import KvPool
 from common.engine.state.relay_state import RelayState
 from common.engine.state.state_rows import WindowShape
 from common.kv_cache.page_space import PageSpace
 from common.node.overlap import Completion
 from decode_node.backups import Backups
 from decode_node.batch_rows import BatchRows
+from decode_node.forwards import Forwards
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
-from decode_node.page_table import PageTable
 from decode_node.parts import Links, Observation, Scheduling
 from decode_node.retraction import Retraction
 from decode_node.step_result import Worker
-from decode_node.steps import DecodeSteps
 from decode_node.worker import DeviceWorker
 
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """What the node computes with: its state on the device, and its steps."""
+    """What the node computes with: its steps, and its state on the device."""
 
-    pools: Sequence[KvPool]  # the target's, and the draft's if there is one
-    table: PageTable
+    forwards: Forwards
     relay: RelayState
-    steps: DecodeSteps
     completion: Callable[[], Completion]
     rotary: RotaryPlaces
     draft: DraftShape  # what travels with a request
@@ -40,12 +37,12 @@ class Computation:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page in all pools."""
-        return sum(pool.page_bytes for pool in self.pools)
+        return sum(pool.page_bytes for pool in self.forwards.pools)
 
     @property
     def state_bytes(self) -> int:
         """Bytes that one request keeps outside of pages."""
-        return self.pools[0].state_bytes + self.window.nbytes(0)
+        return self.forwards.pools[0].state_bytes + self.window.nbytes(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +71,16 @@ def assemble(
         backup_bytes: bound of the host memory that holds the pages of retracted requests.
         wrap: returns the worker that the node talks to; by default the node talks to the device worker itself.
     """
-    parts = computation
-    rows, backups = BatchRows(limits.max_running), Backups(parts.pools, parts.relay)
+    parts, forwards, steps = computation, computation.forwards, computation.forwards.steps
+    rows, backups = BatchRows(limits.max_running), Backups(forwards.pools, parts.relay)
     retraction = Retraction(space, rows, parts.rotary, parts.page_bytes, backup_bytes, parts.state_bytes)
-    worker = DeviceWorker(parts.steps.by_width, parts.table, parts.relay, backups, parts.completion)
+    worker = DeviceWorker(steps.by_width, forwards.table, parts.relay, backups, parts.completion)
     node = DecodeNode(
         incarnation,
         links,
-        Scheduling(space, rows, retraction, parts.steps.rules, limits),
+        Scheduling(space, rows, retraction, steps.rules, limits),
         wrap(worker),
         parts.draft,
-        replace(observation, phase_seconds=parts.steps.phase_seconds),
+        replace(observation, graphs=node_graphs.totals(*forwards.graphs), phase_seconds=steps.phase_seconds),
     )
     return Assembly(node, rows, retraction, backups)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,12 @@ from common.config.resolve_node import node_plan
 from common.config.run_directory import control_address, event_directory
 from common.config.transport_choice import choose_transport
 from common.config.transport_kind import TransportKind
-from common.engine.attention.paged import PagedAttention
-from common.engine.forward.model_runner import ModelRunner
 from common.engine.forward.rotary_places import rotary_places
-from common.engine.graphs import node_graphs
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.ops.triton_kernel import report_compilations
-from common.engine.state.pool import KvPool
 from common.engine.state.relay_state import RelayState
 from common.ipc import LinkSecurity, check_bind
 from common.ipc.from_config import link_security
-from common.kv_cache.pool_layout import PoolLayout
 from common.messages import decode_inbox
 from common.messages.identity import NodeRef, new_incarnation
 from common.node import graph_start
@@ -42,11 +36,11 @@ from common.observability.startup import StartupReporter
 from decode_node import node as decode
 from decode_node.assemble import Computation, assemble
 from decode_node.draft_watch import DraftWatch, FirstDraftWatch, NoWatch, causes_of
+from decode_node.forwards import step_forwards
 from decode_node.limits import DecodeLimits
-from decode_node.page_table import PageTable
 from decode_node.parts import Links, Observation
 from decode_node.peers import PeerConnections
-from decode_node.steps import DecodeSteps, StepSizes, decode_steps
+from decode_node.steps import StepSizes
 from kv_transfer.from_plan import transfer_limits
 from kv_transfer.limits import MIB
 from kv_transfer.receiver import Receiver
@@ -101,7 +95,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     relay = RelayState.allocate(section.max_running, served.config.vocab_size, device, carried, served.window)
     sizes = step_sizes(cluster)
     trial = functools.partial(torch.zeros, dtype=torch.uint8, device=device)
-    served = graph_start.sized(served, lambda: _forwards(sizes, served, relay, trial).graphs)
+    served = graph_start.sized(served, lambda: step_forwards(sizes, served, relay, trial).graphs)
     incarnation = new_incarnation()
     limits = transfer_limits(plan, served.max_model_len, carried.topk, carried.hidden_bytes)
     context = zmq.Context[zmq.Socket[bytes]]()
@@ -109,7 +103,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     kind, gpu = choose_transport(cluster), device.index if device.type == "cuda" else None
     setup = ReceiverSetup(incarnation, kind.read(cluster.transfer), limits, own.host, own.bulk_port, gpu)
     endpoint = _endpoint(kind, setup, f"decode.nodes[{name}].host", security)
-    forwards = _forwards(
+    forwards = step_forwards(
         sizes, served, relay, lambda nbytes: as_storage(endpoint.allocate(Region.KV, nbytes))
     )
     layout = forwards.layout
@@ -138,10 +132,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     peers = PeerConnections(context, name, incarnation, receiver, poller, security)
     events = event_log(event_directory(resolved), name, incarnation, log)
     computation = Computation(
-        forwards.pools,
-        forwards.table,
+        forwards,
         relay,
-        forwards.steps,
         sizes.completion(device),
         rotary_places(served.config.rope),
         carried,
@@ -165,7 +157,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         computation,
         bounds,
         section.backup_mib * MIB,
-        Observation(log, node_graphs.totals(*forwards.graphs), drafts=watch, events=events),
+        Observation(log, drafts=watch, events=events),
     )
     return BuiltDecodeNode(assembly.node, link, peers, receiver, security, context, events)
 
@@ -189,33 +181,6 @@ def _draft_watch(served: ServingModel, path: Path | None, log: Log) -> DraftWatc
     if served.draft is None or path is None:
         return NoWatch()
     return FirstDraftWatch(causes_of(path, served.draft.config), log)
-
-
-@dataclass(frozen=True, slots=True)
-class Forwards:
-    """The steps of a node over one KV pool; their graphs are not captured yet."""
-
-    layout: PoolLayout
-    pools: Sequence[KvPool]  # the target's, and the draft's if there is one
-    table: PageTable
-    steps: DecodeSteps
-    graphs: Sequence[node_graphs.NodeGraphs[Any]]
-
-
-def _forwards(
-    sizes: StepSizes, served: ServingModel, relay: RelayState, allocate: Callable[[int], torch.Tensor]
-) -> Forwards:
-    """Compose the steps over a pool of `served.num_pages`, whose bytes come from `allocate`."""
-    layout = served.layout
-    pool = KvPool(layout, "target", allocate(layout.total_bytes))
-    # Branches of draft trees extend past the last token of a request.
-    longest = served.max_model_len + 2 * sizes.lookahead_slots
-    table = PageTable(sizes.max_running, -(-longest // served.page_size), served.placement.device)
-    runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
-    draft = served.draft_runner(pool)
-    pools = [pool] if draft is None else [pool, draft[1]]
-    steps = decode_steps(sizes, served, runner, None if draft is None else draft[0], table, relay)
-    return Forwards(layout, pools, table, steps, steps.graphs)
 
 
 def _endpoint(

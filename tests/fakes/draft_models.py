@@ -10,26 +10,21 @@ from dataclasses import replace as replace_fields
 import torch
 
 from common.checkpoint.aux_layers import AuxLayers
-from common.checkpoint.draft_config import DraftConfig, lookahead_for
+from common.checkpoint.draft_config import DraftConfig
 from common.checkpoint.mtp_format import MtpFormat
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
-from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
+from common.engine.forward.draft_inputs import EagleDraftExtendInput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.model_runner import ModelRunner
-from common.engine.graphs.backends.tape import TapeRecorder
-from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.graphs.slots import Inputs
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import EMBEDDING, LM_HEAD, Eagle3Head, EagleHead
 from common.engine.models.mtp import MtpModule, build_mtp
 from common.engine.models.registry import build_model
-from common.engine.state.draft_row import DraftShape
-from common.engine.state.pool import KvPool
-from common.engine.state.relay_state import hidden_dtype
-from common.kv_cache.page_space import keys_with_lookahead
-from common.kv_cache.radix_cache import Keys
+from common.node.loaded_draft import HeadDraft, ModelDraft
+from common.node.serving_draft import ServingDraft, draft_shape
 from decode_node.request import DecodeRequest
 from decode_node.speculative.drafters.drafter import Drafter
 from decode_node.speculative.drafters.eagle import ChainGrowth, EagleDrafter
@@ -37,12 +32,7 @@ from decode_node.speculative.drafters.eagle_tree import TreeGrowth
 from decode_node.speculative.drafters.standalone import StandaloneDrafter
 from decode_node.speculative.rounds import Round, RoundCall
 from decode_node.speculative.verifier import TreeAcceptor
-from prefill_node.draft import EaglePrefill, ModelPrefill, PrefillDraft
-from prefill_node.graphs.backends.breakable import BreakableGraphs
-from prefill_node.graphs.draft_prefill import DraftPrefill, draft_prefill_spec
-from prefill_node.graphs.prefill_extend import PrefillExtend, extend_spec
 from tests.fakes.drafters import Bench, Told, speculative
-from tests.fakes.late_graphs import capture_late
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
 from tests.fakes.pools import model_pool, plain_pool
 from tests.fakes.tiny_model import AXES, CONFIG, MAX_LEN, PLACEMENT, VOCAB, drawn, reference, tiny_model
@@ -121,54 +111,35 @@ def new_head(
 
 
 class DraftModel(NoDraftModel):
-    """A draft model, composed as in the nodes' build.py."""
+    """A draft head."""
 
     def __init__(self, name: str, topk: int = 1) -> None:
         self.name = name
         self.topk = topk
-        config = CONFIGS[name]
-        self.config = config
-        self.aux_layers = config.aux_layers
-        self.model = config.model
-        width = EagleDraftInput.hidden_size_for(config)
-        self.shape = DraftShape(topk, width, hidden_dtype(EagleDraftInput.dtype_for(PLACEMENT)), VOCAB)
-        self.target_hidden = EagleDraftExtendInput.hidden_size_for(config)
+        self.config = CONFIGS[name]
+        self.algorithm = self.config.algorithm
+        self.aux_layers = self.config.aux_layers
+        self.target_hidden = EagleDraftExtendInput.hidden_size_for(self.config)
 
     @property
     def layers(self) -> int:
         return self.config.model.num_layers
 
-    def keys(self, token_ids: Sequence[int] | Keys) -> Keys:  # type: ignore[override]
-        return keys_with_lookahead(lookahead_for(self.config))(token_ids)
-
-    def runner(self, pool: KvPool) -> DraftRunner:
-        return DraftRunner(tiny_draft(self.name), PagedAttention(pool, (None,) * self.layers), self.topk)
-
-    def prefill(self, pool: KvPool | None) -> PrefillDraft:
-        assert pool is not None
-        backend = BreakableGraphs(TapeRecorder())
-        spec = draft_prefill_spec(prefill_token_buckets(32))
-        forward = DraftPrefill(self.runner(pool), self.config, pool.page_size, spec, backend, poisoned=True)
-        capture_late(forward.graphs)
-        return EaglePrefill(forward)
+    def serving(self) -> ServingDraft:
+        loaded = HeadDraft(tiny_draft(self.name), self.topk)
+        return ServingDraft(loaded, self.config, self.name, draft_shape(self.config, self.topk, PLACEMENT))
 
 
 class StandaloneModel(NoDraftModel):
     """A separate language model: the target with some noise, so it is often right."""
 
+    algorithm = "standalone"
     config = CONFIG
-    model = config
 
-    def runner(self, pool: KvPool) -> ModelRunner:
-        return ModelRunner(standalone_model(), pool, PagedAttention(pool, self.config.sliding_windows))
-
-    def prefill(self, pool: KvPool | None) -> PrefillDraft:
-        assert pool is not None
-        backend = BreakableGraphs(TapeRecorder())
-        spec = extend_spec(prefill_token_buckets(32), CaptureHiddenMode.NULL, model="draft")
-        forward = PrefillExtend(self.runner(pool), spec, backend, poisoned=True)
-        capture_late(forward.graphs)
-        return ModelPrefill(forward)
+    def serving(self) -> ServingDraft:
+        config = DraftConfig("standalone", self.config, 0, AuxLayers(), None, False)
+        loaded = ModelDraft(standalone_model())
+        return ServingDraft(loaded, config, "standalone", draft_shape(config, 1, PLACEMENT))
 
 
 @functools.cache
@@ -210,10 +181,11 @@ def observed(
 
 def drafter(model: DraftModel | StandaloneModel, bench: Bench, steps: int) -> Drafter:
     """Build a drafter of chains of `steps` drafts."""
-    assert bench.parts.draft_pool is not None
+    runner = bench.parts.draft
     if isinstance(model, StandaloneModel):
-        return StandaloneDrafter(model.runner(bench.parts.draft_pool), bench.rounds, steps)
-    runner = model.runner(bench.parts.draft_pool)
+        assert isinstance(runner, ModelRunner)
+        return StandaloneDrafter(runner, bench.rounds, steps)
+    assert isinstance(runner, DraftRunner)
     return EagleDrafter(runner, bench.rounds, ChainGrowth(runner, steps), model.target_hidden)
 
 
@@ -222,7 +194,7 @@ class Watched:
 
     def __init__(self, inner: Drafter, bench: Bench) -> None:
         self._inner = inner
-        self._relay, self._draft_pool = bench.parts.relay, bench.parts.draft_pool
+        self._relay, self._parts = bench.parts.relay, bench.parts
         self.told = Told()
         self.state = inner.state
         self.nodes, self.lookahead_slots = inner.nodes, inner.lookahead_slots
@@ -244,12 +216,11 @@ class Watched:
         """Return the KV of the first positions of request `index` of the batch, [planes, count, heads, D]."""
         request = self.told.requests[index]
         assert request.lease is not None
-        assert self._draft_pool is not None
-        pages = torch.tensor(request.lease.pages)
+        pool, pages = self._parts.draft_pool, torch.tensor(request.lease.pages)
         planes = [
             plane(layer).index_select(0, pages).flatten(0, 1)[:count]
-            for layer in range(self._draft_pool.num_layers)
-            for plane in (self._draft_pool.key, self._draft_pool.value)
+            for layer in range(pool.num_layers)
+            for plane in (pool.key, pool.value)
         ]
         return torch.stack(planes)
 
@@ -294,8 +265,8 @@ def branching(
     model = DraftModel(name, topk)
 
     def make(bench: Bench) -> Drafter:
-        assert bench.parts.draft_pool is not None
-        runner = model.runner(bench.parts.draft_pool)
+        runner = bench.parts.draft
+        assert isinstance(runner, DraftRunner)
         growth = TreeGrowth(runner, steps, topk, nodes)
         made = EagleDrafter(runner, bench.rounds, growth, model.target_hidden)
         return made if seen is None else ObservedTrees(made, bench, seen)
@@ -335,7 +306,8 @@ def eager_model_drafts(text: Sequence[int], steps: int) -> list[int]:
 @functools.lru_cache(maxsize=8192)  # many tests ask for continuations of the same texts
 def _model_next(ids: tuple[int, ...]) -> int:
     pool = model_pool(StandaloneModel.config, MAX_LEN, 2, PLACEMENT)
-    return int(StandaloneModel().runner(pool)(_one(list(ids))).logits[-1].argmax())
+    runner = ModelRunner(standalone_model(), pool, PagedAttention(pool, CONFIG.sliding_windows))
+    return int(runner(_one(list(ids))).logits[-1].argmax())
 
 
 @torch.inference_mode()

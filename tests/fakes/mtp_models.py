@@ -14,28 +14,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.checkpoint.aux_layers import AuxLayers
-from common.checkpoint.draft_config import DraftConfig, lookahead_for, with_steps
+from common.checkpoint.draft_config import DraftConfig, with_steps
 from common.checkpoint.mtp_format import MtpFormat
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.draft_inputs import EagleDraftExtendInput
 from common.engine.forward.mtp_runner import MultiLayerRunner
-from common.engine.graphs.backends.tape import TapeRecorder
-from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.models.mtp import MtpModules, build_mtp
-from common.engine.state.pool import KvPool
-from common.kv_cache.page_space import keys_with_lookahead
-from common.kv_cache.radix_cache import Keys
 from common.messages.generation import SamplingParams
-from common.node.serving_draft import draft_shape
+from common.node.loaded_draft import ModulesDraft
+from common.node.serving_draft import ServingDraft, draft_shape
 from decode_node.speculative.drafters.multi_layer import MultiLayerDrafter
-from prefill_node.draft import PrefillDraft
-from prefill_node.graphs.backends.breakable import BreakableGraphs
-from prefill_node.graphs.draft_prefill import DraftPrefill, draft_prefill_spec
-from prefill_node.multi_layer import MultiLayerPrefill
 from prefill_node.step_plan import FirstDraw, PlannedChunk
 from tests.fakes.draft_models import Watched
 from tests.fakes.drafters import Bench, speculative
-from tests.fakes.late_graphs import capture_late
 from tests.fakes.node_cluster import MakeStep, NoDraftModel
 from tests.fakes.pools import plain_pool
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, hidden_states, one_page, tiny_model
@@ -87,30 +78,17 @@ def first_modules(directory: Path, modules: int) -> Path:
 
 
 class MtpModel(NoDraftModel):
-    """A draft model of MTP modules, composed as in the nodes' build.py."""
+    """A draft model of MTP modules."""
+
+    algorithm = "mtp"
 
     def __init__(self, name: str, steps: int) -> None:
         self.name, self.steps = name, steps
         self.config = mtp_config(name, steps)
-        self.model = self.config.model
-        self.shape = draft_shape(self.config, 1, PLACEMENT)
 
-    def keys(self, token_ids: Sequence[int] | Keys) -> Keys:  # type: ignore[override]
-        return keys_with_lookahead(lookahead_for(self.config))(token_ids)
-
-    def runner(self, pool: KvPool) -> MultiLayerRunner:
-        attention = PagedAttention(pool, (None,) * self.steps)
-        return MultiLayerRunner(mtp_modules(self.name, self.steps).heads, attention)
-
-    def prefill(self, pool: KvPool | None) -> PrefillDraft:
-        """Build the prefill part, with graphs up to 32 tokens, as for the target."""
-        assert pool is not None
-        modules = []
-        for runner in self.runner(pool).modules:
-            backend, spec = BreakableGraphs(TapeRecorder()), draft_prefill_spec(prefill_token_buckets(32))
-            modules.append(DraftPrefill(runner, self.config, pool.page_size, spec, backend, poisoned=True))
-            capture_late(modules[-1].graphs)
-        return MultiLayerPrefill(modules, pool.page_size)
+    def serving(self) -> ServingDraft:
+        loaded = ModulesDraft(mtp_modules(self.name, self.steps), repeats=False)
+        return ServingDraft(loaded, self.config, self.name, draft_shape(self.config, 1, PLACEMENT))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -158,9 +136,9 @@ def whole_prompt(ids: Sequence[int]) -> PlannedChunk:
 
 
 def _drafter(model: MtpModel, bench: Bench) -> MultiLayerDrafter:
-    assert bench.parts.draft_pool is not None
-    target_hidden = EagleDraftExtendInput.hidden_size_for(model.config)
-    return MultiLayerDrafter(model.runner(bench.parts.draft_pool), bench.rounds, target_hidden)
+    runner = bench.parts.draft
+    assert isinstance(runner, MultiLayerRunner)
+    return MultiLayerDrafter(runner, bench.rounds, EagleDraftExtendInput.hidden_size_for(model.config))
 
 
 @dataclass(frozen=True)

@@ -11,28 +11,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from unittest import mock
 
-import torch
 import zmq
 
 import decode_node.node
 import prefill_node.node
 from common.checkpoint.model_config import ModelConfig
-from common.engine.attention.paged import PagedAttention
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.forward.rotary_places import rotary_places
-from common.engine.graphs import node_graphs
 from common.engine.graphs.rules import PhaseSwitch
+from common.engine.models.causal_lm import CausalLM
 from common.engine.sampling.logit_adjustments import AdjustmentRows
-from common.engine.state.draft_row import DraftShape
 from common.engine.state.pool import KvPool
 from common.engine.state.relay_state import RelayState
-from common.engine.state.state_rows import WindowShape
+from common.engine.state.state_rows import NO_WINDOW, WindowShape
 from common.ipc import RouterSocket
 from common.kv_cache.layer_kinds import window_widths
-from common.kv_cache.page_space import PageSpace, as_keys
-from common.kv_cache.pool_layout import PoolLayout
+from common.kv_cache.page_space import PageSpace
 from common.kv_cache.pool_spec import pool_spec
-from common.kv_cache.radix_cache import Keys, NoPrefixCache, RadixCache
 from common.messages import decode_inbox, prefill_inbox
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams
@@ -41,12 +36,17 @@ from common.messages.node_inbox import Abort, PeerLost
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, PrefillDone, Tokens
 from common.node.completion import Deferred, Immediate
+from common.node.memory import MemoryPlan
 from common.node.overlap import Completion
+from common.node.serving_draft import ServingDraft
+from common.node.serving_model import ServingModel, page_space
+from common.node_plan import PoolBudget
 from common.observability.logs import Log
 from decode_node.assemble import Computation, assemble
 from decode_node.backups import Backups
 from decode_node.batch_rows import BatchRows
 from decode_node.draft_watch import DraftWatch, NoWatch
+from decode_node.forwards import step_forwards
 from decode_node.graphs import step_graphs
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
@@ -56,24 +56,22 @@ from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
 from decode_node.step import AutoregressiveStep
 from decode_node.step_rules import StepRules
-from decode_node.steps import DecodeSteps
+from decode_node.steps import DecodeSteps, StepSizes
 from kv_transfer.handoff_record import record_bytes
 from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import Region
+from kv_transfer.transport.cuda.pool_memory import as_memory, as_storage
 from kv_transfer.transport.loopback.endpoints import Fabric
+from prefill_node import assemble as prefill_assemble
 from prefill_node import parts as prefill_parts
-from prefill_node import worker as prefill_worker
-from prefill_node.draft import NoDraft, PrefillDraft
-from prefill_node.graphs import prompt_graphs
+from prefill_node.draft import PrefillDraft
+from prefill_node.forwards import Forwards, PromptSizes, prompt_forwards
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
 from prefill_node.images import NoImages
 from prefill_node.limits import PrefillLimits
 from prefill_node.node import PrefillNode
-from prefill_node.page_sending import ByChunk, ByLayer, PageSending
-from prefill_node.send_orders import SendOrders
-from prefill_node.signalled_attention import SignalledAttention
 from prefill_node.step import PrefillStep
 from prefill_node.vision import TextEmbeds
 from prefill_node.vision_stage import VisionStage
@@ -92,34 +90,32 @@ class Parts:
     """The parts from which a decode step is made."""
 
     runner: ModelRunner
-    draft_pool: KvPool | None
+    draft: object  # the draft's runner; None without a draft model
     table: PageTable
     relay: RelayState
     page_size: int
     max_len: int
     completion: MakeCompletion
 
+    @property
+    def draft_pool(self) -> KvPool:
+        """The draft's planes of the node's pool."""
+        return KvPool(self.runner.pool.layout, "draft", self.runner.pool.storage)
+
 
 MakeStep = Callable[[Parts], DecodeSteps]
-MakeVisionStage = Callable[[zmq.Context[zmq.Socket[bytes]], ModelRunner], VisionStage]
+MakeVisionStage = Callable[[zmq.Context[zmq.Socket[bytes]], CausalLM], VisionStage]
 
 
 class NoDraftModel:
-    """A cluster without a draft model. tests/fakes/drafters.py has one with a draft model."""
+    """A cluster without a draft model. tests/fakes/draft_models.py has some with a draft model."""
 
+    algorithm = "none"
     aux_layers: tuple[int, ...] = ()
-    model: ModelConfig | None = None
-    shape = DraftShape()
 
-    @staticmethod
-    def keys(token_ids: Sequence[int] | Keys) -> Keys:
-        return as_keys(token_ids)
-
-    def pool(self, layout: PoolLayout, storage: torch.Tensor) -> KvPool | None:
-        return None if self.model is None else KvPool(layout, "draft", storage)
-
-    def prefill(self, pool: KvPool | None) -> PrefillDraft:
-        return NoDraft()
+    def serving(self) -> ServingDraft | None:
+        """The draft as nodes load it."""
+        return None
 
 
 WANTED = PhaseSwitch("full", poisoned=True)
@@ -161,7 +157,7 @@ class Shape:
     prompt_graphs: str = "breakable"
     layers: bool = False  # whether pages are sent layer by layer
     draft: NoDraftModel = field(default_factory=NoDraftModel)
-    vision_stage: MakeVisionStage = lambda context, runner: VisionStage(NoImages(), TextEmbeds())
+    vision_stage: MakeVisionStage = lambda context, model: VisionStage(NoImages(), TextEmbeds())
     prefills: int = 1
     model: ModelConfig = CONFIG
     decodes: int = 1
@@ -496,121 +492,138 @@ class NodeCluster:
             if side.alive:
                 side.link.deliver(Abort(room=call.room, reason=reason))
 
-    # -- composition, as in the nodes' build.py
+    # -- parts, as the nodes' build.py makes them from a config
 
-    def _layout(self, pool_tokens: int, slots: int) -> PoolLayout:
-        pages = pool_tokens // self.shape.page_size + 1
-        spec = pool_spec(self.shape.model, self.shape.draft.model, self.shape.page_size, "float32")
-        num_slots = slots + 1 if spec.state_bytes else 0
-        return PoolLayout(fingerprint="tiny", spec=spec, num_pages=pages, num_slots=num_slots)
-
-    def _space(self, layout: PoolLayout, caching: bool) -> PageSpace:
-        caching = caching and not layout.num_slots
-        cache = RadixCache(layout.page_size) if caching else NoPrefixCache()
-        return PageSpace(layout.page_size, layout.num_pages, cache, self.shape.draft.keys, layout.num_slots)
+    def _served(self, section: str, pool_tokens: int, slots: int) -> ServingModel:
+        """The models as loaded at a node's start, with a pool of `pool_tokens`."""
+        shape, draft = self.shape, self.shape.draft.serving()
+        drafting = None if draft is None else draft.config.model
+        spec = pool_spec(shape.model, drafting, shape.page_size, "float32")
+        pages = pool_tokens // shape.page_size
+        return ServingModel(
+            model=tiny_model(aux=shape.draft.aux_layers, config=shape.model),
+            config=shape.model,
+            placement=PLACEMENT,
+            fingerprint="tiny",
+            spec=spec,
+            num_pages=pages + 1,
+            max_model_len=min(shape.max_len, pages * shape.page_size),
+            budget=PoolBudget(pool_tokens, 1.0, section),
+            plan=MemoryPlan(0, 0, 0),
+            draft=draft,
+            state_slots=slots if spec.state_bytes else 0,
+            window=WindowShape(window_widths(shape.model), shape.round_tokens)
+            if spec.state_bytes
+            else NO_WINDOW,
+        )
 
     def _incarnation(self) -> str:
         return f"{next(self._names) + 1:032x}"
 
+    def _prompt_forwards(self, served: ServingModel) -> Forwards:
+        shape = self.shape
+        sizes = PromptSizes(
+            PhaseSwitch(shape.prompt_graphs, poisoned=True), 32, 8, shape.layers, shape.draft.algorithm
+        )
+        stage = shape.vision_stage(self.context, served.model)
+        forwards = prompt_forwards(sizes, served, lambda wanted: stage, BODIES)
+        for each in forwards.graphs:
+            if shape.layers:  # a listener would also be called during capture
+                each.forward.graphs.capture()
+                assert not [row for row in each.forward.graphs.rows if row.error]
+            else:
+                capture_late(each.forward.graphs)
+        return forwards
+
     def _prefill(self) -> PrefillSide:
         shape, incarnation = self.shape, self._incarnation()
         name = f"prefill-{len(getattr(self, 'prefills', []))}-{incarnation[-2:]}"
-        layout = self._layout(shape.prefill_pool, shape.prefill_slots)
-        storage = torch.zeros(layout.total_bytes, dtype=torch.uint8)
-        pool = KvPool(layout, "target", storage)
+        served = self._served("prefill", shape.prefill_pool, shape.prefill_slots)
+        forwards = self._prompt_forwards(served)
         endpoint = self.fabric.sender(incarnation)
-        endpoint.register(layout, memoryview(storage.numpy()))
+        endpoint.register(forwards.layout, as_memory(forwards.runner.pool.storage))
         peers = RouterSocket(self.context, f"inproc://{incarnation}")
-        sender = Sender(incarnation, name, endpoint, layout, peers.post, self.clock, shape.transfer)
-        space = self._space(layout, shape.prefill_cache)
-        attention = SignalledAttention(PagedAttention(pool, shape.model.sliding_windows))
-        runner = ModelRunner(tiny_model(aux=shape.draft.aux_layers, config=shape.model), pool, attention)
-        draft = shape.draft.prefill(shape.draft.pool(layout, storage))
-        wanted = PhaseSwitch(shape.prompt_graphs, poisoned=True)
-        graphs = prompt_graphs.prefill_graphs(runner, wanted, 32, 8, draft.hidden_mode, BODIES)
-        if shape.layers:  # a listener would also be called during capture
-            graphs.forward.graphs.capture()
-            assert not [row for row in graphs.forward.graphs.rows if row.error]
-        else:
-            capture_late(graphs.forward.graphs)
-        adjustments = AdjustmentRows.allocate(shape.prefill_batch, VOCAB, PLACEMENT.device)
-        rest = rotary_places(shape.model.rope), shape.page_size, PLACEMENT.device, shape.completion
-        vision = shape.vision_stage(self.context, runner)
-        step = PrefillStep(graphs.forward, vision.embeds, draft, adjustments, *rest)
-        link = FakeLink(self.context, prefill_inbox.codec)  # type: ignore[arg-type]
-
-        def listen() -> None:
-            for peer, frame in peers.drain():
-                sender.handle(peer, frame)
-
-        orders = SendOrders(sender, shape.page_size, shape.draft.shape.dtype_name, listen)
-        sending: PageSending = ByChunk(sender)
-        if shape.layers:
-            sending = ByLayer(attention, sender, wired(orders.at_break))
+        sender = Sender(incarnation, name, endpoint, forwards.layout, peers.post, self.clock, shape.transfer)
+        space = page_space(served, "auto" if shape.prefill_cache else False)
+        computation = prefill_assemble.Computation(
+            forwards,
+            AdjustmentRows.allocate(shape.prefill_batch, VOCAB, PLACEMENT.device),
+            rotary_places(shape.model.rope),
+            shape.completion,
+            served.draft_shape.dtype_name,
+        )
         limits = PrefillLimits(
             chunk_tokens=shape.chunk_tokens,
             max_batch=shape.prefill_batch,
             max_queue=shape.max_queue,
-            max_model_len=min(shape.max_len, shape.prefill_pool // shape.page_size * shape.page_size),
+            max_model_len=served.max_model_len,
             vocab_size=VOCAB,
             drain_timeout=10.0,
         )
-        node = PrefillNode(
+        link = FakeLink(self.context, prefill_inbox.codec)  # type: ignore[arg-type]
+        made = prefill_assemble.assemble(
             incarnation,
-            prefill_parts.Links(link, peers, sender, vision.images),  # type: ignore[arg-type]
-            prefill_parts.Scheduling(space, draft.rules, limits),
-            WirePromptWorker(prefill_worker.DeviceWorker(step, sending, shape.completion)),
-            orders,
-            prefill_parts.Observation(Log(name), node_graphs.totals(graphs), self.clock),
+            prefill_parts.Links(link, peers, sender, forwards.vision.images),  # type: ignore[arg-type]
+            space,
+            computation,
+            limits,
+            prefill_parts.Observation(Log(name), clock=self.clock),
+            WirePromptWorker,
+            wired,
         )
         ref = NodeRef(
             name=name, role="prefill", incarnation=incarnation, peer_address=f"inproc://{incarnation}"
         )
-        return PrefillSide(ref, link, space, True, node, sender, peers, step, draft)
+        return PrefillSide(ref, link, space, True, made.node, sender, peers, made.step, forwards.draft)
 
     def _decode(self) -> DecodeSide:
         shape, incarnation = self.shape, self._incarnation()
         name = f"decode-{incarnation[-2:]}"
-        layout = self._layout(shape.decode_pool, shape.decode_slots)
+        served = self._served("decode", shape.decode_pool, shape.decode_slots)
         endpoint = self.fabric.receiver(incarnation, fencing=shape.fencing)
-        storage = torch.frombuffer(endpoint.allocate(Region.KV, layout.total_bytes), dtype=torch.uint8)
-        pool = KvPool(layout, "target", storage)
+        relay = RelayState.allocate(
+            shape.max_running, VOCAB, PLACEMENT.device, served.draft_shape, served.window
+        )
+
+        def make_steps(
+            sizes: StepSizes,
+            served: ServingModel,
+            runner: ModelRunner,
+            draft: object,
+            table: PageTable,
+            relay: RelayState,
+        ) -> DecodeSteps:
+            longest = served.max_model_len
+            return shape.step(Parts(runner, draft, table, relay, served.page_size, longest, shape.completion))
+
+        # As many lookahead slots as any drafter of a test takes.
+        sizes = StepSizes(WANTED, shape.max_running, False, "ngram", nodes=LOOKAHEAD_SLOTS)
+        forwards = step_forwards(
+            sizes,
+            served,
+            relay,
+            lambda nbytes: as_storage(endpoint.allocate(Region.KV, nbytes)),
+            make_steps,
+        )
         slots = 2 * shape.max_transferring
-        receiver = Receiver(incarnation, name, endpoint, layout, self.clock, shape.transfer, slots)
-        space = self._space(layout, shape.decode_cache)
-        max_len = min(shape.max_len, space.total_pages * shape.page_size)
-        # Drafts extend past the last token, for which build.py reserves pages too.
-        pages = space.total_pages + space.pages_for(2 * LOOKAHEAD_SLOTS)
-        table = PageTable(shape.max_running, pages, PLACEMENT.device)
-        window = WindowShape(window_widths(shape.model), shape.round_tokens)
-        relay = RelayState.allocate(shape.max_running, VOCAB, PLACEMENT.device, shape.draft.shape, window)
-        runner = ModelRunner(
-            tiny_model(aux=shape.draft.aux_layers, config=shape.model),
-            pool,
-            PagedAttention(pool, shape.model.sliding_windows),
-        )
-        draft_pool = shape.draft.pool(layout, storage)
-        steps = shape.step(
-            Parts(runner, draft_pool, table, relay, shape.page_size, max_len, shape.completion)
-        )
+        receiver = Receiver(incarnation, name, endpoint, forwards.layout, self.clock, shape.transfer, slots)
+        space = page_space(served, "auto" if shape.decode_cache else False)
         link = FakeLink(self.context, decode_inbox.codec)  # type: ignore[arg-type]
         poller = zmq.Poller()
         peers = PeerConnections(self.context, name, incarnation, receiver, poller)
         computation = Computation(
-            [pool, *([] if draft_pool is None else [draft_pool])],
-            table,
+            forwards,
             relay,
-            steps,
             shape.completion,
             rotary_places(shape.model.rope),
-            shape.draft.shape,
-            window,
+            served.draft_shape,
+            served.window,
         )
         limits = DecodeLimits(
             max_running=shape.max_running,
             max_transferring=shape.max_transferring,
             max_queue=shape.max_queue,
-            max_model_len=max_len,
+            max_model_len=served.max_model_len,
             vocab_size=VOCAB,
             reserved_tokens=shape.reserved_tokens,
             skip_ahead=shape.skip_ahead,
@@ -627,7 +640,7 @@ class NodeCluster:
             WireWorker,
         )
         ref = NodeRef(name=name, role="decode", incarnation=incarnation)
-        side = DecodeSide(ref, link, space, True, made.node, receiver, peers, made.retraction, steps)
+        side = DecodeSide(ref, link, space, True, made.node, receiver, peers, made.retraction, forwards.steps)
         side.backups, side.rows = made.backups, made.rows
         return side
 

@@ -15,6 +15,7 @@ from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.forward.model_runner import ModelRunner
+from common.engine.models.causal_lm import CausalLM
 from common.engine.models.vision_part import Pixels
 from common.errors import InvalidRequest
 from common.ipc import Dealer, RouterSocket
@@ -103,7 +104,7 @@ class TinyVision:
         self.intakes: list[ImageIntake] = []
         self.prompts: list[PromptImages] = []
 
-    def __call__(self, context: zmq.Context[zmq.Socket[bytes]], runner: ModelRunner) -> VisionStage:
+    def __call__(self, context: zmq.Context[zmq.Socket[bytes]], model: CausalLM) -> VisionStage:
         address = f"inproc://images-{len(self.sockets)}"
         socket = RouterSocket(context, address)
         dealer = Dealer(context, address, b"p/images")
@@ -111,7 +112,7 @@ class TinyVision:
         cache, prompts = RowCache(self.cache_bytes), PromptImages()
         intake = ImageIntake(dealer, read, cache, prompts, Log("images"))
         part = TinyPart()
-        embeds = VisionEmbeds(runner.model.embed, part, cache, prompts)
+        embeds = VisionEmbeds(model.embed, part, cache, prompts)
         self.prompts.append(prompts)
         self.parts.append(part)
         self.sockets.append(socket)

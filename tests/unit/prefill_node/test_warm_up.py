@@ -7,7 +7,9 @@ import torch
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.model_runner import ModelRunner
+from common.engine.forward.mtp_runner import MultiLayerRunner
 from common.engine.graphs.rules import PhaseSwitch
 from prefill_node.draft import EaglePrefill
 from prefill_node.graphs import prompt_graphs
@@ -31,7 +33,8 @@ def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -
     )
     runner = ModelRunner(model, pool, PagedAttention(pool, CONFIG.sliding_windows))
     target = prompt_graphs.prefill_graphs(runner, PhaseSwitch(wanted), 8, 2, CaptureHiddenMode.FULL)
-    head = draft.runner(draft_pool)
+    head = draft.serving().runner(draft_pool)
+    assert isinstance(head, DraftRunner)
     plan = prompt_graphs.DraftPrefillPlan(runner, PhaseSwitch(wanted), 8)
     drafting = prompt_graphs.draft_head_graphs(head, DRAFTS["eagle3"], plan)
     for each in (target, drafting):
@@ -58,7 +61,9 @@ def test_every_module_of_a_multi_layer_draft_runs() -> None:
     off = PhaseSwitch("none")
     target = prompt_graphs.prefill_graphs(runner, off, 8, 2, CaptureHiddenMode.FULL)
     plan = prompt_graphs.DraftPrefillPlan(runner, off, 8)
-    drafting = prompt_graphs.draft_module_graphs(draft.runner(draft_pool), draft.config, plan)
+    modules = draft.serving().runner(draft_pool)
+    assert isinstance(modules, MultiLayerRunner)
+    drafting = prompt_graphs.draft_module_graphs(modules, draft.config, plan)
     forwards = [each.forward for each in drafting]
     warm_up(target.forward, MultiLayerPrefill(forwards, PAGE), PAGE, PLACEMENT.device)
     assert [each.graphs.counters.fallbacks.total() for each in forwards] == [1, 1, 1]

@@ -241,7 +241,7 @@ class RoundRig:
     def _place_modules(self, page_size: int) -> MultiLayerRunner:
         """Run a prefill node's own step over each whole prompt."""
         model = MtpModel(self.kind.name, self.kind.steps)
-        self.relay = RelayState.allocate(len(self.prompts) + 2, VOCAB, self.device, model.shape)
+        self.relay = RelayState.allocate(len(self.prompts) + 2, VOCAB, self.device, model.serving().shape)
         for index, (ids, sampling) in enumerate(zip(self.prompts, self.params, strict=True)):
             self.relay.write_row(index + 1, [*ids, self.first[index]], 1, sampling)
         shape = self.target.config

@@ -38,13 +38,14 @@ def prompt_forwards(runner: ModelRunner, wanted: PhaseSwitch) -> list[node_graph
     ]
     plan = prompt_graphs.DraftPrefillPlan(runner, wanted, 4)
     drafts = (
-        ("eagle3", DraftModel("eagle3"), 1),
-        ("mtp", MtpModel("mtp", 2), 2),
-        ("standalone", StandaloneModel(), 2),
+        (DraftModel("eagle3"), 1),
+        (MtpModel("mtp", 2), 2),
+        (StandaloneModel(), 2),
     )
-    for algorithm, draft, layers in drafts:
+    for draft, layers in drafts:
         pool = plain_pool(layers, CONFIG.num_kv_heads, CONFIG.head_dim, PAGE, 2, PLACEMENT.dtype, CPU)
-        made += make_draft(algorithm, DraftSetup(draft.runner(pool), draft.config, plan)).graphs
+        loaded = draft.serving()
+        made += make_draft(draft.algorithm, DraftSetup(loaded.runner(pool), loaded.config, plan)).graphs
     return made
 
 

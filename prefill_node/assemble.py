@@ -1,0 +1,89 @@
+"""Composes a prefill node from its parts. build.py makes the parts from a config, tests make their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from common.engine.forward.rotary_places import RotaryPlaces
+from common.engine.graphs import node_graphs
+from common.engine.sampling.logit_adjustments import AdjustmentRows
+from common.engine.state.draft_row import HiddenDtype
+from common.kv_cache.page_space import PageSpace
+from common.node.overlap import Completion
+from prefill_node.forwards import Forwards
+from prefill_node.limits import PrefillLimits
+from prefill_node.node import PrefillNode
+from prefill_node.page_sending import ByChunk, ByLayer, PageSending
+from prefill_node.parts import Links, Observation, Scheduling
+from prefill_node.peer_frames import take_peer_frames
+from prefill_node.send_orders import SendOrder, SendOrders
+from prefill_node.step import PrefillStep
+from prefill_node.step_result import Worker
+from prefill_node.worker import DeviceWorker
+
+Orders = Callable[[], Sequence[SendOrder]]
+
+
+@dataclass(frozen=True, slots=True)
+class Computation:
+    """What the node computes with: its forwards, and its state on the device."""
+
+    forwards: Forwards
+    adjustments: AdjustmentRows
+    rotary: RotaryPlaces
+    completion: Callable[[], Completion]
+    hidden_dtype: HiddenDtype  # of the draft's hidden states in a record
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A node, and the parts of it that tests look into."""
+
+    node: PrefillNode
+    step: PrefillStep
+
+
+def assemble(
+    incarnation: str,
+    links: Links,
+    space: PageSpace,
+    computation: Computation,
+    limits: PrefillLimits,
+    observation: Observation,
+    wrap: Callable[[Worker], Worker] = lambda worker: worker,
+    wrap_orders: Callable[[Orders], Orders] = lambda orders: orders,
+) -> Assembly:
+    """Compose a node that has not started.
+
+    Args:
+        wrap: returns the worker that the node talks to; by default the node talks to the device worker itself.
+        wrap_orders: returns what the worker asks for send orders during a forward; by default it asks the node.
+    """
+    parts, forwards = computation, computation.forwards
+    page_size, device = forwards.layout.page_size, forwards.runner.pool.device
+    step = PrefillStep(
+        forwards.target.forward,
+        forwards.vision.embeds,
+        forwards.draft,
+        parts.adjustments,
+        parts.rotary,
+        page_size,
+        device,
+        parts.completion,
+    )
+    listen = functools.partial(take_peer_frames, links.peers, links.sender)
+    orders = SendOrders(links.sender, page_size, parts.hidden_dtype, listen)
+    sending: PageSending = ByChunk(links.sender)
+    if forwards.signalled is not None:
+        sending = ByLayer(forwards.signalled, links.sender, wrap_orders(orders.at_break))
+    node = PrefillNode(
+        incarnation,
+        links,
+        Scheduling(space, forwards.draft.rules, limits),
+        wrap(DeviceWorker(step, sending, parts.completion)),
+        orders,
+        replace(observation, graphs=node_graphs.totals(*forwards.graphs)),
+    )
+    return Assembly(node, step)

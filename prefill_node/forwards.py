@@ -1,0 +1,87 @@
+"""Composes the forwards of a prefill node over one KV pool. Their graphs are captured later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from common.engine.attention.paged import PagedAttention
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.graphs.ladders import prefill_token_buckets
+from common.engine.graphs.node_graphs import NodeGraphs
+from common.engine.graphs.rules import PhaseSwitch
+from common.engine.state.pool import KvPool
+from common.kv_cache.pool_layout import PoolLayout
+from common.node.serving_model import ServingModel
+from prefill_node.draft import BuiltDraft, DraftSetup, PrefillDraft
+from prefill_node.draft_table import make_draft
+from prefill_node.graphs import prompt_graphs
+from prefill_node.graphs.backends.compiled_body import CompiledBodies
+from prefill_node.graphs.prefill_extend import PrefillExtend
+from prefill_node.signalled_attention import SignalledAttention
+from prefill_node.vision_stage import VisionStage
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSizes:
+    """The sizes and features that the forwards must support."""
+
+    wanted: PhaseSwitch
+    chunk_tokens: int
+    max_batch: int
+    layers: bool  # pages are sent layer by layer
+    algorithm: str  # speculative algorithm
+
+
+@dataclass(frozen=True, slots=True)
+class Forwards:
+    """The forwards of a node over one KV pool; `graphs` are not captured yet."""
+
+    layout: PoolLayout
+    runner: ModelRunner
+    attention: PagedAttention
+    signalled: SignalledAttention | None  # wraps the target's attention if pages are sent layer by layer
+    target: NodeGraphs[PrefillExtend]
+    draft: PrefillDraft
+    vision: VisionStage
+    graphs: Sequence[NodeGraphs[Any]]  # the graphs of all forwards
+
+
+def prompt_forwards(
+    sizes: PromptSizes,
+    served: ServingModel,
+    make_stage: Callable[[PhaseSwitch], VisionStage],
+    bodies: CompiledBodies,
+) -> Forwards:
+    """Compose the forwards over a new pool of `served.num_pages`.
+
+    Args:
+        make_stage: builds the vision stage with the configured graphs.
+        bodies: cache of compiled models, which a trial and the final graphs share.
+    """
+    layout = served.layout
+    storage = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=served.placement.device)
+    pool = KvPool(layout, "target", storage)
+    buckets = prefill_token_buckets(sizes.chunk_tokens)
+    attention = PagedAttention(pool, served.config.sliding_windows, buckets)
+    signalled = SignalledAttention(attention) if sizes.layers else None
+    runner = ModelRunner(served.model, pool, signalled or attention)
+    drafting = _draft(sizes, served, runner)
+    target = prompt_graphs.prefill_graphs(
+        runner, sizes.wanted, sizes.chunk_tokens, sizes.max_batch, drafting.draft.hidden_mode, bodies
+    )
+    vision = make_stage(sizes.wanted)
+    graphs: list[NodeGraphs[Any]] = [target, *drafting.graphs, *vision.graphs]
+    return Forwards(layout, runner, attention, signalled, target, drafting.draft, vision, graphs)
+
+
+def _draft(sizes: PromptSizes, served: ServingModel, target: ModelRunner) -> BuiltDraft:
+    """Build the draft's part of a step. The loaded draft already shares the target's embedding and LM head."""
+    made, loaded = served.draft_runner(target.pool), served.draft
+    runner = None if made is None else made[0]
+    plan = prompt_graphs.DraftPrefillPlan(target, sizes.wanted, sizes.chunk_tokens)
+    setup = DraftSetup(runner, None if loaded is None else loaded.config, plan)
+    return make_draft(sizes.algorithm, setup)
