@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from common.engine.attention.paged import PagedAttention
+from common.engine.attention.step_attention import StepAttention
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.state.pool import KvPool
@@ -49,8 +49,8 @@ def step_forwards(
     # Branches of draft trees extend past the last token of a request.
     longest = served.max_model_len + 2 * sizes.lookahead_slots
     table = PageTable(sizes.max_running, -(-longest // served.page_size), served.placement.device)
-    runner = ModelRunner(served.model, pool, PagedAttention(pool, served.config.sliding_windows))
-    draft = served.draft_runner(pool)
+    runner = ModelRunner(served.model, pool, StepAttention(pool, served.config.sliding_windows))
+    draft = served.draft_runner(pool, StepAttention)
     pools = [pool] if draft is None else [pool, draft[1]]
     steps = make_steps(sizes, served, runner, None if draft is None else draft[0], table, relay)
     return Forwards(layout, pools, table, steps)

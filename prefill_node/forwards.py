@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from common.engine.attention.paged import PagedAttention
+from common.engine.attention.prompt_attention import PromptAttention
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.graphs.node_graphs import NodeGraphs
@@ -42,7 +43,7 @@ class Forwards:
 
     layout: PoolLayout
     runner: ModelRunner
-    attention: PagedAttention
+    attention: PromptAttention
     signalled: SignalledAttention | None  # wraps the target's attention if pages are sent layer by layer
     target: NodeGraphs[PrefillExtend]
     draft: PrefillDraft
@@ -66,7 +67,7 @@ def prompt_forwards(
     storage = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=served.placement.device)
     pool = KvPool(layout, "target", storage)
     buckets = prefill_token_buckets(sizes.chunk_tokens)
-    attention = PagedAttention(pool, served.config.sliding_windows, buckets)
+    attention = PromptAttention(pool, served.config.sliding_windows, buckets)
     signalled = SignalledAttention(attention) if sizes.layers else None
     runner = ModelRunner(served.model, pool, signalled or attention)
     drafting = _draft(sizes, served, runner)
@@ -80,7 +81,7 @@ def prompt_forwards(
 
 def _draft(sizes: PromptSizes, served: ServingModel, target: ModelRunner) -> BuiltDraft:
     """Build the draft's part of a step. The loaded draft already shares the target's embedding and LM head."""
-    made, loaded = served.draft_runner(target.pool), served.draft
+    made, loaded = served.draft_runner(target.pool, PagedAttention), served.draft
     runner = None if made is None else made[0]
     plan = prompt_graphs.DraftPrefillPlan(target, sizes.wanted, sizes.chunk_tokens)
     setup = DraftSetup(runner, None if loaded is None else loaded.config, plan)

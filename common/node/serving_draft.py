@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.checkpoint.draft_config import DraftConfig, draft_fingerprint, proposals_for
-from common.engine.attention.paged import PagedAttention
+from common.engine.attention.backend import MakeAttention
 from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
@@ -34,9 +34,9 @@ class ServingDraft:
         aux = {f"draft_{name}": value for name, value in self.config.aux.describe().items()}
         return {"draft": self.config.algorithm, **aux}
 
-    def runner(self, pool: KvPool) -> object:
+    def runner(self, pool: KvPool, attention: MakeAttention) -> object:
         """Return the runner of the draft over `pool`, its planes of the node's pages."""
-        return self.loaded.runner(pool, PagedAttention(pool, self.config.model.sliding_windows))
+        return self.loaded.runner(pool, attention(pool, self.config.model.sliding_windows))
 
 
 def load_serving_draft(

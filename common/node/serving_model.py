@@ -11,6 +11,7 @@ import torch
 from common.checkpoint.draft_config import DraftConfig, lookahead_for, with_steps
 from common.checkpoint.model_config import ModelConfig, model_fingerprint
 from common.checkpoint.model_files import read_weight_files
+from common.engine.attention.backend import MakeAttention
 from common.engine.forward.model_runner import load_model
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
@@ -117,12 +118,12 @@ class ServingModel:
     def draft_shape(self) -> DraftShape:
         return DraftShape() if self.draft is None else self.draft.shape
 
-    def draft_runner(self, target: KvPool) -> tuple[object, KvPool] | None:
+    def draft_runner(self, target: KvPool, attention: MakeAttention) -> tuple[object, KvPool] | None:
         """Return the draft over its planes in the storage and pages of the target's pool; None without a draft."""
         if self.draft is None:
             return None
         pool = KvPool(target.layout, "draft", target.storage)
-        return self.draft.runner(pool), pool
+        return self.draft.runner(pool, attention), pool
 
     def describe(self, pool_bytes: int, transport: str, max_rows: int) -> dict[str, ConfigValue]:
         """Return the fields of this node for /server_info."""

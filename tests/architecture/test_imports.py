@@ -37,7 +37,9 @@ ALLOWED = {
 }
 # Modules of common and kv_transfer, with their submodules, that only one kind of process may import.
 ONLY_PREFILL = (
+    "common.engine.attention.prompt_attention",
     "common.engine.attention.segments",
+    "common.engine.attention.whole_prompt",
     "common.engine.models.llava",
     "common.engine.models.qwen_tower",
     "common.engine.models.qwen_vl",
@@ -54,8 +56,11 @@ ONLY_PREFILL = (
     "kv_transfer.transport.layers",
 )
 ONLY_DECODE = (
+    "common.engine.attention.step_attention",
+    "common.engine.ops.decode_attention",
     "common.engine.ops.round_inputs",
     "common.engine.ops.step_rows",
+    "common.engine.ops.verify_attention",
     "common.messages.decode_inbox",
     "kv_transfer.inbound",
     "kv_transfer.inbound_room",

@@ -20,7 +20,7 @@ from torch import Tensor
 from common.checkpoint.draft_config import DraftConfig
 from common.checkpoint.model_config import ModelConfig
 from common.config.schema import Cluster, DecodeSection, Kv, Model, Speculation
-from common.engine.attention.paged import PagedAttention
+from common.engine.attention.step_attention import StepAttention
 from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.forward.draft_runner import DraftRunner, load_eagle3
 from common.engine.forward.model_runner import ModelRunner, load_model
@@ -147,8 +147,8 @@ class Engine:
             plan=MemoryPlan(0, 0),
             draft=serving_draft,
         )
-        self.runner = ModelRunner(model, self.pool, PagedAttention(self.pool, model.config.sliding_windows))
-        draft_runner = serving_draft.runner(self.draft_pool)
+        self.runner = ModelRunner(model, self.pool, StepAttention(self.pool, model.config.sliding_windows))
+        draft_runner = serving_draft.runner(self.draft_pool, StepAttention)
         assert isinstance(draft_runner, DraftRunner)
         self.draft_runner = draft_runner
         eager = prompt_graphs.DraftPrefillPlan(self.runner, PhaseSwitch("none"), CHUNK)

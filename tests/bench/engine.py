@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from common.checkpoint.model_config import ModelConfig
-from common.engine.attention.paged import PagedAttention
+from common.engine.attention.prompt_attention import PromptAttention
+from common.engine.attention.step_attention import StepAttention
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.forward.rotary_places import OneAxis
@@ -89,7 +90,7 @@ class Row:
 
 
 def constructed_runner(shape: Shape, pool_tokens: int, device: torch.device, chunk: int) -> ModelRunner:
-    """Build the model on its device; only its config is written to disk."""
+    """Build the model on its device, for prompts; only its config is written to disk."""
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(shape.config()))
         config = ModelConfig.load(directory)
@@ -102,7 +103,7 @@ def constructed_runner(shape: Shape, pool_tokens: int, device: torch.device, chu
     pool = model_pool(config, PAGE, pool_tokens // PAGE + 1, placement)
     buckets = prefill_token_buckets(chunk)
     pool.storage.view(placement.dtype).normal_()  # reading zeros takes as long but draws less power
-    return ModelRunner(model, pool, PagedAttention(pool, config.sliding_windows, buckets))
+    return ModelRunner(model, pool, PromptAttention(pool, config.sliding_windows, buckets))
 
 
 Figures = tuple[float, float, float]  # (median, 90th percentile, the device's median) in ms
@@ -300,7 +301,9 @@ def main() -> None:
         if what == "prefill":
             steps = PrefillSteps(runner, wanted, chunk)
         else:
-            steps = DecodeSteps(runner, wanted, max(sizes), options.context, options.steps)
+            attention = StepAttention(runner.pool, runner.model.config.sliding_windows)
+            decoding = ModelRunner(runner.model, runner.pool, attention)
+            steps = DecodeSteps(decoding, wanted, max(sizes), options.context, options.steps)
         told, driver = steps.told, round(driver_mib() - before) if cuda else 0
         captures[f"{what} {wanted}"] = {**msgspec.to_builtins(told), "driver_mib": driver}
         print(

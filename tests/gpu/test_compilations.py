@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from common.engine.attention.paged import PagedAttention
+from common.engine.attention.prompt_attention import PromptAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.ops.rms_norm import rms_norm
 from common.engine.ops.triton_kernel import report_compilations
@@ -36,7 +36,7 @@ def test_no_prompt_batch_compiles_after_the_warm_up(compiled: list[str]) -> None
     """The first load after start-up waited 1.3 and 1.8 s for two tiles of extend attention."""
     heads, kv_heads, dim = 24, 6, 128  # used by no other test: nothing is compiled yet
     pool = plain_pool(2, kv_heads, dim, 16, 3, torch.bfloat16, torch.device("cuda"))
-    attention = PagedAttention(pool, [None, 64])
+    attention = PromptAttention(pool, [None, 64])
     attention.warm_up(heads, 8192, 200)
     assert any("_extend_kernel" in kernel for kernel in compiled)
     compiled.clear()

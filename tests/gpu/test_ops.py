@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.attention.paged import PagedAttention
+from common.engine.attention.prompt_attention import PromptAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.ops.decode_attention import decode_attention, decode_triton
 from common.engine.ops.extend_attention import extend_attention
@@ -503,7 +503,7 @@ def test_a_whole_prompt_gives_the_same_without_pages(live: int) -> None:
     angles = rotary_angles(positions, inv_freq, 1.0, torch.bfloat16)
     results = []
     for tokens in ((), (rows,)):
-        attention, qkv = PagedAttention(pool, [None], tokens), merged.clone()
+        attention, qkv = PromptAttention(pool, [None], tokens), merged.clone()
         attention.plan(batch)
         attention.store(0, qkv, angles, None, None, 0.0)
         query, key, value = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from common.engine.forward.batch import ForwardBatch
+from common.engine.state.pool import KvPool
 
 
 class LayerOperation(Protocol):
@@ -78,3 +79,7 @@ class AttentionBackend(Protocol):
             weights: parameters that the operation reads.
             eps: of its norm, if it has one.
         """
+
+
+# Makes the attention of a model over its pool, whose layers see so many keys (None: all).
+MakeAttention = Callable[[KvPool, Sequence[int | None]], AttentionBackend]

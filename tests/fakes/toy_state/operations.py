@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.attention.paged import attend_pages
+from common.engine.attention.step_attention import attend_pages
 from common.engine.forward.batch import BatchState, ForwardBatch, ForwardMode
 from tests.fakes.toy_state.record import KEY, LATENT_VALUES, VALUE
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from common.engine.attention.paged import PagedAttention
+from common.engine.attention.step_attention import StepAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode, ForwardOutput
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLM
@@ -29,7 +29,7 @@ class Driver:
         self.pool.storage.view(torch.float32).fill_(torch.nan)  # unwritten KV must not be read
         for layer in range(self.pool.num_layers):
             self.pool.key(layer)[0] = self.pool.value(layer)[0] = 0
-        self.runner = ModelRunner(model, self.pool, PagedAttention(self.pool, model.config.sliding_windows))
+        self.runner = ModelRunner(model, self.pool, StepAttention(self.pool, model.config.sliding_windows))
         free = list(range(1, num_pages))
         random.Random(seed).shuffle(free)
         self.pages = [[free.pop() for _ in range(-(-len(ids) // page_size))] for ids in sequences]

@@ -177,3 +177,12 @@ def test_forward_needs_a_plan_and_windows_fit_the_pool() -> None:
         PagedAttention(pool, [None]).forward(0, query, query[:, :KV_HEADS], query[:, :KV_HEADS])
     with pytest.raises(ValueError, match="0 attention windows"):
         PagedAttention(pool, [])
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.VERIFY])
+def test_the_attention_of_prompts_refuses_steps_of_decode_nodes(mode: ForwardMode) -> None:
+    pool = plain_pool(1, KV_HEADS, DIM, 4, 3, torch.float32, "cpu")
+    attention, query = PagedAttention(pool, [None]), torch.zeros(3, HEADS, DIM)
+    attention.plan(_batch(mode=mode))
+    with pytest.raises(ValueError, match="need StepAttention"):
+        attention.forward(0, query, query[:, :KV_HEADS], query[:, :KV_HEADS])

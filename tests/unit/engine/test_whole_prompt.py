@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.engine.attention.paged import PagedAttention
+from common.engine.attention.prompt_attention import PromptAttention
 from common.engine.attention.whole_prompt import MIN_TOKENS, whole_prompt_rows
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from tests.fakes.pools import plain_pool
@@ -42,7 +42,7 @@ def test_other_modes_are_not_prompts() -> None:
 def test_the_cpu_path_never_takes_it() -> None:
     """The CPU path reads pages in any case, so the numbers of a request do not depend on the announcement."""
     pool = plain_pool(1, 1, 16, 16, 80, torch.float32, "cpu")
-    attention = PagedAttention(pool, [None], whole_prompt_tokens=(1024,))
+    attention = PromptAttention(pool, [None], whole_prompt_tokens=(1024,))
     query = torch.randn(1024, 1, 16)
     plan = batch((1024,), (1024,))
     plan.input_ids = torch.zeros(1024, dtype=torch.int64)

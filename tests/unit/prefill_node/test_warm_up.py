@@ -33,7 +33,7 @@ def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -
     )
     runner = ModelRunner(model, pool, PagedAttention(pool, CONFIG.sliding_windows))
     target = prompt_graphs.prefill_graphs(runner, PhaseSwitch(wanted), 8, 2, CaptureHiddenMode.FULL)
-    head = draft.serving().runner(draft_pool)
+    head = draft.serving().runner(draft_pool, PagedAttention)
     assert isinstance(head, DraftRunner)
     plan = prompt_graphs.DraftPrefillPlan(runner, PhaseSwitch(wanted), 8)
     drafting = prompt_graphs.draft_head_graphs(head, DRAFTS["eagle3"], plan)
@@ -61,7 +61,7 @@ def test_every_module_of_a_multi_layer_draft_runs() -> None:
     off = PhaseSwitch("none")
     target = prompt_graphs.prefill_graphs(runner, off, 8, 2, CaptureHiddenMode.FULL)
     plan = prompt_graphs.DraftPrefillPlan(runner, off, 8)
-    modules = draft.serving().runner(draft_pool)
+    modules = draft.serving().runner(draft_pool, PagedAttention)
     assert isinstance(modules, MultiLayerRunner)
     drafting = prompt_graphs.draft_module_graphs(modules, draft.config, plan)
     forwards = [each.forward for each in drafting]

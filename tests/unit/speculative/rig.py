@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from common.engine.attention.paged import PagedAttention
+from common.engine.attention.step_attention import StepAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardOutput
 from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.forward.draft_runner import DraftRunner
@@ -225,7 +225,7 @@ class RoundRig:
             place.dtype,
             place.device,
         )
-        attention = PagedAttention(self.draft_pool, (None,) * layers)
+        attention = StepAttention(self.draft_pool, (None,) * layers)
         if config is None:
             runner = ModelRunner(_on(standalone_model(), self.device), self.draft_pool, attention)
             runner(self._whole)
@@ -255,7 +255,7 @@ class RoundRig:
             self.device,
         )
         heads = [_on(head, self.device) for head in mtp_modules(self.kind.name, self.kind.steps).heads]
-        attention = PagedAttention(self.draft_pool, (None,) * self.kind.steps)
+        attention = StepAttention(self.draft_pool, (None,) * self.kind.steps)
         runner = MultiLayerRunner(heads, attention)
         prompts = [whole_prompt(ids) for ids in self.prompts]
         first = SampleOutput(torch.tensor(self.first, device=self.device), self._ends < 0)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs import node_graphs
@@ -45,7 +46,9 @@ def prompt_forwards(runner: ModelRunner, wanted: PhaseSwitch) -> list[node_graph
     for draft, layers in drafts:
         pool = plain_pool(layers, CONFIG.num_kv_heads, CONFIG.head_dim, PAGE, 2, PLACEMENT.dtype, CPU)
         loaded = draft.serving()
-        made += make_draft(draft.algorithm, DraftSetup(loaded.runner(pool), loaded.config, plan)).graphs
+        made += make_draft(
+            draft.algorithm, DraftSetup(loaded.runner(pool, PagedAttention), loaded.config, plan)
+        ).graphs
     return made
 
 
