@@ -11,9 +11,9 @@ import msgspec
 def schema_hash(structs: Iterable[type[msgspec.Struct]]) -> int:
     """Return 64 bits over the name, tag, field names and field types of these structs and the structs in them."""
     text = ";".join(
-        f"{struct.__name__}:{struct.__struct_config__.tag}:{name}={struct.__annotations__[name]}"
+        f"{struct.__name__}:{struct.__struct_config__.tag}:{field}"
         for struct in _with_fields(structs)
-        for name in struct.__struct_fields__
+        for field in [f"{name}={struct.__annotations__[name]}" for name in struct.__struct_fields__] or [""]
     )
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 

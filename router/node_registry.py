@@ -5,8 +5,8 @@ A node to which sending fails is unreachable: it is not chosen until it is heard
 A name belongs to one process. While that process lives, another one that registers under the same name is refused; once
 it is lost, the other one takes over. Until it is known which case holds, the other one gets no answer and asks again.
 
-(unknown) ──Register──> up ──Drain or heartbeat says so──> draining ──Goodbye──> gone
-                         └──────── no heartbeat, hung loop, closed socket ──────> lost (forgotten)
+(unknown) ──Register──> up ──heartbeat says so──> draining ──Goodbye──> gone
+                         └─── no heartbeat, hung loop, closed socket ───> lost (forgotten)
 """
 
 from __future__ import annotations

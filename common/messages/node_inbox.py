@@ -51,8 +51,4 @@ class PeerLost(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     incarnation: str
 
 
-class Drain(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Asks to take no new requests, finish the present ones, send Goodbye and exit with 0."""
-
-
-AnyNodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | Drain
+AnyNodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost

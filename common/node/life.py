@@ -1,6 +1,6 @@
 """The life cycle of a node of either role: messages from the router, draining, sweeping, the end.
 
-up ──Drain, SIGTERM──> draining ──nothing left, or out of time──> stopping ──> Goodbye
+up ──SIGTERM──> draining ──nothing left, or out of time──> stopping ──> Goodbye
  └──────────────────────────── Rejected ───────────────────────────┘
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from common.messages.identity import NodeCounters, NodeLoad, NodeState
-from common.messages.node_inbox import Abort, Drain, PeerLost, Rejected
+from common.messages.node_inbox import Abort, PeerLost, Rejected
 from common.messages.router_inbox import Goodbye
 from common.node.router_link import RouterLink
 from common.observability.logs import Log
@@ -91,8 +91,6 @@ class NodeLife(Generic[Work]):
                 duties.abort(message.room, message.reason)
             elif isinstance(message, PeerLost):
                 duties.peer_lost(message.incarnation)
-            elif isinstance(message, Drain):
-                self.drain()
             elif isinstance(message, Rejected):
                 self._log.error("this node and the router cannot work together", reason=message.reason)
                 self._stopping = True

@@ -25,7 +25,6 @@ from common.messages.identity import ROUTER_NAME, NodeCounters, NodeLoad, NodeSt
 from common.messages.node_inbox import (
     Abort,
     AnyNodeMessage,
-    Drain,
     HeartbeatAck,
     PeerLost,
     Registered,
@@ -37,7 +36,7 @@ from common.messages.wire import InboxCodec, encode
 from common.observability.logs import Log
 
 M = TypeVar("M")  # the inbox of the node's role
-_CONTROL = (Abort, Drain, PeerLost, Registered, Rejected, HeartbeatAck)
+_CONTROL = (Abort, PeerLost, Registered, Rejected, HeartbeatAck)
 BEAT = "beat"  # last part of the routing id of the socket for heartbeats
 ROUTER = "the router"  # in sentences
 REGISTER_INTERVAL = 0.5  # seconds between repetitions until the router answers

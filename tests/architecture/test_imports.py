@@ -46,7 +46,9 @@ ONLY_PREFILL = (
     "common.engine.models.vision_part",
     "common.messages.image_inbox",
     "common.messages.prefill_inbox",
+    "kv_transfer.compatible",
     "kv_transfer.early_slots",
+    "kv_transfer.expiring",
     "kv_transfer.handshake",
     "kv_transfer.layer_send",
     "kv_transfer.outbound",
@@ -58,6 +60,7 @@ ONLY_PREFILL = (
 ONLY_DECODE = (
     "common.engine.attention.step_attention",
     "common.engine.ops.decode_attention",
+    "common.engine.ops.key_parts",
     "common.engine.ops.round_inputs",
     "common.engine.ops.step_rows",
     "common.engine.ops.verify_attention",

@@ -80,3 +80,8 @@ def test_the_hash_covers_structs_inside_of_structs() -> None:
     inner = [msgspec.defstruct("Inner", [(name, int)]) for name in ("x", "y", "x")]
     first, second, third = (schema_hash([msgspec.defstruct("Outer", [("inner", each)])]) for each in inner)
     assert first == third != second
+
+
+def test_the_hash_covers_structs_without_fields() -> None:
+    field = msgspec.defstruct("Outer", [("x", int)])
+    assert schema_hash([field]) != schema_hash([field, msgspec.defstruct("Empty", [], tag=True)])

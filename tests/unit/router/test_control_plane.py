@@ -21,7 +21,7 @@ from common.messages.decode_inbox import Reserve
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeCounters, NodeLoad, routing_id
 from common.messages.image_inbox import LINK
-from common.messages.node_inbox import Abort, Drain, HeartbeatAck, PeerLost, Registered, Rejected
+from common.messages.node_inbox import Abort, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.protocol import PROTOCOL_VERSION, UNVERSIONED
 from common.messages.router_inbox import (
     Failed,
@@ -454,7 +454,7 @@ async def test_nothing_is_touched_after_close(caplog: pytest.LogCaptureFixture) 
         decode.close()
         rig.nodes.remove(decode)
         await asyncio.sleep(0.01)
-        rig.control.send("nobody", Drain())
+        rig.control.send("nobody", PeerLost(incarnation="p"))
     await asyncio.sleep(0.6)  # for probes that are already scheduled
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
@@ -532,7 +532,7 @@ async def test_images_that_wait_for_a_stalled_node_are_bounded() -> None:
         prefill, _ = await rig.pair()
         identity = routing_id(prefill.ref.name, prefill.ref.incarnation, LINK)
         with closing(Dealer(rig.context, rig.control.address, identity.encode(), received=1)) as stalled:
-            await eventually(lambda: rig.control.send(identity, Drain()))
+            await eventually(lambda: rig.control.send(identity, PeerLost(incarnation="p")))
 
             async def place() -> BaseException | None:
                 client = Client(rig.dispatcher.generate(asked))
