@@ -17,6 +17,7 @@ import msgspec
 import torch
 import zmq
 
+from common.config.transports import transport_kind
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.events import Delivered, SlotsGranted, TransferLost
 from kv_transfer.handoff_record import HandoffRecord
@@ -24,14 +25,12 @@ from kv_transfer.layer_send import RoomPages
 from kv_transfer.limits import TransferLimits
 from kv_transfer.pair_plan import pair_plan
 from kv_transfer.sender import Sender
-from kv_transfer.transport.base import Region, SenderEndpoint, WriteState
+from kv_transfer.transport.base import Region, SenderSetup, WriteState
 from kv_transfer.transport.cuda.pool_memory import as_memory
 from kv_transfer.transport.cuda_ipc.receiver import CudaIpcReceiver
 from kv_transfer.transport.cuda_ipc.sender import CudaIpcSender
 from kv_transfer.transport.layers import LayerEndpoint, LayerWrite, PageList
-from kv_transfer.transport.nixl.sender import NixlSender
-from kv_transfer.transport.shm.sender import ShmSender
-from kv_transfer.transport.tcp.sender import TcpSender
+from kv_transfer.transport.registry import make_sender
 from tests.fakes.pools import layers_layout
 
 Layers = list[tuple[int, int]]
@@ -53,6 +52,15 @@ def build_layout(config: dict[str, Any], num_pages: int, side: str = "src") -> P
         layers,
         *config.get("ranks", {}).get(side, (0, 1)),
     )
+
+
+def make_current(name: str) -> int | None:
+    """Make a GPU the current device and return its ordinal; None on a CPU."""
+    device = torch.device(name)
+    if device.type == "cpu":
+        return None
+    torch.cuda.set_device(device)
+    return torch.cuda.current_device()
 
 
 def _sends(write: LayerWrite) -> Callable[[int], None]:
@@ -90,18 +98,10 @@ class SenderChild:
         limits = TransferLimits(**config["limits"])
         layout = build_layout(config, config["src_pages"])
         self.storage = pattern(layout.total_bytes, config["seed"], config["device"])
-        self.endpoint: SenderEndpoint
-        if config["transport"] == "cuda_ipc":
-            torch.cuda.set_device(config["device"])
-            self.endpoint = CudaIpcSender(**config.get("blocks", {}))
+        if make_current(config["device"]) is not None:
             torch.cuda.synchronize()
-        elif config["transport"] == "nixl":
-            if config["device"] != "cpu":
-                torch.cuda.set_device(config["device"])
-                torch.cuda.synchronize()
-            self.endpoint = NixlSender(config["sender"], "lo", limits)
-        else:
-            self.endpoint = ShmSender() if config["transport"] == "shm" else TcpSender(limits)
+        kind = transport_kind(config["transport"])
+        self.endpoint = make_sender(kind.sender, SenderSetup(config["sender"], kind.options(), limits))
         self.limits = limits
         self.endpoint.register(layout, as_memory(self.storage))
         self.sender = Sender(

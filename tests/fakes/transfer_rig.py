@@ -14,20 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 import zmq
 
+from common.config.transports import transport_kind
 from kv_transfer.events import Arrived, ReceiverEvent
 from kv_transfer.handoff_record import record_bytes
 from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver
-from kv_transfer.transport.base import ReceiverEndpoint, Region
+from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region
 from kv_transfer.transport.cuda.pool_memory import as_storage
-from kv_transfer.transport.cuda_ipc.receiver import CudaIpcReceiver
-from kv_transfer.transport.nixl.receiver import NixlReceiver
-from kv_transfer.transport.shm.receiver import ShmReceiver
-from kv_transfer.transport.tcp.receiver import TcpReceiver
-from tests.fakes.transfer_child import build_layout
+from kv_transfer.transport.registry import make_receiver
+from tests.fakes.transfer_child import build_layout, make_current
 from tests.fakes.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +52,6 @@ class Rig:
         page_size: int = 16,
         checksums: bool = True,
         ranks: tuple[tuple[int, int], tuple[int, int]] = ((0, 1), (0, 1)),
-        blocks: dict[str, int] | None = None,
     ) -> None:
         self.directory = tempfile.mkdtemp(prefix="tandem-rig-")
         limits = TransferLimits(record_bytes=record_bytes(pages[1]), verify_checksums=checksums)
@@ -74,7 +70,6 @@ class Rig:
             "seed": SEED,
             "ranks": {"src": list(ranks[0]), "dst": list(ranks[1])},
             "limits": msgspec.to_builtins(limits),
-            "blocks": blocks or {},
         }
         self.src = build_layout(self.config, pages[0])
         self.dst = build_layout(self.config, pages[1], "dst")
@@ -107,17 +102,9 @@ class Rig:
         return True
 
     def _endpoint(self, transport: str, device: str, limits: TransferLimits) -> ReceiverEndpoint:
-        if transport == "cuda_ipc":
-            torch.cuda.set_device(device)
-            return CudaIpcReceiver(self.config["receiver"], torch.cuda.current_device())
-        if transport == "shm":
-            return ShmReceiver(self.config["receiver"])
-        if transport == "nixl":
-            gpu = torch.device(device).index
-            if gpu is not None:
-                torch.cuda.set_device(gpu)
-            return NixlReceiver(self.config["receiver"], "lo", device=gpu)
-        return TcpReceiver("127.0.0.1", 0, limits)
+        kind, gpu = transport_kind(transport), make_current(device)
+        setup = ReceiverSetup(self.config["receiver"], kind.options(), limits, "127.0.0.1", 0, gpu)
+        return make_receiver(kind.receiver, setup)
 
     def turn(self) -> None:
         """Run one turn of a decode node's loop: wait for input, process frames and events."""

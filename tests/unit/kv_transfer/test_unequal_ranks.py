@@ -16,17 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from common.config.transports import transport_kind
 from common.kv_cache.plane import HeadGroup, Kept, Plane
 from common.kv_cache.pool_layout import PlacedPlane, PoolLayout
 from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.cuts import sources
 from kv_transfer.events import Arrived, Delivered, PagesFree, RoomFailed, SlotsGranted, TransferLost
-from kv_transfer.transport.base import ReceiverEndpoint, SenderEndpoint
+from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, SenderEndpoint, SenderSetup
 from kv_transfer.transport.loopback.endpoints import Fabric, Fault
-from kv_transfer.transport.shm.receiver import ShmReceiver
-from kv_transfer.transport.shm.sender import ShmSender
-from kv_transfer.transport.tcp.receiver import TcpReceiver
-from kv_transfer.transport.tcp.sender import TcpSender
+from kv_transfer.transport.registry import make_receiver, make_sender
 from tests.fakes.pools import attention_planes
 from tests.fakes.waiting import PATIENCE
 from tests.unit.kv_transfer.rig import LIMITS, RECORD, Clock, Decode, Prefill
@@ -152,13 +150,16 @@ class Cluster:
 def sender_of(transport: str, fabric: Fabric | None, name: str) -> SenderEndpoint:
     if fabric is not None:
         return fabric.sender(name)
-    return ShmSender() if transport == "shm" else TcpSender(LIMITS)
+    kind = transport_kind(transport)
+    return make_sender(kind.sender, SenderSetup(name, kind.options(), LIMITS))
 
 
 def receiver_of(transport: str, fabric: Fabric | None, name: str) -> ReceiverEndpoint:
     if fabric is not None:
         return fabric.receiver(name)
-    return ShmReceiver(name) if transport == "shm" else TcpReceiver(limits=LIMITS)
+    kind = transport_kind(transport)
+    setup = ReceiverSetup(name, kind.options(), LIMITS, "127.0.0.1", 0, None)
+    return make_receiver(kind.receiver, setup)
 
 
 def make(transport: str, spec: PoolSpec, sizes: tuple[int, int], source: Pools) -> Cluster:
