@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 
 from common.errors import DeadlineExceeded, Overloaded, RequestTooLarge, UnsupportedMedia
-from router.body_memory import BUSY, SMALL_BODY, BodyMemory
+from router.body_memory import BUSY, SMALL_BODY, BodyMemory, Reservation
 from router.client import client_key
 from router.turns import Turns
 
@@ -30,8 +30,10 @@ class Received:
         self._client = client
         self._most = most
         self._small = 0
-        self._reserved = 0
+        self._reserved: Reservation | None = None
         self._raw = bytearray()
+        self.limit = asyncio.timeout(READ_TIMEOUT)  # of the time until it is complete
+        self.revoked = False  # it has to end because other clients wait for the memory
 
     async def expect(self, size: int | None) -> None:
         """Reserve memory for a body of `size` bytes; None if its size is unknown yet. Raises Overloaded."""
@@ -43,13 +45,20 @@ class Received:
         size = len(self._raw) + len(piece)
         if size > self._most:
             raise too_large(self._most)
-        if not self._reserved and size > SMALL_BODY:
+        if self._reserved is None and size > SMALL_BODY:
             # Its size is not declared: it may become as large as any.
             await self._reserve(self._most)
-        if not self._reserved:
+        if self._reserved is None:
             self._memory.add_small(len(piece))
             self._small += len(piece)
+        else:
+            self._reserved.received = size
         self._raw += piece
+
+    def completed(self) -> None:
+        """The whole body has arrived: its reservation stays until `release`."""
+        if self._reserved is not None:
+            self._reserved.revocable = False
 
     def take(self) -> bytearray:
         """Return the body. Its bytes are the caller's from here on; the memory stays reserved until `release`."""
@@ -59,13 +68,16 @@ class Received:
     def release(self) -> None:
         """Give the memory back: what was made of the body is small, or counted elsewhere."""
         self._memory.add_small(-self._small)
-        if self._reserved:
-            self._memory.release(self._client, self._reserved)
-        self._small = self._reserved = 0
+        if self._reserved is not None:
+            self._memory.release(self._reserved)
+        self._small, self._reserved = 0, None
 
     async def _reserve(self, size: int) -> None:
-        await self._memory.reserve(self._client, size)
-        self._reserved = size
+        self._reserved = await self._memory.reserve(self._client, size, self._revoke)
+
+    def _revoke(self) -> None:
+        self.revoked = True
+        self.limit.reschedule(asyncio.get_running_loop().time())
 
 
 @asynccontextmanager
@@ -95,7 +107,7 @@ async def _fill(body: Received, request: web.Request) -> None:
     turns, first = request.app[pieces_key], True
     waiting = True
     try:
-        async with asyncio.timeout(READ_TIMEOUT):
+        async with body.limit:
             await body.expect(request.content_length)
             waiting = False
             async for piece in request.content.iter_any():
@@ -104,8 +116,9 @@ async def _fill(body: Received, request: web.Request) -> None:
                     await turns.wait()
                 first = False
                 await body.add(piece)
+            body.completed()
     except TimeoutError:
-        if waiting:
+        if waiting or body.revoked:
             raise Overloaded(BUSY) from None
         raise DeadlineExceeded(f"the body did not arrive within {READ_TIMEOUT:g} seconds") from None
 

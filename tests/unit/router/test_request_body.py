@@ -100,11 +100,27 @@ async def test_large_bodies_wait_until_there_is_memory(monkeypatch: pytest.Monke
 async def test_a_large_body_without_memory_is_asked_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_body, "READ_TIMEOUT", 0.05)
     async with serving(size_of_body, 1 << 20) as (app, address):
-        await app[memory_key].reserve("another", body_memory.MAX_RESERVED)
+        await app[memory_key].reserve("another", body_memory.MAX_RESERVED, lambda: None)
         status, answer, head = await ask(address, post(SMALL_BODY + 1))
         assert (status, answer["error"]["code"]) == (503, "overloaded")  # type: ignore[index]
         assert b"Retry-After: 1" in head
         assert (await ask(address, post(10)))[0] == 200
+
+
+async def test_a_slow_upload_gives_way_to_another_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked to come again; the body of the other one is read."""
+    monkeypatch.setattr(body_memory, "MAX_RESERVED", 2 * SMALL_BODY)
+    monkeypatch.setattr(body_memory, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(body_memory, "LOOK_SECONDS", 0.01)
+    async with serving(size_of_body, 2 * SMALL_BODY) as (app, address):
+        memory = app[memory_key]
+        slow = asyncio.create_task(ask(address, HEAD % (2 * SMALL_BODY) + b"x"))
+        await eventually(lambda: memory.reserved)
+        other = await memory.reserve("another", SMALL_BODY, lambda: None)
+        status, answer, _ = await slow
+        assert (status, answer["error"]["code"]) == (503, "overloaded")  # type: ignore[index]
+        memory.release(other)
+        assert memory.reserved == 0
 
 
 async def test_tiny_chunks_are_read_over_many_turns(monkeypatch: pytest.MonkeyPatch) -> None:
