@@ -13,6 +13,9 @@ import ssl
 from collections.abc import Callable, Sequence
 
 from common.observability.logs import Log
+from router.connections import ConnectionLimit
+from router.handshakes import Handshakes
+from router.listeners import client_address
 
 ACCEPTED_PER_TURN = 8  # per listening socket
 RETRY_SECONDS = 1.0  # after the process or the host has run out of descriptors or memory
@@ -28,18 +31,23 @@ class Acceptor:
         protocol: Callable[[], asyncio.BaseProtocol],
         log: Log,
         context: ssl.SSLContext | None = None,
-        handshake_seconds: float | None = None,
+        handshake_seconds: float = 10.0,
+        limit: ConnectionLimit | None = None,
     ) -> None:
         """Take ownership of `sockets`, which are bound and listen.
 
         Args:
             context: if set, every connection begins with a TLS handshake of at most `handshake_seconds`.
+            limit: counts connections once the protocol has them; those before the end of their handshake count
+                towards the limit of their client, too.
         """
         self.sockets = tuple(sockets)
         self._protocol = protocol
         self._log = log
         self._context = context
         self._handshake_seconds = handshake_seconds
+        self._limit = limit
+        self._handshakes = Handshakes()
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
         self._retries: dict[socket.socket, asyncio.TimerHandle] = {}
@@ -73,7 +81,7 @@ class Acceptor:
         """Accept a few connections; the loop calls this again in its next turn while more are pending."""
         for _ in range(ACCEPTED_PER_TURN):
             try:
-                connection, _ = listener.accept()
+                connection, address = listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -86,20 +94,36 @@ class Acceptor:
                 # This connection ended before it was accepted.
                 continue
             connection.setblocking(False)
-            task = self._loop.create_task(self._open(connection))
+            opening = self._open(connection) if self._context is None else self._secure(connection, address)
+            task = self._loop.create_task(opening)
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
 
     async def _open(self, connection: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(
-                self._protocol,
-                connection,
-                ssl=self._context,
-                ssl_handshake_timeout=self._handshake_seconds if self._context is not None else None,
-            )
+            await self._loop.connect_accepted_socket(self._protocol, connection)
         except (OSError, asyncio.CancelledError):
-            # Not logged: the client disconnected, or its handshake failed or took too long.
+            # Not logged: the client has disconnected.
+            connection.close()
+
+    async def _secure(self, connection: socket.socket, address: tuple[str, int]) -> None:
+        client = client_address(address[0])
+        if self._limit is not None and not self._limit.has_room(client, self._handshakes.pending(client)):
+            connection.close()
+            return
+        try:
+            async with (
+                asyncio.timeout(self._handshake_seconds),
+                self._handshakes.turn(connection, client),
+            ):
+                await self._loop.connect_accepted_socket(
+                    self._protocol,
+                    connection,
+                    ssl=self._context,
+                    ssl_handshake_timeout=self._handshake_seconds,
+                )
+        except (OSError, asyncio.CancelledError):
+            # Not logged: the client has disconnected, or its handshake failed, took too long or made room for others.
             connection.close()
 
 

@@ -20,10 +20,11 @@ from router.auth_keys import KeyFile, KeyRing
 from router.auth_limits import Quotas
 from router.auth_origin import Cors, HostRule
 from router.client import View
+from router.connections import ConnectionLimit
 from router.http_errors import error_middleware
 from router.http_listeners import HttpListeners
 from router.http_server import http_runner
-from router.listeners import ConnectionLimit, TlsFiles
+from router.listeners import TlsFiles
 from router.registration import ExpectedNode, RegistrationRules
 
 _AddRoutes = Callable[[web.Application], None]
@@ -86,7 +87,7 @@ def http_listeners(
     gate: Gate
     admin: web.AppRunner | None = None
     keys: KeyFile | None = None
-    limit = ConnectionLimit(router.max_connections_per_client)
+    limit = ConnectionLimit(router.max_connections_per_client, router.max_connections)
     path = resolved.api_keys_path
     if path is None:
         view = View.CLUSTER if is_loopback(router.host) else View.SERVICE
@@ -116,4 +117,5 @@ def http_listeners(
         places.socket,
         tls,
         keys,
+        limit,
     )

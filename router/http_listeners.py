@@ -18,6 +18,7 @@ from common.errors import ConfigError
 from common.observability.logs import Log
 from router.accepting import Acceptor, listening_sockets
 from router.auth_keys import KeyFile
+from router.connections import ConnectionLimit
 from router.listeners import BACKLOG, TlsFiles, owner_socket
 
 BIND_SECONDS = 5.0  # how long to retry a port in use: the previous router may still be shutting down
@@ -37,6 +38,7 @@ class HttpListeners:
     admin_socket: Path
     tls: TlsFiles | None
     keys: KeyFile | None
+    limit: ConnectionLimit  # of all listeners but the admin socket
     watcher: asyncio.Task[None] | None = None
     bound: bool = False  # this router created the admin socket
 
@@ -46,7 +48,7 @@ class HttpListeners:
         listener = owner_socket(self.admin_socket)
         self.bound = True
         listener.listen(BACKLOG)
-        await _Site(self.owner, [listener], self.log, None).start()
+        await _Site(self.owner, [listener], self.log, None, None).start()
         if self.admin is not None and self.admin_address is not None:
             await self._listen(self.admin, *self.admin_address, "router.admin", None)
         await self._listen(self.public, *self.address, "router.port", self.tls)
@@ -100,14 +102,11 @@ class HttpListeners:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                     raise _cannot_bind(host, port, key, error) from error
             await asyncio.sleep(0.1)
-        await _Site(runner, sockets, self.log, tls.context if tls is not None else None).start()
+        await _Site(runner, sockets, self.log, tls.context if tls is not None else None, self.limit).start()
 
 
 class _Site(web.BaseSite):
-    """The listening sockets of one runner.
-
-    Connections count towards limits only after the TLS handshake, so handshakes must end soon.
-    """
+    """The listening sockets of one runner."""
 
     def __init__(
         self,
@@ -115,10 +114,12 @@ class _Site(web.BaseSite):
         sockets: Sequence[socket.socket],
         log: Log,
         context: ssl.SSLContext | None,
+        limit: ConnectionLimit | None,
     ) -> None:
         super().__init__(runner, ssl_context=context)
         self._sockets = sockets
         self._log = log
+        self._limit = limit
 
     @property
     def name(self) -> str:
@@ -128,7 +129,7 @@ class _Site(web.BaseSite):
         await super().start()
         assert self._runner.server is not None
         acceptor = Acceptor(
-            self._sockets, self._runner.server, self._log, self._ssl_context, HANDSHAKE_SECONDS
+            self._sockets, self._runner.server, self._log, self._ssl_context, HANDSHAKE_SECONDS, self._limit
         )
         # aiohttp uses only `sockets`, `close` and `wait_closed` of it.
         self._server = cast(asyncio.AbstractServer, acceptor)

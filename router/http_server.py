@@ -7,15 +7,17 @@ before any middleware runs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from aiohttp import HttpVersion10, hdrs, web
 
 from router.body_memory import BodyMemory
+from router.connections import ConnectionLimit
 from router.http_errors import broken_request, refused_connection
-from router.listeners import ConnectionLimit, peer_of
+from router.listeners import peer_of
 from router.request_body import PIECES_PER_TURN, memory_key, pieces_key
 from router.turns import Turns
 
@@ -57,22 +59,40 @@ def http_runner(app: web.Application, limit: ConnectionLimit | None = None) -> w
 
 
 class _Protocol(web.RequestHandler):
-    __slots__ = ("_broken", "_client", "_deferred", "_limit", "_turns")
+    __slots__ = ("_broken", "_deferred", "_limit", "_turns")
 
     def __init__(self, *args: Any, limit: ConnectionLimit | None, turns: Turns, **kwargs: Any) -> None:
         """`turns` spreads received data and closed connections over turns of the event loop."""
         super().__init__(*args, **kwargs)
         self._limit = limit
         self._turns = turns
-        self._client: str | None = None
         self._broken = False  # bytes have arrived that are not HTTP
         self._deferred = 0  # received pieces that wait to be parsed
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._client = peer_of(transport)
-        if self._client is not None and self._limit is not None and not self._limit.opened(self._client):
+        client = peer_of(transport)
+        if client is not None and self._limit is not None and not self._limit.opened(client, self):
             self.force_close()
+
+    def drop(self) -> None:
+        """Close the connection at once, whatever is still to be sent."""
+        transport = self.transport
+        self.force_close()
+        if transport is not None:
+            transport.abort()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """A request is being answered in this context: the connection is not idle."""
+        if self._limit is None:
+            yield
+            return
+        self._limit.busy(self)
+        try:
+            yield
+        finally:
+            self._limit.idle(self)
 
     def data_received(self, data: bytes) -> None:
         """Parse received data: at most a few pieces, over all connections, in one turn of the loop."""
@@ -114,9 +134,8 @@ class _Protocol(web.RequestHandler):
 
     def _end(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
-        if self._client is not None and self._limit is not None:
-            self._limit.closed(self._client)
-        self._client = None
+        if self._limit is not None:
+            self._limit.closed(self)
 
     def handle_error(
         self,
@@ -159,7 +178,9 @@ def _checked(handler: Handler) -> Handler:
             return refused_connection(400, "Transfer-Encoding and Content-Length exclude each other")
         if request.headers.get(hdrs.EXPECT, "100-continue").lower() != "100-continue":
             return refused_connection(417, "the only supported Expect is 100-continue")
-        return await handler(request)
+        assert isinstance(request.protocol, _Protocol)
+        with request.protocol.answering():
+            return await handler(request)
 
     return handle
 

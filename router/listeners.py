@@ -1,4 +1,4 @@
-"""The sockets of HTTP listeners: TLS, the admin socket, and the limit of connections per client."""
+"""The sockets of HTTP listeners: TLS, the admin socket, and the names of clients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import socket
 import ssl
 import stat
-from collections import Counter
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -92,27 +91,6 @@ def owner_socket(path: Path) -> socket.socket:
         os.umask(before)
     made.setblocking(False)
     return made
-
-
-class ConnectionLimit:
-    """Counts the open connections of each connected client."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._open: Counter[str] = Counter()
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def opened(self, client: str) -> bool:
-        """Count a connection. Return False if the client exceeds its limit; `closed` must follow in any case."""
-        self._open[client] += 1
-        return self._open[client] <= self._most
-
-    def closed(self, client: str) -> None:
-        self._open[client] -= 1
-        if self._open[client] <= 0:
-            del self._open[client]
 
 
 def peer_of(transport: asyncio.BaseTransport | None) -> str | None:

@@ -20,10 +20,10 @@ from router.auth import Entrance, Gate, OpenGate
 from router.auth_origin import Cors, HostRule
 from router.chat_template import ChatTemplate
 from router.client import View
+from router.connections import ConnectionLimit
 from router.http_errors import error_middleware
 from router.http_server import http_runner
 from router.images import Images, NoImages
-from router.listeners import ConnectionLimit
 from router.openai_routes import OpenAiRoutes
 from router.request_checks import ServedModel
 from router.spawner import Spawner

@@ -16,10 +16,12 @@ import pytest
 from common.observability.logs import Log
 from router import accepting
 from router.accepting import ACCEPTED_PER_TURN, Acceptor, listening_sockets
+from router.connections import ConnectionLimit
+from router.handshakes import SLOTS, Handshakes
 from router.listeners import TlsFiles
 from tests.fakes.tls_files import AUTHORITY, copy_certificates
 from tests.fakes.turn_count import counting_turns
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE, eventually
 
 
 class Echo(asyncio.Protocol):
@@ -137,3 +139,44 @@ async def test_a_port_that_is_taken_leaves_no_socket_open() -> None:
     with taken, pytest.raises(OSError) as raised:
         await listening_sockets("127.0.0.1", taken.getsockname()[1], backlog=8)
     assert raised.value.errno == errno.EADDRINUSE
+
+
+async def test_a_crowd_of_tls_clients_is_served_and_computes_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = TlsFiles(*copy_certificates(tmp_path), None)
+    [listener] = await listening_sockets("127.0.0.1", 0, backlog=1024)
+    trusting = ssl.create_default_context(cafile=AUTHORITY)
+    most = running = 0
+    turn = Handshakes.turn
+
+    @asynccontextmanager
+    async def noted(self: Handshakes, connection: socket.socket, client: str) -> AsyncIterator[None]:
+        nonlocal most, running
+        async with turn(self, connection, client):
+            running += 1
+            most = max(most, running)
+            yield
+            running -= 1
+
+    monkeypatch.setattr(Handshakes, "turn", noted)
+    async with accepting_at(listener, context=files.context) as acceptor:
+        answers = await asyncio.gather(*(echoed(listener.getsockname(), trusting) for _ in range(5 * SLOTS)))
+        await eventually(lambda: not acceptor._opening)
+    assert answers == [b"hello"] * (5 * SLOTS)
+    assert 0 < most <= SLOTS
+
+
+async def test_connections_before_their_handshake_count_towards_the_limit_of_their_client(
+    tmp_path: Path,
+) -> None:
+    files = TlsFiles(*copy_certificates(tmp_path), None)
+    [listener] = await listening_sockets("127.0.0.1", 0, backlog=8)
+    limit = ConnectionLimit(per_client=2, total=100)
+    async with accepting_at(listener, context=files.context, limit=limit):
+        silent = [await asyncio.open_connection(*listener.getsockname()) for _ in range(2)]
+        third, writer = await asyncio.open_connection(*listener.getsockname())
+        async with asyncio.timeout(PATIENCE):
+            assert await third.read() == b""
+        for _, each in (*silent, (third, writer)):
+            each.close()

@@ -17,9 +17,10 @@ from common.errors import ConfigError
 from common.observability.logs import Log
 from router.accepting import ACCEPTED_PER_TURN
 from router.app import RouterApp, build
+from router.connections import ConnectionLimit
 from router.from_config import http_listeners
 from router.http_listeners import HttpListeners
-from router.listeners import ConnectionLimit, TlsFiles, client_address, owner_socket
+from router.listeners import TlsFiles, client_address, owner_socket
 from tests.fakes.api_keys import api_key, bearer
 from tests.fakes.tls_files import AUTHORITY, copy_certificates
 from tests.fakes.turn_count import counting_turns
@@ -255,7 +256,7 @@ def test_the_admin_socket_takes_nothing_that_is_another(tmp_path: Path) -> None:
 
 
 async def test_one_address_has_so_many_connections(serve: Serve) -> None:
-    limit = ConnectionLimit(3)
+    limit = ConnectionLimit(per_client=3, total=100)
     rig = await serve(limit=limit)
     kept = [await asyncio.open_connection(rig.host, rig.port) for _ in range(3)]
     await eventually(lambda: limit._open["127.0.0.1"] == 3)

@@ -1,0 +1,68 @@
+"""Bounds the open HTTP connections, per client and in all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Protocol
+
+
+class Connection(Protocol):
+    """An open connection."""
+
+    def drop(self) -> None:
+        """Close it at once."""
+
+
+class ConnectionLimit:
+    """Counts open connections. When there are too many, the one that has been without a request the longest is dropped.
+
+    So clients that connect and send nothing, or never complete the head of a request, cannot keep others out.
+    """
+
+    def __init__(self, per_client: int, total: int) -> None:
+        self._per_client = per_client
+        self._total = total
+        self._clients: dict[Connection, str] = {}
+        self._open: Counter[str] = Counter()
+        self._idle: dict[Connection, None] = {}  # the longest idle first
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def has_room(self, client: str, pending: int) -> bool:
+        """Whether the client may have another connection besides `pending` ones that are not counted here yet."""
+        return self._open[client] + pending < self._per_client
+
+    def opened(self, client: str, connection: Connection) -> bool:
+        """Count a connection, which is idle. Return False if it must be closed; then it is not counted."""
+        if not self.has_room(client, 0):
+            return False
+        if len(self._clients) >= self._total:
+            idle = next(iter(self._idle), None)
+            if idle is None:
+                return False
+            # Its end is announced later: it no longer counts.
+            self.closed(idle)
+            idle.drop()
+        self._clients[connection] = client
+        self._open[client] += 1
+        self._idle[connection] = None
+        return True
+
+    def closed(self, connection: Connection) -> None:
+        """Forget a connection. May be called repeatedly."""
+        self._idle.pop(connection, None)
+        client = self._clients.pop(connection, None)
+        if client is not None:
+            self._open[client] -= 1
+            if not self._open[client]:
+                del self._open[client]
+
+    def busy(self, connection: Connection) -> None:
+        """A request has begun on the connection."""
+        self._idle.pop(connection, None)
+
+    def idle(self, connection: Connection) -> None:
+        """The request has been answered."""
+        if connection in self._clients:
+            self._idle[connection] = None

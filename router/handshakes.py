@@ -1,0 +1,149 @@
+"""Bounds TLS handshakes, which compute on the event loop: a thousand at once would block it for a quarter of a second.
+
+A connection waits, without any work, until its first message is complete; then it waits for one of SLOTS, and clients
+take turns. A client that begins a handshake and stays silent loses its slot while others wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+SLOTS = 16  # an RSA key of 2,048 bits takes a millisecond per handshake
+SLOT_SECONDS = 1.0  # a handshake that takes longer is ended while others wait
+# Connections whose handshake has not ended. For another one, the oldest is closed: it has had the most time.
+MOST_PENDING = 2048
+
+RECORD_HEAD = 5  # bytes: type, version, length
+MESSAGE_HEAD = 4  # bytes: type, length
+HANDSHAKE, CLIENT_HELLO = 22, 1
+LARGEST_RECORD = 1 << 14
+
+
+class Handshakes:
+    """Admits the handshakes of one server. Single-threaded."""
+
+    def __init__(self) -> None:
+        self._pending: dict[asyncio.Task[object], str] = {}  # task -> client, in order of arrival
+        self._by_client: Counter[str] = Counter()
+        self._taken = 0  # slots
+        self._running: dict[asyncio.Task[object], float] = {}  # task -> start, in order of their starts
+        self._waiting: dict[
+            str, deque[asyncio.Future[None]]
+        ] = {}  # client -> turns; the first client is next
+        self._look: asyncio.TimerHandle | None = None
+
+    def pending(self, client: str) -> int:
+        """Connections of a client whose handshake has not ended."""
+        return self._by_client[client]
+
+    @asynccontextmanager
+    async def turn(self, connection: socket.socket, client: str) -> AsyncIterator[None]:
+        """Wait for the turn of a connection; inside the context its handshake may compute.
+
+        Raises ConnectionError as `client_hello` does. The task is cancelled if the connection has to end for others.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._pending) >= MOST_PENDING:
+            next(iter(self._pending)).cancel()
+        self._pending[task] = client
+        self._by_client[client] += 1
+        try:
+            await client_hello(connection)
+            await self._take_slot(client)
+            self._running[task] = asyncio.get_running_loop().time()
+            try:
+                yield
+            finally:
+                del self._running[task]
+                self._give_slot_back()
+        finally:
+            del self._pending[task]
+            self._by_client[client] -= 1
+            if not self._by_client[client]:
+                del self._by_client[client]
+
+    async def _take_slot(self, client: str) -> None:
+        if self._taken < SLOTS:
+            self._taken += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._watch()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._give_slot_back()
+            raise
+
+    def _give_slot_back(self) -> None:
+        """Pass the slot on to the next client that waits."""
+        while self._waiting:
+            client, turns = next(iter(self._waiting.items()))
+            # The next turn is that of another client.
+            del self._waiting[client]
+            turn = turns.popleft()
+            if turns:
+                self._waiting[client] = turns
+            if not turn.done():
+                turn.set_result(None)
+                self._watch()
+                return
+        self._taken -= 1
+
+    def _watch(self) -> None:
+        """See to it that handshakes are ended that have had their time while others wait."""
+        if self._look is None and self._waiting:
+            self._look = asyncio.get_running_loop().call_later(SLOT_SECONDS, self._end_old)
+
+    def _end_old(self) -> None:
+        self._look = None
+        if self._waiting:
+            now = asyncio.get_running_loop().time()
+            for task, since in self._running.items():
+                if now - since >= SLOT_SECONDS:
+                    task.cancel()
+            self._watch()
+
+
+async def client_hello(connection: socket.socket) -> None:
+    """Return once the first message of a TLS client can be read completely. Nothing is taken from the socket.
+
+    Also returns if the first bytes are not TLS, which a handshake refuses without computing. Raises ConnectionError if
+    the client disconnects, or if its first record is not one whole ClientHello.
+    """
+    if (await _peek(connection, 1))[0] != HANDSHAKE:
+        return
+    head = await _peek(connection, RECORD_HEAD + MESSAGE_HEAD)
+    record, message = int.from_bytes(head[3:5], "big"), int.from_bytes(head[6:9], "big")
+    whole = record == MESSAGE_HEAD + message and record <= LARGEST_RECORD
+    if head[RECORD_HEAD] != CLIENT_HELLO or not whole:
+        raise ConnectionAbortedError("the first record of the connection is not one whole ClientHello")
+    await _peek(connection, RECORD_HEAD + record)
+
+
+async def _peek(connection: socket.socket, size: int) -> bytes:
+    """Return the first `size` bytes that have arrived, without a wake-up for fewer. Raises ConnectionError."""
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Future[None] = loop.create_future()
+
+    def readable() -> None:
+        if not arrived.done():
+            arrived.set_result(None)
+
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+    loop.add_reader(connection, readable)
+    try:
+        await arrived
+        data = connection.recv(size, socket.MSG_PEEK)
+    finally:
+        loop.remove_reader(connection)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+    if len(data) < size:
+        raise ConnectionResetError("the client has disconnected")
+    return data
