@@ -206,7 +206,7 @@ async def test_nobody_without_the_key_of_its_name_is_a_node(
         assert after["refused_messages"] > 0
         assert after["max_model_len"] == before["max_model_len"]
         lost = [json.loads(line) for line in cluster.log("router").splitlines() if '"node lost"' in line]
-        assert {line["peer"] for line in lost} == {"decode-1"}, "whose key was misused"
+        assert {line["peer"] for line in lost} == {"decode-1"}, "only the node whose key was misused is lost"
         cluster.launch("decode-1")
         await cluster.wait_nodes()
 

@@ -59,9 +59,9 @@ async def test_a_zombie_drops_its_requests_and_reaches_no_client(tmp_path: Path)
         await cluster.wait_nodes(PATIENCE)
         await client.wait_idle()
         after = (await client.node("decode-0"))["counters"]["generated_tokens"]
-        assert after - before < LONG - 10, "it has not finished what it had when it was stopped"
+        assert after - before < LONG - 10, "it has not finished the requests that it had when it was stopped"
         assert "dropping its requests" in cluster.log("decode-0")
-        assert cluster.processes["decode-0"].poll() is None, "it serves again, as the same process"
+        assert cluster.processes["decode-0"].poll() is None, "the same process serves again"
 
 
 async def test_a_rolling_restart_fails_no_request(tmp_path: Path, reference: Reference) -> None:

@@ -92,7 +92,7 @@ async def test_the_answers_are_those_of_transformers(
         cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert said(again) == replies[0].text.removesuffix("<|end|>")
         assert cached >= len(replies[0].asked) - 2 - cluster_page(CASES[case]), (
-            "the picture is found by its content"
+            "the second request finds the picture by its content"
         )
         await client.wait_idle()
         info = await client.info()
@@ -106,7 +106,7 @@ async def test_the_answers_are_those_of_transformers(
             captured = {(each["phase"], each["model"]) for each in totals}
             assert captured == {("prefill", "target"), ("prefill", "draft"), ("encoder", "target")}
             assert all(each["replays"] and not each["fallbacks"] for each in totals), (
-                "pictures stay in the graphs"
+                "prompts with pictures replay graphs, too"
             )
 
 

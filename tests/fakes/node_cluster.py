@@ -175,7 +175,7 @@ class Watched(Deferred):
     """A Deferred completion that lets transfers continue while it waits, as they do during a forward on a GPU."""
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        assert meanwhile is not None, "the node looks after nothing while a forward runs"
+        assert meanwhile is not None, "the node does no other work while a forward runs"
         for _ in range(3):
             meanwhile()
 

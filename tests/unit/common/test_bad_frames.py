@@ -40,7 +40,7 @@ def test_a_peer_is_cut_off_at_the_limit_and_no_other() -> None:
     assert [bad.count("a/1", "x") for _ in range(LIMIT)] == [False] * (LIMIT - 1) + [True]
     assert bad.is_cut_off("a/1")
     assert not bad.is_cut_off("a/2")
-    assert not bad.count("a/1", "x"), "once"
+    assert not bad.count("a/1", "x"), "the limit is reported once"
     assert not bad.count("b/1", "x")
 
 

@@ -218,7 +218,7 @@ def test_loopback_tcp_without_configured_keys_uses_keys_of_the_run(tmp_path: Pat
         plain = RouterSocket(contexts[0], f"ipc://{tmp_path}/r.sock", ours)
         Dealer(contexts[1], plain.address, b"decode-0/abc", "router", theirs).send(b"ipc")
         assert until(plain.drain) == [(b"decode-0/abc", b"ipc")]
-        assert not keys.exists(), "nothing needed them"
+        assert not keys.exists(), "ipc sockets need no keys"
         server = RouterSocket(contexts[0], TCP, ours)
         stranger = Dealer(contexts[2], server.address, b"decode-0/stranger", "router", Keyless())
         stranger.send(b"x")

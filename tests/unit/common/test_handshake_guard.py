@@ -84,7 +84,7 @@ def test_finished_closed_and_old_ones_are_not_ended(handshakes: Handshakes, kern
     clock.now += HANDSHAKE_SECONDS + 1
     for descriptor in range(5, 8):
         accept(handshakes, kernel, descriptor, "10.0.0.1")
-    assert not kernel.ended, "libzmq has ended those of before"
+    assert not kernel.ended, "libzmq has ended the earlier ones"
 
 
 def test_a_descriptor_that_belongs_to_another_connection_by_now_is_left_alone(

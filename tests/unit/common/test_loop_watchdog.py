@@ -31,7 +31,7 @@ def test_a_hang_is_counted_until_the_loop_turns() -> None:
     meter = HangMeter(10.0, 0.0)
     for look in range(1, 39):
         assert not meter.exceeded(look * LOOK_SECONDS, look * LOOK_SECONDS)
-    assert not meter.exceeded(9.75, -3.0), "it came round, and announced three seconds"
+    assert not meter.exceeded(9.75, -3.0), "the loop turned, and announced three seconds"
     for look in range(1, 40):
         assert not meter.exceeded(9.75 + look * LOOK_SECONDS, look * LOOK_SECONDS)
     assert meter.exceeded(19.75, 10.0)
@@ -40,7 +40,7 @@ def test_a_hang_is_counted_until_the_loop_turns() -> None:
 def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     meter = HangMeter(10.0, 0.0)
     assert not meter.exceeded(0.25, 0.1)
-    assert not meter.exceeded(100.0, 99.9), "after SIGCONT the loop gets the chance to go on"
+    assert not meter.exceeded(100.0, 99.9), "after SIGCONT the loop gets a chance to continue"
     assert meter.seconds <= 3 * LOOK_SECONDS
 
 

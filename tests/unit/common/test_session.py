@@ -214,8 +214,8 @@ def test_what_waits_is_bounded_by_number_and_by_bytes() -> None:
     large, small = bytes(SMALL), bytes(SMALL - 1)
     tight = session(nbytes=2 * SMALL)
     assert [tight.keep(large, 0.0) is not None for _ in range(3)] == [True, True, False]
-    assert tight.keep(small, 0.0) is not None, "a word of control still passes"
-    assert session(nbytes=1).keep(large, 0.0) is not None, "where nothing waits, however large"
+    assert tight.keep(small, 0.0) is not None, "a small control message still passes"
+    assert session(nbytes=1).keep(large, 0.0) is not None, "if nothing waits, a message of any size passes"
 
 
 def test_what_could_not_leave_is_taken_back() -> None:
@@ -283,7 +283,7 @@ def test_peers_that_are_vouched_for_make_room_for_nobody(monkeypatch: pytest.Mon
     for peer in (b"0", b"1", b"2"):
         sessions.vouch_for(peer)
     opens(b"one more", 30.0)
-    assert len(sessions) == 4, "the table grows where all are vouched for"
+    assert len(sessions) == 4, "the table grows if all peers are vouched for"
 
 
 def test_one_name_pushes_out_its_own_sessions_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def test_a_prefill_node_that_answers_late_is_asked_again() -> None:
         later = cluster.submit(prompt_of(20), 6)
         cluster.run(limit=100)
         assert later.error is None or later.error.code in ("transfer_failed", "node_lost"), (
-            "may be placed again"
+            "a failure must allow another attempt"
         )
         again = cluster.submit(prompt_of(20), 6)
         cluster.run(limit=100)
@@ -428,7 +428,7 @@ def test_draining_nodes_finish_what_they_have() -> None:
         cluster.run()
         expect_reference(*calls)
         assert late.error is not None
-        assert late.error.code == "node_lost", "may be placed elsewhere"
+        assert late.error.code == "node_lost", "the router may place it on another node"
         cluster.turn(3)
         assert cluster.prefill.link.state == cluster.decode.link.state == "draining"
         assert cluster.prefill.node.life.stopping()

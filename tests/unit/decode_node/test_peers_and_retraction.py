@@ -52,10 +52,10 @@ def test_one_socket_per_incarnation_and_lost_ones_are_closed_when_nobody_needs_t
         peers.lost(ref(7).incarnation)
         peers.lost("f" * 32)
         peers.close_unused({ref(7).incarnation})
-        assert len(peers._dealers) == 2, "an abort is to be acknowledged over it"
+        assert len(peers._dealers) == 2, "an abort still has to be acknowledged over this socket"
         peers.ensure(ref(7))
         peers.close_unused(set())
-        assert len(peers._dealers) == 2, "said Hello again: not lost any more"
+        assert len(peers._dealers) == 2, "it said Hello again, so it is no longer lost"
         peers.lost(ref(7).incarnation)
         peers.close_unused(set())
         assert set(peers._dealers) == {ref(8).incarnation}

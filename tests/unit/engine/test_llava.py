@@ -109,7 +109,7 @@ def test_rows_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     assert vision is not None
     assert (1, rows.shape[1]) == vision.grid(640, 480)
     assert vision.image_token_id == 95 >= ModelConfig.load(tmp_path).vocab_size, (
-        "placeholders may lie outside"
+        "placeholder ids may lie outside the vocabulary"
     )
 
 
@@ -217,7 +217,7 @@ def test_a_draft_that_reads_only_ids_is_refused_at_start_up(tmp_path: Path) -> N
         ValueError, match="cannot take the embeddings of the images .* set speculation.algorithm to"
     ) as refused:
         load_serving_draft(tmp_path, draft, 3, 1, target, CPU)
-    assert isinstance(refused.value, ModelError), "start-up says it as the others of its kind"
+    assert isinstance(refused.value, ModelError), "start-up reports it like other errors of checkpoints"
 
 
 def test_the_image_processor_has_to_fit_the_tower(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_every_row_of_a_batch_by_its_own_parameters() -> None:
     before = logits.clone()
     rows, position = range(1, len(params) + 1), [20] * len(params)
     found = apply(state, params, list(rows), logits, position)
-    assert torch.equal(logits, before), "the raw logits are what logprobs are taken of"
+    assert torch.equal(logits, before), "logprobs are computed from the raw logits"
     for row, (sampling, (ids, outputs)) in enumerate(zip(params, texts)):
         wanted = adjusted(logits[row : row + 1], ids[: 20 - outputs], ids[20 - outputs :], sampling)
         torch.testing.assert_close(found[row : row + 1], wanted, atol=1e-6, rtol=0, msg=str(sampling))

@@ -115,7 +115,7 @@ def test_what_runs_before_serving_has_windows_that_are_full_and_cut(path: Path) 
         assert order.windows.tolist() == [16, 8]
         for image, rows in zip(batch, part(batch), strict=True):
             assert rows.shape == (image.rows, image.columns, 48)
-            assert image.tokens <= 6, "small: a node runs them at every start"
+            assert image.tokens <= 6, "they have to be small, because a node runs them at every start"
 
 
 class Operations(TorchDispatchMode):

@@ -103,7 +103,7 @@ def test_a_node_holds_nothing_of_the_other_role(role: str, algorithm: str, tmp_p
     other = "decode" if role == "prefill" else "prefill"
     grown = {"decode": {"max_running": 64}, "prefill": {"chunk_tokens": 512, "max_batch": 64}}
     with built(role, tmp_path, algorithm) as held:
-        assert held.of(*FOREIGN[other]), "what the role is made of"
+        assert held.of(*FOREIGN[other]), "parts of the node's own role are found"
         assert not held.of(*FOREIGN[role])
         runners = held.of(GraphRunner)
         assert all(runner.captured for runner in runners)
@@ -113,5 +113,5 @@ def test_a_node_holds_nothing_of_the_other_role(role: str, algorithm: str, tmp_p
         nbytes = held.nbytes
     poison = {"poison_graphs": True}
     with built(role, tmp_path, algorithm, process=poison, **{other: grown[other]}) as held:
-        assert held.nbytes == nbytes, "not a byte for how much the other role may do at once"
+        assert held.nbytes == nbytes, "no memory depends on the limits of the other role"
         assert all(inputs._poisoned for inputs in held.of(StaticInputs, StaticExtend))

@@ -66,7 +66,7 @@ def test_positions_are_those_of_transformers_in_any_chunk(
     end = data.draw(st.integers(start + 1, count))
     assert np.array_equal(places.positions(spans, start, end), expected[start:end])
     answer = places.positions(spans, count, count + 3)
-    assert np.array_equal(answer, (np.arange(count, count + 3) + delta)[:, None].repeat(3, 1)), "text goes on"
+    assert np.array_equal(answer, (np.arange(count, count + 3) + delta)[:, None].repeat(3, 1)), "text continues after the images"
 
 
 def test_a_model_of_one_axis_counts_through_images() -> None:
@@ -96,7 +96,7 @@ def test_the_kernel_of_angles_by_axis(dtype: torch.dtype, sections: tuple[int, .
     same = positions[:, :1].expand(-1, 3).contiguous()
     plain = rotary_angles_reference(same[:, 0], inv_freq, 1.25, dtype)
     for actual, wanted in zip(rotary_angles_by_axis_reference(same, *args), plain, strict=True):
-        assert torch.equal(actual, wanted), "on all axes alike is one position"
+        assert torch.equal(actual, wanted), "equal positions on all axes are one position"
     assert len(rotary_angles_by_axis_triton(positions[:0], *args)[0]) == 0
     with pytest.raises(AssertionError, match="frequencies"):
         rotary_angles_by_axis_triton(positions, axes[1:], *args[1:])

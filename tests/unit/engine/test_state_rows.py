@@ -82,7 +82,7 @@ def test_a_pool_copies_states_between_slots() -> None:
     plane = pool.planes(1)["state"]
     assert tuple(plane.shape) == (4, 2, 3)
     assert not plane[0].any(), "slot 0 is zeroed"
-    assert plane[1:].isnan().all(), "the others are left as they were"
+    assert plane[1:].isnan().all(), "other slots are unchanged"
     plane[1:] = torch.arange(18.0).view(3, 2, 3)
     backup = pool.copy_state_out(1)
     plane[1] = 0

@@ -226,7 +226,7 @@ def test_a_hit_knows_the_tokens_that_its_kv_depends_on(
         text, at = owner[page]
         assert at == index
         known = (index + 1) * page_size + lookahead
-        assert text[:known] == wanted[:known], "a page of another text"
+        assert text[:known] == wanted[:known], "the page belongs to another text"
     lease.release()
     pages.check_integrity()
 

@@ -24,7 +24,7 @@ def test_a_short_prompt_does_not_wait_for_all_long_ones() -> None:
         expect_reference(short, *long)
         assert short.first_token_turn is not None
         before = [each for each in long if (each.first_token_turn or 0) < short.first_token_turn]
-        assert len(before) <= 2, "only those that were being computed already"
+        assert len(before) <= 2, "only prompts that were being computed already come first"
         cluster.settle()
 
 

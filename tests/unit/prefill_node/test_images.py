@@ -82,7 +82,7 @@ def test_prompts_claim_what_has_been_decoded(rig: Rig) -> None:
     rig.send(digest_of(1), file_of(1))
     rig.send(digest_of(1), file_of(1))
     rig.until(lambda: rig.intake.claim(one))
-    assert rig.intake.claim(same), "decoded once, for both"
+    assert rig.intake.claim(same), "the image is decoded once, for both prompts"
     pixels = rig.image(one).pixels
     assert rig.image(same).pixels is pixels is not None
     assert torch.equal(pixels.values, read(file_of(1)).values)
@@ -121,7 +121,7 @@ def test_rows_that_are_cached_need_no_pixels(rig: Rig) -> None:
     assert found.pixels is None
     rig.send(digest_of(1), file_of(1))
     rig.intake.receive()
-    assert not rig.intake._pixels, "nor its bytes"
+    assert not rig.intake._pixels, "a cached image is not decoded again"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_images_that_a_prompt_waits_for_never_give_way(monkeypatch: pytest.Monke
     rig.until(lambda: rig.intake.claim(waiting))
     rig.send(digest_of(9), file_of(9))
     rig.until(lambda: digest_of(9) in rig.intake._pixels)
-    assert len(rig.intake._pixels) == 2, "claimed ones are kept no longer than others"
+    assert len(rig.intake._pixels) == 2, "claimed images are kept no longer than others"
     rig.close()
 
 

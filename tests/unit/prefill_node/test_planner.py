@@ -85,7 +85,7 @@ def test_a_plan_says_all_that_a_forward_reads(lookahead: int) -> None:
     assert cut.lease is not None
     assert list(first.pages) == cut.lease.pages[:2], "no pages past the chunk"
     assert (last.images, last.final) == ((SPAN,), True)
-    assert last.tokens(0, 99).tolist() == whole.keys.tolist(), "as far as the prompt goes"
+    assert last.tokens(0, 99).tolist() == whole.keys.tolist(), "tokens end with the prompt"
     assert last.draw is not None
     assert (last.draw.sampling, last.draw.outputs) == (whole.sampling, 1)
     assert last.draw.tokens().tolist() == whole.keys.tolist(), "penalties count the whole text"

@@ -190,8 +190,8 @@ def test_prefix_hits_by_content(page_size: int, draft_name: str) -> None:
             cached.append(call.cached_tokens)
             cluster.settle()
         assert cached[0] == 0
-        assert 4 - page_size <= cached[1] <= 4, "only the text in front of the image is shared"
-        assert cached[2] == cached[3] >= 9, "the image is part of what is found again"
+        assert 4 - page_size <= cached[1] <= 4, "only the text before the image is shared"
+        assert cached[2] == cached[3] >= 9, "a repeated prompt hits past its image"
         # a prefix hit encodes nothing again, and rows are shared by content
         assert vision.embeds[0].encoded == 2
 

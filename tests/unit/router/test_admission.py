@@ -67,7 +67,7 @@ async def test_what_fits_goes_in_at_once_and_the_rest_by_length() -> None:
     await rig.end("first")
     assert rig.inside == ["first", "short", "middle"]
     await rig.end("short")
-    assert rig.inside == ["first", "short", "middle"], "the long one has to wait for its room"
+    assert rig.inside == ["first", "short", "middle"], "the long request has to wait for room"
     await rig.end("middle")
     assert rig.inside[-1] == "long"
     await rig.end("long")
@@ -119,7 +119,7 @@ async def test_room_that_nodes_report_lets_more_in() -> None:
     for number in range(5):
         rig.ask(str(number), 300)
     await rig.settle()
-    assert len(rig.inside) == 2, "what was let in lately is not in the report yet"
+    assert len(rig.inside) == 2, "recently admitted requests are not in the report yet"
     rig.clock.now += 2.0
     await eventually(lambda: len(rig.inside) == 3)
     rig.room = replace(SMALL, requests=3)

@@ -57,7 +57,7 @@ async def test_bodies_wait_in_order_and_small_ones_do_not_overtake(memory: Memor
     assert all(task.done() for task in first)
     large, small = await memory.ask("d", 50), await memory.ask("e", 10)
     assert not large.done()
-    assert not small.done(), "it would fit"
+    assert not small.done(), "it would fit, but has to wait its turn"
     await memory.give_back(first[0])
     assert not small.done()
     await memory.give_back(first[1])

@@ -59,7 +59,7 @@ def test_a_node_that_joins_others_takes_more_and_more(policy: str) -> None:
     rig = Rig(policy)
     rig.join("prefill", "p0", "p1")
     rig.join("decode", "d0")
-    assert rig.choices(20) == {"p0": 10, "p1": 10, "d0": 20}, "all are new, or the only one"
+    assert rig.choices(20) == {"p0": 10, "p1": 10, "d0": 20}, "new nodes share equally, and a single node takes all"
     rig.clock.now += 10
     rig.join("prefill", "p2")
     shares = []
@@ -81,7 +81,7 @@ def test_nodes_that_fail_are_left_out_while_there_are_others() -> None:
     assert rig.choices(4) == {"p1": 4, "d0": 4}
     rig.fail("p1")
     rig.fail("d0")
-    assert rig.choices(4) == {"p0": 2, "p1": 2, "d0": 4}, "better nodes that fail than none"
+    assert rig.choices(4) == {"p0": 2, "p1": 2, "d0": 4}, "failing nodes are better than none"
     assert [each.breaker for each in rig.health.conditions(rig.registry)] == ["open"] * 3
     rig.clock.now += NODE_LIMITS.first_pause
     prefill, decode = (rig.registry.node(name) for name in ("i-p0", "i-d0"))

@@ -77,7 +77,7 @@ def test_states() -> None:
     assert (registry.count("decode"), rig.changes) == (0, 2)
     assert registry.eligible() == []
     assert registry.heartbeat(beat("d", "draining"))
-    assert rig.changes == 2, "nothing new"
+    assert rig.changes == 2, "a repeated report is no change"
     registry.leave("i-d")
     assert not list(registry)
     assert rig.lost == [("d", "it said goodbye")]

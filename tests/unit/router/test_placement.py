@@ -57,12 +57,12 @@ def test_decode_goes_where_the_smallest_batch_is_and_avoids_full_pools() -> None
     policy = LeastLoaded(decode_cost)
     assert policy.choose([candidate("a", 5), candidate("b", 4)]).name == "b"
     assert policy.choose([candidate("a", 0, running=9), candidate("b", 4)]).name == "b", (
-        "others use the node too"
+        "requests of others count, too"
     )
     full, free = candidate("a", 4, free_pages=2), candidate("b", 5)
     assert policy.choose([full, free]).name == "b"
     cached = candidate("a", 4, free_pages=2, cached_pages=90)
-    assert policy.choose([cached, free]).name == "a", "what is only cached can be had"
+    assert policy.choose([cached, free]).name == "a", "cached pages count as free"
 
 
 def test_a_node_that_has_not_said_how_full_it_is_counts_as_empty() -> None:

@@ -38,7 +38,7 @@ def test_penalties_biases_and_the_least_length() -> None:
     assert {name: getattr(found, name) for name in given} == given
     assert found.penalised
     found = sampling_params(request(logit_bias={"7": 1, "0": -100, "5": 0}), 1, SERVED, None, "", None)
-    assert found.logit_bias == ((7, 1), (0, -100)), "a bias of nothing is none"
+    assert found.logit_bias == ((7, 1), (0, -100)), "a bias of 0 counts as none"
     model = replace(SERVED, defaults=DefaultSampling(min_p=0.05, repetition_penalty=1.1))
     found = sampling_params(request(), 1, model, None, "max_tokens", None)
     assert (found.min_p, found.repetition_penalty) == (0.05, 1.1)

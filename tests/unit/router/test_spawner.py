@@ -35,7 +35,7 @@ async def test_a_process_has_its_channel_and_its_end_is_told(spawner: Spawner) -
         channel.sendall(b"hello")
         assert await asyncio.to_thread(channel.recv, 99) == b"hello"
         assert await child.wait() == child.returncode == 0
-        assert channel.recv(99) == b"", "no other process holds its end"
+        assert channel.recv(99) == b"", "no other process holds the channel's other end"
 
 
 async def test_it_prints_into_the_channel_with_the_environment_that_it_is_given(spawner: Spawner) -> None:

@@ -164,7 +164,7 @@ def test_captured_last_while_the_target_is_captured_full() -> None:
     rig = Rig.of("eagle")
     assert rig.graphed.graphs.spec.hidden is LAST
     assert EaglePrefill.hidden_mode is MultiLayerPrefill.hidden_mode is FULL, (
-        "what build captures the target at"
+        "`build` captures the target in this mode"
     )
     assert NoDraft.hidden_mode is ModelPrefill.hidden_mode is NULL
     assert {(row.phase, row.model, row.hidden) for row in rig.graphed.graphs.rows} == {

@@ -79,7 +79,7 @@ def test_a_replay_gives_the_rows_of_the_eager_tower(part: QwenPart) -> None:
             assert rows.shape == (*grid, 24)
             torch.testing.assert_close(rows, wanted, atol=1e-5, rtol=1e-5)
     totals = encoder.graphs.totals()
-    assert (totals.replays, totals.fallbacks) == (5, {"too_large": 2}), "too many tokens, too many windows"
+    assert (totals.replays, totals.fallbacks) == (5, {"too_large": 2}), "one batch has too many tokens, one too many windows"
     assert (totals.live_tokens, totals.padded_tokens) == (4 + 24 + 15 + 13 + 1, 0 + 0 + 9 + 11 + 3)
 
 
@@ -97,7 +97,7 @@ def test_it_is_captured_where_attention_needs_no_host(
     poisoned = prompt_graphs.encoder_graphs(part, PhaseSwitch("full", poisoned=True))
     assert poisoned.forward.graphs._inputs._poisoned
     assert (taped.decision.backend, len(shapes), shapes[-1].tokens) == ("full", 22, 1024)
-    assert any(shape.tokens == 576 for shape in shapes), "of 672 x 672 pixels: no padding"
+    assert any(shape.tokens == 576 for shape in shapes), "672 x 672 pixels need no padding"
     on_gpu = Placement(torch.float32, torch.device("cuda"))
     monkeypatch.setattr(part, "placement", on_gpu)
     told = prompt_graphs.encoder_graphs
