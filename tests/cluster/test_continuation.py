@@ -78,7 +78,9 @@ def straddling(case: Case, wanted: dict[str, Any]) -> list[Case]:
     made = []
     for name, before, behind in (("half", 3, 3), ("all-but-last", 6, 1), ("first-only", 1, 6)):
         stop = "".join(tokens[said - before : said + behind])
-        assert wanted["text"].index(stop) == len("".join(tokens[: said - before])), "the stop string occurs only once"
+        assert wanted["text"].index(stop) == len("".join(tokens[: said - before])), (
+            "the stop string occurs only once"
+        )
         made.append(Case(f"stop-{name}", case.path, {**case.body, "stop": [stop]}, said))
     included = {**made[0].body, "include_stop_str_in_output": True}
     return [*made, Case("stop-included", case.path, included, case.tokens)]

@@ -43,7 +43,9 @@ async def test_a_short_request_does_not_wait_for_long_ones(tmp_path: Path, refer
         before = len(done)
         answer = await client.complete(prompt_of(20, 999), 8)
         assert answer.tokens == reference(prompt_of(20, 999), 8)
-        assert len(done) - before < MANY // 2, "only requests admitted earlier, and a few others, may end first"
+        assert len(done) - before < MANY // 2, (
+            "only requests admitted earlier, and a few others, may end first"
+        )
         for task in tasks:
             task.cancel()  # the remaining answers show nothing more
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -288,7 +288,9 @@ def test_tokens_that_are_indices_must_be_in_the_vocabulary() -> None:
     assert SAMPLING.fits(7)
     assert not SAMPLING.fits(6)
     assert not SamplingParams(max_tokens=1, min_tokens=1, stop_token_ids=(-1,)).fits(9)
-    assert SamplingParams(max_tokens=1, stop_token_ids=(-1, 9)).fits(9), "these ids are only compared on the host"
+    assert SamplingParams(max_tokens=1, stop_token_ids=(-1, 9)).fits(9), (
+        "these ids are only compared on the host"
+    )
     assert not SamplingParams(max_tokens=1, logit_bias=((-1, 1.0),)).fits(9)
 
 

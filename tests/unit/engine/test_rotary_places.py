@@ -66,7 +66,9 @@ def test_positions_are_those_of_transformers_in_any_chunk(
     end = data.draw(st.integers(start + 1, count))
     assert np.array_equal(places.positions(spans, start, end), expected[start:end])
     answer = places.positions(spans, count, count + 3)
-    assert np.array_equal(answer, (np.arange(count, count + 3) + delta)[:, None].repeat(3, 1)), "text continues after the images"
+    assert np.array_equal(answer, (np.arange(count, count + 3) + delta)[:, None].repeat(3, 1)), (
+        "text continues after the images"
+    )
 
 
 def test_a_model_of_one_axis_counts_through_images() -> None:

@@ -52,7 +52,9 @@ def test_window_places(page_size: int, nodes: int, first: int) -> None:
             assert actual.dtype == expected.dtype
             assert torch.equal(actual, expected)
         positions, slots, lengths = window_places(*args)
-        assert torch.equal(positions, (seq_len + delta)[:, None] + depth), "rotary positions differ from places"
+        assert torch.equal(positions, (seq_len + delta)[:, None] + depth), (
+            "rotary positions differ from places"
+        )
         assert torch.equal(lengths, (seq_len + first + nodes).int())
         assert torch.equal(slots, window_places(seq_len, 0 * delta, *args[2:])[1]), (
             "only places determine where KV is written"

@@ -18,7 +18,9 @@ DIGESTS = st.binary(min_size=32, max_size=32)
 @given(DIGESTS, DIGESTS, st.integers(1, 40))
 def test_rows_of_an_image_have_keys_of_its_content(one: bytes, other: bytes, length: int) -> None:
     first = image_keys(ImageSpan(0, length, one))
-    assert np.array_equal(first, image_keys(ImageSpan(7, length, one))), "keys do not depend on where the image is"
+    assert np.array_equal(first, image_keys(ImageSpan(7, length, one))), (
+        "keys do not depend on where the image is"
+    )
     assert np.all(first >= IMAGE_BIT)
     assert len(set(first.tolist())) == length, "rows of one image have different keys"
     if one != other:
@@ -32,7 +34,9 @@ def test_spans_take_the_place_of_ids_and_nothing_else() -> None:
     assert keys[[0, 1, 4, 7]].tolist() == [1, 2, 3, 4]
     assert ids == [1, 2, 6, 6, 3, 6, 6, 4], "the ids are not changed: the batch embeds them"
     assert np.array_equal(keys[2:4], image_keys(spans[0]))
-    assert np.array_equal(with_images([0] * 8, spans)[2:4], keys[2:4]), "keys do not depend on the ids at the placeholders"
+    assert np.array_equal(with_images([0] * 8, spans)[2:4], keys[2:4]), (
+        "keys do not depend on the ids at the placeholders"
+    )
     for bad in ([ImageSpan(7, 2, b"a" * 32)], [spans[1], spans[0]], [spans[0], ImageSpan(3, 1, b"c" * 32)]):
         with pytest.raises(InvalidRequest, match="overlap or extend past"):
             with_images(ids, bad)

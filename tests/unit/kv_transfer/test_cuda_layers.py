@@ -45,7 +45,9 @@ def test_layers_are_copied_after_their_events(
             pair.sending.page_digests(PLAN.src, pages.src_pages) if checksums else []
         )
     assert layers.events == [1], "the forward has ended: nothing waits for the stream of the next one"
-    assert [event.lane for event in lane.events] == [layers] * (2 if checksums else 0), "two events order the checksums"
+    assert [event.lane for event in lane.events] == [layers] * (2 if checksums else 0), (
+        "two events order the checksums"
+    )
     assert pair.sending.progress(peer) == 3 * SRC.page_bytes
     pair.close()
 

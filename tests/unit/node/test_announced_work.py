@@ -39,7 +39,9 @@ def test_a_small_launch_is_announced_short_after_a_large_one_was_slow() -> None:
     times.record(plain(3), 0.01)
     assert times.allowance(plain(2)) < FLOOR_SECONDS + 0.1
     assert times.allowance(plain(2048)) >= FLOOR_SECONDS + FACTOR * 10
-    assert times.allowance(plain(200)) >= FLOOR_SECONDS + FACTOR * 10, "the estimate is the time of the next larger launch"
+    assert times.allowance(plain(200)) >= FLOOR_SECONDS + FACTOR * 10, (
+        "the estimate is the time of the next larger launch"
+    )
 
 
 def test_a_larger_launch_than_any_before_is_scaled() -> None:

@@ -59,7 +59,9 @@ def test_a_node_that_joins_others_takes_more_and_more(policy: str) -> None:
     rig = Rig(policy)
     rig.join("prefill", "p0", "p1")
     rig.join("decode", "d0")
-    assert rig.choices(20) == {"p0": 10, "p1": 10, "d0": 20}, "new nodes share equally, and a single node takes all"
+    assert rig.choices(20) == {"p0": 10, "p1": 10, "d0": 20}, (
+        "new nodes share equally, and a single node takes all"
+    )
     rig.clock.now += 10
     rig.join("prefill", "p2")
     shares = []

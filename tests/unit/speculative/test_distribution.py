@@ -189,7 +189,9 @@ def test_rounds_follow_the_exact_distribution(branch: int, name: str) -> None:
     assert length > 1.2, "drafts are accepted"
     assert distance(said, joint(name)) < BOUND
     if name != "softmax":
-        assert distance(said, joint("softmax")) > 2 * BOUND, "the test can tell whether the parameter has its effect"
+        assert distance(said, joint("softmax")) > 2 * BOUND, (
+            "the test can tell whether the parameter has its effect"
+        )
 
 
 @pytest.mark.parametrize("name", ["softmax", "all"])

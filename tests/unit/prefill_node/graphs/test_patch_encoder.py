@@ -79,7 +79,9 @@ def test_a_replay_gives_the_rows_of_the_eager_tower(part: QwenPart) -> None:
             assert rows.shape == (*grid, 24)
             torch.testing.assert_close(rows, wanted, atol=1e-5, rtol=1e-5)
     totals = encoder.graphs.totals()
-    assert (totals.replays, totals.fallbacks) == (5, {"too_large": 2}), "one batch has too many tokens, one too many windows"
+    assert (totals.replays, totals.fallbacks) == (5, {"too_large": 2}), (
+        "one batch has too many tokens, one too many windows"
+    )
     assert (totals.live_tokens, totals.padded_tokens) == (4 + 24 + 15 + 13 + 1, 0 + 0 + 9 + 11 + 3)
 
 
