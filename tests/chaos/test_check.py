@@ -319,7 +319,7 @@ def streamed(first: float, gap: float, count: int = 300) -> Exchange:
     ],
     ids=["as before", "slower", "its node was impaired", "another node was impaired"],
 )
-def test_tokens_that_no_fault_touched_come_as_before(
+def test_tokens_unaffected_by_faults_arrive_as_fast_as_before(
     gap: float, faults: list[dict[str, Any]], invariants: list[str]
 ) -> None:
     recorded = good()

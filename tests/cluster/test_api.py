@@ -149,7 +149,7 @@ async def test_logs_contain_no_text_of_requests_and_answers(cluster: RunningClus
             assert text not in log, f"{name} has logged it"
 
 
-async def test_requests_leave_no_descriptor_behind(cluster: RunningCluster) -> None:
+async def test_requests_leak_no_descriptor(cluster: RunningCluster) -> None:
     """Neither requests that end nor those whose client disconnects leak descriptors (invariant I5)."""
 
     def open_ones() -> dict[str, int]:

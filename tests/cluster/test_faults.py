@@ -148,7 +148,7 @@ async def test_killed_router_frees_the_nodes_and_a_new_one_finds_them(tmp_path: 
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
-async def test_stopped_node_is_given_up_and_comes_back_fenced(
+async def test_a_stopped_node_is_lost_and_returns_without_its_requests(
     victim: str, tmp_path: Path, reference: Reference
 ) -> None:
     """After SIGSTOP for longer than the bound, requests continue elsewhere and the resumed process disturbs nobody."""

@@ -119,7 +119,7 @@ def test_the_sums_of_both_gpus_and_the_reference_agree(rig: Rig) -> None:
     assert rig.endpoint.page_digests(pair_plan(rig.src, rig.dst).dst, [4, 5, 6]) == as_digests(sums.tolist())
 
 
-def test_an_abort_frees_pages_after_the_senders_word(rig: Rig) -> None:
+def test_an_abort_frees_pages_once_the_sender_acknowledges(rig: Rig) -> None:
     rig.send_room([1], [1])
     rig.events.clear()
     rig.receiver.open(1, (rig.config["sender"],), [4, 9], 0)

@@ -140,7 +140,7 @@ def test_aux_layers(changes: dict[str, Any], layers: AuxLayers, tmp_path: Path) 
     assert config_of(copy_of(tmp_path, "tiny-eagle3", **changes)).aux == layers
 
 
-def test_the_aux_layers_stand_in_the_log_and_in_server_info(
+def test_the_log_and_server_info_show_the_aux_layers(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log and /server_info name the aux layer convention, and whether it was guessed."""

@@ -116,7 +116,7 @@ def test_garbage_cuts_its_sender_off_and_others_are_heard(context: Context, tmp_
     assert until(server.drain) == [(b"decode-1/2", b"a new process")]
 
 
-def test_a_key_that_speaks_for_others_is_refused_for_a_while(tmp_path: Path) -> None:
+def test_a_key_that_claims_other_names_is_banned_for_a_while(tmp_path: Path) -> None:
     """The name that it claims is not blamed, and its own name is accepted again after the ban."""
     keys = tmp_path / "keys"
     make_key_pairs(keys, ["router", "decode-0", "prefill-0"])
@@ -154,7 +154,7 @@ def test_a_key_that_speaks_for_others_is_refused_for_a_while(tmp_path: Path) -> 
             each_context.destroy(linger=0)
 
 
-def test_thousands_of_unknown_routing_ids_leave_nothing_behind(context: Context, tmp_path: Path) -> None:
+def test_thousands_of_unknown_routing_ids_leave_no_records(context: Context, tmp_path: Path) -> None:
     """Their records are bounded, whether they come one after another or at once."""
     server = RouterSocket(context, f"ipc://{tmp_path}/r.sock")
     for batch in range(30):

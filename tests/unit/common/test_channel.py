@@ -73,7 +73,7 @@ def test_both_ways(context: Context, address: str) -> None:
     assert router.drain() == []
 
 
-def test_peers_are_told_apart(context: Context, address: str) -> None:
+def test_peers_are_distinguished(context: Context, address: str) -> None:
     router, first = pair(context, address, b"first")
     second = Dealer(context, router.address, b"second", security=Keyless())
     second.send(b"2")
@@ -136,7 +136,7 @@ def test_bytes_that_wait_for_a_stalled_peer_are_bounded(context: Context, direct
     until(lambda: router.drain() or stalled.drain() or router.send(b"stalled", images[0]))
 
 
-def test_what_a_broken_connection_loses_is_sent_again(context: Context) -> None:
+def test_frames_lost_by_a_broken_connection_are_sent_again(context: Context) -> None:
     """Connections are reset again and again with frames in transit: each message arrives once and in order."""
     router = RouterSocket(context, "tcp://127.0.0.1:0", Keyless())
     with closing(Wire(int(router.address.rpartition(":")[2]))) as wire:
@@ -258,7 +258,7 @@ def test_messages_sent_just_before_closing_arrive(directory: Path, monkeypatch: 
             receiving.destroy(linger=0)
 
 
-def test_closing_does_not_wait_long_for_nobody(directory: Path) -> None:
+def test_closing_does_not_wait_long_without_a_peer(directory: Path) -> None:
     context = Context()
     dealer = Dealer(context, f"ipc://{directory}/nobody.sock", b"peer")
     dealer.send(b"goodbye")

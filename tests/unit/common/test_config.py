@@ -102,7 +102,7 @@ def test_every_key_has_its_own_environment_name() -> None:
 @pytest.mark.parametrize(
     "name", ["TANDEM_TORCH", "TANDEM_PYTHON", "TANDEM_ROUTER_SERVICE_HOST", "ROUTER_PORT"]
 )
-def test_other_variables_are_left_alone(tmp_path: Path, name: str) -> None:
+def test_other_variables_are_ignored(tmp_path: Path, name: str) -> None:
     """deploy/setup has variables of its own, and Kubernetes sets NAME_SERVICE_HOST for each service."""
     assert load(tmp_path, environ={name: "x"}).cluster == CLUSTER(model=Model(path="m"))
 
@@ -133,7 +133,9 @@ def test_a_mistyped_variable_is_refused(tmp_path: Path, name: str, said: str) ->
         ("TANDEM_BICYCLE", "red"),
     ],
 )
-def test_variables_of_kubernetes_and_of_others_are_left_alone(tmp_path: Path, name: str, value: str) -> None:
+def test_variables_of_kubernetes_and_of_other_programs_are_ignored(
+    tmp_path: Path, name: str, value: str
+) -> None:
     assert load(tmp_path, environ={name: value}).origins == {"model.path": "file:cluster.yaml"}
 
 
@@ -308,9 +310,7 @@ def test_wrong_values_name_their_key(tmp_path: Path, text: str, path: str) -> No
         ("transfer.transport=rdma", "write auto, shm, tcp, cuda_ipc, nixl (from"),
     ],
 )
-def test_a_word_that_is_not_known_is_answered_with_those_that_are(
-    tmp_path: Path, override: str, words: str
-) -> None:
+def test_an_unknown_word_is_answered_with_the_known_ones(tmp_path: Path, override: str, words: str) -> None:
     assert words in str(refusal(tmp_path, overrides=[override]))
 
 
@@ -388,7 +388,7 @@ def test_a_pool_that_holds_no_request_of_the_given_length_is_refused(
     assert said in str(error)
 
 
-def test_a_length_that_nobody_asked_for_follows_the_pool(tmp_path: Path) -> None:
+def test_a_length_that_is_not_configured_follows_the_pool(tmp_path: Path) -> None:
     load(tmp_path, overrides=["decode.pool_tokens=2048"])
     load(tmp_path, overrides=["decode.pool_tokens=4096", "model.max_model_len=4096"])
     on_gpu = ["prefill.nodes=[{name: p, device: cuda}]", "decode.nodes=[{name: d, device: cuda}]"]
@@ -401,7 +401,7 @@ def test_a_chat_template_is_relative_to_the_file(tmp_path: Path) -> None:
     assert found.chat_template_path == tmp_path.resolve() / "t.jinja"
 
 
-def test_an_empty_section_is_said_to_be_empty(tmp_path: Path) -> None:
+def test_an_empty_section_is_refused_as_empty(tmp_path: Path) -> None:
     """This is what remains when all keys of a section are commented out."""
     error = refusal(tmp_path, MINIMAL + "router:\n  # port: 1\n")
     assert error.path == "router"
@@ -679,7 +679,7 @@ def test_gpus_of_two_hosts_take_nixl_where_it_is_allowed() -> None:
         choose_transport(nowhere)
 
 
-def test_cpus_of_two_hosts_take_what_authenticates() -> None:
+def test_cpus_of_two_hosts_use_the_transport_that_authenticates() -> None:
     named = between_hosts("cpu", transport="nixl", nixl_devices="eth0")
     allowed = Security(isolated_network=True)
     assert choose_transport(msgspec.structs.replace(between_hosts("cpu"), security=allowed)).name == "tcp"

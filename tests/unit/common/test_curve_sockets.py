@@ -78,7 +78,7 @@ def wire(keys: Path) -> Iterator[Wire]:
     made.close()
 
 
-def test_a_node_with_its_own_key_is_heard_and_answered(wire: Wire) -> None:
+def test_a_node_with_its_own_key_is_served(wire: Wire) -> None:
     dealer = wire.client("prefill-0/abc", "prefill-0")
     assert dealer.send(b"hello")
     assert until(wire.server.drain) == [(b"prefill-0/abc", b"hello")]
@@ -158,7 +158,7 @@ def test_strangers_get_nothing(wire: Wire, tmp_path: Path, keys: Path) -> None:
         assert not wire.server.send(identity, b"secret")
 
 
-def test_a_revoked_key_is_not_heard_any_more(wire: Wire, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_revoked_key_is_no_longer_accepted(wire: Wire, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is heard neither on its existing connection nor on a new one, until its file is back."""
     monkeypatch.setattr(allow_list, "CHECK_SECONDS", 0.0)
     dealer = wire.client("decode-0/abc", "decode-0")

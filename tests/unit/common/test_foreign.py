@@ -43,7 +43,7 @@ def test_an_option_is_answered_wherever_it_stands(tmp_path: Path, option: str, w
     assert WANTED[option] in str(refused.value)
 
 
-def test_options_are_known_as_they_stand_on_a_command_line() -> None:
+def test_options_are_recognised_in_command_line_form() -> None:
     assert foreign_answer("--gpu-memory-utilization") == foreign_answer("gpu_memory_utilization")
 
 
@@ -77,5 +77,5 @@ def test_options_of_a_command_are_answered_with_keys(option: str, answer: str) -
 
 
 @pytest.mark.parametrize("option", ["--detach", "--set", "-h", "model", "--bicycle", "--", ""])
-def test_other_words_are_left_to_the_command(option: str) -> None:
+def test_other_arguments_are_passed_to_the_command(option: str) -> None:
     assert option_answer(cluster_schema(), option) is None

@@ -87,7 +87,7 @@ def test_finished_closed_and_old_ones_are_not_ended(handshakes: Handshakes, kern
     assert not kernel.ended, "libzmq has ended the earlier ones"
 
 
-def test_a_descriptor_that_belongs_to_another_connection_by_now_is_left_alone(
+def test_a_reused_descriptor_of_another_connection_is_not_closed(
     handshakes: Handshakes, kernel: Kernel
 ) -> None:
     for descriptor in range(3):

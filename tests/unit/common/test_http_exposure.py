@@ -98,7 +98,7 @@ def test_hosts_are_of_clusters_without_keys(tmp_path: Path) -> None:
         load(tmp_path, KEYS, "router.allowed_hosts=[a]")
 
 
-def test_the_admin_socket_lies_in_the_run_directory(tmp_path: Path) -> None:
+def test_the_admin_socket_is_in_the_run_directory(tmp_path: Path) -> None:
     found = admin_listeners(load(tmp_path))
     assert (found.socket, found.address) == (tmp_path / "run" / "router.admin.sock", None)
     found = admin_listeners(load(tmp_path, "router.admin=unix:a/b.sock"))

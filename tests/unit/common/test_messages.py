@@ -277,7 +277,7 @@ def test_token_ids_that_no_tensor_holds(token: object) -> None:
         refused(codec, msgspec.msgpack.encode(fields))
 
 
-def test_what_a_node_says_of_itself_can_be_shown_as_json() -> None:
+def test_what_a_node_reports_can_be_shown_as_json() -> None:
     """/server_info serializes it: extension types and non-string keys must be refused before."""
     fields = msgspec.msgpack.decode(encode(FOR_ROUTER[0]))
     for value in ({"x": msgspec.msgpack.Ext(5, b"")}, {"x": [1]}, {1: 2}, {"x": b"raw"}):

@@ -189,7 +189,7 @@ def test_a_file_of_somebody_else_is_not_rotated(tmp_path: Path, only: str, rotat
     assert (tmp_path / "n.log.1").exists() == rotated
 
 
-def test_a_log_that_somebody_else_moved_begins_anew(tmp_path: Path) -> None:
+def test_a_log_that_was_moved_away_is_opened_anew(tmp_path: Path) -> None:
     done = run_in(
         tmp_path,
         "log.info('event', number=0)\n"
@@ -263,9 +263,7 @@ def test_progress_is_json_lines(pipe: tuple[int, int], monkeypatch: pytest.Monke
     os.close(pipe[0])
 
 
-def test_a_reader_that_has_stopped_stops_nobody(
-    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_stops_blocks_no_writer(pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if loading weights takes hours, all reports fit into the pipe, the last one included."""
     clock = Clock()
     monkeypatch.setattr(startup, "time", SimpleNamespace(monotonic=clock))
@@ -281,7 +279,7 @@ def test_a_reader_that_has_stopped_stops_nobody(
     os.close(pipe[0])
 
 
-def test_progress_nobody_reads(pipe: tuple[int, int]) -> None:
+def test_progress_without_a_reader_is_dropped(pipe: tuple[int, int]) -> None:
     os.close(pipe[0])
     with StartupReporter(pipe[1], Log("n")) as reporter:
         reporter.report("importing")

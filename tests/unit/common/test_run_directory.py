@@ -131,7 +131,7 @@ def test_what_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
             run_directory(resolved(tmp_path, run_dir))
 
 
-def test_a_read_only_directory_is_refused_to_who_writes(
+def test_a_read_only_directory_is_refused_for_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes of a running cluster connect to sockets there even if the disk has become read-only."""

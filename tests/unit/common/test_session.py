@@ -208,7 +208,7 @@ def test_acknowledgements_are_few() -> None:
     assert len(link.back) == 0
 
 
-def test_what_waits_is_bounded_by_number_and_by_bytes() -> None:
+def test_waiting_messages_are_bounded_by_number_and_bytes() -> None:
     few = session(frames=3)
     assert [few.keep(b"x", 0.0) is not None for _ in range(4)] == [True, True, True, False]
     large, small = bytes(SMALL), bytes(SMALL - 1)
@@ -218,7 +218,7 @@ def test_what_waits_is_bounded_by_number_and_by_bytes() -> None:
     assert session(nbytes=1).keep(large, 0.0) is not None, "if nothing waits, a message of any size passes"
 
 
-def test_what_could_not_leave_is_taken_back() -> None:
+def test_a_message_that_could_not_be_sent_is_taken_back() -> None:
     ours = session()
     ours.keep(b"first", 0.0)
     second = ours.keep(b"second", 0.0)
@@ -228,12 +228,12 @@ def test_what_could_not_leave_is_taken_back() -> None:
 
 
 @pytest.mark.parametrize("header", [b"", b"x", bytes(40), bytes([9]) + bytes(39), bytes(100)])
-def test_what_is_no_frame_is_refused(header: bytes) -> None:
+def test_invalid_frames_are_refused(header: bytes) -> None:
     with pytest.raises(ProtocolError):
         read_header(header, b"payload")
 
 
-def test_a_peer_that_the_listening_end_does_not_know_is_told() -> None:
+def test_an_unknown_peer_gets_a_reset() -> None:
     said: list[Frame] = []
     sessions = Sessions(lambda peer, frame: said.append(frame) is None, 10, 10)
     ours = session(opens=True)
@@ -301,7 +301,7 @@ def test_one_name_pushes_out_its_own_sessions_only(monkeypatch: pytest.MonkeyPat
     assert set(sessions._of_name) == {"decode-0"}
 
 
-def test_those_who_are_not_vouched_for_any_more_leave_like_the_others(
+def test_peers_that_are_no_longer_vouched_for_are_forgotten_like_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("common.ipc.sessions.MAX_SESSIONS", 2)
@@ -315,7 +315,7 @@ def test_those_who_are_not_vouched_for_any_more_leave_like_the_others(
 
 
 @pytest.mark.parametrize(("vouched", "patience"), [(True, FORGET_SECONDS), (False, STRANGER_SECONDS)])
-def test_what_waits_for_an_unreachable_peer_is_dropped_in_the_end(vouched: bool, patience: float) -> None:
+def test_messages_for_an_unreachable_peer_are_eventually_dropped(vouched: bool, patience: float) -> None:
     sessions = Sessions(lambda peer, frame: False, 10, 10)
     sessions.receive(b"peer", *session(opens=True).due(0.0)[0], 0.0)
     found = sessions.get(b"peer")

@@ -48,7 +48,7 @@ def load(
         ("decode.nodes=[{name: d, bulk_port: 7}]", "transport is shm, for which decode nodes bind no socket"),
     ],
 )
-def test_what_nothing_reads_is_refused(tmp_path: Path, override: str, reason: str) -> None:
+def test_values_that_nothing_reads_are_refused(tmp_path: Path, override: str, reason: str) -> None:
     """No option is parsed and then ignored."""
     with pytest.raises(ConfigError, match=rf"would have no effect: .*{reason}.* \(from --set\)") as caught:
         load(tmp_path, "", [override])
@@ -94,11 +94,13 @@ def test_what_another_value_leaves_unread_is_refused(
         ("decode.nodes=[{name: d, host: localhost}]",),
     ],
 )
-def test_what_is_read_or_says_what_is_so_stays(tmp_path: Path, overrides: Sequence[str]) -> None:
+def test_values_that_are_read_or_equal_the_default_are_accepted(
+    tmp_path: Path, overrides: Sequence[str]
+) -> None:
     load(tmp_path, "", overrides)
 
 
-def test_the_refusal_says_where_the_value_comes_from(tmp_path: Path) -> None:
+def test_the_refusal_names_the_origin_of_the_value(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"5 would .* \(from file:cluster.yaml\)"):
         load(tmp_path, "speculation: {steps: 5}\n")
     with pytest.raises(ConfigError, match=r"7 would .* \(from env:TANDEM_SPECULATION_STEPS\)"):

@@ -25,7 +25,7 @@ def test_rows_come_back_oldest_first() -> None:
 
 
 @pytest.mark.parametrize("row", [0, -1, 4, 1])
-def test_giving_back_what_was_not_taken(row: int) -> None:
+def test_returning_a_row_that_was_not_taken_is_refused(row: int) -> None:
     """Above all row 0 must be refused: a request that got it would overwrite the padding of every batch."""
     with pytest.raises(AssertionError):
         BatchRows(3).give(row)

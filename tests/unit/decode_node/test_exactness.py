@@ -205,7 +205,7 @@ def test_the_longest_request_that_fits() -> None:
 
 @pytest.mark.parametrize("reserved", [0, 4])
 @pytest.mark.parametrize("later", [9, 10, 11, 12])
-def test_a_retracted_request_does_not_come_back_for_the_pages_that_others_wait_for(
+def test_a_retracted_request_does_not_return_for_pages_that_others_wait_for(
     later: int, reserved: int
 ) -> None:
     """The request that needs a page is far ahead; the victim has room left in its last page."""

@@ -368,7 +368,7 @@ def test_late_messages_are_not_counted_with_refused_ones() -> None:
         assert (counters.late_messages, counters.refused_messages) == (0, 0)
 
 
-def test_a_room_twice_is_refused_and_the_first_goes_on() -> None:
+def test_a_repeated_room_is_refused_and_the_first_continues() -> None:
     with NodeCluster(SMALL, resubmit=False) as cluster:
         call = cluster.submit(prompt_of(30), 6, legs="dpdp")
         call_by_room = cluster._by_room.pop(call.room)

@@ -17,7 +17,7 @@ def test_it_begins_with_padding() -> None:
     assert not table.pages.any()
 
 
-def test_cells_are_set_and_the_others_stay() -> None:
+def test_cells_are_set_and_others_are_unchanged() -> None:
     table = PageTable(3, 4, CPU)
     table.write([(1, 0, 1), (1, 1, 2), (2, 0, 3)])
     table.write([(2, 1, 4)])

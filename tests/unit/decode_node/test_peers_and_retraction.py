@@ -61,7 +61,7 @@ def test_one_socket_per_incarnation_and_lost_ones_are_closed_when_nobody_needs_t
         assert set(peers._dealers) == {ref(8).incarnation}
 
 
-def test_a_restarted_prefill_node_is_heard_while_its_earlier_life_is_still_connected(tmp_path: Path) -> None:
+def test_a_restarted_prefill_node_is_heard_while_its_earlier_incarnation_is_connected(tmp_path: Path) -> None:
     """The socket to the earlier incarnation reconnects to the same address: it must not take the route."""
     address = f"ipc://{tmp_path}/peer.sock"
     context = zmq.Context[zmq.Socket[bytes]]()

@@ -122,7 +122,7 @@ def test_the_end_at_a_station(name: str, ending: str, fencing: bool, completion:
         cluster.settle()
 
 
-def test_a_node_that_gives_its_router_up_says_so() -> None:
+def test_a_node_that_drops_its_router_reports_its_requests_as_failed() -> None:
     """A router that had only stalled still relies on the node: the request must not wait for its timeout."""
     with NodeCluster(Shape()) as cluster:
         call = cluster.submit(prompt_of(20, 5), 40)

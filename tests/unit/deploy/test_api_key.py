@@ -52,7 +52,7 @@ def test_all_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", ["# ours\n  - ", "  -   ", "---\n- "])
-def test_a_list_that_somebody_has_written_keeps_its_form(tmp_path: Path, before: str) -> None:
+def test_a_handwritten_list_keeps_its_form(tmp_path: Path, before: str) -> None:
     file = tmp_path / "keys.yaml"
     space = " " * len(before.rpartition("\n")[2])
     file.write_text(f"{before}id: a\n{space}sha256: '{1:064d}'\n{space}scopes:\n{space}  - admin\n")

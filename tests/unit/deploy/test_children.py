@@ -89,7 +89,7 @@ def test_stop_lets_it_finish(make: Callable[[str], Child]) -> None:
     child.signal(signal.SIGTERM)
 
 
-def test_stop_kills_what_does_not_listen(make: Callable[[str], Child]) -> None:
+def test_stop_kills_a_process_that_ignores_sigterm(make: Callable[[str], Child]) -> None:
     child = make('signal.signal(15, signal.SIG_IGN); say(\'{"phase":"ready"}\\n\'); time.sleep(600)')
     child.start()
     until(lambda: child.read_progress().phase == "ready")
@@ -197,7 +197,7 @@ def test_the_tail_of_a_log_that_was_just_rotated(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "text"), [(0, "exit code 0"), (2, "exit code 2"), (-9, "signal SIGKILL"), (-40, "signal 40")]
 )
-def test_exits_in_words(code: int, text: str) -> None:
+def test_exit_codes_are_explained(code: int, text: str) -> None:
     assert describe_exit(code) == text
 
 

@@ -398,7 +398,7 @@ def test_one_supervisor_per_cluster(directory: Path) -> None:
     os.close(first._lock)
 
 
-def test_a_running_cluster_whose_lock_was_removed_is_left_alone(directory: Path) -> None:
+def test_a_running_cluster_whose_lock_was_removed_is_not_disturbed(directory: Path) -> None:
     """A new supervisor would end its processes as if a killed one had left them."""
     run_dir = make_table(directory, "http://127.0.0.1:9")
     before = set(os.listdir("/proc/self/fd"))

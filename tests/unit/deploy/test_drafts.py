@@ -158,7 +158,7 @@ def card_lengths(kind: Kind) -> dict[tuple[str, int], tuple[float, float]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_cards_tell_accept_lengths(kind: Kind) -> None:
+def test_cards_state_accept_lengths(kind: Kind) -> None:
     lengths = card_lengths(kind)
     steps = {3} if kind == "mtp" else {3, 5}
     names = {"chat", "8-shot document", "broken-off question"}

@@ -34,7 +34,7 @@ def test_what_torch_says_is_the_last_line(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     "failure", [subprocess.TimeoutExpired("python", 1), subprocess.CalledProcessError(1, "python"), "", "{}"]
 )
-def test_a_torch_that_cannot_say_has_no_gpus(
+def test_a_torch_that_fails_counts_as_no_gpus(
     monkeypatch: pytest.MonkeyPatch, failure: str | Exception
 ) -> None:
     monkeypatch.setattr(gpus, "driver_present", lambda: True)

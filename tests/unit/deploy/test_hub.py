@@ -97,7 +97,7 @@ async def test_a_revision_pins(tmp_path: Path) -> None:
     assert f"REFUSED {NAME} has no revision 'no-such-branch'" in said
 
 
-async def test_a_download_that_was_broken_off_goes_on(tmp_path: Path) -> None:
+async def test_an_interrupted_download_is_resumed(tmp_path: Path) -> None:
     async with running(HubServer(NAME, model_files())) as hub:
         directory = found(await ask(tmp_path, hub.url))
         (directory / SINGLE).unlink()
@@ -137,7 +137,7 @@ async def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
     assert hub.fetched == set(files)
 
 
-async def test_a_gated_model_says_where_its_terms_are(tmp_path: Path) -> None:
+async def test_the_error_of_a_gated_model_names_where_to_accept_its_terms(tmp_path: Path) -> None:
     async with running(HubServer(NAME, model_files(), gated=True)) as hub:
         said = await ask(tmp_path, hub.url)
     assert (
@@ -157,7 +157,7 @@ async def test_a_model_that_the_hub_does_not_have(tmp_path: Path) -> None:
     ("environment", "reason"),
     [({}, "cannot be reached"), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set")],
 )
-async def test_without_a_network_the_remedy_is_said(
+async def test_without_a_network_the_error_names_the_remedy(
     tmp_path: Path, environment: dict[str, str], reason: str
 ) -> None:
     async with running(HubServer(NAME, {})) as hub:

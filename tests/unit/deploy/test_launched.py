@@ -78,7 +78,7 @@ def test_what_a_killed_process_left_is_not_found_and_goes_with_the_next_start(tm
         assert other.exists()
 
 
-def test_a_later_process_with_the_same_pid_is_left_alone(processes: Processes) -> None:
+def test_a_later_process_with_the_same_pid_is_not_ended(processes: Processes) -> None:
     child = processes.start(DRAINS)
     recorded = Entry(pid=child.pid, started=entry(child.pid).started - 1)
     assert end_launched([("decode-0", recorded)], PATIENCE) == []

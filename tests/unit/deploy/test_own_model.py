@@ -90,7 +90,7 @@ def test_pools_of_the_cpu_fit_into_its_memory(tmp_path: Path) -> None:
     ("draft", "algorithm", "steps"),
     [("eagle3", "eagle3", 3), ("eagle", "eagle", 3), ("mtp", "mtp", 3), ("standalone", "standalone", 3)],
 )
-def test_the_draft_says_its_algorithm(tmp_path: Path, draft: str, algorithm: str, steps: int) -> None:
+def test_the_algorithm_follows_from_the_draft(tmp_path: Path, draft: str, algorithm: str, steps: int) -> None:
     speculation = resolved(tmp_path, CPU, MODELS / f"tiny-{draft}").cluster.speculation
     assert (speculation.algorithm, speculation.steps) == (algorithm, steps)
     assert speculation.draft_model_path == str(MODELS / f"tiny-{draft}")
@@ -127,7 +127,7 @@ def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
         cluster_sections("m", model, None, CPU)
 
 
-def test_the_file_says_what_it_is_and_replaces_the_one_before(tmp_path: Path) -> None:
+def test_the_file_explains_itself_and_replaces_an_earlier_one(tmp_path: Path) -> None:
     file = tmp_path / "clusters" / "m.yaml"
     for name in ("first", "second"):
         write_cluster_file(file, name, {"model": {"path": "/m", "served_name": name}})

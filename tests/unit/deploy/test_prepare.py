@@ -106,7 +106,7 @@ def test_a_running_cluster_keeps_its_file(place: Path) -> None:
     assert file.read_text() == before
 
 
-def test_a_gpu_that_torch_cannot_use_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_torch_cannot_use_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "driver_present", lambda: True)
     _, said = run("mine")
     assert any("this torch cannot use it: serving on the CPU" in line for line in said)

@@ -59,12 +59,12 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"supervisor": 7}', "\x00\xff"])
-def test_what_is_no_table(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_table_is_ignored(tmp_path: Path, text: str) -> None:
     table_path(tmp_path).write_text(text)
     assert read_table(tmp_path) is None
 
 
-def test_what_a_killed_supervisor_left(tmp_path: Path) -> None:
+def test_the_table_of_a_killed_supervisor_is_recognised(tmp_path: Path) -> None:
     me = entry(os.getpid())
     # its pid now belongs to another process
     write_table(tmp_path, table(Entry(pid=me.pid, started=me.started - 1)))

@@ -53,7 +53,7 @@ def test_without_one_its_own_environment_is_set_up_first(checkout: Path, script:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_an_environment_of_another_checkout_is_left_alone(tmp_path: Path, there: bool) -> None:
+def test_an_environment_of_another_checkout_is_not_changed(tmp_path: Path, there: bool) -> None:
     """In a worktree whose .venv is a link, an editable install would redirect the other checkout's imports.
 
     If that checkout no longer exists, for example because it was moved with its environment, setup runs as usual.
@@ -178,7 +178,7 @@ def torch_line(asked: list[str]) -> str:
 
 @NO_GPU
 @pytest.mark.parametrize("uv", [False, True])
-def test_without_a_gpu_the_cpu_build_is_taken_and_said(tmp_path: Path, uv: bool) -> None:
+def test_without_a_gpu_the_cpu_build_is_taken_and_reported(tmp_path: Path, uv: bool) -> None:
     fresh = Fresh(tmp_path, uv, answers=True)
     said, asked = fresh.run()
     assert "no NVIDIA GPU here: torch is the CPU build from https://download.pytorch.org/whl/cpu" in said
@@ -190,7 +190,7 @@ def test_without_a_gpu_the_cpu_build_is_taken_and_said(tmp_path: Path, uv: bool)
 
 
 @NO_GPU
-def test_where_its_index_does_not_answer_the_default_build_is_taken_and_said(tmp_path: Path) -> None:
+def test_without_an_answer_of_the_cpu_index_the_default_build_is_taken_and_reported(tmp_path: Path) -> None:
     said, asked = Fresh(tmp_path, uv=False, answers=False).run()
     assert "does not answer: torch is the default build" in said
     assert "--index-url" not in torch_line(asked)

@@ -226,7 +226,7 @@ def test_a_refusal_at_the_first_start_ends_it(make: Callable[..., Watching]) -> 
     again.supervisor.stop()
 
 
-def test_nothing_is_left_of_a_start_that_cannot_even_fork(
+def test_a_start_that_cannot_fork_leaves_nothing(
     make: Callable[..., Watching], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(self: Child) -> None:

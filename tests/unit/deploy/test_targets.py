@@ -83,7 +83,7 @@ def test_a_snapshot_is_served_under_the_name_of_its_model(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["nothing", "/no/such/directory", "a/b/c", "-x/y", "a/ b", "../x"])
-def test_what_is_neither_says_what_may_be_given(text: str) -> None:
+def test_a_target_that_is_neither_is_refused_with_the_valid_ones(text: str) -> None:
     said = refusal(text)
     assert "no such file or directory" in said
     assert "ORG/NAME" in said

@@ -114,7 +114,7 @@ def test_the_target_fits_its_file() -> None:
     assert size + 20_000 < checkpoint.LARGEST_FILE
 
 
-def test_a_diverged_run_says_so() -> None:
+def test_a_diverged_run_raises_an_error() -> None:
     vocabulary = tokenizer.build(sample=500)
     model = checkpoint.new_model(checkpoint.config_dict(SHAPE, vocabulary), seed=1)
     with torch.no_grad():

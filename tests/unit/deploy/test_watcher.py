@@ -127,7 +127,7 @@ def test_a_crash_loop_backs_off_and_is_never_given_up(rig: Rig, code: int) -> No
     assert [each.starts for each in rig.children] == [0, 100, 0]
 
 
-def test_others_are_looked_after_meanwhile(rig: Rig) -> None:
+def test_other_processes_are_watched_meanwhile(rig: Rig) -> None:
     """The delay of one process does not delay another."""
     _, loop, other = rig.children
     for _ in range(10):

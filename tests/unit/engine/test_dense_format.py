@@ -64,7 +64,7 @@ def test_a_tied_head_is_the_embedding() -> None:
     assert not list(head.pieces())  # the embedding loads it
 
 
-def test_dense_rows_that_were_left_out_are_not_made_up() -> None:
+def test_a_dense_product_refuses_input_without_its_dense_rows() -> None:
     quantised = Quantised("int8", torch.zeros(1, WIDTH, dtype=torch.int8), torch.ones(1, 1))
     with pytest.raises(AssertionError, match="left out"):
         made().product(Activations(None, quantised))

@@ -375,7 +375,7 @@ def test_an_honest_directory_loads_within_the_same_limits(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_lie_ends_with_a_sentence(case: Case, loader: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_false_claim_ends_with_one_error(case: Case, loader: subprocess.Popen[str], tmp_path: Path) -> None:
     path = copied(case.model, tmp_path)
     case.damage(path)
     answers = {reader: ask(loader, reader, path, MODELS / "tiny-target") for reader in case.readers}

@@ -28,7 +28,7 @@ def make(shape: PoolLayout | None = None) -> KvPool:
     return KvPool(shape, "target", torch.zeros(shape.total_bytes, dtype=torch.uint8))
 
 
-def test_planes_lie_where_the_layout_says() -> None:
+def test_planes_are_at_the_offsets_of_the_layout() -> None:
     pool = make()
     planes = pool.layout.of("target")
     for index, plane in enumerate((pool.key(0), pool.value(0), pool.key(1), pool.value(1))):

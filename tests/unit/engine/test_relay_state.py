@@ -52,7 +52,7 @@ def test_a_row_is_set_whole() -> None:
         assert (column[[0, 2]] == JUNK).all()
 
 
-def test_a_row_without_images_turns_as_it_stands() -> None:
+def test_a_row_without_images_has_no_rotary_delta() -> None:
     relay = junk()
     relay.write_row(2, [3, 4], 1, SAMPLING, DRAFT)
     assert relay.rope_delta.tolist() == [JUNK, JUNK, 0]

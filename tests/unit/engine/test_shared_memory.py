@@ -30,7 +30,7 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def test_what_a_gpu_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_is_known_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert room_of(torch.device("cpu")) == H200
     found = {
         0: SimpleNamespace(major=9, shared_memory_per_block_optin=227 << 10),

@@ -66,7 +66,7 @@ def test_what_a_step_leaves(rows: list[int]) -> None:
         assert length.tolist() == expected_len
 
 
-def test_rows_of_a_round_lie_beside_their_pages() -> None:
+def test_row_indices_may_be_a_column_of_a_wider_tensor() -> None:
     placed = torch.tensor([[2, 9], [1, 8]])
     last, length = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
     advance_rows_triton(

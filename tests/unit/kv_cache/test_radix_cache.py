@@ -119,7 +119,7 @@ def test_a_parent_goes_after_its_children_and_only_then() -> None:
     cache.check_integrity()
 
 
-def test_using_a_prefix_does_not_refresh_what_hangs_below_it() -> None:
+def test_using_a_prefix_does_not_refresh_its_continuations() -> None:
     cache = RadixCache(1)
     put(cache, [1, 2], [21, 22])
     put(cache, [3], [23])

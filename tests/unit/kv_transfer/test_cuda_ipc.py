@@ -160,7 +160,7 @@ def test_a_foreign_segment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pair.close()
 
 
-def test_a_pool_that_is_too_small_is_refused_and_let_go_of(pair: Pair) -> None:
+def test_a_pool_that_is_too_small_is_refused_and_closed(pair: Pair) -> None:
     wanted = pair.target()
     larger = Target(wanted.incarnation, wanted.description, 1 << 40, wanted.records_bytes)
     with pytest.raises(HandshakeRefused, match="its layout needs 1099511627776"):

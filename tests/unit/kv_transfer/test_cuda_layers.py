@@ -131,7 +131,7 @@ def test_a_first_layer_does_not_wait_for_the_forward(pair: Pair, monkeypatch: py
     assert made == [True]
 
 
-def test_a_peer_that_is_let_go_of_during_a_launch(pair: Pair) -> None:
+def test_a_peer_is_detached_during_a_launch(pair: Pair) -> None:
     """Copies without a ticket end before the memory is unmapped, and nothing is copied after that."""
     peer = pair.sending.attach(pair.target())
     layers = pair.cuda.lanes[-1]

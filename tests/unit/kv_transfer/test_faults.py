@@ -166,7 +166,7 @@ def test_abort_while_the_record_is_on_the_way_and_after_it_arrived() -> None:
     rig.assert_idle()
 
 
-def test_record_that_lands_before_the_abort_is_heard_ends_the_quarantine() -> None:
+def test_a_record_that_lands_before_the_abort_is_read_ends_the_quarantine() -> None:
     rig = Rig()
     rig.begin()
     send_all(rig.prefill, 1, [1, 2])  # RecordWritten waits in the inbox
@@ -480,7 +480,7 @@ def test_slots_are_checked_and_granted_once() -> None:
     assert "another decode node" in answer.reason
 
 
-def test_misuse_by_the_own_node_is_named() -> None:
+def test_misuse_by_the_own_node_raises_an_error() -> None:
     rig = Rig(record_slots=1)
     rig.begin()
     with pytest.raises(InvalidRequest, match="active already"):
@@ -612,7 +612,7 @@ def test_a_prompt_that_is_worked_on_is_waited_for_and_a_forgotten_one_is_not() -
     assert isinstance(rig.decode.poll()[0], RoomFailed)
 
 
-def test_a_busy_prefill_node_says_so_first() -> None:
+def test_a_prefill_node_announces_that_it_will_be_busy() -> None:
     """Long work is announced before it begins: meanwhile the loop is silent, but no room is lost."""
     rig = Rig()
     rig.begin(1)

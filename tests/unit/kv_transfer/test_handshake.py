@@ -82,7 +82,7 @@ def test_refused_transports(
     assert words in sentence
 
 
-def test_other_version_is_told_by_both_sides(fabric: Fabric, clock: Clock, prefill: Prefill) -> None:
+def test_another_version_is_reported_by_both_sides(fabric: Fabric, clock: Clock, prefill: Prefill) -> None:
     decode = decode_node(fabric, clock)
 
     def from_the_future(frame: bytes) -> None:
@@ -157,7 +157,9 @@ def test_another_incarnation_at_the_address(fabric: Fabric, clock: Clock, prefil
     assert decode.receiver.counters.stale_incarnation == 1
 
 
-def test_a_restarted_decode_node_ends_its_former_life(fabric: Fabric, clock: Clock, prefill: Prefill) -> None:
+def test_a_restarted_decode_node_ends_its_earlier_incarnation(
+    fabric: Fabric, clock: Clock, prefill: Prefill
+) -> None:
     old = decode_node(fabric, clock)
     old.connect(prefill)
     old.pump()

@@ -56,7 +56,7 @@ def said(rig: Rig) -> list[object]:
 
 @pytest.mark.parametrize("fencing", [False, True])
 @pytest.mark.parametrize("told", range(3))
-def test_a_layer_is_there_before_the_next_is_told(told: int, fencing: bool) -> None:
+def test_a_layer_lands_before_the_next_is_announced(told: int, fencing: bool) -> None:
     """However many layers the forward announces, the others follow with `complete`, and the record after them."""
     rig = Rig(fencing=fencing)
     send = begin(rig)
@@ -204,7 +204,7 @@ def test_a_long_forward_is_no_stall() -> None:
     assert (rig.sender.counters.stalled, rig.sender.draining) == (1, 1)
 
 
-def test_misuse_is_told() -> None:
+def test_misuse_raises_an_error() -> None:
     rig = Rig()
     begin(rig).close()
     with pytest.raises(InternalError, match="finished before its forwards were complete"):

@@ -202,7 +202,7 @@ def test_strangers_are_bounded_and_sent_away(
     assert not keeper._strangers
 
 
-def test_who_gives_no_challenge_is_refused(clock: Clock) -> None:
+def test_a_listener_without_a_challenge_is_refused(clock: Clock) -> None:
     """A program that sends no challenge is no decode node."""
 
     def answer() -> None:
@@ -217,7 +217,7 @@ def test_who_gives_no_challenge_is_refused(clock: Clock) -> None:
         answering.join()
 
 
-def test_nobody_there(keeper: LivenessListener, clock: Clock) -> None:
+def test_a_port_without_a_listener_is_refused(keeper: LivenessListener, clock: Clock) -> None:
     with pytest.raises(HandshakeRefused, match="cannot be reached"):
         LivenessConnections().hold(TcpDescription("127.0.0.1", 1, bytes(32)))
 

@@ -124,7 +124,7 @@ def test_a_write_is_pending_until_its_last_transfer_has_landed(ends: Ends) -> No
     assert ends.sender.poll(write.ticket) is WriteState.DONE
 
 
-def test_a_fault_settles_only_when_what_was_posted_must_have_landed(ends: Ends) -> None:
+def test_a_fault_settles_only_when_posted_transfers_must_have_landed(ends: Ends) -> None:
     """NIXL reports an error while other pieces may be in transfer; meanwhile nothing new is posted."""
     peer = ends.attach()
     ends.net.held = True
@@ -238,7 +238,7 @@ def test_a_liveness_address_that_leads_nowhere_is_refused(ends: Ends) -> None:
         ends.attach(liveness=nowhere)
 
 
-def test_hello_says_the_same_each_time_and_its_own_key_to_each_peer(ends: Ends) -> None:
+def test_hello_is_stable_and_has_its_own_key_for_each_peer(ends: Ends) -> None:
     assert ends.receiver.describe("p") == ends.receiver.describe("p")
     assert ends.receiver.describe("p") != ends.receiver.describe("q")
     assert ends.receiver.revoke(1) is False

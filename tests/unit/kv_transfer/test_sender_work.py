@@ -54,7 +54,7 @@ def test_a_thousand_waiting_prompts_cost_nothing(looked_at: Counter[int]) -> Non
     assert set(looked_at) == {7}
 
 
-def test_those_who_wait_too_long_are_lost_at_their_time(looked_at: Counter[int]) -> None:
+def test_prompts_that_wait_too_long_fail_in_time(looked_at: Counter[int]) -> None:
     clock, prefill, _ = ends()
     for room in range(1, 101):
         prefill.sender.expect(room, clock.now + room)

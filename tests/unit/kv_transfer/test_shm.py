@@ -108,7 +108,7 @@ def test_segments_are_private_and_gone_after_close_while_the_view_lives(receiver
     receiver.close()
 
 
-def test_a_sender_lets_go_of_the_memory_at_detach(receiver: ShmReceiver) -> None:
+def test_a_sender_unmaps_the_memory_at_detach(receiver: ShmReceiver) -> None:
     sender = ShmSender()
     sender.register(LAYOUT, memoryview(bytearray(LAYOUT.total_bytes)))
     peer = sender.attach(target(receiver))
@@ -192,7 +192,7 @@ def test_a_killed_owner_is_swept_and_a_living_one_is_not(
     assert all(own.exists() for own in segments(receiver))
 
 
-def test_sweeping_sees_through_a_reused_pid_and_leaves_strangers_alone(own_directory: Path) -> None:
+def test_sweeping_detects_reused_pids_and_spares_foreign_segments(own_directory: Path) -> None:
     me = process.current()
     prefix = f"tandem.{os.getuid()}.{process.pid_namespace()}"
     reused = own_directory / f"{prefix}.{me.pid}.{me.started - 1}.{'cd' * 16}.kv"

@@ -149,7 +149,9 @@ def test_writes_land_in_order_and_are_reported_done(receiver: TcpReceiver, sende
     assert settle(sender, sender.write(peer, [], 1)) is WriteState.DONE
 
 
-def test_a_revoked_window_throws_away_and_other_rooms_go_on(receiver: TcpReceiver, sender: TcpSender) -> None:
+def test_a_revoked_window_drops_bytes_and_other_rooms_continue(
+    receiver: TcpReceiver, sender: TcpSender
+) -> None:
     peer = attach(sender, receiver)
     announce(receiver, 1, generation=1)
     announce(receiver, 2, generation=2)
@@ -364,7 +366,7 @@ def test_inflight_bytes_are_bounded() -> None:
     sender.close()
 
 
-def test_nobody_listens_or_somebody_else(sender: TcpSender) -> None:
+def test_a_port_without_a_decode_node_fails_the_transfer(sender: TcpSender) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         peer = sender.attach(

@@ -159,7 +159,7 @@ def test_each_node_logs_one_table(caplog: pytest.LogCaptureFixture) -> None:
     assert re.search(r"  always eager +FULL +0 +0\.00 +0\.0 +prefill\.graphs is none$", lines[2])
 
 
-def test_a_graph_that_failed_is_told_with_its_reason(
+def test_a_failed_graph_is_reported_with_its_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reason appears in the log at once, in the table and in /server_info, for each shape."""

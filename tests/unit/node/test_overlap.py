@@ -152,7 +152,7 @@ def test_which_completion_a_device_has() -> None:
     assert completion_for(cuda, one_behind=True) is CudaCompletion
 
 
-def test_what_cannot_wait_is_done_while_the_device_works() -> None:
+def test_urgent_work_is_done_while_the_device_works() -> None:
     """This work runs between a launch and its results, not before and not after."""
     rig = Rig([1, 2, None, None], Scripted)
     loop: OverlapLoop[int, Launch] = OverlapLoop(

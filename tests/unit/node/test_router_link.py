@@ -317,7 +317,7 @@ def test_a_probe_on_the_main_socket_is_no_echo(rig: Rig) -> None:
 # -- heartbeats ------------------------------------------------------------------------------------------------
 
 
-def test_heartbeats_go_on_while_the_main_loop_is_blocked(rig: Rig) -> None:
+def test_heartbeats_continue_while_the_main_loop_is_blocked(rig: Rig) -> None:
     """This thread is the main loop and does nothing for the link: heartbeats carry the age of its last turn."""
     load = NodeLoad(queued=3, total_pages=9)
     before = time.time()
@@ -422,7 +422,7 @@ def test_order_within_a_kind_is_kept() -> None:
     assert control_first(messages) == [messages[1], messages[3], messages[4], messages[0], messages[2]]
 
 
-def test_what_is_not_in_the_inbox_is_counted(rig: Rig) -> None:
+def test_messages_outside_the_inbox_are_counted(rig: Rig) -> None:
     rig.register()
     assert rig.router is not None
     rig.router.send(MAIN, b"\xc1")

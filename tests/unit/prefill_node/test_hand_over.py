@@ -8,7 +8,7 @@ from tests.fakes.scenarios import prompt_of
 from tests.fakes.tiny_model import reference
 
 
-def test_slots_that_come_after_the_prompt_was_computed() -> None:
+def test_slots_that_arrive_after_the_prompt_are_used_at_once() -> None:
     """Granted, written and delivered follow each other in one turn: nothing waits for the idle poll."""
     with NodeCluster(Shape()) as cluster:
         call = cluster.submit(prompt_of(20, 3), 5, legs="p")
@@ -32,7 +32,7 @@ def test_slots_that_come_after_the_prompt_was_computed() -> None:
         cluster.settle()
 
 
-def test_transfers_go_on_while_forwards_run() -> None:
+def test_transfers_continue_while_forwards_run() -> None:
     """On both nodes pages arrive, are checked and announced during another forward; nothing is held afterwards."""
     shape = Shape(completion=Watched, chunk_tokens=8, max_running=4)
     with NodeCluster(shape) as cluster:

@@ -92,7 +92,7 @@ def test_prefix_hits_keep_their_positions(page_size: int) -> None:
         assert call.cached_tokens >= len(ids) - 1 - page_size
 
 
-def test_a_retracted_request_goes_on_where_it_stood() -> None:
+def test_a_retracted_request_continues_at_its_position() -> None:
     """Its row is written again at resume; if its KV was dropped, another node computes its prompt again."""
     for backup in (1 << 24, 0):
         with image_cluster(decode_pool=56, page_size=4, reserved_tokens=1, backup_bytes=backup) as (
@@ -114,7 +114,7 @@ def test_a_retracted_request_goes_on_where_it_stood() -> None:
 @pytest.mark.parametrize(
     ("name", "chunk", "buckets"), [("eagle3-axes", 3, (1, 4)), ("eagle3-axes", 64, ()), ("eagle-axes", 5, ())]
 )
-def test_drafts_stand_where_the_target_does(name: str, chunk: int, buckets: tuple[int, ...]) -> None:
+def test_drafts_have_the_positions_of_the_target(name: str, chunk: int, buckets: tuple[int, ...]) -> None:
     """On both nodes every draft equals that of an eager recompute with transformers' positions."""
     assert CONFIGS[name].model.rope == AXES.rope
     prompts, noted = Prompts(*ALL), Seen()
@@ -128,7 +128,7 @@ def test_drafts_stand_where_the_target_does(name: str, chunk: int, buckets: tupl
         assert drafts == eager_drafts(name, parts, told, 3)[: len(drafts)], (parts, told)
 
 
-def test_nodes_of_a_tree_stand_at_their_depth() -> None:
+def test_positions_of_tree_nodes_follow_their_depth() -> None:
     """Positions follow the depth after images as after text, whichever slots hold the keys."""
     draft, step = branching("eagle3-axes", 3, 2, 6)
     with image_cluster(draft=draft, step=step) as (cluster, _):

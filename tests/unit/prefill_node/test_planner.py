@@ -71,7 +71,7 @@ class Rig:
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
-def test_a_plan_says_all_that_a_forward_reads(lookahead: int) -> None:
+def test_a_plan_contains_all_that_a_forward_reads(lookahead: int) -> None:
     rig = Rig()
     cut, whole = rig.request(1, 10), rig.request(2, 6, (SPAN,), logprobs=2, presence_penalty=0.5)
     chunks = [Chunk(cut, 3, 5), Chunk(whole, 0, 6)]

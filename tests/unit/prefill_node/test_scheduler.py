@@ -45,7 +45,7 @@ def plan(requests: list[PrefillRequest], budget: int, most: int = 99) -> list[tu
     return [(each.request.room, each.start, each.length, each.final) for each in chunks]
 
 
-def test_the_prompt_that_meets_the_end_of_the_budget_is_cut_there() -> None:
+def test_the_prompt_at_the_end_of_the_budget_is_cut_there() -> None:
     requests = [request(1, 10), request(2, 10, scheduled=4), request(3, 10)]
     assert plan(requests, 18) == [(2, 4, 6, True), (1, 0, 10, True), (3, 0, 2, False)]
     assert plan(requests, 16) == [(2, 4, 6, True), (1, 0, 10, True)]
@@ -73,7 +73,7 @@ def test_equal_prompts_are_served_in_the_order_in_which_they_came() -> None:
     assert [each.room for each in in_order(reversed(requests[:3]), 40.0)] == [2, 1, 0], "the first of equals"
 
 
-def test_a_prompt_that_was_begun_goes_on_at_least_once_a_second() -> None:
+def test_a_started_prompt_advances_at_least_once_a_second() -> None:
     """Its decode node has received pages of it and waits for the next ones."""
     begun, other = request(1, 2000, scheduled=64), request(2, 3000, scheduled=64)
     begun.launched_at, other.launched_at = 10.0, 9.5

@@ -86,7 +86,7 @@ def test_any_chunks_of_mixed_batches_give_the_tokens_of_the_eager_target(chunk: 
         assert not target.fallbacks, "embeddings go through the slot: nothing is eager"
 
 
-def test_refused_image_messages_are_told_to_the_router() -> None:
+def test_refused_image_messages_are_reported_to_the_router() -> None:
     with image_cluster() as (cluster, vision):
         assert vision.sockets[0].send(b"p/images", b"no message")
         cluster.run(until=lambda: vision.intakes[0].refused_messages == 1)
@@ -105,7 +105,7 @@ def test_text_never_reads_what_images_left_in_the_slot() -> None:
 
 
 @pytest.mark.parametrize("filler", [0, 6, VOCAB - 1])
-def test_what_stands_at_placeholders_is_never_embedded(filler: int) -> None:
+def test_ids_at_placeholders_are_never_embedded(filler: int) -> None:
     with image_cluster(chunk_tokens=3) as (cluster, vision):
         vision.send(2, 4, 5)
         calls = [(parts, submit(cluster, parts, filler=filler)) for parts in (MIDDLE, TWO)]
@@ -225,7 +225,7 @@ def test_the_encoder_runs_before_serving_where_there_is_one() -> None:
     assert TextEmbeds().warm_up() == 0
 
 
-def test_a_prompt_that_goes_on_keeps_no_rows_of_what_it_has_read() -> None:
+def test_a_continued_prompt_keeps_no_image_rows_that_it_has_read() -> None:
     """Otherwise prompts in flight would hold device memory in addition to the cache, and only the cache is counted."""
     with image_cluster(chunk_tokens=3) as (cluster, vision):
         vision.embeds[0]._cache._max_bytes = 0

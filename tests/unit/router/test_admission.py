@@ -180,7 +180,7 @@ async def test_a_flood_of_one_client_refuses_no_other_client() -> None:
     rig.empty()
 
 
-async def test_what_is_remembered_of_ended_requests_does_not_grow() -> None:
+async def test_records_of_ended_requests_do_not_grow() -> None:
     rig = Rig()
     for _ in range(1000):
         async with rig.admission.let_in("a", 10, 10, 600.0):

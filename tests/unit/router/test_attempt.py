@@ -105,7 +105,7 @@ def test_the_first_failure_counts_and_none_after_the_end() -> None:
     assert ended.error is None
 
 
-def test_a_lost_node_is_not_told_of_the_end() -> None:
+def test_a_lost_node_gets_no_abort() -> None:
     made = attempt()
     made.lose(made.decode, "silence")
     assert (made.prefill_over, made.decode_over) == (False, True)

@@ -105,7 +105,7 @@ async def test_a_file_that_could_not_be_read_for_a_moment_is_read_again(
     assert caplog.text.count("cannot reload the API keys") == 1
 
 
-async def test_asked_it_reads_at_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reload_on_request_happens_at_once(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGHUP reloads it whatever the time stamps say."""
     watched.task.cancel()
     monkeypatch.setattr(auth_keys, "CHECK_SECONDS", 3600.0)

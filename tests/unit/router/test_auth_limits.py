@@ -54,7 +54,7 @@ def test_requests_refill_all_the_time() -> None:
         limited.admit()
 
 
-def test_tokens_are_owed_for_what_was_used() -> None:
+def test_used_tokens_are_charged_afterwards() -> None:
     clock = Clock()
     limited = quota(clock, tokens_per_minute=60)
     first = limited.admit()

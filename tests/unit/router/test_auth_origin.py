@@ -154,7 +154,7 @@ async def test_no_cors_by_default(rig: Rig) -> None:
     assert "access-control" not in answer.split("\r\n\r\n")[0].lower()
 
 
-async def test_probes_tell_pages_of_others_nothing_of_the_nodes(serve: Serve) -> None:
+async def test_probes_reveal_no_nodes_to_foreign_web_pages(serve: Serve) -> None:
     """A page can use a name of its own that it has bound to 127.0.0.1."""
     rig = await serve(gate=open_gate())
     rig.missing = [{"name": "decode-1", "role": "decode"}]

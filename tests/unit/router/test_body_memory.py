@@ -90,7 +90,7 @@ async def test_a_body_that_is_larger_than_all_memory_is_received_by_itself(memor
     await leave(following)
 
 
-async def test_who_leaves_while_waiting_takes_nothing(memory: Memory) -> None:
+async def test_a_client_that_leaves_while_waiting_takes_no_memory(memory: Memory) -> None:
     first = await memory.ask("a", 100)
     leaving, staying = await memory.ask("b", 50), await memory.ask("c", 50)
     await leave(leaving)

@@ -65,7 +65,7 @@ def test_pauses_double_up_to_the_longest() -> None:
         assert breakers.blocked() == set()
 
 
-def test_what_is_gone_is_forgotten() -> None:
+def test_breakers_of_lost_nodes_are_forgotten() -> None:
     breakers = opened(Clock())
     breakers.forget(lambda key: key == "a")
     assert breakers.blocked() == set()

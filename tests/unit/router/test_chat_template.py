@@ -183,7 +183,7 @@ def test_bad_files_are_refused_at_start_up(tmp_path: Path) -> None:
             ChatTemplate(tmp_path)
 
 
-def test_a_file_takes_the_place_of_the_models_own_template(tmp_path: Path) -> None:
+def test_a_configured_template_replaces_the_models_own(tmp_path: Path) -> None:
     made(tmp_path, "own: {{ messages[0].content }}")
     given = tmp_path / "elsewhere" / "mine.jinja"
     given.parent.mkdir()

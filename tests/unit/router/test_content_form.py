@@ -125,7 +125,7 @@ def test_the_forms_are_found_once_per_template(tmp_path: Path) -> None:
     assert renderings == first + 1
 
 
-def test_a_message_with_images_leaves_the_others_whole(tmp_path: Path) -> None:
+def test_a_message_with_images_does_not_change_the_others(tmp_path: Path) -> None:
     picture = ContentPart("image_url", image_url="data:,")
     messages = [
         Message("system", "sys"),
@@ -175,7 +175,7 @@ def test_as_transformers_renders_the_form_of_the_template(tmp_path: Path) -> Non
         assert template_of(tmp_path, source).render(conversation(form)) == expected, style
 
 
-def test_a_template_that_refuses_a_role_goes_on_refusing_it(tmp_path: Path) -> None:
+def test_a_template_that_refuses_a_role_still_refuses_it(tmp_path: Path) -> None:
     template = template_of(tmp_path, styles.MISTRAL)
     with pytest.raises(InvalidRequest, match="must alternate"):
         template.render([Message("user", "a"), Message("user", "b")])

@@ -221,7 +221,7 @@ async def test_what_arrives_while_an_answer_is_sent_is_read_at_once(monkeypatch:
         assert (await second.echo()).known
 
 
-async def test_nobody_speaks_for_another() -> None:
+async def test_no_node_can_act_for_another() -> None:
     async with router_rig() as rig:
         prefill, decode = await rig.pair(0)
         other_prefill, other_decode = await rig.node("prefill", "zzz-0"), await rig.node("decode", "zzz-1")
@@ -322,7 +322,7 @@ async def test_the_field_that_a_node_refuses_reaches_the_client() -> None:
         assert (str(client.error), client.error.param) == ("an image is broken", "messages[1]")
 
 
-def test_what_closed_is_looked_for_within_a_second() -> None:
+def test_closed_sockets_are_probed_within_a_second() -> None:
     assert sum(control_plane.PROBE_PAUSES[:2]) < 0.5
     assert sum(control_plane.PROBE_PAUSES[:3]) < 1.0
 

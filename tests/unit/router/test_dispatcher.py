@@ -275,7 +275,7 @@ async def test_attempts_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("says", [True, False])
-async def test_preemption_counts_as_a_failure_only_where_nothing_was_said(says: bool) -> None:
+async def test_preemption_counts_as_a_failure_only_without_new_tokens(says: bool) -> None:
     """A small pool must not end a request that makes progress with every placement."""
     async with router_rig(max_attempts=3) as rig:
         prefill, decode = await rig.pair()

@@ -60,7 +60,7 @@ def test_a_client_of_weight_three_gets_three_shares() -> None:
     assert [first.count(name) for name in ("paying", "free", "other")] == [30, 10, 10]
 
 
-def test_what_was_let_in_at_once_counts_by_weight_too() -> None:
+def test_requests_admitted_at_once_count_by_weight_too() -> None:
     queue = FairQueue()
     queue.let_in("paying", 300, weight=3)
     queue.let_in("free", 101)
@@ -77,7 +77,7 @@ def test_the_expected_wait_goes_by_weight() -> None:
     assert queue.tokens_before("free") == 900 + 900
 
 
-def test_who_comes_back_does_not_get_what_it_did_not_use() -> None:
+def test_a_returning_client_gets_no_credit_for_its_absence() -> None:
     queue = FairQueue()
     queue.let_in("busy", 10_000)
     queue.let_in("idle", 10)
@@ -88,7 +88,7 @@ def test_who_comes_back_does_not_get_what_it_did_not_use() -> None:
     assert [each.client for each in served(queue)][:2] in (["busy", "idle"], ["idle", "busy"])
 
 
-def test_one_that_left_is_passed_over_and_clients_are_forgotten() -> None:
+def test_cancelled_requests_are_skipped_and_their_clients_forgotten() -> None:
     queue = FairQueue()
     gone, stays = Waiting("a", 1, 0.0), Waiting("b", 2, 0.0)
     queue.push(gone)

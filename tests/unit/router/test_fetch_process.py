@@ -85,7 +85,7 @@ async def test_the_real_process_applies_every_rule(spawner: Spawner) -> None:
     await none.close()
 
 
-async def test_a_process_that_dies_says_too_much_or_hangs_costs_what_is_on_its_way(
+async def test_a_process_that_dies_floods_or_hangs_costs_only_its_current_fetches(
     played: FetchProcess,
 ) -> None:
     for end in ("die", "large", "hang"):

@@ -91,7 +91,7 @@ async def test_a_name_with_one_private_address_is_refused_as_a_whole() -> None:
         (f"https://images.example/{'a' * 9_000}", "more than 8192 characters"),
     ],
 )
-async def test_addresses_that_are_not_asked(address: str, said: str) -> None:
+async def test_addresses_that_are_not_allowed_are_not_fetched(address: str, said: str) -> None:
     fetcher = ImageFetcher(["images.example", "10.0.0.1"], 1000, 1.0, PublicResolver(looking_up("8.8.8.8")))
     with pytest.raises(InvalidRequest, match=said):
         await fetcher.fetch(address)

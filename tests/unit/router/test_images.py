@@ -184,7 +184,7 @@ async def test_what_requests_hold_together_is_bounded(loader: ImageLoader) -> No
     assert loader.held_bytes == 0
 
 
-async def test_what_waits_for_the_inspector_is_held_too(loader: ImageLoader) -> None:
+async def test_images_that_wait_for_the_inspector_count_as_held(loader: ImageLoader) -> None:
     """Otherwise a few small pictures that decode slowly would let large bodies pile up."""
     large = file() + bytes(4_000)  # 5,500 characters of base64
     async with loader._inspector._turn:  # type: ignore[attr-defined]
@@ -247,7 +247,7 @@ async def test_how_long_an_image_waits_for_others_is_bounded(
     await inspector.close()
 
 
-async def test_a_request_that_is_given_up_leaves_no_answer_for_the_next(spawner: Spawner) -> None:
+async def test_the_answer_of_a_cancelled_request_does_not_go_to_the_next(spawner: Spawner) -> None:
     inspector = ImageInspector(spawner, max_pixels=1_000, seconds=PATIENCE)
     try:
         await inspector.check(file(), None)

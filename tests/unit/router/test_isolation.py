@@ -95,7 +95,7 @@ async def test_the_wait_is_bounded_and_who_leaves_frees_its_place() -> None:
     assert (await isolation.enter(2, PATIENCE)).isolated
 
 
-async def test_who_is_cancelled_while_being_admitted_holds_nobody_up() -> None:
+async def test_a_request_cancelled_during_admission_blocks_nobody() -> None:
     isolation = Isolation()
     running, leaving, following = await entering(isolation, [2, 2, 2])
     running.result().release()

@@ -52,7 +52,7 @@ async def answering(
         [b'"' + b"x" * (PIECE - 1) + b'"'],
     ],
 )
-async def test_the_body_is_whole_and_no_write_is_large(
+async def test_a_large_answer_is_complete_and_no_write_is_large(
     parts: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []

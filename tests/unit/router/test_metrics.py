@@ -90,7 +90,7 @@ def test_speculation_by_place_and_by_phase() -> None:
     assert got[f'tandem_phase_seconds_total{{{labels},phase="draft",role="decode"}}'] == 0.5
 
 
-def test_a_node_that_has_not_said_how_full_it_is() -> None:
+def test_a_node_without_a_load_report_counts_as_empty_in_metrics() -> None:
     metrics = RouterMetrics("tiny", lambda: [node()], lambda: 0)
     assert series(metrics)['vllm:kv_cache_usage_perc{engine="decode-0",model_name="tiny",role="decode"}'] == 0
 

@@ -55,7 +55,7 @@ def test_the_missing_role_is_named() -> None:
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded"])
-def test_a_node_that_joins_others_takes_more_and_more(policy: str) -> None:
+def test_the_share_of_a_new_node_rises(policy: str) -> None:
     rig = Rig(policy)
     rig.join("prefill", "p0", "p1")
     rig.join("decode", "d0")

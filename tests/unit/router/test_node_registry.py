@@ -162,7 +162,7 @@ def test_a_living_process_keeps_its_name() -> None:
     assert [node.incarnation for node in registry] == ["i-d"]
 
 
-def test_what_a_process_said_before_it_died_is_no_sign_of_life() -> None:
+def test_old_messages_of_a_dead_process_are_no_sign_of_life() -> None:
     """Its last heartbeat may be read after its successor's first registration."""
     rig = Rig()
     newer = register("decode", "d", "newer")

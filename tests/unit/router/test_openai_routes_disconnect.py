@@ -126,7 +126,7 @@ async def test_body_that_never_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     await leave(writer)
 
 
-async def test_a_body_that_is_said_to_be_too_large_is_not_waited_for(rig: Rig) -> None:
+async def test_a_body_declared_too_large_is_refused_without_waiting_for_it(rig: Rig) -> None:
     """The length is in the head: the client need not send the body, nor hold a connection for READ_TIMEOUT."""
     reader, writer = await asyncio.open_connection(rig.host, rig.port)
     head = "POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"

@@ -42,7 +42,7 @@ def test_a_short_hiccup_changes_nothing() -> None:
         assert after(5, {"a": 0.01, "b": 0.01}, clock, found) == {"a": 1.0, "b": 1.0}
 
 
-def test_who_is_not_measured_any_more_takes_its_full_share_again() -> None:
+def test_a_node_that_is_no_longer_measured_regains_its_full_share() -> None:
     clock = Clock()
     found = Outliers(clock)
     assert after(6, {"a": 0.01, "b": 0.5}, clock, found) == {"a": 1.0, "b": module.LEAST_WEIGHT}

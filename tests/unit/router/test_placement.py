@@ -65,7 +65,7 @@ def test_decode_goes_where_the_smallest_batch_is_and_avoids_full_pools() -> None
     assert policy.choose([cached, free]).name == "a", "cached pages count as free"
 
 
-def test_a_node_that_has_not_said_how_full_it_is_counts_as_empty() -> None:
+def test_a_node_without_a_load_report_counts_as_empty() -> None:
     fresh = Candidate("a", "i", NodeLoad(), 0, 0)
     assert decode_cost(fresh) == 0
     assert LeastLoaded(decode_cost).choose([fresh, candidate("b", 1)]).name == "a"

@@ -97,7 +97,9 @@ async def test_large_bodies_wait_until_there_is_memory(monkeypatch: pytest.Monke
         assert app[memory_key].reserved == app[memory_key].small == 0
 
 
-async def test_a_large_body_without_memory_is_asked_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_body_without_memory_is_answered_with_retry_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(request_body, "READ_TIMEOUT", 0.05)
     async with serving(size_of_body, 1 << 20) as (app, address):
         await app[memory_key].reserve("another", body_memory.MAX_RESERVED, lambda: None)

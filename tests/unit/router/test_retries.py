@@ -65,7 +65,7 @@ def test_a_full_queue() -> None:
     assert made.pause(Overloaded("x"), False, False, 4.0) == 0.25, "each wait begins anew"
 
 
-def test_a_full_queue_is_left_for_that_of_another_node() -> None:
+def test_a_request_leaves_a_full_queue_for_another_node() -> None:
     made = retries(max_attempts=3)
     assert made.pause(Overloaded("x"), False, True, 0.0) == 0.0
     assert not made.repeated

@@ -25,7 +25,7 @@ def test_a_share_of_requests_and_some_per_second() -> None:
     assert spend(budget) == 2 * PER_SECOND
 
 
-def test_what_is_saved_up_is_bounded() -> None:
+def test_the_saved_retry_budget_is_bounded() -> None:
     clock = Clock()
     budget = RetryBudget(1.0, clock)
     for _ in range(10 * int(BURST)):

@@ -28,7 +28,7 @@ async def started(spawner: Spawner, program: str, **options: Any) -> tuple[Child
         raise
 
 
-async def test_a_process_has_its_channel_and_its_end_is_told(spawner: Spawner) -> None:
+async def test_a_process_has_a_channel_and_its_end_is_reported(spawner: Spawner) -> None:
     child, channel = await started(spawner, ECHO)
     with channel:
         assert child.returncode is None

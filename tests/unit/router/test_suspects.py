@@ -59,7 +59,7 @@ def test_suspects_that_crash_together_are_tried_one_at_a_time() -> None:
     assert table.crashed("n2", "decode", keys("b", "c", "d")) == b"b", "it has the most crashes of all"
 
 
-def test_who_gets_past_the_crash_is_cleared() -> None:
+def test_a_request_that_gets_past_the_crash_is_cleared() -> None:
     table = made()
     table.crashed("n0", "decode", {b"a": 100, b"b": 100})
     table.progressed(b"a", 107)

@@ -212,7 +212,7 @@ async def test_an_idle_worker_that_dies_is_replaced(lane: Open, spawned: Spawned
     assert (await opened.run(TEXTS, msgspec.msgpack.encode(["a"])))[0].counts == (1,)
 
 
-async def test_a_stopped_worker_is_killed_and_the_client_may_come_again(lane: Open, spawned: Spawned) -> None:
+async def test_a_stopped_worker_is_killed_and_the_client_may_retry(lane: Open, spawned: Spawned) -> None:
     opened = await lane(seconds=0.05)
     spawned.signal(signal.SIGSTOP)
     with pytest.raises(Overloaded):
@@ -259,7 +259,7 @@ async def silent_lane(monkeypatch: pytest.MonkeyPatch, seconds: float) -> tuple[
     return opened, silent
 
 
-async def test_a_client_that_leaves_in_the_moment_that_a_worker_gets_free(
+async def test_a_client_that_leaves_just_as_a_worker_becomes_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     opened, silent = await silent_lane(monkeypatch, PATIENCE)
@@ -294,7 +294,7 @@ def _raise(error: Exception) -> Never:
 
 
 @pytest.mark.parametrize("bound", ["MAX_WAITING", "MAX_WAITING_BYTES"])
-async def test_what_waits_is_bounded(
+async def test_waiting_jobs_are_bounded(
     lane: Open, spawned: Spawned, bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = await lane()

@@ -140,9 +140,7 @@ def test_half_characters_are_never_given_out(all_kinds: dict[str, Tokenizer], ki
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama2", "tiny"])
-def test_bytes_that_are_no_text_come_out_and_cost_the_same_each(
-    all_kinds: dict[str, Tokenizer], kind: str
-) -> None:
+def test_invalid_bytes_are_emitted_at_constant_cost(all_kinds: dict[str, Tokenizer], kind: str) -> None:
     """A model that emits invalid UTF-8 for ever neither silences its stream nor slows it down."""
     text = all_kinds[kind]
     bad = text.token_to_id("<0xFF>" if kind == "llama2" else "ÿ")

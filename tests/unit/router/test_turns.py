@@ -51,7 +51,7 @@ async def test_a_single_task_does_not_wait() -> None:
         await asyncio.sleep(0)
 
 
-async def test_who_leaves_while_waiting_takes_no_turn() -> None:
+async def test_a_task_cancelled_while_waiting_takes_no_turn() -> None:
     turns = Turns(per_turn=1)
     waiting = [asyncio.create_task(turns.wait()) for _ in range(5)]
     await asyncio.sleep(0)

@@ -114,7 +114,7 @@ def test_migration_at_every_token(step: MakeStep) -> None:
             cluster.settle()
 
 
-def test_aborts_leave_nothing_behind(step: MakeStep) -> None:
+def test_aborts_leave_nothing(step: MakeStep) -> None:
     with NodeCluster(Shape(page_size=4, step=step, completion=Deferred)) as cluster:
         calls = [cluster.submit(prompt_of(9 + n), 30) for n in range(4)]
         cluster.run(until=lambda: len(calls[0].output) > 4)

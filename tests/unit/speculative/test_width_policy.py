@@ -89,7 +89,7 @@ def test_every_width_is_timed_before_one_is_judged() -> None:
     assert widths[: 4 * TRIALS] == [5] * TRIALS + [3] * TRIALS + [1] * TRIALS + [0] * TRIALS
 
 
-def test_what_changes_is_noticed() -> None:
+def test_the_policy_adapts_to_changes() -> None:
     """Texts become easier to guess and contexts make rounds slower: the policy adapts both ways without a restart."""
     policy = WidthPolicy(slots_up_to(5))
     assert usual(settle(policy, 8, 0.1, memory_bound)) in (0, 1)

@@ -25,7 +25,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("index", range(len(WRONG)), ids=[f"B4-{letter}" for letter, _, _ in WRONG])
-def test_reasons_stand_in_the_order_of_row_b4(index: int) -> None:
+def test_reasons_are_given_in_a_fixed_order(index: int) -> None:
     _, change, reason = WRONG[index]
     assert admit(SPEC, replace(GOOD, **change)) == Admission(None, reason)  # type: ignore[arg-type]
     everything = GOOD

@@ -308,7 +308,7 @@ def test_counters_by_reason_and_padded_tokens() -> None:
     )
 
 
-def test_graphs_that_never_ran_are_told() -> None:
+def test_graphs_that_never_ran_are_reported() -> None:
     """Such graphs waste memory, so a gauge counts graphs, not replays."""
     made = runner(Toy())
     for batch in batches([3, 4, 3]):

@@ -226,7 +226,7 @@ def test_recordings_of_a_recorder_share_their_memory() -> None:
     assert not torch.equal(large.output[0], X + 1)
 
 
-def test_what_nobody_reads_is_not_copied() -> None:
+def test_outputs_that_nobody_reads_are_not_copied() -> None:
     held = []
 
     def run() -> Tensor:

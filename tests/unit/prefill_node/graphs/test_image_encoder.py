@@ -92,7 +92,9 @@ def test_what_the_config_says_of_prompts_holds_for_images(part: LlavaPart) -> No
     assert node_graphs.trial(lambda: [taped], lambda: 7) == 6 * node_graphs.GRAPH_BYTES
 
 
-def test_a_capture_that_fails_is_told_and_eager(part: LlavaPart, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_is_reported_and_runs_eagerly(
+    part: LlavaPart, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken(TapeRecorder):
         def end(self) -> Any:
             raise CaptureError("as some driver says")
@@ -105,7 +107,7 @@ def test_a_capture_that_fails_is_told_and_eager(part: LlavaPart, monkeypatch: py
     assert encoder.graphs.totals().fallbacks == {"capture_failed": 1}
 
 
-def test_numbers_of_images_end_with_what_a_node_gives_the_tower() -> None:
+def test_numbers_of_images_end_with_the_largest_batch_of_a_node() -> None:
     assert image_buckets(ENCODER_BATCH) == (1, 2, 3, 4, 6, 8)
     assert image_buckets(largest_batch(3000)) == (1, 2, 3, 4, 5)
     assert image_buckets(largest_batch(20_000)) == (1,)
