@@ -6,7 +6,7 @@ import math
 import secrets
 from dataclasses import dataclass
 
-from common.checkpoint.model_config import DefaultSampling
+from common.checkpoint.generation_config import DefaultSampling
 from common.checkpoint.vision_config import VisionConfig
 from common.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from common.messages.generation import MAX_BIASES, SamplingParams, TokenBias

@@ -1,36 +1,30 @@
 """Reads the config of a model directory as `ModelConfig`, without transformers and torch.
 
 The router reads limits, eos ids and sampling defaults here; the engine reads shapes. No code of a checkpoint is
-executed: `auto_map` is ignored, and an architecture that is not listed in `FAMILIES` is refused by name.
-
-To add a model family, write its row in `FAMILIES` and its config in `tests/unit/engine/families.py`, which compares
-it with transformers. `common/engine/models/decoder.py` computes it if its layers are a mixer and a feed-forward of
-`common/kv_cache/layer_kinds.py`; any other model is a `CausalLM` of its own, named in the row.
+executed: `auto_map` is ignored, and an architecture that has no row in `families.py` is refused by name.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from common.checkpoint import model_files
 from common.checkpoint.experts_config import (
-    DEEPSEEK_V3,
-    MIXTRAL,
-    QWEN,
-    ExpertRules,
     ExpertsConfig,
     parse_experts,
 )
+from common.checkpoint.families import FAMILIES, Family, LayerKind
 from common.checkpoint.gated_delta_config import (
     LINEAR,
     GatedDeltaConfig,
     mixer_types,
     parse_gated_delta,
 )
+from common.checkpoint.generation_config import NO_DEFAULTS, DefaultSampling, default_sampling, eos_ids
 from common.checkpoint.json_fields import (
     MAX_HEADS,
     MAX_LAYERS,
@@ -61,81 +55,7 @@ from common.errors import ModelError
 Raw = Mapping[str, Any]
 
 EXPERTS = "experts"  # LayerKind.feed_forward of layers with experts
-MAX_EOS_IDS = 256
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # tandem's name -> safetensors' name
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How one architecture's config.json is read if families differ. Values are defaults or key names."""
-
-    qkv_bias: bool | str = False  # a str names the config key that decides
-    output_bias: bool | str = False  # o_proj
-    mlp_bias: bool | str = False
-    qk_norm: bool | str = False
-    norm_offset: bool = False  # norms multiply by 1 + weight
-    output_gate: bool = False  # q_proj also has a gate for each head of attention's output
-    partial_rotary: float | None = None  # default of `partial_rotary_factor`; None: whole heads are rotated
-    # A language model that is published with parts for other inputs, which are not loaded: its config may be under
-    # text_config, its tensors under a prefix, and its rope may have sections, whose axes agree for text.
-    text_part: bool = False
-    head_dim: int | None = None  # default if config.json has none; None: hidden / heads
-    # Default of `sliding_window` if config.json has no such key, 0: no window; None: the key is not read.
-    window: int | None = None
-    window_switch: bool = False  # windows only if `use_sliding_window` is true
-    windows_by_layer: bool = False  # a switch, and max_window_layers or layer_types (Qwen)
-    # Maps (config.json, layers, where) to the blocks of each layer; None: attention and a dense feed-forward in each.
-    layer_kinds: Callable[[Raw, int, str], tuple[LayerKind, ...]] | None = None
-    # Of a mixture of experts; the layers that have them follow from config.json.
-    experts: ExpertRules | None = None
-    # Some layers are gated delta networks; True if the rows of their projections are grouped by key head.
-    gated_delta: bool | None = None
-    engine: str = "common.engine.models.decoder:Decoder"  # "module:attribute" of its CausalLM
-
-
-LLAMA = "LlamaForCausalLM"
-FAMILIES: Mapping[str, Family] = {
-    LLAMA: Family("attention_bias", "attention_bias", "mlp_bias"),
-    "MistralForCausalLM": Family(window=4096),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, window=4096, windows_by_layer=True),
-    "Qwen3ForCausalLM": Family(
-        "attention_bias", "attention_bias", qk_norm=True, head_dim=128, window=4096, windows_by_layer=True
-    ),
-    "Qwen3MoeForCausalLM": Family(
-        "attention_bias",
-        "attention_bias",
-        qk_norm=True,
-        window=4096,
-        window_switch=True,
-        experts=QWEN,
-    ),
-    "MixtralForCausalLM": Family(window=0, experts=MIXTRAL),
-    "Glm4MoeForCausalLM": Family(
-        "attention_bias", qk_norm="use_qk_norm", partial_rotary=0.5, experts=DEEPSEEK_V3
-    ),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class DefaultSampling:
-    """Sampling values of generation_config.json: defaults for requests that give none, as in vLLM.
-
-    `do_sample` is not read, as in vLLM: a request without a temperature gets the file's, or 1.0.
-    """
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None  # 0: off
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKind:
-    """The kinds of blocks of one decoder layer: keys of the tables in `common/kv_cache/layer_kinds.py`."""
-
-    mixer: str = "attention"
-    feed_forward: str = "dense"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +82,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     dtype: str  # of the checkpoint: a key of DTYPES
     eos_token_ids: tuple[int, ...] = ()
-    default_sampling: DefaultSampling = DefaultSampling()
+    default_sampling: DefaultSampling = NO_DEFAULTS
     vision: VisionConfig | None = None  # the vision part of a model that takes images; None: text only
     weights: StoredWeights = DENSE  # how the checkpoint stores its products
     layer_kinds: tuple[LayerKind, ...] = ()  # [num_layers]; (): attention and a dense feed-forward in each
@@ -277,8 +197,8 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         qk_norm=_option(raw, family.qk_norm, where),
         sliding_windows=_windows(raw, family, num_layers, where),
         dtype=_dtype(raw, directory, where),
-        eos_token_ids=_eos_ids(raw, generation, vocab, where),
-        default_sampling=_default_sampling(generation, str(directory / "generation_config.json")),
+        eos_token_ids=eos_ids(raw, generation, vocab, where),
+        default_sampling=default_sampling(generation, str(directory / "generation_config.json")),
         weights=weights,
         layer_kinds=kinds,
         experts=experts,
@@ -358,36 +278,3 @@ def _dtype(raw: Raw, directory: Path, where: str) -> str:
     if name not in DTYPES:
         raise ModelError(f"{where}: dtype {name[:80]} is not supported; supported are {', '.join(DTYPES)}")
     return name
-
-
-def _eos_ids(raw: Raw, generation: Raw, vocab: int, where: str) -> tuple[int, ...]:
-    found = generation.get("eos_token_id")
-    found = raw.get("eos_token_id") if found is None else found
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if len(ids) > MAX_EOS_IDS:
-        raise ModelError(f"{where}: eos_token_id has {len(ids)} ids; at most {MAX_EOS_IDS} are supported")
-    for value in ids:
-        if type(value) is not int or not 0 <= value < vocab:
-            raise ModelError(
-                f"{where}: eos_token_id {shown(value)} is not a token id below vocab_size {vocab}"
-            )
-    return tuple(dict.fromkeys(ids))
-
-
-def _default_sampling(generation: Raw, where: str) -> DefaultSampling:
-    def number(key: str, low: float, high: float) -> float | None:
-        value = generation.get(key)
-        if value is None:
-            return None
-        if not is_finite(value) or not low <= value <= high:
-            raise ModelError(f"{where}: {key} must be between {low} and {high}, found {shown(value)}")
-        return float(value)
-
-    top_p, top_k = number("top_p", 0.0, 1.0), number("top_k", -1, 1 << 31)
-    return DefaultSampling(
-        temperature=number("temperature", 0.0, 1e6),
-        top_p=top_p or None,  # 0.0 is not a distribution; greedy is temperature 0
-        top_k=None if top_k is None else max(0, int(top_k)),
-        min_p=number("min_p", 0.0, 1.0),
-        repetition_penalty=number("repetition_penalty", 0.01, 10.0),
-    )

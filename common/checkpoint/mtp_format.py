@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from common.checkpoint.families import FAMILIES
 from common.checkpoint.json_fields import MAX_LAYERS, architecture_of, positive, shown
-from common.checkpoint.model_config import FAMILIES
 from common.errors import ModelError
 
 MIMO = ("MiMoMTPModel", "MiMoMTP", "MiMoForCausalLM")

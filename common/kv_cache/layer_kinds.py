@@ -1,7 +1,7 @@
 """The kinds of blocks that a decoder layer may have, one record each. No torch.
 
 To add one, write a module in `common/engine/layers/` with its `Mixer` or `FeedForward`, a row here (for a mixer with
-its per-request planes), and a family in `common/checkpoint/model_config.py` whose layers have it.
+its per-request planes), and a family in `common/checkpoint/families.py` whose layers have it.
 """
 
 from __future__ import annotations

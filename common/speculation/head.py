@@ -6,8 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.checkpoint.draft_config import check_same
+from common.checkpoint.families import LLAMA
 from common.checkpoint.json_fields import MAX_WIDTH, positive
-from common.checkpoint.model_config import LLAMA, ModelConfig
+from common.checkpoint.model_config import ModelConfig
 from common.checkpoint.rope_config import SECTIONS, split_sections, with_sections
 from common.errors import ModelError
 from common.speculation.algorithm import Json

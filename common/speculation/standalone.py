@@ -6,7 +6,8 @@ from pathlib import Path
 
 from common.checkpoint.aux_layers import AuxLayers
 from common.checkpoint.draft_config import DraftConfig, check_same
-from common.checkpoint.model_config import FAMILIES, ModelConfig
+from common.checkpoint.families import FAMILIES
+from common.checkpoint.model_config import ModelConfig
 from common.speculation.algorithm import Algorithm, DraftDirectory, Json
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.checkpoint.model_config import FAMILIES
+from common.checkpoint.families import FAMILIES
 from common.config.transports import TRANSPORTS
 from common.speculation.table import ALGORITHMS
 from router.openai_schema import NOT_YET

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from common.checkpoint.model_config import FAMILIES, ModelConfig
+from common.checkpoint.families import FAMILIES
+from common.checkpoint.model_config import ModelConfig
 from common.kv_cache.layer_kinds import MIXERS
 from common.named import named
 from router.tokenizer import Tokenizer

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.checkpoint.model_config import Family, LayerKind, ModelConfig
+from common.checkpoint.families import Family, LayerKind
+from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.backend import AttentionBackend
 from common.engine.layers.activations import DENSE, Activations
 from common.engine.layers.blocks import FeedForward, Mixer

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from common.checkpoint.model_config import DefaultSampling
+from common.checkpoint.generation_config import DefaultSampling
 from common.errors import RequestError
 from common.messages.generation import OutputToken, TokenLogprob
 from router.json_body import decode_json

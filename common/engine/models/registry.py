@@ -1,10 +1,11 @@
-"""Builds the model that a config names, by the classes in `FAMILIES` of `common/checkpoint/model_config.py`."""
+"""Builds the model that a config names, by the classes in `FAMILIES` of `common/checkpoint/families.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.checkpoint.model_config import FAMILIES, ModelConfig
+from common.checkpoint.families import FAMILIES
+from common.checkpoint.model_config import ModelConfig
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.named import named

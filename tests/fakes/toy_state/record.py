@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from common.checkpoint.model_config import Family, LayerKind, ModelConfig
+from common.checkpoint.families import Family, LayerKind
+from common.checkpoint.model_config import ModelConfig
 from common.kv_cache.layer_kinds import MixerRecord
 from common.kv_cache.plane import HeadGroup, Kept, Owner, Plane
 

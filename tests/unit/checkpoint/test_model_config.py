@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from common.checkpoint.model_config import DefaultSampling, ModelConfig, model_fingerprint
+from common.checkpoint.generation_config import DefaultSampling
+from common.checkpoint.model_config import ModelConfig, model_fingerprint
 from common.checkpoint.rope_config import RopeConfig
 from common.engine.ops.rotary import inverse_frequencies
 from common.errors import ModelError

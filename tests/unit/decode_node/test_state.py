@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from common.checkpoint.model_config import LayerKind
+from common.checkpoint.families import LayerKind
 from common.kv_cache.layer_kinds import MIXERS
 from tests.fakes.drafters import ngram
 from tests.fakes.node_cluster import ONE_BEHIND, MakeStep, NodeCluster, Shape, autoregressive

@@ -12,7 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from common.checkpoint.model_config import FAMILIES, Family, ModelConfig
+from common.checkpoint.families import FAMILIES, Family
+from common.checkpoint.model_config import ModelConfig
 from common.engine.forward.model_runner import load_model
 from common.errors import ModelError
 from tests.unit.engine import families

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
+from common.checkpoint.families import LayerKind
 from common.checkpoint.gated_delta_config import GatedDeltaConfig
-from common.checkpoint.model_config import LayerKind
 from common.engine.attention.paged import PagedAttention
 from common.engine.formats.dense import DenseFormat
 from common.engine.forward.batch import BatchState, ForwardBatch, ForwardMode

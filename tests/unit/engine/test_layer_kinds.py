@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.checkpoint.model_config import FAMILIES, LayerKind, ModelConfig
+from common.checkpoint.families import FAMILIES, LayerKind
+from common.checkpoint.model_config import ModelConfig
 from common.engine.forward.model_runner import load_model
 from common.engine.layers.attention import Attention
 from common.engine.layers.mlp import Mlp

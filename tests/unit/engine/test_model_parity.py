@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint.model_config import FAMILIES as CONFIG_FAMILIES
+from common.checkpoint.families import FAMILIES as CONFIG_FAMILIES
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 from common.engine.forward.model_runner import load_model
 from common.engine.models.causal_lm import CausalLM

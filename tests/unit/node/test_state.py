@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from common.checkpoint.model_config import FAMILIES
+from common.checkpoint.families import FAMILIES
 from common.config.resolve_node import node_plan
 from common.config.schema import (
     Cluster,

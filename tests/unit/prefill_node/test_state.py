@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.checkpoint.model_config import LayerKind
+from common.checkpoint.families import LayerKind
 from common.kv_cache.layer_kinds import MIXERS
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.tiny_model import CONFIG

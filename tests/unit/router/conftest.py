@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from common.checkpoint.model_config import DefaultSampling
+from common.checkpoint.generation_config import DefaultSampling
 from common.observability.logs import Log
 from router.auth import Entrance, Gate, OpenGate
 from router.auth_origin import Cors, HostRule

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.checkpoint.model_config import DefaultSampling
+from common.checkpoint.generation_config import DefaultSampling
 from common.errors import InvalidRequest
 from router.openai_schema import ChatRequest, Message
 from router.request_checks import check_prompt, sampling_params

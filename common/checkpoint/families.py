@@ -1,0 +1,75 @@
+"""The model families, one row each: how the config.json of an architecture is read. No torch.
+
+To add a family, write its row in `FAMILIES` and its config in `tests/unit/engine/families.py`, which compares it with
+transformers. `common/engine/models/decoder.py` computes it if its layers are a mixer and a feed-forward of
+`common/kv_cache/layer_kinds.py`; any other model is a `CausalLM` of its own, named in the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.checkpoint.experts_config import DEEPSEEK_V3, MIXTRAL, QWEN, ExpertRules
+
+Raw = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """The kinds of blocks of one decoder layer: keys of the tables in `common/kv_cache/layer_kinds.py`."""
+
+    mixer: str = "attention"
+    feed_forward: str = "dense"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture's config.json is read if families differ. Values are defaults or key names."""
+
+    qkv_bias: bool | str = False  # a str names the config key that decides
+    output_bias: bool | str = False  # o_proj
+    mlp_bias: bool | str = False
+    qk_norm: bool | str = False
+    norm_offset: bool = False  # norms multiply by 1 + weight
+    output_gate: bool = False  # q_proj also has a gate for each head of attention's output
+    partial_rotary: float | None = None  # default of `partial_rotary_factor`; None: whole heads are rotated
+    # A language model that is published with parts for other inputs, which are not loaded: its config may be under
+    # text_config, its tensors under a prefix, and its rope may have sections, whose axes agree for text.
+    text_part: bool = False
+    head_dim: int | None = None  # default if config.json has none; None: hidden / heads
+    # Default of `sliding_window` if config.json has no such key, 0: no window; None: the key is not read.
+    window: int | None = None
+    window_switch: bool = False  # windows only if `use_sliding_window` is true
+    windows_by_layer: bool = False  # a switch, and max_window_layers or layer_types (Qwen)
+    # Maps (config.json, layers, where) to the blocks of each layer; None: attention and a dense feed-forward in each.
+    layer_kinds: Callable[[Raw, int, str], tuple[LayerKind, ...]] | None = None
+    # Of a mixture of experts; the layers that have them follow from config.json.
+    experts: ExpertRules | None = None
+    # Some layers are gated delta networks; True if the rows of their projections are grouped by key head.
+    gated_delta: bool | None = None
+    engine: str = "common.engine.models.decoder:Decoder"  # "module:attribute" of its CausalLM
+
+
+LLAMA = "LlamaForCausalLM"
+FAMILIES: Mapping[str, Family] = {
+    LLAMA: Family("attention_bias", "attention_bias", "mlp_bias"),
+    "MistralForCausalLM": Family(window=4096),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, window=4096, windows_by_layer=True),
+    "Qwen3ForCausalLM": Family(
+        "attention_bias", "attention_bias", qk_norm=True, head_dim=128, window=4096, windows_by_layer=True
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "attention_bias",
+        "attention_bias",
+        qk_norm=True,
+        window=4096,
+        window_switch=True,
+        experts=QWEN,
+    ),
+    "MixtralForCausalLM": Family(window=0, experts=MIXTRAL),
+    "Glm4MoeForCausalLM": Family(
+        "attention_bias", qk_norm="use_qk_norm", partial_rotary=0.5, experts=DEEPSEEK_V3
+    ),
+}

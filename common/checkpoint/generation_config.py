@@ -1,0 +1,67 @@
+"""Where texts end and how they are sampled by default: config.json and generation_config.json. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from common.checkpoint.json_fields import is_finite, shown
+from common.errors import ModelError
+
+Raw = Mapping[str, Any]
+
+MAX_EOS_IDS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultSampling:
+    """Sampling values of generation_config.json: defaults for requests that give none, as in vLLM.
+
+    `do_sample` is not read, as in vLLM: a request without a temperature gets the file's, or 1.0.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None  # 0: off
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+NO_DEFAULTS = DefaultSampling()
+
+
+def eos_ids(raw: Raw, generation: Raw, vocab: int, where: str) -> tuple[int, ...]:
+    """Return the ids of tokens that end a text; generation_config.json has precedence. Raises ModelError."""
+    found = generation.get("eos_token_id")
+    found = raw.get("eos_token_id") if found is None else found
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if len(ids) > MAX_EOS_IDS:
+        raise ModelError(f"{where}: eos_token_id has {len(ids)} ids; at most {MAX_EOS_IDS} are supported")
+    for value in ids:
+        if type(value) is not int or not 0 <= value < vocab:
+            raise ModelError(
+                f"{where}: eos_token_id {shown(value)} is not a token id below vocab_size {vocab}"
+            )
+    return tuple(dict.fromkeys(ids))
+
+
+def default_sampling(generation: Raw, where: str) -> DefaultSampling:
+    """Return the sampling values of generation_config.json. Raises ModelError."""
+
+    def number(key: str, low: float, high: float) -> float | None:
+        value = generation.get(key)
+        if value is None:
+            return None
+        if not is_finite(value) or not low <= value <= high:
+            raise ModelError(f"{where}: {key} must be between {low} and {high}, found {shown(value)}")
+        return float(value)
+
+    top_p, top_k = number("top_p", 0.0, 1.0), number("top_k", -1, 1 << 31)
+    return DefaultSampling(
+        temperature=number("temperature", 0.0, 1e6),
+        top_p=top_p or None,  # 0.0 is not a distribution; greedy is temperature 0
+        top_k=None if top_k is None else max(0, int(top_k)),
+        min_p=number("min_p", 0.0, 1.0),
+        repetition_penalty=number("repetition_penalty", 0.01, 10.0),
+    )
