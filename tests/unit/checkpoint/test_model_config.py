@@ -56,7 +56,10 @@ def test_agrees_with_transformers(name: str, tmp_path: Path) -> None:
     if dense[0]:
         assert config.mlp_bias == (model.model.layers[0].mlp.up_proj.bias is not None)
     torch.testing.assert_close(
-        inverse_frequencies(config.rope, config.head_dim), model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0
+        inverse_frequencies(config.rope, config.rope.rotated_dims(config.head_dim)),
+        model.model.rotary_emb.inv_freq,
+        rtol=1e-6,
+        atol=0,
     )
     assert config.rope.attention_factor == pytest.approx(model.model.rotary_emb.attention_scaling)
 
