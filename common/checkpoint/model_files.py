@@ -15,8 +15,9 @@ from common.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLED = ".bin"  # written by torch.save
 FOREIGN_WEIGHTS = (
-    ".bin",
+    PICKLED,
     ".pt",
     ".pth",
     ".ckpt",
@@ -74,15 +75,22 @@ def weight_paths(directory: Path) -> list[Path]:
     single = directory / SINGLE
     if single.is_file():
         return [single]
+    foreign = foreign_weights(directory)
+    found = f"found {', '.join(foreign[:4])}" if foreign else "found no weights"
+    remedy = "convert others with transformers' save_pretrained"
+    if any(name.endswith(PICKLED) for name in foreign):
+        remedy = f"deploy/convert {directory} writes them from {PICKLED} files"
+    raise ModelError(
+        f"{directory}: {found}; supported weights are {SINGLE} or {INDEX} with its safetensors files ({remedy})"
+    )
+
+
+def foreign_weights(directory: Path) -> list[str]:
+    """Return the names of weight files in other formats, sorted. Raises ModelError."""
     try:
-        foreign = sorted(p.name for p in directory.iterdir() if p.suffix in FOREIGN_WEIGHTS)
+        return sorted(path.name for path in directory.iterdir() if path.suffix in FOREIGN_WEIGHTS)
     except OSError as error:
         raise ModelError(f"cannot read {directory}: {error.strerror or error}") from error
-    found = f"found {', '.join(foreign[:4])}" if foreign else "found no weights"
-    raise ModelError(
-        f"{directory}: {found}; supported weights are {SINGLE} or {INDEX} with its safetensors files "
-        "(convert others with transformers' save_pretrained)"
-    )
 
 
 def read_weight_files(directory: Path) -> list[WeightFile]:

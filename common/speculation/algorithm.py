@@ -18,6 +18,11 @@ def no_other_form(name: str, raw: Json) -> bool:
     return False
 
 
+def no_tensors(names: Collection[str]) -> bool:
+    """Default of `holds`: tensors say nothing."""
+    return False
+
+
 def any_steps(raw: Json, where: str) -> int | None:
     """Default of `most_steps`: the draft runs again for every step, so any number is possible."""
     return None
@@ -46,6 +51,9 @@ class DraftDirectory:
     model: str
     # Whether a config.json with another architecture, or with these keys, is a draft of this algorithm too.
     fits: Callable[[str, Json], bool] = no_other_form
+    # Whether tensors of these names, without `model.` before them, are a draft of this algorithm, whatever config.json
+    # calls it: many heads have the architecture of their target.
+    holds: Callable[[Collection[str]], bool] = no_tensors
     # Moves nested keys of config.json to the top level; called with (keys, where) of any draft.
     flatten: Callable[[Json, str], Json] = as_it_is
     # The maximum steps of a draft with these keys; None: any number.

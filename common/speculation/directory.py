@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from common.checkpoint import model_files
@@ -10,6 +11,7 @@ from common.checkpoint.json_fields import architecture_of
 from common.checkpoint.model_config import ModelConfig
 from common.errors import ModelError
 from common.speculation.algorithm import DraftDirectory, Json
+from common.speculation.head_tensors import check_form, names_if_present, tensor_names
 from common.speculation.table import algorithm, algorithms
 
 
@@ -21,25 +23,29 @@ def load_draft_config(path: str | Path, name: str, target: ModelConfig) -> Draft
     file, raw = _read(path)
     chosen = algorithm(name).directory
     assert chosen is not None, f"{name} has no draft model"
-    _check_architecture(raw, name, chosen, str(file))
+    names = tensor_names(file.parent)
+    check_form(raw, names, str(file))
+    _check_architecture(raw, names, name, str(file))
     return chosen.read(raw, file, target)
 
 
 def algorithm_of(path: str | Path, target: str | Path) -> str:
-    """Return the algorithm that drafts with the model in `path`, judged only by its config.json. Raises ModelError.
+    """Return the algorithm that drafts with the model in `path`. Raises ModelError.
 
-    A model that could be served by itself drafts standalone, also if its checkpoint contains prediction modules,
-    unless it is the target itself: then its modules draft.
+    It is judged by its config.json and, where the weights are there already, by the names of its tensors. A model that
+    could be served by itself drafts standalone, also if its checkpoint contains prediction modules, unless it is the
+    target itself: then its modules draft.
     """
     file, raw = _read(path)
-    architecture = architecture_of(raw)
+    names = names_if_present(file.parent)
+    check_form(raw, names, str(file))
     keys = raw if Path(path).resolve() == Path(target).resolve() else {}
-    found = next((name for name, each in _directories() if _is_of(architecture, keys, each)), None)
-    if found is None:
+    found = _algorithms_of(raw, keys, names)
+    if not found:
         raise ModelError(
-            f"{file}: architecture {str(architecture)[:80]} is not a draft; known are {_known()}"
+            f"{file}: architecture {str(architecture_of(raw))[:80]} is not a draft; known are {_known()}"
         )
-    return found
+    return found[0]
 
 
 def most_steps(path: str | Path, name: str) -> int | None:
@@ -52,6 +58,7 @@ def most_steps(path: str | Path, name: str) -> int | None:
 def _read(path: str | Path) -> tuple[Path, Json]:
     file = Path(path) / "config.json"
     raw: Json = model_files.read_json(file)
+    check_form(raw, (), str(file))
     for _, directory in _directories():
         raw = directory.flatten(raw, str(file))
     return file, raw
@@ -61,11 +68,17 @@ def _directories() -> list[tuple[str, DraftDirectory]]:
     return [(each.name, each.directory) for each in algorithms() if each.directory is not None]
 
 
-def _check_architecture(raw: Json, name: str, directory: DraftDirectory, where: str) -> None:
-    found = architecture_of(raw)
-    if _is_of(found, raw, directory):
+def _algorithms_of(raw: Json, keys: Json, names: Collection[str]) -> list[str]:
+    """Return the algorithms whose draft this is. Tensors of a head decide; otherwise its architecture and `keys`."""
+    held = [name for name, each in _directories() if each.holds(names)]
+    return held or [name for name, each in _directories() if _is_of(architecture_of(raw), keys, each)]
+
+
+def _check_architecture(raw: Json, names: Collection[str], name: str, where: str) -> None:
+    if name in _algorithms_of(raw, raw, names):
         return
-    others = [other for other, each in _directories() if _is_of(found, {}, each)]
+    found = architecture_of(raw)
+    others = _algorithms_of(raw, {}, names)
     remedy = f"set speculation.algorithm to {others[0]}" if others else f"known are {_known()}"
     raise ModelError(f"{where}: architecture {str(found)[:80]} is not a draft for {name}; {remedy}")
 

@@ -9,6 +9,7 @@ from common.checkpoint.draft_config import DraftConfig
 from common.checkpoint.model_config import ModelConfig
 from common.speculation.algorithm import Algorithm, DraftDirectory, Json
 from common.speculation.head import head_model
+from common.speculation.head_tensors import holds_eagle
 
 
 def _read(raw: Json, file: Path, target: ModelConfig) -> DraftConfig:
@@ -22,6 +23,7 @@ EAGLE = Algorithm(
         architectures=("EagleLlamaForCausalLM", "LlamaForCausalLMEagle"),
         read=_read,
         model="common.node.loaded_draft:load_eagle_head",
+        holds=holds_eagle,
         takes_embeds=True,
     ),
     trees=True,

@@ -11,6 +11,7 @@ from common.checkpoint.model_config import ModelConfig
 from common.errors import ModelError
 from common.speculation.algorithm import Algorithm, DraftDirectory, Json
 from common.speculation.head import head_model
+from common.speculation.head_tensors import holds_eagle3
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 MARK = "Eagle3"  # prefix or suffix of other architectures, which are checked by their tensors
@@ -75,6 +76,7 @@ EAGLE3 = Algorithm(
         read=_read,
         model="common.node.loaded_draft:load_eagle3_head",
         fits=_fits,
+        holds=holds_eagle3,
         flatten=_from_speculators,
         takes_embeds=True,
     ),

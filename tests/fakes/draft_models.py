@@ -60,6 +60,14 @@ DRAFTS = {
     "eagle3-no-aux": DraftConfig(
         "eagle3", NARROW, CONFIG.hidden_size, AuxLayers(), None, True, fc_norms=("input_norm",)
     ),
+    "eagle3-window": DraftConfig(
+        "eagle3",
+        replace_fields(ONE_LAYER, qk_norm=True, sliding_windows=(5,)),
+        CONFIG.hidden_size,
+        AuxLayers((0, 1, 2)),
+        40,
+        False,
+    ),
     "eagle": DraftConfig("eagle", CONFIG, CONFIG.hidden_size, AuxLayers(), None, False),
     "mtp-one-module": DraftConfig(
         "mtp", ONE_LAYER, CONFIG.hidden_size, AuxLayers(), None, False, mtp=ONE_MODULE, repeats=True
@@ -342,7 +350,7 @@ def _head_reads(name: str, text: tuple[int, ...], path: tuple[int, ...]) -> tupl
     pool = plain_pool(
         layers, CONFIG.num_kv_heads, CONFIG.head_dim, MAX_LEN, 2, PLACEMENT.dtype, PLACEMENT.device
     )
-    attention = PagedAttention(pool, (None,) * layers)
+    attention = PagedAttention(pool, DRAFTS[name].model.sliding_windows)
     batch = _one([*text[1:], *path])
     attention.plan(batch)
     output = tiny_draft(name)(batch.input_ids, hidden, batch.positions, attention)

@@ -25,6 +25,7 @@ from common.engine.models.eagle import (
     Eagle3Head,
     EagleHead,
     SplitHead,
+    input_norm,
 )
 from common.engine.models.model_size import check_draft_size
 from common.engine.ops.top_tokens import top_tokens
@@ -76,7 +77,9 @@ def load_eagle(path: Path, draft: DraftConfig, target: CausalLM, placement: Plac
     names = _tensor_names(path)
     check_draft_size(path, draft)
     _check_shared(path, draft, target, ())
-    head = EagleHead(draft, target, placement, _own_parts(names))
+    norms = {input_norm(layer) for layer in range(1, draft.model.num_layers)}
+    found = {norm for norm in norms if _published(norm, names) in names}
+    head = EagleHead(draft, target, placement, _own_parts(names) | found)
     _fill(path, head, names, (EMBEDDING, LM_HEAD))  # some files contain copies of the target's
     return _checked(head.eval(), draft, placement, path)
 

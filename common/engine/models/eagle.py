@@ -33,6 +33,11 @@ from common.engine.models.decoder import DecoderLayer
 EMBEDDING, LM_HEAD, FC_BIAS, D2T = "embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t"
 
 
+def input_norm(layer: int) -> str:
+    """Return the name of the norm before attention in a layer of an EAGLE-1/2 head."""
+    return f"layers.{layer}.input_layernorm.weight"
+
+
 class DraftOutput(NamedTuple):
     """The output of a draft step, per row."""
 
@@ -230,24 +235,30 @@ class Eagle3Head(DraftModule):
 
 
 class EagleLayer(nn.Module):
-    """A Llama layer without a norm before attention."""
+    """A Llama layer. The first layer of a head has no norm before attention, later ones have one."""
 
-    def __init__(self, name: str, draft: DraftConfig, layer: int, weights: WeightFormat) -> None:
+    def __init__(
+        self, name: str, draft: DraftConfig, layer: int, weights: WeightFormat, input_norm: bool
+    ) -> None:
         super().__init__()
         config = draft.model
         norm = (config.hidden_size, config.rms_norm_eps, weights.placement)
         self.self_attn = Attention(name, config, layer, weights)
+        self.input_layernorm = RmsNorm(f"{name}.input_layernorm", *norm) if input_norm else None
         mlp = Mlp(name, config, weights)
         self.post_attention_layernorm = RmsNorm(f"{name}.post_attention_layernorm", *norm, mlp.reads)
         self.mlp = mlp
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
         norm = self.post_attention_layernorm
-        normed, stream = self.self_attn.add_norm(Activations(x), x, norm, angles, attention)
+        read = x if self.input_layernorm is None else self.input_layernorm(x)
+        normed, stream = self.self_attn.add_norm(Activations(read), x, norm, angles, attention)
         fed: Tensor = self.mlp(normed)
         return fed + stream
 
     def pieces(self) -> Iterator[Piece]:
+        if self.input_layernorm is not None:
+            yield from self.input_layernorm.pieces()
         yield from self.self_attn.pieces()
         yield from self.post_attention_layernorm.pieces()
         yield from self.mlp.pieces()
@@ -257,7 +268,7 @@ class EagleHead(DraftModule):
     """EAGLE-1/2: predicts the target's normed hidden state, from which the target's own head computes logits.
 
     Args:
-        own: FC_BIAS if the checkpoint has it.
+        own: FC_BIAS if the checkpoint has it, and the norms before attention that it has in layers after the first.
     """
 
     def __init__(
@@ -277,7 +288,8 @@ class EagleHead(DraftModule):
         weights = weight_format(config, placement)
         self.fc = weights.linear(width, {"fc": config.hidden_size}, FC_BIAS in own)
         self.layers = nn.ModuleList(
-            EagleLayer(f"layers.{i}", draft, i, weights) for i in range(config.num_layers)
+            EagleLayer(f"layers.{i}", draft, i, weights, i > 0 and input_norm(i) in own)
+            for i in range(config.num_layers)
         )
 
     def body(

@@ -307,7 +307,7 @@ def test_the_form_of_the_speculators_library(target: Any, tmp_path: Path) -> Non
     assert config_of(path) == config_of(MODELS / "tiny-eagle3")
     load_eagle3(path, config_of(path), target, PLACEMENT)
     for changes, sentence in (
-        ({"speculators_model_type": "dflash"}, "speculators_model_type is 'dflash'; eagle3 is supported"),
+        ({"speculators_model_type": "mlp"}, "speculators_model_type is 'mlp'; eagle3 is supported"),
         ({"transformer_layer_config": 3}, "with a transformer_layer_config"),
     ):
         (path / "config.json").write_text(json.dumps({**form, **changes}))

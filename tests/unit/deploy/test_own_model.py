@@ -17,6 +17,7 @@ from common.errors import ConfigError
 from deploy.gpus import Gpu
 from deploy.own_model import GIB, Machine, cluster_sections, write_cluster_file
 from tests.architecture.source_tree import ROOT
+from tests.fakes.mtp_models import first_modules
 
 MODELS = ROOT / "deploy" / "tiny_models"
 MODEL = MODELS / "tiny-target"
@@ -96,12 +97,10 @@ def test_the_algorithm_follows_from_the_draft(tmp_path: Path, draft: str, algori
     assert speculation.draft_model_path == str(MODELS / f"tiny-{draft}")
 
 
-def test_mtp_takes_no_more_steps_than_it_has_modules(tmp_path: Path) -> None:
-    draft = tmp_path / "draft"
-    shutil.copytree(MODELS / "tiny-mtp", draft)
-    config = json.loads((draft / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    (draft / "config.json").write_text(json.dumps(config))
-    assert resolved(tmp_path, CPU, draft).cluster.speculation.steps == 1
+@pytest.mark.parametrize(("modules", "steps"), [(2, 2), (1, 3)])
+def test_several_mtp_modules_take_one_step_each(modules: int, steps: int, tmp_path: Path) -> None:
+    draft = first_modules(tmp_path / "draft", modules)
+    assert resolved(tmp_path, CPU, draft).cluster.speculation.steps == steps
 
 
 def broken(tmp_path: Path, **changes: Any) -> Path:

@@ -42,7 +42,9 @@ def test_decode(dtype: torch.dtype, page_size: int, window: int | None, splits: 
     assert not out[-1].any()
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 64), (6, 2, 24), (2, 2, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(7, 1, 64), (6, 2, 24), (2, 2, 128), (4, 1, 80), (2, 1, 112)]
+)
 def test_decode_shapes(heads: int, kv_heads: int, dim: int) -> None:
     cache = Cache([90, 17], 16, kv_heads, dim, torch.float32)
     lengths = torch.tensor(cache.lengths, dtype=torch.int32)
@@ -79,7 +81,9 @@ def test_extend(dtype: torch.dtype, page_size: int, window: int | None) -> None:
     assert not out[-40:].any()
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 64), (6, 2, 24), (2, 2, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(7, 1, 64), (6, 2, 24), (2, 2, 128), (4, 1, 80), (2, 1, 112)]
+)
 def test_extend_shapes_and_requests_left_to_others(heads: int, kv_heads: int, dim: int) -> None:
     cache = Cache([80, 20, 70], 16, kv_heads, dim, torch.float32)
     wide = torch.randn(140, 2 * heads * dim)  # queries are part of a merged row

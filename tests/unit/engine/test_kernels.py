@@ -105,7 +105,7 @@ def test_rotary_angles(dtype: torch.dtype, count: int, head_dim: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (14, 2, 24)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (14, 2, 24), (2, 1, 112)])
 def test_rotary_kv_write(
     dtype: torch.dtype, norm: bool, page_size: int, heads: int, kv_heads: int, head_dim: int
 ) -> None:

@@ -77,7 +77,9 @@ def test_trees(dtype: torch.dtype, page_size: int, window: int | None, new: int,
     expect(reference, cache, query, masks, window)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 64), (6, 2, 24), (2, 2, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(7, 1, 64), (6, 2, 24), (2, 2, 128), (4, 1, 80), (2, 1, 112)]
+)
 def test_shapes_and_strides(heads: int, kv_heads: int, dim: int) -> None:
     cache = Cache([150, 17], 16, kv_heads, dim, torch.float32)
     masks = tree_masks(TREES[1:2], 4).expand(2, -1, -1)  # one mask for all requests

@@ -225,7 +225,8 @@ class RoundRig:
             place.dtype,
             place.device,
         )
-        attention = StepAttention(self.draft_pool, (None,) * layers)
+        windows = (None,) * layers if config is None else config.model.sliding_windows
+        attention = StepAttention(self.draft_pool, windows)
         if config is None:
             runner = ModelRunner(_on(standalone_model(), self.device), self.draft_pool, attention)
             runner(self._whole)

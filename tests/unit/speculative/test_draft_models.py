@@ -85,9 +85,9 @@ def test_draft_kv_of_chunks_is_that_of_the_whole_prompt(name: str) -> None:
 
 
 @pytest.mark.parametrize("completion", [Immediate, Deferred])
-@pytest.mark.parametrize("name", ["eagle3-narrow", "eagle3-no-aux"])
+@pytest.mark.parametrize("name", ["eagle3-narrow", "eagle3-no-aux", "eagle3-window"])
 def test_heads_of_other_forms_across_the_cut(name: str, completion: type[Completion]) -> None:
-    """Rows D1-D4: another width than the target's, more layers, no aux states, norms, or an own embedding."""
+    """Rows D1-D4: another width than the target's, more layers, no aux states, norms, an own embedding, or a window."""
     seen: Seen = []
     with NodeCluster(shape_of(name, 3, seen, chunk_tokens=7, page_size=4, completion=completion)) as cluster:
         calls = [cluster.submit(prompt_of(n), 9) for n in (1, 17, 40)]

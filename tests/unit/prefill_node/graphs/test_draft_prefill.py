@@ -58,7 +58,7 @@ def runner(name: str, pages: int, page_size: int = 4) -> tuple[DraftRunner, KvPo
     pool = plain_pool(
         layers, model.num_kv_heads, model.head_dim, page_size, pages, PLACEMENT.dtype, PLACEMENT.device
     )
-    return DraftRunner(head, PagedAttention(pool, (None,) * layers), topk=3), pool
+    return DraftRunner(head, PagedAttention(pool, model.sliding_windows), topk=3), pool
 
 
 @dataclass
