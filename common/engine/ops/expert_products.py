@@ -1,4 +1,14 @@
-"""The products of the chosen experts of each token: share * down(silu(gate(x)) * up(x))."""
+"""The products of the chosen experts of each token: share * down(silu(gate(x)) * up(x)).
+
+A pair is a token with one of its experts; pair t * K + k is the k-th expert of token t. Each of the two products is
+one kernel over tiles of the weight's rows. As in `linear`, the rows of the weight are the rows of the matrix units and
+the tokens are the columns, and a token's result does not depend on the other tokens of its tile.
+
+Few tokens: there is a program for every pair and every tile, of which only that of an expert's first pair works. It
+reads its tile of the weight once, for all tokens of the expert; the others end at once, so that no sorting is needed
+and the grid does not depend on the routing. Many tokens: pairs are grouped by expert, and the programs that an expert
+gets follow from the number of its pairs. Neither form waits for the device, and a pair without an expert costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +16,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.ops.expert_tiles import FEW, FEW_TOKENS, ExpertTiles, choose_few, choose_many
+from common.engine.ops.group_pairs import group_pairs_triton
 from common.engine.ops.registration import register_op
+from common.engine.ops.shared_memory import room_of
 from common.engine.ops.silu_mul import silu_mul_reference
+from common.engine.ops.triton_kernel import (
+    await_previous,
+    cdiv,
+    chained,
+    copies_in_bulk,
+    described,
+    kernel,
+    kernel_with_varying,
+    multiprocessors,
+    next_power_of_2,
+    tl,
+)
 
 
 def expert_parts_reference(
@@ -19,23 +44,311 @@ def expert_parts_reference(
         x: [T, H].
         gate_up: [E, 2 * I, H], gates first.
         down: [E, H, I].
-        experts: [T, K] int32.
+        experts: [T, K] int32; a token has no expert twice. Negative: none, the output is zero.
         shares: [T, K] float32.
     """
     tokens, chosen = experts.shape
-    out = x.new_empty((tokens * chosen, x.shape[1]))
-    counts = experts.flatten().bincount(minlength=len(gate_up)).tolist()
-    pairs = experts.flatten().argsort(stable=True)  # of token and expert, by expert
-    for expert, of_expert in enumerate(torch.split(pairs, counts)):
+    out = x.new_zeros((tokens * chosen, x.shape[1]))
+    # Pairs by expert; those without one come first.
+    counts = (experts.flatten() + 1).bincount(minlength=len(gate_up) + 1).tolist()
+    pairs = experts.flatten().argsort(stable=True)
+    for expert, of_expert in enumerate(torch.split(pairs, counts)[1:]):
         if len(of_expert):
             inner = silu_mul_reference(F.linear(x[of_expert // chosen], gate_up[expert]))
             share = shares.view(-1, 1)[of_expert]
             out[of_expert] = (F.linear(inner, down[expert]) * share).to(x.dtype)
-    return out.view(tokens, chosen, -1)
+    return out.view(tokens, chosen, x.shape[1])
+
+
+@kernel
+def _weight_tile(  # type: ignore[no-untyped-def]
+    weight,  # a descriptor made by `described` if BULK, else a pointer: [all rows, DEPTH]
+    first,
+    last,
+    k,
+    DEPTH: tl.constexpr,
+    CUT: tl.constexpr,
+    BULK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return [COLUMNS, BLOCK_K] from row `first` and column k on; rows from `last` on are undefined."""
+    if BULK:
+        tile = weight.load([first, k])
+    else:
+        row, column = first + tl.arange(0, COLUMNS), k + tl.arange(0, BLOCK_K)
+        read = (row < last)[:, None]
+        if CUT:
+            read = read & (column < DEPTH)[None, :]
+        tile = tl.load(weight + row.to(tl.int64)[:, None] * DEPTH + column[None, :], mask=read, other=0.0)
+    return tile
+
+
+@kernel
+def _multiply_pairs(  # type: ignore[no-untyped-def]
+    x_ptr,  # [tokens, DEPTH], or if not GATED [pairs, DEPTH]
+    weight,  # [experts * size, DEPTH], or if GATED [experts * 2 * size, DEPTH]
+    shares_ptr,  # [pairs] float32; read if not GATED
+    out_ptr,  # [pairs, size]
+    pair,  # [ROWS]
+    real,  # [ROWS] bool
+    expert,
+    first,
+    size,
+    DEPTH: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    GATED: tl.constexpr,
+    CUT: tl.constexpr,
+    BULK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Compute COLUMNS output columns of the given pairs of one expert."""
+    source = pair
+    begin = expert * size
+    if GATED:
+        source = pair // CHOSEN
+        begin = expert * 2 * size
+    place = x_ptr + source.to(tl.int64)[:, None] * DEPTH
+    out = tl.zeros((COLUMNS, ROWS), tl.float32)
+    up = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for k in range(0, DEPTH, BLOCK_K):
+        column = k + tl.arange(0, BLOCK_K)
+        read = real[:, None]
+        if CUT:
+            read = read & (column < DEPTH)[None, :]
+        few = tl.trans(tl.load(place + column[None, :], mask=read, other=0.0))
+        tile = _weight_tile(weight, begin + first, begin + size, k, DEPTH, CUT, BULK, COLUMNS, BLOCK_K)
+        out = tl.dot(tile, few, out, input_precision="ieee")
+        if GATED:
+            tile = _weight_tile(
+                weight, begin + size + first, begin + 2 * size, k, DEPTH, CUT, BULK, COLUMNS, BLOCK_K
+            )
+            up = tl.dot(tile, few, up, input_precision="ieee")
+    dtype = out_ptr.dtype.element_ty
+    if GATED:
+        # Rounded where two separate kernels would round.
+        gate = out.to(dtype).to(tl.float32)
+        out = gate / (1.0 + tl.exp(-gate)) * up.to(dtype).to(tl.float32)
+    else:
+        share = tl.load(shares_ptr + pair, mask=real, other=0.0)
+        out = out.to(dtype).to(tl.float32) * share[None, :]
+    column = first + tl.arange(0, COLUMNS)
+    place = out_ptr + pair.to(tl.int64)[None, :] * size + column[:, None]
+    tl.store(place, out.to(dtype), mask=real[None, :] & (column < size)[:, None])
+
+
+@kernel_with_varying("tokens")
+def _few_pairs_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight,
+    experts_ptr,  # [tokens, CHOSEN] int32
+    shares_ptr,
+    out_ptr,
+    tokens,
+    size,  # output columns
+    DEPTH: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    GATED: tl.constexpr,
+    CUT: tl.constexpr,
+    BULK: tl.constexpr,
+    FEW: tl.constexpr,
+    TOKENS: tl.constexpr,  # at least `tokens`
+    BLOCK_C: tl.constexpr,  # at least CHOSEN
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """The program of an expert's first pair computes COLUMNS columns for all tokens of the expert."""
+    await_previous(CHAINED)
+    first, asked = tl.program_id(0) * COLUMNS, tl.program_id(1)
+    token, rank = tl.arange(0, TOKENS), tl.arange(0, BLOCK_C)
+    listed = token[:, None] * CHOSEN + rank[None, :]
+    exists = (token < tokens)[:, None] & (rank < CHOSEN)[None, :]
+    expert = tl.load(experts_ptr + asked)
+    same = exists & (tl.load(experts_ptr + listed, mask=exists, other=-1) == expert)
+    leader = tl.min(tl.min(tl.where(same, listed, TOKENS * CHOSEN), axis=1), axis=0)
+    if (expert >= 0) & (leader == asked):
+        has = tl.max(same.to(tl.int32), axis=1)
+        pair = tl.sum(tl.where(same, listed, 0), axis=1)
+        count = tl.sum(has, axis=0)
+        if TOKENS > FEW and count <= FEW:
+            # Gather the expert's tokens into the smallest tile.
+            row = tl.arange(0, FEW)
+            here = ((tl.cumsum(has, axis=0) - 1)[None, :] == row[:, None]) & (has > 0)[None, :]
+            packed = tl.sum(tl.where(here, pair[None, :], 0), axis=1)
+            _multiply_pairs(
+                x_ptr, weight, shares_ptr, out_ptr, packed, row < count, expert, first, size,
+                DEPTH, CHOSEN, GATED, CUT, BULK, FEW, COLUMNS, BLOCK_K,
+            )  # fmt: skip
+        else:
+            _multiply_pairs(
+                x_ptr, weight, shares_ptr, out_ptr, pair, has > 0, expert, first, size,
+                DEPTH, CHOSEN, GATED, CUT, BULK, TOKENS, COLUMNS, BLOCK_K,
+            )  # fmt: skip
+
+
+@kernel
+def _many_pairs_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight,
+    starts_ptr,  # [experts + 1], see group_pairs
+    pairs_ptr,
+    shares_ptr,
+    out_ptr,
+    experts,
+    size,  # output columns
+    DEPTH: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    GATED: tl.constexpr,
+    CUT: tl.constexpr,
+    BULK: tl.constexpr,
+    BLOCK_E: tl.constexpr,  # at least `experts`
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Each program computes COLUMNS columns for ROWS pairs of one expert; the last programs may have none."""
+    await_previous(CHAINED)
+    first, tile = tl.program_id(0) * COLUMNS, tl.program_id(1)
+    index = tl.arange(0, BLOCK_E)
+    start = tl.load(starts_ptr + index, mask=index < experts, other=0)
+    end = tl.load(starts_ptr + index + 1, mask=index < experts, other=0)
+    tiles = (end - start + ROWS - 1) // ROWS
+    past = tl.cumsum(tiles, axis=0)
+    expert = tl.sum(((past <= tile) & (index < experts)).to(tl.int32), axis=0)
+    if expert < experts:
+        own = index == expert
+        within = tile - tl.sum(tl.where(own, past - tiles, 0), axis=0)
+        place = tl.sum(tl.where(own, start, 0), axis=0) + within * ROWS + tl.arange(0, ROWS)
+        real = place < tl.sum(tl.where(own, end, 0), axis=0)
+        pair = tl.load(pairs_ptr + place, mask=real, other=0)
+        _multiply_pairs(
+            x_ptr, weight, shares_ptr, out_ptr, pair, real, expert, first, size,
+            DEPTH, CHOSEN, GATED, CUT, BULK, ROWS, COLUMNS, BLOCK_K,
+        )  # fmt: skip
+
+
+def few_pairs_triton(
+    x: Tensor, stack: Tensor, experts: Tensor, shares: Tensor, gated: bool, tiles: ExpertTiles
+) -> Tensor:
+    """Multiply as many tokens as a tile has rows: [P, I] of x [T, H] if `gated`, else [P, H] of x [P, I]."""
+    tokens, chosen = experts.shape
+    assert tokens <= tiles.rows, f"{tokens} tokens, a tile has {tiles.rows}"
+    size, rows, out, bulk = _prepare(x, stack, experts, shares, gated)
+    if tokens:
+        _few_pairs_kernel[(cdiv(size, tiles.columns), tokens * chosen)](
+            x,
+            described(rows, tiles.columns, tiles.depth) if bulk else rows,
+            experts,
+            shares,
+            out,
+            tokens,
+            size,
+            DEPTH=rows.shape[1],
+            CHOSEN=chosen,
+            GATED=gated,
+            CUT=rows.shape[1] % tiles.depth != 0,
+            BULK=bulk,
+            FEW=FEW,
+            TOKENS=tiles.rows,
+            BLOCK_C=next_power_of_2(chosen),
+            COLUMNS=tiles.columns,
+            BLOCK_K=tiles.depth,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+            **chained(x.device),
+        )
+    return out
+
+
+def many_pairs_triton(
+    x: Tensor,
+    stack: Tensor,
+    experts: Tensor,
+    shares: Tensor,
+    grouped: tuple[Tensor, Tensor],
+    gated: bool,
+    tiles: ExpertTiles,
+) -> Tensor:
+    """Multiply any number of tokens, grouped by `group_pairs_triton`; otherwise as `few_pairs_triton`."""
+    count = len(stack)
+    size, rows, out, bulk = _prepare(x, stack, experts, shares, gated)
+    if experts.numel():
+        # Each expert may have one tile that is not full.
+        most = cdiv(experts.numel(), tiles.rows) + min(count, experts.numel())
+        _many_pairs_kernel[(cdiv(size, tiles.columns), most)](
+            x,
+            described(rows, tiles.columns, tiles.depth) if bulk else rows,
+            *grouped,
+            shares,
+            out,
+            count,
+            size,
+            DEPTH=rows.shape[1],
+            CHOSEN=experts.shape[1],
+            GATED=gated,
+            CUT=rows.shape[1] % tiles.depth != 0,
+            BULK=bulk,
+            BLOCK_E=next_power_of_2(count),
+            ROWS=tiles.rows,
+            COLUMNS=tiles.columns,
+            BLOCK_K=tiles.depth,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+            **chained(x.device),
+        )
+    return out
+
+
+def _prepare(
+    x: Tensor, stack: Tensor, experts: Tensor, shares: Tensor, gated: bool
+) -> tuple[int, Tensor, Tensor, bool]:
+    """Check the layout; return the output's width, the stack as a matrix, the output, and how tiles are copied."""
+    count, width, depth = stack.shape
+    assert stack.is_contiguous(), "the stack must be contiguous"
+    assert x.dtype == stack.dtype, f"{x.dtype} times {stack.dtype}"
+    assert x.is_contiguous() and x.shape[1] == depth, f"x is {tuple(x.shape)}, the experts take {depth}"  # noqa: PT018
+    assert experts.dtype == torch.int32 and experts.is_contiguous(), "experts are contiguous int32"  # noqa: PT018
+    assert shares.dtype == torch.float32 and shares.is_contiguous(), "shares are contiguous float32"  # noqa: PT018
+    assert shares.shape == experts.shape, "one share per expert"
+    rows = stack.view(count * width, depth)
+    size = width // 2 if gated else width
+    return size, rows, x.new_empty((experts.numel(), size)), copies_in_bulk(rows)
+
+
+def expert_parts_triton(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
+    (tokens, chosen), count = experts.shape, len(gate_up)
+    gpu = multiprocessors(x.device), room_of(x.device).shared_bytes
+    itemsize = x.element_size()
+    x = x.contiguous()
+    if tokens <= FEW_TOKENS:
+        up_tiles = choose_few(
+            tokens, min(tokens * chosen, count), gate_up.shape[1] // 2, itemsize, True, *gpu
+        )
+        down_tiles = choose_few(tokens, min(tokens * chosen, count), down.shape[1], itemsize, False, *gpu)
+        inner = few_pairs_triton(x, gate_up, experts, shares, True, up_tiles)
+        out = few_pairs_triton(inner, down, experts, shares, False, down_tiles)
+    else:
+        grouped = group_pairs_triton(experts.view(-1), count)
+        up_tiles = choose_many(experts.numel(), count, itemsize, True, gpu[1])
+        down_tiles = choose_many(experts.numel(), count, itemsize, False, gpu[1])
+        inner = many_pairs_triton(x, gate_up, experts, shares, grouped, True, up_tiles)
+        out = many_pairs_triton(inner, down, experts, shares, grouped, False, down_tiles)
+    return out.view(tokens, chosen, x.shape[1])
 
 
 def _fake(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
     return x.new_empty((*experts.shape, x.shape[1]))
 
 
-expert_parts = register_op("expert_parts", expert_parts_reference, mutates=(), fake=_fake, inlined=False)
+expert_parts = register_op(
+    "expert_parts",
+    expert_parts_reference,
+    mutates=(),
+    fake=_fake,
+    cuda=expert_parts_triton,
+    inlined=False,
+)

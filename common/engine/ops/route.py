@@ -6,7 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.ops.linear import halves, linear_parts
 from common.engine.ops.registration import register_op
+from common.engine.ops.tiles import FEW, MOST, Tiles
+from common.engine.ops.triton_kernel import (
+    await_previous,
+    cdiv,
+    chained,
+    kernel,
+    next_power_of_2,
+    tl,
+)
+
+# Tiles of the logits of few rows: many small programs, since a router is small (512 KiB in Qwen3-30B-A3B).
+LOGIT_COLUMNS, LOGIT_DEPTH, LOGIT_PARTS = 16, 128, 16
 
 
 def route_reference(
@@ -50,6 +63,156 @@ def route_reference(
     return experts.to(torch.int32), shares
 
 
+@kernel
+def _route_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,  # [PARTS, rows, size] float32, to be added up
+    correction_ptr,  # [EXPERTS] float32; read if CORRECTED
+    experts_ptr,  # [rows, CHOSEN + SHARED] int32
+    shares_ptr,  # [rows, CHOSEN + SHARED] float32
+    part_stride,
+    size,  # EXPERTS, and one more if GATED
+    epsilon,
+    scaling,
+    PARTS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    MEMBERS: tl.constexpr,  # experts of a group
+    CHOSEN: tl.constexpr,
+    SHARED: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    GATED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    BLOCK_G: tl.constexpr,  # at least GROUPS
+    BLOCK_M: tl.constexpr,  # at least MEMBERS
+    BLOCK_C: tl.constexpr,  # at least CHOSEN + SHARED
+    CHAINED: tl.constexpr,
+):
+    """One program per row."""
+    await_previous(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    group, member = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_M)
+    expert = group[:, None] * MEMBERS + member[None, :]
+    real = (group < GROUPS)[:, None] & (member < MEMBERS)[None, :]
+    logits = tl.zeros((BLOCK_G, BLOCK_M), tl.float32)
+    for part in range(PARTS):
+        logits += tl.load(logits_ptr + part * part_stride + row * size + expert, mask=real, other=0.0)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        most = tl.max(tl.max(tl.where(real, logits, float("-inf")), axis=1), axis=0)
+        powers = tl.where(real, tl.exp(logits - most), 0.0)
+        scores = powers / tl.sum(tl.sum(powers, axis=1), axis=0)
+    left = scores
+    if CORRECTED:
+        left += tl.load(correction_ptr + expert, mask=real, other=0.0)
+    # The experts of a row with NaN have to be different ones, too.
+    left = tl.where(left == left, left, -1.0e38)
+    left = tl.where(real, left, float("-inf"))
+    if GROUPS > 1:
+        best = tl.max(left, axis=1)
+        at = tl.min(tl.where(left == best[:, None], member[None, :], BLOCK_M), axis=1)
+        worth = best + tl.max(tl.where(member[None, :] == at[:, None], float("-inf"), left), axis=1)
+        ahead = (worth[None, :] > worth[:, None]) | (
+            (worth[None, :] == worth[:, None]) & (group[None, :] < group[:, None])
+        )
+        kept = tl.sum(ahead.to(tl.int32), axis=1) < KEPT
+        left = tl.where(kept[:, None], left, float("-inf"))
+    rank = tl.arange(0, BLOCK_C)
+    experts = GROUPS * MEMBERS + rank - CHOSEN
+    shares = tl.zeros((BLOCK_C,), tl.float32)
+    for nth in tl.static_range(CHOSEN):
+        best = tl.max(tl.max(left, axis=1), axis=0)
+        found = tl.min(tl.min(tl.where(real & (left == best), expert, GROUPS * MEMBERS), axis=1), axis=0)
+        taken = real & (expert == found)
+        share = tl.sum(tl.sum(tl.where(taken, scores, 0.0), axis=1), axis=0)
+        experts = tl.where(rank == nth, found, experts)
+        shares = tl.where(rank == nth, share, shares)
+        left = tl.where(taken, float("-inf"), left)
+    if NORMALISED:
+        shares = shares / (tl.sum(shares, axis=0) + epsilon)
+    shares = shares * scaling
+    gate = 1.0
+    if GATED:
+        gate = 0.0
+        for part in range(PARTS):
+            gate += tl.load(logits_ptr + part * part_stride + row * size + size - 1)
+        gate = 1.0 / (1.0 + tl.exp(-gate))
+    shares = tl.where(rank < CHOSEN, shares, gate)
+    place = row * (CHOSEN + SHARED) + rank
+    tl.store(experts_ptr + place, experts, mask=rank < CHOSEN + SHARED)
+    tl.store(shares_ptr + place, shares, mask=rank < CHOSEN + SHARED)
+
+
+def _logits(x: Tensor, rows: Tensor) -> Tensor:
+    """Return the logits in parts [parts, T, E] float32, unrounded."""
+    count, depth = x.shape
+    if halves(x, rows) and count <= MOST:
+        steps = cdiv(depth, LOGIT_DEPTH)
+        parts = cdiv(steps, cdiv(steps, LOGIT_PARTS))
+        tile_rows = max(FEW, next_power_of_2(count))
+        return linear_parts(
+            x, rows, None, Tiles(LOGIT_COLUMNS, LOGIT_DEPTH, 4, 2, rows=tile_rows, parts=parts)
+        )
+    if x.dtype == torch.float32:
+        return F.linear(x, rows)[None]
+    return torch.mm(x, rows.t(), out_dtype=torch.float32)[None]
+
+
+def route_triton(
+    x: Tensor,
+    rows: Tensor,
+    correction: Tensor | None,
+    chosen: int,
+    shared: int,
+    shared_gate: bool,
+    sigmoid: bool,
+    groups: int,
+    kept_groups: int,
+    normalised: bool,
+    epsilon: float,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernels. For a row with NaN only the range of the experts is defined; no two are equal."""
+    count, size = x.shape[0], rows.shape[0] - shared_gate
+    assert size % groups == 0, f"{size} experts in {groups} groups"
+    assert chosen <= size // groups * kept_groups, f"{chosen} of {size} experts"
+    assert correction is None or (correction.shape == (size,) and correction.dtype == torch.float32), (
+        "one float32 correction per expert"
+    )
+    experts = x.new_empty((count, chosen + shared), dtype=torch.int32)
+    shares = x.new_empty((count, chosen + shared), dtype=torch.float32)
+    if count == 0:
+        return experts, shares
+    logits = _logits(x, rows)
+    _route_kernel[(count,)](
+        logits,
+        logits if correction is None else correction,
+        experts,
+        shares,
+        logits.stride(0),
+        rows.shape[0],
+        epsilon,
+        scaling,
+        PARTS=logits.shape[0],
+        GROUPS=groups,
+        KEPT=kept_groups,
+        MEMBERS=size // groups,
+        CHOSEN=chosen,
+        SHARED=shared,
+        CORRECTED=correction is not None,
+        GATED=shared_gate,
+        SIGMOID=sigmoid,
+        NORMALISED=normalised,
+        BLOCK_G=next_power_of_2(groups),
+        BLOCK_M=next_power_of_2(size // groups),
+        BLOCK_C=next_power_of_2(chosen + shared),
+        num_warps=1 if size <= 256 else 4,
+        **chained(x.device),
+    )
+    return experts, shares
+
+
 def _fake(
     x: Tensor,
     rows: Tensor,
@@ -68,4 +231,4 @@ def _fake(
     return x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.float32)
 
 
-route = register_op("route", route_reference, mutates=(), fake=_fake)
+route = register_op("route", route_reference, mutates=(), fake=_fake, cuda=route_triton)

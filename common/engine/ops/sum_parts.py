@@ -5,6 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from common.engine.ops.registration import register_op
+from common.engine.ops.triton_kernel import (
+    await_previous,
+    cdiv,
+    chained,
+    kernel,
+    next_power_of_2,
+    tl,
+)
+
+BLOCK = 1024
 
 
 def sum_parts_reference(parts: Tensor) -> Tensor:
@@ -15,8 +25,46 @@ def sum_parts_reference(parts: Tensor) -> Tensor:
     return total.to(parts.dtype)
 
 
+@kernel
+def _sum_parts_kernel(  # type: ignore[no-untyped-def]
+    parts_ptr,  # [rows, PARTS, size]
+    out_ptr,  # [rows, size]
+    size,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    await_previous(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        place = parts_ptr + (row * PARTS + part) * size + column
+        total += tl.load(place, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + column, total.to(out_ptr.dtype.element_ty), mask=live)
+
+
+def sum_parts_triton(parts: Tensor) -> Tensor:
+    rows, count, size = parts.shape
+    assert parts.is_contiguous(), "the parts must be contiguous"
+    out = parts.new_empty((rows, size))
+    if out.numel():
+        block = min(BLOCK, next_power_of_2(size))
+        _sum_parts_kernel[(rows, cdiv(size, block))](
+            parts,
+            out,
+            size,
+            PARTS=count,
+            BLOCK=block,
+            num_warps=max(block // 256, 1),
+            **chained(parts.device),
+        )
+    return out
+
+
 def _fake(parts: Tensor) -> Tensor:
     return parts.new_empty((parts.shape[0], parts.shape[2]))
 
 
-sum_parts = register_op("sum_parts", sum_parts_reference, mutates=(), fake=_fake)
+sum_parts = register_op("sum_parts", sum_parts_reference, mutates=(), fake=_fake, cuda=sum_parts_triton)

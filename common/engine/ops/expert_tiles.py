@@ -1,0 +1,61 @@
+"""Divides the products of experts among programs, from the sizes and the resources of the GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from common.engine.ops.shared_memory import SLACK
+from common.engine.ops.triton_kernel import cdiv, next_power_of_2
+
+FEW = 16  # rows: the minimum of a tile of the matrix units
+FEW_TOKENS = 64  # for more, pairs are grouped by expert
+COLUMNS, NARROW = 64, 32  # output columns of a program
+STEP, LEAST_STEP = 128, 32  # depth of a step
+MOST_STAGES = 4
+MOST_ROWS = 128
+
+
+class ExpertTiles(NamedTuple):
+    """The tile of one program."""
+
+    columns: int  # output columns
+    depth: int  # of a step
+    rows: int  # pairs
+    warps: int
+    stages: int  # steps in flight
+
+    def shared_bytes(self, itemsize: int, gated: bool) -> int:
+        """Return the maximum bytes of a program; a gated one reads two tiles of the weight in each step."""
+        return (self.columns * (2 if gated else 1) + self.rows) * self.depth * itemsize * self.stages + SLACK
+
+    def fitted(self, itemsize: int, gated: bool, shared: int) -> ExpertTiles:
+        """Return the tile with fewer or shorter steps in flight, so that it fits into `shared` bytes."""
+        tiles = self
+        while tiles.shared_bytes(itemsize, gated) > shared and tiles.stages > 2:
+            tiles = tiles._replace(stages=tiles.stages - 1)
+        if tiles.shared_bytes(itemsize, gated) <= shared or tiles.depth == LEAST_STEP:
+            return tiles
+        return self._replace(depth=self.depth // 2).fitted(itemsize, gated, shared)
+
+
+def choose_few(
+    tokens: int, used: int, size: int, itemsize: int, gated: bool, processors: int, shared: int
+) -> ExpertTiles:
+    """Choose tiles for at most FEW_TOKENS tokens, so that two programs share a multiprocessor.
+
+    Args:
+        used: the most experts that these tokens may use.
+        size: output columns of an expert.
+    """
+    columns = COLUMNS if used * cdiv(size, COLUMNS) >= processors else NARROW
+    rows = max(FEW, next_power_of_2(tokens))
+    tiles = ExpertTiles(columns, STEP if rows == FEW else STEP // 2, rows, 4, MOST_STAGES)
+    return tiles.fitted(itemsize, gated, shared // 2)
+
+
+def choose_many(pairs: int, experts: int, itemsize: int, gated: bool, shared: int) -> ExpertTiles:
+    """Choose tiles for many tokens: as many rows as an expert has pairs on average."""
+    rows = min(max(next_power_of_2(cdiv(pairs, experts)), FEW), MOST_ROWS)
+    columns = COLUMNS if gated else 2 * COLUMNS
+    tiles = ExpertTiles(columns, STEP // 2, rows, 8 if rows > COLUMNS else 4, MOST_STAGES)
+    return tiles.fitted(itemsize, gated, shared if rows > COLUMNS else shared // 2)

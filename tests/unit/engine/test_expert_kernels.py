@@ -1,0 +1,240 @@
+"""Kernels of experts against their torch references, in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.ops import expert_products
+from common.engine.ops.expert_products import (
+    expert_parts_reference,
+    few_pairs_triton,
+    many_pairs_triton,
+)
+from common.engine.ops.expert_tiles import COLUMNS, NARROW, ExpertTiles, choose_few, choose_many
+from common.engine.ops.group_pairs import group_pairs_reference, group_pairs_triton
+from common.engine.ops.route import route_reference, route_triton
+from common.engine.ops.shared_memory import H200
+from common.engine.ops.sum_parts import sum_parts_reference, sum_parts_triton
+from common.engine.ops.triton_kernel import tl
+
+pytestmark = [
+    pytest.mark.skipif(tl is None, reason="Triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels are tested in tests/gpu"),
+]
+DTYPES = [torch.float32, torch.float16]
+SOFTMAX = (False, 1, 1, True, 0.0, 1.0)
+# sigmoid, groups, kept groups, normalised, epsilon, scaling
+RULES = {
+    "softmax": SOFTMAX,
+    "softmax-as-is": (False, 1, 1, False, 0.0, 1.0),
+    "sigmoid": (True, 1, 1, True, 1e-20, 2.5),
+    "sigmoid-groups": (True, 4, 2, True, 1e-20, 1.5),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "shared", "gate"),
+    [(1, 20, 1, 0, False), (5, 12, 6, 1, True), (3, 64, 8, 2, False)],
+)
+def test_route(
+    rule: str, dtype: torch.dtype, tokens: int, experts: int, chosen: int, shared: int, gate: bool
+) -> None:
+    x, rows = torch.randn(tokens, 40, dtype=dtype), torch.randn(experts + gate, 40, dtype=dtype)
+    correction = torch.randn(experts) if rule.startswith("sigmoid") else None
+    given = (x, rows, correction, chosen, shared, gate, *RULES[rule])
+    expected, found = route_reference(*given), route_triton(*given)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5)
+
+
+def test_the_correction_counts_for_the_choice_only() -> None:
+    x, rows = torch.randn(4, 8), torch.randn(6, 8)
+    correction = torch.tensor([0.0, 9.0, 0.0, 0.0, 8.0, 0.0])
+    for run in (route_reference, route_triton):
+        experts, shares = run(x, rows, correction, 2, 0, False, True, 1, 1, False, 0.0, 1.0)
+        assert experts.tolist() == [[1, 4]] * 4
+        torch.testing.assert_close(shares, (x @ rows.T).sigmoid()[:, [1, 4]])
+
+
+def test_equal_scores_choose_the_first_experts() -> None:
+    experts, shares = route_triton(torch.zeros(2, 8), torch.randn(5, 8), None, 3, 0, False, *SOFTMAX)
+    assert experts.tolist() == [[0, 1, 2]] * 2
+    torch.testing.assert_close(shares, torch.full((2, 3), 1 / 3))
+
+
+def test_rows_with_nan_choose_experts_that_exist() -> None:
+    x = torch.randn(3, 8)
+    x[1] = torch.nan
+    for rule in RULES.values():
+        experts, _ = route_triton(x, torch.randn(12, 8), None, 5, 0, False, *rule)
+        assert all(len(set(row)) == 5 and min(row) >= 0 and max(row) < 12 for row in experts.tolist())
+
+
+def test_no_rows_choose_nothing() -> None:
+    experts, shares = route_triton(torch.zeros(0, 8), torch.randn(5, 8), None, 3, 1, False, *SOFTMAX)
+    assert experts.shape == shares.shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 8, 100), (1, 1, 7), (0, 3, 16), (2, 5, 1500)])
+def test_sum_parts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    parts = torch.randn(shape, dtype=dtype)
+    assert torch.equal(sum_parts_triton(parts), sum_parts_reference(parts))
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize("total", [1, 130, 9000])
+def test_group_pairs(count: int, total: int) -> None:
+    """Pairs without an expert are in no group; some experts have no pairs."""
+    experts = torch.randint(-1, max(count - 1, 1), (total,), dtype=torch.int32)
+    expected, found = group_pairs_reference(experts, count), group_pairs_triton(experts, count)
+    assert torch.equal(found[0], expected[0])
+    listed = int(found[0][-1])
+    assert listed == int((experts >= 0).sum())
+    assert torch.equal(found[1][:listed], expected[1][:listed])
+
+
+def choices(tokens: int, experts: int, chosen: int, kind: str) -> Tensor:
+    """[tokens, chosen] int32 different experts per token."""
+    if kind == "same":
+        found = torch.arange(chosen).expand(tokens, -1)
+    else:
+        found = torch.rand(tokens, experts).topk(chosen).indices
+    found = found.to(torch.int32).contiguous()
+    if kind == "padded":
+        found[tokens // 2 :] = -1
+    return found
+
+
+@pytest.fixture(params=["pointers", "descriptions"])
+def _copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of reading tiles: an address per element, and bulk copies as on a Hopper GPU."""
+    bulk = request.param == "descriptions"
+    monkeypatch.setattr(expert_products, "copies_in_bulk", lambda *matrices: bulk)
+
+
+FEW_ROWS = ("few", ExpertTiles(16, 32, 16, 4, 2))
+MORE_ROWS = ("few", ExpertTiles(32, 32, 32, 4, 2))
+MANY_ROWS = ("many", ExpertTiles(32, 32, 16, 4, 2))
+
+
+def computed(
+    how: tuple[str, ExpertTiles], x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, shares: Tensor
+) -> Tensor:
+    form, tiles = how
+    if form == "few":
+        inner = few_pairs_triton(x, gate_up, experts, shares, True, tiles)
+        return few_pairs_triton(inner, down, experts, shares, False, tiles).view(*experts.shape, x.shape[1])
+    grouped = group_pairs_triton(experts.view(-1), len(gate_up))
+    inner = many_pairs_triton(x, gate_up, experts, shares, grouped, True, tiles)
+    return many_pairs_triton(inner, down, experts, shares, grouped, False, tiles).view(
+        *experts.shape, x.shape[1]
+    )
+
+
+def stacks(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    gate_up = torch.randn(experts, 2 * inner, hidden, dtype=dtype) / hidden**0.5
+    return gate_up, torch.randn(experts, hidden, inner, dtype=dtype) / inner**0.5
+
+
+@pytest.mark.usefixtures("_copies")
+@pytest.mark.parametrize(
+    ("how", "dtype", "kind", "tokens", "experts", "chosen", "hidden", "inner"),
+    [
+        (FEW_ROWS, torch.float32, "random", 1, 3, 1, 32, 16),
+        (FEW_ROWS, torch.float16, "random", 7, 5, 3, 40, 24),
+        (FEW_ROWS, torch.float32, "padded", 7, 5, 3, 40, 24),
+        (FEW_ROWS, torch.float32, "same", 2, 9, 8, 32, 20),
+        (FEW_ROWS, torch.float32, "random", 0, 4, 2, 32, 16),
+        # Experts with more tokens than the smallest tile has rows, and with fewer.
+        (MORE_ROWS, torch.float32, "random", 27, 3, 2, 40, 24),
+        (MORE_ROWS, torch.float16, "padded", 19, 5, 2, 40, 24),
+        (MANY_ROWS, torch.float32, "random", 1, 3, 1, 32, 16),
+        (MANY_ROWS, torch.float32, "same", 21, 9, 8, 32, 20),
+        (MANY_ROWS, torch.float32, "random", 27, 7, 5, 40, 24),
+        (MANY_ROWS, torch.float16, "padded", 27, 7, 5, 40, 24),
+        (MANY_ROWS, torch.float32, "random", 0, 4, 2, 32, 16),
+    ],
+)
+def test_expert_products(
+    how: tuple[str, ExpertTiles],
+    dtype: torch.dtype,
+    kind: str,
+    tokens: int,
+    experts: int,
+    chosen: int,
+    hidden: int,
+    inner: int,
+) -> None:
+    x = torch.randn(tokens, hidden, dtype=dtype)
+    gate_up, down = stacks(experts, hidden, inner, dtype)
+    which, shares = choices(tokens, experts, chosen, kind), torch.rand(tokens, chosen)
+    found = computed(how, x, gate_up, down, which, shares)
+    expected = expert_parts_reference(x, gate_up, down, which, shares)
+    limit = 4e-3 if dtype == torch.float16 else 5e-6
+    has = which >= 0
+    torch.testing.assert_close(found[has], expected[has], atol=limit, rtol=limit)
+    assert not expected[~has].any()
+
+
+@pytest.mark.parametrize("how", [FEW_ROWS, MANY_ROWS])
+def test_the_result_of_a_token_does_not_depend_on_its_company(how: tuple[str, ExpertTiles]) -> None:
+    x, (gate_up, down) = torch.randn(4, 40), stacks(3, 40, 16, torch.float32)
+    which, shares = choices(4, 3, 2, "random"), torch.rand(4, 2)
+    together = computed(how, x, gate_up, down, which, shares)
+    for token in range(4):
+        one = slice(token, token + 1)
+        assert torch.equal(computed(how, x[one], gate_up, down, which[one], shares[one]), together[one])
+
+
+def test_an_unused_expert_is_not_read() -> None:
+    """Its weights may hold anything, also where a token has no expert."""
+    gate_up, down = stacks(4, 32, 16, torch.float32)
+    for stack in (gate_up, down):
+        stack[[0, 3]] = torch.nan
+    x, shares = torch.randn(3, 32), torch.rand(3, 2)
+    which = torch.tensor([[1, 2], [-1, -1], [2, -1]], dtype=torch.int32)
+    for how in (FEW_ROWS, MANY_ROWS):
+        found = computed(how, x, gate_up, down, which, shares)
+        assert not found[which >= 0].isnan().any()
+
+
+def test_launchers_refuse_another_layout() -> None:
+    x, (gate_up, down), which, shares = (
+        torch.randn(17, 32),
+        stacks(4, 32, 16, torch.float32),
+        choices(17, 4, 2, "random"),
+        torch.rand(17, 2),
+    )
+    with pytest.raises(AssertionError, match="17 tokens, a tile has 16"):
+        few_pairs_triton(x, gate_up, which, shares, True, FEW_ROWS[1])
+    for wrong, said in (
+        ((x.half(), gate_up, which, shares), "times"),
+        ((x, down, which, shares), "the experts take 16"),
+        ((x, gate_up, which.long(), shares), "int32"),
+        ((x, gate_up, which, shares[:, :1].contiguous()), "one share per expert"),
+    ):
+        with pytest.raises(AssertionError, match=said):
+            few_pairs_triton(*wrong, True, MORE_ROWS[1])
+
+
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, H200.shared_bytes])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("gated", [False, True])
+def test_tiles_fit_the_gpu(shared: int, itemsize: int, gated: bool) -> None:
+    """Two programs of few tokens in 16 bits fit on a multiprocessor; all keep at least two steps in flight."""
+    for tokens in (1, 5, 16, 17, 64):
+        for used in (1, 8, 128):
+            few = choose_few(tokens, used, 768, itemsize, gated, 132, shared)
+            assert few.rows >= tokens
+            assert few.stages >= 2
+            assert few.shared_bytes(itemsize, gated) <= shared // (2 if itemsize == 2 else 1)
+            assert few.columns == (NARROW if used * 768 // COLUMNS < 132 else COLUMNS)
+    for pairs, rows in ((65, 16), (2048, 16), (8192, 64), (1 << 16, 128)):
+        many = choose_many(pairs, 128, itemsize, gated, shared)
+        assert many.rows == rows
+        assert many.shared_bytes(itemsize, gated) <= shared
