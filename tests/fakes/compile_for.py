@@ -26,8 +26,10 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import common.engine.ops
-from common.engine.ops import linear, linear_norm
+from common.engine.ops import expert_products, linear, linear_norm
 from common.engine.ops.decode_attention import decode_triton
+from common.engine.ops.expert_products import expert_parts_triton
+from common.engine.ops.expert_tiles import ExpertTiles
 from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.filter_floor import filter_floor_triton
 from common.engine.ops.keep_hidden import keep_hidden_triton
@@ -37,11 +39,13 @@ from common.engine.ops.rms_norm import add_rms_norm_triton, rms_norm_triton
 from common.engine.ops.rotary import rotary_angles_by_axis_triton, rotary_angles_triton
 from common.engine.ops.rotary_kv_write import rotary_kv_write_triton, rotary_qk_triton
 from common.engine.ops.round_inputs import gather_rows_triton, window_places_triton
+from common.engine.ops.route import route_triton
 from common.engine.ops.sample_tokens import sample_tokens_triton
 from common.engine.ops.shared_memory import H200, Room, attention_bytes
 from common.engine.ops.sigmoid_gate import sigmoid_gate_triton
 from common.engine.ops.silu_mul import silu_mul_triton
 from common.engine.ops.step_rows import advance_rows_triton, step_rows_triton
+from common.engine.ops.sum_parts import sum_parts_triton
 from common.engine.ops.tiles import Tiles
 from common.engine.ops.top_tokens import top_tokens_triton
 from common.engine.ops.verify_attention import verify_triton
@@ -108,7 +112,8 @@ def become(capability: int) -> None:
         "room_of": gpu.room,
     }
     driver.set_active(NoGpu(capability))
-    linear.copies_in_bulk = lambda *matrices: capability >= 90
+    for module in (linear, expert_products):
+        module.copies_in_bulk = lambda *matrices: capability >= 90
     for module in kernel_modules():
         for name, answer in answers.items():
             if hasattr(module, name):
@@ -120,6 +125,11 @@ def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: Ro
     if kernel == "_linear_kernel":
         sizes = (options[name] for name in ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROWS"))
         return Tiles(*sizes).shared_bytes(matrices=2 if options["GATED"] else 1)
+    if kernel in ("_few_pairs_kernel", "_many_pairs_kernel"):
+        rows = options["TOKENS" if kernel == "_few_pairs_kernel" else "ROWS"]
+        return ExpertTiles(
+            options["COLUMNS"], options["BLOCK_K"], rows, options["num_warps"], options["num_stages"]
+        ).shared_bytes(itemsize, options["GATED"])
     if kernel in ("_decode_kernel", "_verify_kernel", "_extend_kernel"):
         rows = options["ROWS"] if "ROWS" in options else options["TOKENS"] * options["GROUP"]
         keys = (
@@ -218,6 +228,20 @@ def products(dtype: torch.dtype) -> None:
             linear_norm._cuda(wide, down, None, x, gain, 1e-5)
 
 
+def experts(dtype: torch.dtype) -> None:
+    """Launch routing and experts of Qwen3-30B-A3B, for few and for many tokens, and DeepSeek-V3's router."""
+    count, chosen, inner, hidden = 128, 8, 768, 2048
+    gate_up = torch.empty(count, 2 * inner, hidden, dtype=dtype)  # never touched, so no memory is committed
+    down = torch.empty(count, hidden, inner, dtype=dtype)
+    for tokens in (1, 64, 4096):
+        x, rows = torch.zeros(tokens, hidden, dtype=dtype), torch.empty(count, hidden, dtype=dtype)
+        found, shares = route_triton(x, rows, None, chosen, 0, False, False, 1, 1, True, 0.0, 1.0)
+        sum_parts_triton(expert_parts_triton(x, gate_up, down, found.zero_(), shares))
+    x, rows = torch.zeros(4, hidden, dtype=dtype), torch.empty(257, hidden, dtype=dtype)
+    correction = torch.zeros(256)
+    route_triton(x, rows, correction, chosen, 1, True, True, 8, 4, True, 1e-20, 2.5)
+
+
 def drawing() -> None:
     """Launch sampling and the state updates of speculation."""
     rows, logits = 4, torch.empty(4, VOCAB)
@@ -281,6 +305,7 @@ def main(capabilities: list[int]) -> None:
     attention(64, BF16, 4096, tokens=64, requests=1)
     attention(64, torch.float32, None, tokens=64, requests=1)
     body(BF16)
+    experts(BF16)
     drawing()
     pages()
     for capability in capabilities[1:]:

@@ -154,8 +154,8 @@ def _logits(x: Tensor, rows: Tensor) -> Tensor:
         return linear_parts(
             x, rows, None, Tiles(LOGIT_COLUMNS, LOGIT_DEPTH, 4, 2, rows=tile_rows, parts=parts)
         )
-    if x.dtype == torch.float32:
-        return F.linear(x, rows)[None]
+    if x.dtype == torch.float32 or not x.is_cuda:
+        return F.linear(x.float(), rows.float())[None]
     return torch.mm(x, rows.t(), out_dtype=torch.float32)[None]
 
 
