@@ -184,6 +184,10 @@ def tight(gpu: Gpu) -> None:
     x, weights = torch.zeros(128, HIDDEN, dtype=BF16), torch.empty(4 * size, HIDDEN, dtype=BF16)
     linear._linear_cuda(x, weights[: 2 * size], None)
     linear._gated_linear_cuda(x[:16], weights, None)
+    gate_up, down = torch.empty(8, 256, 512, dtype=BF16), torch.empty(8, 512, 128, dtype=BF16)
+    for tokens in (64, 1024):
+        x, shares = torch.zeros(tokens, 512, dtype=BF16), torch.zeros(tokens, 8)
+        expert_parts_triton(x, gate_up, down, torch.zeros(tokens, 8, dtype=torch.int32), shares)
 
 
 def body(dtype: torch.dtype) -> None:

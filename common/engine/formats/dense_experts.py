@@ -60,6 +60,6 @@ class DenseExperts(ExpertProducts):
         for index in range(shared):
             at, expert = index * inner, count + index
             gate, up = self.gate_up[expert].chunk(2)
-            yield Piece(f"{stem}.gate_proj.weight", gate, (shared * inner, hidden), (at, 0))
-            yield Piece(f"{stem}.up_proj.weight", up, (shared * inner, hidden), (at, 0))
+            yield Piece.rows_of(f"{stem}.gate_proj.weight", gate, at, shared * inner)
+            yield Piece.rows_of(f"{stem}.up_proj.weight", up, at, shared * inner)
             yield Piece(f"{stem}.down_proj.weight", self.down[expert], (hidden, shared * inner), (0, at))

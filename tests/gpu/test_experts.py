@@ -1,0 +1,129 @@
+"""Compiled kernels of experts, compared with their torch references on the same GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.ops.expert_products import expert_parts, expert_parts_reference
+from common.engine.ops.group_pairs import group_pairs_reference, group_pairs_triton
+from common.engine.ops.route import route, route_reference
+from common.engine.ops.sum_parts import sum_parts, sum_parts_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(240),
+]
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+CUDA = "cuda"
+# Tokens on both sides of each border between tiles and forms.
+TOKENS = [1, 4, 16, 17, 64, 65, 300]
+
+
+def normal(*shape: int, dtype: torch.dtype) -> Tensor:
+    return (torch.randn(shape, device=CUDA) / shape[-1] ** 0.5).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 16, 100, 129, 1000])
+@pytest.mark.parametrize(("experts", "groups", "kept"), [(128, 1, 1), (256, 8, 4), (60, 1, 1)])
+def test_route(dtype: torch.dtype, tokens: int, experts: int, groups: int, kept: int) -> None:
+    """Experts may differ from the reference's only where two scores are nearly equal."""
+    x = torch.randn(tokens, 512, device=CUDA).to(dtype)
+    rows, correction = normal(experts + 1, 512, dtype=dtype), torch.randn(experts, device=CUDA)
+    for sigmoid in (False, True):
+        given = (
+            x,
+            rows,
+            correction if sigmoid else None,
+            8,
+            1,
+            True,
+            sigmoid,
+            groups,
+            kept,
+            True,
+            1e-20,
+            2.5,
+        )
+        (found, shares), (expected, expected_shares) = route(*given), route_reference(*given)
+        same = (found == expected).all(1)
+        assert same.double().mean() > 0.98
+        torch.testing.assert_close(shares[same], expected_shares[same], atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("total", [1, 64 * 8, 8192 * 8])
+@pytest.mark.parametrize("count", [5, 128, 512])
+def test_group_pairs(total: int, count: int) -> None:
+    experts = torch.randint(-1, count, (total,), dtype=torch.int32, device=CUDA)
+    found, expected = group_pairs_triton(experts, count), group_pairs_reference(experts, count)
+    listed = int(expected[0][-1])
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1][:listed], expected[1][:listed])
+
+
+def choices(tokens: int, experts: int, chosen: int) -> Tensor:
+    return torch.rand(tokens, experts, device=CUDA).topk(chosen).indices.to(torch.int32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(
+    ("experts", "chosen", "hidden", "inner"), [(128, 8, 512, 192), (5, 1, 200, 104), (60, 4, 256, 352)]
+)
+def test_expert_products(
+    dtype: torch.dtype, tokens: int, experts: int, chosen: int, hidden: int, inner: int
+) -> None:
+    x = torch.randn(tokens, hidden, device=CUDA).to(dtype)
+    gate_up = normal(experts, 2 * inner, hidden, dtype=dtype)
+    down = normal(experts, hidden, inner, dtype=dtype)
+    which, shares = choices(tokens, experts, chosen), torch.rand(tokens, chosen, device=CUDA)
+    found = expert_parts(x, gate_up, down, which, shares)
+    expected = expert_parts_reference(x.double(), gate_up.double(), down.double(), which, shares.double())
+    limit = TOLERANCE[dtype]
+    torch.testing.assert_close(found.double(), expected, atol=limit, rtol=limit)
+    torch.testing.assert_close(
+        sum_parts(found), sum_parts_reference(found), atol=limit, rtol=limit, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("tokens", [5, 200])
+def test_a_graph_serves_other_choices_than_it_was_captured_with(tokens: int) -> None:
+    """The grid does not depend on the routing, and no step waits for the device."""
+    x, rows = torch.randn(tokens, 256, device=CUDA).bfloat16(), normal(32, 256, dtype=torch.bfloat16)
+    gate_up, down = (
+        normal(32, 256, 256, dtype=torch.bfloat16),
+        normal(32, 256, 128, dtype=torch.bfloat16),
+    )
+
+    def run() -> Tensor:
+        which, shares = route(x, rows, None, 4, 0, False, False, 1, 1, True, 0.0, 1.0)
+        return sum_parts(expert_parts(x, gate_up, down, which, shares))
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    # All tokens equal: each uses the same experts. Then as different as can be.
+    for values in (x[:1].expand(tokens, -1).clone(), torch.randn(tokens, 256, device=CUDA).bfloat16()):
+        x.copy_(values)
+        graph.replay()
+        replayed = out.clone()
+        assert torch.equal(replayed, run())
+
+
+def test_unused_experts_are_not_read() -> None:
+    """Their weights may hold anything."""
+    x, shares = torch.randn(3, 256, device=CUDA).bfloat16(), torch.rand(3, 2, device=CUDA)
+    gate_up, down = (
+        normal(8, 128, 256, dtype=torch.bfloat16),
+        normal(8, 256, 64, dtype=torch.bfloat16),
+    )
+    gate_up[[0, 7]] = torch.nan
+    down[[0, 7]] = torch.nan
+    which = torch.tensor([[1, 2], [6, 1], [2, 3]], dtype=torch.int32, device=CUDA)
+    assert not expert_parts(x, gate_up, down, which, shares).isnan().any()
