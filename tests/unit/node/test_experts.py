@@ -1,0 +1,73 @@
+"""A mixture of experts on both nodes: every kind of prompt graph, decode graphs, and drafts for it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.checkpoint.experts_config import SIGMOID, ExpertsConfig, RouterRule
+from common.checkpoint.model_config import EXPERTS, LayerKind
+from tests.fakes.draft_models import drafting
+from tests.fakes.drafters import ngram
+from tests.fakes.node_cluster import MakeStep, NodeCluster, NoDraftModel, Shape
+from tests.fakes.tiny_model import CONFIG, VOCAB, tiny_model
+from tests.unit.engine.paged_driver import Driver
+
+MIXTURE = replace(
+    CONFIG,
+    layer_kinds=(LayerKind(), LayerKind(feed_forward=EXPERTS)),
+    experts=ExpertsConfig(
+        6,
+        20,
+        RouterRule(3, SIGMOID, True, groups=3, kept_groups=2, epsilon=1e-20, scaling=2.5),
+        shared=1,
+        shared_gate=True,
+    ),
+)
+PROMPTS = [[(7 * n + 3 * i) % VOCAB for i in range(n)] for n in (3, 20, 70)]
+BUCKETS = (1, 3)
+DRAFTS: dict[str, tuple[NoDraftModel, MakeStep]] = {
+    "ngram": (NoDraftModel(), ngram(3, BUCKETS)),
+    "standalone": drafting("standalone", 3, BUCKETS),
+    "eagle3": drafting("eagle3", 3, BUCKETS),
+}
+
+
+@functools.cache
+@torch.inference_mode()
+def eager(prompt: tuple[int, ...], count: int) -> list[int]:
+    """A greedy continuation; everything is recomputed for each token."""
+    ids = list(prompt)
+    for _ in range(count):
+        driver = Driver(tiny_model(config=MIXTURE), [torch.tensor(ids)], page_size=16)
+        ids.append(int(driver.run([0], [len(ids)]).logits[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+def expect_eager(shape: Shape, fallbacks: set[str]) -> NodeCluster:
+    with NodeCluster(shape) as cluster:
+        calls = [cluster.submit(prompt, 9) for prompt in PROMPTS]
+        cluster.run()
+        found = [[token.id for token in call.output] for call in calls]
+        assert found == [eager(tuple(p), len(ids)) for p, ids in zip(PROMPTS, found, strict=True)]
+        assert all(found)
+        cluster.settle()
+        for phase in cluster.decode.steps.graphs:
+            totals = phase.forward.graphs.totals()
+            assert totals.replays > 0
+            assert set(totals.fallbacks) <= fallbacks
+        return cluster
+
+
+@pytest.mark.parametrize("graphs", ["breakable", "piecewise"])
+def test_both_nodes_serve_experts_under_graphs(graphs: str) -> None:
+    expect_eager(Shape(model=MIXTURE, prompt_graphs=graphs), set())
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts_leave_the_tokens_as_they_are(name: str) -> None:
+    draft, step = DRAFTS[name]
+    expect_eager(Shape(model=MIXTURE, draft=draft, step=step, page_size=4), set())
