@@ -25,22 +25,30 @@ from tests.chaos.report import summary, too_few
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests/chaos/run", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long faults are made")
+    parser.add_argument("--minutes", type=float, default=10.0, help="how long faults are injected")
     parser.add_argument("--faults", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=None, help="default: a fresh one, which is printed")
+    parser.add_argument("--seed", type=int, default=None, help="default: a random one, which is printed")
     parser.add_argument("--transport", default="tcp", choices=("tcp", "shm"))
     parser.add_argument("--algorithm", default="eagle3")
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
     parser.add_argument("--clients", type=int, default=6)
-    parser.add_argument("--give-up", type=float, default=GIVE_UP, help="seconds until a client leaves")
-    parser.add_argument("--kinds", type=_kinds, default=None, help="faults, by commas; default: all")
-    parser.add_argument("--links", default="", help="only links whose names end so: peer or bulk")
-    parser.add_argument("--undo", choices=("R1", "R2"), default=None, help="take a mend out of the product")
-    parser.add_argument("--no-images", action="store_true", help="a model without pictures")
+    parser.add_argument(
+        "--give-up", type=float, default=GIVE_UP, help="seconds without an answer after which a client leaves"
+    )
+    parser.add_argument(
+        "--kinds", type=_kinds, default=None, help="kinds of faults, separated by commas; default: all"
+    )
+    parser.add_argument(
+        "--links", default="", help="disturb only links whose names end in this: peer or bulk"
+    )
+    parser.add_argument("--undo", choices=("R1", "R2"), default=None, help="remove this fix from the product")
+    parser.add_argument("--no-images", action="store_true", help="serve a model that takes no pictures")
     parser.add_argument("--no-batches", action="store_true", help="do not compare the throughput")
-    parser.add_argument("--no-namespaces", action="store_true", help="as where they cannot be made")
-    parser.add_argument("--directory", type=Path, default=None, help="where logs and the history go")
+    parser.add_argument(
+        "--no-namespaces", action="store_true", help="run as on a machine that cannot make network namespaces"
+    )
+    parser.add_argument("--directory", type=Path, default=None, help="directory of logs and history")
     return parser.parse_args(arguments)
 
 

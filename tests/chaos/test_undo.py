@@ -42,9 +42,9 @@ def run(directory: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     return ended.returncode, json.loads((directory / "result.json").read_text()), said
 
 
-@pytest.mark.parametrize("mend", DIRECTED)
-def test_without_a_fix_requests_hang(mend: str, tmp_path: Path) -> None:
-    status, result, said = run(tmp_path, *DIRECTED[mend], "--undo", mend, "--give-up", "20")
+@pytest.mark.parametrize("fix", DIRECTED)
+def test_without_a_fix_requests_hang(fix: str, tmp_path: Path) -> None:
+    status, result, said = run(tmp_path, *DIRECTED[fix], "--undo", fix, "--give-up", "20")
     assert status == 1, said
     # A hang, or an answer that had not ended when its client left: delays of a busy machine are not hangs.
     assert {"I3", "I4"} & set(result["violations"]), said

@@ -382,8 +382,8 @@ def test_the_record_is_not_written_before_every_page_has_landed() -> None:
         rig.clock.now += 1
     assert rig.prefill.poll() == [Delivered(1)]
     assert rig.fabric.writes == 3
-    quiet = messages.Welcome | messages.Working
-    said = [type(message) for message in rig.answers() if not isinstance(message, quiet)]
+    periodic = messages.Welcome | messages.Working
+    said = [type(message) for message in rig.answers() if not isinstance(message, periodic)]
     assert said == [PagesWritten, PagesWritten, RecordWritten]
 
 

@@ -77,7 +77,7 @@ def test_receiver_inbox_round_trip_and_only_there(message: ReceiverInbox) -> Non
         decode_for_sender(frame)
 
 
-def _quiet(frame: bytes) -> None:
+def _decode_or_refuse(frame: bytes) -> None:
     for decode in (decode_for_sender, decode_for_receiver):
         with contextlib.suppress(ProtocolError):
             decode(frame)
@@ -85,8 +85,8 @@ def _quiet(frame: bytes) -> None:
 
 @given(st.binary(max_size=200))
 def test_noise_is_a_protocol_error(noise: bytes) -> None:
-    _quiet(noise)
-    _quiet(encode(Refused(""), ME)[:32] + noise)
+    _decode_or_refuse(noise)
+    _decode_or_refuse(encode(Refused(""), ME)[:32] + noise)
 
 
 @given(st.one_of(for_sender, for_receiver), st.data())
@@ -94,10 +94,10 @@ def test_damaged_frames_are_protocol_errors(
     message: SenderInbox | ReceiverInbox, data: st.DataObject
 ) -> None:
     frame = bytearray(encode(message, ME))
-    _quiet(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
+    _decode_or_refuse(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
     for _ in range(3):
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
-    _quiet(bytes(frame))
+    _decode_or_refuse(bytes(frame))
 
 
 def test_bounds_hold() -> None:
