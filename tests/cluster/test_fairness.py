@@ -37,7 +37,7 @@ async def test_a_short_request_does_not_wait_for_long_ones(tmp_path: Path, refer
             done.append(number)
 
         tasks = [asyncio.create_task(long(number)) for number in range(MANY)]
-        # Send it at once: waiting lowers a request's cost, so on a slow machine the long ones would soon be served first.
+        # Send it at once: waiting lowers costs, so on a slow machine the long requests would soon be served first.
         while not done and await waiting_for_room(client) < MANY // 2:
             await asyncio.sleep(0.01)
         before = len(done)
