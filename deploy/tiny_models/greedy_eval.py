@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import GenerationConfig
 
 from deploy.tiny_models import tokenizer as family
+from deploy.tiny_models.language_model import LanguageModel
 from deploy.tiny_models.prompts import few_shot_prompt
 from deploy.tiny_models.word_problems import Problem, exam, is_right
 
@@ -62,7 +63,7 @@ def prompts(suite: Suite) -> Iterator[tuple[Problem, str]]:
             yield problem, f"{family.BOS}{''.join(turns)}{last}"
 
 
-def evaluate(model: LlamaForCausalLM, tokenizer: Tokenizer, suite: Suite) -> Score:
+def evaluate(model: LanguageModel, tokenizer: Tokenizer, suite: Suite) -> Score:
     """Answer the whole suite greedily, sorted by length so that padding stays small."""
     asked = list(prompts(suite))
     ids = [tokenizer.encode(text, add_special_tokens=False).ids for _, text in asked]
@@ -83,7 +84,7 @@ def evaluate(model: LlamaForCausalLM, tokenizer: Tokenizer, suite: Suite) -> Sco
 
 
 @torch.inference_mode()
-def _generate(model: LlamaForCausalLM, tokenizer: Tokenizer, prompts: list[list[int]]) -> list[str]:
+def _generate(model: LanguageModel, tokenizer: Tokenizer, prompts: list[list[int]]) -> list[str]:
     width = max(map(len, prompts))
     pad, end = tokenizer.token_to_id(family.PAD), tokenizer.token_to_id(family.END)
     ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)

@@ -24,6 +24,9 @@ class Card:
     outcome: Outcome
     machine: str
     command: str
+    title: str = "tandem tiny target"
+    what: str = "A Llama"
+    more: str = ""  # a section of its own, before the training
 
 
 def machine(device: torch.device) -> str:
@@ -57,9 +60,9 @@ library_name: transformers
 pipeline_tag: text-generation
 ---
 
-# tandem tiny target
+# {card.title}
 
-A Llama of {card.parameters / 1e6:.2f} M parameters that solves generated grade-school word problems, trained
+{card.what} of {card.parameters / 1e6:.2f} M parameters that solves generated grade-school word problems, trained
 from nothing so that a disaggregated cluster can be tried, tested and scored without a download. It knows
 nothing else.
 
@@ -76,7 +79,7 @@ Greedy, held-out problems (a hash of the question keeps them out of the training
 {table}
 
 `deploy/eval URL --count 1000 --seed 7` scores a running server in the same way.
-
+{card.more}
 ## Training
 
 - command: `{card.command}`

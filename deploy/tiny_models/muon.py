@@ -1,4 +1,4 @@
-"""The Muon optimizer for the matrices inside the layers, batched by shape.
+"""The Muon optimizer for the matrices inside the layers and stacks of them, batched by shape.
 
 One update is the momentum orthogonalized by five Newton-Schulz steps (Jordan et al. 2024), scaled so that its RMS
 matches AdamW's (Liu et al. 2025, "Muon is scalable"): both optimizers take the same learning rate. Matrices of one
@@ -17,8 +17,16 @@ from torch import Tensor
 _NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
+MATRIX_SIZE = 16  # rows and columns from which a parameter counts as a matrix
+
+
+def is_matrix(parameter: Tensor) -> bool:
+    """Return whether Muon is for this parameter: a matrix, or a stack of matrices such as the experts of a layer."""
+    return parameter.ndim >= 2 and min(parameter.shape[-2:]) >= MATRIX_SIZE
+
+
 def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
-    """Run the Newton-Schulz iteration on `[n, rows, cols]`: singular values end near 1. bf16 suffices on CUDA."""
+    """Run the Newton-Schulz iteration on `[..., rows, cols]`: singular values end near 1. bf16 suffices on CUDA."""
     a, b, c = _NS_COEFFICIENTS
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     wide = x.size(-2) > x.size(-1)
@@ -32,7 +40,7 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon with Nesterov momentum 0.95 and decoupled weight decay. Parameters must be two-dimensional."""
+    """Muon with Nesterov momentum 0.95 and decoupled weight decay, for parameters of which `is_matrix` is true."""
 
     def __init__(
         self, params: Iterable[Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.1
@@ -55,7 +63,7 @@ class Muon(torch.optim.Optimizer):
         grads = [p.grad for p in params if p.grad is not None]
         torch._foreach_lerp_(buffers, grads, 1 - momentum)
         nesterov = torch.stack(torch._foreach_lerp(grads, buffers, momentum))
-        scale = 0.2 * max(params[0].shape) ** 0.5
+        scale = 0.2 * max(params[0].shape[-2:]) ** 0.5
         updates = orthogonalize(nesterov).mul_(scale)
         torch._foreach_mul_(params, 1 - lr * weight_decay)
         torch._foreach_add_(params, list(updates.unbind()), alpha=-lr)

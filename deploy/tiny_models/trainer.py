@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from deploy.tiny_models.corpus import Windows
-from deploy.tiny_models.muon import Muon
+from deploy.tiny_models.language_model import LanguageModel
+from deploy.tiny_models.muon import Muon, is_matrix
 
 WARM_UP = 0.02  # share of the time
 DECAY_FROM = 0.15  # share of the time, followed by a linear decay to zero
@@ -57,9 +57,9 @@ def rate_at(progress: float) -> float:
     return max(0.0, (1.0 - progress) / (1.0 - DECAY_FROM))
 
 
-def optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
+def optimizers(model: LanguageModel, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the layers, AdamW for embedding, head and norms."""
-    inside = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    inside = [p for p in model.model.layers.parameters() if is_matrix(p)]
     chosen = {id(p) for p in inside}
     rest = [p for p in model.parameters() if id(p) not in chosen]
     on_cuda = model.device.type == "cuda"
@@ -67,7 +67,7 @@ def optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer
     return [Muon(inside, lr=lr), adamw]
 
 
-def train(model: LlamaForCausalLM, batches: Iterator[Windows], settings: Settings) -> Outcome:
+def train(model: LanguageModel, batches: Iterator[Windows], settings: Settings) -> Outcome:
     """Train in place for `settings.seconds`. The clock starts after one untimed pass per window length."""
     model.to(settings.device)  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
     model.train()
@@ -109,7 +109,7 @@ def train(model: LlamaForCausalLM, batches: Iterator[Windows], settings: Setting
 class _Forward:
     """The weighted next-token loss of a batch, under bf16 autocast on CUDA."""
 
-    def __init__(self, model: LlamaForCausalLM, settings: Settings) -> None:
+    def __init__(self, model: LanguageModel, settings: Settings) -> None:
         self._model = model
         self._device = settings.device
         self._logits = torch.compile(self._plain, dynamic=False) if settings.compile else self._plain

@@ -249,12 +249,16 @@ def _components(graph: dict[str, set[str]]) -> list[set[str]]:
     return found
 
 
+# Their data workers import them again.
+TRAINERS = ("deploy.tiny_models.train_target", "deploy.tiny_models.mixture.train_mixture")
+
+
 def _may_hide(module: Module, each: Import) -> bool:
     """Entry points may import torch late: nodes report "importing" first, and the data workers do not need it."""
     top, _, rest = module.name.partition(".")
     if rest == "__main__":
         return each.target in (f"{top}.build.build", f"{top}.app.run")
-    return module.name == "deploy.tiny_models.train_target" and each.target.startswith("deploy.tiny_models.")
+    return module.name in TRAINERS and each.target.startswith("deploy.tiny_models.")
 
 
 def test_no_import_is_hidden_in_a_function() -> None:

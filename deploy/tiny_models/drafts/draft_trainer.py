@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from deploy.tiny_models.corpus import Windows
 from deploy.tiny_models.drafts.features import Features, Shared, target_features
 from deploy.tiny_models.drafts.heads import Eagle3Head, Head, Prediction
-from deploy.tiny_models.muon import Muon
+from deploy.tiny_models.language_model import LanguageModel
+from deploy.tiny_models.muon import Muon, is_matrix
 from deploy.tiny_models.trainer import PRINT_EVERY, SYNC_EVERY, Outcome, Settings, rate_at
 
 
@@ -75,7 +75,7 @@ def optimizers(head: Head, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the inner matrices, AdamW for norms, embedding and head."""
     outside = ("lm_head", "embed_tokens")
     named = list(head.named_parameters())
-    inside = [p for name, p in named if p.ndim == 2 and not any(part in name for part in outside)]
+    inside = [p for name, p in named if is_matrix(p) and not any(part in name for part in outside)]
     chosen = {id(p) for p in inside}
     rest = [p for _, p in named if id(p) not in chosen]
     opts: list[torch.optim.Optimizer] = [Muon(inside, lr=lr)]
@@ -83,7 +83,7 @@ def optimizers(head: Head, lr: float) -> list[torch.optim.Optimizer]:
 
 
 def train(
-    head: Head, target: LlamaForCausalLM, batches: Iterator[Reading], settings: Settings, steps: int
+    head: Head, target: LanguageModel, batches: Iterator[Reading], settings: Settings, steps: int
 ) -> Outcome:
     """Train in place for `settings.seconds`, unrolling `steps` draft steps."""
     head.to(settings.device).train()
@@ -124,7 +124,7 @@ def train(
 class _Objective:
     """The loss of a batch, under bf16 autocast on CUDA."""
 
-    def __init__(self, head: Head, target: LlamaForCausalLM, device: torch.device, steps: int) -> None:
+    def __init__(self, head: Head, target: LanguageModel, device: torch.device, steps: int) -> None:
         self._head = head
         self._target, self._device, self._steps = target, device, steps
         self._shared = Shared.of(target)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from deploy.tiny_models.language_model import LanguageModel
+
 TARGET = Path(__file__).parent.parent / "tiny-target"
 
 
@@ -33,7 +35,7 @@ class Features:
 
 
 @torch.no_grad()
-def target_features(target: LlamaForCausalLM, ids: Tensor, embeds: Tensor | None = None) -> Features:
+def target_features(target: LanguageModel, ids: Tensor, embeds: Tensor | None = None) -> Features:
     """Run the target over ids `[batch, tokens]`, or over `embeds` instead."""
     read = target.model.embed_tokens(ids) if embeds is None else embeds
     out: Any = target(inputs_embeds=read, use_cache=False, output_hidden_states=True)
@@ -47,6 +49,6 @@ class Shared(NamedTuple):
     head: Tensor
 
     @staticmethod
-    def of(target: LlamaForCausalLM) -> Shared:
+    def of(target: LanguageModel) -> Shared:
         """Take them from a target."""
         return Shared(target.model.embed_tokens.weight.detach(), target.lm_head.weight.detach())

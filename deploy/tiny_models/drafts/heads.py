@@ -34,7 +34,7 @@ class Head(nn.Module, ABC):
         """Run all steps for ids `[batch, tokens]`; step k reads true tokens where a draft loop reads its drafts."""
 
 
-def _tokens_ahead(features: Features, ahead: int) -> Tensor:
+def tokens_ahead(features: Features, ahead: int) -> Tensor:
     """Embeddings of x[t + ahead]. Rows whose token is past the end get zeros and are meaningless."""
     return F.pad(features.embeds[:, ahead:], (0, 0, 0, ahead))
 
@@ -86,7 +86,7 @@ class Eagle3Head(Head):
         seen: list[KeyValue] = []
         predictions = []
         for step in range(steps):
-            hidden = self.midlayer(_tokens_ahead(features, 1 + step), hidden, seen)
+            hidden = self.midlayer(tokens_ahead(features, 1 + step), hidden, seen)
             predictions.append(Prediction(self.lm_head(self.norm(hidden)), 2 + step))
         return predictions
 
@@ -105,7 +105,7 @@ class EagleHead(Head):
         seen: list[KeyValue] = []
         predictions = []
         for step in range(steps):
-            hidden = self.fc(torch.cat((_tokens_ahead(features, 1 + step), hidden), dim=-1))
+            hidden = self.fc(torch.cat((tokens_ahead(features, 1 + step), hidden), dim=-1))
             hidden = self.layers[0](hidden, seen)
             predictions.append(Prediction(F.linear(hidden, shared.head), 2 + step))
         return predictions
@@ -148,7 +148,7 @@ class MtpHead(Head):
         predictions = []
         for step, module in enumerate(list(self.layers)[:steps]):
             assert isinstance(module, MtpModule)
-            hidden = module.run(_tokens_ahead(features, 1 + step), hidden)
+            hidden = module.run(tokens_ahead(features, 1 + step), hidden)
             predictions.append(Prediction(F.linear(hidden, shared.head), 2 + step))
         return predictions
 

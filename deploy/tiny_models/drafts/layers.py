@@ -58,12 +58,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, seen: list[KeyValue]) -> Tensor:
         """`seen` holds the keys and values of earlier steps of this round; those of this step are appended."""
         step, groups = len(seen), self._dims.heads // self._dims.kv_heads
-        cos, sin = _rope(self._dims, x.size(1), step, x.device)
-        q = _rotate(self._heads(self.q_proj(x)), cos, sin)
-        k = _rotate(self._heads(self.k_proj(x)), cos, sin).repeat_interleave(groups, dim=1)
+        dims = self._dims
+        cos, sin = angles_of(dims.head_dim, dims.rope_theta, x.size(1), step, x.device)
+        q = rotate(self._heads(self.q_proj(x)), cos, sin)
+        k = rotate(self._heads(self.k_proj(x)), cos, sin).repeat_interleave(groups, dim=1)
         v = self._heads(self.v_proj(x)).repeat_interleave(groups, dim=1)
         seen.append((k, v))
-        mixed = _attend(q, seen) if step else F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = attend(q, seen) if step else F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -72,7 +73,8 @@ class Attention(nn.Module):
         return x.view(batch, tokens, -1, self._dims.head_dim).transpose(1, 2)
 
 
-def _attend(q: Tensor, seen: list[KeyValue]) -> Tensor:
+def attend(q: Tensor, seen: list[KeyValue]) -> Tensor:
+    """Attend from row t to rows 0..t of the first step and to row t of every later one."""
     (first_k, first_v), *own = seen
     tokens, scale = q.size(2), q.size(3) ** -0.5
     later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
@@ -85,14 +87,18 @@ def _attend(q: Tensor, seen: list[KeyValue]) -> Tensor:
     return mixed
 
 
-def _rope(dims: Dims, tokens: int, first: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    half = torch.arange(0, dims.head_dim, 2, device=device).float() / dims.head_dim
+def angles_of(
+    width: int, theta: float, tokens: int, first: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin, each `[tokens, width]`, of positions from `first` on for `width` rotated values."""
+    half = torch.arange(0, width, 2, device=device).float() / width
     positions = torch.arange(first, first + tokens, device=device).float()
-    angles = torch.outer(positions, dims.rope_theta**-half).repeat(1, 2)
+    angles = torch.outer(positions, theta**-half).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs of values: one in the first half of x, one in the second."""
     low, high = x.chunk(2, dim=-1)
     turned: Tensor = x * cos + torch.cat((-high, low), dim=-1) * sin
     return turned.to(x.dtype)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import GenerationConfig
 
 from deploy.tiny_models import tokenizer as family
 from deploy.tiny_models.drafts.features import Shared, target_features
@@ -18,6 +18,7 @@ from deploy.tiny_models.drafts.heads import Eagle3Head, Head, StandaloneHead
 from deploy.tiny_models.drafts.oracle import Round, accept_length, accepted_at, ok_matrix, perfect, walk
 from deploy.tiny_models.greedy_eval import MOST_NEW_TOKENS, prompts
 from deploy.tiny_models.greedy_eval import Suite as Asked
+from deploy.tiny_models.language_model import LanguageModel
 from deploy.tiny_models.prompts import QUESTION, SHOT_END
 from deploy.tiny_models.word_problems import exam
 
@@ -73,7 +74,7 @@ def _broken_off(count: int) -> Iterator[str]:
 
 
 @torch.inference_mode()
-def greedy_answers(target: LlamaForCausalLM, tokenizer: Tokenizer, suite: Suite) -> list[Answered]:
+def greedy_answers(target: LanguageModel, tokenizer: Tokenizer, suite: Suite) -> list[Answered]:
     """The target's greedy tokens, up to `<|end|>` or, in documents, up to the blank line after the answer."""
     asked = [tokenizer.encode(text, add_special_tokens=False).ids for text in suite.prompts]
     asked.sort(key=len)
@@ -88,7 +89,7 @@ def greedy_answers(target: LlamaForCausalLM, tokenizer: Tokenizer, suite: Suite)
     return answered
 
 
-def _generate(target: LlamaForCausalLM, asked: list[list[int]], end: int) -> list[list[int]]:
+def _generate(target: LanguageModel, asked: list[list[int]], end: int) -> list[list[int]]:
     width = max(map(len, asked))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in asked], device=target.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in asked], device=target.device)
@@ -115,7 +116,7 @@ def _cut(new: list[int], end: int, blank: list[int]) -> list[int]:
 
 @torch.inference_mode()
 def proposals(
-    head: Head, target: LlamaForCausalLM, ids: Tensor, steps: int, embeds: Tensor | None = None
+    head: Head, target: LanguageModel, ids: Tensor, steps: int, embeds: Tensor | None = None
 ) -> Tensor:
     """Return `[batch, steps, tokens]`: the target id that step k of a round at t proposes, as input of `oracle`.
 
@@ -131,7 +132,7 @@ def proposals(
     return torch.stack(chosen, dim=1)
 
 
-def rounds_of(head: Head, target: LlamaForCausalLM, answered: list[Answered], steps: int) -> list[Round]:
+def rounds_of(head: Head, target: LanguageModel, answered: list[Answered], steps: int) -> list[Round]:
     """Return the rounds over all answers."""
     rounds = []
     longest = max(len(one.ids) for one in answered)
@@ -151,7 +152,7 @@ def rounds_of(head: Head, target: LlamaForCausalLM, answered: list[Answered], st
 
 
 def measure(
-    head: Head, target: LlamaForCausalLM, tokenizer: Tokenizer, count: int, steps: Sequence[int]
+    head: Head, target: LanguageModel, tokenizer: Tokenizer, count: int, steps: Sequence[int]
 ) -> Iterator[Acceptance]:
     """Yield the rows of the model card for each suite and number of steps, over all rounds."""
     for suite in suites(count):

@@ -1,0 +1,7 @@
+"""The classes of transformers that the trainers take: a body `model`, and a head `lm_head`."""
+
+from __future__ import annotations
+
+from transformers import LlamaForCausalLM, Qwen3_5MoeForCausalLM, Qwen3MoeForCausalLM
+
+LanguageModel = LlamaForCausalLM | Qwen3MoeForCausalLM | Qwen3_5MoeForCausalLM

@@ -1,0 +1,186 @@
+"""The parts of a training run of a model with experts: target, MTP module, EAGLE-3 head, measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from deploy.tiny_models import model_card
+from deploy.tiny_models.corpus import DocumentSource
+from deploy.tiny_models.drafts import draft_card, files
+from deploy.tiny_models.drafts.draft_trainer import frequent_tokens, readings
+from deploy.tiny_models.drafts.draft_trainer import train as train_draft
+from deploy.tiny_models.drafts.features import Shared
+from deploy.tiny_models.drafts.heads import Eagle3Head, Head
+from deploy.tiny_models.drafts.measure import Acceptance, measure
+from deploy.tiny_models.feeder import feed
+from deploy.tiny_models.greedy_eval import Score, Suite, evaluate
+from deploy.tiny_models.language_model import LanguageModel
+from deploy.tiny_models.mixture import checkpoint
+from deploy.tiny_models.mixture.mtp_head import MtpHead
+from deploy.tiny_models.mixture.shapes import (
+    SMOKE_SHAPE,
+    Config,
+    Family,
+    Shape,
+    eagle3_config,
+    new_model,
+)
+from deploy.tiny_models.trainer import Outcome, Replay, Settings, train
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The trained language model."""
+
+    config: Config
+    model: LanguageModel
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The settings of a run."""
+
+    family: Family
+    out: Path
+    device: torch.device
+    seed: int
+    lr: float
+    batch_tokens: int
+    workers: int
+    count: int  # problems per suite
+    vocabulary: Tokenizer
+    command: str
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the target and its MTP module."""
+        return self.out / self.family.directory
+
+    def train_target(self, seconds: float, smoke: bool) -> Target:
+        """Train the language model and round it as its checkpoint stores it."""
+        config = self.family.config(SMOKE_SHAPE if smoke else Shape(), self.vocabulary)
+        model = new_model(self.family, config, self.seed)
+        print(f"{_parameters(model) / 1e6:.2f} M parameters on {self.device}", flush=True)
+        with self._batches(self.seed, self.batch_tokens) as batches:
+            outcome = train(model, batches, self._settings(seconds))
+        print(f"trained: {outcome}", flush=True)
+        model.requires_grad_(False)
+        checkpoint.round_as_stored(self.family, model)
+        return Target(config, model, outcome)
+
+    def train_mtp(self, target: Target, seconds: float, steps: int) -> MtpHead | None:
+        """Train the module for `steps` steps of repeated use; None for a family without one."""
+        if not self.family.has_mtp:
+            return None
+        torch.manual_seed(self.seed + 1)
+        head = MtpHead(self.family.text(target.config)).to(self.device)
+        head.start(target.model.model.norm.weight)
+        self._train_draft(head, target, seconds, steps, self.seed + 1)
+        return head
+
+    def train_eagle3(self, target: Target, seconds: float, steps: Sequence[int]) -> None:
+        """Train an EAGLE-3 head, write its directory and measure it."""
+        config = eagle3_config(self.family.text(target.config))
+        head = files.new_head(config, self.seed + 2).to(self.device)
+        assert isinstance(head, Eagle3Head)
+        looked_at = DocumentSource(self.vocabulary, self.seed + 2).batches(8_192)
+        chosen = frequent_tokens(looked_at, config["draft_vocab_size"])
+        head.choose_vocabulary(Shared.of(target.model), torch.tensor(chosen, device=self.device))
+        outcome = self._train_draft(head, target, seconds, max(steps), self.seed + 2)
+        directory = self.out / f"{self.family.directory}-eagle3"
+        files.save(directory, head, config, self.directory)
+        _, head = files.load_head(directory)
+        card = draft_card.Card(
+            "eagle3",
+            _parameters(head),
+            max(steps),
+            outcome,
+            model_card.machine(self.device),
+            self.command,
+            self.family.directory,
+        )
+        draft_card.write(directory, card)
+        draft_card.write_figures(directory, self._acceptance(head.to(self.device), target.model, steps))
+
+    def save(self, target: Target, mtp: MtpHead | None) -> None:
+        """Write the target's directory, before it is measured: a time limit must not lose the weights."""
+        config = target.config
+        checkpoint.save(self.directory, self.family, config, target.model, mtp, self.vocabulary)
+        model_card.write(self.directory, self._card(target, ""), [])
+
+    def measure(self, target: Target, mtp: MtpHead | None, steps: Sequence[int]) -> None:
+        """Score what was written, and write the model card."""
+        model, module = checkpoint.load(self.directory, self.family)
+        model.to(self.device)  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
+        more = ""
+        if module is not None:
+            more = _accept_lengths(self._acceptance(module.to(self.device), model, steps))
+        scores: list[Score] = []
+        for suite in (
+            Suite("chat", "chat", 0, self.count),
+            Suite("8-shot document", "completions", 8, self.count),
+        ):
+            scores.append(evaluate(model, self.vocabulary, suite))
+            print(f"{suite.name}: {scores[-1].value:.4f} of {suite.count}", flush=True)
+            model_card.write(self.directory, self._card(target, more), scores)
+
+    def _card(self, target: Target, more: str) -> model_card.Card:
+        return model_card.Card(
+            _parameters(target.model),
+            target.outcome,
+            model_card.machine(self.device),
+            self.command,
+            f"tandem {self.family.directory}",
+            f"A {self.family.architecture}",
+            more,
+        )
+
+    def _train_draft(self, head: Head, target: Target, seconds: float, steps: int, seed: int) -> Outcome:
+        with self._batches(seed, self.batch_tokens // 2) as batches:
+            read = readings(batches, self.device)
+            outcome = train_draft(head, target.model, read, self._settings(seconds), steps)
+        print(f"trained: {outcome}", flush=True)
+        return outcome
+
+    def _settings(self, seconds: float) -> Settings:
+        return Settings(seconds=max(1.0, seconds), lr=self.lr, device=self.device)
+
+    @contextmanager
+    def _batches(self, seed: int, tokens: int) -> Iterator[Replay]:
+        with feed(self.vocabulary, seed, tokens, self.workers) as fresh:
+            yield Replay(fresh, seed)
+
+    def _acceptance(self, head: Head, model: LanguageModel, steps: Sequence[int]) -> list[Acceptance]:
+        rows = []
+        for row in measure(head, model, self.vocabulary, self.count, steps):
+            print(f"{row.suite}, {row.steps} steps: {row.length:.3f} of at most {row.most:.3f}", flush=True)
+            rows.append(row)
+        return rows
+
+
+def _parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _accept_lengths(measured: Sequence[Acceptance]) -> str:
+    """Return the section of the model card about the MTP module."""
+    rows = "".join(
+        f"| {one.suite} | {one.count} | {one.steps} | {one.length:.3f} | {one.most:.3f} |\n"
+        for one in measured
+    )
+    return f"""
+## Accept length of the MTP module
+
+One module runs at every step; later steps read its own output after `mtp.norm`. Tokens per verify step, bonus included;
+greedy chain; held-out problems, the target's own greedy text. "Most" is what a draft that is always right would get.
+
+| suite | problems | steps | accept length | most |
+|---|---|---|---|---|
+{rows}"""
