@@ -21,6 +21,7 @@ from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.errors import ConfigError
 from common.ipc import Dealer, LinkSecurity, RouterSocket, check_bind
 from common.ipc.from_config import link_security
+from common.kv_cache.layer_kinds import prompt_grid
 from common.messages import image_inbox, prefill_inbox
 from common.messages.identity import ROUTER_NAME, NodeRef, control_link_id, new_incarnation
 from common.node import graph_start
@@ -41,7 +42,7 @@ from prefill_node.assemble import Computation, assemble
 from prefill_node.forwards import PromptSizes, prompt_forwards
 from prefill_node.graphs.backends.compiled_body import EAGER, CompiledBodies, missing_compiler
 from prefill_node.images import Images
-from prefill_node.limits import PrefillLimits
+from prefill_node.limits import PrefillLimits, whole_chunks
 from prefill_node.node import PrefillNode
 from prefill_node.parts import Links, Observation
 from prefill_node.vision_stage import load_vision_stage
@@ -111,9 +112,13 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         log,
     )
     reporter.report("allocating")
+    grid = prompt_grid(served.config, served.page_size)
+    chunk_tokens = whole_chunks(section.chunk_tokens, grid)
+    if chunk_tokens != section.chunk_tokens:
+        log.info("chunk size rounded", chunk_tokens=chunk_tokens, grid=grid)
     sizes = PromptSizes(
         wanted=PhaseSwitch(section.graphs, section.enforce_graphs, cluster.process.poison_graphs),
-        chunk_tokens=section.chunk_tokens,
+        chunk_tokens=chunk_tokens,
         max_batch=section.max_batch,
         layers=choose_layers(cluster),
         algorithm=cluster.speculation.algorithm,
@@ -133,7 +138,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     reporter.report("capturing")
     graph_start.capture(served, forwards.graphs, log)
     started = time.monotonic()
-    forwards.attention.warm_up(served.config.num_heads, section.chunk_tokens, section.max_batch)
+    forwards.attention.warm_up(served.config.num_heads, chunk_tokens, section.max_batch)
     rope = served.config.rope
     keeps_state = layout.num_slots > 0
     warm_up(forwards.target.forward, forwards.draft, page_size, device, rope.axes, keeps_state)
@@ -164,7 +169,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         carried.dtype_name,
     )
     bounds = PrefillLimits(
-        chunk_tokens=section.chunk_tokens,
+        chunk_tokens=chunk_tokens,
+        grid=grid,
         max_batch=section.max_batch,
         max_queue=section.max_queue,
         max_model_len=served.max_model_len,

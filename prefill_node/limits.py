@@ -10,6 +10,11 @@ from common.kv_cache.radix_cache import Keys
 from common.messages.prefill_inbox import Prefill
 
 
+def whole_chunks(chunk_tokens: int, grid: int) -> int:
+    """Return the configured size of a chunk rounded to the grid on which prompts are cut: down, but to one step."""
+    return max(chunk_tokens // grid, 1) * grid
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillLimits:
     """Limits from the config, verified at build."""

@@ -25,7 +25,7 @@ from common.engine.state.pool import KvPool
 from common.engine.state.relay_state import RelayState
 from common.engine.state.state_rows import NO_WINDOW, WindowShape
 from common.ipc import RouterSocket
-from common.kv_cache.layer_kinds import window_widths
+from common.kv_cache.layer_kinds import prompt_grid, window_widths
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.pool_spec import pool_spec
 from common.messages import decode_inbox, prefill_inbox
@@ -559,6 +559,7 @@ class NodeCluster:
             max_model_len=served.max_model_len,
             vocab_size=VOCAB,
             drain_timeout=10.0,
+            grid=prompt_grid(shape.model, shape.page_size),
         )
         link = FakeLink(self.context, prefill_inbox.codec)  # type: ignore[arg-type]
         made = prefill_assemble.assemble(

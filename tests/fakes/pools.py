@@ -41,15 +41,17 @@ def plain_pool(
     return empty_pool(spec, num_pages, torch.device(device))
 
 
-def model_pool(config: ModelConfig, page_size: int, num_pages: int, placement: Placement) -> KvPool:
-    """Make a pool for one model."""
+def model_pool(
+    config: ModelConfig, page_size: int, num_pages: int, placement: Placement, num_slots: int = 0
+) -> KvPool:
+    """Make a pool for one model. Slots exist only if the model keeps a state per request."""
     spec = pool_spec(config, None, page_size, name_of(placement.dtype))
-    return empty_pool(spec, num_pages, placement.device)
+    return empty_pool(spec, num_pages, placement.device, num_slots if spec.state_bytes else 0)
 
 
-def empty_pool(spec: PoolSpec, num_pages: int, device: torch.device) -> KvPool:
+def empty_pool(spec: PoolSpec, num_pages: int, device: torch.device, num_slots: int = 0) -> KvPool:
     """Make a target's pool filled with zeros."""
-    layout = PoolLayout(fingerprint="pool", spec=spec, num_pages=num_pages)
+    layout = PoolLayout(fingerprint="pool", spec=spec, num_pages=num_pages, num_slots=num_slots)
     return KvPool(layout, "target", torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device))
 
 

@@ -9,9 +9,17 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.step_attention import StepAttention
-from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode, ForwardOutput
+from common.engine.forward.batch import (
+    BatchState,
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    ForwardOutput,
+)
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLM
+from common.engine.state.state_rows import StateRows, WindowShape
+from common.kv_cache.layer_kinds import window_widths
 from tests.fakes.pools import model_pool
 
 BAD_PAGE = 2**31 - 1  # in every page table entry that must not be read
@@ -25,10 +33,16 @@ class Driver:
         self.page_size = page_size
         self.width = max(-(-len(ids) // page_size) for ids in sequences) + 2
         num_pages = 1 + sum(-(-len(ids) // page_size) for ids in sequences) + 3
-        self.pool = model_pool(model.config, page_size, num_pages, model.placement)
+        self.pool = model_pool(model.config, page_size, num_pages, model.placement, len(sequences) + 1)
         self.pool.storage.view(torch.float32).fill_(torch.nan)  # unwritten KV must not be read
-        for layer in range(self.pool.num_layers):
-            self.pool.key(layer)[0] = self.pool.value(layer)[0] = 0
+        for layer in range(model.config.num_layers):
+            for plane in self.pool.planes(layer).values():
+                plane[0] = 0
+        window = WindowShape(window_widths(model.config), 1, model.placement.dtype)
+        self.rows = StateRows.allocate(len(sequences), window, model.placement.device)
+        for kept in self.rows.windows.values():
+            kept[1:] = torch.nan
+        self.joined: set[int] = set()  # sequences whose state has a row
         self.runner = ModelRunner(model, self.pool, StepAttention(self.pool, model.config.sliding_windows))
         free = list(range(1, num_pages))
         random.Random(seed).shuffle(free)
@@ -69,7 +83,19 @@ class Driver:
             hidden_mode=hidden_mode,
             query_lens_host=tuple(lengths) if extend else None,
             seq_lens_host=tuple(ends) if extend else None,
+            state=self.state(rows, mode) if self.pool.state_bytes else None,
         )
+
+    def state(self, rows: Sequence[int], mode: ForwardMode) -> BatchState:
+        """The state of sequence i is in slot i + 1 and, once it decodes, in row i + 1."""
+        slots = torch.tensor(rows) + 1
+        if mode is ForwardMode.EXTEND:
+            return BatchState(slots)
+        for row in rows:
+            if row not in self.joined:
+                self.rows.write_row(row + 1, row + 1, self.done[row])
+                self.joined.add(row)
+        return self.rows.open_window(slots, torch.tensor([self.done[row] for row in rows]))
 
     def run(
         self,

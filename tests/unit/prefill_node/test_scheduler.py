@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from common.messages.generation import ImageSpan, SamplingParams
 from common.node.ageing import AGEING_SECONDS
 from common.node.announced_work import CONTEXT_TOKENS
+from prefill_node.limits import whole_chunks
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import (
     IMAGE_WEIGHT,
@@ -51,6 +52,23 @@ def test_the_prompt_at_the_end_of_the_budget_is_cut_there() -> None:
     assert plan(requests, 16) == [(2, 4, 6, True), (1, 0, 10, True)]
     assert plan(requests, 1) == [(2, 4, 1, False)]
     assert plan(requests, 99, most=2) == [(2, 4, 6, True), (1, 0, 10, True)]
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(1, 300))
+def test_prompts_of_a_model_with_a_grid_are_cut_only_there(lengths: list[int], wanted: int) -> None:
+    grid = 48
+    budget = whole_chunks(wanted, grid)
+    assert budget % grid == 0
+    assert grid <= budget <= max(wanted, grid)
+    requests = [request(room, tokens) for room, tokens in enumerate(lengths)]
+    while any(each.remaining for each in requests):
+        chunks = plan_chunks(requests, 0.0, budget, 4, grid)
+        assert chunks
+        assert sum(chunk.length for chunk in chunks) <= budget
+        for chunk in chunks:
+            assert chunk.start == chunk.request.scheduled
+            chunk.request.scheduled += chunk.length
+            assert chunk.final or chunk.request.scheduled % grid == 0
 
 
 def test_prompts_that_are_launched_whole_or_ended_are_passed_over() -> None:
