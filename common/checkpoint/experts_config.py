@@ -6,7 +6,7 @@ No torch. A family is a row of data (`ExpertRules`); what was read of one config
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.checkpoint.json_fields import MAX_WIDTH, flag, number, positive, shown
@@ -104,6 +104,8 @@ QWEN_SHARED = ExpertRules(
     shared_gate=True,
     names=ExpertNames(shared="shared_expert"),
 )
+# Qwen3.5: experts in every layer, whose shares are always normalised.
+QWEN_ALL_SHARED = replace(QWEN_SHARED, normalised=True, first_dense=0)
 MIXTRAL = ExpertRules(
     inner="intermediate_size",
     normalised=True,

@@ -8,10 +8,17 @@ transformers. `common/engine/models/decoder.py` computes it if its layers are a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from common.checkpoint.experts_config import DEEPSEEK_V3, MIXTRAL, QWEN, ExpertRules
+from common.checkpoint.experts_config import (
+    DEEPSEEK_V3,
+    MIXTRAL,
+    QWEN,
+    QWEN_ALL_SHARED,
+    QWEN_SHARED,
+    ExpertRules,
+)
 
 Raw = Mapping[str, Any]
 
@@ -52,6 +59,18 @@ class Family:
     engine: str = "common.engine.models.decoder:Decoder"  # "module:attribute" of its CausalLM
 
 
+# Three of four layers are gated delta networks.
+QWEN_HYBRID = Family(
+    "attention_bias",
+    "attention_bias",
+    qk_norm=True,
+    norm_offset=True,
+    output_gate=True,
+    partial_rotary=0.25,
+    text_part=True,
+    head_dim=256,
+    gated_delta=False,
+)
 LLAMA = "LlamaForCausalLM"
 FAMILIES: Mapping[str, Family] = {
     LLAMA: Family("attention_bias", "attention_bias", "mlp_bias"),
@@ -71,5 +90,11 @@ FAMILIES: Mapping[str, Family] = {
     "MixtralForCausalLM": Family(window=0, experts=MIXTRAL),
     "Glm4MoeForCausalLM": Family(
         "attention_bias", qk_norm="use_qk_norm", partial_rotary=0.5, experts=DEEPSEEK_V3
+    ),
+    "Qwen3NextForCausalLM": replace(QWEN_HYBRID, text_part=False, gated_delta=True, experts=QWEN_SHARED),
+    **dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), QWEN_HYBRID),
+    **dict.fromkeys(
+        ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+        replace(QWEN_HYBRID, experts=QWEN_ALL_SHARED),
     ),
 }

@@ -16,13 +16,12 @@ from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.backend import AttentionBackend
 from common.engine.layers.activations import Activations
 from common.engine.layers.blocks import Mixer
-from common.engine.layers.linear import WeightFormat
+from common.engine.layers.linear import Parts, RowBlock, WeightFormat
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 
 OPERATION = "common.engine.attention.gated_delta:gated_delta"
-MARK = "#"  # between the name of a tensor and the range of its rows, in names of parts
 
 
 class GatedDelta(Mixer):
@@ -61,7 +60,7 @@ class GatedDelta(Mixer):
         return self.out_proj.add_norm(Activations(mixed), stream, norm)
 
     def pieces(self) -> Iterator[Piece]:
-        yield from map(_of_tensor, self.in_proj.pieces())
+        yield from self.in_proj.pieces()
         yield from self.out_proj.pieces()
         yield Piece.all_of(f"{self.name}.conv1d.weight", self.taps.unsqueeze(1))
         yield Piece.all_of(f"{self.name}.A_log", self.a_log)
@@ -69,8 +68,8 @@ class GatedDelta(Mixer):
         yield Piece.all_of(f"{self.name}.norm.weight", self.norm)
 
 
-def separate_rows(name: str, shape: GatedDeltaConfig) -> dict[str, int]:
-    """Return the parts of the input projection of Qwen3.5, with their rows."""
+def separate_rows(name: str, shape: GatedDeltaConfig) -> Parts:
+    """Return the rows of the input projection in a checkpoint of Qwen3.5."""
     return {
         f"{name}.in_proj_qkv": shape.channels,
         f"{name}.in_proj_b": shape.value_heads,
@@ -79,40 +78,22 @@ def separate_rows(name: str, shape: GatedDeltaConfig) -> dict[str, int]:
     }
 
 
-def grouped_rows(name: str, shape: GatedDeltaConfig) -> dict[str, int]:
-    """Return the parts of the input projection of Qwen3-Next, with their rows.
+def grouped_rows(name: str, shape: GatedDeltaConfig) -> Parts:
+    """Return the rows of the input projection in a checkpoint of Qwen3-Next.
 
-    Its tensors have the rows of each key head together: [query, key, values, gates] and [b, a]. A part is a range of
-    those rows, which its name ends with: "TENSOR#FIRST/ALL".
+    Its tensors have the rows of each key head together: [query | key | values | gates] and [b | a].
     """
     served = shape.value_heads // shape.key_heads
     values = served * shape.value_dim
-    runs = {
-        "in_proj_qkvz": (shape.key_dim, shape.key_dim, values, values),
-        "in_proj_ba": (served, served),
-    }
-    parts = {}
-    for tensor, index in (
-        ("in_proj_qkvz", 0),
-        ("in_proj_qkvz", 1),
-        ("in_proj_qkvz", 2),
-        ("in_proj_ba", 0),
-        ("in_proj_ba", 1),
-        ("in_proj_qkvz", 3),
-    ):
+    runs = {"in_proj_qkvz": (shape.key_dim, shape.key_dim, values, values), "in_proj_ba": (served, served)}
+
+    def rows(tensor: str, index: int) -> Iterator[RowBlock]:
+        """Yield the rows of run `index` of all key heads."""
         run = runs[tensor]
+        size, first = sum(run), sum(run[:index])
         for head in range(shape.key_heads):
-            first = head * sum(run) + sum(run[:index])
-            parts[f"{name}.{tensor}{MARK}{first}/{shape.key_heads * sum(run)}"] = run[index]
-    return parts
+            yield RowBlock(f"{name}.{tensor}", run[index], head * size + first, shape.key_heads * size)
 
-
-def _of_tensor(piece: Piece) -> Piece:
-    """Return the piece of the checkpoint's tensor for one of a part, whose name may end with a range of rows."""
-    part, mark, rows = piece.name.partition(MARK)
-    if not mark:
-        return piece
-    place, _, field = rows.partition(".")
-    first, every = map(int, place.split("/"))
-    rest = piece.whole[1:]
-    return Piece(f"{part}.{field}", piece.into, (every, *rest), (first, *piece.begin[1:]))
+    order = [("in_proj_qkvz", 0), ("in_proj_qkvz", 1), ("in_proj_qkvz", 2)]
+    order += [("in_proj_ba", 0), ("in_proj_ba", 1), ("in_proj_qkvz", 3)]
+    return [block for tensor, index in order for block in rows(tensor, index)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,22 @@ GLM = {
     "head_dim": 16,
 }
 
+HYBRID = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+SHARED = {
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 20,
+}
+
 # name -> (transformers' name, config values over BASE)
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -85,21 +102,31 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "qwen3-next": ("Qwen3Next", {**HYBRID, **SHARED, "mlp_only_layers": [1]}),
+    "qwen3.5": ("Qwen3_5", HYBRID),
+    "qwen3.5-moe-tied": ("Qwen3_5Moe", {**HYBRID, **SHARED, "tie_word_embeddings": True}),
     "qwen3-layer-types-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True, **ALTERNATING}),
 }
+
+
+# The config of the text model, where it has another name than the model.
+TEXT_CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 
 def build(name: str, seed: int = 0, **overrides: Any) -> Any:
     """Build a float32 transformers model whose parameters are all random, so that each of them matters."""
     family, values = FAMILIES[name]
-    config = getattr(transformers, f"{family}Config")(**{**BASE, **values, **overrides})
+    made = getattr(transformers, TEXT_CONFIGS.get(family, f"{family}Config"))
+    config = made(**copy.deepcopy({**BASE, **values, **overrides}))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     model.set_attn_implementation("eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
+            # Some norms store their weight minus 1.
+            one = "norm" in key and bool((parameter == 1).all())
             parameter.normal_(std=0.2, generator=generator)
-            if "norm" in key:
+            if one:
                 parameter.add_(1.0)
         for key, buffer in model.named_buffers():
             if "correction" in key:

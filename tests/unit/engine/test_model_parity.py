@@ -44,7 +44,9 @@ def test_prompt_in_chunks_then_decode(
 
 
 def test_every_family_has_a_model_here() -> None:
-    assert {f"{name}ForCausalLM" for name, _ in families.FAMILIES.values()} == set(CONFIG_FAMILIES)
+    """Models that are published with other parts have a second name (test_family_options.py)."""
+    text = {name for name in CONFIG_FAMILIES if not name.endswith("ForConditionalGeneration")}
+    assert {f"{name}ForCausalLM" for name, _ in families.FAMILIES.values()} == text
 
 
 def test_long_prompt_over_query_blocks_and_long_decode(tmp_path: Path) -> None:
