@@ -31,6 +31,7 @@ ARCHITECTURES: Mapping[str, str] = {
 MODULES = "num_nextn_predict_layers"
 MAX_MODULES = 32  # a draft runs one per step
 LISTED = "model.mtp_layers"  # MiMo's list
+QWEN_MODULES = "mtp."  # of Qwen3-Next and Qwen3.5, whether or not config.json has a count
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,9 @@ def has_modules(raw: Mapping[str, Any]) -> bool:
 
 def module_prefixes(raw: Mapping[str, Any], where: str) -> tuple[str, ...]:
     """Return prefixes of checkpoint names that are not the target's. Raises ModelError for too many modules."""
+    family = FAMILIES.get(architecture_of(raw) or "")
+    if family is not None and family.gated_delta is not None:
+        return (QWEN_MODULES,)
     if not raw.get(MODULES):
         return ()
     count = positive(raw, MODULES, where, most=MAX_MODULES)

@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from common.engine.forward.batch import ForwardBatch, ForwardMode
-from common.engine.ops.delta_extend import delta_extend
-from common.engine.ops.delta_step import delta_step
+from common.named import named
+
+# Named, so that each role imports only its own form.
+EXTEND = "common.engine.ops.delta_extend:delta_extend"
+STEP = "common.engine.ops.delta_step:delta_step"
 
 
 def gated_delta(
@@ -25,16 +28,11 @@ def gated_delta(
     `weights`: taps of the convolution, A_log, dt_bias, and the weight of the output norm, whose `eps` this is.
     """
     assert batch.state is not None, "a gated delta layer keeps a state per request"
-    at, conv, recurrent = batch.state, planes["conv"], planes["recurrent"]
-    taps, a_log, dt_bias, norm = weights
+    at = batch.state
+    kept = planes["conv"], planes["recurrent"]
     if batch.mode is ForwardMode.EXTEND:
-        starts, lengths = batch.query_start, batch.seq_lens
-        return delta_extend(
-            projected, taps, a_log, dt_bias, norm, eps, conv, recurrent, at.slots, starts, lengths
-        )
-    assert at.rows is not None
-    assert at.pending is not None
-    window = at.windows[layer]
-    return delta_step(
-        projected, taps, a_log, dt_bias, norm, eps, conv, recurrent, window, at.slots, at.rows, at.pending
-    )
+        run, rest = named(EXTEND), (at.slots, batch.query_start, batch.seq_lens)
+    else:
+        run, rest = named(STEP), (at.windows[layer], at.slots, at.rows, at.pending)
+    out: Tensor = run(projected, *weights, eps, *kept, *rest)
+    return out

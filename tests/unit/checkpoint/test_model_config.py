@@ -47,7 +47,7 @@ def test_agrees_with_transformers(name: str, tmp_path: Path) -> None:
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
     assert config.rms_norm_eps == theirs.rms_norm_eps
     assert config.eos_token_ids == (2,)
-    attention = model.model.layers[0].self_attn
+    attention = next(each.self_attn for each in model.model.layers if hasattr(each, "self_attn"))
     assert config.head_dim == attention.head_dim
     assert config.qkv_bias == (attention.q_proj.bias is not None)
     assert config.output_bias == (attention.o_proj.bias is not None)

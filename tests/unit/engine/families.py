@@ -50,6 +50,8 @@ GLM = {
 }
 
 HYBRID = {
+    # So large that norms of tiny values do not amplify rounding.
+    "rms_norm_eps": 1e-3,
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "head_dim": 16,
@@ -118,7 +120,11 @@ def build(name: str, seed: int = 0, **overrides: Any) -> Any:
     family, values = FAMILIES[name]
     made = getattr(transformers, TEXT_CONFIGS.get(family, f"{family}Config"))
     config = made(**copy.deepcopy({**BASE, **values, **overrides}))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    return randomise(getattr(transformers, f"{family}ForCausalLM")(config).eval(), seed)
+
+
+def randomise(model: Any, seed: int = 0) -> Any:
+    """Make all parameters random."""
     model.set_attn_implementation("eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
