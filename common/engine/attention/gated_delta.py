@@ -31,8 +31,9 @@ def gated_delta(
     at = batch.state
     kept = planes["conv"], planes["recurrent"]
     if batch.mode is ForwardMode.EXTEND:
-        run, rest = named(EXTEND), (at.slots, batch.query_start, batch.seq_lens)
+        lengths = batch.query_start, batch.seq_lens
+        out: Tensor = named(EXTEND)(projected, *weights, eps, *kept, at.slots, *lengths)
     else:
-        run, rest = named(STEP), (at.windows[layer], at.slots, at.rows, at.pending)
-    out: Tensor = run(projected, *weights, eps, *kept, *rest)
+        window = at.windows[layer]
+        out = named(STEP)(projected, *weights, eps, *kept, window, at.slots, at.rows, at.pending)
     return out

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from common.checkpoint.families import LayerKind
 from common.checkpoint.gated_delta_config import GatedDeltaConfig
-from common.checkpoint.model_config import LayerKind
 from common.engine.forward.batch import ForwardMode
 from common.kv_cache.layer_kinds import prompt_grid
 from common.messages.generation import SamplingParams
