@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is declared, so set first
 
-# CI says yes or no to a change, so it must not roll dice; TANDEM_EXPLORE=1 looks for new counterexamples
+# CI must give the same verdict every time, so examples are fixed; TANDEM_EXPLORE=1 looks for new counterexamples.
 settings.register_profile(
     "tandem",
     derandomize="TANDEM_EXPLORE" not in os.environ,

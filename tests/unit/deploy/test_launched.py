@@ -17,7 +17,7 @@ from deploy.launched import elsewhere, end_launched
 from tests.fakes.waiting import PATIENCE
 
 Process = subprocess.Popen[bytes]
-# each says when its handler is in place
+# Each child prints a line when its handler is in place.
 DRAINS = (
     "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print(1, flush=True); input()"
 )

@@ -73,7 +73,7 @@ def test_special_tokens_as_text_objects_and_absent(tmp_path: Path) -> None:
     template = made(
         tmp_path, source, bos_token={"content": "<s>", "lstrip": False}, eos_token="</s>", pad_token=None
     )
-    assert template.render(HI) == "<s>|</s>||False"  # never the word None
+    assert template.render(HI) == "<s>|</s>||False"  # "None" is never printed
 
 
 def test_strftime_now_generation_and_loop_controls(tmp_path: Path) -> None:
