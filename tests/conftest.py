@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 settings.register_profile(
     "tandem",
     derandomize="TANDEM_EXPLORE" not in os.environ,
-    deadline=None,  # nor watch the clock
+    deadline=None,  # no outcome may depend on how fast the machine is
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("tandem")
