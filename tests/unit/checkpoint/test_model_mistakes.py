@@ -38,7 +38,9 @@ def holding(directory: Path, *names: str) -> Path:
         (("a.txt", "b.txt"), "has no config.json, so it is not a model directory; it contains a.txt, b.txt"),
     ],
 )
-def test_directories_without_a_config(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
+def test_directories_without_a_config_are_explained(
+    tmp_path: Path, names: tuple[str, ...], said: str
+) -> None:
     directory = tmp_path / "given"
     directory.mkdir()
     holding(directory, *names)

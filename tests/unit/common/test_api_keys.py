@@ -21,7 +21,7 @@ def write(directory: Path, text: str, mode: int = 0o600) -> Path:
     return file
 
 
-def test_all_fields(tmp_path: Path) -> None:
+def test_all_fields_of_a_key_are_read(tmp_path: Path) -> None:
     text = f"""
 - {{id: team-a, sha256: "{HASH}"}}
 - id: "7"

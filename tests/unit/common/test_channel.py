@@ -65,7 +65,7 @@ def test_a_flood_of_bad_frames_does_not_keep_the_loop(
     assert dealer.damaged == 10
 
 
-def test_both_ways(context: Context, address: str) -> None:
+def test_messages_pass_both_ways(context: Context, address: str) -> None:
     router, dealer = pair(context, address)
     assert router.send(b"peer", b"answer")
     assert until(dealer.drain) == [b"answer"]
@@ -427,7 +427,7 @@ def test_what_cannot_be_bound_is_a_config_error(address: str) -> None:
     context.term()  # hangs if the socket of the failed attempt is still open
 
 
-def test_a_port_that_is_taken(context: Context) -> None:
+def test_a_port_that_is_taken_is_refused(context: Context) -> None:
     router = RouterSocket(context, "tcp://127.0.0.1:0", Keyless())
     with pytest.raises(ConfigError, match="in use"):
         RouterSocket(context, router.address, Keyless())

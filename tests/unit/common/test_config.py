@@ -68,7 +68,7 @@ def test_only_the_model_is_required(tmp_path: Path) -> None:
     assert "path" in str(refusal(tmp_path, "model: {}\n"))
 
 
-def test_precedence_and_origins(tmp_path: Path) -> None:
+def test_values_have_their_precedence_and_origin(tmp_path: Path) -> None:
     text = "model: {path: m}\nrouter: {port: 1, host: 127.0.0.2, max_attempts: 2}\n"
     environ = {"TANDEM_ROUTER_PORT": "2", "TANDEM_ROUTER_MAX_ATTEMPTS": "4", "PATH": "/bin"}
     resolved = load(tmp_path, text, ["router.port=3"], environ)
@@ -254,7 +254,7 @@ def test_unknown_keys_in_a_list_from_outside(tmp_path: Path) -> None:
         ("=1", "", "KEY=VALUE"),
     ],
 )
-def test_bad_overrides(tmp_path: Path, override: str, path: str, words: str) -> None:
+def test_bad_overrides_are_refused_by_name(tmp_path: Path, override: str, path: str, words: str) -> None:
     error = refusal(tmp_path, overrides=[override])
     assert error.path == path
     assert words in str(error)

@@ -59,7 +59,7 @@ def test_what_the_client_can_correct_is_an_invalid_request() -> None:
         assert not (cls.retryable and cls.status != 503), cls
 
 
-def test_a_code_from_a_newer_node() -> None:
+def test_a_code_from_a_newer_node_is_an_internal_error_here() -> None:
     error = from_code("something_new", "text")
     assert type(error) is InternalError
     assert error.status == 500
@@ -71,7 +71,7 @@ def test_config_error_names_its_key(path: str, text: str) -> None:
     assert (error.path, str(error)) == (path, text)
 
 
-def test_details() -> None:
+def test_an_error_carries_its_details() -> None:
     assert InvalidRequest("x", param="top_p").param == "top_p"
     assert InvalidRequest("x").param is None
     assert RecordError("crc", "x").cause == "crc"

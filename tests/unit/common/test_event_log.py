@@ -101,7 +101,7 @@ def test_the_config_says_where(value: str, place: str, tmp_path: Path) -> None:
     assert len(lines_of(tmp_path / place)) == 1
 
 
-def test_off_by_default(tmp_path: Path) -> None:
+def test_the_event_log_is_off_by_default(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(
         "model: {path: m}\nprefill: {nodes: [{name: prefill-0}]}\ndecode: {nodes: [{name: decode-0}]}\n"

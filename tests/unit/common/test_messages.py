@@ -224,12 +224,12 @@ def test_wrongly_typed_fields_are_refused_or_decode(data: st.DataObject) -> None
     ],
 )
 @pytest.mark.parametrize("inbox", INBOXES)
-def test_chosen_frames(inbox: str, frame: bytes) -> None:
+def test_chosen_bad_frames_are_refused(inbox: str, frame: bytes) -> None:
     """Excessive depth, false lengths, invalid UTF-8, impossible dates and unhashable keys are refused."""
     refused(INBOXES[inbox][0], frame)
 
 
-def test_depth_inside_a_field() -> None:
+def test_depth_inside_a_field_is_bounded() -> None:
     frame = encode(FOR_ROUTER[0])
     name = b"effective_config"
     start = frame.index(name) + len(name)

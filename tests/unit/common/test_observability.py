@@ -302,7 +302,7 @@ def test_leaving_on_purpose_is_no_failure(pipe: tuple[int, int]) -> None:
     os.close(pipe[0])
 
 
-def test_without_a_descriptor() -> None:
+def test_without_a_descriptor_nothing_is_reported() -> None:
     with StartupReporter(None, Log("n")) as reporter:
         reporter.report("ready")
 
@@ -355,7 +355,7 @@ def waiting() -> Callable[[], subprocess.Popen[str]]:
     ("second", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, -signal.SIGINT)], ids=["SIGTERM", "SIGINT"]
 )
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-def test_signals(
+def test_signals_drain_and_then_end_a_process(
     waiting: Callable[[], subprocess.Popen[str]], first: signal.Signals, second: signal.Signals, code: int
 ) -> None:
     """The first signal drains; a second Ctrl-C ends the process at once."""

@@ -84,7 +84,7 @@ def test_without_a_private_runtime_directory(
         path.rmdir()
 
 
-def test_a_configured_directory(tmp_path: Path, lax_umask: None) -> None:
+def test_a_configured_directory_is_used(tmp_path: Path, lax_umask: None) -> None:
     path = run_directory(resolved(tmp_path, "run"))
     assert path == (tmp_path / "run").resolve()
     assert mode(path) == 0o700
@@ -173,7 +173,7 @@ def test_length_is_counted_in_bytes(tmp_path: Path) -> None:
         Path(path).rmdir()
 
 
-def test_addresses(tmp_path: Path, runtime: Path) -> None:
+def test_addresses_follow_from_the_run_directory(tmp_path: Path, runtime: Path) -> None:
     auto = resolved(tmp_path)
     assert control_address(auto) == f"ipc://{run_directory(auto)}/router.sock"
     assert peer_address(auto, "prefill-0") == f"ipc://{run_directory(auto)}/prefill-0.sock"

@@ -36,7 +36,7 @@ def test_a_key_is_random_printed_and_stored_as_its_hash(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_all_options(tmp_path: Path) -> None:
+def test_all_options_are_written_to_the_file(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text("# keys of the lab\n")
     file.chmod(0o600)
@@ -64,7 +64,7 @@ def test_a_handwritten_list_keeps_its_form(tmp_path: Path, before: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "[\n]\n"])
-def test_a_list_in_brackets(tmp_path: Path, text: str) -> None:
+def test_a_list_in_brackets_is_extended(tmp_path: Path, text: str) -> None:
     file = tmp_path / "keys.json"
     file.write_text(text)
     file.chmod(0o600)

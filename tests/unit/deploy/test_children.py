@@ -44,7 +44,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
             until(lambda: each.read_progress() and each._status < 0)  # noqa: B023
 
 
-def test_progress(make: Callable[[str], Child], tmp_path: Path) -> None:
+def test_progress_is_read_line_by_line(make: Callable[[str], Child], tmp_path: Path) -> None:
     go_on = tmp_path / "go on"
     child = make(
         """say('{"phase":"loading","done":1,"total":4}\\n{"phase":"load')\n"""
@@ -68,7 +68,7 @@ def test_a_line_that_is_no_progress_is_passed_over(make: Callable[[str], Child],
     until(lambda: child.read_progress().phase == "ready")
 
 
-def test_exit_code_and_log(make: Callable[[str], Child]) -> None:
+def test_exit_code_and_log_are_kept(make: Callable[[str], Child]) -> None:
     child = make("print('on stdout', flush=True); print('on stderr', file=sys.stderr); sys.exit(3)")
     child.start()
     until(lambda: child.exit_code is not None)
@@ -103,7 +103,7 @@ def test_ctrl_c_of_the_terminal_does_not_reach_it(make: Callable[[str], Child]) 
     assert os.getsid(child.pid) == child.pid
 
 
-def test_starting_again(make: Callable[[str], Child], tmp_path: Path) -> None:
+def test_a_child_can_be_started_again(make: Callable[[str], Child], tmp_path: Path) -> None:
     """The log is kept, the progress starts anew, and no descriptor leaks."""
     child = make('print(\'here\'); say(\'{"phase":"ready"}\\n{"phase":\')')
     before = set(os.listdir("/proc/self/fd"))

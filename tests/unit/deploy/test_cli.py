@@ -82,7 +82,7 @@ def test_messages_are_not_markup(directory: Path) -> None:
     assert "[/red]" in flat(result)
 
 
-def test_not_running(directory: Path) -> None:
+def test_a_cluster_that_does_not_run_is_reported(directory: Path) -> None:
     result = run("status", str(directory / "c.yaml"))
     assert (result.exit_code, flat(result).strip()) == (3, "not running")
     result = run("down", str(directory / "c.yaml"))
@@ -236,7 +236,7 @@ def test_status_while_no_request_can_be_served(directory: Path, monkeypatch: pyt
         ([NODES[0], {"name": "decode-0", "state": "draining"}], None, "draining"),
     ],
 )
-def test_status_of_a_degraded_cluster(
+def test_status_of_a_degraded_cluster_has_its_exit_code(
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     nodes: list[dict[str, Any]],

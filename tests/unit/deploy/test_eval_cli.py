@@ -168,7 +168,7 @@ async def test_a_slow_server_meets_a_deadline(server: FakeServer, invoke: Invoke
     assert "did not answer in time" in result.stderr
 
 
-async def test_no_server(invoke: Invoke) -> None:
+async def test_a_missing_server_is_reported(invoke: Invoke) -> None:
     with socket.socket() as deaf:  # holds its port, so that no other process listens there
         deaf.bind(("127.0.0.1", 0))
         result = await invoke(f"http://127.0.0.1:{deaf.getsockname()[1]}", "--count", 2)
@@ -177,7 +177,7 @@ async def test_no_server(invoke: Invoke) -> None:
     assert "Is the server running?" in result.stderr
 
 
-async def test_a_server_without_models(server: FakeServer, invoke: Invoke) -> None:
+async def test_a_server_without_models_is_reported(server: FakeServer, invoke: Invoke) -> None:
     server.models = {"data": []}
     result = await invoke(server.url, "--count", 2)
     assert result.exit_code == 2

@@ -53,7 +53,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     write_table(tmp_path, written)  # replaces an existing one
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_a_missing_table_reads_as_none(tmp_path: Path) -> None:
     assert read_table(tmp_path) is None
     assert read_table(tmp_path / "missing") is None
 
@@ -111,7 +111,7 @@ def test_a_table_that_is_being_overwritten_is_read_again(
     assert len(waits) == 1
 
 
-def test_alive() -> None:
+def test_a_process_is_alive_until_it_ends() -> None:
     assert entry(os.getpid()).alive
     assert not Entry(pid=os.getpid(), started=1).alive
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:

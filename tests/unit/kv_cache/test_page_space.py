@@ -23,11 +23,11 @@ def take(pages: PageSpace, tokens: list[int], num_pages: int, max_cached: int | 
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(0, 0), (1, 1), (2, 1), (3, 2), (16, 8)])
-def test_pages_for(tokens: int, expected: int) -> None:
+def test_pages_are_rounded_up(tokens: int, expected: int) -> None:
     assert space().pages_for(tokens) == expected
 
 
-def test_a_fresh_lease() -> None:
+def test_a_fresh_lease_has_pages_and_no_prefix() -> None:
     pages = space()
     lease = take(pages, [1, 2, 3], 2)
     assert lease.pages == [1, 2]
@@ -184,7 +184,7 @@ def test_releasing_twice_raises() -> None:
     second.release()
 
 
-def test_no_prefix_cache() -> None:
+def test_without_a_prefix_cache_nothing_matches() -> None:
     pages = PageSpace(2, 5, NoPrefixCache())
     lease = pages.lease(as_keys([1, 2, 3, 4]), 3, 4)
     assert lease is not None

@@ -45,7 +45,9 @@ def records(draw: st.DrawFn) -> HandoffRecord:
 
 
 @given(records(), u63, u63)
-def test_round_trip_in_a_larger_slot(record: HandoffRecord, room: int, generation: int) -> None:
+def test_a_record_survives_a_round_trip_in_a_larger_slot(
+    record: HandoffRecord, room: int, generation: int
+) -> None:
     data = hr.encode(record, room, generation, SLOT)
     assert hr.decode(data, room, generation) == record
     assert hr.decode(data.ljust(SLOT, b"\xff"), room, generation) == record
@@ -82,7 +84,7 @@ def test_noise_is_a_record_error(noise: bytes) -> None:
         (-8, "<Q", 6, "trailer"),
     ],
 )
-def test_causes(offset: int, fmt: str, value: object, cause: str) -> None:
+def test_each_damage_has_its_cause(offset: int, fmt: str, value: object, cause: str) -> None:
     data = bytearray(hr.encode(HandoffRecord(first_token=1, num_tokens=2), 3, 4, SLOT))
     struct.pack_into(fmt, data, offset % len(data), value)
     with pytest.raises(RecordError) as caught:

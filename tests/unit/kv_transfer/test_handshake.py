@@ -145,7 +145,9 @@ def test_slots_wait_for_welcome_and_a_silent_peer_times_out(
     decode.receiver.open(2, (prefill.incarnation,), [1], 0)
 
 
-def test_another_incarnation_at_the_address(fabric: Fabric, clock: Clock, prefill: Prefill) -> None:
+def test_another_incarnation_at_the_address_is_refused(
+    fabric: Fabric, clock: Clock, prefill: Prefill
+) -> None:
     decode = decode_node(fabric, clock)
     believed = secrets.token_hex(16)
     decode.receiver.connect(believed, lambda frame: prefill.sender.handle(decode.identity, frame))

@@ -175,7 +175,7 @@ def test_a_room_cancelled_with_nothing_sent_yet() -> None:
     assert rig.sender.active == rig.fabric.writes == 0
 
 
-def test_a_decode_node_that_dies_between_two_layers() -> None:
+def test_a_decode_node_that_dies_between_two_layers_ends_its_rooms() -> None:
     rig = Rig({0: Fault(damage="stick")})
     send = begin(rig)
     send.stored(0)

@@ -263,7 +263,7 @@ def test_an_abort_in_the_middle(turns: int) -> None:
 
 @pytest.mark.parametrize("damage", ["fail", "corrupt", "drop"])
 @pytest.mark.parametrize("write", range(4))
-def test_a_damaged_layer(write: int, damage: str) -> None:
+def test_a_damaged_layer_fails_only_its_request(write: int, damage: str) -> None:
     """The request is notified once and prefilled again; the forward and its other prompts continue."""
     with NodeCluster(replace(SHAPE, completion=Watched)) as cluster:
         cluster.fabric.plan = lambda n: Fault(damage=damage if n == write else "none")  # type: ignore[arg-type]

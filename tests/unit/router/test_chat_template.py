@@ -59,7 +59,7 @@ def test_file_wins_over_config(tmp_path: Path) -> None:
     assert made(tmp_path, "config").render(HI) == "file"
 
 
-def test_named_templates(tmp_path: Path) -> None:
+def test_named_templates_are_found(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     assert made(tmp_path, named).render(HI) == "plain"
     for other in ([{"name": "rag", "template": "x"}], [5], None, 5):

@@ -389,7 +389,7 @@ async def test_a_closed_heartbeat_socket_is_no_proof_of_death() -> None:
         assert rig.registry.count("decode") == 1
 
 
-async def test_silence_and_hangs() -> None:
+async def test_silent_and_hung_nodes_are_lost() -> None:
     clock = Clock()
     async with router_rig(clock=clock) as rig:
         prefill, decode = await rig.pair()

@@ -34,7 +34,7 @@ def first_token(prefill: FakeNode, room: int, token: int, finish: str | None = N
     prefill.say(FirstToken(room=room, token=OutputToken(token), finish_reason=finish, cached_tokens=cached))
 
 
-async def test_a_request() -> None:
+async def test_a_request_passes_through_both_nodes() -> None:
     async with router_rig() as rig:
         prefill, decode = await rig.pair()
         client = rig.client([1, 2, 3])
@@ -322,7 +322,7 @@ async def test_another_try_prefers_nodes_that_have_not_failed() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2])
-async def test_a_client_that_leaves(tokens: int) -> None:
+async def test_a_client_that_leaves_frees_both_nodes(tokens: int) -> None:
     async with router_rig() as rig:
         prefill, decode = await rig.pair()
         client = rig.client()
@@ -411,7 +411,7 @@ def _request() -> object:
 
 
 @pytest.mark.parametrize("source", ["request", "config"])
-async def test_the_deadline(source: str) -> None:
+async def test_a_request_ends_at_its_deadline(source: str) -> None:
     limits = {"request_timeout": 0.05} if source == "config" else {}
     async with router_rig(**limits) as rig:
         prefill, decode = await rig.pair()

@@ -119,7 +119,7 @@ async def test_nothing_new_while_draining(rig: Rig) -> None:
         ("!!!", None),
     ],
 )
-async def test_request_id(rig: Rig, given: str, used: str | None) -> None:
+async def test_a_request_id_is_echoed_or_made(rig: Rig, given: str, used: str | None) -> None:
     rig.generator.will(*one_by_one([10]))
     for body, status in ((BODY, 200), ({}, 400)):
         raw = (
@@ -173,7 +173,7 @@ async def test_unknown_routes_and_methods(rig: Rig) -> None:
         "x",
     ],
 )
-async def test_other_media_types(rig: Rig, kind: str | None) -> None:
+async def test_other_media_types_are_refused(rig: Rig, kind: str | None) -> None:
     """A web page can send these to another site without a CORS preflight, but not JSON."""
     line = f"Content-Type: {kind}\r\n" if kind else ""
     for path in (CHAT, "/v1/completions", "/tokenize", "/detokenize"):

@@ -94,7 +94,7 @@ async def test_tls(tmp_path: Path) -> None:
     await app.drain()
 
 
-async def test_mutual_tls(tmp_path: Path) -> None:
+async def test_mutual_tls_needs_a_client_certificate(tmp_path: Path) -> None:
     cert, key = copy_certificates(tmp_path)
     tls = [f"router.tls.cert={cert}", f"router.tls.key={key}", f"router.tls.client_ca={AUTHORITY}"]
     app = router(tmp_path, *tls)

@@ -95,7 +95,7 @@ def test_a_node_without_a_load_report_counts_as_empty_in_metrics() -> None:
     assert series(metrics)['vllm:kv_cache_usage_perc{engine="decode-0",model_name="tiny",role="decode"}'] == 0
 
 
-def test_requests_by_outcome() -> None:
+def test_requests_are_counted_by_outcome() -> None:
     metrics = RouterMetrics("tiny", list, lambda: 0)
     for outcome in ("stop", "length", "stop"):
         finished(metrics, outcome)

@@ -98,7 +98,7 @@ def test_a_main_loop_is_hung_only_past_the_work_that_it_announced() -> None:
     assert rig.lost == [("a", "its main loop has not turned for 25.1 s, 20.0 s of work announced")]
 
 
-def test_silence_and_hang() -> None:
+def test_silence_and_hangs_lose_a_node() -> None:
     rig = Rig()
     for name in ("a", "b", "c"):
         rig.registry.register(register("prefill", name))

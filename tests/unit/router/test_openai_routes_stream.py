@@ -106,7 +106,9 @@ async def test_error_in_mid_stream_has_no_done(rig: Rig) -> None:
     "failure", [ZeroDivisionError("secret"), TimeoutError("secret"), ConnectionResetError()]
 )
 @pytest.mark.parametrize("started", [False, True])
-async def test_defect(rig: Rig, failure: Exception, started: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_defect_ends_the_stream_with_a_generic_error(
+    rig: Rig, failure: Exception, started: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """A bug differs from a disconnected client: the client gets a generic error, and the log has the details."""
     rig.generator.will(*([delta([10])] if started else []), failure)
     with caplog.at_level(logging.ERROR):
@@ -201,7 +203,7 @@ async def test_half_characters_wait(rig: Rig) -> None:
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "é\ufffd"
 
 
-async def test_request_id_in_streams(rig: Rig) -> None:
+async def test_streams_have_the_request_id(rig: Rig) -> None:
     rig.generator.will(*one_by_one([10]))
     headers = {"X-Request-Id": "my-id"}
     url = rig.url + "/v1/chat/completions"

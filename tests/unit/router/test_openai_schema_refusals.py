@@ -335,7 +335,7 @@ async def test_context_sentence_has_the_numbers(rig: Rig) -> None:
     assert [r.sampling.max_tokens for r in rig.generator.requests] == [96, 96]
 
 
-async def test_body_too_large(rig: Rig) -> None:
+async def test_a_body_that_is_too_large_is_refused(rig: Rig) -> None:
     for path in BOTH:
         status, answer, headers = await rig.post(path, b'{"x":"' + b"a" * MAX_BODY + b'"}')
         assert (status, answer["error"]["code"]) == (413, 413)

@@ -54,7 +54,7 @@ def test_progress_is_no_failure(error: Preempted | NodeLost) -> None:
     assert retries(max_attempts=1).pause(TransferFailed("x"), True, True, 0.0) is None
 
 
-def test_a_full_queue() -> None:
+def test_a_full_queue_refuses_new_requests_and_delays_others() -> None:
     made = retries(patience=2.0)
     assert made.pause(Overloaded("x"), False, False, 0.0) is None, "a new request is refused"
     made = retries(patience=2.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from router.timeline import KEPT, Timeline, Timelines
 
 
-def test_marks_and_order() -> None:
+def test_marks_are_kept_in_order() -> None:
     timeline = Timeline("r", 100.0)
     timeline.mark("placed", 100.5)
     timeline.mark("first_token", 102.0)
