@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from common.engine.attention.backend import AttentionBackend
+from common.engine.attention.backend import AttentionBackend, TokenSlots
 from common.engine.forward.batch import ForwardBatch
 
 
@@ -43,3 +43,6 @@ class AroundAttention:
         eps: float = 0.0,
     ) -> Tensor:
         return self._inner.mix(layer, operation, projected, width, weights, eps)
+
+    def token_slots(self) -> TokenSlots | None:
+        return self._inner.token_slots()

@@ -78,14 +78,15 @@ def layers_of(shape: Shape, count: int) -> list[Layer]:
 
 
 def routed(shape: Shape, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
-    rule = (shape.chosen, shape.shared, False, shape.sigmoid, 1, 1, True, 0.0, 1.0)
+    rule = (None, 0, shape.chosen, shape.shared, False, shape.sigmoid, 1, 1, True, 0.0, 1.0)
     return route(x, layer.rows, None, *rule)
 
 
 def step(shape: Shape, layers: list[Layer], x: Tensor) -> Tensor:
     """Run the layers one after another; each reads what the one before has written."""
     for layer in layers:
-        x = sum_parts(expert_parts(x, layer.gate_up, layer.down, *routed(shape, layer, x)))
+        experts, shares = routed(shape, layer, x)
+        x = sum_parts(expert_parts(x, layer.gate_up, layer.down, experts, shares), experts)
     return x
 
 

@@ -237,13 +237,16 @@ def experts(dtype: torch.dtype) -> None:
     count, chosen, inner, hidden = 128, 8, 768, 2048
     gate_up = torch.empty(count, 2 * inner, hidden, dtype=dtype)  # never touched, so no memory is committed
     down = torch.empty(count, hidden, inner, dtype=dtype)
+    slots = torch.zeros(4096, dtype=torch.int64)
     for tokens in (1, 64, 4096):
         x, rows = torch.zeros(tokens, hidden, dtype=dtype), torch.empty(count, hidden, dtype=dtype)
-        found, shares = route_triton(x, rows, None, chosen, 0, False, False, 1, 1, True, 0.0, 1.0)
-        sum_parts_triton(expert_parts_triton(x, gate_up, down, found.zero_(), shares))
+        found, shares = route_triton(
+            x, rows, None, slots[:tokens], 16, chosen, 0, False, False, 1, 1, True, 0.0, 1.0
+        )
+        sum_parts_triton(expert_parts_triton(x, gate_up, down, found.zero_(), shares), found)
     x, rows = torch.zeros(4, hidden, dtype=dtype), torch.empty(257, hidden, dtype=dtype)
     correction = torch.zeros(256)
-    route_triton(x, rows, correction, chosen, 1, True, True, 8, 4, True, 1e-20, 2.5)
+    route_triton(x, rows, correction, None, 0, chosen, 1, True, True, 8, 4, True, 1e-20, 2.5)
 
 
 def drawing() -> None:

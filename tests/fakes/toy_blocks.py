@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.checkpoint.families import Family, LayerKind
 from common.checkpoint.model_config import ModelConfig
-from common.engine.attention.backend import AttentionBackend
+from common.engine.attention.backend import AttentionBackend, TokenSlots
 from common.engine.layers.activations import DENSE, Activations
 from common.engine.layers.blocks import FeedForward, Mixer
 from common.engine.layers.linear import WeightFormat
@@ -69,7 +69,9 @@ class Experts(FeedForward):
         inner = F.silu(torch.einsum("th,eih->tei", x.tensor(), self.up))
         return torch.einsum("tei,ehi,te->th", inner, self.down, share)
 
-    def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
+    def add_norm(
+        self, x: Activations, stream: Tensor, norm: RmsNorm, slots: TokenSlots | None = None
+    ) -> tuple[Activations, Tensor]:
         normed, total = add_rms_norm(self(x), stream, norm.weight, norm.eps)
         return Activations(normed), total
 

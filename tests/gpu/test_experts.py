@@ -34,11 +34,14 @@ def test_route(dtype: torch.dtype, tokens: int, experts: int, groups: int, kept:
     """Experts may differ from the reference's only where two scores are nearly equal."""
     x = torch.randn(tokens, 512, device=CUDA).to(dtype)
     rows, correction = normal(experts + 1, 512, dtype=dtype), torch.randn(experts, device=CUDA)
+    slots = torch.randint(0, 64, (tokens,), device=CUDA)
     for sigmoid in (False, True):
         given = (
             x,
             rows,
             correction if sigmoid else None,
+            slots,
+            16,
             8,
             1,
             True,
@@ -81,13 +84,14 @@ def test_expert_products(
     gate_up = normal(experts, 2 * inner, hidden, dtype=dtype)
     down = normal(experts, hidden, inner, dtype=dtype)
     which, shares = choices(tokens, experts, chosen), torch.rand(tokens, chosen, device=CUDA)
+    which[tokens // 3 : tokens // 2] = -1
     found = expert_parts(x, gate_up, down, which, shares)
     expected = expert_parts_reference(x.double(), gate_up.double(), down.double(), which, shares.double())
     limit = TOLERANCE[dtype]
-    torch.testing.assert_close(found.double(), expected, atol=limit, rtol=limit)
-    torch.testing.assert_close(
-        sum_parts(found), sum_parts_reference(found), atol=limit, rtol=limit, equal_nan=True
-    )
+    has = which >= 0
+    torch.testing.assert_close(found[has].double(), expected[has], atol=limit, rtol=limit)
+    summed = sum_parts_reference(found, which)
+    torch.testing.assert_close(sum_parts(found, which), summed, atol=limit, rtol=limit)
 
 
 @pytest.mark.parametrize("tokens", [5, 200])
@@ -100,8 +104,8 @@ def test_a_graph_serves_other_choices_than_it_was_captured_with(tokens: int) -> 
     )
 
     def run() -> Tensor:
-        which, shares = route(x, rows, None, 4, 0, False, False, 1, 1, True, 0.0, 1.0)
-        return sum_parts(expert_parts(x, gate_up, down, which, shares))
+        which, shares = route(x, rows, None, None, 0, 4, 0, False, False, 1, 1, True, 0.0, 1.0)
+        return sum_parts(expert_parts(x, gate_up, down, which, shares), which)
 
     run()
     torch.cuda.synchronize()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -32,6 +32,13 @@ class LayerOperation(Protocol):
         plane or another row. Graphs record it, except on batches of mode EXTEND with many tokens: it must not wait for
         the device. Page 0 and state slot 0 belong to padding and have to stay zero.
         """
+
+
+class TokenSlots(NamedTuple):
+    """Where a batch stores its keys and values. Rows in page 0, and rows past the last slot, are padding of a graph."""
+
+    slots: Tensor  # [T] int64, page * page_size + offset
+    page_size: int
 
 
 class AttentionBackend(Protocol):
@@ -79,6 +86,9 @@ class AttentionBackend(Protocol):
             weights: parameters that the operation reads.
             eps: of its norm, if it has one.
         """
+
+    def token_slots(self) -> TokenSlots | None:
+        """Return the slots of the batch's rows; None in a trace, which has no batch."""
 
 
 # Makes the attention of a model over its pool, whose layers see so many keys (None: all).

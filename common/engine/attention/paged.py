@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from common.engine.attention.backend import LayerOperation
+from common.engine.attention.backend import LayerOperation, TokenSlots
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.ops.extend_attention import extend_attention
 from common.engine.ops.rotary_kv_write import rotary_kv_write
@@ -90,6 +90,9 @@ class PagedAttention:
     ) -> Tensor:
         run: LayerOperation = named(operation)
         return run(self._planned(), layer, self.pool.planes(layer), projected, weights, eps)
+
+    def token_slots(self) -> TokenSlots:
+        return TokenSlots(self._planned().kv_slots, self.pool.page_size)
 
     def _planned(self) -> ForwardBatch:
         if self._batch is None:

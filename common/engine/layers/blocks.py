@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from common.engine.attention.backend import AttentionBackend
+from common.engine.attention.backend import AttentionBackend, TokenSlots
 from common.engine.layers.activations import Activations, Reads
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
@@ -55,8 +55,14 @@ class FeedForward(nn.Module, ABC):
         """Return [T, H] for x [T, H]."""
 
     @abstractmethod
-    def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
-        """Return (norm(y + stream), y + stream), where y is the block's output; all [T, H]."""
+    def add_norm(
+        self, x: Activations, stream: Tensor, norm: RmsNorm, slots: TokenSlots | None = None
+    ) -> tuple[Activations, Tensor]:
+        """Return (norm(y + stream), y + stream), where y is the block's output; all [T, H].
+
+        Args:
+            slots: says which rows are padding, whose output is of no use; None: it is not known.
+        """
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from common.checkpoint.model_config import ModelConfig
+from common.engine.attention.backend import TokenSlots
 from common.engine.layers.activations import DENSE, Activations
 from common.engine.layers.blocks import FeedForward
 from common.engine.layers.linear import WeightFormat
@@ -27,16 +28,16 @@ class Experts(FeedForward):
         self.router = Router(name, config.hidden_size, config.experts, weights.placement)
         self.experts = weights.experts(name, config.hidden_size, config.experts)
 
-    def forward(self, x: Activations) -> Tensor:
-        return sum_parts(self._parts(x))
+    def forward(self, x: Activations, slots: TokenSlots | None = None) -> Tensor:
+        """Return [T, H]. Padding rows get no expert, so that they read no weights, and zeros."""
+        experts, shares = self.router(x.tensor(), slots)
+        return sum_parts(self.experts.parts(x, experts, shares), experts)
 
-    def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
-        normed, total = norm.add(self(x), stream)
+    def add_norm(
+        self, x: Activations, stream: Tensor, norm: RmsNorm, slots: TokenSlots | None = None
+    ) -> tuple[Activations, Tensor]:
+        normed, total = norm.add(self(x, slots), stream)
         return Activations(normed), total
-
-    def _parts(self, x: Activations) -> Tensor:
-        """Return what is added up [T, K, H]."""
-        return self.experts.parts(x, *self.router(x.tensor()))
 
     def pieces(self) -> Iterator[Piece]:
         yield from self.router.pieces()

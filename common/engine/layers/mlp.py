@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from common.checkpoint.model_config import ModelConfig
+from common.engine.attention.backend import TokenSlots
 from common.engine.layers.activations import Activations
 from common.engine.layers.blocks import FeedForward
 from common.engine.layers.linear import WeightFormat
@@ -28,7 +29,9 @@ class Mlp(FeedForward):
     def forward(self, x: Activations) -> Tensor:
         return self.down_proj.product(self._gated(x))
 
-    def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
+    def add_norm(
+        self, x: Activations, stream: Tensor, norm: RmsNorm, slots: TokenSlots | None = None
+    ) -> tuple[Activations, Tensor]:
         return self.down_proj.add_norm(self._gated(x), stream, norm)
 
     def pieces(self) -> Iterator[Piece]:

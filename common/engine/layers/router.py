@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint.experts_config import SIGMOID, ExpertsConfig
+from common.engine.attention.backend import TokenSlots
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.engine.ops.route import route
@@ -30,13 +31,16 @@ class Router(nn.Module):
             # [E] float32 in any model: small differences decide the choice
             self.correction = parameter((experts.count,), Placement(torch.float32, placement.device))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, slots: TokenSlots | None) -> tuple[Tensor, Tensor]:
         """Return (experts [T, K] int32, shares [T, K] float32) for x [T, H]; the shared experts come last."""
         rule = self._experts.router
+        kv_slots, page_size = (None, 0) if slots is None else slots
         return route(
             x,
             self.rows,
             self.correction,
+            kv_slots,
+            page_size,
             rule.chosen,
             self._experts.shared,
             self._experts.shared_gate,

@@ -66,7 +66,7 @@ class DecoderLayer(nn.Module):
             addition and the norm of the sum are one operation.
         """
         x, stream = self.mixer.add_norm(x, stream, self.post_attention_layernorm, angles, attention)
-        return self.feed_forward.add_norm(x, stream, following)
+        return self.feed_forward.add_norm(x, stream, following, attention.token_slots())
 
     def pieces(self) -> Iterator[Piece]:
         yield from self.input_layernorm.pieces()

@@ -13,7 +13,7 @@ from common.engine.ops.triton_kernel import (
     await_previous,
     cdiv,
     chained,
-    kernel,
+    kernel_with_varying,
     next_power_of_2,
     tl,
 )
@@ -26,6 +26,8 @@ def route_reference(
     x: Tensor,
     rows: Tensor,
     correction: Tensor | None,
+    slots: Tensor | None,
+    page_size: int,
     chosen: int,
     shared: int,
     shared_gate: bool,
@@ -41,6 +43,7 @@ def route_reference(
     Args:
         rows: [E, H]; with `shared_gate` [E + 1, H], whose last row gives the logit of the share of shared experts.
         correction: [E] float32, added to the scores for the choice.
+        slots: KV slots of the rows. Rows in page 0 and rows without a slot are padding: their experts are -1.
         shared: number of shared experts, E .. E + shared - 1, which every token has.
     """
     logits = F.linear(x.float(), rows.float())  # [T, E]
@@ -60,16 +63,22 @@ def route_reference(
     always = torch.arange(shared, device=x.device) + logits.shape[1]
     experts = torch.cat([experts, always.expand(len(x), -1)], dim=1)
     shares = torch.cat([shares * scaling, gate.expand(-1, shared)], dim=1)
+    if slots is not None:
+        padding = F.pad(slots, (0, len(x) - len(slots))) < page_size
+        experts = experts.masked_fill(padding[:, None], -1)
     return experts.to(torch.int32), shares
 
 
-@kernel
+@kernel_with_varying("num_slots")
 def _route_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [PARTS, rows, size] float32, to be added up
     correction_ptr,  # [EXPERTS] float32; read if CORRECTED
+    slots_ptr,  # [num_slots] int64; read if SLOTS
     experts_ptr,  # [rows, CHOSEN + SHARED] int32
     shares_ptr,  # [rows, CHOSEN + SHARED] float32
     part_stride,
+    num_slots,
+    page_size,
     size,  # EXPERTS, and one more if GATED
     epsilon,
     scaling,
@@ -80,6 +89,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     CHOSEN: tl.constexpr,
     SHARED: tl.constexpr,
     CORRECTED: tl.constexpr,
+    SLOTS: tl.constexpr,
     GATED: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALISED: tl.constexpr,
@@ -139,6 +149,9 @@ def _route_kernel(  # type: ignore[no-untyped-def]
             gate += tl.load(logits_ptr + part * part_stride + row * size + size - 1)
         gate = 1.0 / (1.0 + tl.exp(-gate))
     shares = tl.where(rank < CHOSEN, shares, gate)
+    if SLOTS:
+        slot = tl.load(slots_ptr + row, mask=row < num_slots, other=0)
+        experts = tl.where(slot < page_size, -1, experts)
     place = row * (CHOSEN + SHARED) + rank
     tl.store(experts_ptr + place, experts, mask=rank < CHOSEN + SHARED)
     tl.store(shares_ptr + place, shares, mask=rank < CHOSEN + SHARED)
@@ -163,6 +176,8 @@ def route_triton(
     x: Tensor,
     rows: Tensor,
     correction: Tensor | None,
+    slots: Tensor | None,
+    page_size: int,
     chosen: int,
     shared: int,
     shared_gate: bool,
@@ -180,6 +195,7 @@ def route_triton(
     assert correction is None or (correction.shape == (size,) and correction.dtype == torch.float32), (
         "one float32 correction per expert"
     )
+    assert slots is None or (slots.is_contiguous() and len(slots) <= count), "one slot per row"
     experts = x.new_empty((count, chosen + shared), dtype=torch.int32)
     shares = x.new_empty((count, chosen + shared), dtype=torch.float32)
     if count == 0:
@@ -188,9 +204,12 @@ def route_triton(
     _route_kernel[(count,)](
         logits,
         logits if correction is None else correction,
+        experts if slots is None else slots,
         experts,
         shares,
         logits.stride(0),
+        0 if slots is None else len(slots),
+        page_size,
         rows.shape[0],
         epsilon,
         scaling,
@@ -201,6 +220,7 @@ def route_triton(
         CHOSEN=chosen,
         SHARED=shared,
         CORRECTED=correction is not None,
+        SLOTS=slots is not None,
         GATED=shared_gate,
         SIGMOID=sigmoid,
         NORMALISED=normalised,
@@ -217,6 +237,8 @@ def _fake(
     x: Tensor,
     rows: Tensor,
     correction: Tensor | None,
+    slots: Tensor | None,
+    page_size: int,
     chosen: int,
     shared: int,
     shared_gate: bool,

@@ -17,8 +17,13 @@ from common.engine.ops.triton_kernel import (
 BLOCK = 1024
 
 
-def sum_parts_reference(parts: Tensor) -> Tensor:
-    """Return [T, H] for parts [T, K, H]; the sum is float32 until it is rounded."""
+def sum_parts_reference(parts: Tensor, experts: Tensor) -> Tensor:
+    """Return [T, H] for parts [T, K, H]; the sum is float32 until it is rounded.
+
+    Args:
+        experts: [T, K]; parts of negative ones are left out, whatever they hold.
+    """
+    parts = parts.masked_fill(experts[:, :, None] < 0, 0.0)
     total = parts[:, 0].float()
     for rank in range(1, parts.shape[1]):
         total = total + parts[:, rank].float()
@@ -28,6 +33,7 @@ def sum_parts_reference(parts: Tensor) -> Tensor:
 @kernel
 def _sum_parts_kernel(  # type: ignore[no-untyped-def]
     parts_ptr,  # [rows, PARTS, size]
+    experts_ptr,  # [rows, PARTS] int32
     out_ptr,  # [rows, size]
     size,
     PARTS: tl.constexpr,
@@ -40,19 +46,23 @@ def _sum_parts_kernel(  # type: ignore[no-untyped-def]
     live = column < size
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
+        expert = tl.load(experts_ptr + row * PARTS + part)
+        end = tl.where(expert >= 0, size, 0)
         place = parts_ptr + (row * PARTS + part) * size + column
-        total += tl.load(place, mask=live, other=0.0).to(tl.float32)
+        total += tl.load(place, mask=column < end, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + column, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
-def sum_parts_triton(parts: Tensor) -> Tensor:
+def sum_parts_triton(parts: Tensor, experts: Tensor) -> Tensor:
     rows, count, size = parts.shape
+    assert experts.shape == (rows, count) and experts.is_contiguous(), "one expert per part"  # noqa: PT018
     assert parts.is_contiguous(), "the parts must be contiguous"
     out = parts.new_empty((rows, size))
     if out.numel():
         block = min(BLOCK, next_power_of_2(size))
         _sum_parts_kernel[(rows, cdiv(size, block))](
             parts,
+            experts,
             out,
             size,
             PARTS=count,
@@ -63,7 +73,7 @@ def sum_parts_triton(parts: Tensor) -> Tensor:
     return out
 
 
-def _fake(parts: Tensor) -> Tensor:
+def _fake(parts: Tensor, experts: Tensor) -> Tensor:
     return parts.new_empty((parts.shape[0], parts.shape[2]))
 
 

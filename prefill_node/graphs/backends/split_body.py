@@ -72,6 +72,9 @@ class MarkedAttention:
         out: Tensor = MIX(layer, operation, projected, width, list(weights), eps)
         return out
 
+    def token_slots(self) -> None:
+        """Return None: a trace has no batch."""
+
 
 class LiveAttention:
     """The attention backend of the body's call in progress, which seams call."""

@@ -45,7 +45,7 @@ def test_route(
 ) -> None:
     x, rows = torch.randn(tokens, 40, dtype=dtype), torch.randn(experts + gate, 40, dtype=dtype)
     correction = torch.randn(experts) if rule.startswith("sigmoid") else None
-    given = (x, rows, correction, chosen, shared, gate, *RULES[rule])
+    given = (x, rows, correction, None, 0, chosen, shared, gate, *RULES[rule])
     expected, found = route_reference(*given), route_triton(*given)
     assert torch.equal(found[0], expected[0])
     torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-5)
@@ -55,13 +55,13 @@ def test_the_correction_counts_for_the_choice_only() -> None:
     x, rows = torch.randn(4, 8), torch.randn(6, 8)
     correction = torch.tensor([0.0, 9.0, 0.0, 0.0, 8.0, 0.0])
     for run in (route_reference, route_triton):
-        experts, shares = run(x, rows, correction, 2, 0, False, True, 1, 1, False, 0.0, 1.0)
+        experts, shares = run(x, rows, correction, None, 0, 2, 0, False, True, 1, 1, False, 0.0, 1.0)
         assert experts.tolist() == [[1, 4]] * 4
         torch.testing.assert_close(shares, (x @ rows.T).sigmoid()[:, [1, 4]])
 
 
 def test_equal_scores_choose_the_first_experts() -> None:
-    experts, shares = route_triton(torch.zeros(2, 8), torch.randn(5, 8), None, 3, 0, False, *SOFTMAX)
+    experts, shares = route_triton(torch.zeros(2, 8), torch.randn(5, 8), None, None, 0, 3, 0, False, *SOFTMAX)
     assert experts.tolist() == [[0, 1, 2]] * 2
     torch.testing.assert_close(shares, torch.full((2, 3), 1 / 3))
 
@@ -70,20 +70,36 @@ def test_rows_with_nan_choose_experts_that_exist() -> None:
     x = torch.randn(3, 8)
     x[1] = torch.nan
     for rule in RULES.values():
-        experts, _ = route_triton(x, torch.randn(12, 8), None, 5, 0, False, *rule)
+        experts, _ = route_triton(x, torch.randn(12, 8), None, None, 0, 5, 0, False, *rule)
         assert all(len(set(row)) == 5 and min(row) >= 0 and max(row) < 12 for row in experts.tolist())
 
 
 def test_no_rows_choose_nothing() -> None:
-    experts, shares = route_triton(torch.zeros(0, 8), torch.randn(5, 8), None, 3, 1, False, *SOFTMAX)
+    experts, shares = route_triton(torch.zeros(0, 8), torch.randn(5, 8), None, None, 0, 3, 1, False, *SOFTMAX)
     assert experts.shape == shares.shape == (0, 4)
+
+
+def test_padding_rows_choose_nothing() -> None:
+    """Rows in page 0, and rows past the last slot; what they hold does not matter."""
+    x, rows, slots = torch.randn(5, 8), torch.randn(6, 8), torch.tensor([16, 3, 40, 15])
+    x[[1, 4]] = torch.nan
+    for run in (route_reference, route_triton):
+        experts, _ = run(x, rows, None, slots, 16, 2, 1, False, *SOFTMAX)
+        assert experts.dtype == torch.int32
+        assert (
+            (experts < 0).all(1).tolist() == (experts < 0).any(1).tolist() == [False, True, False, True, True]
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 8, 100), (1, 1, 7), (0, 3, 16), (2, 5, 1500)])
 def test_sum_parts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    parts = torch.randn(shape, dtype=dtype)
-    assert torch.equal(sum_parts_triton(parts), sum_parts_reference(parts))
+    """A row without experts gives zeros, whatever its parts hold."""
+    parts, experts = torch.randn(shape, dtype=dtype), torch.zeros(shape[:2], dtype=torch.int32)
+    experts[1:2], parts[1:2] = -1, torch.nan
+    found = sum_parts_triton(parts, experts)
+    assert torch.equal(found, sum_parts_reference(parts, experts))
+    assert not found[1:2].any()
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.checkpoint.experts_config import QWEN_SHARED, parse_experts
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.weight_formats import FORMATS
+from common.engine.formats import dense_experts
 from common.engine.forward.model_runner import load_model
+from common.engine.layers.placement import Placement
+from common.engine.models.model_size import check_model_size
+from common.engine.models.registry import build_model
+from common.engine.ops.expert_products import expert_parts
 from common.errors import ModelError
+from tests.fakes.int8_record import METHOD, ROW, Int8Weights
 from tests.unit.engine import families
 from tests.unit.engine.paged_driver import Driver
 
@@ -97,3 +108,85 @@ def test_each_expert_counts(path: Path) -> None:
             down[expert] = kept
     assert sum(changed[:12]) >= 3
     assert changed[12:] == [True, True]
+
+
+def test_padding_rows_of_a_graph_use_no_expert(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their keys and values go to page 0; in a step that reads few experts they would cost as much as requests."""
+    driver, seen = Driver(load_model(path)[0], [IDS], page_size=4), []
+
+    def spy(*given: torch.Tensor) -> torch.Tensor:
+        seen.append(given[3])
+        return expert_parts(*given)
+
+    monkeypatch.setattr(dense_experts, "expert_parts", spy)
+    batch = driver.batch([0], [6])
+    batch.kv_slots[4:] = torch.tensor([0, 3])
+    driver.runner(batch)
+    (experts,) = seen
+    assert (experts[:4] >= 0).all()
+    assert (experts[4:] == -1).all()
+
+
+RAW = {
+    **families.BASE,
+    **families.FAMILIES["glm4-moe-groups"][1],
+    "architectures": ["Glm4MoeForCausalLM"],
+    "dtype": "float32",
+}
+QWEN = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "n_routed_experts": None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_routed_experts": None}, "num_experts must be a positive integer, found None"),
+        ({"n_routed_experts": 10**6}, "n_routed_experts 1000000 is more than the 1024"),
+        ({"moe_intermediate_size": "28"}, "moe_intermediate_size must be a positive integer"),
+        ({"num_experts_per_tok": 13, "n_group": 1}, "num_experts_per_tok 13 is more than the 12 experts"),
+        (
+            {"num_experts_per_tok": 7},
+            "num_experts_per_tok 7 is more than the 6 experts of topk_group 2 groups",
+        ),
+        ({"n_group": 5}, "n_group 5 and topk_group 2 do not divide 12 experts"),
+        ({"n_group": 12}, "n_group 12 and topk_group 2 do not divide 12 experts into groups of two"),
+        ({"topk_group": 5}, "n_group 4 and topk_group 5"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
+        ({"routed_scaling_factor": -1}, "routed_scaling_factor must be a positive number"),
+        ({"n_shared_experts": 100}, "n_shared_experts 100 is more than the 32"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace must be a number of layers, found -1"),
+        ({**QWEN, "mlp_only_layers": 1}, "mlp_only_layers must be a list of layers, found 1"),
+        ({**QWEN, "decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer"),
+        ({**QWEN, "quantization_config": {"quant_method": "fp8"}}, "quantization fp8 is not supported"),
+    ],
+)
+def test_configs_are_refused_with_the_key(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=said):
+        ModelConfig.parse({**RAW, **changes}, tmp_path)
+
+
+def test_a_shared_expert_has_a_multiple_of_the_width_of_an_expert() -> None:
+    """It is computed as that many experts."""
+    raw = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    config, _ = parse_experts({**raw, "shared_expert_intermediate_size": 24}, QWEN_SHARED, 2, "config.json")
+    assert (config.shared, config.width) == (3, 56)
+    with pytest.raises(ModelError, match=r"shared_expert_intermediate_size 20 is not 1 to 32 times"):
+        parse_experts({**raw, "shared_expert_intermediate_size": 20}, QWEN_SHARED, 2, "config.json")
+
+
+def test_experts_count_in_the_size_of_a_model(path: Path) -> None:
+    """A config whose experts are out of proportion to the weights is refused before memory is allocated."""
+    config = ModelConfig.load(path)
+    check_model_size(path, config, torch.float32, torch.device("cpu"))
+    assert config.experts is not None
+    many = replace(config, experts=replace(config.experts, count=1024))
+    with pytest.raises(ModelError, match=r"1024 experts of 28 .* make a model of at least"):
+        check_model_size(path, many, torch.float32, torch.device("cpu"))
+
+
+def test_a_format_without_experts_refuses_them(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FORMATS, METHOD, ROW)
+    config = replace(ModelConfig.load(path), weights=Int8Weights(METHOD, ()))
+    with pytest.raises(
+        ModelError, match=r"model\.layers\.1: experts are not supported in this weight format"
+    ):
+        build_model(config, Placement(torch.float32, torch.device("cpu")))
