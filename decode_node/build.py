@@ -119,7 +119,6 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         NodeRef(name=name, role="decode", incarnation=incarnation),
         new_incarnation(),
         served,
-        layout.total_bytes,
         forwards.graphs,
         decode_inbox.codec,
         security,

@@ -150,7 +150,6 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=peers.address),
         link_secret,
         served,
-        layout.total_bytes,
         forwards.graphs,
         prefill_inbox.codec,
         security,

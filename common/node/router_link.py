@@ -33,6 +33,7 @@ from common.messages.node_inbox import (
 from common.messages.protocol import undecodable_version, version_mismatch
 from common.messages.router_inbox import Heartbeat, Register, RouterMessage
 from common.messages.wire import InboxCodec, encode
+from common.node_plan import RouterPlan
 from common.observability.logs import Log
 
 M = TypeVar("M")  # the inbox of the node's role
@@ -70,25 +71,23 @@ class RouterLink(Generic[M]):
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
+        plan: RouterPlan,
         register: Register,
         codec: InboxCodec[M],
-        heartbeat_interval: float,
-        router_timeout: float,
         log: Log,
         clock: Callable[[], float] = time.monotonic,
         security: LinkSecurity | None = None,
     ) -> None:
         self._context = context
         self._security = security
-        self._address = address
+        self._address = plan.address
         self._register = register
         self._codec = codec
-        self._interval = heartbeat_interval
-        self._timeout = router_timeout
+        self._interval = plan.heartbeat_interval
+        self._timeout = plan.timeout
         self._log = log
         self._clock = clock
-        self._dealer = Dealer(context, address, register.link_id().encode(), ROUTER_NAME, security)
+        self._dealer = Dealer(context, plan.address, register.link_id().encode(), ROUTER_NAME, security)
         self._router: str | None = None  # incarnation that has registered this node
         self._asked_at = -1e9
         self._echo: tuple[str, float] | None = None  # (router incarnation, when), written by the thread

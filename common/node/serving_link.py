@@ -29,7 +29,6 @@ def serving_link(
     node: NodeRef,
     link_secret: str,
     served: ServingModel,
-    pool_bytes: int,
     graphs: Sequence[NodeGraphs[Any]],
     codec: InboxCodec[M],
     security: LinkSecurity,
@@ -39,7 +38,6 @@ def serving_link(
 
     Args:
         link_secret: random; see control_link_id.
-        pool_bytes: bytes of the KV pools of target and draft.
         codec: the inbox of the node's role.
     """
     register = Register(
@@ -53,18 +51,16 @@ def serving_link(
         page_size=plan.page_size,
         total_pages=served.num_pages - 1,
         effective_config={
-            **served.describe(pool_bytes, plan.transfer.transport, plan.max_rows),
+            **served.describe(served.layout.total_bytes, plan.transfer.transport, plan.max_rows),
             "transfer_layers": plan.transfer.layers,
         },
         graphs=tuple(node_graphs.report(each) for each in graphs),
     )
     return RouterLink(
         context,
-        plan.router.address,
+        plan.router,
         register,
         codec,
-        plan.router.heartbeat_interval,
-        plan.router.timeout,
         log,
         security=security,
     )

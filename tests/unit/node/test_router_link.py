@@ -22,6 +22,7 @@ from common.messages.protocol import PROTOCOL_VERSION
 from common.messages.router_inbox import Failed, Goodbye, Heartbeat, Register
 from common.messages.wire import encode
 from common.node.router_link import REGISTER_INTERVAL, RouterLink, control_first
+from common.node_plan import RouterPlan
 from common.observability.logs import Log
 from tests.fakes.clock import Clock
 from tests.fakes.waiting import until
@@ -60,7 +61,7 @@ class Rig:
         self.router: RouterSocket | None = RouterSocket(self.router_context, self.address)
         self.link: RouterLink[Any] = RouterLink(
             self.node_context,
-            self.address,
+            RouterPlan(address=self.address, heartbeat_interval=INTERVAL, timeout=TIMEOUT),
             Register(
                 protocol_version=PROTOCOL_VERSION,
                 node=NodeRef(name="prefill-0", role="prefill", incarnation=NODE),
@@ -73,8 +74,6 @@ class Rig:
                 effective_config={},
             ),
             prefill_inbox.codec,
-            INTERVAL,
-            TIMEOUT,
             Log("test"),
             clock=self.clock,
         )
