@@ -44,3 +44,7 @@ class TransferLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"record_bytes must be a multiple of 64, is {self.record_bytes}")
         if self.max_frame_bytes > self.max_inflight_bytes:
             raise ValueError("max_frame_bytes must not exceed max_inflight_bytes")
+
+    def with_inflight(self, mib: int) -> TransferLimits:
+        """Return these limits with a transport's own bound of bytes that are in flight per peer."""
+        return msgspec.structs.replace(self, max_inflight_bytes=mib * MIB)

@@ -21,7 +21,7 @@ class Topology:
 
 
 class TransportOptions(Section, frozen=True, kw_only=True):
-    """Base of the keys that a transport adds to the section `transfer`."""
+    """The keys that a transport adds to the section `transfer`: none, unless it has a subclass."""
 
 
 Options = TypeVar("Options", bound=TransportOptions)

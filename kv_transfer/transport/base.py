@@ -24,7 +24,7 @@ from kv_transfer.limits import TransferLimits
 from kv_transfer.pair_plan import PairPlan, Side
 from kv_transfer.transport.description import Description
 from kv_transfer.transport.one_host.process import ProcessIdentity
-from kv_transfer.transport.page_digest import block_digests
+from kv_transfer.transport.page_digest import Digests, HostDigests
 
 
 class Region(enum.StrEnum):
@@ -115,29 +115,41 @@ class PageWrite:
     digests: Sequence[int] = ()  # checksums of the source; must not be read before the ticket is DONE
 
 
-class SenderEndpoint(ABC):
+def check_size(what: str, memory: Memory, layout: PoolLayout) -> None:
+    """Raise ValueError if the pool of `layout` does not fit into `memory`."""
+    if memory.nbytes < layout.total_bytes:
+        raise ValueError(f"the KV {what} has {memory.nbytes} bytes, its layout needs {layout.total_bytes}")
+
+
+class _OwnPool:
+    """The checksums of the own pool, for either side."""
+
+    layout: PoolLayout
+    digests: Digests  # set once the layout is known
+
+    def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
+        """Return the checksums of pages. On a GPU this waits briefly, which posted writes do not."""
+        return self.digests.now(side, pages)
+
+    def state_digest(self, side: Side, slot: int) -> int:
+        """Return the checksum of one state slot; waits like `page_digests`."""
+        return self.digests.state(side, slot)
+
+
+class SenderEndpoint(_OwnPool, ABC):
     """A prefill node's side."""
 
     takes: ClassVar[type[Description]]  # the transport's own description, which `attach` accepts
     kv: memoryview  # the pool, if it is in host memory
-    layout: PoolLayout
 
     def register(self, layout: PoolLayout, kv: Memory) -> None:
         """Set the pool that pages are read from, as flat bytes. Called once, before the first attach."""
         if not isinstance(kv, memoryview):
             raise TypeError(f"{type(self).__name__} reads pages from host memory, not from a GPU")
-        if kv.nbytes < layout.total_bytes:
-            raise ValueError(f"the KV buffer has {kv.nbytes} bytes, its layout needs {layout.total_bytes}")
+        check_size("buffer", kv, layout)
         self.layout = layout
         self.kv = kv.cast("B") if kv.format != "B" else kv
-
-    def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
-        """Return the checksums of pages of the own pool."""
-        return block_digests(self.kv, side.pages, pages)
-
-    def state_digest(self, side: Side, slot: int) -> int:
-        """Return the checksum of one state slot of the own pool."""
-        return block_digests(self.kv, side.state, [slot])[0]
+        self.digests = HostDigests(self.kv)
 
     @abstractmethod
     def attach(self, target: Target) -> PeerMemory:
@@ -204,12 +216,11 @@ class SenderEndpoint(ABC):
         """Detach all peers."""
 
 
-class ReceiverEndpoint(ABC):
+class ReceiverEndpoint(_OwnPool, ABC):
     """A decode node's side."""
 
     kv: Memory
     records: memoryview
-    layout: PoolLayout
     record_bytes: int
 
     @abstractmethod
@@ -217,27 +228,15 @@ class ReceiverEndpoint(ABC):
         """Return zeroed writable bytes that peers can write to; records are in host memory. Once per region."""
 
     def open(self, layout: PoolLayout, record_bytes: int) -> None:
-        """Start reading both regions by this layout, after both are allocated."""
-        if self.kv.nbytes < layout.total_bytes:
-            raise ValueError(
-                f"the KV region has {self.kv.nbytes} bytes, its layout needs {layout.total_bytes}"
-            )
+        """Start reading both regions by this layout, after both are allocated.
+
+        Transports with pools on GPUs set their `digests` too.
+        """
+        check_size("region", self.kv, layout)
         self.layout = layout
         self.record_bytes = record_bytes
-
-    def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
-        """Return the checksums of pages of the own pool."""
-        return block_digests(self._host_kv, side.pages, pages)
-
-    def state_digest(self, side: Side, slot: int) -> int:
-        """Return the checksum of one state slot of the own pool."""
-        return block_digests(self._host_kv, side.state, [slot])[0]
-
-    @property
-    def _host_kv(self) -> memoryview:
-        if not isinstance(self.kv, memoryview):
-            raise TypeError(f"{type(self).__name__} must read its pages from the GPU")
-        return self.kv
+        if isinstance(self.kv, memoryview):
+            self.digests = HostDigests(self.kv)
 
     def record(self, slot: int) -> bytes:
         """Return a copy of a record slot, so that it cannot change after it was checked."""

@@ -58,6 +58,18 @@ class LayerEndpoint(SenderEndpoint):
     ) -> LayerWrite:
         """Prepare the write; copies nothing yet. A fault is a FAILED ticket of `close` or `rest`."""
 
+    def write_pages(
+        self,
+        peer: PeerMemory,
+        plan: PairPlan,
+        src_pages: Sequence[int],
+        dst_pages: Sequence[int],
+        generation: int,
+        checksums: bool,
+    ) -> PageWrite:
+        """Write complete pages: all planes are the rest of a write of which no layer was sent."""
+        return self.write_layers(peer, plan, [PageList(src_pages, dst_pages, generation)], checksums).rest(0)
+
 
 class HostEndpoint(LayerEndpoint):
     """Copies from host memory by `write`: on the CPU a layer that a forward has stored is complete."""

@@ -7,10 +7,11 @@ same transport and therefore the same checksum.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import xxhash
 
-from kv_transfer.pair_plan import Block
+from kv_transfer.pair_plan import Block, Side
 from kv_transfer.transport.host_rows import gather
 
 
@@ -27,6 +28,32 @@ def block_digests(memory: memoryview, blocks: Sequence[Block], items: Sequence[i
                 digest.update(gather(memory, start, length, rows, stride))
         digests.append(digest.intdigest())
     return digests
+
+
+class Digests(Protocol):
+    """Computes the checksums of one pool."""
+
+    def now(self, side: Side, pages: Sequence[int], /) -> list[int]:
+        """Return the checksums of pages."""
+        ...
+
+    def state(self, side: Side, slot: int, /) -> int:
+        """Return the checksum of one state slot."""
+        ...
+
+
+class HostDigests:
+    """Checksums of a pool in host memory."""
+
+    def __init__(self, memory: memoryview) -> None:
+        """`memory`: flat bytes of the whole pool."""
+        self._memory = memory
+
+    def now(self, side: Side, pages: Sequence[int]) -> list[int]:
+        return block_digests(self._memory, side.pages, pages)
+
+    def state(self, side: Side, slot: int) -> int:
+        return block_digests(self._memory, side.state, [slot])[0]
 
 
 def as_digests(sums: Iterable[int]) -> list[int]:

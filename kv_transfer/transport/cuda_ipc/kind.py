@@ -20,10 +20,6 @@ class CudaIpcDescription(Description, frozen=True, tag="cuda_ipc"):
     owner: ProcessIdentity
 
 
-class CudaIpcOptions(TransportOptions, frozen=True, kw_only=True):
-    """Options of cuda_ipc: it has no keys of its own."""
-
-
 def _refusal(topology: Topology) -> str:
     if not topology.gpu:
         return "cuda_ipc moves pages between GPUs, and these nodes are on the CPU"
@@ -33,7 +29,7 @@ def _refusal(topology: Topology) -> str:
 KIND = TransportKind(
     name="cuda_ipc",
     refusal=_refusal,
-    options=CudaIpcOptions,
+    options=TransportOptions,
     sender="kv_transfer.transport.cuda_ipc.sender:make_sender",
     receiver="kv_transfer.transport.cuda_ipc.receiver:make_receiver",
     layers=True,

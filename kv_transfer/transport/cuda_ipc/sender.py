@@ -5,10 +5,11 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
+from common.config.transport_kind import TransportOptions
 from common.errors import HandshakeRefused
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.copy_plan import Copy
-from kv_transfer.pair_plan import PairPlan, Side
+from kv_transfer.pair_plan import PairPlan
 from kv_transfer.transport.base import (
     DeviceMemory,
     Memory,
@@ -18,16 +19,17 @@ from kv_transfer.transport.base import (
     Target,
     Ticket,
     WriteState,
+    check_size,
 )
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.digests import GpuDigests, LaterDigests
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages
-from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription, CudaIpcOptions
+from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription
 from kv_transfer.transport.cuda_ipc.layers import CudaLayers
 from kv_transfer.transport.cuda_ipc.writes import LaneTicket, Mapped, PageWriter
 from kv_transfer.transport.layers import LayerEndpoint, LayerWrite, PageList
 from kv_transfer.transport.one_host import process
-from kv_transfer.transport.one_host import segment as shm_segment
+from kv_transfer.transport.one_host.segment import attach_owned
 
 LOCAL_BLOCKS = 264  # same GPU, two per multiprocessor: more gain nothing (tests/bench/transfer.py)
 REMOTE_BLOCKS = 128  # another GPU: three times what NVLink needs; the rest of the GPU computes
@@ -51,8 +53,7 @@ class CudaIpcSender(LayerEndpoint):
     def register(self, layout: PoolLayout, kv: Memory) -> None:
         if not isinstance(kv, DeviceMemory):
             raise TypeError("the cuda_ipc transport sends pages from a GPU, not from host memory")
-        if kv.nbytes < layout.total_bytes:
-            raise ValueError(f"the KV buffer has {kv.nbytes} bytes, its layout needs {layout.total_bytes}")
+        check_size("buffer", kv, layout)
         self.layout = layout
         self._pool = kv
         words = self._cuda.tensor(kv.address, kv.nbytes)
@@ -65,15 +66,7 @@ class CudaIpcSender(LayerEndpoint):
             for each in (None, sums):
                 move_pages(source, source, padding, each, range(len(layout.planes)), 1)
         self._lane.mark().wait()
-        self._digests = GpuDigests(self._cuda, kv, layout)
-
-    def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
-        """Return the checksums; waits for the GPU, which `write_pages` does not."""
-        return self._digests.now(side, pages)
-
-    def state_digest(self, side: Side, slot: int) -> int:
-        """Return the checksum; waits for the GPU, which `write_state` does not."""
-        return self._digests.state(side, slot)
+        self.digests = GpuDigests(self._cuda, kv, layout)
 
     # ---- peers
 
@@ -89,9 +82,9 @@ class CudaIpcSender(LayerEndpoint):
             raise HandshakeRefused(
                 "it is the same process: CUDA cannot open a handle in the process that made it"
             )
-        if not shm_segment.is_of(description.records, description.owner, target.incarnation):
-            raise HandshakeRefused(f"{description.records!r} is not the name of a segment that it created")
-        records = shm_segment.attach(description.records, target.records_bytes)
+        records = attach_owned(
+            description.records, description.owner, target.incarnation, target.records_bytes
+        )
         try:
             peer = self._open(target, description, records)
         except HandshakeRefused:
@@ -152,21 +145,10 @@ class CudaIpcSender(LayerEndpoint):
 
     # ---- writes
 
-    def write_pages(
-        self,
-        peer: PeerMemory,
-        plan: PairPlan,
-        src_pages: Sequence[int],
-        dst_pages: Sequence[int],
-        generation: int,
-        checksums: bool,
-    ) -> PageWrite:
-        """Launch one kernel. The source is complete, so nothing waits for the computing stream."""
-        return self.write_layers(peer, plan, [PageList(src_pages, dst_pages, generation)], checksums).rest(0)
-
     def write_layers(
         self, peer: PeerMemory, plan: PairPlan, lists: Sequence[PageList], checksums: bool
     ) -> LayerWrite:
+        """Prepare the write. Of complete pages, as of `write_pages`, `rest` is one kernel on a lane of its own."""
         assert isinstance(peer, Mapped)
         return CudaLayers(self.writer, peer, plan, lists, checksums)
 
@@ -223,5 +205,5 @@ class CudaIpcSender(LayerEndpoint):
         return peer.last_error
 
 
-def make_sender(setup: SenderSetup[CudaIpcOptions]) -> CudaIpcSender:
+def make_sender(setup: SenderSetup[TransportOptions]) -> CudaIpcSender:
     return CudaIpcSender()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 from typing import Any
 
 from common.errors import ConfigError
 from common.kv_cache.pool_layout import PoolLayout
-from kv_transfer.pair_plan import Side
 from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, ReceiverSetup, Region, Window
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.digests import GpuDigests
+from kv_transfer.transport.cuda.pool_memory import allocate_pool
 from kv_transfer.transport.nixl.agent import NixlAgent, Progress, block_of
 from kv_transfer.transport.nixl.kind import MAX_METADATA_BYTES, NixlDescription, NixlOptions
 from kv_transfer.transport.nixl.liveness import LivenessListener
@@ -38,7 +37,6 @@ class NixlReceiver(ReceiverEndpoint):
         self._liveness = LivenessListener(host, port)
         self._open: set[int] = set()  # generations whose pages may be written
         self._progress: Progress | None = None
-        self._gpu: GpuDigests | None = None
         self._flush = False
 
     def allocate(self, region: Region, nbytes: int) -> Memory:
@@ -48,21 +46,13 @@ class NixlReceiver(ReceiverEndpoint):
         if self._cuda is None or self._device is None:
             self.kv = memoryview(mmap.mmap(-1, max(1, nbytes)))
             return self.kv
-        try:
-            address = self._cuda.malloc(self._device, nbytes)
-        except CudaError as error:
-            raise ConfigError(
-                "",
-                f"{nbytes >> 20} MiB of KV pages cannot be allocated on cuda:{self._device} ({error}); "
-                "lower decode.pool_tokens, or free memory of that GPU",
-            ) from None
-        self.kv = DeviceMemory(address, nbytes, self._device)
+        self.kv = allocate_pool(self._cuda, self._device, nbytes)
         return self.kv
 
     def open(self, layout: PoolLayout, record_bytes: int) -> None:
         super().open(layout, record_bytes)
         if self._cuda is not None and isinstance(self.kv, DeviceMemory):
-            self._gpu = GpuDigests(self._cuda, self.kv, layout)
+            self.digests = GpuDigests(self._cuda, self.kv, layout)
             try:
                 self._flush = self._cuda.flush_needed(self.kv.device)
             except CudaError as error:
@@ -77,12 +67,6 @@ class NixlReceiver(ReceiverEndpoint):
                 f"NIXL's metadata has {len(self._metadata)} bytes, the limit is {MAX_METADATA_BYTES}; name fewer",
             )
         self._progress = Progress(self._agent.progress, self._device)
-
-    def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
-        return super().page_digests(side, pages) if self._gpu is None else self._gpu.now(side, pages)
-
-    def state_digest(self, side: Side, slot: int) -> int:
-        return super().state_digest(side, slot) if self._gpu is None else self._gpu.state(side, slot)
 
     def record(self, slot: int) -> bytes:
         """Return the record, and make what the network card wrote visible: the pages are read after this call."""

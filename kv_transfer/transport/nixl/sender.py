@@ -6,15 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError, HandshakeRefused
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.copy_plan import Copy, single_rows
-from kv_transfer.limits import MIB, TransferLimits
-from kv_transfer.pair_plan import PairPlan, Side
+from kv_transfer.limits import TransferLimits
+from kv_transfer.pair_plan import PairPlan
 from kv_transfer.transport.base import (
     Memory,
     PageWrite,
@@ -24,6 +23,7 @@ from kv_transfer.transport.base import (
     Target,
     Ticket,
     WriteState,
+    check_size,
 )
 from kv_transfer.transport.cuda.cudart import CudaRuntime, Mark
 from kv_transfer.transport.cuda.digests import GpuDigests
@@ -76,24 +76,15 @@ class NixlSender(SenderEndpoint):
             super().register(layout, kv)
             device = None
         else:
-            if kv.nbytes < layout.total_bytes:
-                raise ValueError(
-                    f"the KV buffer has {kv.nbytes} bytes, its layout needs {layout.total_bytes}"
-                )
+            check_size("buffer", kv, layout)
             self.layout, device = layout, kv.device
-            self._gpu = GpuDigests(self._cuda or CudaRuntime(), kv, layout)
+            self.digests = self._gpu = GpuDigests(self._cuda or CudaRuntime(), kv, layout)
         self._block = block_of(kv)
         self._agent.register(self._block)
         self._own = self._agent.prepare("", planes(layout, self._block), self._block)
         self._staging = Staging(self._agent, self._limits.record_bytes)
         self._staging.give_back(self._staging.take())
         self._progress = Progress(self._agent.progress, device)
-
-    def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
-        return super().page_digests(side, pages) if self._gpu is None else self._gpu.now(side, pages)
-
-    def state_digest(self, side: Side, slot: int) -> int:
-        return super().state_digest(side, slot) if self._gpu is None else self._gpu.state(side, slot)
 
     # ---- peers
 
@@ -361,5 +352,5 @@ class NixlSender(SenderEndpoint):
 
 
 def make_sender(setup: SenderSetup[NixlOptions]) -> NixlSender:
-    limits = msgspec.structs.replace(setup.limits, max_inflight_bytes=setup.options.max_inflight_mib * MIB)
+    limits = setup.limits.with_inflight(setup.options.max_inflight_mib)
     return NixlSender(setup.incarnation, setup.options.nixl_devices, limits)

@@ -78,9 +78,39 @@ def attach(name: str, nbytes: int) -> mmap.mmap:
         os.close(fd)
 
 
+def attach_owned(name: str, owner: process.ProcessIdentity, incarnation: str, nbytes: int) -> mmap.mmap:
+    """Map a segment like `attach`. Raises HandshakeRefused also if `owner` does not name its segments like this."""
+    if not is_of(name, owner, incarnation):
+        raise HandshakeRefused(f"{name!r} is not the name of a segment that it created")
+    return attach(name, nbytes)
+
+
 def unlink(name: str) -> None:
     """Remove the name; mappings stay valid."""
     (SHM_DIR / name).unlink(missing_ok=True)
+
+
+class OwnSegments:
+    """The segments of this process, by region. Their names exist until `close`, since peers may attach at any time."""
+
+    def __init__(self, incarnation: str) -> None:
+        self._incarnation = incarnation
+        self._maps: list[mmap.mmap] = []
+        self.names: dict[str, str] = {}  # region -> name
+
+    def create(self, region: str, nbytes: int) -> memoryview:
+        name = segment_name(self._incarnation, region)
+        mapped = create(name, nbytes)
+        self.names[region] = name
+        self._maps.append(mapped)
+        return memoryview(mapped)
+
+    def close(self) -> None:
+        """Remove the names. A segment is unmapped when its last view is dropped."""
+        for name in self.names.values():
+            unlink(name)
+        self.names.clear()
+        self._maps.clear()
 
 
 def sweep_orphans() -> list[str]:

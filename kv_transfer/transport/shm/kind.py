@@ -15,10 +15,6 @@ class ShmDescription(Description, frozen=True, tag="shm"):
     owner: ProcessIdentity
 
 
-class ShmOptions(TransportOptions, frozen=True, kw_only=True):
-    """Options of shm: it has no keys of its own."""
-
-
 def _refusal(topology: Topology) -> str:
     if topology.gpu:
         return "shm moves pages in host memory, and these nodes are on GPUs"
@@ -28,7 +24,7 @@ def _refusal(topology: Topology) -> str:
 KIND = TransportKind(
     name="shm",
     refusal=_refusal,
-    options=ShmOptions,
+    options=TransportOptions,
     sender="kv_transfer.transport.shm.sender:make_sender",
     receiver="kv_transfer.transport.shm.receiver:make_receiver",
     layers=True,

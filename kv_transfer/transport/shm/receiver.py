@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import mmap
-
-from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region, Window
+from common.config.transport_kind import TransportOptions
+from kv_transfer.transport.base import ReceiverSetup, Region
 from kv_transfer.transport.one_host import process
-from kv_transfer.transport.one_host import segment as shm_segment
-from kv_transfer.transport.one_host.peer_watch import PeerWatches
-from kv_transfer.transport.one_host.process import ProcessIdentity
-from kv_transfer.transport.one_host.segment import sweep_orphans
-from kv_transfer.transport.shm.kind import ShmDescription, ShmOptions
+from kv_transfer.transport.one_host.receiver import OneHostReceiver
+from kv_transfer.transport.one_host.segment import OwnSegments, sweep_orphans
+from kv_transfer.transport.shm.kind import ShmDescription
 
 
-class ShmReceiver(ReceiverEndpoint):
-    """Owns the segments. Their names exist until `close`, since prefill nodes may attach at any time."""
+class ShmReceiver(OneHostReceiver):
+    """Owns the segments."""
 
     kv: memoryview
 
     def __init__(self, incarnation: str) -> None:
-        self._incarnation = incarnation
-        self._names: dict[Region, str] = {}
-        self._maps: list[mmap.mmap] = []
-        self._watches = PeerWatches()
+        super().__init__()
+        self._segments = OwnSegments(incarnation)
 
     def allocate(self, region: Region, nbytes: int) -> memoryview:
-        name = shm_segment.segment_name(self._incarnation, region.value)
-        mapped = shm_segment.create(name, nbytes)
-        self._names[region] = name
-        self._maps.append(mapped)
-        view = memoryview(mapped)
+        view = self._segments.create(region, nbytes)
         if region is Region.KV:
             self.kv = view
         else:
@@ -37,32 +28,15 @@ class ShmReceiver(ReceiverEndpoint):
         return view
 
     def describe(self, incarnation: str) -> ShmDescription:
-        return ShmDescription(self._names[Region.KV], self._names[Region.RECORDS], process.current())
-
-    def admit(self, incarnation: str, process: ProcessIdentity) -> None:
-        self._watches.admit(incarnation, process)
-
-    def announce(self, window: Window) -> None:
-        """No-op: the sender has mapped the whole pool."""
-
-    def revoke(self, generation: int) -> bool:
-        return False
-
-    def peer_is_dead(self, incarnation: str) -> bool:
-        return self._watches.dead(incarnation)
-
-    def forget(self, incarnation: str) -> None:
-        self._watches.forget(incarnation)
+        names = self._segments.names
+        return ShmDescription(names[Region.KV], names[Region.RECORDS], process.current())
 
     def close(self) -> None:
-        for name in self._names.values():
-            shm_segment.unlink(name)
-        self._names.clear()
-        self._watches.close()
-        self._maps.clear()  # they are unmapped when the engine drops its last view
+        self._segments.close()
+        super().close()
 
 
-def make_receiver(setup: ReceiverSetup[ShmOptions]) -> ShmReceiver:
+def make_receiver(setup: ReceiverSetup[TransportOptions]) -> ShmReceiver:
     """Make the endpoint, after removing segments of processes that have ended."""
     sweep_orphans()
     return ShmReceiver(setup.incarnation)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
+from common.config.transport_kind import TransportOptions
 from common.errors import HandshakeRefused
 from kv_transfer.copy_plan import Copy
 from kv_transfer.transport.base import PeerMemory, SenderSetup, Target, Ticket, WriteState
 from kv_transfer.transport.host_rows import copy_rows
 from kv_transfer.transport.layers import HostEndpoint
 from kv_transfer.transport.one_host import process
-from kv_transfer.transport.one_host import segment as shm_segment
-from kv_transfer.transport.shm.kind import ShmDescription, ShmOptions
+from kv_transfer.transport.one_host.segment import attach_owned
+from kv_transfer.transport.shm.kind import ShmDescription
 
 
 class _Mapped(PeerMemory):
@@ -58,12 +59,10 @@ class ShmSender(HostEndpoint):
                 "it runs on another host or in another pid namespace, with which it cannot share memory; "
                 "use the tcp transport on both"
             )
-        for name in (description.kv, description.records):
-            if not shm_segment.is_of(name, description.owner, target.incarnation):
-                raise HandshakeRefused(f"{name!r} is not the name of a segment that it created")
-        kv = shm_segment.attach(description.kv, target.kv_bytes)
+        owner, incarnation = description.owner, target.incarnation
+        kv = attach_owned(description.kv, owner, incarnation, target.kv_bytes)
         try:
-            records = shm_segment.attach(description.records, target.records_bytes)
+            records = attach_owned(description.records, owner, incarnation, target.records_bytes)
         except HandshakeRefused:
             kv.close()
             raise
@@ -108,5 +107,5 @@ class ShmSender(HostEndpoint):
             self.detach(peer)
 
 
-def make_sender(setup: SenderSetup[ShmOptions]) -> ShmSender:
+def make_sender(setup: SenderSetup[TransportOptions]) -> ShmSender:
     return ShmSender()

@@ -12,10 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-import msgspec
-
 from common.kv_cache.pool_layout import PoolLayout
-from kv_transfer.limits import MIB, TransferLimits
+from kv_transfer.limits import TransferLimits
 from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region, Window
 from kv_transfer.transport.host_rows import scatter
 from kv_transfer.transport.tcp import frames as tcp_frames
@@ -294,5 +292,5 @@ class TcpReceiver(ReceiverEndpoint):
 
 
 def make_receiver(setup: ReceiverSetup[TcpOptions]) -> TcpReceiver:
-    limits = msgspec.structs.replace(setup.limits, max_inflight_bytes=setup.options.max_inflight_mib * MIB)
+    limits = setup.limits.with_inflight(setup.options.max_inflight_mib)
     return TcpReceiver(setup.host, setup.port, limits)

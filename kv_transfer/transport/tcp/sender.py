@@ -11,11 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from common.errors import ProtocolError
 from kv_transfer.copy_plan import Copy
-from kv_transfer.limits import MIB, TransferLimits
+from kv_transfer.limits import TransferLimits
 from kv_transfer.transport.base import (
     PeerMemory,
     Region,
@@ -312,5 +310,5 @@ class TcpSender(SenderEndpoint):
 
 
 def make_sender(setup: SenderSetup[TcpOptions]) -> TcpSender:
-    limits = msgspec.structs.replace(setup.limits, max_inflight_bytes=setup.options.max_inflight_mib * MIB)
+    limits = setup.limits.with_inflight(setup.options.max_inflight_mib)
     return TcpSender(limits)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region, Window
+from kv_transfer.transport.base import ReceiverSetup, Region
 from kv_transfer.transport.one_host import process
-from kv_transfer.transport.one_host.peer_watch import PeerWatches
-from kv_transfer.transport.one_host.process import ProcessIdentity
+from kv_transfer.transport.one_host.receiver import OneHostReceiver
 from tests.fakes.file_transport.kind import FileDescription, FileOptions
 
 
-class FileReceiver(ReceiverEndpoint):
+class FileReceiver(OneHostReceiver):
     def __init__(self, incarnation: str, directory: Path) -> None:
         self._paths = {region: directory / f"{incarnation}.{region}" for region in Region}
-        self._watches = PeerWatches()
+        super().__init__()
 
     def allocate(self, region: Region, nbytes: int) -> memoryview:
         with self._paths[region].open("w+b") as file:
@@ -32,25 +31,10 @@ class FileReceiver(ReceiverEndpoint):
             str(self._paths[Region.KV]), str(self._paths[Region.RECORDS]), process.current()
         )
 
-    def admit(self, incarnation: str, process: ProcessIdentity) -> None:
-        self._watches.admit(incarnation, process)
-
-    def announce(self, window: Window) -> None:
-        """No-op: the sender can open the files anyway."""
-
-    def revoke(self, generation: int) -> bool:
-        return False
-
-    def peer_is_dead(self, incarnation: str) -> bool:
-        return self._watches.dead(incarnation)
-
-    def forget(self, incarnation: str) -> None:
-        self._watches.forget(incarnation)
-
     def close(self) -> None:
         for path in self._paths.values():
             path.unlink(missing_ok=True)
-        self._watches.close()
+        super().close()
 
 
 def make_receiver(setup: ReceiverSetup[FileOptions]) -> FileReceiver:

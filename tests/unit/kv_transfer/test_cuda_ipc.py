@@ -186,6 +186,15 @@ def test_no_room_on_the_gpu_is_a_sentence(pair: Pair) -> None:
         CudaIpcReceiver(pair.peer, 0, pair.other).allocate(Region.KV, 1 << 30)  # type: ignore[arg-type]
 
 
+def test_memory_that_cannot_be_shared_is_a_sentence(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: int) -> bytes:
+        raise CudaError("cudaIpcGetMemHandle: not supported")
+
+    monkeypatch.setattr(pair.other, "export", refuse)
+    with pytest.raises(ConfigError, match=r"cannot share memory of cuda:0 .* choose another transport"):
+        CudaIpcReceiver(pair.peer, 0, pair.other).allocate(Region.KV, 64)  # type: ignore[arg-type]
+
+
 def test_a_machine_without_a_gpu_is_a_sentence() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(CudaError, match="no CUDA device"):
