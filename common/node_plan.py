@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from common.kv_cache.pool_spec import PoolSpec
+
 
 @dataclass(frozen=True, slots=True)
 class PoolBudget:
@@ -36,7 +38,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpoint to load, and how."""
 
     path: str
-    dtype: str  # auto, or torch's name
+    weights_id: str  # fingerprint of the weights, equal on all nodes of a cluster
+    dtype: str  # torch's name of the dtype of weights, activations and KV
     max_model_len: int | None  # None: the model's own
 
 
@@ -75,7 +78,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     device: str
     threads: int  # of torch on a CPU; 0: torch's default
-    page_size: int
+    spec: PoolSpec  # what one request keeps: the planes of the target and its draft
     pool: PoolBudget
     max_rows: int  # requests in one step
     state_slots: int  # as in NodeShare
@@ -85,3 +88,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationPlan
     transfer: TransferPlan
     router: RouterPlan
+
+    @property
+    def page_size(self) -> int:
+        return self.spec.page_size

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from common.checkpoint.draft_config import with_steps
+from common.checkpoint.dtype_name import dtype_name
+from common.checkpoint.model_config import ModelConfig, model_fingerprint
 from common.config.schema import Cluster, DecodeSection, PrefillSection
 from common.config.transport_choice import choose_layers, choose_transport
+from common.kv_cache.pool_spec import pool_spec
 from common.node_plan import (
     ModelPlan,
     NodePlan,
@@ -15,13 +19,17 @@ from common.node_plan import (
     SpeculationPlan,
     TransferPlan,
 )
+from common.speculation.directory import load_draft_config
 from common.speculation.table import algorithm
 
 
 def node_plan(
     cluster: Cluster, role: str, name: str, model: Path, draft: Path | None = None, router: str = ""
 ) -> NodePlan:
-    """Plan the node `name`. Raises ConfigError if these nodes cannot exchange pages, or not in the configured way.
+    """Plan the node `name`; reads the headers of its checkpoints, but no weights.
+
+    Raises ConfigError if these nodes cannot exchange pages, or not in the configured way, and ModelError for a
+    checkpoint that cannot be read.
 
     Args:
         role: prefill or decode.
@@ -32,19 +40,29 @@ def node_plan(
     transfer, health, speculation = cluster.transfer, cluster.health, cluster.speculation
     shares = {each: share for each, share in _shares(cluster)}
     own = shares[role, name]
+    config = ModelConfig.load(model)
+    dtype = dtype_name(cluster.model.dtype, config.dtype, own.device.partition(":")[0])
+    drafting = None
+    if draft is not None:
+        drafting = with_steps(
+            load_draft_config(draft, speculation.algorithm, config), speculation.steps
+        ).model
     return NodePlan(
         role=role,
         name=name,
         device=own.device,
         threads=cluster.process.threads,
-        page_size=cluster.kv.page_size,
+        spec=pool_spec(config, drafting, cluster.kv.page_size, dtype),
         pool=own.pool,
         max_rows=own.max_rows,
         state_slots=own.state_slots,
         round_tokens=own.round_tokens,
         shares=tuple(shares.values()),
         model=ModelPlan(
-            path=str(model), dtype=cluster.model.dtype, max_model_len=cluster.model.max_model_len
+            path=str(model),
+            weights_id=model_fingerprint(model),
+            dtype=dtype,
+            max_model_len=cluster.model.max_model_len,
         ),
         speculation=SpeculationPlan(
             algorithm=speculation.algorithm,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from common.checkpoint.dtype_name import dtype_name
 from common.checkpoint.model_directory import real_path
 from common.checkpoint.model_files import read_weight_files
 from common.checkpoint.safetensors_header import FLOATS, WeightFile
@@ -138,8 +139,7 @@ def _sentence(what: str, names: list[str], shown: int = 5) -> str:
 
 def resolve_dtype(name: str, checkpoint: str, device: torch.device) -> torch.dtype:
     """Return the dtype of `name`; "auto" is the checkpoint's, but float32 on the CPU, where bf16 is slow."""
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else checkpoint
+    name = dtype_name(name, checkpoint, device.type)
     by_name = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in by_name:
         raise ModelError(f"dtype {name!r} is not supported; supported are auto, {', '.join(by_name)}")

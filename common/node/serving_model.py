@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from common.checkpoint.draft_config import DraftConfig, lookahead_for, with_steps
-from common.checkpoint.model_config import ModelConfig, model_fingerprint
+from common.checkpoint.model_config import ModelConfig
 from common.checkpoint.model_files import read_weight_files
 from common.engine.attention.backend import MakeAttention
 from common.engine.forward.model_runner import load_model
@@ -26,7 +26,7 @@ from common.kv_cache.layer_kinds import window_widths
 from common.kv_cache.page_space import PageSpace, keys_with_lookahead
 from common.kv_cache.plane import Kept
 from common.kv_cache.pool_layout import PoolLayout
-from common.kv_cache.pool_spec import PoolSpec, pool_spec
+from common.kv_cache.pool_spec import PoolSpec
 from common.kv_cache.radix_cache import NoPrefixCache, RadixCache
 from common.messages.router_inbox import ConfigValue
 from common.node.encoder_memory import encoder_bytes
@@ -153,12 +153,11 @@ def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> S
     """
     path, device, budget = Path(plan.model.path), _device(plan.device), plan.pool
     draft_config = _draft_config(plan)
-    spec = _pool_spec(plan, device, draft_config)
+    spec = plan.spec
     window = _check_state(plan, device, spec, log)
     memory, others = _check_memory(plan, device, spec)
     if device.type == "cpu" and plan.threads:
         torch.set_num_threads(plan.threads)
-    fingerprint = model_fingerprint(path)
     reporter.report("loading", 0, 1)
     model, config = load_model(
         path,
@@ -191,7 +190,17 @@ def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> S
         )
         log.info("draft loaded", path=str(draft_path), **draft.describe())
     served = ServingModel(
-        model, config, placement, fingerprint, spec, num_pages, longest, budget, memory, draft, others
+        model,
+        config,
+        placement,
+        plan.model.weights_id,
+        spec,
+        num_pages,
+        longest,
+        budget,
+        memory,
+        draft,
+        others,
     )
     if spec.state_bytes:
         served = replace(served, state_slots=plan.state_slots, window=window)
@@ -247,13 +256,6 @@ def _draft_config(plan: NodePlan) -> DraftConfig | None:
     target = ModelConfig.load(plan.model.path)
     draft = load_draft_config(speculation.draft_path, speculation.algorithm, target)
     return with_steps(draft, speculation.steps)
-
-
-def _pool_spec(plan: NodePlan, device: torch.device, draft: DraftConfig | None) -> PoolSpec:
-    """Return the planes of the models, from their configs only: memory is checked before weights are loaded."""
-    config = ModelConfig.load(plan.model.path)
-    dtype = str(resolve_dtype(plan.model.dtype, config.dtype, device)).removeprefix("torch.")
-    return pool_spec(config, None if draft is None else draft.model, plan.page_size, dtype)
 
 
 def _device(name: str) -> torch.device:

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from common.checkpoint.model_config import model_fingerprint
 from common.config import load_cluster
 from common.config.resolve_node import node_plan
 from common.config.transport_choice import choose_layers, choose_transport
@@ -31,6 +32,11 @@ def test_every_node_of_the_shipped_clusters_has_a_plan_that_can_be_sent(file: Pa
             assert (plan.role, plan.name, plan.device, plan.max_rows) == (role, node.name, node.device, rows)
             assert (plan.pool.section, plan.pool.runs_vision) == (role, role == "prefill")
             assert (plan.model.path, plan.page_size) == (str(resolved.model_path), cluster.kv.page_size)
+            assert plan.model.weights_id == model_fingerprint(resolved.model_path)
+            assert plan.model.dtype == ("float32" if node.device == "cpu" else cluster.model.dtype)
+            owners = {plane.owner for plane in plan.spec.planes}
+            assert owners == ({"target"} if resolved.draft_path is None else {"target", "draft"})
+            assert {plane.dtype for plane in plan.spec.planes} == {plan.model.dtype}
             assert plan.speculation.algorithm == cluster.speculation.algorithm
             assert (plan.speculation.draft_path is None) == (resolved.draft_path is None)
             assert plan.transfer.transport == choose_transport(cluster).name
