@@ -15,7 +15,7 @@ from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeRef
 
 
-class Backup(NamedTuple):
+class BackupSize(NamedTuple):
     """The host memory that holds a retracted request."""
 
     num_pages: int
@@ -54,7 +54,7 @@ class DecodeRequest:
     ended: bool = False
     trusted: bool = True  # False after non-finite logits: the prefix cache must not keep its KV
     retract: bool = False  # leaves the batch as soon as nothing is in flight
-    backup: Backup | None = None
+    backup: BackupSize | None = None
     draft: DraftRow = NO_DRAFT  # initial draft state of its row, after hand-over or resume
     stages: dict[str, float] = field(default_factory=dict)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from common.engine.forward.rotary_places import RotaryPlaces
 from common.kv_cache.page_space import PageLease, PageSpace
 from decode_node.batch_rows import BatchRows
-from decode_node.request import Backup, DecodeRequest
+from decode_node.request import BackupSize, DecodeRequest
 from decode_node.step_plan import Join, Load, Save
 
 
@@ -65,7 +65,7 @@ class Retraction:
         if not kept:
             self.release(request)
             return False
-        request.backup = Backup(len(pages), size)
+        request.backup = BackupSize(len(pages), size)
         self._used += size
         self._rows.save(Save(request.room, request.row, tuple(pages), request.lease.slot))
         self._leaving.append((request.lease, request.row))

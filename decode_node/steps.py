@@ -24,7 +24,7 @@ from decode_node.speculative.rounds import Rounds
 from decode_node.speculative.step import SpeculativeStep, no_seconds
 from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
 from decode_node.speculative.verify import Verify
-from decode_node.speculative.width_policy import WidthPolicy, batches_of, slots_up_to
+from decode_node.speculative.width_policy import WidthPolicy, batches_of, classes_up_to
 from decode_node.step import AutoregressiveStep, DecodeStep
 from decode_node.step_rules import FixedWidth, StepRules, TextDrafts, Widths
 from decode_node.stopwatch import stopwatch_for
@@ -106,8 +106,8 @@ def decode_steps(
     widths: Widths = FixedWidth(sizes.steps)
     batches = {sizes.steps: (1, sizes.max_running)}
     if sizes.adaptive:
-        slots = slots_up_to(sizes.steps)
-        widths, batches = WidthPolicy(slots), batches_of(slots, sizes.max_running)
+        classes = classes_up_to(sizes.steps)
+        widths, batches = WidthPolicy(classes), batches_of(classes, sizes.max_running)
     return speculative_steps(
         {width: of_width(width, served_by) for width, served_by in batches.items()},
         widths,

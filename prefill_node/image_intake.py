@@ -19,7 +19,7 @@ from common.ipc import Dealer
 from common.messages.generation import ImageSpan
 from common.messages.image_inbox import ImageData, codec, salted_digest
 from common.observability.logs import Log
-from prefill_node.prompt_images import PromptImage, PromptImages, RowCache
+from prefill_node.prompt_images import PendingImage, PromptImages, RowCache
 
 MAX_WAITING = 512  # images of waiting prompts; their pixels are in host memory
 MAX_WAITING_TOKENS = 1 << 19  # of those images; one token takes some kilobytes of pixels
@@ -64,7 +64,7 @@ class ImageIntake:
 
     def expect(self, key: int, spans: Sequence[ImageSpan]) -> None:
         if spans:
-            self._prompts.add(key, map(PromptImage, spans))
+            self._prompts.add(key, map(PendingImage, spans))
 
     def receive(self) -> None:
         for frame in self._dealer.drain(AT_ONCE):

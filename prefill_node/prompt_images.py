@@ -14,7 +14,7 @@ from common.messages.generation import ImageSpan
 
 
 @dataclass(slots=True, eq=False)
-class PromptImage:
+class PendingImage:
     """One image of one prompt. It is ready once it has pixels or rows."""
 
     span: ImageSpan
@@ -58,19 +58,19 @@ class PromptImages:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[PromptImage, ...]] = {}
+        self._kept: dict[int, tuple[PendingImage, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __iter__(self) -> Iterator[PromptImage]:
+    def __iter__(self) -> Iterator[PendingImage]:
         """Iterate over all images of all prompts."""
         return (image for images in self._kept.values() for image in images)
 
-    def add(self, key: int, images: Iterable[PromptImage]) -> None:
+    def add(self, key: int, images: Iterable[PendingImage]) -> None:
         self._kept[key] = tuple(images)
 
-    def of(self, key: int) -> tuple[PromptImage, ...]:
+    def of(self, key: int) -> tuple[PendingImage, ...]:
         """Return the images of one prompt; none if the prompt is unknown."""
         return self._kept.get(key, ())
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.engine.encoder_sizes import ENCODER_BATCH, ENCODER_TOKENS
 from common.engine.forward.batch import ForwardBatch
 from common.engine.models.vision_part import Pixels, VisionPart
-from prefill_node.prompt_images import PromptImage, PromptImages, RowCache
+from prefill_node.prompt_images import PendingImage, PromptImages, RowCache
 from prefill_node.step_plan import PlannedChunk
 
 Embed = Callable[[Tensor], Tensor]  # ids [T] -> [T, H]
@@ -24,7 +24,7 @@ class MergedEmbeds:
 
     rows: Tensor  # [T, H]; of live tokens only, without padding
     chunks: Sequence[PlannedChunk]
-    images: Sequence[Sequence[PromptImage]]  # of each chunk's prompt
+    images: Sequence[Sequence[PendingImage]]  # of each chunk's prompt
     embed: Embed
 
     @torch.inference_mode()
@@ -109,7 +109,7 @@ class VisionEmbeds:
             self._encode(images)
         return len(batches)
 
-    def _fill(self, shown: Sequence[PromptImage]) -> None:
+    def _fill(self, shown: Sequence[PendingImage]) -> None:
         """Give every image its rows: from the cache, from another prompt of this batch, or from the encoder."""
         missing: dict[bytes, Pixels] = {}
         for image in shown:
@@ -146,7 +146,7 @@ def _batches(images: Mapping[bytes, Pixels]) -> Iterator[list[bytes]]:
         yield batch
 
 
-def _shown(chunk: PlannedChunk, images: Sequence[PromptImage]) -> list[PromptImage]:
+def _shown(chunk: PlannedChunk, images: Sequence[PendingImage]) -> list[PendingImage]:
     """Return the images that overlap the chunk or start right after it."""
     found = []
     for image in images:
@@ -156,7 +156,7 @@ def _shown(chunk: PlannedChunk, images: Sequence[PromptImage]) -> list[PromptIma
     return found
 
 
-def _overlay(rows: Tensor, images: Sequence[PromptImage], position: int) -> None:
+def _overlay(rows: Tensor, images: Sequence[PendingImage], position: int) -> None:
     """Write image rows over `rows` [T, H], which start at `position` of the prompt."""
     for image in images:
         start, end = image.span.overlap(position, position + len(rows))

@@ -21,34 +21,36 @@ EVERY = 5  # rounds of a batch size between two decisions
 TRIALS = 3  # rounds of a width before it can be judged
 REFRESH = 50  # rounds of a batch size after which the least recently measured width gets a round
 MARGIN = 0.02  # required gain in tokens per second for a change
-SLOTS = ((1, (1, 3, 5, 7)), (8, (0, 1, 3, 5)), (32, (0, 1, 3)))  # (smallest batch, candidate widths)
+BATCH_CLASSES = ((1, (1, 3, 5, 7)), (8, (0, 1, 3, 5)), (32, (0, 1, 3)))  # (smallest batch, candidate widths)
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Batches of at least `smallest` requests, up to the next slot."""
+class BatchClass:
+    """Batches of at least `smallest` requests, up to the next class."""
 
     smallest: int
     widths: tuple[int, ...]  # ascending
 
 
-def slots_up_to(steps: int) -> list[Slot]:
+def classes_up_to(steps: int) -> list[BatchClass]:
     """Limit the widths to `steps`. The smallest batches may use all of them."""
-    slots = []
-    for smallest, widths in SLOTS:
+    classes = []
+    for smallest, widths in BATCH_CLASSES:
         most = steps if smallest == 1 else min(steps, widths[-1])
-        slots.append(Slot(smallest, tuple(sorted({*(width for width in widths if width < most), most}))))
-    return slots
+        classes.append(
+            BatchClass(smallest, tuple(sorted({*(width for width in widths if width < most), most})))
+        )
+    return classes
 
 
-def batches_of(slots: Sequence[Slot], max_running: int) -> dict[int, tuple[int, int]]:
+def batches_of(classes: Sequence[BatchClass], max_running: int) -> dict[int, tuple[int, int]]:
     """Map each width to the smallest and largest batch that it may serve, which must be captured."""
-    ends = [*(slot.smallest - 1 for slot in slots[1:]), max_running]
+    ends = [*(each.smallest - 1 for each in classes[1:]), max_running]
     found: dict[int, tuple[int, int]] = {}
-    for slot, end in zip(slots, ends, strict=True):
-        if slot.smallest <= max_running:
-            for width in slot.widths:
-                smallest, _ = found.get(width, (slot.smallest, 0))
+    for each, end in zip(classes, ends, strict=True):
+        if each.smallest <= max_running:
+            for width in each.widths:
+                smallest, _ = found.get(width, (each.smallest, 0))
                 found[width] = smallest, min(end, max_running)
     return found
 
@@ -138,9 +140,9 @@ class _Size:
 class WidthPolicy:
     """Chooses the width of every round by the size of its batch."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = tuple(slots)
-        self._acceptance = Acceptance(max(width for slot in slots for width in slot.widths))
+    def __init__(self, classes: Sequence[BatchClass]) -> None:
+        self._classes = tuple(classes)
+        self._acceptance = Acceptance(max(width for each in classes for width in each.widths))
         self._sizes: dict[int, _Size] = {}  # bit length of the batch size -> its statistics
 
     def choose(self, batch: int) -> int:
@@ -159,6 +161,6 @@ class WidthPolicy:
         bits = max(batch, 1).bit_length()
         if bits not in self._sizes:
             smallest = 1 << (bits - 1)
-            slot = next(slot for slot in reversed(self._slots) if slot.smallest <= smallest)
-            self._sizes[bits] = _Size(slot.widths)
+            each = next(each for each in reversed(self._classes) if each.smallest <= smallest)
+            self._sizes[bits] = _Size(each.widths)
         return self._sizes[bits]

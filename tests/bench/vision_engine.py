@@ -34,7 +34,7 @@ from common.messages.generation import ImageSpan
 from common.observability.logs import Log
 from deploy.tiny_models.constructed_shape import Shape
 from prefill_node.graphs import prompt_graphs
-from prefill_node.prompt_images import PromptImage, PromptImages, RowCache
+from prefill_node.prompt_images import PendingImage, PromptImages, RowCache
 from prefill_node.vision import VisionEmbeds
 from tests.bench.engine import PAGE, WARM_UP, PrefillSteps, constructed_runner
 from tests.bench.environment import describe
@@ -115,7 +115,7 @@ def new_images(pixels: Pixels, prompts: PromptImages) -> Iterator[tuple[ImageSpa
     """Yield the same image for prompt after prompt, as if it were a new one."""
     for number in itertools.count():
         span = ImageSpan(BEFORE, pixels.tokens, number.to_bytes(32, "big"), pixels.rows)
-        prompts.add(0, [PromptImage(span, pixels)])
+        prompts.add(0, [PendingImage(span, pixels)])
         yield (span,)
 
 

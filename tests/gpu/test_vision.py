@@ -20,7 +20,7 @@ from prefill_node.graphs.backends.choice import prompt_backend
 from prefill_node.graphs.image_encoder import EncoderGraphs, encoder_spec
 from prefill_node.graphs.patch_encoder import PatchEncoderGraphs, patch_spec
 from prefill_node.pixel_reader import load_pixel_reader
-from prefill_node.prompt_images import PromptImage, PromptImages, RowCache
+from prefill_node.prompt_images import PendingImage, PromptImages, RowCache
 from prefill_node.step_plan import PlannedChunk
 from prefill_node.vision import MergedEmbeds, VisionEmbeds
 from prefill_node.vision_stage import load_vision
@@ -41,11 +41,11 @@ def merged(dtype: torch.dtype, device: torch.device) -> tuple[MergedEmbeds, torc
     placement = Placement(dtype, device)
     model, config = load_model(MODEL, str(dtype).removeprefix("torch."), device)
     part = load_vision(MODEL, config, placement)
-    image = PromptImage(
+    image = PendingImage(
         ImageSpan(5, 16, bytes(32)),
         Pixels(torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(1)), 1, 16),
     )
-    second = PromptImage(
+    second = PendingImage(
         ImageSpan(25, 16, b"x" * 32),
         Pixels(torch.rand(3, 32, 32, generator=torch.Generator().manual_seed(2)), 1, 16),
     )

@@ -14,7 +14,7 @@ from kv_transfer.transport.cuda.digests import GpuDigests
 from kv_transfer.transport.cuda.pool_memory import allocate_pool
 from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription
 from kv_transfer.transport.one_host import process
-from kv_transfer.transport.one_host.receiver import OneHostReceiver
+from kv_transfer.transport.one_host.base import OneHostReceiver
 from kv_transfer.transport.one_host.segment import OwnSegments, sweep_orphans
 
 

@@ -1,8 +1,8 @@
 """The NIXL calls that the nixl transport needs: one agent over UCX, registered memory, prepared lists, transfers.
 
 NIXL's listen thread stays off (it binds every interface; Hello carries the metadata instead), and so does its
-progress thread (it spins): `Progress` drives UCX in its place, more often while transfers are running. Tests replace
-the installed library by another one.
+progress thread (it spins): `ProgressThread` drives UCX in its place, more often while transfers are running. Tests
+replace the installed library by another one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NixlError(Exception):
     """A call that NIXL refused and that posted nothing."""
 
 
-class Block(NamedTuple):
+class MemorySpan(NamedTuple):
     """Contiguous memory of one process; `device` is its CUDA ordinal in that process, 0 for host memory."""
 
     address: int
@@ -92,11 +92,11 @@ def _load_cu12() -> Any:
     return nixl_cu12
 
 
-def block_of(memory: Memory) -> Block:
-    """Return the block of a pool; valid while the memory lives."""
+def span_of(memory: Memory) -> MemorySpan:
+    """Return the span of a pool; valid while the memory lives."""
     if isinstance(memory, memoryview):
-        return Block(int(np.frombuffer(memory, dtype=np.uint8).ctypes.data), memory.nbytes, 0, "DRAM")
-    return Block(memory.address, memory.nbytes, memory.device, "VRAM")
+        return MemorySpan(int(np.frombuffer(memory, dtype=np.uint8).ctypes.data), memory.nbytes, 0, "DRAM")
+    return MemorySpan(memory.address, memory.nbytes, memory.device, "VRAM")
 
 
 class NixlAgent:
@@ -128,17 +128,17 @@ class NixlAgent:
 
     # ---- own memory
 
-    def register(self, block: Block) -> None:
+    def register(self, span: MemorySpan) -> None:
         """Register memory. Raises ConfigError if it cannot be pinned."""
         try:
             self._registered.append(
                 self._agent.register_memory(
-                    [(block.address, block.nbytes, block.device, "")], block.kind, backends=[_BACKEND]
+                    [(span.address, span.nbytes, span.device, "")], span.kind, backends=[_BACKEND]
                 )
             )
         except Exception as error:
             raise ConfigError(
-                "", f"{block.nbytes >> 20} MiB of memory cannot be registered with UCX: {_said(error)}"
+                "", f"{span.nbytes >> 20} MiB of memory cannot be registered with UCX: {_said(error)}"
             ) from None
 
     def metadata(self) -> bytes:
@@ -173,16 +173,16 @@ class NixlAgent:
 
     # ---- transfers
 
-    def prepare(self, name: str, rows: Sequence[Rows], block: Block) -> Any:
+    def prepare(self, name: str, rows: Sequence[Rows], span: MemorySpan) -> Any:
         """Prepare a list of pieces of own memory (name "") or of another agent's.
 
         Raises NixlError if not registered.
         """
         table = np.array(
-            [(row.address, row.nbytes, block.device, row.nbytes, row.count) for row in rows], dtype=np.uint64
+            [(row.address, row.nbytes, span.device, row.nbytes, row.count) for row in rows], dtype=np.uint64
         )
         try:
-            return self._agent.prep_xfer_dlist(name or _OWN, table, block.kind, backends=[_BACKEND])
+            return self._agent.prep_xfer_dlist(name or _OWN, table, span.kind, backends=[_BACKEND])
         except Exception as error:
             raise NixlError(_said(error)) from None
 
@@ -238,7 +238,7 @@ def _said(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-class Progress:
+class ProgressThread:
     """A thread that calls `turn`: every half millisecond while busy, else every 50 ms."""
 
     def __init__(self, turn: Callable[[], None], device: int | None = None) -> None:

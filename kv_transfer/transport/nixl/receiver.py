@@ -11,7 +11,7 @@ from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverEndpoint, R
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.digests import GpuDigests
 from kv_transfer.transport.cuda.pool_memory import allocate_pool
-from kv_transfer.transport.nixl.agent import NixlAgent, Progress, block_of
+from kv_transfer.transport.nixl.agent import NixlAgent, ProgressThread, span_of
 from kv_transfer.transport.nixl.kind import MAX_METADATA_BYTES, NixlDescription, NixlOptions
 from kv_transfer.transport.nixl.liveness import LivenessListener
 
@@ -36,7 +36,7 @@ class NixlReceiver(ReceiverEndpoint):
         self._agent = NixlAgent(incarnation, devices, library)
         self._liveness = LivenessListener(host, port)
         self._open: set[int] = set()  # generations whose pages may be written
-        self._progress: Progress | None = None
+        self._progress: ProgressThread | None = None
         self._flush = False
 
     def allocate(self, region: Region, nbytes: int) -> Memory:
@@ -57,7 +57,7 @@ class NixlReceiver(ReceiverEndpoint):
                 self._flush = self._cuda.flush_needed(self.kv.device)
             except CudaError as error:
                 raise ConfigError("transfer.transport", f"nixl cannot write here: {error}") from None
-        self._kv_block, self._records_block = block_of(self.kv), block_of(self.records)
+        self._kv_block, self._records_block = span_of(self.kv), span_of(self.records)
         self._agent.register(self._kv_block)
         self._agent.register(self._records_block)
         self._metadata = self._agent.metadata()  # taken once: it may change, and Hello must not
@@ -66,7 +66,7 @@ class NixlReceiver(ReceiverEndpoint):
                 "transfer.nixl_devices",
                 f"NIXL's metadata has {len(self._metadata)} bytes, the limit is {MAX_METADATA_BYTES}; name fewer",
             )
-        self._progress = Progress(self._agent.progress, self._device)
+        self._progress = ProgressThread(self._agent.progress, self._device)
 
     def record(self, slot: int) -> bytes:
         """Return the record, and make what the network card wrote visible: the pages are read after this call."""

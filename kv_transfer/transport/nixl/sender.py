@@ -27,12 +27,12 @@ from kv_transfer.transport.base import (
 )
 from kv_transfer.transport.cuda.cudart import CudaRuntime, Mark
 from kv_transfer.transport.cuda.digests import GpuDigests
-from kv_transfer.transport.nixl.agent import Block, NixlAgent, NixlError, Progress, Rows, block_of
+from kv_transfer.transport.nixl.agent import MemorySpan, NixlAgent, NixlError, ProgressThread, Rows, span_of
 from kv_transfer.transport.nixl.kind import NixlDescription, NixlOptions
 from kv_transfer.transport.nixl.liveness import LivenessConnections
 from kv_transfer.transport.nixl.writes import (
-    Part,
     Remote,
+    RunningTransfer,
     Staging,
     Write,
     cuts,
@@ -69,7 +69,7 @@ class NixlSender(SenderEndpoint):
         self._liveness = LivenessConnections()
         self._peers: list[Remote] = []  # attached, or with transfers that have not ended
         self._gpu: GpuDigests | None = None
-        self._progress: Progress | None = None
+        self._progress: ProgressThread | None = None
 
     def register(self, layout: PoolLayout, kv: Memory) -> None:
         if isinstance(kv, memoryview):
@@ -79,12 +79,12 @@ class NixlSender(SenderEndpoint):
             check_size("buffer", kv, layout)
             self.layout, device = layout, kv.device
             self.digests = self._gpu = GpuDigests(self._cuda or CudaRuntime(), kv, layout)
-        self._block = block_of(kv)
+        self._block = span_of(kv)
         self._agent.register(self._block)
         self._own = self._agent.prepare("", planes(layout, self._block), self._block)
         self._staging = Staging(self._agent, self._limits.record_bytes)
         self._staging.give_back(self._staging.take())
-        self._progress = Progress(self._agent.progress, device)
+        self._progress = ProgressThread(self._agent.progress, device)
 
     # ---- peers
 
@@ -97,8 +97,8 @@ class NixlSender(SenderEndpoint):
             raise HandshakeRefused("earlier writes to it have not ended yet")
         peer = Remote(
             target,
-            Block(description.kv, target.kv_bytes, max(0, description.device), self._block.kind),
-            Block(description.records, target.records_bytes, 0, "DRAM"),
+            MemorySpan(description.kv, target.kv_bytes, max(0, description.device), self._block.kind),
+            MemorySpan(description.records, target.records_bytes, 0, "DRAM"),
         )
         self._liveness.hold(description.liveness)
         self._join(peer)
@@ -118,9 +118,9 @@ class NixlSender(SenderEndpoint):
         try:
             if owner != name:
                 raise NixlError(f"the metadata belongs to agent {owner[:64]!r}")
-            for block in (peer.kv, peer.records):
-                rows = [Rows(block.address, block.nbytes, 1)]
-                self._agent.forget(self._agent.prepare(name, rows, block))
+            for span in (peer.kv, peer.records):
+                rows = [Rows(span.address, span.nbytes, 1)]
+                self._agent.forget(self._agent.prepare(name, rows, span))
         except NixlError as error:
             if all(each.target.incarnation != owner for each in self._peers):
                 self._agent.remove(owner)
@@ -208,16 +208,16 @@ class NixlSender(SenderEndpoint):
             slot = self._staging.take()
         except ConfigError as error:
             return failed(peer, error)
-        view, block = slot
+        view, span = slot
         view[: len(data)] = data
         copy = Copy(0, offset, len(data))
-        return self._write(peer, block, peer.records, [copy], lambda: self._staging.give_back(slot))
+        return self._write(peer, span, peer.records, [copy], lambda: self._staging.give_back(slot))
 
     def _write(
         self,
         peer: Remote,
-        ours: Block,
-        theirs: Block,
+        ours: MemorySpan,
+        theirs: MemorySpan,
         copies: Sequence[Copy],
         release: Callable[[], None],
     ) -> Ticket:
@@ -274,7 +274,7 @@ class NixlSender(SenderEndpoint):
             except NixlError as error:
                 self._fault(write, str(error))
                 break
-            write.parts.append(Part(operation, nbytes))
+            write.parts.append(RunningTransfer(operation, nbytes))
         self._look(write)
         self._go()
         return write

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.transport.base import PeerMemory, Target, Ticket, WriteState
 from kv_transfer.transport.cuda.cudart import Mark
-from kv_transfer.transport.nixl.agent import Block, NixlAgent, Operation, Rows, block_of
+from kv_transfer.transport.nixl.agent import MemorySpan, NixlAgent, Operation, Rows, span_of
 
 _SLOTS: Final = 64  # records in flight before more memory is registered
 
@@ -21,7 +21,7 @@ _SLOTS: Final = 64  # records in flight before more memory is registered
 class Remote(PeerMemory):
     """A peer's two regions."""
 
-    def __init__(self, target: Target, kv: Block, records: Block) -> None:
+    def __init__(self, target: Target, kv: MemorySpan, records: MemorySpan) -> None:
         super().__init__(target)
         self.kv = kv
         self.records = records
@@ -34,7 +34,7 @@ class Remote(PeerMemory):
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class RunningTransfer:
     """A transfer that has not ended."""
 
     operation: Operation
@@ -47,7 +47,7 @@ class Write(Ticket):
     peer: Remote
     release: Callable[[], None]  # returns the resources of its transfers
     mark: Mark | None = None  # after which the checksums are readable
-    parts: list[Part] = field(default_factory=list)
+    parts: list[RunningTransfer] = field(default_factory=list)
     faulty: bool = False
     state: WriteState = WriteState.PENDING
 
@@ -58,20 +58,20 @@ class Staging:
     def __init__(self, agent: NixlAgent, slot_bytes: int) -> None:
         self._agent = agent
         self.slot_bytes = slot_bytes
-        self._free: list[tuple[memoryview, Block]] = []
+        self._free: list[tuple[memoryview, MemorySpan]] = []
 
-    def take(self) -> tuple[memoryview, Block]:
+    def take(self) -> tuple[memoryview, MemorySpan]:
         """Take a slot. Raises ConfigError if no more memory can be registered."""
         if not self._free:
             memory = memoryview(mmap.mmap(-1, _SLOTS * self.slot_bytes))
-            block = block_of(memory)
-            self._agent.register(block)
+            span = span_of(memory)
+            self._agent.register(span)
             for start in range(0, memory.nbytes, self.slot_bytes):
-                slot = Block(block.address + start, self.slot_bytes, 0, "DRAM")
+                slot = MemorySpan(span.address + start, self.slot_bytes, 0, "DRAM")
                 self._free.append((memory[start : start + self.slot_bytes], slot))
         return self._free.pop()
 
-    def give_back(self, slot: tuple[memoryview, Block]) -> None:
+    def give_back(self, slot: tuple[memoryview, MemorySpan]) -> None:
         self._free.append(slot)
 
 
@@ -85,9 +85,9 @@ def failed(peer: Remote, error: Exception) -> Write:
     return Write(peer, nothing, state=WriteState.FAILED)
 
 
-def planes(layout: PoolLayout, block: Block) -> list[Rows]:
+def planes(layout: PoolLayout, span: MemorySpan) -> list[Rows]:
     """Return every page of every plane: page p of plane i is piece i * num_pages + p."""
-    return [Rows(block.address + plane.offset, plane.page_bytes, layout.num_pages) for plane in layout.planes]
+    return [Rows(span.address + plane.offset, plane.page_bytes, layout.num_pages) for plane in layout.planes]
 
 
 def numbers(layout: PoolLayout, pages: Sequence[int]) -> NDArray[np.int32]:

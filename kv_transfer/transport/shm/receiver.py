@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.config.transport_kind import TransportOptions
 from kv_transfer.transport.base import ReceiverSetup, Region
 from kv_transfer.transport.one_host import process
-from kv_transfer.transport.one_host.receiver import OneHostReceiver
+from kv_transfer.transport.one_host.base import OneHostReceiver
 from kv_transfer.transport.one_host.segment import OwnSegments, sweep_orphans
 from kv_transfer.transport.shm.kind import ShmDescription
 

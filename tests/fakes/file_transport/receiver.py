@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kv_transfer.transport.base import ReceiverSetup, Region
 from kv_transfer.transport.one_host import process
-from kv_transfer.transport.one_host.receiver import OneHostReceiver
+from kv_transfer.transport.one_host.base import OneHostReceiver
 from tests.fakes.file_transport.kind import FileDescription, FileOptions
 
 

@@ -208,7 +208,7 @@ def check_node(path: Path, given: Cluster, device: torch.device, budget: PoolBud
     """Check the memory as a node with 64 rows does before it loads weights, without a draft."""
     plan = node_plan(given, "decode", "d", path)
     plan = msgspec.structs.replace(plan, pool=budget, max_rows=64)
-    serving_model._check_memory(plan, device, serving_model._pool_spec(plan, device, None))
+    serving_model._check_memory(plan, device, plan.spec)
 
 
 def test_other_nodes_on_the_same_gpu_are_counted_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:

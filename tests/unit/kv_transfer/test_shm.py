@@ -150,10 +150,10 @@ def test_refused_segments(receiver: ShmReceiver) -> None:
 
 
 def test_no_room_in_dev_shm_is_a_sentence() -> None:
-    endpoint = ShmReceiver(secrets.token_hex(16))
+    incarnation = secrets.token_hex(16)
     with pytest.raises(ConfigError, match="has no room for .* MiB of KV pages: enlarge it"):
-        endpoint.allocate(Region.KV, 1 << 50)
-    assert not list(shm_segment.SHM_DIR.glob(f"*{endpoint._incarnation}*"))
+        ShmReceiver(incarnation).allocate(Region.KV, 1 << 50)
+    assert not list(shm_segment.SHM_DIR.glob(f"*{incarnation}*"))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from common.messages.wire import encode
 from common.observability.logs import Log
 from prefill_node import image_intake as module
 from prefill_node.image_intake import ImageIntake
-from prefill_node.prompt_images import PromptImage, PromptImages, RowCache
+from prefill_node.prompt_images import PendingImage, PromptImages, RowCache
 from tests.fakes.vision import TOKENS, digest_of, file_of, read
 from tests.fakes.waiting import PATIENCE, until
 
@@ -54,7 +54,7 @@ class Rig:
         self.intake.expect(key, spans)
         return key
 
-    def image(self, key: int) -> PromptImage:
+    def image(self, key: int) -> PendingImage:
         """Return the only image of a prompt."""
         (image,) = self.prompts.of(key)
         return image

@@ -25,7 +25,7 @@ from common.messages.generation import ImageSpan, SamplingParams
 from prefill_node.host_batch import HostBatch
 from prefill_node.pixel_reader import load_pixel_reader
 from prefill_node.planner import prompt_plan
-from prefill_node.prompt_images import PromptImage, PromptImages, RowCache
+from prefill_node.prompt_images import PendingImage, PromptImages, RowCache
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
 from prefill_node.step_rules import PromptRules
@@ -86,7 +86,7 @@ class Rig:
             rows, columns = self.vision.grid(*part)
             pictures.append(picture(*part))
             span = ImageSpan(len(ids), rows * columns, bytes([*part, *bytes(30)]), rows)
-            images.append(PromptImage(span, self.read(as_png(pictures[-1]))))
+            images.append(PendingImage(span, self.read(as_png(pictures[-1]))))
             ids += [IMAGE] * (rows * columns)
         greedy = SamplingParams(max_tokens=1, temperature=0.0)
         room, spans = next(self.rooms), tuple(image.span for image in images)

@@ -12,7 +12,7 @@ from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
 from decode_node.request import DecodeRequest
 from decode_node.speculative.step import SpeculativeStep, no_seconds
-from decode_node.speculative.width_policy import WidthPolicy, slots_up_to
+from decode_node.speculative.width_policy import WidthPolicy, classes_up_to
 from decode_node.step_rules import Drafts, TextDrafts
 from decode_node.steps import DecodeSteps, speculative_steps
 from decode_node.stopwatch import HostStopwatch
@@ -28,7 +28,7 @@ class Cycle(WidthPolicy):
     """Chooses another width for every round."""
 
     def __init__(self, widths: tuple[int, ...]) -> None:
-        super().__init__(slots_up_to(max(widths)))
+        super().__init__(classes_up_to(max(widths)))
         self._widths = itertools.cycle(widths)
 
     def choose(self, batch: int) -> int:
@@ -118,7 +118,7 @@ def test_the_step_learns_from_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> 
     seconds = HostStopwatch.seconds
     monkeypatch.setattr(HostStopwatch, "seconds", lambda watch: watches.append(watch) or seconds(watch))
     made = {width: observed("eagle3", width, 0.0, [])[1] for width in (1, 3, 5)}
-    policy = Timed(slots_up_to(5))
+    policy = Timed(classes_up_to(5))
 
     def make(parts: Parts) -> DecodeSteps:
         return together({width: step(parts) for width, step in made.items()}, policy)

@@ -16,7 +16,7 @@ from decode_node.speculative.width_policy import (
     Acceptance,
     WidthPolicy,
     batches_of,
-    slots_up_to,
+    classes_up_to,
 )
 
 Cost = Callable[[int, int], float]
@@ -78,40 +78,40 @@ def rate(widths: list[int], batch: int, right: float, cost: Cost) -> float:
 )
 def test_as_fast_as_the_best_width(batch: int, right: float, cost: Cost, best: int, seed: int) -> None:
     """The policy is as fast as the best fixed width, by batch size and acceptance, within a measured loss."""
-    widths = settle(WidthPolicy(slots_up_to(7)), batch, right, cost, 400, seed)[4 * TRIALS :]
+    widths = settle(WidthPolicy(classes_up_to(7)), batch, right, cost, 400, seed)[4 * TRIALS :]
     ideal = rate([best], batch, right, cost)
     assert ideal == max(rate([width], batch, right, cost) for width in {*widths, best})
     assert rate(widths, batch, right, cost) > 0.95 * ideal
 
 
 def test_every_width_is_timed_before_one_is_judged() -> None:
-    widths = settle(WidthPolicy(slots_up_to(5)), 8, 0.0, compute_bound, 5 * TRIALS)
+    widths = settle(WidthPolicy(classes_up_to(5)), 8, 0.0, compute_bound, 5 * TRIALS)
     assert widths[: 4 * TRIALS] == [5] * TRIALS + [3] * TRIALS + [1] * TRIALS + [0] * TRIALS
 
 
 def test_the_policy_adapts_to_changes() -> None:
     """Texts become easier to guess and contexts make rounds slower: the policy adapts both ways without a restart."""
-    policy = WidthPolicy(slots_up_to(5))
+    policy = WidthPolicy(classes_up_to(5))
     assert usual(settle(policy, 8, 0.1, memory_bound)) in (0, 1)
     assert usual(settle(policy, 8, 0.95, memory_bound, 800)) == 5
     assert usual(settle(policy, 8, 0.95, compute_bound, 800)) == 0
 
 
 def test_the_unseen_is_looked_at_again() -> None:
-    policy = WidthPolicy(slots_up_to(3))
+    policy = WidthPolicy(classes_up_to(3))
     widths = settle(policy, 9, 0.0, compute_bound, 20 * REFRESH)
     assert 10 <= sum(width > 0 for width in widths[REFRESH:]) <= 25
 
 
 def test_batch_sizes_do_not_disturb_each_other() -> None:
-    policy = WidthPolicy(slots_up_to(5))
+    policy = WidthPolicy(classes_up_to(5))
     assert usual(settle(policy, 64, 0.9, compute_bound)) == 0
     assert usual(settle(policy, 2, 0.9, memory_bound)) == 5
     assert usual(settle(policy, 127, 0.9, compute_bound, 4 * EVERY)) == 0, "as timed with 64"
 
 
 def test_a_round_that_was_held_up_does_not_turn_the_choice() -> None:
-    policy = WidthPolicy(slots_up_to(3))
+    policy = WidthPolicy(classes_up_to(3))
     settle(policy, 4, 0.9, memory_bound)
     policy.observe(4, 3, [3] * 4, 100.0)
     assert settle(policy, 4, 0.9, memory_bound, 40).count(3) > 35
@@ -119,7 +119,7 @@ def test_a_round_that_was_held_up_does_not_turn_the_choice() -> None:
 
 def test_a_late_round_changes_nothing() -> None:
     """Results are read one round late: they are counted, but do not affect a width chosen since."""
-    policy = WidthPolicy(slots_up_to(3))
+    policy = WidthPolicy(classes_up_to(3))
     for _ in range(TRIALS):
         policy.observe(4, 3, [0] * 4, 1.0)
     assert policy.choose(4) == 1
@@ -141,8 +141,8 @@ def test_the_chance_of_a_place_is_that_of_those_that_reached_it() -> None:
 @given(st.integers(1, 31), st.integers(1, 300), st.data())
 def test_every_choice_has_graphs(steps: int, max_running: int, data: st.DataObject) -> None:
     """Whatever was observed, the chosen width exists and is captured for the batch; the widest is `steps`."""
-    slots = slots_up_to(steps)
-    captured, policy = batches_of(slots, max_running), WidthPolicy(slots)
+    classes = classes_up_to(steps)
+    captured, policy = batches_of(classes, max_running), WidthPolicy(classes)
     assert max(captured) == steps
     observations = st.tuples(st.integers(1, max_running), st.floats(0, 1e6), st.integers(0, 31))
     for batch, seconds, right in data.draw(st.lists(observations, max_size=60)):
@@ -153,8 +153,15 @@ def test_every_choice_has_graphs(steps: int, max_running: int, data: st.DataObje
 
 
 def test_what_is_captured_for_each_width() -> None:
-    slots = slots_up_to(5)
-    assert batches_of(slots, 48) == {5: (1, 31), 3: (1, 48), 1: (1, 48), 0: (8, 48)}
-    assert batches_of(slots, 4) == {5: (1, 4), 3: (1, 4), 1: (1, 4)}
-    assert batches_of(slots_up_to(2), 40) == {2: (1, 40), 1: (1, 40), 0: (8, 40)}
-    assert batches_of(slots_up_to(9), 8) == {9: (1, 7), 7: (1, 7), 5: (1, 8), 3: (1, 8), 1: (1, 8), 0: (8, 8)}
+    classes = classes_up_to(5)
+    assert batches_of(classes, 48) == {5: (1, 31), 3: (1, 48), 1: (1, 48), 0: (8, 48)}
+    assert batches_of(classes, 4) == {5: (1, 4), 3: (1, 4), 1: (1, 4)}
+    assert batches_of(classes_up_to(2), 40) == {2: (1, 40), 1: (1, 40), 0: (8, 40)}
+    assert batches_of(classes_up_to(9), 8) == {
+        9: (1, 7),
+        7: (1, 7),
+        5: (1, 8),
+        3: (1, 8),
+        1: (1, 8),
+        0: (8, 8),
+    }
