@@ -84,10 +84,6 @@ class Supervisor:
         """Ask `watch` to return. Usable as a signal handler."""
         self._stop_requested = True
 
-    @property
-    def stop_requested(self) -> bool:
-        return self._stop_requested
-
     def start(self, show: Callable[[list[Child]], None], report: Report) -> None:
         """Start everything and return once a probe request has succeeded. `show` is called while it waits.
 

@@ -19,7 +19,6 @@ _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_MARK = bytes(set(range(256)) - set(b'[]{}"'))
 _QUOTE, _OPENS = b'"['
 T = TypeVar("T")
-Buffer = bytes | bytearray | memoryview
 
 
 def decode_json(raw: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:

@@ -128,16 +128,6 @@ class GraphCounters:
     live_tokens: int = 0  # in replays
     padded_tokens: int = 0  # computed in replays and discarded
 
-    @property
-    def replay_share(self) -> float:
-        """The share of all runs that were replays; 1 if nothing ran."""
-        replays, eager = self.replays.total(), self.fallbacks.total()
-        return replays / (replays + eager) if replays + eager else 1.0
-
-    def never_replayed(self, captured: Iterable[GraphKey]) -> list[GraphKey]:
-        """Return the graphs that cost memory without having been used."""
-        return [key for key in captured if not self.replays[key]]
-
     def totals(self, spec: CaptureSpec, captured: int) -> GraphTotals:
         """Return the counts for a heartbeat; `captured` is the number of graphs. Cheap: called in every turn."""
         return GraphTotals(

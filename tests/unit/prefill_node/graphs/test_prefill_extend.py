@@ -182,8 +182,9 @@ def test_default_ladder_replays_at_least_95_percent() -> None:
     for row, prompt in enumerate(ids):
         while left := len(prompt) - driver.done[row]:
             driver.run([row], [min(left, 64)], hidden_mode=FULL)
-    assert extend.graphs.counters.replay_share >= 0.95
-    assert "hidden_mode" not in extend.graphs.counters.fallbacks
+    counters = extend.graphs.counters
+    assert 20 * counters.fallbacks.total() <= counters.replays.total()
+    assert "hidden_mode" not in counters.fallbacks
 
 
 def test_every_captured_graph_replays() -> None:
@@ -192,8 +193,6 @@ def test_every_captured_graph_replays() -> None:
     driver, extend = extend_driver(sequences([sum(buckets)]), breakable(), buckets)
     for count in buckets:
         driver.run([0], [count])
-    counters = extend.graphs.counters
-    assert counters.never_replayed(extend.graphs.captured) == []
     assert (extend.graphs.totals().captured, extend.graphs.totals().unused) == (len(buckets), 0)
 
 
