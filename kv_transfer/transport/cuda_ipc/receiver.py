@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from common.config.transport_kind import TransportOptions
 from common.errors import ConfigError
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.transport.base import DeviceMemory, Memory, ReceiverSetup, Region
@@ -75,7 +74,7 @@ class CudaIpcReceiver(OneHostReceiver):
         super().close()
 
 
-def make_receiver(setup: ReceiverSetup[TransportOptions]) -> CudaIpcReceiver:
+def make_receiver(setup: ReceiverSetup[object]) -> CudaIpcReceiver:
     """Make the endpoint, after removing segments of processes that have ended."""
     assert setup.gpu is not None
     sweep_orphans()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from common.config.transport_kind import TransportOptions
 from kv_transfer.transport.base import ReceiverSetup, Region
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host.base import OneHostReceiver
@@ -36,7 +35,7 @@ class ShmReceiver(OneHostReceiver):
         super().close()
 
 
-def make_receiver(setup: ReceiverSetup[TransportOptions]) -> ShmReceiver:
+def make_receiver(setup: ReceiverSetup[object]) -> ShmReceiver:
     """Make the endpoint, after removing segments of processes that have ended."""
     sweep_orphans()
     return ShmReceiver(setup.incarnation)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
-from common.config.transport_kind import TransportOptions
 from common.errors import HandshakeRefused
 from kv_transfer.copy_plan import Copy
 from kv_transfer.transport.base import PeerMemory, SenderSetup, Target, Ticket, WriteState
@@ -107,5 +106,5 @@ class ShmSender(HostEndpoint):
             self.detach(peer)
 
 
-def make_sender(setup: SenderSetup[TransportOptions]) -> ShmSender:
+def make_sender(setup: SenderSetup[object]) -> ShmSender:
     return ShmSender()
