@@ -85,10 +85,15 @@ class MultiLayerPrefill:
 
     hidden_mode = CaptureHiddenMode.FULL
 
-    def __init__(self, modules: Sequence[Module], page_size: int) -> None:
-        """`modules`: DraftPrefills, which use graphs where they fit."""
+    def __init__(self, modules: Sequence[Module], page_size: int, carried: int) -> None:
+        """`modules`: DraftPrefills, which use graphs where they fit.
+
+        Args:
+            carried: hidden values that one module passes to the next.
+        """
         self._modules = tuple(modules)
         self._page_size = page_size
+        self._carried = carried
         # by key, from chunk to chunk of a prompt: [steps - 1, H], what each later module reads first (models/mtp.py)
         self.kept: dict[int, Tensor] = {}
 
@@ -146,7 +151,9 @@ class MultiLayerPrefill:
         hidden, first = output.hidden, batch.logits_rows
         assert hidden is not None
         for module in self._modules:
-            module.propose(first, module.forward(batch, hidden))
+            given = module.forward(batch, hidden)
+            module.propose(first, given)
+            hidden = given.hidden
         if len(self._modules) > 1:
             keep_hidden(hidden, first, torch.zeros_like(hidden)[:, None], 0, first + 1, first)
 
@@ -155,7 +162,7 @@ class MultiLayerPrefill:
 
         Rows of prompts that start here are zeros, never read.
         """
-        nothing = hidden.new_zeros(len(self._modules) - 1, hidden.shape[1])
+        nothing = hidden.new_zeros(len(self._modules) - 1, self._carried)
         return torch.stack([self.kept.pop(chunk.key, nothing) for chunk in chunks])
 
     def _batch(self, batch: ForwardBatch, windows: Windows, drawn: Tensor) -> ForwardBatch:
@@ -194,4 +201,5 @@ def module_draft(setup: DraftSetup) -> BuiltDraft:
     assert setup.config is not None
     graphs = draft_module_graphs(setup.runner, setup.config, setup.plan)
     page_size = setup.plan.target.pool.page_size
-    return BuiltDraft(MultiLayerPrefill([each.forward for each in graphs], page_size), graphs)
+    modules, carried = [each.forward for each in graphs], EagleDraftInput.hidden_size_for(setup.config)
+    return BuiltDraft(MultiLayerPrefill(modules, page_size, carried), graphs)

@@ -75,7 +75,14 @@ def target_width(draft: DraftConfig) -> int:
 
 def hidden_size_for(draft: DraftConfig) -> int:
     """Return the hidden values that a draft step passes to the next one; 0: none."""
+    if draft.modules and draft.mtp is not None and not draft.mtp.chain:
+        return draft.target_hidden  # what every module reads
     return draft.model.hidden_size if draft.target_hidden else 0
+
+
+def module_input_for(draft: DraftConfig, step: int) -> int:
+    """Return the hidden values that module `step` of a multi-layer draft reads."""
+    return hidden_size_for(draft) if step else target_width(draft)
 
 
 def hidden_rows_for(draft: DraftConfig) -> int:

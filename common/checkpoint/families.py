@@ -76,6 +76,8 @@ FAMILIES: Mapping[str, Family] = {
     LLAMA: Family("attention_bias", "attention_bias", "mlp_bias"),
     "MistralForCausalLM": Family(window=4096),
     "Qwen2ForCausalLM": Family(qkv_bias=True, window=4096, windows_by_layer=True),
+    # The layers are Qwen2's; one more is a module of multi-token prediction (mtp_format.py).
+    "MiMoForCausalLM": Family(qkv_bias=True, window=4096, windows_by_layer=True),
     "Qwen3ForCausalLM": Family(
         "attention_bias", "attention_bias", qk_norm=True, head_dim=128, window=4096, windows_by_layer=True
     ),

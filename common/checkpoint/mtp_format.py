@@ -1,12 +1,18 @@
 """The names of modules in checkpoints of multi-token prediction (MTP, NEXTN), and the inputs of modules. No torch.
 
-There are two published forms, both with a dense decoder layer in each module: DeepSeek's, where module k follows the
-target's N layers as layer N + k, and MiMo's, which has a list of its own. They compute the same except for the order
-in which a module's projection takes its two inputs. Position 0 is computed like every other. The target's own
-checkpoint may contain the modules: then one directory is both the model's and the draft's.
+Each module has one decoder layer of the target's family, with full attention. The published forms differ in names, and
+in the order in which a module's projection takes its two inputs:
+
+    DeepSeek, GLM         model.layers.{N + k}.*, after the target's N layers
+    MiMo                  model.mtp_layers.{k}.*
+    Qwen3-Next, Qwen3.5   mtp.*, one module, whose layer is mtp.layers.0.*
+
+Position 0 is computed like every other. The target's own checkpoint may contain the modules: then one directory is both
+the model's and the draft's.
 
 `mtp_chain` is a key of tandem: true if module k reads the output of module k - 1, false if every module reads the
 target's hidden state. Its default is true for a DeepSeek checkpoint (arXiv 2412.19437, 2.2) and false for a MiMo one.
+A single module runs at every step, and reads its own output.
 """
 
 from __future__ import annotations
@@ -15,20 +21,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.checkpoint.families import FAMILIES
+from common.checkpoint.families import FAMILIES, Family
 from common.checkpoint.json_fields import MAX_LAYERS, architecture_of, positive, shown
+from common.checkpoint.text_part import text_part
 from common.errors import ModelError
 
-MIMO = ("MiMoMTPModel", "MiMoMTP", "MiMoForCausalLM")
+MIMO = "MiMoForCausalLM"
 
-# Architecture in config.json -> the family whose decoder layer a module has.
+# Architecture in config.json of a directory of its own -> the family whose decoder layer a module has.
 ARCHITECTURES: Mapping[str, str] = {
     **{f"{family}NextN": family for family in FAMILIES},
-    **dict.fromkeys(MIMO, "Qwen2ForCausalLM"),
+    **dict.fromkeys(("MiMoMTPModel", "MiMoMTP"), MIMO),
 }
 
 
 MODULES = "num_nextn_predict_layers"
+QWEN_COUNT = "mtp_num_hidden_layers"  # Qwen3-Next has none, and one module
 MAX_MODULES = 32  # a draft runs one per step
 LISTED = "model.mtp_layers"  # MiMo's list
 QWEN_MODULES = "mtp."  # of Qwen3-Next and Qwen3.5, whether or not config.json has a count
@@ -38,28 +46,60 @@ QWEN_MODULES = "mtp."  # of Qwen3-Next and Qwen3.5, whether or not config.json h
 class MtpFormat:
     """Names after a module's prefix. Those of its decoder layer are the same in all formats."""
 
-    module: str  # prefix of module k is f"{module}.{first + k}"
-    first: int
+    module: str  # prefix of module k is f"{module}.{first + k}", or `module` if there is only one
+    first: int | None
     embed_norm: str
     hidden_norm: str
     projection: str
     final_norm: str
     embedding_first: bool  # order of the two inputs of the projection
     chain: bool  # a module reads the output of the previous one; false: the target's hidden state
+    layer: str = ""  # prefix of the decoder layer, after the module's
 
     def prefix(self, index: int) -> str:
-        return f"{self.module}.{self.first + index}"
+        return self.module if self.first is None else f"{self.module}.{self.first + index}"
+
+    def layer_prefix(self, index: int) -> str:
+        """Return the prefix of the decoder layer of module `index`."""
+        return f"{self.prefix(index)}.{self.layer}" if self.layer else self.prefix(index)
 
 
 def has_modules(raw: Mapping[str, Any]) -> bool:
     """Return whether this is the config.json of a model whose checkpoint also contains modules."""
-    return architecture_of(raw) in FAMILIES and bool(raw.get(MODULES))
+    family = FAMILIES.get(architecture_of(raw) or "")
+    return family is not None and (_has_qwen_form(family) or bool(raw.get(MODULES)))
+
+
+def module_family(raw: Mapping[str, Any]) -> str:
+    """Return the family whose decoder layer the modules have."""
+    name = str(architecture_of(raw))
+    return ARCHITECTURES.get(name, name)
+
+
+def module_config(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], int]:
+    """Return the config.json of a model whose layers are those of the modules, and the number of modules.
+
+    config.json itself has the target's layers. Raises ModelError for a number of modules that is not supported.
+    """
+    architecture = module_family(raw)
+    family = FAMILIES[architecture]
+    flat = text_part(raw, where) if family.text_part else dict(raw)
+    count = positive(flat, MODULES, where, most=MAX_MODULES) if not _has_qwen_form(family) else 1
+    if _has_qwen_form(family) and positive(flat, QWEN_COUNT, where, 1) != 1:
+        raise ModelError(
+            f"{where}: {QWEN_COUNT} is {flat[QWEN_COUNT]}; modules that share one projection are supported only alone"
+        )
+    full = ["full_attention"] * count if family.gated_delta is not None else None
+    # All modules have experts if the target has them.
+    experts = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    own = {"architectures": [architecture], "num_hidden_layers": count, "layer_types": full, **experts}
+    return {**flat, **own}, count
 
 
 def module_prefixes(raw: Mapping[str, Any], where: str) -> tuple[str, ...]:
     """Return prefixes of checkpoint names that are not the target's. Raises ModelError for too many modules."""
     family = FAMILIES.get(architecture_of(raw) or "")
-    if family is not None and family.gated_delta is not None:
+    if family is not None and _has_qwen_form(family):
         return (QWEN_MODULES,)
     if not raw.get(MODULES):
         return ()
@@ -73,9 +113,17 @@ def mtp_format(raw: Mapping[str, Any], where: str) -> MtpFormat:
     chain = raw.get("mtp_chain")
     if not isinstance(chain, bool | None):
         raise ModelError(f"{where}: mtp_chain must be true or false, found {shown(chain)}")
-    if architecture_of(raw) in MIMO:
+    architecture = module_family(raw)
+    if _has_qwen_form(FAMILIES[architecture]):
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        return MtpFormat("mtp", None, *names, embedding_first=True, chain=True, layer="layers.0")
+    if architecture == MIMO:
         names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
         return MtpFormat(LISTED, 0, *names, embedding_first=False, chain=bool(chain))
     first = positive(raw, "num_hidden_layers", where, most=MAX_LAYERS)  # the target's
     names = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     return MtpFormat("model.layers", first, *names, embedding_first=True, chain=chain is not False)
+
+
+def _has_qwen_form(family: Family) -> bool:
+    return family.gated_delta is not None

@@ -32,15 +32,21 @@ def head_model(raw: Json, file: Path, target: ModelConfig) -> tuple[ModelConfig,
         qkv_bias=model.qkv_bias or _some_end_with("self_attn.q_proj.bias", names),
         sliding_windows=_windows(raw, model.num_layers, str(file)),
     )
-    if sections != target.rope.sections:
-        raise ModelError(
-            f"{file}: {SECTIONS} is {list(sections) or 'not set'}, the target has "
-            f"{list(target.rope.sections) or 'none'}: a draft uses the positions of its target"
-        )
+    check_positions(file, model, target)
     width = positive(raw, "target_hidden_size", str(file), target.hidden_size, MAX_WIDTH)
     check_same(file, "vocab_size", model.vocab_size, target.vocab_size)
     check_same(file, "target_hidden_size", width, target.hidden_size)
     return model, width
+
+
+def check_positions(file: Path, draft: ModelConfig, target: ModelConfig) -> None:
+    """Raise ModelError if the draft's rotary embedding has other axes than the target's."""
+    ours, theirs = draft.rope.sections, target.rope.sections
+    if ours != theirs:
+        raise ModelError(
+            f"{file}: {SECTIONS} is {list(ours) or 'not set'}, the target has {list(theirs) or 'none'}: a draft uses "
+            "the positions of its target"
+        )
 
 
 def _some_end_with(suffix: str, names: Collection[str]) -> bool:

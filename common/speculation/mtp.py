@@ -6,10 +6,11 @@ from pathlib import Path
 
 from common.checkpoint.aux_layers import AuxLayers
 from common.checkpoint.draft_config import DraftConfig, check_same
-from common.checkpoint.json_fields import MAX_WIDTH, architecture_of, positive
+from common.checkpoint.json_fields import MAX_WIDTH, positive
 from common.checkpoint.model_config import ModelConfig
-from common.checkpoint.mtp_format import ARCHITECTURES, MAX_MODULES, MODULES, has_modules, mtp_format
+from common.checkpoint.mtp_format import ARCHITECTURES, has_modules, module_config, mtp_format
 from common.speculation.algorithm import Algorithm, DraftDirectory, Json
+from common.speculation.head import check_positions
 
 
 def _fits(name: str, raw: Json) -> bool:
@@ -18,21 +19,21 @@ def _fits(name: str, raw: Json) -> bool:
 
 
 def _read(raw: Json, file: Path, target: ModelConfig) -> DraftConfig:
-    """Read the config with the number of modules as number of layers, since config.json has the target's layers."""
-    name = str(architecture_of(raw))
-    modules = positive(raw, MODULES, str(file), most=MAX_MODULES)
-    own = {"num_hidden_layers": modules, "layer_types": None}
-    family = ARCHITECTURES.get(name, name)
-    model = ModelConfig.parse({**raw, "architectures": [family], **own}, file.parent)
+    """Read the config; the draft's layers are the modules."""
+    own, modules = module_config(raw, str(file))
+    model = ModelConfig.parse(own, file.parent)
     check_same(file, "vocab_size", model.vocab_size, target.vocab_size)
-    check_same(file, "hidden_size", model.hidden_size, target.hidden_size)
     width = positive(raw, "target_hidden_size", str(file), target.hidden_size, MAX_WIDTH)
     check_same(file, "target_hidden_size", width, target.hidden_size)
+    if raw.get("target_hidden_size") is None or modules == 1:
+        # A single module reads its own output in the place of the target's.
+        check_same(file, "hidden_size", model.hidden_size, target.hidden_size)
+    check_positions(file, model, target)
     return DraftConfig("mtp", model, width, AuxLayers(), None, False, mtp_format(raw, str(file)))
 
 
 def _most_steps(raw: Json, where: str) -> int | None:
-    modules = positive(raw, MODULES, where, most=MAX_MODULES)
+    modules = module_config(raw, where)[1]
     return modules if modules > 1 else None
 
 

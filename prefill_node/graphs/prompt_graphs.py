@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from common.checkpoint.draft_config import DraftConfig
+from common.checkpoint.draft_config import DraftConfig, module_input_for
 from common.engine.encoder_sizes import largest_batch
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.forward.draft_runner import DraftRunner
@@ -99,7 +99,8 @@ def draft_module_graphs(
     page_size, modules = plan.target.pool.page_size, []
     for step, module in enumerate(draft.modules):
         spec = draft_prefill_spec(plan.buckets(step), f"draft-{step}")
-        forward = DraftPrefill(module, config, page_size, spec, plan.backend(), plan.wanted.poisoned)
+        reads = replace(config, target_hidden=module_input_for(config, step))
+        forward = DraftPrefill(module, reads, page_size, spec, plan.backend(), plan.wanted.poisoned)
         modules.append(NodeGraphs(forward, plan.decision))
     return modules
 

@@ -39,11 +39,15 @@ FORMAT = MtpFormat(
 FORMATS = {"mtp": FORMAT, "mtp-no-chain": replace(FORMAT, embedding_first=False, chain=False)}
 
 
+# modules of another width than the target's
+NARROW = {f"{name}-narrow": form for name, form in FORMATS.items()}
+
+
 def mtp_config(name: str, steps: int) -> DraftConfig:
-    model = replace(CONFIG, num_layers=MODULES, sliding_windows=(None,) * MODULES)
-    return with_steps(
-        DraftConfig("mtp", model, CONFIG.hidden_size, AuxLayers(), None, False, FORMATS[name]), steps
-    )
+    width = 24 if name in NARROW else CONFIG.hidden_size
+    model = replace(CONFIG, num_layers=MODULES, sliding_windows=(None,) * MODULES, hidden_size=width)
+    form = (FORMATS | NARROW)[name]
+    return with_steps(DraftConfig("mtp", model, CONFIG.hidden_size, AuxLayers(), None, False, form), steps)
 
 
 @functools.cache

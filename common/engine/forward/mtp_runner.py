@@ -6,23 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from common.checkpoint.draft_config import DraftConfig
-from common.checkpoint.model_files import read_weight_files
 from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import ForwardBatch
-from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
+from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.forward.draft_runner import DraftRunner
-from common.engine.layers.activations import Activations
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import DraftOutput, SplitHead
 from common.engine.models.model_size import check_draft_size
-from common.engine.models.mtp import MtpModules, build_mtp
+from common.engine.models.mtp import EMBEDDING, HEAD, MtpModules, build_mtp
 from common.engine.weights import load_weights
-from common.errors import ModelError
 
 
 class Module(Protocol):
@@ -47,25 +43,9 @@ class MultiLayerRunner:
 def load_mtp(path: Path, draft: DraftConfig, target: CausalLM, placement: Placement) -> MtpModules:
     """Load the modules that are used; the checkpoint may contain more, or the target too. Raises ModelError."""
     assert draft.mtp is not None
-    names = frozenset(name for file in read_weight_files(path) for name in file.tensors)
     check_draft_size(path, draft)
-    model = build_mtp(draft, target, placement, names)
+    model = build_mtp(draft, target, placement)
     prefixes = tuple(f"{draft.mtp.prefix(index)}." for index in range(draft.model.num_layers))
-    load_weights(path, model.pieces(), within=prefixes)
-    model = model.eval()
-    _probe(model, draft, placement, path)
-    return model
-
-
-@torch.inference_mode()
-def _probe(model: MtpModules, draft: DraftConfig, placement: Placement, path: Path) -> None:
-    """Compare real widths with the width functions, module by module, so that an unfit draft does not start."""
-    read, carried = EagleDraftExtendInput.hidden_size_for(draft), EagleDraftInput.hidden_size_for(draft)
-    hidden = torch.zeros(1, read, dtype=placement.dtype, device=placement.device)
-    for step, head in enumerate(model.heads):
-        width = head.project(hidden).shape[-1]
-        given = head.eh_proj.product(Activations(torch.cat((hidden, hidden), dim=-1))).shape[-1]
-        if width != carried or given != carried:
-            raise ModelError(
-                f"{path}: module {step} reads {width} values and returns {given}, config.json says {carried}"
-            )
+    copies = tuple(f"{prefix}{part}.weight" for prefix in prefixes for part in (EMBEDDING, HEAD))
+    load_weights(path, model.pieces(), ignore=copies, within=prefixes)
+    return model.eval()

@@ -29,13 +29,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint.draft_config import DraftConfig
+from common.checkpoint.draft_config import DraftConfig, module_input_for
 from common.checkpoint.mtp_format import MtpFormat
 from common.engine.attention.backend import AttentionBackend
 from common.engine.formats.registry import weight_format
 from common.engine.layers.activations import Activations
 from common.engine.layers.linear import Embedding
-from common.engine.layers.norm import RmsNorm
+from common.engine.layers.norm import model_norm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.layers.rotary import Rotary
@@ -43,11 +43,16 @@ from common.engine.models.causal_lm import CausalLM
 from common.engine.models.decoder import DecoderLayer
 from common.engine.models.eagle import DraftModule, DraftOutput
 
-EMBEDDING, HEAD = "embed_tokens", "shared_head.head"  # in DeepSeek's format only
+# In DeepSeek's format only. They are copies of the target's, unless the module is of another width.
+EMBEDDING, HEAD = "embed_tokens", "shared_head.head"
 
 
 class MtpModule(DraftModule):
-    """A `SplitHead` that shares the target's embedding and LM head unless the checkpoint has its own."""
+    """A `SplitHead` that shares the target's embedding and LM head unless it is of another width.
+
+    Args:
+        index: among the modules. Its layer has the planes of this index.
+    """
 
     def __init__(
         self,
@@ -55,33 +60,27 @@ class MtpModule(DraftModule):
         index: int,
         target: CausalLM,
         placement: Placement,
-        own_embedding: bool = False,
-        own_head: bool = False,
+        own: bool = False,
     ) -> None:
         super().__init__()
         assert draft.mtp is not None
         config = draft.model
-        size = config.hidden_size
+        size, read = config.hidden_size, module_input_for(draft, index)
         self.placement = placement
-        norm = (size, config.rms_norm_eps, placement)
         names, prefix, weights = draft.mtp, draft.mtp.prefix(index), weight_format(config, placement)
         self._format: MtpFormat = names
         self._passes_output = names.chain or draft.repeats
-        self._own_embedding, self._own_head = own_embedding, own_head
-        self.embed_tokens = (
-            Embedding(f"{prefix}.{EMBEDDING}", config.vocab_size, size, placement)
-            if own_embedding
-            else target.embed_tokens
-        )
-        self.lm_head = target.lm_head
-        if own_head:
+        self._own = own
+        self.embed_tokens, self.lm_head = target.embed_tokens, target.lm_head
+        if own:
+            self.embed_tokens = Embedding(f"{prefix}.{EMBEDDING}", config.vocab_size, size, placement)
             self.lm_head = weights.linear(size, {f"{prefix}.{HEAD}": config.vocab_size}, bias=False)
         self.rotary = Rotary(config.rope, config.head_dim, placement)
-        self.enorm = RmsNorm(f"{prefix}.{names.embed_norm}", *norm)
-        self.hnorm = RmsNorm(f"{prefix}.{names.hidden_norm}", *norm)
-        self.eh_proj = weights.linear(2 * size, {f"{prefix}.{names.projection}": size}, bias=False)
-        self.layer = DecoderLayer(prefix, config, index, weights)
-        self.norm = RmsNorm(f"{prefix}.{names.final_norm}", *norm)
+        self.enorm = model_norm(f"{prefix}.{names.embed_norm}", size, config, placement)
+        self.hnorm = model_norm(f"{prefix}.{names.hidden_norm}", read, config, placement)
+        self.eh_proj = weights.linear(size + read, {f"{prefix}.{names.projection}": size}, bias=False)
+        self.layer = DecoderLayer(names.layer_prefix(index), config, index, weights)
+        self.norm = model_norm(f"{prefix}.{names.final_norm}", size, config, placement)
 
     def body(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend
@@ -101,9 +100,8 @@ class MtpModule(DraftModule):
         yield from self.eh_proj.pieces()
         yield from self.layer.pieces()
         yield from self.norm.pieces()
-        if self._own_embedding:
+        if self._own:
             yield from self.embed_tokens.pieces()
-        if self._own_head:
             yield from self.lm_head.pieces()
 
 
@@ -123,22 +121,8 @@ class MtpModules(nn.Module):
             yield from head.pieces()
 
 
-def build_mtp(
-    draft: DraftConfig, target: CausalLM, placement: Placement, names: frozenset[str] = frozenset()
-) -> MtpModules:
-    """Return uninitialised modules; a module has its own embedding or head if `names` contains its tensor."""
-    assert draft.mtp is not None
-    prefixes = [draft.mtp.prefix(index) for index in range(draft.model.num_layers)]
-    return MtpModules(
-        [
-            MtpModule(
-                draft,
-                index,
-                target,
-                placement,
-                own_embedding=f"{prefix}.{EMBEDDING}.weight" in names,
-                own_head=f"{prefix}.{HEAD}.weight" in names,
-            )
-            for index, prefix in enumerate(prefixes)
-        ]
-    )
+def build_mtp(draft: DraftConfig, target: CausalLM, placement: Placement) -> MtpModules:
+    """Return uninitialised modules. They share the target's embedding and head if they are as wide as the target."""
+    own = draft.model.hidden_size != draft.target_hidden
+    modules = range(draft.model.num_layers)
+    return MtpModules([MtpModule(draft, index, target, placement, own) for index in modules])

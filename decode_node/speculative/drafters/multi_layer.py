@@ -89,7 +89,7 @@ class MultiLayerDrafter:
             if step < self._steps - 1:
                 lens = torch.where(batch.live, emitted - window.missing, 0)
                 keep_hidden(given.hidden, rows, self._kept, step, lens, window.starts)
-            hidden = given.hidden.view(batch.count, window.width, hidden.shape[-1])
+            hidden = given.hidden.view(batch.count, window.width, given.hidden.shape[-1])
         self._relay.write_proposal(rows, torch.cat(probs, dim=1), torch.cat(ids, dim=1))
         return Nothing()
 

@@ -72,7 +72,12 @@ def test_the_shipped_heads() -> None:
         ("tiny-eagle3", "mtp", {}, "is not a draft for mtp; set speculation.algorithm to eagle3"),
         ("tiny-target", "mtp", {}, "is not a draft for mtp; set speculation.algorithm to standalone"),
         ("tiny-mtp", "mtp", {"vocab_size": 700}, "vocab_size is 700, the target has 704"),
-        ("tiny-mtp", "mtp", {"hidden_size": 128}, "hidden_size is 128, the target has 256"),
+        (
+            "tiny-mtp",
+            "mtp",
+            {"hidden_size": 128, "target_hidden_size": None},
+            "hidden_size is 128, the target has 256",
+        ),
         ("tiny-mtp", "mtp", {"target_hidden_size": 512}, "target_hidden_size is 512, the target has 256"),
         ("tiny-mtp", "mtp", {"num_nextn_predict_layers": 0}, "must be a positive integer"),
         ("tiny-mtp", "mtp", {"mtp_chain": 1}, "mtp_chain must be true or false"),

@@ -30,7 +30,7 @@ from common.engine.forward.model_runner import load_model
 from common.engine.forward.mtp_runner import load_mtp
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
-from common.engine.models.mtp import MtpModules
+from common.engine.models.mtp import MtpModules, build_mtp
 from common.engine.state.draft_row import DraftRow, DraftShape
 from common.engine.state.relay_state import RelayState
 from common.errors import ModelError
@@ -88,6 +88,8 @@ class OneRow:
     def plan(self, batch: object) -> None: ...
 
     def store(self, layer: int, *rest: object) -> None: ...
+
+    def token_slots(self) -> None: ...
 
     def forward(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -160,20 +162,41 @@ def test_embedding_and_head_are_shared(target: CausalLM) -> None:
         assert head.lm_head is target.lm_head
 
 
-def test_a_checkpoint_with_its_own(target: CausalLM, tmp_path: Path) -> None:
+def test_copies_of_embedding_and_head_are_not_loaded(target: CausalLM, tmp_path: Path) -> None:
     """DeepSeek's checkpoints repeat embedding and head in the module; tensors of other layers belong to the target."""
     tensors = shipped()
-    embedding, head = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
-    tensors["model.layers.8.embed_tokens.weight"] = embedding
-    tensors["model.layers.9.shared_head.head.weight"] = head
+    tensors["model.layers.8.embed_tokens.weight"] = torch.randn(VOCAB, HIDDEN)
+    tensors["model.layers.9.shared_head.head.weight"] = torch.randn(VOCAB, HIDDEN)
     tensors["model.layers.3.mlp.up_proj.weight"] = torch.zeros(2, 2)
     tensors["model.embed_tokens.weight"] = torch.zeros(2, 2)
     path = checkpoint(tmp_path, tensors)
-    model = load_mtp(path, config_of(path), target, PLACEMENT)
-    assert torch.equal(model.heads[0].embed_tokens.weight, embedding)
-    assert torch.equal(model.heads[1].lm_head.dense(), head)
-    assert model.heads[1].embed_tokens is target.embed_tokens
-    assert model.heads[0].lm_head is target.lm_head
+    for head in load_mtp(path, config_of(path), target, PLACEMENT).heads:
+        assert head.embed_tokens is target.embed_tokens
+        assert head.lm_head is target.lm_head
+
+
+def test_modules_of_another_width_have_their_own(target: CausalLM, tmp_path: Path) -> None:
+    """D10: the first module reads the target's width, chained ones that of the modules, others the target's."""
+    changes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 64}
+    for chain in (True, False):
+        path = tmp_path / str(chain)
+        path.mkdir()
+        config = config_of(checkpoint(path, shipped(), **changes, mtp_chain=chain))
+        passed = 128 if chain else HIDDEN
+        assert (target_width(config), hidden_size_for(config)) == (HIDDEN, passed)
+        assert draft_shape(config, 1, PLACEMENT).hidden == 2 * passed
+        with pytest.raises(ModelError, match="missing tensors: model.layers.8.embed_tokens"):
+            load_mtp(path, config, target, PLACEMENT)
+        pieces = list(build_mtp(config, target, PLACEMENT).pieces())
+        checkpoint(
+            path, {piece.name: torch.randn(piece.whole) for piece in pieces}, **changes, mtp_chain=chain
+        )
+        model = load_mtp(path, config, target, PLACEMENT)
+        assert [head.hnorm.weight.shape[0] for head in model.heads] == [HIDDEN, passed, passed]
+        assert model.heads[0].embed(torch.tensor([7])).shape == (1, 128)
+    one = checkpoint(tmp_path, shipped(), **changes, num_nextn_predict_layers=1)
+    with pytest.raises(ModelError, match="hidden_size is 128, the target has 256"):
+        config_of(one)
 
 
 def test_modules_in_the_target_s_own_checkpoint(target: CausalLM, tmp_path: Path) -> None:

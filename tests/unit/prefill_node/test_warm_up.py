@@ -65,5 +65,5 @@ def test_every_module_of_a_multi_layer_draft_runs() -> None:
     assert isinstance(modules, MultiLayerRunner)
     drafting = prompt_graphs.draft_module_graphs(modules, draft.config, plan)
     forwards = [each.forward for each in drafting]
-    warm_up(target.forward, MultiLayerPrefill(forwards, PAGE), PAGE, PLACEMENT.device)
+    warm_up(target.forward, MultiLayerPrefill(forwards, PAGE, CONFIG.hidden_size), PAGE, PLACEMENT.device)
     assert [each.graphs.counters.fallbacks.total() for each in forwards] == [1, 1, 1]

@@ -261,7 +261,9 @@ class RoundRig:
         prompts = [whole_prompt(ids) for ids in self.prompts]
         first = SampleOutput(torch.tensor(self.first, device=self.device), self._ends < 0)
         output = ForwardOutput(self._whole.logits_rows, self._hidden)
-        started = MultiLayerPrefill(runner.modules, page_size).extend(prompts, self._whole, output, first)
+        started = MultiLayerPrefill(runner.modules, page_size, shape.hidden_size).extend(
+            prompts, self._whole, output, first
+        )
         assert started is not None
         self.relay.write_draft(torch.arange(1, len(self.prompts) + 1, device=self.device), started)
         return runner

@@ -34,7 +34,7 @@ UNREAD: Any = None
 
 
 @pytest.mark.parametrize(
-    "draft", [MultiLayerPrefill([], 16), ModelPrefill(lambda batch: UNREAD)], ids=["mtp", "standalone"]
+    "draft", [MultiLayerPrefill([], 16, 8), ModelPrefill(lambda batch: UNREAD)], ids=["mtp", "standalone"]
 )
 def test_a_prompt_with_embeddings_is_not_drafted_from_its_token_ids(draft: PrefillDraft) -> None:
     """Rows A7, C4: the prefill node's own check, in case such a draft ever meets a batch with images."""

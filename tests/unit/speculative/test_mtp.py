@@ -18,7 +18,16 @@ from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.triton_kernel import tl
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
-from tests.fakes.mtp_models import FORMATS, MODULES, Seen, drafting, eager_rows, expect_eager, observed
+from tests.fakes.mtp_models import (
+    FORMATS,
+    MODULES,
+    NARROW,
+    Seen,
+    drafting,
+    eager_rows,
+    expect_eager,
+    observed,
+)
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import (
     SAMPLED,
@@ -59,6 +68,18 @@ def test_across_the_cut(name: str, chunk: int, page_size: int, completion: type[
         cluster.settle()
         assert cluster.decode.link.counters.avg_spec_accept_length > 1.5
     expect_all_eager(name, 3, seen, least=14)
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_modules_of_another_width_than_the_target(name: str) -> None:
+    """D10: chained modules pass their own width on, others the target's; the kept states have it too."""
+    seen: list[Seen] = []
+    with NodeCluster(shape_of(name, 3, seen, (1, 4), chunk_tokens=7, page_size=4)) as cluster:
+        calls = [cluster.submit(prompt_of(n), 9) for n in (1, 2, 3, 17, 33)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+    expect_all_eager(name, 3, seen, least=8)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4, MODULES])
