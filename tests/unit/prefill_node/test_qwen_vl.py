@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from common.checkpoint.model_config import ModelConfig
-from common.engine.attention.paged import PagedAttention
+from common.engine.attention.step_attention import StepAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 from common.engine.forward.model_runner import ModelRunner, load_model
 from common.engine.forward.rotary_places import rotary_places
@@ -67,7 +67,7 @@ class Rig:
         loaded, _ = load_model(path, "float32")
         self.loaded = loaded
         pool = model_pool(self.config, PAGE, 80, CPU)
-        self.runner = ModelRunner(loaded, pool, PagedAttention(pool, self.config.sliding_windows))
+        self.runner = ModelRunner(loaded, pool, StepAttention(pool, self.config.sliding_windows))
         self.images = PromptImages()
         self.embeds = VisionEmbeds(
             loaded.embed, load_vision(path, self.config, CPU), RowCache(1 << 20), self.images
