@@ -52,7 +52,7 @@ def route_reference(
     scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
     ranked = scores if correction is None else scores + correction
     if groups > 1:
-        by_group = ranked.view(len(x), groups, -1)  # [T, groups, E / groups]
+        by_group = ranked.view(-1, groups, logits.shape[1] // groups)  # [T, groups, E / groups]
         worth = by_group.topk(2, dim=-1).values.sum(-1)
         kept = torch.zeros_like(worth).scatter(1, worth.topk(kept_groups).indices, 1.0)
         ranked = by_group.masked_fill(kept[:, :, None] == 0, -torch.inf).flatten(1)
@@ -61,15 +61,15 @@ def route_reference(
     if normalised:
         shares = shares / (shares.sum(-1, keepdim=True) + epsilon)
     always = torch.arange(shared, device=x.device) + logits.shape[1]
-    experts = torch.cat([experts, always.expand(len(x), -1)], dim=1)
+    experts = torch.cat([experts, always.expand(x.shape[0], -1)], dim=1)
     shares = torch.cat([shares * scaling, gate.expand(-1, shared)], dim=1)
     if slots is not None:
-        padding = F.pad(slots, (0, len(x) - len(slots))) < page_size
+        padding = F.pad(slots, (0, x.shape[0] - slots.shape[0])) < page_size
         experts = experts.masked_fill(padding[:, None], -1)
     return experts.to(torch.int32), shares
 
 
-@kernel_with_varying("num_slots")
+@kernel_with_varying("part_stride", "num_slots")
 def _route_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [PARTS, rows, size] float32, to be added up
     correction_ptr,  # [EXPERTS] float32; read if CORRECTED

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from common.checkpoint.experts_config import QWEN_SHARED, parse_experts
 from common.checkpoint.model_config import ModelConfig
@@ -19,6 +20,8 @@ from common.engine.layers.placement import Placement
 from common.engine.models.model_size import check_model_size
 from common.engine.models.registry import build_model
 from common.engine.ops.expert_products import expert_parts
+from common.engine.ops.route import route_reference
+from common.engine.ops.sum_parts import sum_parts_reference
 from common.errors import ModelError
 from tests.fakes.int8_record import METHOD, ROW, Int8Weights
 from tests.unit.engine import families
@@ -190,3 +193,20 @@ def test_a_format_without_experts_refuses_them(path: Path, monkeypatch: pytest.M
         ModelError, match=r"model\.layers\.1: experts are not supported in this weight format"
     ):
         build_model(config, Placement(torch.float32, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_compiler_may_open_the_router_for_any_number_of_tokens(groups: int) -> None:
+    """One trace serves every bucket of prompts: nothing in it is fixed to the number of tokens."""
+    rows, correction = torch.randn(7, 8), torch.randn(6)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        rule = (2, 1, True, True, groups, 1, True, 1e-20, 2.5)
+        experts, shares = route_reference(x, rows, correction, None, 0, *rule)
+        parts = shares[:, :, None] * x[:, None] + experts[:, :, None]
+        return sum_parts_reference(parts, experts)
+
+    traced = make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=True)(torch.randn(5, 8))
+    for count in (3, 16):
+        x = torch.randn(count, 8)
+        assert torch.equal(traced(x), run(x))
