@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common.engine.ops.expert_products import expert_parts
 from common.engine.ops.route import route
-from common.engine.ops.sum_parts import sum_parts
+from common.engine.ops.sum_parts import sum_parts_rms_norm
 from tests.bench.environment import describe
 from tests.bench.timing import copy_bandwidth, graph_us, matmul_rate, wake
 
@@ -83,10 +83,12 @@ def routed(shape: Shape, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def step(shape: Shape, layers: list[Layer], x: Tensor) -> Tensor:
-    """Run the layers one after another; each reads what the one before has written."""
+    """Run the layers, each with the norm of its sum, one after another."""
+    stream, weight = x, x[0]
     for layer in layers:
         experts, shares = routed(shape, layer, x)
-        x = sum_parts(expert_parts(x, layer.gate_up, layer.down, experts, shares), experts)
+        parts = expert_parts(x, layer.gate_up, layer.down, experts, shares)
+        x, stream = sum_parts_rms_norm(parts, experts, stream, weight, 1e-6)
     return x
 
 
@@ -102,7 +104,6 @@ def measured(shape: Shape, layers: list[Layer], rows: int, bandwidth: float, rat
     expert_bytes = 2 * 3 * shape.inner * shape.hidden
     read = used * expert_bytes + layers[0].rows.nbytes
     operations = rows * (shape.chosen + shape.shared) * expert_bytes
-    # Without norms the values shrink from layer to layer, which does not change the work.
     us = graph_us([partial(step, shape, layers, x)], 1) / len(layers)
     products_us = graph_us([partial(products, layers, x, choices)], 1) / len(layers)
     return Row(rows, used, us, products_us, 1e6 * max(read / bandwidth, operations / rate))

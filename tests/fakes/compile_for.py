@@ -45,7 +45,7 @@ from common.engine.ops.shared_memory import H200, Room, attention_bytes
 from common.engine.ops.sigmoid_gate import sigmoid_gate_triton
 from common.engine.ops.silu_mul import silu_mul_triton
 from common.engine.ops.step_rows import advance_rows_triton, step_rows_triton
-from common.engine.ops.sum_parts import sum_parts_triton
+from common.engine.ops.sum_parts import sum_parts_rms_norm_triton, sum_parts_triton
 from common.engine.ops.tiles import Tiles
 from common.engine.ops.top_tokens import top_tokens_triton
 from common.engine.ops.verify_attention import verify_triton
@@ -243,7 +243,9 @@ def experts(dtype: torch.dtype) -> None:
         found, shares = route_triton(
             x, rows, None, slots[:tokens], 16, chosen, 0, False, False, 1, 1, True, 0.0, 1.0
         )
-        sum_parts_triton(expert_parts_triton(x, gate_up, down, found.zero_(), shares), found)
+        parts = expert_parts_triton(x, gate_up, down, found.zero_(), shares)
+        sum_parts_triton(parts, found)
+        sum_parts_rms_norm_triton(parts, found, x, rows[0], 1e-6)
     x, rows = torch.zeros(4, hidden, dtype=dtype), torch.empty(257, hidden, dtype=dtype)
     correction = torch.zeros(256)
     route_triton(x, rows, correction, None, 0, chosen, 1, True, True, 8, 4, True, 1e-20, 2.5)

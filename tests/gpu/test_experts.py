@@ -9,7 +9,12 @@ from torch import Tensor
 from common.engine.ops.expert_products import expert_parts, expert_parts_reference
 from common.engine.ops.group_pairs import group_pairs_reference, group_pairs_triton
 from common.engine.ops.route import route, route_reference
-from common.engine.ops.sum_parts import sum_parts, sum_parts_reference
+from common.engine.ops.sum_parts import (
+    sum_parts,
+    sum_parts_reference,
+    sum_parts_rms_norm,
+    sum_parts_rms_norm_reference,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,6 +97,9 @@ def test_expert_products(
     torch.testing.assert_close(found[has].double(), expected[has], atol=limit, rtol=limit)
     summed = sum_parts_reference(found, which)
     torch.testing.assert_close(sum_parts(found, which), summed, atol=limit, rtol=limit)
+    given = (found, which, x, normal(hidden, dtype=dtype), 1e-6)
+    for ours, theirs in zip(sum_parts_rms_norm(*given), sum_parts_rms_norm_reference(*given), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=limit, rtol=limit)
 
 
 @pytest.mark.parametrize("tokens", [5, 200])

@@ -30,14 +30,18 @@ class Experts(FeedForward):
 
     def forward(self, x: Activations, slots: TokenSlots | None = None) -> Tensor:
         """Return [T, H]. Padding rows get no expert, so that they read no weights, and zeros."""
-        experts, shares = self.router(x.tensor(), slots)
-        return sum_parts(self.experts.parts(x, experts, shares), experts)
+        return sum_parts(*self._parts(x, slots))
 
     def add_norm(
         self, x: Activations, stream: Tensor, norm: RmsNorm, slots: TokenSlots | None = None
     ) -> tuple[Activations, Tensor]:
-        normed, total = norm.add(self(x, slots), stream)
+        normed, total = norm.add_parts(*self._parts(x, slots), stream)
         return Activations(normed), total
+
+    def _parts(self, x: Activations, slots: TokenSlots | None) -> tuple[Tensor, Tensor]:
+        """Return what is added up [T, K, H], and of which experts it is [T, K]."""
+        experts, shares = self.router(x.tensor(), slots)
+        return self.experts.parts(x, experts, shares), experts
 
     def pieces(self) -> Iterator[Piece]:
         yield from self.router.pieces()

@@ -13,6 +13,7 @@ from common.engine.layers.activations import DENSE, Reads
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.engine.ops.rms_norm import add_rms_norm, rms_norm
+from common.engine.ops.sum_parts import sum_parts_rms_norm
 
 
 class RmsNorm(nn.Module):
@@ -49,6 +50,10 @@ class RmsNorm(nn.Module):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return (norm(x + residual), x + residual)."""
         return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def add_parts(self, parts: Tensor, experts: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (norm(y + residual), y + residual), where y is the sum of the experts' outputs (`ops/sum_parts`)."""
+        return sum_parts_rms_norm(parts, experts, residual, self.weight, self.eps)
 
     def pieces(self) -> Iterator[Piece]:
         yield Piece.all_of(f"{self.name}.weight", self.weight, self._plus)

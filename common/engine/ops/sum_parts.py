@@ -1,10 +1,12 @@
-"""The sum of the experts' outputs of each token, in a fixed order."""
+"""The sum of the experts' outputs of each token, in a fixed order, by itself and fused with the norm after it."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from common.engine.ops.registration import register_op
+from common.engine.ops.rms_norm import add_rms_norm_reference
 from common.engine.ops.triton_kernel import (
     await_previous,
     cdiv,
@@ -78,3 +80,96 @@ def _fake(parts: Tensor, experts: Tensor) -> Tensor:
 
 
 sum_parts = register_op("sum_parts", sum_parts_reference, mutates=(), fake=_fake, cuda=sum_parts_triton)
+
+
+def sum_parts_rms_norm_reference(
+    parts: Tensor, experts: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return (rms_norm(y + residual), y + residual) for y = sum_parts(parts, experts); all [T, H]."""
+    return add_rms_norm_reference(sum_parts_reference(parts, experts), residual, weight, eps)
+
+
+@kernel
+def _sum_parts_norm_kernel(  # type: ignore[no-untyped-def]
+    parts_ptr,  # [rows, PARTS, size]
+    experts_ptr,  # [rows, PARTS] int32
+    residual_ptr,  # [rows, size]
+    weight_ptr,  # [size]
+    out_ptr,  # [rows, size]
+    total_ptr,  # [rows, size]
+    residual_stride,
+    size,
+    eps,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,  # at least `size`
+    CHAINED: tl.constexpr,
+):
+    """One program per row, which is kept in registers as a whole."""
+    await_previous(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    live = column < size
+    dtype = out_ptr.dtype.element_ty
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        expert = tl.load(experts_ptr + row * PARTS + part)
+        end = tl.where(expert >= 0, size, 0)
+        place = parts_ptr + (row * PARTS + part) * size + column
+        total += tl.load(place, mask=column < end, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + row * residual_stride + column, mask=live, other=0.0)
+    stream = (total.to(dtype).to(tl.float32) + residual.to(tl.float32)).to(dtype)
+    tl.store(total_ptr + row * size + column, stream, mask=live)
+    wide = stream.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    weight = tl.load(weight_ptr + column, mask=live, other=0.0)
+    normed = (wide * scale).to(weight.dtype).to(tl.float32)
+    tl.store(out_ptr + row * size + column, (normed * weight.to(tl.float32)).to(dtype), mask=live)
+
+
+def sum_parts_rms_norm_triton(
+    parts: Tensor, experts: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    rows, count, size = parts.shape
+    assert parts.is_contiguous(), "the parts must be contiguous"
+    assert experts.shape == (rows, count) and experts.is_contiguous(), "one expert per part"  # noqa: PT018
+    assert residual.shape == (rows, size), f"parts {tuple(parts.shape)} + {tuple(residual.shape)}"
+    assert residual.dtype == parts.dtype, f"{parts.dtype} + {residual.dtype}"
+    assert residual.stride(1) == 1, "the elements of a row must be adjacent"
+    assert weight.shape == (size,) and weight.is_contiguous(), f"weight {tuple(weight.shape)}"  # noqa: PT018
+    out, total = parts.new_empty((rows, size)), parts.new_empty((rows, size))
+    if rows:
+        block = next_power_of_2(size)
+        _sum_parts_norm_kernel[(rows,)](
+            parts,
+            experts,
+            residual,
+            weight,
+            out,
+            total,
+            residual.stride(0),
+            size,
+            eps,
+            PARTS=count,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
+            **chained(parts.device),
+        )
+    return out, total
+
+
+def _fake_norm(
+    parts: Tensor, experts: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty_like(residual, memory_format=torch.contiguous_format),
+        torch.empty_like(residual, memory_format=torch.contiguous_format),
+    )
+
+
+sum_parts_rms_norm = register_op(
+    "sum_parts_rms_norm",
+    sum_parts_rms_norm_reference,
+    mutates=(),
+    fake=_fake_norm,
+    cuda=sum_parts_rms_norm_triton,
+)

@@ -16,7 +16,12 @@ from common.engine.ops.expert_tiles import COLUMNS, NARROW, ExpertTiles, choose_
 from common.engine.ops.group_pairs import group_pairs_reference, group_pairs_triton
 from common.engine.ops.route import route_reference, route_triton
 from common.engine.ops.shared_memory import H200
-from common.engine.ops.sum_parts import sum_parts_reference, sum_parts_triton
+from common.engine.ops.sum_parts import (
+    sum_parts_reference,
+    sum_parts_rms_norm_reference,
+    sum_parts_rms_norm_triton,
+    sum_parts_triton,
+)
 from common.engine.ops.triton_kernel import tl
 
 pytestmark = [
@@ -100,6 +105,14 @@ def test_sum_parts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     found = sum_parts_triton(parts, experts)
     assert torch.equal(found, sum_parts_reference(parts, experts))
     assert not found[1:2].any()
+    residual = torch.randn(shape[0], shape[2], dtype=dtype)
+    for weight in (torch.randn(shape[2], dtype=dtype), torch.randn(shape[2])):
+        given = (parts, experts, residual, weight, 1e-5)
+        normed, total = sum_parts_rms_norm_triton(*given)
+        expected, expected_total = sum_parts_rms_norm_reference(*given)
+        assert torch.equal(total, expected_total)
+        limit = 2e-3 if dtype == torch.float16 else 2e-6
+        torch.testing.assert_close(normed, expected, atol=limit, rtol=limit)
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
