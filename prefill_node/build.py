@@ -13,7 +13,7 @@ from common.checkpoint.model_manifest import check_manifests
 from common.config import Resolved
 from common.config.resolve_node import node_plan
 from common.config.run_directory import control_address, event_directory, peer_address
-from common.config.transport_choice import choose_layers, choose_transport
+from common.config.transport_choice import choose_transport
 from common.engine.forward.rotary_places import rotary_places
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.ops.triton_kernel import report_compilations
@@ -120,8 +120,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         wanted=PhaseSwitch(section.graphs, section.enforce_graphs, cluster.process.poison_graphs),
         chunk_tokens=chunk_tokens,
         max_batch=section.max_batch,
-        layers=choose_layers(cluster),
-        algorithm=cluster.speculation.algorithm,
+        layers=plan.transfer.layers,
+        algorithm=plan.speculation.algorithm,
     )
     served = graph_start.sized(served, lambda: prompt_forwards(sizes, served, make_stage, bodies).graphs)
     space = page_space(served, section.prefix_cache)

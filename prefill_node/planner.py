@@ -66,7 +66,7 @@ class Planned(NamedTuple):
     chunks: Sequence[Chunk]
 
 
-class Progress(NamedTuple):
+class PromptProgress(NamedTuple):
     """The result of one plan for one prompt."""
 
     request: PrefillRequest
@@ -108,7 +108,7 @@ class Planner:
             request.scheduled += chunk.length
             request.in_flight += 1
 
-    def read(self, launched: Launched) -> list[Progress]:
+    def read(self, launched: Launched) -> list[PromptProgress]:
         """Apply the results of the oldest unread plan, which must be complete."""
         plan, chunks = self._unread.popleft()
         drawn = iter(launched.read().drawn)
@@ -117,7 +117,7 @@ class Planner:
             request = chunk.request
             request.in_flight -= 1
             request.computed, request.computed_by = chunk.start + chunk.length, plan.generation
-            progress.append(Progress(request, next(drawn) if chunk.final else None))
+            progress.append(PromptProgress(request, next(drawn) if chunk.final else None))
         return progress
 
     def ended(self, request: PrefillRequest) -> None:
