@@ -1,7 +1,7 @@
 """Bounds TLS handshakes, which compute on the event loop: a thousand at once would block it for a quarter of a second.
 
 A connection waits, without any work, until its first message is complete; then it waits for one of SLOTS, and clients
-take turns. A client that begins a handshake and stays silent loses its slot while others wait.
+take turns. A client that begins a handshake and stays silent loses its slot while another client waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 SLOTS = 16  # an RSA key of 2,048 bits takes a millisecond per handshake
-SLOT_SECONDS = 1.0  # a handshake that takes longer is ended while others wait
+SLOT_SECONDS = 1.0  # a handshake that takes longer is ended while another client waits
 # Connections whose handshake has not ended. For another one, the oldest is closed: it has had the most time.
 MOST_PENDING = 2048
 
@@ -97,18 +97,17 @@ class Handshakes:
         self._taken -= 1
 
     def _watch(self) -> None:
-        """See to it that handshakes are ended that have had their time while others wait."""
+        """See to it that handshakes are ended that have had their time while another client waits."""
         if self._look is None and self._waiting:
             self._look = asyncio.get_running_loop().call_later(SLOT_SECONDS, self._end_old)
 
     def _end_old(self) -> None:
         self._look = None
-        if self._waiting:
-            now = asyncio.get_running_loop().time()
-            for task, since in self._running.items():
-                if now - since >= SLOT_SECONDS:
-                    task.cancel()
-            self._watch()
+        now = asyncio.get_running_loop().time()
+        for task, since in self._running.items():
+            if now - since >= SLOT_SECONDS and self._waiting.keys() - {self._pending[task]}:
+                task.cancel()
+        self._watch()
 
 
 async def client_hello(connection: socket.socket) -> None:

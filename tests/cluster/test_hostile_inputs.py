@@ -1,41 +1,40 @@
 """Input made to break a process, sent to every port of a serving cluster: no process ends, and streams continue.
 
 Model files are read only at start-up: tests/unit/engine/test_hostile_models.py. Request bodies and stalls of the
-router's event loop: tests/bench/router_hostile.py.
+router's event loop: tests/bench/router_hostile.py. Gaps in the streams meanwhile: tests/bench/cluster_hostile.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
-import secrets
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import aiohttp
 import pytest
 
 from common.ipc import Dealer
-from common.ipc.bad_frames import LIMIT
-from common.ipc.curve import Curve
 from router.control_plane import PEER_CUT_OFF
-from tests.cluster.harness import MODEL, Client, RunningCluster, hold_port, with_children
+from tests.cluster.attacks import (
+    FRAMES_OF_A_PROCESS,
+    IMAGES,
+    STOLEN,
+    TEMPLATES,
+    Memory,
+    Thief,
+    config,
+    raw,
+    send_bytes,
+)
+from tests.cluster.harness import Client, RunningCluster, hold_port
 from tests.fakes import hostile_frames, hostile_images
-from tests.fakes.held_context import Context
-from tests.fakes.hostile_templates import ENDLESS
 from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 
-VISION = MODEL.parent / "tiny-vision"
 MOST_GROWTH_MIB = 100
-FRAMES_OF_A_PROCESS = LIMIT // 2  # so that nobody is disconnected before the test intends it
-CONNECTIONS_AT_ONCE = 16
-SECONDS_OF_A_CONNECTION = 0.3
-TEMPLATES = ENDLESS[::5]
 STREAMS: tuple[dict[str, Any], ...] = (
     {"messages": [{"role": "user", "content": "How many apples are 3 and 4 apples?"}], "max_tokens": 300},
     {
@@ -57,77 +56,18 @@ STREAMS: tuple[dict[str, Any], ...] = (
         "max_tokens": 20,
     },
 )
-IMAGES = {
-    "900 million pixels": hostile_images.url(hostile_images.huge()),
-    "too many pixels": hostile_images.url(hostile_images.file(size=(16_000, 1_001))),
-    "a comment of 200 MiB": hostile_images.url(hostile_images.swollen_text()),
-    "1,000 scans": hostile_images.url(hostile_images.progressive(1_000), "image/jpeg"),
-    "truncated": hostile_images.url(hostile_images.noise()[:1_500]),
-    "another type": hostile_images.url(hostile_images.file(), "image/jpeg"),
-    "no image": hostile_images.url(b"GIF89a" + bytes(50_000), "image/gif"),
-    "a drawing": hostile_images.url(b"<svg/>", "image/svg+xml"),
-    "no base64": "data:image/png;base64," + "@" * 100_000,
-    "a file": "file:///etc/passwd",
-    "an address": "http://169.254.169.254/latest",
-}
-
-
-def hostile_template(folder: Path) -> Path:
-    """The model's own template, except that the Nth of TEMPLATES renders messages `attack N`."""
-    own = (VISION / "chat_template.jinja").read_text()
-    cases = "".join(
-        f"{{% elif messages[0]['content'] == 'attack {number}' %}}{source}"
-        for number, source in enumerate(TEMPLATES)
-    )
-    file = folder / "hostile.jinja"
-    file.write_text(f"{{% if not messages %}}{cases}{{% else %}}{own}{{% endif %}}")
-    return file
 
 
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """A model that accepts pictures, over TCP with keys. `decode-1` does not run: its key is stolen."""
+    """A model that accepts pictures, over TCP with keys. The node whose key is stolen does not run."""
     directory = tmp_path_factory.mktemp("attacked")
     with hold_port() as bulk:
         port = int(bulk.getsockname()[1])
-        config: dict[str, Any] = {
-            "model": {"path": str(VISION), "chat_template": str(hostile_template(directory))},
-            "transfer": {"transport": "tcp"},
-            "decode": {"nodes": [{"name": "decode-0", "bulk_port": port}, {"name": "decode-1"}]},
-        }
-        cluster = RunningCluster(directory, 1, 2, config, late=("decode-1",))
+        cluster = RunningCluster(directory, 1, 2, config(directory, port), late=(STOLEN,))
         cluster.addresses["decode-0"] = port
         with cluster:
             yield cluster
-
-
-def _mib(process: Path, field: str) -> float:
-    line = next(each for each in (process / "status").read_text().splitlines() if each.startswith(field))
-    return int(line.split()[1]) / 1024
-
-
-class Memory:
-    """How much each process of the cluster, with its children, has grown since this object was created."""
-
-    def __init__(self, cluster: RunningCluster) -> None:
-        self._cluster = cluster
-        self._before: dict[str, dict[Path, float]] = {}
-        for name in cluster.processes:
-            self._before[name] = {each: _mib(each, "VmRSS") for each in self._processes(name)}
-            for each in self._before[name]:
-                (each / "clear_refs").write_text("5")  # resets VmHWM
-
-    def growth(self) -> dict[str, float]:
-        """Return the largest growth per node in MiB. Later children are compared with the smallest earlier one."""
-        found = {}
-        for name, before in self._before.items():
-            least = min(before.values())
-            peaks = {each: _mib(each, "VmHWM") for each in self._processes(name)}
-            found[name] = max(peak - before.get(each, least) for each, peak in peaks.items())
-        return found
-
-    def _processes(self, name: str) -> list[Path]:
-        return list(with_children(Path(f"/proc/{self._cluster.processes[name].pid}")))
 
 
 async def stream(client: Client, body: dict[str, Any]) -> list[Any]:
@@ -173,73 +113,19 @@ def expect_unharmed(cluster: RunningCluster, memory: Memory) -> None:
     assert max(growth.values()) < MOST_GROWTH_MIB, growth
 
 
-async def _connect(port: int, data: bytes, gate: asyncio.Semaphore) -> None:
-    async with gate:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            writer.write(data)
-            # some servers wait for the rest of a handshake
-            async with asyncio.timeout(SECONDS_OF_A_CONNECTION):
-                await writer.drain()
-                while await reader.read(1 << 16):
-                    pass
-        writer.transport.abort()
-
-
 async def test_bytes_at_every_port_of_a_node(attacked: RunningCluster) -> None:
     """Random, truncated and oversized bytes, and beginnings of the protocols, without a key."""
     rng = random.Random(5)
     ports = [attacked.addresses[name] for name in ("router", "prefill-0", "decode-0")]
-    gate = asyncio.Semaphore(CONNECTIONS_AT_ONCE)
 
     async def attack() -> None:
-        sent = [_connect(port, data, gate) for data in hostile_frames.byte_streams(rng) for port in ports]
-        await asyncio.gather(*sent)
+        await send_bytes(ports, hostile_frames.byte_streams(rng))
 
     async with Client(attacked.url) as client:
         memory = Memory(attacked)
         await served_meanwhile(client, attack)
         await client.wait_idle()
     expect_unharmed(attacked, memory)
-
-
-class Thief:
-    """Processes that hold the key of decode-1, and send what it would not."""
-
-    def __init__(self, cluster: RunningCluster, server: str) -> None:
-        self._context = Context()
-        self._server = server
-        self._address = f"tcp://127.0.0.1:{cluster.addresses[server]}"
-        self._keys = Curve(self._context, cluster.run_dir / "keys", "decode-1", ())
-        self._dealers: list[Dealer] = []
-
-    def __enter__(self) -> Thief:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._keys.close()
-        self._context.destroy(linger=0)
-
-    def send(self, items: Sequence[Any], say: Callable[[Dealer, Any], object], of_each: int) -> None:
-        """`of_each` items by each process. ZMQ sends them once it is connected."""
-        for start in range(0, len(items), of_each):
-            identity = f"decode-1/{secrets.token_hex(16)}".encode()
-            dealer = Dealer(self._context, self._address, identity, self._server, self._keys)
-            self._dealers.append(dealer)
-            for each in items[start : start + of_each]:
-                assert say(dealer, each) is not False
-
-    async def stay_until(self, condition: Callable[[], Awaitable[bool]]) -> None:
-        """Keep the connections, and what was not acknowledged, until `condition` holds."""
-        async with asyncio.timeout(PATIENCE):
-            while not await condition():
-                for dealer in self._dealers:
-                    dealer.drain()
-                await asyncio.sleep(0.05)
-
-
-def _raw(dealer: Dealer, parts: list[bytes]) -> None:
-    dealer.socket.send_multipart(parts)
 
 
 async def refused(client: Client, server: str) -> int:
@@ -263,8 +149,8 @@ async def test_frames_with_a_stolen_key(attacked: RunningCluster) -> None:
         frames, lies = list(hostile_frames.zmq_messages(rng)), payloads[server]
         before = await refused(client, server)
         with Thief(attacked, server) as thief:
-            thief.send(frames, _raw, FRAMES_OF_A_PROCESS)
-            thief.send(list(hostile_frames.session_frames(rng)), _raw, FRAMES_OF_A_PROCESS)
+            thief.send(frames, raw, FRAMES_OF_A_PROCESS)
+            thief.send(list(hostile_frames.session_frames(rng)), raw, FRAMES_OF_A_PROCESS)
             thief.send(lies, Dealer.send, FRAMES_OF_A_PROCESS)
 
             async def counted() -> bool:
@@ -294,11 +180,11 @@ async def test_a_flood_of_frames_with_a_stolen_key_is_cut_off(attacked: RunningC
         return {line["peer"].partition("/")[0] for line in lines}
 
     async def in_log() -> bool:
-        return "decode-1" in cut_off()
+        return STOLEN in cut_off()
 
     async def attack() -> None:
         with Thief(attacked, "router") as thief:
-            thief.send(flood, _raw, len(flood))
+            thief.send(flood, raw, len(flood))
             await thief.stay_until(in_log)
 
     async with Client(attacked.url) as client:
@@ -306,7 +192,7 @@ async def test_a_flood_of_frames_with_a_stolen_key_is_cut_off(attacked: RunningC
         await served_meanwhile(client, attack)
         await client.wait_idle()
     # or a key: what came on its connection once the key was refused
-    assert all(culprit.startswith("key ") for culprit in cut_off() - {"decode-1"})
+    assert all(culprit.startswith("key ") for culprit in cut_off() - {STOLEN})
     expect_unharmed(attacked, memory)
 
 

@@ -27,12 +27,17 @@ from tests.fakes.waiting import PATIENCE, eventually
 class Echo(asyncio.Protocol):
     """Sends back what it receives."""
 
+    is_lost = False
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
         self.transport.write(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_lost = True
 
 
 @asynccontextmanager
@@ -160,9 +165,15 @@ async def test_a_crowd_of_tls_clients_is_served_and_computes_a_few_at_a_time(
             running -= 1
 
     monkeypatch.setattr(Handshakes, "turn", noted)
-    async with accepting_at(listener, context=files.context) as acceptor:
+    served: list[Echo] = []
+
+    def serve() -> Echo:
+        served.append(Echo())
+        return served[-1]
+
+    async with accepting_at(listener, serve, context=files.context):
         answers = await asyncio.gather(*(echoed(listener.getsockname(), trusting) for _ in range(5 * SLOTS)))
-        await eventually(lambda: not acceptor._opening)
+        await eventually(lambda: all(each.is_lost for each in served))
     assert answers == [b"hello"] * (5 * SLOTS)
     assert 0 < most <= SLOTS
 

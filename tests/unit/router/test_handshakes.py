@@ -171,16 +171,17 @@ async def test_silent_connections_hold_no_slot() -> None:
 
 
 async def test_a_handshake_that_stays_silent_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only while others wait, and not before it has had its time."""
+    """Only while another client waits, and not before it has had its time."""
     monkeypatch.setattr(module, "SLOT_SECONDS", 0.02)
     handshakes = Handshakes()
     with Pairs() as pairs:
         crowd = Crowd(handshakes, pairs)
         for _ in range(SLOTS):
             crowd.add("silent", hello())
+        crowd.add("silent", hello())
         await crowd.begun_are(SLOTS)
         await asyncio.sleep(0.05)
-        assert not any(task.done() for task in crowd.tasks), "nobody waits"
+        assert not any(task.done() for task in crowd.tasks), "no other client waits"
         crowd.add("other", hello())
         await eventually(lambda: "other" in crowd.begun)
         assert any(task.done() for task in crowd.tasks[:SLOTS])
