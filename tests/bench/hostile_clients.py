@@ -172,6 +172,40 @@ async def connections(port: int, pair: ScriptedPair) -> list[int]:
     return list(await asyncio.gather(*(_exchange(port, [request]) for _ in range(CROWD))))
 
 
+async def slow_uploads(port: int, pair: ScriptedPair) -> list[int]:
+    """Four bodies of 10 MiB from two addresses that hardly arrive. Returns the statuses of other clients' chats."""
+    head = _post("/v1/completions", f"Content-Length: {10 * MIB - 64}\r\n")
+    writers = []
+    for address in ("127.0.0.2", "127.0.0.2", "127.0.0.3", "127.0.0.3"):
+        _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(address, 0))
+        writer.write(head + b"[" * 1024)
+        writers.append(writer)
+    await asyncio.sleep(0.5)
+    found = await many_large_bodies(port, pair)
+    for writer in writers:
+        writer.transport.abort()
+    return found
+
+
+async def silent_connections(port: int, pair: ScriptedPair) -> list[int]:
+    """Six thousand connections of six addresses that never complete their heads. Returns the status of another one."""
+    head = b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Long: " + b"x" * 15_000
+    writers = []
+    for number in range(6):
+        address = (f"127.0.0.{number + 2}", 0)
+        opened = await asyncio.gather(
+            *(asyncio.open_connection("127.0.0.1", port, local_addr=address) for _ in range(CROWD))
+        )
+        for _, writer in opened:
+            writer.write(head)
+            writers.append(writer)
+    request = b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    found = [await _exchange(port, [request])]
+    for writer in writers:
+        writer.transport.abort()
+    return found
+
+
 async def worker_killed(port: int, pair: ScriptedPair) -> list[int]:
     """Kill every text worker of the router, and wait until they have been started again."""
     killed = 0
@@ -208,7 +242,9 @@ ATTACKS: dict[str, Attack] = {
     "uploads cut off": uploads_cut_off,
     "10 bodies in chunks of one byte": many_small_chunks,
     "20 chats of 8 MiB": many_large_bodies,
+    "4 slow uploads and 20 chats of 8 MiB": slow_uploads,
     "1,000 connections at once": connections,
+    "6,000 incomplete heads": silent_connections,
     "text workers are killed": worker_killed,
     "clients that leave at once": cut_requests,
     "1,000 streams begin and end at once": crowd,
