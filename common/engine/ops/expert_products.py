@@ -52,11 +52,14 @@ def expert_parts_reference(
     # Pairs by expert; those without one come first.
     counts = (experts.flatten() + 1).bincount(minlength=len(gate_up) + 1).tolist()
     pairs = experts.flatten().argsort(stable=True)
-    for expert, of_expert in enumerate(torch.split(pairs, counts)[1:]):
-        if len(of_expert):
+    end = counts[0]
+    for expert, count in enumerate(counts[1:]):
+        if count:
+            of_expert = pairs[end : end + count]
             inner = silu_mul_reference(F.linear(x[of_expert // chosen], gate_up[expert]))
             share = shares.view(-1, 1)[of_expert]
             out[of_expert] = (F.linear(inner, down[expert]) * share).to(x.dtype)
+            end += count
     return out.view(tokens, chosen, x.shape[1])
 
 

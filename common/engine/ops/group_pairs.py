@@ -7,7 +7,7 @@ from torch import Tensor
 
 from common.engine.ops.triton_kernel import await_previous, chained, kernel_with_varying, next_power_of_2, tl
 
-BLOCK = 4096
+BLOCK = 8192
 
 
 def group_pairs_reference(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:

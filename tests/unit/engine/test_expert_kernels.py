@@ -139,13 +139,6 @@ def choices(tokens: int, experts: int, chosen: int, kind: str) -> Tensor:
     return found
 
 
-@pytest.fixture(params=["pointers", "descriptions"])
-def _copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of reading tiles: an address per element, and bulk copies as on a Hopper GPU."""
-    bulk = request.param == "descriptions"
-    monkeypatch.setattr(expert_products, "copies_in_bulk", lambda *matrices: bulk)
-
-
 FEW_ROWS = ("few", ExpertTiles(16, 32, 16, 4, 2))
 MORE_ROWS = ("few", ExpertTiles(32, 32, 32, 4, 2))
 MANY_ROWS = ("many", ExpertTiles(32, 32, 16, 4, 2))
@@ -170,27 +163,27 @@ def stacks(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> tuple[T
     return gate_up, torch.randn(experts, hidden, inner, dtype=dtype) / inner**0.5
 
 
-@pytest.mark.usefixtures("_copies")
 @pytest.mark.parametrize(
-    ("how", "dtype", "kind", "tokens", "experts", "chosen", "hidden", "inner"),
+    ("how", "bulk", "dtype", "kind", "tokens", "experts", "chosen", "hidden", "inner"),
     [
-        (FEW_ROWS, torch.float32, "random", 1, 3, 1, 32, 16),
-        (FEW_ROWS, torch.float16, "random", 7, 5, 3, 40, 24),
-        (FEW_ROWS, torch.float32, "padded", 7, 5, 3, 40, 24),
-        (FEW_ROWS, torch.float32, "same", 2, 9, 8, 32, 20),
-        (FEW_ROWS, torch.float32, "random", 0, 4, 2, 32, 16),
+        (FEW_ROWS, False, torch.float32, "random", 1, 3, 1, 32, 16),
+        (FEW_ROWS, False, torch.float16, "random", 7, 5, 3, 40, 24),
+        (FEW_ROWS, True, torch.float32, "padded", 7, 5, 3, 40, 24),
+        (FEW_ROWS, True, torch.float32, "same", 2, 9, 8, 32, 20),
+        (FEW_ROWS, False, torch.float32, "random", 0, 4, 2, 32, 16),
         # Experts with more tokens than the smallest tile has rows, and with fewer.
-        (MORE_ROWS, torch.float32, "random", 27, 3, 2, 40, 24),
-        (MORE_ROWS, torch.float16, "padded", 19, 5, 2, 40, 24),
-        (MANY_ROWS, torch.float32, "random", 1, 3, 1, 32, 16),
-        (MANY_ROWS, torch.float32, "same", 21, 9, 8, 32, 20),
-        (MANY_ROWS, torch.float32, "random", 27, 7, 5, 40, 24),
-        (MANY_ROWS, torch.float16, "padded", 27, 7, 5, 40, 24),
-        (MANY_ROWS, torch.float32, "random", 0, 4, 2, 32, 16),
+        (MORE_ROWS, True, torch.float32, "random", 27, 3, 2, 40, 24),
+        (MORE_ROWS, False, torch.float16, "padded", 19, 5, 2, 40, 24),
+        (MANY_ROWS, True, torch.float32, "random", 1, 3, 1, 32, 16),
+        (MANY_ROWS, False, torch.float32, "same", 21, 9, 8, 32, 20),
+        (MANY_ROWS, False, torch.float32, "random", 27, 7, 5, 40, 24),
+        (MANY_ROWS, True, torch.float16, "padded", 27, 7, 5, 40, 24),
+        (MANY_ROWS, False, torch.float32, "random", 0, 4, 2, 32, 16),
     ],
 )
 def test_expert_products(
     how: tuple[str, ExpertTiles],
+    bulk: bool,
     dtype: torch.dtype,
     kind: str,
     tokens: int,
@@ -198,7 +191,10 @@ def test_expert_products(
     chosen: int,
     hidden: int,
     inner: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Tiles are read by an address per element, or by bulk copies as on a Hopper GPU."""
+    monkeypatch.setattr(expert_products, "copies_in_bulk", lambda *matrices: bulk)
     x = torch.randn(tokens, hidden, dtype=dtype)
     gate_up, down = stacks(experts, hidden, inner, dtype)
     which, shares = choices(tokens, experts, chosen, kind), torch.rand(tokens, chosen)
