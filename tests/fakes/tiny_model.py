@@ -10,7 +10,8 @@ from dataclasses import replace as replace_fields
 import torch
 from torch import nn
 
-from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.experts_config import SIGMOID, ExpertsConfig, RouterRule
+from common.checkpoint.model_config import EXPERTS, LayerKind, ModelConfig
 from common.checkpoint.rope_config import RopeConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
@@ -49,6 +50,18 @@ CONFIG = ModelConfig(
 )
 
 
+# A dense layer and one with experts, by every rule that a router has.
+MIXTURE = replace_fields(
+    CONFIG,
+    layer_kinds=(LayerKind(), LayerKind(feed_forward=EXPERTS)),
+    experts=ExpertsConfig(
+        6,
+        20,
+        RouterRule(3, SIGMOID, True, groups=3, kept_groups=2, epsilon=1e-20, scaling=2.5),
+        shared=1,
+        shared_gate=True,
+    ),
+)
 # rotary positions on three axes
 AXES = replace_fields(CONFIG, rope=RopeConfig(theta=50.0, sections=(1, 2, 1)))
 

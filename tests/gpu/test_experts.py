@@ -6,6 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.attention.backend import TokenSlots
+from common.engine.formats.dense import DenseFormat
+from common.engine.layers.activations import Activations
+from common.engine.layers.experts import Experts
+from common.engine.layers.norm import RmsNorm
+from common.engine.layers.placement import Placement
 from common.engine.ops.expert_products import expert_parts, expert_parts_reference
 from common.engine.ops.group_pairs import group_pairs_reference, group_pairs_triton
 from common.engine.ops.route import route, route_reference
@@ -15,6 +21,7 @@ from common.engine.ops.sum_parts import (
     sum_parts_rms_norm,
     sum_parts_rms_norm_reference,
 )
+from tests.fakes.tiny_model import MIXTURE
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,18 +29,25 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 CUDA = "cuda"
-# Tokens on both sides of each border between tiles and forms.
-TOKENS = [1, 4, 16, 17, 64, 65, 300]
+# Tokens for each tile and form: every further one compiles kernels for seconds.
+TOKENS = [1, 16, 17, 64, 65, 300]
 
 
 def normal(*shape: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(shape, device=CUDA) / shape[-1] ** 0.5).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 16, 100, 129, 1000])
+@pytest.mark.parametrize(
+    ("dtype", "tokens"),
+    [
+        (torch.bfloat16, 1),
+        (torch.bfloat16, 100),
+        (torch.bfloat16, 129),
+        (torch.float16, 1000),
+        (torch.float32, 16),
+    ],
+)
 @pytest.mark.parametrize(("experts", "groups", "kept"), [(128, 1, 1), (256, 8, 4), (60, 1, 1)])
 def test_route(dtype: torch.dtype, tokens: int, experts: int, groups: int, kept: int) -> None:
     """Experts may differ from the reference's only where two scores are nearly equal."""
@@ -77,10 +91,15 @@ def choices(tokens: int, experts: int, chosen: int) -> Tensor:
     return torch.rand(tokens, experts, device=CUDA).topk(chosen).indices.to(torch.int32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize(
-    ("experts", "chosen", "hidden", "inner"), [(128, 8, 512, 192), (5, 1, 200, 104), (60, 4, 256, 352)]
+    ("dtype", "experts", "chosen", "hidden", "inner"),
+    [
+        (torch.bfloat16, 128, 8, 512, 192),
+        (torch.bfloat16, 5, 1, 200, 104),
+        (torch.float16, 60, 4, 256, 352),
+        (torch.float32, 12, 3, 136, 72),
+    ],
 )
 def test_expert_products(
     dtype: torch.dtype, tokens: int, experts: int, chosen: int, hidden: int, inner: int
@@ -139,3 +158,24 @@ def test_unused_experts_are_not_read() -> None:
     down[[0, 7]] = torch.nan
     which = torch.tensor([[1, 2], [6, 1], [2, 3]], dtype=torch.int32, device=CUDA)
     assert not expert_parts(x, gate_up, down, which, shares).isnan().any()
+
+
+@pytest.mark.parametrize("tokens", [5, 130])
+def test_a_layer_equals_the_same_layer_on_a_cpu(tokens: int) -> None:
+    """Router, shared experts and the norm after them, with padding rows."""
+    cpu, gpu = (
+        Experts("layer", MIXTURE, DenseFormat(Placement(torch.float32, torch.device(each))))
+        for each in ("cpu", CUDA)
+    )
+    for ours, theirs in zip(cpu.parameters(), gpu.parameters(), strict=True):
+        theirs.copy_(ours.normal_(std=0.3))
+    x, stream = torch.randn(2, tokens, MIXTURE.hidden_size)
+    slots = torch.arange(tokens) % 48
+    norms = []
+    for each in ("cpu", CUDA):
+        norms.append(RmsNorm("norm", len(x[0]), 1e-6, Placement(torch.float32, torch.device(each))))
+        norms[-1].weight.fill_(1.5)
+    expected = cpu.add_norm(Activations(x), stream, norms[0], TokenSlots(slots, 16))
+    found = gpu.add_norm(Activations(x.cuda()), stream.cuda(), norms[1], TokenSlots(slots.cuda(), 16))
+    torch.testing.assert_close(found[0].tensor().cpu(), expected[0].tensor(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found[1].cpu(), expected[1], atol=1e-4, rtol=1e-4)

@@ -6,13 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.attention.backend import TokenSlots
+from common.engine.formats import dense_experts
+from common.engine.formats.dense import DenseFormat
+from common.engine.layers import norm as norm_layer
+from common.engine.layers import router
+from common.engine.layers.activations import Activations
+from common.engine.layers.experts import Experts
+from common.engine.layers.norm import RmsNorm
 from common.engine.ops import expert_products
 from common.engine.ops.expert_products import (
     expert_parts_reference,
+    expert_parts_triton,
     few_pairs_triton,
     many_pairs_triton,
 )
-from common.engine.ops.expert_tiles import COLUMNS, NARROW, ExpertTiles, choose_few, choose_many
+from common.engine.ops.expert_tiles import COLUMNS, FEW_TOKENS, NARROW, ExpertTiles, choose_few, choose_many
 from common.engine.ops.group_pairs import group_pairs_reference, group_pairs_triton
 from common.engine.ops.route import route_reference, route_triton
 from common.engine.ops.shared_memory import H200
@@ -23,6 +32,7 @@ from common.engine.ops.sum_parts import (
     sum_parts_triton,
 )
 from common.engine.ops.triton_kernel import tl
+from tests.fakes.tiny_model import MIXTURE, PLACEMENT
 
 pytestmark = [
     pytest.mark.skipif(tl is None, reason="Triton is not installed"),
@@ -263,3 +273,22 @@ def test_tiles_fit_the_gpu(shared: int, itemsize: int, gated: bool) -> None:
         many = choose_many(pairs, 128, itemsize, gated, shared)
         assert many.rows == rows
         assert many.shared_bytes(itemsize, gated) <= shared
+
+
+@pytest.mark.parametrize("tokens", [5, FEW_TOKENS + 6])
+def test_a_layer_of_kernels_equals_a_layer_of_references(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Router, shared experts and the norm after them, with padding rows, by the tiles that are chosen on a GPU."""
+    layer, norm = Experts("layer", MIXTURE, DenseFormat(PLACEMENT)), RmsNorm("norm", 32, 1e-6, PLACEMENT)
+    for parameter in (*layer.parameters(), *norm.parameters()):
+        parameter.normal_(std=0.3)
+    x, stream = torch.randn(2, tokens, MIXTURE.hidden_size)
+    given = Activations(x), stream, norm, TokenSlots(torch.arange(tokens) * 5 % 48, 16)
+    expected = layer.add_norm(*given)
+    monkeypatch.setattr(router, "route", route_triton)
+    monkeypatch.setattr(dense_experts, "expert_parts", expert_parts_triton)
+    monkeypatch.setattr(norm_layer, "sum_parts_rms_norm", sum_parts_rms_norm_triton)
+    found = layer.add_norm(*given)
+    torch.testing.assert_close(found[0].tensor(), expected[0].tensor(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-4)

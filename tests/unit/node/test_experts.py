@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
 
-from common.checkpoint.experts_config import SIGMOID, ExpertsConfig, RouterRule
-from common.checkpoint.model_config import EXPERTS, LayerKind
 from tests.fakes.draft_models import drafting
 from tests.fakes.drafters import ngram
 from tests.fakes.node_cluster import MakeStep, NodeCluster, NoDraftModel, Shape
-from tests.fakes.tiny_model import CONFIG, VOCAB, tiny_model
+from tests.fakes.tiny_model import MIXTURE, VOCAB, tiny_model
 from tests.unit.engine.paged_driver import Driver
 
-MIXTURE = replace(
-    CONFIG,
-    layer_kinds=(LayerKind(), LayerKind(feed_forward=EXPERTS)),
-    experts=ExpertsConfig(
-        6,
-        20,
-        RouterRule(3, SIGMOID, True, groups=3, kept_groups=2, epsilon=1e-20, scaling=2.5),
-        shared=1,
-        shared_gate=True,
-    ),
-)
 PROMPTS = [[(7 * n + 3 * i) % VOCAB for i in range(n)] for n in (3, 20, 70)]
 BUCKETS = (1, 3)
 DRAFTS: dict[str, tuple[NoDraftModel, MakeStep]] = {
