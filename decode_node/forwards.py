@@ -49,7 +49,9 @@ def step_forwards(
     # Branches of draft trees extend past the last token of a request.
     longest = served.max_model_len + 2 * sizes.lookahead_slots
     table = PageTable(sizes.max_running, -(-longest // served.page_size), served.placement.device)
-    runner = ModelRunner(served.model, pool, StepAttention(pool, served.config.sliding_windows))
+    config = served.config
+    attention = StepAttention(pool, config.sliding_windows, config.attention_scale)
+    runner = ModelRunner(served.model, pool, attention)
     draft = served.draft_runner(pool, StepAttention)
     pools = [pool] if draft is None else [pool, draft[1]]
     steps = make_steps(sizes, served, runner, None if draft is None else draft[0], table, relay)

@@ -67,7 +67,8 @@ def prompt_forwards(
     storage = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=served.placement.device)
     pool = KvPool(layout, "target", storage)
     buckets = prefill_token_buckets(sizes.chunk_tokens)
-    attention = PromptAttention(pool, served.config.sliding_windows, buckets)
+    config = served.config
+    attention = PromptAttention(pool, config.sliding_windows, buckets, config.attention_scale)
     signalled = SignalledAttention(attention) if sizes.layers else None
     runner = ModelRunner(served.model, pool, signalled or attention)
     drafting = _draft(sizes, served, runner)

@@ -215,7 +215,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         control.announce_loss(node)
 
     registry = NodeRegistry(
-        model_fingerprint(path),
+        model_fingerprint(path, cluster.model.max_model_len),
         cluster.health.node_timeout,
         cluster.health.loop_timeout,
         time.monotonic,

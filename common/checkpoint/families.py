@@ -8,7 +8,7 @@ transformers. `common/engine/models/decoder.py` computes it if its layers are a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.checkpoint.experts_config import (
@@ -19,6 +19,7 @@ from common.checkpoint.experts_config import (
     QWEN_SHARED,
     ExpertRules,
 )
+from common.checkpoint.layer_norms import FOUR_NORMS, POST_NORM, PRE_NORM, LayerNorms
 
 Raw = Mapping[str, Any]
 
@@ -39,7 +40,15 @@ class Family:
     output_bias: bool | str = False  # o_proj
     mlp_bias: bool | str = False
     qk_norm: bool | str = False
-    norm_offset: bool = False  # norms multiply by 1 + weight
+    qk_norm_whole: bool = False  # q_norm and k_norm cover all heads of a token together
+    layer_norms: LayerNorms = PRE_NORM
+    norm_float32: bool = False  # norms multiply by their weight before they round to the model's dtype
+    norm_offset: bool = False  # norms multiply by 1 + weight, before they round
+    activation: tuple[str, str] = ("hidden_act", "silu")  # key, and default
+    # Embeddings are multiplied by sqrt(hidden_size), rounded to the model's dtype.
+    embedding_scale: bool = False
+    query_scalar: int | None = None  # default of `query_pre_attn_scalar`, whose -1/2th power scales scores
+    fused: bool = False  # q, k and v projections are one tensor, and gate and up projections are one
     output_gate: bool = False  # q_proj also has a gate for each head of attention's output
     partial_rotary: float | None = None  # default of `partial_rotary_factor`; None: whole heads are rotated
     # A language model that is published with parts for other inputs, which are not loaded: its config may be under
@@ -50,6 +59,14 @@ class Family:
     window: int | None = None
     window_switch: bool = False  # windows only if `use_sliding_window` is true
     windows_by_layer: bool = False  # a switch, and max_window_layers or layer_types (Qwen)
+    # Default of `sliding_window_pattern`: each layer of that number has no window (Gemma).
+    window_interval: int | None = None
+    # Layers with a window have a rope of their own, with this default theta; None: all layers have the same.
+    window_theta: float | None = None
+    # Values of keys that config.json may leave out.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Key -> why a value other than null or false is refused.
+    refused: Mapping[str, str] = field(default_factory=dict)
     # Maps (config.json, layers, where) to the blocks of each layer; None: attention and a dense feed-forward in each.
     layer_kinds: Callable[[Raw, int, str], tuple[LayerKind, ...]] | None = None
     # Of a mixture of experts; the layers that have them follow from config.json.
@@ -72,6 +89,37 @@ QWEN_HYBRID = Family(
     gated_delta=False,
 )
 LLAMA = "LlamaForCausalLM"
+# transformers' defaults, which published files leave out.
+GEMMA3_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+}
+GEMMA3 = Family(
+    "attention_bias",
+    "attention_bias",
+    qk_norm=True,
+    layer_norms=FOUR_NORMS,
+    norm_offset=True,
+    activation=("hidden_activation", "gelu_pytorch_tanh"),
+    embedding_scale=True,
+    query_scalar=256,
+    text_part=True,
+    head_dim=256,
+    window=4096,
+    window_interval=6,
+    window_theta=10_000.0,
+    defaults=GEMMA3_DEFAULTS,
+    refused={
+        "final_logit_softcapping": "logits are not capped",
+        "attn_logit_softcapping": "attention scores are not capped",
+        "use_bidirectional_attention": "attention is causal",
+    },
+)
+PHI3_DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
 FAMILIES: Mapping[str, Family] = {
     LLAMA: Family("attention_bias", "attention_bias", "mlp_bias"),
     "MistralForCausalLM": Family(window=4096),
@@ -98,5 +146,17 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(
         ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
         replace(QWEN_HYBRID, experts=QWEN_ALL_SHARED),
+    ),
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": GEMMA3,
+    "Phi3ForCausalLM": Family(fused=True, partial_rotary=1.0, window=0, defaults=PHI3_DEFAULTS),
+    "Olmo2ForCausalLM": Family(
+        "attention_bias",
+        "attention_bias",
+        qk_norm=True,
+        qk_norm_whole=True,
+        layer_norms=POST_NORM,
+        norm_float32=True,
+        defaults={"rms_norm_eps": 1e-5},
     ),
 }

@@ -6,6 +6,7 @@ executed: `auto_map` is ignored, and an architecture that has no row in `familie
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -38,8 +39,10 @@ from common.checkpoint.json_fields import (
     shown,
     word,
 )
+from common.checkpoint.layer_norms import PRE_NORM, LayerNorms
+from common.checkpoint.layer_windows import windows_every, windows_from
 from common.checkpoint.model_mistakes import explain_directory
-from common.checkpoint.rope_config import RopeConfig, parse_rope, with_sections
+from common.checkpoint.rope_config import LONGROPE, RopeConfig, by_layer_type, parse_rope, with_sections
 from common.checkpoint.safetensors_header import read_header
 from common.checkpoint.text_part import text_part
 from common.checkpoint.vision_config import (
@@ -55,6 +58,7 @@ from common.errors import ModelError
 Raw = Mapping[str, Any]
 
 EXPERTS = "experts"  # LayerKind.feed_forward of layers with experts
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> tandem's
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # tandem's name -> safetensors' name
 
 
@@ -88,13 +92,26 @@ class ModelConfig:
     layer_kinds: tuple[LayerKind, ...] = ()  # [num_layers]; (): attention and a dense feed-forward in each
     experts: ExpertsConfig | None = None  # of the layers whose feed-forward is "experts"
     gated_delta: GatedDeltaConfig | None = None  # of the layers whose mixer is one; None: there is none
+    qk_norm_whole: bool = False  # q_norm and k_norm cover all heads of a token together
+    layer_norms: LayerNorms = PRE_NORM
+    norm_float32: bool = False  # norms multiply by their weight in float32
     norm_offset: bool = False  # norms multiply by 1 + weight, in float32
+    activation: str = "silu"  # of gates: a value of ACTIVATIONS
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None  # of scores; None: head_dim^-1/2
+    fused: bool = False  # one tensor for q, k and v projections, one for gate and up projections
+    window_rope: RopeConfig | None = None  # of layers with a window; None: as all layers
     output_gate: bool = False  # attention's output is multiplied by sigmoid of a gate from q_proj
     text_part: bool = False  # other parts of the checkpoint are not loaded
 
     def kind_of(self, layer: int) -> LayerKind:
         """Return the blocks of one layer."""
         return self.layer_kinds[layer] if self.layer_kinds else LayerKind()
+
+    def for_length(self, max_tokens: int | None) -> ModelConfig:
+        """Return the config for a server whose requests have at most so many tokens; None: as many as the model has."""
+        length = self.max_position_embeddings if max_tokens is None else max_tokens
+        return replace(self, rope=self.rope.for_length(length))
 
     @classmethod
     def load(cls, path: str | Path) -> ModelConfig:
@@ -116,13 +133,13 @@ class ModelConfig:
         return _parse(raw, {}, directory)
 
 
-def model_fingerprint(path: str | Path) -> str:
+def model_fingerprint(path: str | Path, max_tokens: int | None = None) -> str:
     """Return the sha256 (hex) that nodes compare before they exchange KV pages; reads headers, not weights.
 
     It covers every field that changes KV values (not eos ids or sampling defaults), the names, shapes, dtypes and
-    offsets of all tensors, file sizes, and a sample of every tensor's bytes.
+    offsets of all tensors, file sizes, and a sample of every tensor's bytes. `max_tokens` is as for `for_length`.
     """
-    config = ModelConfig.load(path)
+    config = ModelConfig.load(path).for_length(max_tokens)
     skip = ("eos_token_ids", "default_sampling")
     facts = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in skip}
     return model_files.fingerprint(Path(path), repr(facts))
@@ -141,10 +158,9 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
     architecture, family = _family(raw, where)
     if family.text_part:
         raw = text_part(raw, where)
+    raw = {**raw, **{key: value for key, value in family.defaults.items() if raw.get(key) is None}}
+    _refuse(raw, family, where)
     weights = stored_weights(raw, where)
-    activation = raw.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelError(f"{where}: hidden_act {shown(activation)} is not supported; supported is silu")
     hidden = positive(raw, "hidden_size", where, most=MAX_WIDTH)
     heads = positive(raw, "num_attention_heads", where, most=MAX_HEADS)
     kv_heads = positive(raw, "num_key_value_heads", where, heads, MAX_HEADS)
@@ -178,6 +194,8 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         kinds = _with_experts(kinds or (LayerKind(),) * num_layers, has_experts)
         # A model whose layers all have experts may leave out the width of dense ones.
         inner = experts.inner
+    rope, window_rope = _ropes(raw, family, max_positions, head_dim, where)
+    windows = _windows(raw, family, num_layers, where)
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -189,13 +207,13 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         vocab_size=vocab,
         max_position_embeddings=max_positions,
         rms_norm_eps=float(eps),
-        rope=_rope(raw, family, max_positions, head_dim, where),
+        rope=rope,
         tie_word_embeddings=flag(raw, "tie_word_embeddings", where),
         qkv_bias=_option(raw, family.qkv_bias, where),
         output_bias=_option(raw, family.output_bias, where),
         mlp_bias=_option(raw, family.mlp_bias, where),
         qk_norm=_option(raw, family.qk_norm, where),
-        sliding_windows=_windows(raw, family, num_layers, where),
+        sliding_windows=windows,
         dtype=_dtype(raw, directory, where),
         eos_token_ids=eos_ids(raw, generation, vocab, where),
         default_sampling=default_sampling(generation, str(directory / "generation_config.json")),
@@ -203,7 +221,15 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         layer_kinds=kinds,
         experts=experts,
         gated_delta=delta,
+        qk_norm_whole=family.qk_norm_whole,
+        layer_norms=family.layer_norms,
+        norm_float32=family.norm_float32 or family.norm_offset,
         norm_offset=family.norm_offset,
+        activation=_activation(raw, family, where),
+        embedding_scale=hidden**0.5 if family.embedding_scale else 1.0,
+        attention_scale=_attention_scale(raw, family, where),
+        fused=family.fused,
+        window_rope=window_rope,
         output_gate=family.output_gate,
         text_part=family.text_part,
     )
@@ -229,9 +255,48 @@ def _option(raw: Raw, option: bool | str, where: str) -> bool:
     return option if isinstance(option, bool) else flag(raw, option, where)
 
 
+def _refuse(raw: Raw, family: Family, where: str) -> None:
+    for key, reason in family.refused.items():
+        if raw.get(key) not in (None, False):
+            raise ModelError(f"{where}: {key} {shown(raw[key])} is not supported: {reason}")
+
+
+def _activation(raw: Raw, family: Family, where: str) -> str:
+    key, default = family.activation
+    found = raw.get(key, default)
+    known = ("silu",) if family.experts is not None else tuple(ACTIVATIONS)
+    if found not in known:
+        raise ModelError(f"{where}: {key} {shown(found)} is not supported; supported are {', '.join(known)}")
+    return ACTIVATIONS[found]
+
+
+def _attention_scale(raw: Raw, family: Family, where: str) -> float | None:
+    if family.query_scalar is None:
+        return None
+    width = positive(raw, "query_pre_attn_scalar", where, family.query_scalar, MAX_WIDTH)
+    return 1 / math.sqrt(width)
+
+
+def _ropes(
+    raw: Raw, family: Family, max_positions: int, head_dim: int, where: str
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Return the rope, and that of layers with a window if they have their own."""
+    if family.window_theta is None:
+        return _rope(raw, family, max_positions, head_dim, where), None
+    full, window = by_layer_type(raw, family.window_theta, where)
+    return (
+        _rope(full, family, max_positions, head_dim, where),
+        _rope(window, family, max_positions, head_dim, where),
+    )
+
+
 def _rope(raw: Raw, family: Family, max_positions: int, head_dim: int, where: str) -> RopeConfig:
     rope = parse_rope(raw, max_positions, where, family.partial_rotary)
     dims = rope.rotated_dims(head_dim)
+    if rope.kind == LONGROPE and len(rope.short_factors) != dims // 2:
+        raise ModelError(
+            f"{where}: longrope has {len(rope.short_factors)} factors for {dims // 2} frequencies of a head"
+        )
     if dims < 2 or dims % 2:
         raise ModelError(
             f"{where}: partial_rotary_factor {rope.partial} rotates {dims} of {head_dim} dimensions of a head; an even "
@@ -245,26 +310,17 @@ def _windows(raw: Raw, family: Family, num_layers: int, where: str) -> tuple[int
     if family.window is None:
         return full
     value = raw.get("sliding_window", family.window or None)
+    if value is None and family.window_interval is None:
+        return full
     switched = family.window_switch or family.windows_by_layer
-    if value is None or (switched and not flag(raw, "use_sliding_window", where)):
+    if switched and not flag(raw, "use_sliding_window", where):
         return full
     window = positive({"sliding_window": value}, "sliding_window", where)
-    if not family.windows_by_layer:
-        return (window,) * num_layers
-    types = raw.get("layer_types")
-    if types is None:
-        first = raw.get("max_window_layers", 28)
-        if type(first) is not int or first < 0:
-            raise ModelError(f"{where}: max_window_layers must be a number of layers, found {shown(first)}")
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    known = {"sliding_attention": window, "full_attention": None}
-    if (
-        not isinstance(types, list)
-        or len(types) != num_layers
-        or not all(isinstance(kind, str) and kind in known for kind in types)
-    ):
-        raise ModelError(f"{where}: layer_types must name {', '.join(known)} for each of {num_layers} layers")
-    return tuple(known[kind] for kind in types)
+    if family.windows_by_layer:
+        return windows_from(raw, window, num_layers, where)
+    if family.window_interval is not None:
+        return windows_every(raw, window, family.window_interval, num_layers, where)
+    return (window,) * num_layers
 
 
 def _dtype(raw: Raw, directory: Path, where: str) -> str:

@@ -7,10 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.checkpoint.json_fields import MAX_POSITIONS, flag, number, optional_section, shown
+from common.checkpoint.json_fields import (
+    MAX_POSITIONS,
+    MAX_WIDTH,
+    flag,
+    number,
+    optional_section,
+    shown,
+)
+from common.checkpoint.layer_windows import FULL, SLIDING
 from common.errors import ModelError
 
-SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
+LONGROPE = "longrope"
+DYNAMIC = "dynamic"
+SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn", DYNAMIC, LONGROPE)
 DEFAULT_THETA = 10_000.0
 MAX_FACTOR = 1e6  # of a scaling; published factors stay below 100
 MIN_FACTOR = 1e-3  # frequencies are divided by it and must stay finite
@@ -24,7 +34,11 @@ AXES = 3  # temporal, height, width
 class RopeConfig:
     """Parameters of one rotary embedding; the fields that `kind` does not use keep their defaults.
 
-    Source: transformers `modeling_rope_utils` (llama3, yarn); YaRN: arXiv 2309.00071.
+    Source: transformers `modeling_rope_utils` (llama3, yarn); YaRN: arXiv 2309.00071; LongRoPE: arXiv 2402.13753.
+
+    "longrope" has two sets of frequencies. transformers takes the second for a batch with a request longer than
+    `original_max_positions`, so keys in a cache may have been rotated by the first. A server uses one set for all
+    requests (`for_length`), as vLLM does.
     """
 
     kind: str = "default"  # one of SUPPORTED_ROPE
@@ -37,6 +51,9 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # multiplies cos and sin
+    short_factors: tuple[float, ...] = ()  # longrope: wavelengths are multiplied by these, one per frequency
+    long_factors: tuple[float, ...] = ()  # longrope: or by these
+    long: bool = False  # longrope: which of them
     # The number of frequencies rotated by the temporal, height and width position of a token, in that order,
     # rotated_dims / 2 in total; (): a token has one position.
     sections: tuple[int, ...] = ()
@@ -49,6 +66,10 @@ class RopeConfig:
         After a prompt all axes agree and positions are [T].
         """
         return (len(self.sections),) if self.sections else ()
+
+    def for_length(self, max_tokens: int) -> RopeConfig:
+        """Return the rope of a server whose requests have at most so many tokens."""
+        return replace(self, long=self.kind == LONGROPE and max_tokens > self.original_max_positions)
 
     def rotated_dims(self, head_dim: int) -> int:
         """Return how many dimensions of a head are rotated: the first ones."""
@@ -65,6 +86,26 @@ def parse_rope(
     """
     rope = _parse_whole(raw, max_positions, where)
     return replace(rope, partial=_partial(raw, partial, where))
+
+
+def by_layer_type(
+    raw: Mapping[str, Any], window_theta: float, where: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config.json with the rope of layers without a window, and with that of layers with one.
+
+    Newer files have a section for each layer type. In older ones, scaling applies to layers without a window, and the
+    others have a plain rope of `rope_local_base_freq`.
+
+    Args:
+        window_theta: default theta of layers with a window.
+    """
+    key, values = _rope_section(raw, where)
+    if any(isinstance(value, dict) for value in values.values()):
+        full, window = (optional_section(values, kind, f"{where}: {key}") for kind in (FULL, SLIDING))
+        theta = window.get("rope_theta") or window_theta
+        return {**raw, key: full}, {**raw, key: {**window, "rope_theta": theta}}
+    theta = number(raw, "rope_local_base_freq", where, window_theta)
+    return dict(raw), {**raw, key: {"rope_theta": theta}}
 
 
 def _partial(raw: Mapping[str, Any], default: float | None, where: str) -> float:
@@ -88,6 +129,8 @@ def _parse_whole(raw: Mapping[str, Any], max_positions: int, where: str) -> Rope
             f"{where}: rope parameters per layer type are not supported, only one set for all layers"
         )
     kind = values.get("rope_type", values.get("type", "default"))
+    if "short_factor" in values:
+        kind = LONGROPE  # early files of Phi-3 have other names
     if kind not in SUPPORTED_ROPE:
         raise ModelError(
             f"{where}: rope type {shown(kind)} is not supported; supported are {', '.join(SUPPORTED_ROPE)}"
@@ -100,6 +143,10 @@ def _parse_whole(raw: Mapping[str, Any], max_positions: int, where: str) -> Rope
     if theta <= 1:
         raise ModelError(f"{where}: rope_theta must be above 1, found {theta}")
     if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == DYNAMIC:
+        # Frequencies change once a request exceeds max_position_embeddings, which no request of a server does.
+        _factor(values, where)
         return RopeConfig(theta=theta)
     if kind == "linear":
         return RopeConfig(kind, theta, _factor(values, where))
@@ -118,6 +165,15 @@ def _parse_whole(raw: Mapping[str, Any], max_positions: int, where: str) -> Rope
             )
         return RopeConfig(kind, theta, _factor(values, where), original, low, high)
     factor = _factor(values, where, max_positions / original)
+    if kind == LONGROPE:
+        short, long = (_factors(values, key, where) for key in ("short_factor", "long_factor"))
+        if len(short) != len(long):
+            raise ModelError(
+                f"{where}: {len(short)} short and {len(long)} long factors; both are one per frequency"
+            )
+        rope = RopeConfig(kind, theta, factor, original, short_factors=short, long_factors=long)
+        attention = _longrope_attention_factor(values, factor, original, where)
+        return replace(rope, attention_factor=attention).for_length(max_positions)
     return RopeConfig(
         kind,
         theta,
@@ -183,6 +239,23 @@ def _factor(values: Mapping[str, Any], where: str, default: float | None = None)
     if factor < MIN_FACTOR:
         raise ModelError(f"{where}: factor must be at least {MIN_FACTOR:g}, found {factor:g}")
     return factor
+
+
+def _factors(values: Mapping[str, Any], key: str, where: str) -> tuple[float, ...]:
+    found = values.get(key)
+    if not isinstance(found, list) or not 0 < len(found) <= MAX_WIDTH:
+        raise ModelError(f"{where}: {key} must be a list of one number per frequency, found {shown(found)}")
+    return tuple(_factor({"factor": each}, f"{where}: {key}") for each in found)
+
+
+def _longrope_attention_factor(values: Mapping[str, Any], factor: float, original: int, where: str) -> float:
+    if values.get("attention_factor") is not None:
+        return number(values, "attention_factor", where, most=MAX_FACTOR)
+    if factor <= 1:
+        return 1.0
+    if original < 2:
+        raise ModelError(f"{where}: original_max_position_embeddings must be at least 2, found {original}")
+    return math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _yarn_attention_factor(values: Mapping[str, Any], factor: float, where: str) -> float:

@@ -60,7 +60,7 @@ def node_plan(
         shares=tuple(shares.values()),
         model=ModelPlan(
             path=str(model),
-            weights_id=model_fingerprint(model),
+            weights_id=model_fingerprint(model, cluster.model.max_model_len),
             dtype=dtype,
             max_model_len=cluster.model.max_model_len,
         ),

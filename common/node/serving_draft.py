@@ -36,7 +36,8 @@ class ServingDraft:
 
     def runner(self, pool: KvPool, attention: MakeAttention) -> object:
         """Return the runner of the draft over `pool`, its planes of the node's pages."""
-        return self.loaded.runner(pool, attention(pool, self.config.model.sliding_windows))
+        model = self.config.model
+        return self.loaded.runner(pool, attention(pool, model.sliding_windows, model.attention_scale))
 
 
 def load_serving_draft(

@@ -158,6 +158,7 @@ def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> S
     memory, others = _check_memory(plan, device, spec)
     if device.type == "cpu" and plan.threads:
         torch.set_num_threads(plan.threads)
+    wanted = plan.model.max_model_len
     reporter.report("loading", 0, 1)
     model, config = load_model(
         path,
@@ -165,9 +166,9 @@ def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> S
         device,
         lambda done, total: reporter.report("loading", done, total),
         () if draft_config is None else draft_config.aux_layers,
+        wanted,
     )
     placement = Placement(resolve_dtype(plan.model.dtype, config.dtype, device), device)
-    wanted = plan.model.max_model_len
     if wanted is not None and wanted > config.max_position_embeddings:
         raise ConfigError(
             "model.max_model_len",

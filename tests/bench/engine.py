@@ -103,7 +103,9 @@ def constructed_runner(shape: Shape, pool_tokens: int, device: torch.device, chu
     pool = model_pool(config, PAGE, pool_tokens // PAGE + 1, placement)
     buckets = prefill_token_buckets(chunk)
     pool.storage.view(placement.dtype).normal_()  # reading zeros takes as long but draws less power
-    return ModelRunner(model, pool, PromptAttention(pool, config.sliding_windows, buckets))
+    return ModelRunner(
+        model, pool, PromptAttention(pool, config.sliding_windows, buckets, config.attention_scale)
+    )
 
 
 Figures = tuple[float, float, float]  # (median, 90th percentile, the device's median) in ms

@@ -34,6 +34,7 @@ from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.filter_floor import filter_floor_triton
 from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.key_parts import PROGRAMS_PER_PROCESSOR
+from common.engine.ops.output_norm import add_normed_rms_norm_triton, add_normed_triton
 from common.engine.ops.penalise import penalise_triton
 from common.engine.ops.rms_norm import add_rms_norm_triton, rms_norm_triton
 from common.engine.ops.rotary import rotary_angles_by_axis_triton, rotary_angles_triton
@@ -43,10 +44,11 @@ from common.engine.ops.route import route_triton
 from common.engine.ops.sample_tokens import sample_tokens_triton
 from common.engine.ops.shared_memory import H200, Room, attention_bytes
 from common.engine.ops.sigmoid_gate import sigmoid_gate_triton
-from common.engine.ops.silu_mul import silu_mul_triton
+from common.engine.ops.silu_mul import gelu_mul_triton, silu_mul_triton
 from common.engine.ops.step_rows import advance_rows_triton, step_rows_triton
 from common.engine.ops.sum_parts import sum_parts_rms_norm_triton, sum_parts_triton
 from common.engine.ops.tiles import Tiles
+from common.engine.ops.token_norm import token_norm_triton
 from common.engine.ops.top_tokens import top_tokens_triton
 from common.engine.ops.verify_attention import verify_triton
 from kv_transfer.transport.cuda import pages as cuda_pages
@@ -196,7 +198,11 @@ def body(dtype: torch.dtype) -> None:
     for gain in (weight, weight.float()):
         rms_norm_triton(x, gain, 1e-5)
         add_rms_norm_triton(x, x, gain, 1e-5)
-    silu_mul_triton(torch.zeros(4, 2 * INNER, dtype=dtype))
+        add_normed_triton(x, x, gain, 1e-5)
+        add_normed_rms_norm_triton(x, x, gain, gain, 1e-5)
+        token_norm_triton(torch.zeros(4, 3 * HIDDEN, dtype=dtype), gain, gain, 1e-5)
+    for activate in (silu_mul_triton, gelu_mul_triton):
+        activate(torch.zeros(4, 2 * INNER, dtype=dtype))
     sigmoid_gate_triton(x, torch.zeros(4, 3 * HIDDEN, dtype=dtype)[:, HIDDEN : 2 * HIDDEN])
     for norm in (None, torch.zeros(128, dtype=dtype), torch.zeros(128)):
         for dims in (128, 32):
@@ -226,7 +232,8 @@ def products(dtype: torch.dtype) -> None:
             weights = torch.empty(size, HIDDEN, dtype=dtype)  # never touched, so no memory is committed
             linear._linear_cuda(x, weights, None)
         linear._linear_cuda(x, weights, weights[:, 0].contiguous())
-        linear._gated_linear_cuda(x, torch.empty(2 * INNER, HIDDEN, dtype=dtype), None)
+        for gelu in (False, True):
+            linear._gated_linear_cuda(x, torch.empty(2 * INNER, HIDDEN, dtype=dtype), None, gelu)
         for depth in (HIDDEN, INNER):
             wide, down = torch.zeros(rows, depth, dtype=dtype), torch.empty(HIDDEN, depth, dtype=dtype)
             linear_norm._cuda(wide, down, None, x, gain, 1e-5)

@@ -63,9 +63,9 @@ class Int8Linear(Linear):
         out = (codes.float() @ self.codes.float().T * scales * self.scales.T).to(self._dtype)
         return out if self.bias is None else out + self.bias
 
-    def gated(self, x: Activations, reads: Reads) -> Activations:
+    def gated(self, x: Activations, reads: Reads, gelu: bool = False) -> Activations:
         gate, up = self.product(x).chunk(2, dim=-1)
-        return in_forms(F.silu(gate) * up, reads)
+        return in_forms((F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up, reads)
 
     def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
         normed, total = add_rms_norm(self.product(x), stream, norm.weight, norm.eps)

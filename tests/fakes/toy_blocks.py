@@ -43,6 +43,9 @@ class LocalMixer(Mixer):
     ) -> tuple[Activations, Tensor]:
         return self.outward.add_norm(self.inward.gated(x, self.outward.reads), stream, norm)
 
+    def forward(self, x: Activations, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
+        return self.outward.product(self.inward.gated(x, self.outward.reads))
+
     def pieces(self) -> Iterator[Piece]:
         yield from self.inward.pieces()
         yield from self.outward.pieces()

@@ -17,6 +17,11 @@ from common.engine.ops.keep_hidden import keep_hidden, keep_hidden_reference
 from common.engine.ops.key_parts import Division
 from common.engine.ops.linear import gated_linear, linear, linear_reference
 from common.engine.ops.linear_norm import linear_add_rms_norm, linear_add_rms_norm_reference
+from common.engine.ops.output_norm import (
+    add_normed,
+    add_normed_rms_norm,
+    add_normed_rms_norm_reference,
+)
 from common.engine.ops.penalise import penalise, penalise_reference
 from common.engine.ops.rms_norm import (
     add_rms_norm,
@@ -44,7 +49,7 @@ from common.engine.ops.round_inputs import (
 )
 from common.engine.ops.sample_tokens import sample_tokens, sample_tokens_reference
 from common.engine.ops.sigmoid_gate import sigmoid_gate, sigmoid_gate_reference
-from common.engine.ops.silu_mul import silu_mul, silu_mul_reference
+from common.engine.ops.silu_mul import gelu_mul, gelu_mul_reference, silu_mul, silu_mul_reference
 from common.engine.ops.step_rows import (
     advance_rows,
     advance_rows_reference,
@@ -52,6 +57,7 @@ from common.engine.ops.step_rows import (
     step_rows_reference,
 )
 from common.engine.ops.tiles import choose_tiles
+from common.engine.ops.token_norm import token_norm, token_norm_reference
 from common.engine.ops.top_tokens import top_tokens, top_tokens_reference
 from common.engine.ops.triton_kernel import multiprocessors
 from common.engine.ops.verify_attention import verify_attention, verify_reference, verify_triton
@@ -88,11 +94,24 @@ def test_rms_norm_and_silu_mul(dtype: torch.dtype, rows: int) -> None:
     close(normed, expected)
     gate_up = normal(rows, 2 * 14336, dtype=dtype)
     close(silu_mul(gate_up), silu_mul_reference(gate_up))
+    close(gelu_mul(gate_up), gelu_mul_reference(gate_up))
     merged = normal(rows, 3 * 4096, dtype=dtype)
     close(sigmoid_gate(x, merged[:, 4096:8192]), sigmoid_gate_reference(x, merged[:, 4096:8192]))
     offset = 1 + weight.float()
     close(rms_norm(x, offset, 1e-5), rms_norm_reference(x, offset, 1e-5))
     close(add_rms_norm(x, residual, offset, 1e-5)[0], rms_norm_reference(total, offset, 1e-5))
+    for gain in (weight, offset):
+        pair = add_normed_rms_norm(x, residual, gain, gain, 1e-5)
+        for found, expected in zip(pair, add_normed_rms_norm_reference(x, residual, gain, gain, 1e-5)):
+            close(found, expected)
+        close(
+            add_normed(x, residual, gain, 1e-5),
+            add_normed_rms_norm_reference(x, residual, gain, gain, 1e-5)[1],
+        )
+        ours, theirs = merged.clone(), merged.clone()
+        token_norm(ours, gain, gain, 1e-5)
+        token_norm_reference(theirs, gain, gain, 1e-5)
+        close(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -174,6 +193,7 @@ def test_linear(dtype: torch.dtype, rows: int, size: int, depth: int) -> None:
 def test_gated_linear(rows: int) -> None:
     x, weight = normal(rows, 512, dtype=torch.bfloat16), normal(28672, 512, dtype=torch.bfloat16) / 512**0.5
     close(gated_linear(x, weight, None), silu_mul_reference(x @ weight.T))
+    close(gated_linear(x, weight, None, True), gelu_mul_reference(x @ weight.T))
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 17, 40, 64, 128, 129])

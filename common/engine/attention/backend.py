@@ -92,4 +92,5 @@ class AttentionBackend(Protocol):
 
 
 # Makes the attention of a model over its pool, whose layers see so many keys (None: all).
-MakeAttention = Callable[[KvPool, Sequence[int | None]], AttentionBackend]
+# (pool, windows, scale), as for PagedAttention
+MakeAttention = Callable[[KvPool, Sequence[int | None], float | None], AttentionBackend]

@@ -20,9 +20,12 @@ class PagedAttention:
 
     Serves batches of mode EXTEND without a tree. PromptAttention computes whole prompts faster; StepAttention also
     serves decode steps and trees.
+
+    Args:
+        scale: of scores; None: head_dim^-1/2.
     """
 
-    def __init__(self, pool: KvPool, windows: Sequence[int | None]) -> None:
+    def __init__(self, pool: KvPool, windows: Sequence[int | None], scale: float | None = None) -> None:
         if len(windows) < pool.num_layers:
             raise ValueError(f"{len(windows)} attention windows for a pool of {pool.num_layers} layers")
         self.pool = pool
@@ -31,7 +34,7 @@ class PagedAttention:
         # of a model without attention layers: no shape, and nothing below asks for one
         self._kv_heads, self._head_dim = (1, 1) if layer is None else pool.key(layer).shape[2:]
         self._dtype = torch.uint8 if layer is None else pool.key(layer).dtype
-        self._scale = self._head_dim**-0.5
+        self._scale = self._head_dim**-0.5 if scale is None else scale
         self._batch: ForwardBatch | None = None
 
     def plan(self, batch: ForwardBatch) -> None:

@@ -24,9 +24,13 @@ class PromptAttention(PagedAttention):
     """
 
     def __init__(
-        self, pool: KvPool, windows: Sequence[int | None], whole_prompt_tokens: Collection[int] = ()
+        self,
+        pool: KvPool,
+        windows: Sequence[int | None],
+        whole_prompt_tokens: Collection[int] = (),
+        scale: float | None = None,
     ) -> None:
-        super().__init__(pool, windows)
+        super().__init__(pool, windows, scale)
         able = (
             pool.device.type == "cuda"
             and self._dtype in (torch.float16, torch.bfloat16)

@@ -39,8 +39,8 @@ class DenseLinear(Linear):
     def product(self, x: Activations) -> Tensor:
         return linear(x.tensor(), self.weight, self.bias)
 
-    def gated(self, x: Activations, reads: Reads) -> Activations:
-        return Activations(gated_linear(x.tensor(), self.weight, self.bias))
+    def gated(self, x: Activations, reads: Reads, gelu: bool = False) -> Activations:
+        return Activations(gated_linear(x.tensor(), self.weight, self.bias, gelu))
 
     def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
         normed, stream = linear_add_rms_norm(

@@ -63,9 +63,14 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     aux_layers: Sequence[int] = (),
+    max_tokens: int | None = None,
 ) -> tuple[CausalLM, ModelConfig]:
-    """Build and fill the model of a Hugging Face directory. Raises ModelError if it cannot be served."""
-    config = ModelConfig.load(path)
+    """Build and fill the model of a Hugging Face directory. Raises ModelError if it cannot be served.
+
+    Args:
+        max_tokens: maximum length of a request; None: as long as the model allows.
+    """
+    config = ModelConfig.load(path).for_length(max_tokens)
     target = torch.device(device)
     placement = Placement(resolve_dtype(dtype, config.dtype, target), target)
     check_model_size(Path(path), config, placement.dtype, target)

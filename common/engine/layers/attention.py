@@ -14,6 +14,7 @@ from common.engine.layers.linear import Parts, RowBlock, WeightFormat, row_block
 from common.engine.layers.norm import RmsNorm, model_norm
 from common.engine.layers.piece import Piece
 from common.engine.ops.sigmoid_gate import sigmoid_gate
+from common.engine.ops.token_norm import token_norm
 
 
 class Attention(Mixer):
@@ -41,14 +42,18 @@ class Attention(Mixer):
         query, new = f"{name}.q_proj", {f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
         parts: Parts = {query: q_size, **new}
         self.gated = config.output_gate
+        if config.fused:
+            parts = {f"{name}.qkv_proj": q_size + 2 * kv_size}
         if self.gated:
             heads = [_rows_of_head(query, config, head) for head in range(config.num_heads)]
             parts = [*(rows[0] for rows in heads), *row_blocks(new), *(rows[1] for rows in heads)]
         self.qkv_proj = weights.linear(in_features or config.hidden_size, parts, config.qkv_bias)
         self.o_proj = weights.linear(q_size, {f"{name}.o_proj": config.hidden_size}, config.output_bias)
-        norm = (config.head_dim, config, weights.placement)
-        self.q_norm = model_norm(f"{name}.q_norm", *norm) if config.qk_norm else None
-        self.k_norm = model_norm(f"{name}.k_norm", *norm) if config.qk_norm else None
+        self.norms_tokens = config.qk_norm_whole
+        widths = (q_size, kv_size) if self.norms_tokens else (config.head_dim, config.head_dim)
+        made = (config, weights.placement)
+        self.q_norm = model_norm(f"{name}.q_norm", widths[0], *made) if config.qk_norm else None
+        self.k_norm = model_norm(f"{name}.k_norm", widths[1], *made) if config.qk_norm else None
         self.reads = self.qkv_proj.reads
 
     def add_norm(
@@ -60,6 +65,9 @@ class Attention(Mixer):
         attention: AttentionBackend,
     ) -> tuple[Activations, Tensor]:
         return self.o_proj.add_norm(Activations(self._attend(x, angles, attention)), stream, norm)
+
+    def forward(self, x: Activations, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
+        return self.o_proj.product(Activations(self._attend(x, angles, attention)))
 
     def _attend(self, x: Activations, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
         """Return what `o_proj` reads: [T, heads * D].
@@ -77,7 +85,11 @@ class Attention(Mixer):
     def _mix(self, projected: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
         """Return the attention's output [T, heads * D] for the merged queries, keys and values."""
         qkv = projected.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        attention.store(self.layer, qkv, angles, *self._norm_weights())
+        norms = self._norm_weights()
+        if self.norms_tokens and norms[0] is not None and norms[1] is not None:
+            token_norm(projected, norms[0], norms[1], norms[2])
+            norms = None, None, 0.0
+        attention.store(self.layer, qkv, angles, *norms)
         query, new = qkv[:, : self.heads], qkv[:, self.heads :]
         key, value = new.chunk(2, dim=1)
         return attention.forward(self.layer, query, key, value).flatten(-2)

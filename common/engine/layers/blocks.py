@@ -22,6 +22,10 @@ class Mixer(nn.Module, ABC):
     reads: Reads  # the forms that the preceding norm has to output
 
     @abstractmethod
+    def forward(self, x: Activations, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
+        """Return its output [T, H]. Arguments as in `add_norm`."""
+
+    @abstractmethod
     def add_norm(
         self,
         x: Activations,

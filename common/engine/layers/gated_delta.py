@@ -54,10 +54,15 @@ class GatedDelta(Mixer):
         angles: tuple[Tensor, Tensor],
         attention: AttentionBackend,
     ) -> tuple[Activations, Tensor]:
+        return self.out_proj.add_norm(self._mixed(x, attention), stream, norm)
+
+    def forward(self, x: Activations, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
+        return self.out_proj.product(self._mixed(x, attention))
+
+    def _mixed(self, x: Activations, attention: AttentionBackend) -> Activations:
         projected = self.in_proj.product(x)
         weights = (self.taps, self.a_log, self.dt_bias, self.norm)
-        mixed = attention.mix(self.layer, OPERATION, projected, self.width, weights, self.eps)
-        return self.out_proj.add_norm(Activations(mixed), stream, norm)
+        return Activations(attention.mix(self.layer, OPERATION, projected, self.width, weights, self.eps))
 
     def pieces(self) -> Iterator[Piece]:
         yield from self.in_proj.pieces()

@@ -58,11 +58,12 @@ class Linear(nn.Module, ABC):
         """Return [..., out] for x [..., in], with the parts concatenated."""
 
     @abstractmethod
-    def gated(self, x: Activations, reads: Reads) -> Activations:
+    def gated(self, x: Activations, reads: Reads, gelu: bool = False) -> Activations:
         """Return silu(gate) * up [..., out / 2] for x [..., in]; the first half of the rows of W are gates.
 
         Args:
             reads: the forms that the next product takes.
+            gelu: the tanh form of gelu instead of silu.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The SwiGLU feed-forward block."""
+"""The gated feed-forward block: SwiGLU or GeGLU."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from common.engine.layers.piece import Piece
 
 
 class Mlp(FeedForward):
-    """down(silu(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)), where act is silu or gelu."""
 
     def __init__(self, name: str, config: ModelConfig, weights: WeightFormat) -> None:
         super().__init__()
         size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         parts = {f"{name}.mlp.gate_proj": inner, f"{name}.mlp.up_proj": inner}
+        if config.fused:
+            parts = {f"{name}.mlp.gate_up_proj": 2 * inner}
+        self._gelu = config.activation == "gelu_tanh"
         self.gate_up_proj = weights.linear(size, parts, bias)
         self.down_proj = weights.linear(inner, {f"{name}.mlp.down_proj": size}, bias)
         self.reads = self.gate_up_proj.reads
@@ -39,4 +42,4 @@ class Mlp(FeedForward):
         yield from self.down_proj.pieces()
 
     def _gated(self, x: Activations) -> Activations:
-        return self.gate_up_proj.gated(x, self.down_proj.reads)
+        return self.gate_up_proj.gated(x, self.down_proj.reads, self._gelu)

@@ -12,6 +12,7 @@ from common.checkpoint.model_config import ModelConfig
 from common.engine.layers.activations import DENSE, Reads
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
+from common.engine.ops.output_norm import add_normed, add_normed_rms_norm
 from common.engine.ops.rms_norm import add_rms_norm, rms_norm
 from common.engine.ops.sum_parts import sum_parts_rms_norm
 
@@ -22,8 +23,8 @@ class RmsNorm(nn.Module):
     Args:
         name: in the checkpoint, without `.weight`.
         reads: the forms that the products which take its output read.
-        offset: the checkpoint stores the weight minus 1. The weight is then float32, and the product is rounded once
-            (see `ops/rms_norm`).
+        wide: the weight is float32, and the product is rounded once (see `ops/rms_norm`).
+        offset: the checkpoint stores the weight minus 1; for wide norms.
     """
 
     def __init__(
@@ -33,14 +34,16 @@ class RmsNorm(nn.Module):
         eps: float,
         placement: Placement,
         reads: Reads = DENSE,
+        wide: bool = False,
         offset: bool = False,
     ) -> None:
         super().__init__()
+        assert wide or not offset, "the sum is rounded in another dtype than float32"
         self.name = name
         self.eps = eps
         self.reads = reads
         self._plus = 1.0 if offset else 0.0
-        stored = replace(placement, dtype=torch.float32) if offset else placement
+        stored = replace(placement, dtype=torch.float32) if wide else placement
         self.weight = parameter((size,), stored)  # [size]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,12 +58,35 @@ class RmsNorm(nn.Module):
         """Return (norm(y + residual), y + residual), where y is the sum of the experts' outputs (`ops/sum_parts`)."""
         return sum_parts_rms_norm(parts, experts, residual, self.weight, self.eps)
 
+    def add_normed(self, x: Tensor, residual: Tensor, before: RmsNorm) -> tuple[Tensor, Tensor]:
+        """Return (norm(sum), sum) for sum = before(x) + residual."""
+        assert before.eps == self.eps, "the norms of a layer have one eps"
+        return add_normed_rms_norm(x, residual, before.weight, self.weight, self.eps)
+
     def pieces(self) -> Iterator[Piece]:
         yield Piece.all_of(f"{self.name}.weight", self.weight, self._plus)
+
+
+class NoNorm(nn.Module):
+    """The identity, in place of a norm that a family does not have."""
+
+    reads = DENSE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+    def add_normed(self, x: Tensor, residual: Tensor, before: RmsNorm) -> tuple[Tensor, Tensor]:
+        """Return the sum before(x) + residual twice."""
+        total = add_normed(x, residual, before.weight, before.eps)
+        return total, total
+
+    def pieces(self) -> Iterator[Piece]:
+        yield from ()
 
 
 def model_norm(
     name: str, size: int, config: ModelConfig, placement: Placement, reads: Reads = DENSE
 ) -> RmsNorm:
     """Make a norm of the kind that the config's family uses everywhere."""
-    return RmsNorm(name, size, config.rms_norm_eps, placement, reads, config.norm_offset)
+    wide, offset = config.norm_float32, config.norm_offset
+    return RmsNorm(name, size, config.rms_norm_eps, placement, reads, wide, offset)

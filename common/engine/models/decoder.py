@@ -1,6 +1,6 @@
-"""Pre-norm decoders: Llama, Mistral, Qwen2, Qwen3, and models that differ from them in options or blocks.
+"""Decoders: Llama, Mistral, Qwen, Gemma and other models that differ from them in options, norms or blocks.
 
-The config names the kinds of mixer and feed-forward of each layer.
+The config names the kinds of mixer and feed-forward of each layer, and the norms around them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from common.engine.layers.activations import Activations
 from common.engine.layers.blocks import FeedForward, Mixer
 from common.engine.layers.linear import Embedding, WeightFormat, logits
 from common.engine.layers.norm import RmsNorm, model_norm
+from common.engine.layers.output_norm_layer import OutputNormLayer
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.layers.rotary import Rotary
@@ -36,10 +37,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, name: str, config: ModelConfig, layer: int, weights: WeightFormat) -> None:
         super().__init__()
         norm = (config.hidden_size, config, weights.placement)
-        mixer: Mixer = named(mixer_record(config, layer).engine)(name, config, layer, weights)
-        feed_forward: FeedForward = named(FEED_FORWARDS[config.kind_of(layer).feed_forward])(
-            name, config, weights
-        )
+        mixer, feed_forward = blocks(name, config, layer, weights)
         self.input_layernorm = model_norm(f"{name}.input_layernorm", *norm, mixer.reads)
         self.mixer = mixer
         after = f"{name}.post_attention_layernorm"
@@ -75,6 +73,24 @@ class DecoderLayer(nn.Module):
         yield from self.feed_forward.pieces()
 
 
+def blocks(name: str, config: ModelConfig, layer: int, weights: WeightFormat) -> tuple[Mixer, FeedForward]:
+    """Make the blocks of a layer by the kinds that the config names."""
+    mixer = named(mixer_record(config, layer).engine)(name, config, layer, weights)
+    feed_forward = named(FEED_FORWARDS[config.kind_of(layer).feed_forward])(name, config, weights)
+    assert isinstance(mixer, Mixer)
+    assert isinstance(feed_forward, FeedForward)
+    return mixer, feed_forward
+
+
+def decoder_layer(
+    name: str, config: ModelConfig, layer: int, weights: WeightFormat
+) -> DecoderLayer | OutputNormLayer:
+    """Make a layer with the norms that the config names."""
+    if config.layer_norms.of_outputs:
+        return OutputNormLayer(name, config, weights, *blocks(name, config, layer, weights))
+    return DecoderLayer(name, config, layer, weights)
+
+
 class Decoder(CausalLM):
     """Embedding, decoder layers, a final norm and an LM head."""
 
@@ -91,9 +107,14 @@ class Decoder(CausalLM):
         self.aux_layers = tuple(aux_layers)
         weights, size = weight_format(config, placement), config.hidden_size
         self.embed_tokens = Embedding("model.embed_tokens", config.vocab_size, size, placement)
+        # The product with the embeddings is exact, then rounded, as that of two values of the dtype.
+        self._scale = float(torch.tensor(config.embedding_scale).to(placement.dtype))
         self.rotary = Rotary(config.rope, config.head_dim, placement)
+        self.window_rotary = (
+            None if config.window_rope is None else Rotary(config.window_rope, config.head_dim, placement)
+        )
         self.layers = nn.ModuleList(
-            DecoderLayer(f"model.layers.{i}", config, i, weights) for i in range(config.num_layers)
+            decoder_layer(f"model.layers.{i}", config, i, weights) for i in range(config.num_layers)
         )
         self.norm = model_norm("model.norm", size, config, placement)
         if config.tie_word_embeddings:
@@ -101,15 +122,23 @@ class Decoder(CausalLM):
         else:
             self.lm_head = weights.linear(size, {"lm_head": config.vocab_size}, bias=False)
 
+    def embed(self, ids: Tensor) -> Tensor:
+        embeds = super().embed(ids)
+        return embeds if self._scale == 1.0 else embeds * self._scale
+
     def forward(self, embeds: Tensor, positions: Tensor, attention: AttentionBackend) -> BodyOutput:
-        angles = self.rotary(positions)
-        norms = [each.input_layernorm for each in self.layers if isinstance(each, DecoderLayer)] + [self.norm]
+        angles = window_angles = self.rotary(positions)
+        if self.window_rotary is not None:
+            window_angles = self.window_rotary(positions)
+        windows = self.config.sliding_windows
+        norms = [*(_layer(each).input_layernorm for each in self.layers), self.norm]
         stream, x = embeds, Activations(norms[0](embeds))
         aux: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             if index in self.aux_layers:
                 aux.append(stream)
-            x, stream = layer(x, stream, angles, attention, norms[index + 1])
+            turn = angles if windows[index] is None else window_angles
+            x, stream = layer(x, stream, turn, attention, norms[index + 1])
         if self.config.num_layers in self.aux_layers:
             aux.append(stream)
         return BodyOutput(x.tensor(), torch.cat(aux, dim=-1) if aux else None)
@@ -121,7 +150,11 @@ class Decoder(CausalLM):
         """Yield the checkpoint pieces that it reads: each value of the model exactly once."""
         yield from self.embed_tokens.pieces()
         for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            yield from layer.pieces()
+            yield from _layer(layer).pieces()
         yield from self.norm.pieces()
         yield from self.lm_head.pieces()
+
+
+def _layer(module: nn.Module) -> DecoderLayer | OutputNormLayer:
+    assert isinstance(module, DecoderLayer | OutputNormLayer)
+    return module

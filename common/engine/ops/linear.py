@@ -1,4 +1,4 @@
-"""y = x W^T + b, and silu(x G^T) * (x U^T), for few rows of x: a decode step reads the weights once.
+"""y = x W^T + b, and act(x G^T) * (x U^T), for few rows of x: a decode step reads the weights once.
 
 Such a product is memory-bound. The weight's rows are the rows of the matrix units (64 at once) and the few rows of x
 are the columns, so both are multiplied from shared memory without a transposition, with the bulk copies of a Hopper
@@ -14,7 +14,13 @@ from torch import Tensor
 
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import room_of
-from common.engine.ops.silu_mul import silu_mul_reference, silu_mul_triton
+from common.engine.ops.silu_mul import (
+    activate,
+    gelu_mul_reference,
+    gelu_mul_triton,
+    silu_mul_reference,
+    silu_mul_triton,
+)
 from common.engine.ops.tiles import FEW, Tiles, choose_gated_tiles, choose_tiles
 from common.engine.ops.triton_kernel import (
     await_previous,
@@ -77,6 +83,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,  # of the gates; else silu
     CHAINED: tl.constexpr,
 ):
     """Each program computes BLOCK_N columns of all rows over one part of the depth."""
@@ -106,14 +113,14 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     if GATED:
         # Rounded where two separate kernels would round.
         gate = out.to(dtype).to(tl.float32)
-        out = gate / (1.0 + tl.exp(-gate)) * up.to(dtype).to(tl.float32)
+        out = activate(gate, GELU) * up.to(dtype).to(tl.float32)
     line = tl.program_id(1) * rows + row
     place = out_ptr + line.to(tl.int64)[None, :] * size + column[:, None]
     tl.store(place, out.to(dtype), mask=(row < rows)[None, :] & real[:, None])
 
 
 def linear_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, gated: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, gated: bool = False, gelu: bool = False
 ) -> Tensor:
     """Compute at most `tiles.rows` rows in one part; for several parts see `linear_parts`, for `gated`
     `gated_linear`.
@@ -121,7 +128,7 @@ def linear_triton(
     assert tiles.parts == 1, "the reader of a product adds up its parts"
     size = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty((*x.shape[:-1], size))
-    _launch(x, weight, bias, out, tiles, gated)
+    _launch(x, weight, bias, out, tiles, gated, gelu)
     return out
 
 
@@ -139,6 +146,7 @@ def _launch(
     out: Tensor,
     tiles: Tiles,
     gated: bool,
+    gelu: bool = False,
 ) -> None:
     size, depth = weight.shape
     rows = x.reshape(-1, depth)
@@ -172,6 +180,7 @@ def _launch(
         BLOCK_N=tiles.columns,
         BLOCK_K=tiles.depth,
         GATED=gated,
+        GELU=gelu,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **chained(x.device),
@@ -203,20 +212,26 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 linear = register_op("linear", linear_reference, mutates=(), fake=_fake, cuda=_linear_cuda)
 
 
-def gated_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return silu(gate) * up [..., I] for x [..., in], weight [2 * I, in] and bias [2 * I], gates first."""
-    return silu_mul_reference(F.linear(x, weight, bias))
+def gated_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
+    """Return silu(gate) * up [..., I] for x [..., in], weight [2 * I, in] and bias [2 * I], gates first.
+
+    Args:
+        gelu: the tanh form of gelu instead of silu.
+    """
+    activated = gelu_mul_reference if gelu else silu_mul_reference
+    return activated(F.linear(x, weight, bias))
 
 
-def _gated_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _gated_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
     gpu = multiprocessors(x.device), room_of(x.device).shared_bytes
     tiles = choose_gated_tiles(rows_of(x), weight.shape[0], *gpu)
     if tiles is not None and bias is None and halves(x, weight):
-        return linear_triton(x, weight, None, tiles, gated=True)
-    return silu_mul_triton(F.linear(x, weight, bias))
+        return linear_triton(x, weight, None, tiles, gated=True, gelu=gelu)
+    activated = gelu_mul_triton if gelu else silu_mul_triton
+    return activated(F.linear(x, weight, bias))
 
 
-def _gated_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _gated_fake(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.checkpoint.rope_config import RopeConfig
+from common.checkpoint.rope_config import LONGROPE, RopeConfig
 from common.engine.ops.registration import register_op
 from common.engine.ops.triton_kernel import kernel, kernel_with_varying, next_power_of_2, tl
 
@@ -190,6 +190,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return plain
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == LONGROPE:
+        return 1.0 / (torch.tensor(rope.long_factors if rope.long else rope.short_factors) * powers)
     if rope.kind == "llama3":
         return _llama3(plain, rope)
     return _yarn(powers, plain, rope, head_dim)

@@ -47,8 +47,13 @@ class OperationMixer(Mixer):
         angles: tuple[Tensor, Tensor],
         attention: AttentionBackend,
     ) -> tuple[Activations, Tensor]:
-        mixed = attention.mix(self.layer, self.operation, self.inward.product(x), self.width)
-        return self.outward.add_norm(Activations(mixed), stream, norm)
+        return self.outward.add_norm(self._mixed(x, attention), stream, norm)
+
+    def forward(self, x: Activations, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
+        return self.outward.product(self._mixed(x, attention))
+
+    def _mixed(self, x: Activations, attention: AttentionBackend) -> Activations:
+        return Activations(attention.mix(self.layer, self.operation, self.inward.product(x), self.width))
 
     def pieces(self) -> Iterator[Piece]:
         yield from self.inward.pieces()

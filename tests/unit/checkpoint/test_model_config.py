@@ -49,19 +49,27 @@ def test_agrees_with_transformers(name: str, tmp_path: Path) -> None:
     assert config.eos_token_ids == (2,)
     attention = next(each.self_attn for each in model.model.layers if hasattr(each, "self_attn"))
     assert config.head_dim == attention.head_dim
-    assert config.qkv_bias == (attention.q_proj.bias is not None)
+    queries = attention.qkv_proj if config.fused else attention.q_proj
+    assert config.qkv_bias == (queries.bias is not None)
     assert config.output_bias == (attention.o_proj.bias is not None)
-    dense = [hasattr(layer.mlp, "up_proj") for layer in model.model.layers]
+    dense = [hasattr(layer.mlp, "down_proj") for layer in model.model.layers]
     assert [config.kind_of(layer).feed_forward == "dense" for layer in range(config.num_layers)] == dense
     if dense[0]:
-        assert config.mlp_bias == (model.model.layers[0].mlp.up_proj.bias is not None)
-    torch.testing.assert_close(
-        inverse_frequencies(config.rope, config.rope.rotated_dims(config.head_dim)),
-        model.model.rotary_emb.inv_freq,
-        rtol=1e-6,
-        atol=0,
-    )
-    assert config.rope.attention_factor == pytest.approx(model.model.rotary_emb.attention_scaling)
+        assert config.mlp_bias == (model.model.layers[0].mlp.down_proj.bias is not None)
+    assert config.attention_scale in (None, pytest.approx(attention.scaling))
+    check_rope(config.rope, config.head_dim, model, "" if config.window_rope is None else "full_attention_")
+    if config.window_rope is not None:
+        check_rope(config.window_rope, config.head_dim, model, "sliding_attention_")
+
+
+def check_rope(rope: RopeConfig, head_dim: int, model: Any, prefix: str) -> None:
+    """Compare with the buffers of transformers whose names begin with `prefix`."""
+    module = model.model.rotary_emb
+    if rope.kind == "longrope":
+        rope = rope.for_length(rope.original_max_positions)  # transformers begins with the short set
+    frequencies = inverse_frequencies(rope, rope.rotated_dims(head_dim))
+    torch.testing.assert_close(frequencies, getattr(module, f"{prefix}inv_freq"), rtol=1e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(getattr(module, f"{prefix}attention_scaling"))
 
 
 ROPES: Mapping[str, Mapping[str, Any]] = {
@@ -176,10 +184,40 @@ def test_generation_config_gives_eos_ids_and_sampling_defaults(tmp_path: Path) -
         ({"attention_bias": 1}, ["attention_bias", "1"]),
         ({"eos_token_id": 4000}, ["eos_token_id 4000", "96"]),
         (
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            ["'dynamic'", "default, linear, llama3, yarn"],
+            {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
+            ["'proportional'", "default, linear, llama3, yarn, dynamic, longrope"],
         ),
-        ({"rope_scaling": {"type": "longrope"}}, ["'longrope'"]),
+        ({"rope_scaling": {"type": "longrope"}}, ["'longrope'", "short_factor"]),
+        ({"rope_scaling": {"type": "dynamic"}}, ["'dynamic'", "factor"]),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1.0] * 6, "long_factor": [1.0] * 5}},
+            ["6 short and 5 long factors"],
+        ),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1.0] * 5, "long_factor": [1.0] * 5}},
+            ["5 factors for 6 frequencies"],
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [0] * 6, "long_factor": [1.0] * 6}},
+            ["short_factor", "positive number"],
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0},
+            ["final_logit_softcapping 30.0", "not capped"],
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+            ["use_bidirectional_attention True", "causal"],
+        ),
+        ({"architectures": ["Gemma3ForCausalLM"], "sliding_window": None}, ["sliding_window", "None"]),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["full_attention"]},
+            ["layer_types", "2 layers"],
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu"},
+            ["hidden_activation 'gelu'", "silu, gelu_pytorch_tanh"],
+        ),
         ({"rope_scaling": {"rope_type": "linear"}}, ["'linear'", "factor"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": 1e-300}}, ["factor", "at least 0.001"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, ["factor", "'2'"]),

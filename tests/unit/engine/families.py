@@ -66,6 +66,18 @@ SHARED = {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 20,
 }
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.5, 4.0, 9.0],
+    "partial_rotary_factor": 0.5,
+}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 200.0},
+}
 
 # name -> (transformers' name, config values over BASE)
 FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -107,12 +119,38 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3-next": ("Qwen3Next", {**HYBRID, **SHARED, "mlp_only_layers": [1]}),
     "qwen3.5": ("Qwen3_5", HYBRID),
     "qwen3.5-moe-tied": ("Qwen3_5Moe", {**HYBRID, **SHARED, "tie_word_embeddings": True}),
+    "llama-dynamic": ("Llama", {"rope_parameters": DYNAMIC}),
+    "gemma3": (
+        "Gemma3",
+        {"num_hidden_layers": 3, "head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 3},
+    ),
+    "gemma3-ropes": (
+        "Gemma3",
+        {
+            "head_dim": 8,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": GEMMA3_ROPE,
+            "attention_bias": True,
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 9}),
+    "phi3-longrope": (
+        "Phi3",
+        {"original_max_position_embeddings": 4, "rope_parameters": LONGROPE, "tie_word_embeddings": True},
+    ),
+    "olmo2": ("Olmo2", {"attention_bias": True}),
     "qwen3-layer-types-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True, **ALTERNATING}),
 }
 
 
 # The config of the text model, where it has another name than the model.
-TEXT_CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
+TEXT_CONFIGS = {
+    "Gemma3": "Gemma3TextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
+}
 
 
 def build(name: str, seed: int = 0, **overrides: Any) -> Any:

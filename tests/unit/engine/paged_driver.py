@@ -43,7 +43,9 @@ class Driver:
         for kept in self.rows.windows.values():
             kept[1:] = torch.nan
         self.joined: set[int] = set()  # sequences whose state has a row
-        self.runner = ModelRunner(model, self.pool, StepAttention(self.pool, model.config.sliding_windows))
+        config = model.config
+        attention = StepAttention(self.pool, config.sliding_windows, config.attention_scale)
+        self.runner = ModelRunner(model, self.pool, attention)
         free = list(range(1, num_pages))
         random.Random(seed).shuffle(free)
         self.pages = [[free.pop() for _ in range(-(-len(ids) // page_size))] for ids in sequences]

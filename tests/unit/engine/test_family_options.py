@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from common.checkpoint.families import FAMILIES, Family
-from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.model_config import ModelConfig, model_fingerprint
 from common.engine.forward.model_runner import load_model
 from common.errors import ModelError
 from tests.unit.engine import families
@@ -129,6 +129,59 @@ def test_a_text_config_takes_outer_values_that_it_does_not_have(tmp_path: Path) 
     file.write_text(json.dumps(raw))
     with pytest.raises(ModelError, match="text_config must be an object"):
         ModelConfig.load(tmp_path)
+
+
+def test_gemma3_with_a_vision_part_serves_text(tmp_path: Path) -> None:
+    """Published files name few values of the text model, and put its tensors under language_model.model."""
+    text = {
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 6,
+        "vocab_size": families.VOCAB,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    reference = randomise(
+        transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**copy.deepcopy(text)))
+    )
+    families.save(reference, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    others = {"vision_tower.patch": torch.zeros(1), "multi_modal_projector.weight": torch.zeros(1)}
+    save_file({**renamed, **others}, tmp_path / "model.safetensors")
+    raw = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text, "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = ModelConfig.load(tmp_path)
+    assert (config.num_heads, config.num_kv_heads, config.tie_word_embeddings) == (8, 4, True)
+    assert config.window_rope is not None
+    assert (config.rope.kind, config.rope.theta, config.window_rope.theta) == ("linear", 1e6, 1e4)
+    check(tmp_path, reference)
+
+
+@pytest.mark.parametrize("max_tokens", [64, 65, None])
+def test_longrope_has_one_set_of_factors_per_server(tmp_path: Path, max_tokens: int | None) -> None:
+    """transformers takes the set by the length of a batch: equal where all its requests need the server's set."""
+    original = 64 if max_tokens == 64 else 4
+    model = families.build("phi3-longrope", original_max_position_embeddings=original)
+    path = families.save(model, tmp_path)
+    ours, config = load_model(path, max_tokens=max_tokens)
+    assert config.rope.long == (original == 4)
+    assert model_fingerprint(path) == model_fingerprint(path, 65)
+    assert (model_fingerprint(path, 3) == model_fingerprint(path)) is False
+    actual = Driver(ours, SEQUENCES, 16).run_all(5, PROMPTS)
+    for found, ids in zip(actual, SEQUENCES, strict=True):
+        torch.testing.assert_close(found, families.reference_logits(model, ids), atol=1e-4, rtol=0)
+
+
+def test_embeddings_are_scaled_by_a_value_of_the_model_dtype(tmp_path: Path) -> None:
+    """sqrt(48) is 6.9282; in bfloat16 it is 6.9375."""
+    model = families.build("gemma3")
+    ours = load_model(families.save(model, tmp_path, torch.bfloat16), "bfloat16")[0]
+    ids = torch.arange(20)
+    assert torch.equal(ours.embed(ids), model.model.embed_tokens(ids))
+    assert not torch.equal(ours.embed(ids), (ours.embed_tokens(ids) * 48**0.5))
 
 
 @pytest.mark.parametrize("factor", [0.3125, 0.01])

@@ -7,6 +7,12 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.keep_hidden import keep_hidden_reference, keep_hidden_triton
+from common.engine.ops.output_norm import (
+    add_normed_reference,
+    add_normed_rms_norm_reference,
+    add_normed_rms_norm_triton,
+    add_normed_triton,
+)
 from common.engine.ops.rms_norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
@@ -21,7 +27,13 @@ from common.engine.ops.rotary_kv_write import (
     rotary_qk_triton,
 )
 from common.engine.ops.sigmoid_gate import sigmoid_gate_reference, sigmoid_gate_triton
-from common.engine.ops.silu_mul import silu_mul_reference, silu_mul_triton
+from common.engine.ops.silu_mul import (
+    gelu_mul_reference,
+    gelu_mul_triton,
+    silu_mul_reference,
+    silu_mul_triton,
+)
+from common.engine.ops.token_norm import token_norm_reference, token_norm_triton
 from common.engine.ops.triton_kernel import tl
 
 pytestmark = [
@@ -62,6 +74,40 @@ def test_a_float32_weight_multiplies_before_the_norm_is_rounded() -> None:
         assert (run(x, weight.half(), 1e-6) != once.half()).float().mean() > 0.1
 
 
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [*((dtype, dtype) for dtype in DTYPES), (torch.float16, torch.float32)]
+)
+@pytest.mark.parametrize("shape", [(3, 64), (2, 3, 40), (0, 16)])
+def test_norms_of_outputs(dtype: torch.dtype, stored: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, residual = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+    before, after = torch.randn(2, shape[-1], dtype=stored).unbind()
+    expected = add_normed_rms_norm_reference(x, residual, before, after, 1e-5)
+    for actual, wanted in zip(add_normed_rms_norm_triton(x, residual, before, after, 1e-5), expected):
+        assert actual.dtype == dtype
+        close(actual, wanted)
+    close(
+        add_normed_triton(x, residual, before, 1e-5),
+        add_normed_reference(x, residual, before, 1e-5),
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [*((dtype, dtype) for dtype in DTYPES), (torch.float16, torch.float32)]
+)
+@pytest.mark.parametrize(("queries", "keys"), [(48, 24), (20, 20), (96, 8)])
+def test_token_norm(dtype: torch.dtype, stored: torch.dtype, queries: int, keys: int) -> None:
+    """Each token's queries have one norm and its keys another; values stay."""
+    qkv = torch.randn(3, queries + 2 * keys + 8, dtype=dtype)[:, :-8]
+    weights = torch.randn(queries, dtype=stored), torch.randn(keys, dtype=stored)
+    expected, actual = qkv.clone(), qkv.clone()
+    token_norm_reference(expected, *weights, 1e-5)
+    token_norm_triton(actual, *weights, 1e-5)
+    close(actual, expected)
+    assert torch.equal(actual[:, queries + keys :], qkv[:, queries + keys :])
+    with pytest.raises(AssertionError, match="norms of"):
+        token_norm_triton(actual[:, :-2], *weights, 1e-5)
+
+
 def test_rms_norm_of_rows_with_a_stride() -> None:
     x, weight = torch.randn(5, 96)[:, 16:48], torch.randn(32)
     close(rms_norm_triton(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
@@ -71,9 +117,13 @@ def test_rms_norm_of_rows_with_a_stride() -> None:
 @pytest.mark.parametrize("shape", [(3, 64), (1, 2 * 2100), (2, 2, 30)])
 def test_silu_mul(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = 3 * torch.randn(shape, dtype=dtype)
-    out = silu_mul_triton(x)
-    assert out.is_contiguous()
-    close(out, silu_mul_reference(x))
+    for run, reference in (
+        (silu_mul_triton, silu_mul_reference),
+        (gelu_mul_triton, gelu_mul_reference),
+    ):
+        out = run(x)
+        assert out.is_contiguous()
+        close(out, reference(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,88 @@
+"""RMSNorm of a token's queries and of its keys, over all heads together, in place (OLMo2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.engine.ops.registration import register_op
+from common.engine.ops.rms_norm import rms_norm_reference
+from common.engine.ops.triton_kernel import await_previous, chained, kernel, next_power_of_2, tl
+
+
+def token_norm_reference(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
+    """Normalise the queries qkv[:, :Q] and the keys qkv[:, Q : Q + K] of each token.
+
+    Args:
+        qkv: [T, Q + 2 * K], mutated.
+        q_weight, k_weight: [Q] and [K].
+    """
+    first = len(q_weight)
+    for weight, part in ((q_weight, qkv[:, :first]), (k_weight, qkv[:, first : first + len(k_weight)])):
+        part.copy_(rms_norm_reference(part, weight, eps))
+
+
+@kernel
+def _token_norm_kernel(  # type: ignore[no-untyped-def]
+    qkv_ptr,  # [T, Q + 2 * K]
+    q_weight_ptr,  # [Q]
+    k_weight_ptr,  # [K]
+    stride,
+    queries,  # Q
+    keys,  # K
+    eps,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Program (t, 0) has the queries of token t, (t, 1) its keys."""
+    await_previous(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    from_queries, from_keys = (1 - part) * queries, part * keys  # one of them is 0
+    size = from_queries + from_keys
+    column = tl.arange(0, BLOCK)
+    live = column < size
+    place = qkv_ptr + row * stride + part * queries + column
+    x = tl.load(place, mask=live, other=0.0)
+    q_weight = tl.load(q_weight_ptr + column, mask=column < from_queries, other=0.0).to(tl.float32)
+    k_weight = tl.load(k_weight_ptr + column, mask=column < from_keys, other=0.0).to(tl.float32)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
+    normed = (wide * scale).to(q_weight_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(place, (normed * (q_weight + k_weight)).to(x.dtype), mask=live)
+
+
+def token_norm_triton(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
+    count, width = qkv.shape
+    assert qkv.stride(1) == 1, "the elements of a row must be adjacent"
+    assert len(q_weight) + 2 * len(k_weight) == width, (
+        f"norms of {len(q_weight)} and {len(k_weight)} for {width}"
+    )
+    assert q_weight.dtype == k_weight.dtype, "the norms have one dtype"
+    assert q_weight.dtype in (qkv.dtype, torch.float32), f"norms of {q_weight.dtype} for {qkv.dtype}"
+    assert q_weight.is_contiguous(), "the weight must be contiguous"
+    assert k_weight.is_contiguous(), "the weight must be contiguous"
+    if count == 0:
+        return
+    block = next_power_of_2(max(len(q_weight), len(k_weight)))
+    _token_norm_kernel[(count, 2)](
+        qkv,
+        q_weight,
+        k_weight,
+        qkv.stride(0),
+        len(q_weight),
+        len(k_weight),
+        eps,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+        **chained(qkv.device),
+    )
+
+
+def _fake(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
+    return None
+
+
+token_norm = register_op(
+    "token_norm", token_norm_reference, mutates=("qkv",), fake=_fake, cuda=token_norm_triton
+)
