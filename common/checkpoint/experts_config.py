@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.checkpoint.json_fields import MAX_WIDTH, flag, number, positive, shown
+from common.checkpoint.json_fields import MAX_LAYERS, MAX_WIDTH, flag, number, positive, shown
 from common.errors import ModelError
 
 Raw = Mapping[str, Any]
@@ -192,8 +192,11 @@ def _layers_with_experts(raw: Raw, rules: ExpertRules, layers: int, where: str) 
     if rules.first_dense is None:
         step = positive(raw, "decoder_sparse_step", where, 1)
         dense = raw.get("mlp_only_layers") or []
-        if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-            raise ModelError(f"{where}: mlp_only_layers must be a list of layers, found {shown(dense)}")
+        listed = isinstance(dense, list) and len(dense) <= MAX_LAYERS
+        if not listed or not all(type(layer) is int for layer in dense):
+            raise ModelError(
+                f"{where}: mlp_only_layers must be a list of at most {MAX_LAYERS} layers, found {shown(dense)}"
+            )
         return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
     first = rules.first_dense
     if isinstance(first, str):

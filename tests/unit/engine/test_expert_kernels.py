@@ -89,6 +89,17 @@ def test_rows_with_nan_choose_experts_that_exist() -> None:
         assert all(len(set(row)) == 5 and min(row) >= 0 and max(row) < 12 for row in experts.tolist())
 
 
+@pytest.mark.parametrize("value", [-torch.inf, -3e38, torch.inf, torch.nan])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_broken_correction_chooses_different_experts(value: float, groups: int) -> None:
+    """An expert twice in one row makes the products read and write outside of their tensors."""
+    correction = torch.full((12,), value)
+    correction[5] = 0.0
+    given = (torch.randn(3, 8), torch.randn(12, 8), correction, None, 0)
+    experts, _ = route_triton(*given, 5, 0, False, True, groups, 2 if groups > 1 else 1, True, 1e-20, 1.0)
+    assert all(len(set(row)) == 5 and min(row) >= 0 and max(row) < 12 for row in experts.tolist())
+
+
 def test_no_rows_choose_nothing() -> None:
     experts, shares = route_triton(torch.zeros(0, 8), torch.randn(5, 8), None, None, 0, 3, 1, False, *SOFTMAX)
     assert experts.shape == shares.shape == (0, 4)
