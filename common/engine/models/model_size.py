@@ -63,10 +63,18 @@ def check_tower_size(path: Path, vision: VisionConfig, hidden: int) -> None:
 
 
 def _layers(config: ModelConfig) -> int:
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     return config.hidden_size * sum(
-        heads + 3 * _feed_forward_width(config, layer) for layer in range(config.num_layers)
+        _mixer_width(config, layer) + 3 * _feed_forward_width(config, layer)
+        for layer in range(config.num_layers)
     )
+
+
+def _mixer_width(config: ModelConfig, layer: int) -> int:
+    """Return the rows of a mixer's projections, each of the model's width."""
+    shape = config.gated_delta
+    if shape is not None and config.kind_of(layer).mixer == "gated_delta":
+        return shape.token_values + 2 * shape.inner
+    return (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
 
 
 def _feed_forward_width(config: ModelConfig, layer: int) -> int:
@@ -80,6 +88,7 @@ def _sizes(config: ModelConfig) -> str:
         f"num_hidden_layers {config.num_layers}, hidden_size {config.hidden_size}, intermediate_size "
         f"{config.intermediate_size}, {config.num_heads} heads of {config.head_dim}"
         + (f", {config.experts.count} experts of {config.experts.inner}" if config.experts else "")
+        + (f", gated delta layers of {config.gated_delta.channels} channels" if config.gated_delta else "")
     )
 
 

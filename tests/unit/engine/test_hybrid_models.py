@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from common.checkpoint.model_config import ModelConfig
 from common.engine.forward.model_runner import load_model
+from common.engine.models.model_size import check_model_size
 from common.errors import ModelError
 from tests.unit.engine import families
 from tests.unit.engine.paged_driver import Driver
@@ -110,3 +112,13 @@ def test_every_fourth_layer_attends_unless_the_config_says_otherwise(tmp_path: P
         "attention",
         "gated_delta",
     ]
+
+
+def test_gated_delta_layers_count_in_the_size_of_a_model(tmp_path: Path) -> None:
+    """A config whose layers are out of proportion to the weights is refused before memory is allocated."""
+    config = ModelConfig.load(families.save(families.build("qwen3.5"), tmp_path))
+    check_model_size(tmp_path, config, torch.float32, torch.device("cpu"))
+    assert config.gated_delta is not None
+    wide = replace(config, gated_delta=replace(config.gated_delta, value_dim=1 << 14))
+    with pytest.raises(ModelError, match=r"gated delta layers of 98336 channels .* make a model of at least"):
+        check_model_size(tmp_path, wide, torch.float32, torch.device("cpu"))
