@@ -49,7 +49,10 @@ class Handshakes:
         task = asyncio.current_task()
         assert task is not None
         if len(self._pending) >= MOST_PENDING:
-            next(iter(self._pending)).cancel()
+            # It ends only in a later turn of the loop, but no longer counts: the next arrival ends another one.
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
+            oldest.cancel()
         self._pending[task] = client
         self._by_client[client] += 1
         try:
@@ -62,7 +65,7 @@ class Handshakes:
                 del self._running[task]
                 self._give_slot_back()
         finally:
-            del self._pending[task]
+            self._pending.pop(task, None)
             self._by_client[client] -= 1
             if not self._by_client[client]:
                 del self._by_client[client]

@@ -202,5 +202,21 @@ async def test_how_many_are_pending_is_bounded(monkeypatch: pytest.MonkeyPatch) 
         await crowd.end()
 
 
+async def test_connections_that_arrive_at_once_each_end_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_PENDING", 3)
+    handshakes = Handshakes()
+    with Pairs() as pairs:
+        crowd = Crowd(handshakes, pairs)
+        for _ in range(3):
+            crowd.add("silent", b"")
+        await settle()
+        for _ in range(3):
+            crowd.add("later", b"")
+        await settle()
+        assert done(crowd.tasks) == [True] * 3 + [False] * 3
+        assert (handshakes.pending("silent"), handshakes.pending("later")) == (0, 3)
+        await crowd.end()
+
+
 def done(tasks: Sequence[asyncio.Task[None]]) -> list[bool]:
     return [task.done() for task in tasks]
