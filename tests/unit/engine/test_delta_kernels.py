@@ -1,0 +1,100 @@
+"""The kernels of gated delta layers against their torch references, in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.ops.delta_step import delta_step_reference, delta_step_triton
+from common.engine.ops.triton_kernel import tl
+
+pytestmark = [
+    pytest.mark.skipif(tl is None, reason="Triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels are tested in tests/gpu"),
+]
+DTYPES = [torch.float32, torch.float16]
+EPS = 1e-3
+SLOTS = 6
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    limit = 4e-3 if expected.dtype == torch.float16 else 2e-5
+    torch.testing.assert_close(actual, expected, atol=limit, rtol=limit, equal_nan=True)
+
+
+@dataclass
+class Layer:
+    """Weights and planes of one layer with random values; nothing that a request does not own may be read."""
+
+    heads: int
+    served: int
+    key: int
+    value: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(self.heads + self.key)
+        self.channels = 2 * self.heads // self.served * self.key + self.heads * self.value
+        self.taps = (0.5 * torch.randn(self.channels, 4)).to(self.dtype)
+        self.a_log, self.dt_bias = torch.randn(2, self.heads).unbind()
+        self.norm = torch.randn(self.value)
+        self.conv = torch.randn(SLOTS, self.channels, 3).to(self.dtype)
+        self.recurrent = torch.randn(SLOTS, self.heads, self.key, self.value)
+        self.conv[0] = self.recurrent[0] = 0
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+        return self.taps, self.a_log.contiguous(), self.dt_bias.contiguous(), self.norm, EPS
+
+    def tokens(self, count: int) -> Tensor:
+        """Return rows of the input projection, with a stride."""
+        width = self.channels + 2 * self.heads + self.heads * self.value
+        return torch.randn(count, width + 3).to(self.dtype)[:, :width]
+
+
+LAYERS = [(6, 3, 8, 12), (2, 2, 16, 8), (4, 1, 5, 4)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", LAYERS)
+@pytest.mark.parametrize(("new", "most"), [(1, 1), (3, 4)])
+def test_delta_step(dtype: torch.dtype, shape: tuple[int, int, int, int], new: int, most: int) -> None:
+    layer = Layer(*shape, dtype)
+    slots, rows = torch.tensor([4, 0, 2, 5]), torch.tensor([2, 0, 3, 1])
+    pending = torch.tensor([most, 0, 0, 1])
+    window = torch.randn(5, most, layer.channels + 2 * layer.heads).to(dtype)
+    window[0] = 0
+    for row, count in zip(rows.tolist(), pending.tolist()):
+        window[row, count:] = torch.nan if row else 0
+    projected = layer.tokens(4 * new)
+    projected[new : 2 * new] = torch.nan
+    results = []
+    for run in (delta_step_reference, delta_step_triton):
+        planes = layer.conv.clone(), layer.recurrent.clone(), window.clone()
+        out = run(projected, *layer.weights, *planes, slots, rows, pending)
+        results.append((out, *planes))
+    live = torch.arange(4).repeat_interleave(new) != 1
+    (expected, *expected_planes), (actual, *planes) = results
+    close(actual[live], expected[live])
+    assert not actual[~live].any(), "padding returns zeros"
+    for ours, theirs in zip(planes, expected_planes, strict=True):
+        close(ours, theirs)
+        assert not ours[0].any()
+    assert torch.equal(planes[1][[1, 3]], layer.recurrent[[1, 3]]), "other slots stay"
+
+
+def test_a_launcher_checks_its_arguments() -> None:
+    layer = Layer(2, 1, 4, 4, torch.float32)
+    one = torch.ones(1, dtype=torch.int64)
+    window = torch.zeros(2, 1, layer.channels + 2 * layer.heads)
+    for tokens, kept, states, said in (
+        (2, window, layer.recurrent, "2 new tokens, the window has 1"),
+        (1, window[..., 1:].contiguous(), layer.recurrent, "inputs, two values per head, and gates"),
+        (1, window.half(), layer.recurrent, "kept inputs"),
+        (1, window, layer.recurrent.half(), "states are float32"),
+    ):
+        with pytest.raises(AssertionError, match=said):
+            delta_step_triton(layer.tokens(tokens), *layer.weights, layer.conv, states, kept, one, one, one)
