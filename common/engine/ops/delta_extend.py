@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from common.engine.ops.delta_chunks import CHUNK, delta_extend_triton
 from common.engine.ops.delta_heads import DeltaHeads, convolve, delta_heads, gated_norm
 from common.engine.ops.registration import register_op
-
-CHUNK = 64
 
 
 def delta_extend_reference(
@@ -171,4 +170,10 @@ def _fake(
     return projected.new_empty((projected.shape[0], recurrent.shape[1] * recurrent.shape[3]))
 
 
-delta_extend = register_op("delta_extend", delta_extend_reference, mutates=("conv", "recurrent"), fake=_fake)
+delta_extend = register_op(
+    "delta_extend",
+    delta_extend_reference,
+    mutates=("conv", "recurrent"),
+    fake=_fake,
+    cuda=delta_extend_triton,
+)

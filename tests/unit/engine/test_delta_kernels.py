@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.ops.delta_chunks import delta_extend_triton
+from common.engine.ops.delta_extend import delta_extend_reference
 from common.engine.ops.delta_step import delta_step_reference, delta_step_triton
 from common.engine.ops.triton_kernel import tl
 
@@ -98,3 +100,38 @@ def test_a_launcher_checks_its_arguments() -> None:
     ):
         with pytest.raises(AssertionError, match=said):
             delta_step_triton(layer.tokens(tokens), *layer.weights, layer.conv, states, kept, one, one, one)
+
+
+# (new tokens, tokens before them, slot) of each request
+BATCHES = [
+    [(1, 0, 3)],
+    [(2, 0, 1), (3, 64, 2), (1, 128, 4)],
+    [(64, 0, 5), (65, 0, 2), (0, 0, 0)],
+    [(130, 64, 1), (63, 0, 3), (5, 64, 4), (0, 0, 0)],
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("shape", LAYERS)
+def test_delta_extend(
+    dtype: torch.dtype, batch: list[tuple[int, int, int]], shape: tuple[int, int, int, int]
+) -> None:
+    layer = Layer(*shape, dtype)
+    counts, before, slots = (torch.tensor(each) for each in zip(*batch, strict=True))
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    for at, done in zip(slots.tolist(), before.tolist()):
+        if at and not done:
+            layer.conv[at] = layer.recurrent[at] = torch.nan
+    projected = layer.tokens(int(counts.sum()) + 3)
+    projected[-3:] = torch.nan
+    results = []
+    for run in (delta_extend_reference, delta_extend_triton):
+        planes = layer.conv.clone(), layer.recurrent.clone()
+        out = run(projected, *layer.weights, *planes, slots, starts, (before + counts).int())
+        results.append((out, *planes))
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        close(ours, theirs)
+    assert not results[1][0][-3:].any(), "padding returns zeros"
+    assert not results[1][1][0].any()
+    assert not results[1][2][0].any()
