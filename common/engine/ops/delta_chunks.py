@@ -61,7 +61,8 @@ def _delta_inputs_kernel(  # type: ignore[no-untyped-def]
     token = at + tl.arange(0, CHUNK)
     real = channel < channels
     both = (token < end)[:, None] & real[None, :]
-    begun = tl.load(lengths_ptr + request) > end - begin
+    # Columns of a request that begins with these tokens hold anything.
+    kept = tl.where(tl.load(lengths_ptr + request) > end - begin, channels, 0)
     slot = tl.load(slots_ptr + request)
     columns = conv_ptr + slot * channels * 3 + channel * 3
     total = tl.zeros((CHUNK, BLOCK), tl.float32)
@@ -71,7 +72,7 @@ def _delta_inputs_kernel(  # type: ignore[no-untyped-def]
         place = projected_ptr + source.to(tl.int64)[:, None] * row_stride + channel[None, :]
         x = tl.load(place, mask=mine, other=0.0).to(tl.float32)
         if back > 0:
-            earlier = both & (source < begin)[:, None] & begun
+            earlier = both & (source < begin)[:, None] & (channel < kept)[None, :]
             x += tl.load(columns[None, :] + (source - begin + 3)[:, None], mask=earlier, other=0.0).to(
                 tl.float32
             )
@@ -81,15 +82,14 @@ def _delta_inputs_kernel(  # type: ignore[no-untyped-def]
     place = out_ptr + token.to(tl.int64)[:, None] * channels + channel[None, :]
     tl.store(place, (total / (1.0 + tl.exp(-total))).to(dtype), mask=both)
     if (at == begin) & (slot > 0):
-        rows = projected_ptr + channel
-        stride = row_stride.to(tl.int64)
-        x0 = tl.load(rows + (end - 3) * stride, mask=real & (end - 3 >= begin), other=0.0)
-        x1 = tl.load(rows + (end - 2) * stride, mask=real & (end - 2 >= begin), other=0.0)
-        x2 = tl.load(rows + (end - 1) * stride, mask=real & (end - 1 >= begin), other=0.0)
+        last = projected_ptr + (end - 3) * row_stride.to(tl.int64) + channel
         count = end - begin
-        x0 += tl.load(columns + count, mask=real & begun & (count < 3), other=0.0)
-        x1 += tl.load(columns + count + 1, mask=real & begun & (count < 2), other=0.0)
-        x2 += tl.load(columns + count + 2, mask=real & begun & (count < 1), other=0.0)
+        x0 = tl.load(last, mask=channel < tl.where(count >= 3, channels, 0), other=0.0)
+        x1 = tl.load(last + row_stride, mask=channel < tl.where(count >= 2, channels, 0), other=0.0)
+        x2 = tl.load(last + 2 * row_stride, mask=channel < tl.where(count >= 1, channels, 0), other=0.0)
+        x0 += tl.load(columns + count, mask=channel < tl.where(count < 3, kept, 0), other=0.0)
+        x1 += tl.load(columns + count + 1, mask=channel < tl.where(count < 2, kept, 0), other=0.0)
+        x2 += tl.load(columns + count + 2, mask=channel < tl.where(count < 1, kept, 0), other=0.0)
         # All threads have read what the stores below replace.
         tl.debug_barrier()
         tl.store(columns, x0, mask=real)
@@ -130,7 +130,7 @@ def _delta_within_kernel(  # type: ignore[no-untyped-def]
     """Each program solves the triangular system of one head in one chunk, row by row."""
     await_previous(CHAINED)
     chunk, head = tl.program_id(0), tl.program_id(1)
-    request, begin, end, at = chunk_of(starts_ptr, chunk, requests, REQUESTS, CHUNK)
+    _, _, end, at = chunk_of(starts_ptr, chunk, requests, REQUESTS, CHUNK)
     if at < end:
         place, key_dim, value_dim = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
         held = at + place < end
@@ -201,8 +201,9 @@ def _delta_scan_kernel(  # type: ignore[no-untyped-def]
     states = (
         recurrent_ptr + (slot * HEADS + head) * KEY * VALUE + key_dim[:, None] * VALUE + value_dim[None, :]
     )
-    begun = tl.load(lengths_ptr + request) > end - begin
-    state = tl.load(states, mask=inside & begun, other=0.0)
+    # A request that begins with these tokens has a state of zeros, whatever the slot holds.
+    kept = tl.where(tl.load(lengths_ptr + request) > end - begin, KEY, 0)
+    state = tl.load(states, mask=(key_dim < kept)[:, None] & real_value, other=0.0)
     keys = HEADS // SERVED * KEY
     at = head // SERVED * KEY
     chunk = (begin // CHUNK + request).to(tl.int64)
@@ -229,8 +230,8 @@ def _delta_scan_kernel(  # type: ignore[no-untyped-def]
         out = tl.dot(seen, added, out, input_precision="tf32x3")
         out_at = out_ptr + token[:, None] * HEADS * VALUE + head * VALUE + value_dim[None, :]
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=held[:, None] & real_value)
-        kept = key * tl.exp(last - since)[:, None]
-        state = tl.dot(tl.trans(kept), added, state * tl.exp(last), input_precision="tf32x3")
+        faded = key * tl.exp(last - since)[:, None]
+        state = tl.dot(tl.trans(faded), added, state * tl.exp(last), input_precision="tf32x3")
         chunk += 1
     if slot > 0:
         tl.store(states, state, mask=inside)

@@ -111,11 +111,15 @@ BATCHES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("shape", LAYERS)
+@pytest.mark.parametrize(
+    ("dtype", "shape", "batch"),
+    [
+        *((torch.float32, (3, 3, 8, 12), batch) for batch in BATCHES),
+        (torch.float16, (2, 1, 16, 40), BATCHES[1]),
+    ],
+)
 def test_delta_extend(
-    dtype: torch.dtype, batch: list[tuple[int, int, int]], shape: tuple[int, int, int, int]
+    dtype: torch.dtype, shape: tuple[int, int, int, int], batch: list[tuple[int, int, int]]
 ) -> None:
     layer = Layer(*shape, dtype)
     counts, before, slots = (torch.tensor(each) for each in zip(*batch, strict=True))
