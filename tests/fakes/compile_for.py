@@ -28,6 +28,8 @@ from triton.runtime.jit import JITFunction
 import common.engine.ops
 from common.engine.ops import expert_products, linear, linear_norm
 from common.engine.ops.decode_attention import decode_triton
+from common.engine.ops.delta_chunks import delta_extend_triton
+from common.engine.ops.delta_step import delta_step_triton
 from common.engine.ops.expert_products import expert_parts_triton
 from common.engine.ops.expert_tiles import ExpertTiles
 from common.engine.ops.extend_attention import extend_triton
@@ -258,6 +260,23 @@ def experts(dtype: torch.dtype) -> None:
     route_triton(x, rows, correction, None, 0, chosen, 1, True, True, 8, 4, True, 1e-20, 2.5)
 
 
+def gated_delta(dtype: torch.dtype) -> None:
+    """Launch the prompt form and the step of a gated delta layer of Qwen3.5-35B-A3B."""
+    heads, key, value = 32, 128, 128
+    channels = 2 * 16 * key + heads * value
+    inputs = channels + 2 * heads
+    weights = torch.zeros(channels, 4, dtype=dtype), *torch.zeros(2, heads).unbind(), torch.zeros(value)
+    conv, recurrent = torch.zeros(3, channels, 3, dtype=dtype), torch.empty(3, heads, key, value)
+    projected, row = torch.empty(8, inputs + heads * value, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+    starts, lengths = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    delta_extend_triton(projected, *weights, 1e-6, conv, recurrent, row, starts, lengths)
+    window = torch.zeros(3, 4, inputs, dtype=dtype)
+    delta_step_triton(projected, *weights, 1e-6, conv, recurrent, window, row, row, row)
+    delta_step_triton(
+        projected[:2], *weights, 1e-6, conv, recurrent, window[:, :1].contiguous(), row, row, row
+    )
+
+
 def drawing() -> None:
     """Launch sampling and the state updates of speculation."""
     rows, logits = 4, torch.empty(4, VOCAB)
@@ -321,6 +340,7 @@ def main(capabilities: list[int]) -> None:
     attention(64, BF16, 4096, tokens=64, requests=1)
     attention(64, torch.float32, None, tokens=64, requests=1)
     body(BF16)
+    gated_delta(BF16)
     experts(BF16)
     drawing()
     pages()

@@ -23,6 +23,7 @@ CHUNK = 64
 COLUMNS = 64  # channels of a program of the convolution
 VALUES = 32  # values of a head in a program of the scan
 ROWS = 16  # tokens of a program of the norm
+SHARED_BYTES = 160 << 10  # of the scan over heads of 128 values, which is the largest tile
 
 
 @kernel
