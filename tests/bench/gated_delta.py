@@ -1,10 +1,10 @@
 """Gated delta layers at the shape of Qwen3.5-35B-A3B, as launched in a step and in a prompt, against their floor.
 
-    python -m tests.bench.gated_delta [--rows 1 4 16 64] [--tokens 128 1024 8192] [--window 1] [--layers 30] [--json FILE]
+    python -m tests.bench.gated_delta [--rows 1 4 16 64] [--tokens 128 1024 8192] [--window 1] [--json FILE]
 
-The layers follow each other in one graph, each with states of its own, so no state is in a cache. The floor of a step is
-one read and one write of every state and window, and one read of the inputs, divided by the copy bandwidth of the same
-run. The floor of a prompt is the operations of its chunks divided by the rate of large products.
+The layers follow each other in one graph, each with states of its own, so no state is in a cache. The floor of a step
+is one read and one write of every state and window, and one read of the inputs, divided by the copy bandwidth of the
+same run. The floor of a prompt is the operations of its chunks divided by the rate of large products.
 """
 
 from __future__ import annotations
