@@ -29,7 +29,7 @@ from common.node.announced_work import COMPILE_SECONDS
 from common.node.completion import completion_for
 from common.node.router_link import RouterLink
 from common.node.serving_link import serving_link
-from common.node.serving_model import load_serving_model, page_space
+from common.node.serving_model import ServingModel, load_serving_model, page_space
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
@@ -39,7 +39,7 @@ from kv_transfer.transport.base import SenderSetup
 from kv_transfer.transport.cuda.pool_memory import as_memory
 from kv_transfer.transport.registry import make_sender
 from prefill_node.assemble import Computation, assemble
-from prefill_node.forwards import PromptSizes, prompt_forwards
+from prefill_node.forwards import Forwards, PromptSizes, prompt_forwards
 from prefill_node.graphs.backends.compiled_body import EAGER, CompiledBodies, missing_compiler
 from prefill_node.images import Images
 from prefill_node.limits import PrefillLimits, whole_chunks
@@ -125,7 +125,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     )
     served = graph_start.sized(served, lambda: prompt_forwards(sizes, served, make_stage, bodies).graphs)
     space = page_space(served, section.prefix_cache)
-    device, page_size = served.placement.device, served.page_size
+    device = served.placement.device
     forwards = prompt_forwards(sizes, served, make_stage, bodies)
     vision = forwards.vision
     layout, carried = forwards.layout, served.draft_shape
@@ -137,13 +137,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     sender = Sender(incarnation, name, endpoint, layout, peers.post, time.monotonic, limits)
     reporter.report("capturing")
     graph_start.capture(served, forwards.graphs, log)
-    started = time.monotonic()
-    forwards.attention.warm_up(served.config.num_heads, chunk_tokens, section.max_batch)
-    rope = served.config.rope
-    keeps_state = layout.num_slots > 0
-    warm_up(forwards.target.forward, forwards.draft, page_size, device, rope.axes, keeps_state)
-    images_run = vision.embeds.warm_up()
-    log.info("warmed up", encoder_forwards=images_run, seconds=round(time.monotonic() - started, 3))
+    _warm_up(forwards, served, sizes, log)
     link = serving_link(
         context,
         plan,
@@ -163,7 +157,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     computation = Computation(
         forwards,
         AdjustmentRows.allocate(section.max_batch, served.config.vocab_size, device),
-        rotary_places(rope),
+        rotary_places(served.config.rope),
         completion_for(device, one_behind=False),
         carried.dtype_name,
     )
@@ -185,6 +179,16 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         Observation(log, events=events),
     )
     return BuiltPrefillNode(assembly.node, link, peers, sender, vision.images, security, context, events)
+
+
+def _warm_up(forwards: Forwards, served: ServingModel, sizes: PromptSizes, log: Log) -> None:
+    """Run what no graph has run yet, so that the first requests do not wait for kernels to compile."""
+    started, layout, rope = time.monotonic(), forwards.layout, served.config.rope
+    forwards.attention.warm_up(served.config.num_heads, sizes.chunk_tokens, sizes.max_batch)
+    device, keeps_state = served.placement.device, layout.num_slots > 0
+    warm_up(forwards.target.forward, forwards.draft, layout.page_size, device, rope.axes, keeps_state)
+    images_run = forwards.vision.embeds.warm_up()
+    log.info("warmed up", encoder_forwards=images_run, seconds=round(time.monotonic() - started, 3))
 
 
 def _bodies(compiler: str | None, device_name: str) -> CompiledBodies:
