@@ -77,7 +77,7 @@ def weight_paths(directory: Path) -> list[Path]:
         return [single]
     foreign = foreign_weights(directory)
     found = f"found {', '.join(foreign[:4])}" if foreign else "found no weights"
-    remedy = "convert others with transformers' save_pretrained"
+    remedy = f"convert others with transformers' save_pretrained, or {PICKLED} files with deploy/convert"
     if any(name.endswith(PICKLED) for name in foreign):
         remedy = f"deploy/convert {directory} writes them from {PICKLED} files"
     raise ModelError(

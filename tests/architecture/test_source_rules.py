@@ -45,6 +45,8 @@ TRAINING = "deploy/tiny_models/"
 OWN_WORKERS = {"multiprocessing", "concurrent.futures.ProcessPoolExecutor"}
 # The one loader of cluster files: yaml.load with a SafeLoader subclass that also refuses duplicate keys.
 YAML_LOADER = "common/config/yaml_file.py"
+# The one reader of pickled weights: a confined child process of `deploy/convert`.
+PICKLE_READER, PICKLE_READ = "deploy/pickled_weights.py", "torch.load"
 
 ROLE_FLAGS = re.compile(
     r"(^|_)is_(draft|target|prefill|decode|disagg\w*|speculative|spec|router|eagle|mtp)(_|$)"
@@ -73,7 +75,8 @@ def _dangers(module: Module) -> Iterator[str]:
         called = _called(node.func, full_names)
         strict = called == "yaml.load" and _strict_yaml(module, node)
         own = called in OWN_WORKERS and module.place.startswith(TRAINING)
-        if called in DANGEROUS_CALLS and not strict and not own:
+        confined = called == PICKLE_READ and module.place == PICKLE_READER and _weights_only(node)
+        if called in DANGEROUS_CALLS and not strict and not own and not confined:
             yield f"{module.place}:{node.lineno} calls {called}"
         if isinstance(node.func, ast.Attribute) and node.func.attr in DANGEROUS_METHODS:
             yield f"{module.place}:{node.lineno} calls {called}"
@@ -111,6 +114,10 @@ def _strict_yaml(module: Module, call: ast.Call) -> bool:
     return module.place == YAML_LOADER and [
         (keyword.arg, ast.unparse(keyword.value)) for keyword in call.keywords
     ] == [("Loader", "_StrictLoader")]
+
+
+def _weights_only(call: ast.Call) -> bool:
+    return [ast.unparse(each.value) for each in call.keywords if each.arg == "weights_only"] == ["True"]
 
 
 def test_no_role_flags() -> None:
@@ -196,6 +203,13 @@ DANGERS = [
 @pytest.mark.parametrize("text", DANGERS)
 def test_dangerous_calls_are_found(text: str) -> None:
     assert list(_dangers(Module("router.x", "router/x.py", text))), text
+
+
+def test_pickled_weights_are_read_in_one_place_and_without_code() -> None:
+    read, place = "import torch\ntorch.load(path, weights_only=True)", "deploy/pickled_weights.py"
+    assert not list(_dangers(Module("deploy.pickled_weights", place, read)))
+    assert list(_dangers(Module("deploy.convert", "deploy/convert.py", read)))
+    assert list(_dangers(Module("deploy.pickled_weights", place, "import torch\ntorch.load(path)")))
 
 
 @pytest.mark.parametrize(
