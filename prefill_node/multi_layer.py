@@ -31,7 +31,7 @@ from prefill_node.vision import MergedEmbeds
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
-class Windows:
+class ModuleWindows:
     """The rows of one module for each chunk, on the host. `rows` [B + 1] are the first rows of chunks and the total."""
 
     def __init__(self, chunks: Sequence[PlannedChunk], step: int) -> None:
@@ -71,7 +71,7 @@ class Windows:
                 final += 1
         return np.concatenate(ids), np.asarray(rows, dtype=np.int64), np.asarray(which, dtype=np.int64)
 
-    def sources(self, before: Windows) -> Ints:
+    def sources(self, before: ModuleWindows) -> Ints:
         """The row of the previous module that each row reads; larger values select a request's kept hidden state."""
         count, parts = int(before.rows[-1]), list[Ints]()
         for index, opened in enumerate(self.opened):
@@ -99,7 +99,7 @@ class MultiLayerPrefill:
 
     @property
     def rules(self) -> PromptRules:
-        """Module k starts k rows before a chunk (see `Windows.first`) and reads k + 1 tokens past it."""
+        """Module k starts k rows before a chunk (see `ModuleWindows.first`) and reads k + 1 tokens past it."""
         return PromptRules(lookahead=len(self._modules), rewrites=len(self._modules) - 1)
 
     def extend(
@@ -119,9 +119,9 @@ class MultiLayerPrefill:
         keep = torch.zeros_like(kept)
         owners = torch.arange(len(chunks), device=hidden.device)
         probs: list[Tensor] = []
-        before: Windows | None = None
+        before: ModuleWindows | None = None
         for step, module in enumerate(self._modules):
-            windows = Windows(chunks, step)
+            windows = ModuleWindows(chunks, step)
             if before is not None and any(windows.opened):
                 both = torch.cat((hidden, kept[:, step - 1]))
                 hidden = both.index_select(0, send_one(windows.sources(before), hidden.device))
@@ -165,7 +165,7 @@ class MultiLayerPrefill:
         nothing = hidden.new_zeros(len(self._modules) - 1, self._carried)
         return torch.stack([self.kept.pop(chunk.key, nothing) for chunk in chunks])
 
-    def _batch(self, batch: ForwardBatch, windows: Windows, drawn: Tensor) -> ForwardBatch:
+    def _batch(self, batch: ForwardBatch, windows: ModuleWindows, drawn: Tensor) -> ForwardBatch:
         device = batch.input_ids.device
         tokens, rows, which = windows.tokens()
         owners, places = np.repeat(np.arange(len(windows.lengths)), windows.lengths), windows.positions()

@@ -19,27 +19,29 @@ SHORT = 32  # keys: below this, rows are reduced before keys
 SLACK = 2048  # bytes for reductions and barriers
 
 
-class Room(NamedTuple):
+class SharedMemory(NamedTuple):
     """The resources that a GPU gives a program."""
 
     shared_bytes: int
     overlapped: bool  # products of 64 rows and more read shared memory while the inputs of the next step load
 
 
-H200 = Room(232_448, True)
+H200 = SharedMemory(232_448, True)
 
 
 @functools.cache
-def room_of(device: torch.device) -> Room:
+def room_of(device: torch.device) -> SharedMemory:
     """Return the resources of the device; those of an H200 if it is not a GPU."""
     if device.type != "cuda":
         return H200
     properties = torch.cuda.get_device_properties(device)
     shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Room(shared_bytes, properties.major not in (8, 12))  # these multiply from registers
+    return SharedMemory(shared_bytes, properties.major not in (8, 12))  # these multiply from registers
 
 
-def attention_bytes(rows: int, keys: int, stages: int, head_dim: int, itemsize: int, room: Room) -> int:
+def attention_bytes(
+    rows: int, keys: int, stages: int, head_dim: int, itemsize: int, room: SharedMemory
+) -> int:
     """Return the bytes for queries [rows, head_dim] over `keys` at a time, whose slots are read a stage earlier."""
     line = max(next_power_of_2(head_dim), 16) * itemsize
     steps = max((stages - 1) // 2, 1) + (room.overlapped and rows >= 64 and itemsize == 2)
@@ -49,7 +51,13 @@ def attention_bytes(rows: int, keys: int, stages: int, head_dim: int, itemsize: 
 
 
 def cut_attention(
-    rows: int, keys: int, stages: int, head_dim: int, itemsize: int, room: Room, least_rows: int = LEAST
+    rows: int,
+    keys: int,
+    stages: int,
+    head_dim: int,
+    itemsize: int,
+    room: SharedMemory,
+    least_rows: int = LEAST,
 ) -> tuple[int, int]:
     """Return rows and keys of a tile that fits, halving keys and rows in turn. Raises RuntimeError if none fits."""
     while attention_bytes(rows, keys, stages, head_dim, itemsize, room) > room.shared_bytes:

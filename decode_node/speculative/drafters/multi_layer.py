@@ -80,7 +80,7 @@ class MultiLayerDrafter:
         for step, module in enumerate(self._modules):
             if step:
                 hidden = _opened(kept[:, step - 1], hidden, walk.start >= step)
-            window = Window(batch, walk.start, step, self.nodes)
+            window = ModuleWindow(batch, walk.start, step, self.nodes)
             given = module.forward(window.batch(tokens, self._chains), hidden.flatten(0, 1))
             state = module.propose(window.row(emitted + step), given)
             tokens.scatter_(1, (emitted + step)[:, None], state.ids)
@@ -94,7 +94,7 @@ class MultiLayerDrafter:
         return Nothing()
 
 
-class Window:
+class ModuleWindow:
     """Rows of module `step`: positions start - step .. start + nodes - 1 of each request.
 
     A request shorter than `step` starts at position 0 and has that many more rows at its end. Their results are not

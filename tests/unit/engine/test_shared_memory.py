@@ -14,7 +14,7 @@ from common.engine.ops.extend_attention import SHAPES, WIDE_SHAPE
 from common.engine.ops.key_parts import choose_division
 from common.engine.ops.shared_memory import (
     H200,
-    Room,
+    SharedMemory,
     attention_bytes,
     cut_attention,
     room_of,
@@ -23,8 +23,8 @@ from common.engine.ops.tiles import Tiles, choose_gated_tiles, choose_tiles, div
 from common.engine.ops.triton_kernel import tl
 from tests.unit.engine.scattered_cache import Cache
 
-A100, RTX = Room(163 << 10, False), Room(99 << 10, False)
-B200, TURING = H200, Room(64 << 10, True)
+A100, RTX = SharedMemory(163 << 10, False), SharedMemory(99 << 10, False)
+B200, TURING = H200, SharedMemory(64 << 10, True)
 interpreted = pytest.mark.skipif(
     tl is None or torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU"
 )
@@ -80,7 +80,7 @@ def test_nothing_is_cut_on_an_h200() -> None:
 
 
 @pytest.mark.parametrize("room", [A100, RTX, B200, TURING])
-def test_what_is_chosen_fits(room: Room) -> None:
+def test_what_is_chosen_fits(room: SharedMemory) -> None:
     for rows, keys, *sizes in attention_tiles():
         fewer_rows, fewer_keys = cut_attention(rows, keys, *sizes, room)
         assert attention_bytes(fewer_rows, fewer_keys, *sizes, room) <= room.shared_bytes
@@ -145,13 +145,13 @@ def test_attention_of_cut_tiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
         starts = torch.tensor([0, new, 2 * new], dtype=torch.int32)
         return extend_attention.extend_triton(query, *pages, starts, ends, None, scale, shape=(64, 64, 4))
 
-    monkeypatch.setattr(module, "room_of", lambda device: Room(10 << 10, False))
+    monkeypatch.setattr(module, "room_of", lambda device: SharedMemory(10 << 10, False))
     out = attend()
     for row in range(2):
         rows = slice(row * new, (row + 1) * new)
         expected = cache.expected(row, query[rows], None)
         torch.testing.assert_close(out[rows].double(), expected, atol=3e-6, rtol=3e-6)
-    monkeypatch.setattr(module, "room_of", lambda device: Room(8 << 10, False))
+    monkeypatch.setattr(module, "room_of", lambda device: SharedMemory(8 << 10, False))
     with pytest.raises(RuntimeError, match="does not fit the 8192 bytes"):
         attend()
 
@@ -174,7 +174,7 @@ def test_a_product_of_what_fits(
 
     monkeypatch.setattr(linear_norm, "linear_parts", parts)
     monkeypatch.setattr(linear_norm, "multiprocessors", lambda device: 2)
-    monkeypatch.setattr(linear_norm, "room_of", lambda device: Room(shared_bytes, False))
+    monkeypatch.setattr(linear_norm, "room_of", lambda device: SharedMemory(shared_bytes, False))
     normed, total = linear_norm._cuda(x, weight, None, residual, gain, 1e-5)
     assert launched == ([] if taken is None else [taken])
     expected = linear_norm.linear_add_rms_norm_reference(x, weight, None, residual, gain, 1e-5)
