@@ -15,6 +15,7 @@ from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import SplitHead
 from common.engine.models.mtp import MtpModules
+from common.engine.models.shared_vocabulary import SharedVocabulary
 from common.engine.state.pool import KvPool
 
 
@@ -86,4 +87,6 @@ def load_modules(parts: DraftParts) -> ModulesDraft:
 
 def load_language_model(parts: DraftParts) -> ModelDraft:
     dtype = str(parts.placement.dtype).removeprefix("torch.")
-    return ModelDraft(load_model(parts.path, dtype, parts.placement.device)[0])
+    model, config = load_model(parts.path, dtype, parts.placement.device)
+    vocab = parts.target.config.vocab_size
+    return ModelDraft(model if config.vocab_size == vocab else SharedVocabulary(model, vocab))

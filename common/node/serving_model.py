@@ -42,7 +42,7 @@ from common.node.serving_draft import ServingDraft, load_serving_draft
 from common.node_plan import NodePlan, NodeShare, PoolBudget
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
-from common.speculation.directory import load_draft_config
+from common.speculation.directory import compare_with_target, load_draft_config
 
 # Lowest compute capability that kernels are compiled for (tests/fakes/compile_for.py).
 OLDEST_GPU = (8, 0)
@@ -256,6 +256,7 @@ def _draft_config(plan: NodePlan) -> DraftConfig | None:
         return None
     target = ModelConfig.load(plan.model.path)
     draft = load_draft_config(speculation.draft_path, speculation.algorithm, target)
+    compare_with_target(Path(speculation.draft_path), speculation.algorithm, Path(plan.model.path))
     return with_steps(draft, speculation.steps)
 
 

@@ -28,6 +28,10 @@ def any_steps(raw: Json, where: str) -> int | None:
     return None
 
 
+def no_comparison(draft: Path, target: Path) -> None:
+    """Default of `compare`: `read` has compared everything."""
+
+
 def as_it_is(raw: Json, where: str) -> Json:
     """Default of `flatten`: config.json has its keys at the top level."""
     return raw
@@ -58,6 +62,8 @@ class DraftDirectory:
     flatten: Callable[[Json, str], Json] = as_it_is
     # The maximum steps of a draft with these keys; None: any number.
     most_steps: Callable[[Json, str], int | None] = any_steps
+    # Compares the directories of draft and target, before either is loaded. Raises ModelError.
+    compare: Callable[[Path, Path], None] = no_comparison
     # The draft reads embeddings, so it supports targets that read images.
     takes_embeds: bool = False
 

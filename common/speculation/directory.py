@@ -29,6 +29,13 @@ def load_draft_config(path: str | Path, name: str, target: ModelConfig) -> Draft
     return chosen.read(raw, file, target)
 
 
+def compare_with_target(path: Path, name: str, target: Path) -> None:
+    """Compare the draft at `path` for the algorithm `name` with its target's directory. Raises ModelError."""
+    directory = algorithm(name).directory
+    assert directory is not None, f"{name} has no draft model"
+    directory.compare(path, target)
+
+
 def algorithm_of(path: str | Path, target: str | Path) -> str:
     """Return the algorithm that drafts with the model in `path`. Raises ModelError.
 

@@ -81,7 +81,6 @@ def test_the_shipped_heads() -> None:
         ("tiny-mtp", "mtp", {"target_hidden_size": 512}, "target_hidden_size is 512, the target has 256"),
         ("tiny-mtp", "mtp", {"num_nextn_predict_layers": 0}, "must be a positive integer"),
         ("tiny-mtp", "mtp", {"mtp_chain": 1}, "mtp_chain must be true or false"),
-        ("tiny-standalone", "standalone", {"vocab_size": 700}, "vocab_size is 700, the target has 704"),
         ("tiny-eagle3", "eagle3", {"vocab_size": 700}, "vocab_size is 700, the target has 704"),
         (
             "tiny-eagle3",
