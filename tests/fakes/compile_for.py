@@ -44,7 +44,7 @@ from common.engine.ops.rotary_kv_write import rotary_kv_write_triton, rotary_qk_
 from common.engine.ops.round_inputs import gather_rows_triton, window_places_triton
 from common.engine.ops.route import route_triton
 from common.engine.ops.sample_tokens import sample_tokens_triton
-from common.engine.ops.shared_memory import H200, Room, attention_bytes
+from common.engine.ops.shared_memory import H200, SharedMemory, attention_bytes
 from common.engine.ops.sigmoid_gate import sigmoid_gate_triton
 from common.engine.ops.silu_mul import gelu_mul_triton, silu_mul_triton
 from common.engine.ops.step_rows import advance_rows_triton, step_rows_triton
@@ -64,16 +64,16 @@ class Gpu(NamedTuple):
     """A GPU. Shared memory is from the CUDA C++ programming guide, technical specifications per compute capability."""
 
     processors: int
-    room: Room
+    room: SharedMemory
 
 
 GPUS = {
-    80: Gpu(108, Room(163 << 10, False)),  # A100
-    86: Gpu(82, Room(99 << 10, False)),  # RTX 3090
-    89: Gpu(128, Room(99 << 10, False)),  # RTX 4090
+    80: Gpu(108, SharedMemory(163 << 10, False)),  # A100
+    86: Gpu(82, SharedMemory(99 << 10, False)),  # RTX 3090
+    89: Gpu(128, SharedMemory(99 << 10, False)),  # RTX 4090
     90: Gpu(132, H200),
-    100: Gpu(148, Room(227 << 10, True)),  # B200
-    120: Gpu(170, Room(99 << 10, False)),  # RTX 5090
+    100: Gpu(148, SharedMemory(227 << 10, True)),  # B200
+    120: Gpu(170, SharedMemory(99 << 10, False)),  # RTX 5090
 }
 
 
@@ -124,7 +124,7 @@ def become(capability: int) -> None:
                 setattr(module, name, lambda device, answer=answer: answer)
 
 
-def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: Room) -> int | None:
+def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: SharedMemory) -> int | None:
     """Return the shared memory that the choice of tiles assumes, if it assumes any."""
     if kernel == "_linear_kernel":
         sizes = (options[name] for name in ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROWS"))
