@@ -9,6 +9,7 @@ from typing import Any
 from common.checkpoint.json_fields import MAX_HEADS, MAX_WIDTH, positive, shown
 from common.errors import ModelError
 
+MAX_HEAD_DIM = 128  # a program of the kernels holds the state of a head; that of published models
 KERNEL = 4  # taps of the convolution; the planes keep KERNEL - 1 columns
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -45,8 +46,8 @@ def parse_gated_delta(raw: Mapping[str, Any], where: str, grouped_rows: bool) ->
     """Read the `linear_*` keys. Raises ModelError with what is not supported."""
     key_heads = positive(raw, "linear_num_key_heads", where, 16, MAX_HEADS)
     value_heads = positive(raw, "linear_num_value_heads", where, 32, MAX_HEADS)
-    key_dim = positive(raw, "linear_key_head_dim", where, 128, MAX_WIDTH)
-    value_dim = positive(raw, "linear_value_head_dim", where, 128, MAX_WIDTH)
+    key_dim = positive(raw, "linear_key_head_dim", where, MAX_HEAD_DIM, MAX_HEAD_DIM)
+    value_dim = positive(raw, "linear_value_head_dim", where, MAX_HEAD_DIM, MAX_HEAD_DIM)
     if value_heads % key_heads:
         raise ModelError(
             f"{where}: {key_heads} key heads cannot serve {value_heads} value heads evenly (linear_num_key_heads, "

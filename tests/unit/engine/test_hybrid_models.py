@@ -78,6 +78,8 @@ def test_the_language_model_of_a_checkpoint_that_takes_images(moe: bool, tmp_pat
     ("changes", "said"),
     [
         ({"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim 3 is not supported, only 4"),
+        ({"linear_key_head_dim": 256}, "linear_key_head_dim 256 is more than the 128 that are supported"),
+        ({"linear_value_head_dim": 1 << 14}, "linear_value_head_dim 16384 is more than the 128"),
         ({"linear_num_value_heads": 5}, "2 key heads cannot serve 5 value heads evenly"),
         (
             {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]},
@@ -86,7 +88,7 @@ def test_the_language_model_of_a_checkpoint_that_takes_images(moe: bool, tmp_pat
         ({"layer_types": ["linear_attention"]}, "layer_types must name"),
         ({"layer_types": [["linear_attention"]] * 3}, "layer_types must name"),
         ({"output_gate_type": "relu"}, "output_gate_type 'relu' is not supported"),
-        ({"linear_value_head_dim": 1 << 17}, "more than the 262144 of one token"),
+        ({"linear_num_value_heads": 4096, "linear_value_head_dim": 128}, "more than the 262144 of one token"),
         (
             {"full_attention_interval": 0, "layer_types": None},
             "full_attention_interval must be a positive integer",
