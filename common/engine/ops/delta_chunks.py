@@ -23,6 +23,7 @@ CHUNK = 64
 COLUMNS = 64  # channels of a program of the convolution
 VALUES = 32  # values of a head in a program of the scan
 ROWS = 16  # tokens of a program of the norm
+REQUESTS = 64  # a kernel is compiled once for batches of up to so many requests
 SHARED_BYTES = 160 << 10  # of the scan over heads of 128 values, which is the largest tile
 
 
@@ -311,7 +312,7 @@ def delta_extend_triton(
     options = chained(projected.device)
     sizes = {"HEADS": heads, "VALUE": value}
     keyed = {**sizes, "SERVED": served, "KEY": key, "CHUNK": CHUNK, "BLOCK_K": max(next_power_of_2(key), 16)}
-    most = next_power_of_2(requests)
+    most = max(next_power_of_2(requests), REQUESTS)
     block_v = max(next_power_of_2(value), 16)
     part = min(block_v, VALUES)
     stride = projected.stride(0)

@@ -13,9 +13,11 @@ from common.checkpoint.gated_delta_config import GatedDeltaConfig
 from common.engine.forward.batch import ForwardMode
 from common.kv_cache.layer_kinds import prompt_grid
 from common.messages.generation import SamplingParams
+from prefill_node.limits import whole_chunks
 from prefill_node.step import LaunchedPrefill
 from prefill_node.step_plan import PromptPlan
 from tests.fakes import drafters
+from tests.fakes.draft_models import drafting
 from tests.fakes.drafters import foresight
 from tests.fakes.node_cluster import ONE_BEHIND, MakeStep, NodeCluster, Shape, autoregressive
 from tests.fakes.tiny_model import CONFIG, VOCAB, tiny_model
@@ -105,6 +107,39 @@ def test_rounds_of_speculation(buckets: tuple[int, ...]) -> None:
         check(cluster, 40)
         said = cluster.decode.link.counters
         assert 20 < said.spec_accepted_tokens < said.spec_draft_tokens
+
+
+@pytest.mark.parametrize("name", ["eagle3", "standalone"])
+def test_drafts_of_a_model_with_attention_only(name: str) -> None:
+    """Rejected drafts leave the target's state as it was, whoever makes them."""
+    draft, step = drafting(name, STEPS)
+    shape = Shape(
+        model=SERVED, draft=draft, step=step, completion=ONE_BEHIND, round_tokens=STEPS + 1, prefill_batch=2
+    )
+    with NodeCluster(shape) as cluster:
+        check(cluster, 12, PROMPTS[:3])
+        assert cluster.decode.link.counters.spec_draft_tokens > 0
+
+
+@pytest.mark.parametrize("wanted", [1, 7, 63, 65, 1000])
+def test_any_configured_size_of_a_chunk(wanted: int) -> None:
+    """Sizes are rounded to the grid; pages are sent layer by layer, the state once at the end."""
+    shape = Shape(model=SERVED, chunk_tokens=whole_chunks(wanted, 64), layers=True, prompt_graphs="none")
+    with NodeCluster(shape) as cluster:
+        check(cluster, 4, PROMPTS[1:4])
+
+
+def test_requests_of_a_lost_decode_node_begin_again_with_their_text() -> None:
+    """The state is computed again, from the prompt and what was generated."""
+    with NodeCluster(Shape(model=SERVED, decodes=2)) as cluster:
+        calls = [cluster.submit(prompt, 12) for prompt in PROMPTS[:3]]
+        cluster.turn(6)
+        cluster.kill(cluster.decode)
+        cluster.lose(cluster.decode)
+        cluster.run()
+        assert [call.ids for call in calls] == [expected(tuple(call.prompt), 12) for call in calls]
+        assert any(call.attempts > 1 for call in calls)
+        cluster.settle()
 
 
 @pytest.mark.parametrize("step", [autoregressive, guesses()], ids=["plain", "drafts"])

@@ -10,13 +10,15 @@ import itertools
 import secrets
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from common.checkpoint.gated_delta_config import GatedDeltaConfig
 from common.config.transports import transport_kind
+from common.kv_cache.gated_delta import GATED_DELTA
 from common.kv_cache.plane import HeadGroup, Kept, Plane
 from common.kv_cache.pool_layout import PlacedPlane, PoolLayout
 from common.kv_cache.pool_spec import PoolSpec
@@ -26,11 +28,13 @@ from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, SenderEn
 from kv_transfer.transport.loopback.endpoints import Fabric, Fault
 from kv_transfer.transport.registry import make_receiver, make_sender
 from tests.fakes.pools import attention_planes
+from tests.fakes.tiny_model import CONFIG
 from tests.fakes.waiting import PATIENCE
 from tests.unit.kv_transfer.rig import LIMITS, RECORD, Clock, Decode, Prefill
 
 SIZES = (1, 2, 4)
 PAIRS = [(a, b) for a, b in itertools.product(SIZES, SIZES)]
+HYBRID = replace(CONFIG, gated_delta=GatedDeltaConfig(2, 12, 4, 2, grouped_rows=False))
 CONVOLUTION = (HeadGroup(4, 2), HeadGroup(4, 2), HeadGroup(8, 2))
 FAMILIES = {
     "gqa": attention_planes("target", 2, 8, 4, "bfloat16"),
@@ -39,6 +43,11 @@ FAMILIES = {
     "state": (
         Plane("target", 0, "conv", Kept.PER_REQUEST, (32, 3), "bfloat16", 0, CONVOLUTION),
         Plane("target", 0, "recurrent", Kept.PER_REQUEST, (8, 4, 2), "float32", 0, (HeadGroup(8, 1),)),
+        *attention_planes("target", 1, 4, 4, "bfloat16"),
+    ),
+    # Twelve value heads of two key heads: with four ranks each key head is on two of them.
+    "gated delta": (
+        *GATED_DELTA.planes("target", HYBRID, 1, "bfloat16"),
         *attention_planes("target", 1, 4, 4, "bfloat16"),
     ),
     "draft": (
