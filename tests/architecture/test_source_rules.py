@@ -137,8 +137,9 @@ def _identifiers(tree: ast.AST) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.Attribute):
             yield node.attr
-        elif isinstance(node, ast.arg) or (isinstance(node, ast.keyword) and node.arg is not None):
-            yield node.arg
+        elif isinstance(node, (ast.arg, ast.keyword)):
+            if node.arg is not None:
+                yield node.arg
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
 

@@ -82,8 +82,8 @@ async def answers(client: Client, vision: bool) -> dict[str, Any]:
     """Send one request at a time and return the answers: greedy, seeded, and about a picture if the model sees."""
     found: dict[str, Any] = {}
     for index, prompt in enumerate(prompts()):
-        for name, fields in (("greedy", {}), ("seeded", SEEDED)):
-            body = {
+        for name, fields in (("greedy", dict[str, Any]()), ("seeded", SEEDED)):
+            body: dict[str, Any] = {
                 "model": "baseline",
                 "prompt": prompt,
                 "max_tokens": TOKENS,

@@ -164,7 +164,7 @@ class Engine:
             model=Model(path="bench"),
             kv=Kv(page_size=PAGE),
             decode=DecodeSection(max_running=self.rows.free, graphs=self._graphs),  # type: ignore[arg-type]
-            speculation=Speculation(algorithm=algorithm, steps=self.steps),  # type: ignore[arg-type]
+            speculation=Speculation(algorithm=algorithm, steps=self.steps),
         )
         draft = self.draft_runner if algorithm != "none" else None
         steps = decode_steps(step_sizes(cluster), self._served, self.runner, draft, self.table, self.relay)

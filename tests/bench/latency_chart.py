@@ -101,7 +101,7 @@ def draw(theme: Theme) -> None:
     from matplotlib import pyplot
 
     rows = loads()
-    style = {
+    style: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": "tandem",
         "font.family": "sans-serif",

@@ -53,7 +53,8 @@ def layer_us(batch: int, new: int, pages: Pages, attend: Attend | None) -> float
     weight = bf16(HIDDEN)
 
     def layer(planes: Tensor) -> None:
-        rotary_kv_write(qkv, *angles, None, None, 1e-6, *planes, slots)
+        cos, sin = angles
+        rotary_kv_write(qkv, cos, sin, None, None, 1e-6, planes[0], planes[1], slots)
         out = residual if attend is None else attend(qkv[:, :HEADS], planes, pages)
         add_rms_norm(out.view(-1, HIDDEN), residual, weight, 1e-5)
 
@@ -61,11 +62,14 @@ def layer_us(batch: int, new: int, pages: Pages, attend: Attend | None) -> float
 
 
 def decode(query: Tensor, planes: Tensor, pages: Pages, division: Division | None = None) -> Tensor:
-    return decode_triton(query, *planes, pages.table, pages.lengths, BOUND, None, SCALE, division)
+    return decode_triton(
+        query, planes[0], planes[1], pages.table, pages.lengths, BOUND, None, SCALE, division
+    )
 
 
 def verify(query: Tensor, planes: Tensor, pages: Pages, mask: Tensor, division: Division | None) -> Tensor:
-    return verify_triton(query, *planes, pages.table, pages.lengths, mask, BOUND, None, SCALE, division)
+    key, value = planes
+    return verify_triton(query, key, value, pages.table, pages.lengths, mask, BOUND, None, SCALE, division)
 
 
 def variants(batch: int) -> Iterator[tuple[str, int, Attend | None]]:

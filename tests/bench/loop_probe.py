@@ -99,7 +99,7 @@ def stalls(file: Path, since: float, until: float) -> list[Stall]:
 
 def main() -> None:
     file = Path(sys.argv.pop(1))
-    build = program.build
+    build = vars(program)["build"]
 
     def build_with_probe(resolved: Resolved, log: Log) -> RouterApp:
         app = build(resolved, log)

@@ -83,7 +83,11 @@ def elementwise() -> Iterator[Result]:
         moved = tokens * DIM * 2 * (2 * (HEADS + KV_HEADS) + KV_HEADS + 2 * KV_HEADS)
         merged = [bf16(tokens, HEADS + 2 * KV_HEADS, DIM) for _ in range(sets_for(moved))]
         for name, norms in (("", (None, None)), (" + norm", (bf16(DIM), bf16(DIM)))):
-            calls = [partial(rotary_kv_write, x, cos, sin, *norms, 1e-6, *planes, slots) for x in merged]
+            query_norm, key_norm = norms
+            calls = [
+                partial(rotary_kv_write, x, cos, sin, query_norm, key_norm, 1e-6, planes[0], planes[1], slots)
+                for x in merged
+            ]
             yield measure(f"rotary_kv_write{name}", f"{tokens}", calls, moved)
 
 
@@ -103,7 +107,7 @@ class Pages:
 def decode_calls(batch: int, length: int) -> tuple[list[Callable[[], object]], Pages]:
     pages, query = Pages(batch, length), bf16(batch, HEADS, DIM)
     tail = pages.table, pages.lengths, 8192, None, SCALE
-    return [partial(decode_triton, query, *planes, *tail) for planes in pages.planes], pages
+    return [partial(decode_triton, query, key, value, *tail) for key, value in pages.planes], pages
 
 
 def decode() -> Iterator[Result]:
@@ -120,7 +124,7 @@ def verify_calls(batch: int, length: int, new: int) -> tuple[list[Callable[[], o
     pages, query = Pages(batch, length), bf16(batch * new, HEADS, DIM)
     mask = torch.ones(new, new, dtype=torch.bool, device="cuda").tril().expand(batch, -1, -1)
     tail = pages.table, pages.lengths, mask, 8192, None, SCALE
-    return [partial(verify_triton, query, *planes, *tail) for planes in pages.planes], pages
+    return [partial(verify_triton, query, key, value, *tail) for key, value in pages.planes], pages
 
 
 def verify() -> Iterator[Result]:
@@ -199,7 +203,9 @@ def extend() -> Iterator[Result]:
     ):
         pages, starts, query, nbytes, flop = extend_args(new, cached, batch)
         tail = pages.table, starts, pages.lengths, None, SCALE
-        calls = [partial(extend_triton, query, *planes, *tail) for planes in pages.planes]
+        calls: list[Callable[[], object]] = [
+            partial(extend_triton, query, key, value, *tail) for key, value in pages.planes
+        ]
         yield measure("extend_attention", f"{batch} x {new} after {cached}", calls, nbytes, flop)
 
 
@@ -284,7 +290,9 @@ def tune() -> Iterator[Result]:
     ):
         for new, (pages, starts, query, nbytes, flop) in work.items():
             tail = pages.table, starts, pages.lengths, None, SCALE, (rows, keys, warps), stages
-            calls = [partial(extend_triton, query, *planes, *tail) for planes in pages.planes]
+            calls: list[Callable[[], object]] = [
+                partial(extend_triton, query, key, value, *tail) for key, value in pages.planes
+            ]
             shape = f"{new} rows {rows} keys {keys} warps {warps} stages {stages}"
             yield measure("tune extend", shape, calls, nbytes, flop)
 

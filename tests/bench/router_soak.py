@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ async def measure(requests: int, ids: int, clients: int, only: list[str]) -> dic
                 if requests:
                     loads["completions"] = (soak.completions, requests)
                 for name in only or UNKNOWN:
-                    loads[name] = (lambda count, send=UNKNOWN[name]: send(soak, count), ids)
+                    loads[name] = (partial(UNKNOWN[name], soak), ids)
                 for name, (load, count) in loads.items():
                     results[name] = await soak.run(load, count)
                     results[name]["metrics_bytes"] = await _metrics_size(cluster)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import zmq
@@ -32,7 +33,7 @@ class ScriptedNode(FakeNode):
     def take(self) -> Sequence[msgspec.Struct]:
         """Return the messages that have arrived since the last call."""
         messages = self.received()
-        self._got.clear()
+        self.unread.clear()
         return messages
 
 
@@ -62,7 +63,10 @@ class ScriptedPair:
         """`pool_tokens` of the prefill and the decode node. The cluster's own nodes are not started."""
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._pages = [tokens // PAGE_SIZE for tokens in pool_tokens]
-        self._common = {"fingerprint": model_fingerprint(MODEL), "max_model_len": max_model_len}
+        self._common: dict[str, Any] = {
+            "fingerprint": model_fingerprint(MODEL),
+            "max_model_len": max_model_len,
+        }
         self.step_seconds = step_seconds
         self.tokens_per_step = tokens_per_step
         self._running: dict[int, _Running] = {}  # room -> request
@@ -158,7 +162,7 @@ class ScriptedPair:
         while True:
             for node, pages in zip((self.prefill, self.decode), self._pages, strict=True):
                 node.beat(load=NodeLoad(total_pages=pages, free_pages=pages))
-                node._beats.drain()
+                node.beats.drain()
             await asyncio.sleep(BEAT_SECONDS)
 
 

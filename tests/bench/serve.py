@@ -164,7 +164,7 @@ def transformers_alone(path: Path, prompts: list[list[int]], output: int) -> dic
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     first: list[float] = []
     total = 0.0
     for prompt in prompts:

@@ -75,7 +75,7 @@ class Drawer:
 
     def _owed(self, possible: Sequence[Kind]) -> list[Kind]:
         """Return the kinds that need all remaining faults; others must wait until these are allowed."""
-        least = {**dict.fromkeys(possible, 1), **minimums(self.faults)}
+        least: dict[str, int] = {**dict.fromkeys(possible, 1), **minimums(self.faults)}
         owed = {kind: least[kind] - self.drawn[kind] for kind in possible if least[kind] > self.drawn[kind]}
         return list(owed) if sum(owed.values()) >= self.faults - self._total else []
 

@@ -6,12 +6,13 @@ import argparse
 import asyncio
 import random
 import time
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tests.chaos import leaks, namespaces, starvation
+from tests.chaos import answers_rules, leaks, namespaces, progress_rules, starvation
 from tests.chaos.cases import Expected, learn_answers, make_cases, picture_cases, with_stop_strings
 from tests.chaos.cluster import ChaosCluster, Setup
 from tests.chaos.drawing import Drawer
@@ -21,6 +22,7 @@ from tests.chaos.history import History
 from tests.chaos.injector import Injector
 from tests.chaos.load import Load
 from tests.chaos.recovery_rules import SHARE, WITHIN
+from tests.chaos.violation import Violation
 from tests.cluster.harness import Client
 
 TAIL = 6.0  # seconds of load after the last fault
@@ -65,7 +67,10 @@ class Experiment:
             try:
                 load = await self._undisturbed()
                 held = leaks.take(cluster)
-                await self._disturbed(load, tail)
+                if await self._hangs(self._disturbed(load, tail)):
+                    for name in cluster.processes:
+                        cluster.end_process(name)
+                    return
                 self._leaks += await leaks.find(cluster, held)
                 await self._recovered(load)
                 self._orderly = [process.pid for process in cluster.processes.values()]
@@ -112,6 +117,33 @@ class Experiment:
         self._ended = time.monotonic()
         await asyncio.sleep(TAIL)
         await load.stop()
+
+    async def _hangs(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Run `work` until it is done or, with --until-hang, a request hangs. Return whether one did."""
+        working = asyncio.create_task(work)
+        try:
+            while not working.done():
+                await asyncio.wait({working}, timeout=0.5)
+                rules = answers_rules.check if working.done() else progress_rules.check
+                if self._options.until_hang and self._violates(rules):
+                    print("a request hung", flush=True)
+                    self._ended = time.monotonic()
+                    return True
+            return False
+        finally:
+            working.cancel()
+            with suppress(asyncio.CancelledError):
+                await working
+
+    def _violates(self, rules: Callable[[History], list[Violation]]) -> bool:
+        """Whether the requests that have ended violate the rules.
+
+        During the faults these are the rules of a hang; after them those of answers, by which a request needs a
+        terminal event: the bound of a hang does not apply to a machine that runs other things.
+        """
+        so_far = self.history()
+        ended = [each for each in so_far.exchanges if each.ended]
+        return bool(rules(replace(so_far, exchanges=ended)))
 
     async def _recovered(self, load: Load) -> None:
         """Run batches until one is as fast as before, or the time is over."""

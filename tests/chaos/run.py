@@ -43,6 +43,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--links", default="", help="disturb only links whose names end in this: peer or bulk"
     )
     parser.add_argument("--undo", choices=("R1", "R2"), default=None, help="remove this fix from the product")
+    parser.add_argument(
+        "--until-hang", action="store_true", help="end when a request hangs, without a search for leaks"
+    )
     parser.add_argument("--no-images", action="store_true", help="serve a model that takes no pictures")
     parser.add_argument("--no-batches", action="store_true", help="do not compare the throughput")
     parser.add_argument(

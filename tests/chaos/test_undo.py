@@ -19,7 +19,7 @@ import pytest
 from tests.chaos import namespaces
 from tests.cluster.harness import ROOT
 
-SMALL = ["--prefill", "1", "--decode", "1", "--no-images", "--no-batches", "--seed", "3"]
+SMALL = ["--prefill", "1", "--decode", "1", "--no-images", "--no-batches", "--until-hang", "--seed", "3"]
 DIRECTED = {
     "R1": ["--kinds", "restart", "--faults", "3", "--minutes", "0.3", "--clients", "1"],
     "R2": ["--kinds", "reset,cut,swallow", "--links", "peer", "--faults", "30", "--minutes", "0.4"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import tokenizers
@@ -47,7 +48,7 @@ class Reference:
     """Greedy continuations by `transformers` in float32, computed once per prompt and length."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
         self._tokenizer = tokenizer
         self._made: dict[tuple[int, ...], list[int]] = {}
 

@@ -90,11 +90,16 @@ def picture_cases() -> list[Case]:
     """Return requests with one and two pictures, greedy and sampled."""
     shown = {len(each.images): each for each in islice(questions(12, "heldout"), 16)}
     assert {1, 2} <= set(shown)
+    features: dict[str, dict[str, Any]] = {
+        "greedy": GREEDY,
+        "seed": RANDOM,
+        "penalty": {"repetition_penalty": 1.3},
+    }
     listed = {"logprobs": True, "top_logprobs": 2, "max_tokens": 24, "ignore_eos": True}
     return [
         Case(f"{pictures}-{name}", "chat/completions", {**picture_body(question), **listed, **fields}, 5)
         for pictures, question in shown.items()
-        for name, fields in {"greedy": GREEDY, "seed": RANDOM, "penalty": {"repetition_penalty": 1.3}}.items()
+        for name, fields in features.items()
     ]
 
 

@@ -9,6 +9,7 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -72,6 +73,10 @@ def descriptors(cluster: RunningCluster, name: str) -> int:
     return len(list(Path(f"/proc/{cluster.processes[name].pid}/fd").iterdir()))
 
 
+def holds_at_most(cluster: RunningCluster, name: str, count: int) -> bool:
+    return descriptors(cluster, name) <= count
+
+
 def closed_by_peer(connection: socket.socket) -> bool:
     """Read what has arrived; return True at the end of the stream."""
     try:
@@ -111,8 +116,7 @@ async def test_half_open_connections_stop_no_service(
             await eventually(lambda: all(closed_by_peer(each) for each in strangers))
         # Up to 20 more: connections of clients, and files that are open for a moment.
         for name, number in before.items():
-            # type: ignore[misc]
-            await eventually(lambda name=name, number=number: descriptors(tcp_cluster, name) <= number + 20)
+            await eventually(partial(holds_at_most, tcp_cluster, name, number + 20))
     assert not [
         line for name in before for line in tcp_cluster.log(name).splitlines() if '"node lost"' in line
     ]

@@ -21,8 +21,8 @@ from common.engine.layers.placement import Placement
 from common.engine.models.eagle import Eagle3Head
 from common.speculation.directory import load_draft_config
 from tests.cluster.harness import MODEL, Client, RunningCluster
+from tests.fakes.hostile_images import url
 from tests.fakes.qwen_vl import build, flatten, inputs_of, picture, rename, save
-from tests.unit.router.test_images import url
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 
@@ -68,7 +68,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     root = tmp_path_factory.mktemp("served")
     path, tokenizer = root / "qwen", Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
     tokenizer.add_special_tokens([AddedToken(each, special=True) for each in (START, IMAGE, END, VIDEO)])
-    ids = {each: tokenizer.token_to_id(each) for each in (START, IMAGE, END, VIDEO)}
+    ids: dict[str, int] = {}
+    for each in (START, IMAGE, END, VIDEO):
+        token_id = tokenizer.token_to_id(each)
+        assert token_id is not None
+        ids[each] = token_id
     names = {
         "image_token_id": ids[IMAGE],
         "video_token_id": ids[VIDEO],

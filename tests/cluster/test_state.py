@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, Tensor]]]:
     path = tmp_path_factory.mktemp("toy") / "model"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(FAMILIES, ARCHITECTURE, named(ROWS[0][1].partition("=")[2]))  # type: ignore[arg-type]
+        patch.setitem(FAMILIES, ARCHITECTURE, named(ROWS[0][1].partition("=")[2]))
         for _, row in ROWS[1:]:
             name, _, record = row.partition("=")
             patch.setitem(MIXERS, name, record)

@@ -116,8 +116,8 @@ def become(capability: int) -> None:
         "room_of": gpu.room,
     }
     driver.set_active(NoGpu(capability))
-    for module in (linear, expert_products):
-        module.copies_in_bulk = lambda *matrices: capability >= 90
+    for product in (linear, expert_products):
+        setattr(product, "copies_in_bulk", lambda *matrices: capability >= 90)  # noqa: B010
     for module in kernel_modules():
         for name, answer in answers.items():
             if hasattr(module, name):
@@ -127,8 +127,8 @@ def become(capability: int) -> None:
 def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: SharedMemory) -> int | None:
     """Return the shared memory that the choice of tiles assumes, if it assumes any."""
     if kernel == "_linear_kernel":
-        sizes = (options[name] for name in ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROWS"))
-        return Tiles(*sizes).shared_bytes(matrices=2 if options["GATED"] else 1)
+        tiles = (options[name] for name in ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROWS"))
+        return Tiles(*tiles).shared_bytes(matrices=2 if options["GATED"] else 1)
     if kernel in ("_few_pairs_kernel", "_many_pairs_kernel"):
         rows = options["TOKENS" if kernel == "_few_pairs_kernel" else "ROWS"]
         return ExpertTiles(
@@ -139,8 +139,7 @@ def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: Sh
         keys = (
             options["BLOCK_N"] if options.get("BITS", True) else max(options["BLOCK_N"], options["BLOCK_W"])
         )
-        sizes = rows, keys, options["num_stages"], options["D"]
-        return attention_bytes(*sizes, itemsize, room)
+        return attention_bytes(rows, keys, options["num_stages"], options["D"], itemsize, room)
     return None
 
 

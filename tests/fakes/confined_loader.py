@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,7 @@ READERS: dict[str, Callable[[Path, Path], None]] = {
 def main() -> None:
     for line in sys.stdin:
         task = json.loads(line)
-        answer = _in_child(
-            lambda task=task: READERS[task["reader"]](Path(task["path"]), Path(task["target"]))
-        )
+        answer = _in_child(partial(READERS[task["reader"]], Path(task["path"]), Path(task["target"])))
         print(json.dumps(answer), flush=True)
 
 

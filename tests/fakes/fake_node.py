@@ -15,7 +15,7 @@ from common.ipc import Dealer
 from common.messages import decode_inbox, prefill_inbox
 from common.messages.generation import OutputToken
 from common.messages.identity import NodeCounters, NodeLoad, NodeRef, NodeState, Role, new_incarnation
-from common.messages.node_inbox import Registered, Rejected
+from common.messages.node_inbox import HeartbeatAck, Registered, Rejected
 from common.messages.protocol import PROTOCOL_VERSION
 from common.messages.router_inbox import Heartbeat, Register, TokenRun, Tokens
 from common.messages.wire import encode
@@ -64,25 +64,25 @@ class FakeNode:
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, role: Role, name: str, **options: Any
     ) -> None:
         """`options`: arguments of `registration`."""
-        self._register = registration(role, name, **options)
-        self.ref = self._register.node
-        self.link_id = self._register.link_id()
-        self._dealer = Dealer(context, address, self._register.link_id().encode())
-        self._beats = Dealer(context, address, self._register.link_id("beat").encode(), opens=False)
+        self.record = registration(role, name, **options)
+        self.ref = self.record.node
+        self.link_id = self.record.link_id()
+        self.dealer = Dealer(context, address, self.record.link_id().encode())
+        self.beats = Dealer(context, address, self.record.link_id("beat").encode(), opens=False)
         self._codec = prefill_inbox.codec if role == "prefill" else decode_inbox.codec
-        self._got: deque[msgspec.Struct] = deque()
+        self.unread: deque[msgspec.Struct] = deque()
         self._sequence = 0
 
     def say(self, *messages: msgspec.Struct) -> None:
         for message in messages:
-            assert self._dealer.send(encode(message))
+            assert self.dealer.send(encode(message))
 
     def say_raw(self, frame: bytes) -> None:
-        assert self._dealer.send(frame)
+        assert self.dealer.send(frame)
 
     def ask(self) -> None:
         """Send one registration."""
-        self.say(self._register)
+        self.say(self.record)
 
     async def register(self) -> Registered | Rejected:
         """Register as a node does: repeat until the router answers."""
@@ -102,7 +102,7 @@ class FakeNode:
         incarnation: str = "",
     ) -> None:
         self._sequence += 1
-        self._beats.datagram(
+        self.beats.datagram(
             encode(
                 Heartbeat(
                     incarnation=incarnation or self.ref.incarnation,
@@ -127,27 +127,31 @@ class FakeNode:
             while True:
                 for message in self.received():
                     if isinstance(message, kind):
-                        self._got.remove(message)
+                        self.unread.remove(message)
                         return message
                 await asyncio.sleep(0.001)
 
-    async def echo(self, timeout: float = PATIENCE) -> msgspec.Struct:
+    async def echo(self, timeout: float = PATIENCE) -> HeartbeatAck:
         """Send a heartbeat and return the router's answer."""
         async with asyncio.timeout(timeout):
-            while not (frames := self._beats.drain()):
+            while not (frames := self.beats.drain()):
                 await asyncio.sleep(0.001)
-        return self._codec.decode(frames[-1])
+        answer = self._codec.decode(frames[-1])
+        assert isinstance(answer, HeartbeatAck)
+        return answer
 
     def received(self) -> list[msgspec.Struct]:
         """Return all messages that have arrived and were not expected yet."""
-        self._got.extend(self._codec.decode(frame) for frame in self._dealer.drain())
-        return list(self._got)
+        self.unread.extend(self._codec.decode(frame) for frame in self.dealer.drain())
+        return list(self.unread)
 
-    async def silence(self, kind: type[msgspec.Struct], seconds: float = 0.03) -> bool:
+    async def silence(
+        self, kind: type[msgspec.Struct] | tuple[type[msgspec.Struct], ...], seconds: float = 0.03
+    ) -> bool:
         """Return True if no message of this type arrives within `seconds`."""
         await asyncio.sleep(seconds)
         return not any(isinstance(message, kind) for message in self.received())
 
     def close(self) -> None:
-        self._dealer.close()
-        self._beats.close()
+        self.dealer.close()
+        self.beats.close()

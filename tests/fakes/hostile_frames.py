@@ -42,10 +42,11 @@ def byte_streams(rng: random.Random) -> Iterator[bytes]:
         yield _greeting(mechanism) + rng.randbytes(5_000)
     yield GREETING[:5]
     yield _greeting(b"CURVE")[:40]
-    for size in (None, 0, 1, 1 << 31, (1 << 63) - 1, (1 << 64) - 1):
-        yield _greeting(b"CURVE") + _command(b"HELLO", b"\x01\x00" + rng.randbytes(192), size)
-        yield _greeting(b"CURVE") + _command(b"INITIATE", rng.randbytes(300), size)
-        yield _greeting(b"NULL") + _command(b"READY", b"\x0bSocket-Type\0\0\0\x06DEALER", size)
+    claimed: int | None
+    for claimed in (None, 0, 1, 1 << 31, (1 << 63) - 1, (1 << 64) - 1):
+        yield _greeting(b"CURVE") + _command(b"HELLO", b"\x01\x00" + rng.randbytes(192), claimed)
+        yield _greeting(b"CURVE") + _command(b"INITIATE", rng.randbytes(300), claimed)
+        yield _greeting(b"NULL") + _command(b"READY", b"\x0bSocket-Type\0\0\0\x06DEALER", claimed)
     key = rng.randbytes(tcp_frames.KEY_BYTES)
     proof = tcp_frames.proof(key, rng.randbytes(tcp_frames.NONCE_BYTES))
     yield proof

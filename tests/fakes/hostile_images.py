@@ -6,6 +6,7 @@ import base64
 import io
 import os
 import zlib
+from typing import Any
 
 from PIL import Image as Pil
 
@@ -25,7 +26,7 @@ def huge() -> bytes:
     return bytes(head)
 
 
-def progressive(more: int, **options: object) -> bytes:
+def progressive(more: int, **options: Any) -> bytes:
     """Return a JPEG whose last scan is repeated `more` times."""
     data = file("JPEG", progressive=True, **options)
     last, end = data.rindex(b"\xff\xda"), len(data) - 2

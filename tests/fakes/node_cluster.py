@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import zmq
@@ -371,10 +372,13 @@ class NodeCluster:
         for _ in range(count):
             self.turns += 1
             self.clock.now += dt
-            for side in (*self.prefills, *self.decodes):
+            for side in self._sides():
                 if side.alive:
                     side.node.loop.turn()
                     self._listen(side)
+
+    def _sides(self) -> list[PrefillSide | DecodeSide]:
+        return [*self.prefills, *self.decodes]
 
     def turn_one(self, side: PrefillSide | DecodeSide) -> None:
         """Run one turn of one node only."""
@@ -395,7 +399,7 @@ class NodeCluster:
         """Run turns until all nodes are idle, then check that nothing leaked."""
 
         def idle() -> bool:
-            live = [side for side in (*self.prefills, *self.decodes) if side.alive]
+            live = [side for side in self._sides() if side.alive]
             return all(not len(side.node.queues) for side in live)
 
         self.run(idle, limit)
@@ -434,9 +438,9 @@ class NodeCluster:
                 for name, queue in vars(side.node.queues).items()
                 if not isinstance(queue, int)
             }
-            for side in (*self.prefills, *self.decodes)
+            for side in self._sides()
         ]
-        spaces = [(s.space.free_pages, s.space.cache.cached_pages) for s in (*self.prefills, *self.decodes)]
+        spaces = [(s.space.free_pages, s.space.cache.cached_pages) for s in self._sides()]
         return f"queues {queues}, (free, cached) {spaces}, failures {self.failures}"
 
     # -- messages of nodes
@@ -646,5 +650,5 @@ class NodeCluster:
         return side
 
 
-def _requests(queue: object) -> list[object]:
-    return list(queue.values()) if isinstance(queue, dict) else list(queue)  # type: ignore[call-overload]
+def _requests(queue: Any) -> list[Any]:
+    return list(queue.values()) if isinstance(queue, dict) else list(queue)

@@ -18,7 +18,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 IMAGE, VIDEO = 90, 91
 PATCH, MERGE, WINDOW = 4, 2, 16  # in pixels, patches, pixels: a token is 8 x 8 pixels, a window 2 x 2 tokens
-PROCESSOR = {
+PROCESSOR: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": PATCH,
     "temporal_patch_size": 2,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
 from tests.fakes.tiny_model import VOCAB, reference
 
-SAMPLED = {"temperature": 0.9, "top_p": 0.9, "top_k": 20}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9, "top_k": 20}
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import atheris
+import atheris  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
 with atheris.instrument_imports(include=["common", "kv_transfer", "router", "json", "tests"]):
     from tests.fuzz import file_targets, http_targets, wire_targets

@@ -64,7 +64,7 @@ CHECKS = {check.__name__: check for check in (score, replays, accepts, tokens)}
 def main(arguments: list[str]) -> int:
     name, file, *rest = arguments
     try:
-        problems = list(CHECKS[name](json.loads(Path(file).read_text()), *rest))  # type: ignore[operator]
+        problems = list(CHECKS[name](json.loads(Path(file).read_text()), *rest))
     except (OSError, ValueError, KeyError, IndexError) as error:
         problems = [f"{file} cannot be checked: {error!r}"]
     for problem in problems:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from common.engine.forward.batch import CaptureHiddenMode
@@ -10,7 +12,7 @@ from common.engine.graphs.backends.base import Backend
 from common.engine.graphs.spec import ShapeKey
 from tests.unit.engine.graphs.rig import DeviceDriver, extend_driver, model, sequences
 
-CLOSE = {"atol": 1e-3, "rtol": 0.0}
+CLOSE: dict[str, Any] = {"atol": 1e-3, "rtol": 0.0}
 IDS = sequences([60, 41, 23, 9])
 STEPS = [
     ([0, 1], [20, 7]),

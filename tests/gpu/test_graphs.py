@@ -6,6 +6,8 @@ Results of different matrix shapes differ in rounding, so logits are compared wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 import torch
@@ -142,7 +144,7 @@ def test_a_side_stream_is_joined_at_the_end_of_its_segment() -> None:
 
 
 @pytest.mark.parametrize("make", [full, breakable])
-def test_a_host_sync_fails_one_capture_and_the_backend_stays_usable(make: type[FullGraphs]) -> None:
+def test_a_host_sync_fails_one_capture_and_the_backend_stays_usable(make: Callable[[], FullGraphs]) -> None:
     layer, backend = Layer(), make()
     with pytest.raises(RuntimeError):
         backend.capture(lambda: layer.x * layer.x.sum().item())

@@ -99,7 +99,8 @@ def changed(raw: dict[str, Any], changes: list[tuple[tuple[str, ...], Any]]) -> 
     for path, value in changes:
         inside = made
         for key in path[:-1]:
-            inside = inside.get(key) if isinstance(inside.get(key), dict) else inside.setdefault("unread", {})
+            found = inside.get(key)
+            inside = found if isinstance(found, dict) else inside.setdefault("unread", {})
         # Hypothesis may draw one object twice: it must not come to contain itself.
         inside[path[-1]] = copy.deepcopy(value)
     return made

@@ -258,8 +258,8 @@ def test_mimo_form(target: CausalLM, tmp_path: Path) -> None:
     assert not config.mtp.chain
     model = load_mtp(path, config, target, PLACEMENT)
     wanted = module_logits(load_mtp(MTP, config_of(), target, PLACEMENT))
-    for ours, theirs in zip(module_logits(model), wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    for logits, known in zip(module_logits(model), wanted, strict=True):
+        torch.testing.assert_close(logits, known, rtol=1e-4, atol=1e-4)
     hidden = torch.randn(1, HIDDEN)
     for loaded, chained in ((model, False), (load_mtp(MTP, config_of(), target, PLACEMENT), True)):
         output = loaded.heads[0](torch.tensor([3]), hidden, torch.tensor([0]), OneRow())

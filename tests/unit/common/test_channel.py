@@ -141,7 +141,8 @@ def test_frames_lost_by_a_broken_connection_are_sent_again(context: Context) -> 
     router = RouterSocket(context, "tcp://127.0.0.1:0", Keyless())
     with closing(Wire(int(router.address.rpartition(":")[2]))) as wire:
         dealer = Dealer(context, f"tcp://127.0.0.1:{wire.port}", b"peer", security=Keyless())
-        there, back = [], []
+        there: list[bytes] = []
+        back: list[bytes] = []
         until(lambda: wire.connections)
 
         def exchange() -> bool:
@@ -308,7 +309,7 @@ def test_an_event_loop_can_wait_for_it(context: Context, address: str) -> None:
     poller = zmq.Poller()
     poller.register(router.socket, zmq.POLLIN)
     dealer.send(b"x")
-    assert poller.poll(PATIENCE * 1000)
+    assert poller.poll(int(PATIENCE * 1000))
 
 
 # -- binding ---------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def test_a_node_whose_connection_is_made_anew_before_it_was_read_is_not_blamed(w
     later = wire.client("decode-0/abc", "decode-0")
     later.send(b"second")
     for _ in ("earlier connected", "earlier ended", "later connected"):
-        assert events.poll(PATIENCE * 1000)
+        assert events.poll(int(PATIENCE * 1000))
         events.recv_multipart()
 
     def heard() -> bool:

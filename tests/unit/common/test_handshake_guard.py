@@ -106,6 +106,7 @@ def test_the_kernel_knows_a_connection_by_its_peer() -> None:
         closing(listener.accept()[0]) as server,
     ):
         descriptor, peer = server.fileno(), connections.peer(server.fileno())
+        assert peer is not None
         assert peer == client.getsockname()
         client.sendall(b"x" * 300)
         assert until(lambda: connections.received(descriptor, peer)) == 300

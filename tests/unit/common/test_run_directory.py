@@ -107,7 +107,7 @@ def test_a_directory_that_others_can_write_to_is_refused(tmp_path: Path, bits: i
 
 def test_a_directory_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir(mode=0o700)
-    monkeypatch.setattr(module.os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
     with pytest.raises(ConfigError, match="belongs to another user") as caught:
         run_directory(resolved(tmp_path, "run"))
     assert caught.value.path == "process.run_dir"
@@ -138,7 +138,7 @@ def test_a_read_only_directory_is_refused_for_writing(
     cluster = resolved(tmp_path, "run")
     path = run_directory(cluster, to_write=True)
     access = os.access
-    monkeypatch.setattr(module.os, "access", lambda other, mode: other != path and access(other, mode))
+    monkeypatch.setattr(os, "access", lambda other, mode: other != path and access(other, mode))
     with pytest.raises(ConfigError, match=f"cannot write to {path}: .* set process.run_dir"):
         run_directory(cluster, to_write=True)
     assert control_address(cluster) == f"ipc://{path}/router.sock"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -106,16 +107,15 @@ def test_sampled_output_does_not_depend_on_the_batch(completion: type[Completion
     """A request has one text by itself, in a batch and twice at once: it follows from prompt and parameters."""
     with NodeCluster(Shape(completion=completion, max_running=5)) as cluster:
         calls: list[Call] = []
-        for index, sampling in enumerate(
-            (
-                {"temperature": 0.0},
-                {"temperature": 1.0, "seed": 1},
-                {"temperature": 0.7, "top_k": 5, "seed": 2},
-                {"temperature": 1.3, "top_p": 0.8, "seed": 3},
-                {"temperature": 1.5, "top_p": 0.9, "top_k": 11, "seed": 2**63 - 1},
-                {"temperature": 1.0, "seed": 1, "logprobs": 3},
-            )
-        ):
+        chosen: tuple[dict[str, Any], ...] = (
+            {"temperature": 0.0},
+            {"temperature": 1.0, "seed": 1},
+            {"temperature": 0.7, "top_k": 5, "seed": 2},
+            {"temperature": 1.3, "top_p": 0.8, "seed": 3},
+            {"temperature": 1.5, "top_p": 0.9, "top_k": 11, "seed": 2**63 - 1},
+            {"temperature": 1.0, "seed": 1, "logprobs": 3},
+        )
+        for index, sampling in enumerate(chosen):
             for length in (5, 40):
                 calls += [cluster.submit(prompt_of(length, index // 5), 12, **sampling) for _ in range(2)]
         cluster.run()
@@ -161,7 +161,7 @@ def test_preempted_requests_continue_after_resubmission(completion: type[Complet
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {**SAMPLED, "seed": 5}])
-def test_migration_at_every_token(sampling: dict[str, float]) -> None:
+def test_migration_at_every_token(sampling: dict[str, Any]) -> None:
     """The decode node is lost after k tokens, for every k: the other one continues the same text."""
     prompt = prompt_of(18)
     for k in range(1, 9):

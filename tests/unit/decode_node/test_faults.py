@@ -309,6 +309,7 @@ def _poison(step: Any, rows: int) -> None:
             _spoil(pool, page * pool.page_size + last % pool.page_size)  # the next forward reads it
         return inner(chosen, sampling)
 
+    inner: Any
     if isinstance(step, PrefillStep):
         inner, step._forward = step._forward, extend
     else:

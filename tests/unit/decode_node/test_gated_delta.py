@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,7 @@ def test_no_chunk_ends_off_the_grid() -> None:
     """The chunk form is exact only up to rounding, so the same prompt is always cut at the same places."""
     assert prompt_grid(SERVED, 16) == 64
     with NodeCluster(Shape(model=SERVED, chunk_tokens=128, completion=ONE_BEHIND)) as cluster:
-        ends = []
+        ends: list[Any] = []
         launch = cluster.prefill.step.launch
 
         def spy(plan: PromptPlan) -> LaunchedPrefill:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from common.messages.generation import SamplingParams
@@ -94,7 +96,7 @@ def test_a_row_that_changes_hands() -> None:
     ],
 )
 @pytest.mark.parametrize("legs", ["d", "p"])
-def test_tokens_outside_the_vocabulary_are_refused_by_both_nodes(wrong: dict[str, object], legs: str) -> None:
+def test_tokens_outside_the_vocabulary_are_refused_by_both_nodes(wrong: dict[str, Any], legs: str) -> None:
     """They would be used as indices on the device."""
     with NodeCluster(Shape()) as cluster:
         call = cluster.submit(prompt_of(5), 4, legs=legs, **wrong)

@@ -13,7 +13,7 @@ import pytest
 from common.node.completion import Deferred, Immediate
 from kv_transfer.limits import TransferLimits
 from kv_transfer.transport.loopback.endpoints import Damage, Fault
-from tests.fakes.node_cluster import RETRYABLE, Call, NodeCluster, Shape, Watched
+from tests.fakes.node_cluster import RETRYABLE, Call, DecodeSide, NodeCluster, PrefillSide, Shape, Watched
 from tests.fakes.sampling_cases import EVERYTHING
 from tests.fakes.scenarios import prompt_of
 from tests.fakes.tiny_model import VOCAB, reference
@@ -71,7 +71,8 @@ def test_soak(seed: int) -> None:
         _disturb(cluster, rng, chaos)
         for _ in range(rng.choice((60, 200))):
             _arrivals(cluster, rng, chaos)
-            for side in rng.sample([*cluster.prefills, *cluster.decodes], k=rng.randint(0, 2)):
+            sides: list[PrefillSide | DecodeSide] = [*cluster.prefills, *cluster.decodes]
+            for side in rng.sample(sides, k=rng.randint(0, 2)):
                 cluster.turn_one(side)
         cluster.fabric.plan = lambda n: Fault()
         cluster.fabric.unstick()

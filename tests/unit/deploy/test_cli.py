@@ -183,8 +183,11 @@ class Server:
 LOAD = {"running": 2, "queued": 1, "free_pages": 5, "cached_pages": 3, "total_pages": 9}
 
 
-NODES = [{"name": "prefill-0", "state": "up", "load": LOAD}, {"name": "decode-0", "state": "up"}]
-ALIVE = {"pid": os.getpid(), "started": entry(os.getpid()).started}
+NODES: list[dict[str, Any]] = [
+    {"name": "prefill-0", "state": "up", "load": LOAD},
+    {"name": "decode-0", "state": "up"},
+]
+ALIVE: dict[str, Any] = {"pid": os.getpid(), "started": entry(os.getpid()).started}
 CRASHED = ProcessRecord(
     pid=1,
     started=1,
@@ -316,7 +319,7 @@ def test_down_of_a_supervisor_that_was_just_leaving(directory: Path, monkeypatch
         assert number == signal.SIGTERM
         raise ProcessLookupError
 
-    monkeypatch.setattr(cli.os, "kill", kill)
+    monkeypatch.setattr(os, "kill", kill)
     answers = iter([True, False])
     monkeypatch.setattr(Entry, "alive", property(lambda self: next(answers)))
     result = run("down", str(directory / "c.yaml"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ SMALL = Shape(
 
 def test_greedy_text_follows_the_cycle(tmp_path: Path) -> None:
     write(tmp_path, SMALL, seed=3, device=CPU)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     prompt = torch.tensor([[20, 90, 3]])  # 3 is a special token, which leads into the cycle like all others
     options = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
     text = model.generate(prompt, max_new_tokens=20, **options)[0, 3:].tolist()
@@ -74,7 +75,7 @@ def test_the_head_is_a_directory_that_drafts_as_chosen(tmp_path: Path) -> None:
     assert torch.equal(head.target_ids(torch.arange(len(ids))), ids)
     wrong = ids[wrong_tokens(SMALL, Drafting(0.75, 0.5), 1)]
     assert len(wrong) == 32
-    target = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
+    target: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
     reference = load_reference(tmp_path / "draft", target)
     ranks = []
     for token in ids[:64].tolist():

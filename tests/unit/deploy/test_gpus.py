@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -47,6 +48,6 @@ def test_torch_understands_the_question(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert gpus.find_gpus() == []
     asked = subprocess.run(
-        [gpus.sys.executable, "-c", gpus.QUESTION], capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, "-c", gpus.QUESTION], capture_output=True, text=True, timeout=300, check=True
     )
     assert asked.stdout.strip() == "[]"

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from common.config import Resolved, load_cluster
+from common.config.schema import Cluster
 from common.config.transport_choice import choose_transport
 from common.errors import ConfigError
 from deploy.gpus import Gpu
@@ -32,9 +33,13 @@ def resolved(tmp_path: Path, machine: Machine, draft: Path | None = None, model:
     return load_cluster(file, environ={})
 
 
+def devices(cluster: Cluster) -> list[str]:
+    return [node.device for node in cluster.prefill.nodes] + [node.device for node in cluster.decode.nodes]
+
+
 def test_without_a_gpu_both_nodes_share_the_cpu(tmp_path: Path) -> None:
     cluster = resolved(tmp_path, CPU).cluster
-    assert [node.device for node in (*cluster.prefill.nodes, *cluster.decode.nodes)] == ["cpu", "cpu"]
+    assert devices(cluster) == ["cpu", "cpu"]
     assert cluster.process.threads == 4
     assert (cluster.prefill.pool_tokens, cluster.decode.pool_tokens) == ("auto", "auto")
     assert choose_transport(cluster).name == "shm"
@@ -43,7 +48,7 @@ def test_without_a_gpu_both_nodes_share_the_cpu(tmp_path: Path) -> None:
 
 def test_on_one_gpu_both_nodes_share_it(tmp_path: Path) -> None:
     cluster = resolved(tmp_path, replace(CPU, gpus=(H200,))).cluster
-    assert [node.device for node in (*cluster.prefill.nodes, *cluster.decode.nodes)] == ["cuda:0", "cuda:0"]
+    assert devices(cluster) == ["cuda:0", "cuda:0"]
     assert cluster.prefill.memory_fraction + cluster.decode.memory_fraction == pytest.approx(0.93)
     assert cluster.prefill.memory_fraction < cluster.decode.memory_fraction
     assert cluster.prefill.chunk_tokens == 8192
@@ -64,7 +69,7 @@ def test_each_share_of_a_gpu_holds_the_weights(
 
 def test_on_several_gpus_each_node_has_its_own(tmp_path: Path) -> None:
     cluster = resolved(tmp_path, replace(CPU, gpus=(H200, H200, H200))).cluster
-    assert [node.device for node in (*cluster.prefill.nodes, *cluster.decode.nodes)] == ["cuda:0", "cuda:1"]
+    assert devices(cluster) == ["cuda:0", "cuda:1"]
     assert cluster.prefill.memory_fraction == cluster.decode.memory_fraction == 0.9
 
 

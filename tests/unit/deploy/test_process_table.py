@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from common.process_entry import Entry, entry, start_time
-from deploy import process_table
 from deploy.process_table import (
     ProcessRecord,
     Table,
@@ -106,7 +106,7 @@ def test_a_table_that_is_being_overwritten_is_read_again(
         waits.append(seconds)
         table_path(tmp_path).write_bytes(text)
 
-    monkeypatch.setattr(process_table.time, "sleep", finish)
+    monkeypatch.setattr(time, "sleep", finish)
     assert read_table(tmp_path) == whole
     assert len(waits) == 1
 

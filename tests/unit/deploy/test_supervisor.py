@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 import pytest
+from rich.console import Console
 
 from common.config import load_cluster
 from common.process_entry import entry
@@ -205,7 +206,7 @@ def test_a_report_that_cannot_be_written_ends_nothing(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(sys, "stderr", Full())
     cli._say("decode-0 ended", "yellow")
-    monkeypatch.setattr(cli, "console", cli.Console(file=Full(), force_terminal=True))
+    monkeypatch.setattr(cli, "console", Console(file=Full(), force_terminal=True))
     cli._say("decode-0 ended", "yellow")
     monkeypatch.undo()
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from deploy.tiny_models import tokenizer as family
@@ -70,7 +71,7 @@ def test_the_processor_makes_the_prompt_and_the_pixels_that_training_used() -> N
 
 def test_held_out_questions_are_answered(model: LlavaForConditionalGeneration) -> None:
     """At least 0.9; the card has the score over 2,000 questions."""
-    tokenizer = family.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     replies = list(measure.answers(model, tokenizer, list(islice(questions(77, "heldout"), 24))))
     assert measure.score(replies).value >= 0.9
     kind, head = files.load_head(DRAFT)
@@ -86,7 +87,7 @@ def test_a_draft_that_reads_placeholders_in_place_of_pictures_is_worse(
     model: LlavaForConditionalGeneration,
 ) -> None:
     """The head was trained on merged embeddings and needs them: its accept length depends on it."""
-    tokenizer = family.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     asked = [each for each in islice(questions(78, "heldout"), 40) if each.kind == "describe"]
     replies = list(measure.answers(model, tokenizer, asked))
     _, head = files.load_head(DRAFT)
@@ -97,7 +98,7 @@ def test_a_draft_that_reads_placeholders_in_place_of_pictures_is_worse(
 
 
 def test_every_parameter_is_saved_under_a_published_name_and_trained_once(tmp_path: Path) -> None:
-    vocabulary = family.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    vocabulary = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     config = checkpoint.llava_config(checkpoint.SMOKE_SHAPE, vocabulary)
     fresh = checkpoint.new_model(config, seed=1)
     given = [p for opt in optimizers(fresh, 1e-3) for group in opt.param_groups for p in group["params"]]
@@ -109,11 +110,13 @@ def test_every_parameter_is_saved_under_a_published_name_and_trained_once(tmp_pa
 
 
 def test_a_batch_puts_each_picture_at_its_placeholders(model: LlavaForConditionalGeneration) -> None:
-    vocabulary = family.Tokenizer.from_file(str(TARGET / "tokenizer.json"))
+    vocabulary = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     examples = make(1, "train", 40, vocabulary.to_str())
     assert examples.num_images.sum() == len(examples.images)
     batch = next(iter(Sampler(examples, 12, torch.device("cpu"), seed=1)))
-    placeholders = (batch.ids == vocabulary.token_to_id(family.IMAGE)).sum(1)
+    image = vocabulary.token_to_id(family.IMAGE)
+    assert image is not None
+    placeholders = batch.ids.eq(image).sum(1)
     assert placeholders.tolist() == sorted(placeholders.tolist())
     assert placeholders.sum() == len(batch.pixels) * checkpoint.IMAGE_TOKENS
     merged = merged_embeddings(model, batch.ids, batch.pixels)

@@ -72,8 +72,9 @@ def test_extend(dtype: torch.dtype, page_size: int, window: int | None) -> None:
     query[-40:] = torch.nan  # padding after the last request
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     ends = torch.tensor(lengths, dtype=torch.int32)
+    key, value = cache.planes
     out = extend_triton(
-        query, *cache.planes, cache.page_table, starts, ends, window, dim**-0.5, shape=(64, 32, 4)
+        query, key, value, cache.page_table, starts, ends, window, dim**-0.5, shape=(64, 32, 4)
     )
     for row, part in enumerate(out[:-40].split(query_lens)):
         if query_lens[row]:

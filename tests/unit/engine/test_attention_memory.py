@@ -29,10 +29,10 @@ class Recorded:
 
 def test_queries_and_keys_are_freed_before_the_output_projection() -> None:
     """Otherwise each prompt graph would hold one more tensor of [T, heads + 2 * kv_heads, D]."""
-    layer = tiny_model().layers[0]
+    layer = tiny_model().get_submodule("layers.0")
     assert isinstance(layer, DecoderLayer)
     assert isinstance(layer.mixer, Attention)
-    backend, alive = Recorded(), []
+    backend, alive = Recorded(), list[bool]()
     projected = layer.mixer.o_proj.add_norm
 
     def add_norm(x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:

@@ -82,7 +82,7 @@ def built(
     file = tmp_path / "cluster.yaml"
     file.write_text(yaml.safe_dump(config))
     build: Any = {"prefill": prefill_node.build.build, "decode": decode_node.build.build}[role]
-    return build(load_cluster(file, (), {}), f"{role}-0", StartupReporter(None, log), log)  # type: ignore[no-any-return]
+    return build(load_cluster(file, (), {}), f"{role}-0", StartupReporter(None, log), log)
 
 
 def table(caplog: pytest.LogCaptureFixture) -> list[list[str]]:

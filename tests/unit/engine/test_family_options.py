@@ -43,7 +43,7 @@ SEQUENCES = [
 def rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of families that have these options in their attention layers."""
     for name in (FLAT, NESTED):
-        monkeypatch.setitem(FAMILIES, name, GATED)  # type: ignore[arg-type]
+        monkeypatch.setitem(FAMILIES, name, GATED)
 
 
 def randomise(model: Any, seed: int = 0) -> Any:

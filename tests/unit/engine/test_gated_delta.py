@@ -32,7 +32,7 @@ from tests.fakes.tiny_model import CONFIG, PLACEMENT
 
 SHAPE = GatedDeltaConfig(key_heads=2, value_heads=6, key_dim=8, value_dim=12, grouped_rows=False)
 HIDDEN, SLOTS, ROWS = CONFIG.hidden_size, 5, 4
-TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
+TOLERANCE: dict[str, Any] = {"atol": 1e-4, "rtol": 1e-4}
 
 
 def their_layer(grouped: bool, seed: int = 0) -> Any:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,12 @@ CONFIG_FIELDS = [
     ("torch_dtype", {"a": 1}),
     ("quantization_config", {"quant_method": "y" * 1_000_000}),
 ]
-QWEN = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 8}
-SHAPES = [
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "use_sliding_window": True,
+    "sliding_window": 8,
+}
+SHAPES: list[tuple[Any, str]] = [
     ({"shape": [float("inf")]}, "not valid JSON"),
     ({"shape": [1 << 62, 1 << 62]}, "shape"),
     ({"shape": [-128]}, "shape"),
@@ -130,9 +135,15 @@ SHAPES = [
     ({"more": 1}, "exactly dtype, shape and data_offsets"),
 ]
 WEIGHTS = ("model.safetensors",)
+
+
+def update(change: dict[str, Any], found: dict[str, Any]) -> None:
+    found[NORM].update(change)
+
+
 CASES = [
     *(
-        Case(f"config-{key}-{number}", fields("config.json", **{key: value}), ("config.json", key))
+        Case(f"config-{key}-{number}", fields("config.json", None, **{key: value}), ("config.json", key))
         for number, (key, value) in enumerate(CONFIG_FIELDS)
     ),
     Case(
@@ -168,7 +179,7 @@ CASES = [
         ("generation_config.json", "nested"),
     ),
     *(
-        Case(f"tensor-{number}", header(lambda found, c=change: found[NORM].update(c)), (*WEIGHTS, said))
+        Case(f"tensor-{number}", header(partial(update, change)), (*WEIGHTS, said))
         for number, (change, said) in enumerate(SHAPES)
     ),
     Case("metadata", header(lambda found: found.update(__metadata__={"a": [8]})), (*WEIGHTS, "__metadata__")),

@@ -49,7 +49,7 @@ SERVED = replace(CONFIG, layer_kinds=(LayerKind("attention", "experts"), LayerKi
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Add table rows for the blocks, and for a family that has them."""
-    monkeypatch.setitem(FAMILIES, "ToyForCausalLM", FAMILY)  # type: ignore[arg-type]
+    monkeypatch.setitem(FAMILIES, "ToyForCausalLM", FAMILY)
     monkeypatch.setitem(MIXERS, "local", "tests.fakes.toy_blocks:LOCAL")
     monkeypatch.setitem(FEED_FORWARDS, "experts", "tests.fakes.toy_blocks:Experts")
 

@@ -34,7 +34,7 @@ from tests.fakes.tiny_model import MAX_LEN
 from tests.fakes.vision import one_prompt
 
 CPU = Placement(torch.float32, torch.device("cpu"))
-TOWER = {
+TOWER: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
@@ -42,7 +42,7 @@ TOWER = {
     "image_size": 16,
     "patch_size": 4,
 }
-TEXT = {
+TEXT: dict[str, Any] = {
     "vocab_size": 90,
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -195,7 +196,8 @@ def test_min_p_equals_transformers(min_p: float, temperature: float) -> None:
     logits = 3 * torch.randn(50, 300)
     ones = torch.ones(50)
     floor = filter_floor_reference(logits, temperature * ones, 0 * ones.int(), ones, min_p * ones)
-    wanted = MinPLogitsWarper(min_p)(torch.empty(50, 0), logits / temperature)
+    warper: Any = MinPLogitsWarper(min_p)
+    wanted = warper(torch.empty(50, 0), logits / temperature)
     assert torch.equal(logits >= floor[:, None], wanted.isfinite())
 
 

@@ -41,9 +41,9 @@ def spans_of(layout: list[tuple[int, int, int]]) -> tuple[tuple[ImageSpan, ...],
 
 def theirs(spans: tuple[ImageSpan, ...], count: int) -> tuple[np.ndarray[Any, Any], int]:
     vision = SimpleNamespace(spatial_merge_size=MERGE, tokens_per_second=2)
-    model = Qwen2_5_VLModel.__new__(Qwen2_5_VLModel)
+    model: Any = Qwen2_5_VLModel.__new__(Qwen2_5_VLModel)
     torch.nn.Module.__init__(model)
-    model.config = SimpleNamespace(vision_config=vision)  # type: ignore[assignment]
+    model.config = SimpleNamespace(vision_config=vision)
     kinds = torch.zeros(1, count, dtype=torch.int32)
     for span in spans:
         kinds[0, span.offset : span.offset + span.length] = 1
@@ -91,7 +91,7 @@ def test_the_kernel_of_angles_by_axis(dtype: torch.dtype, sections: tuple[int, .
     positions = torch.randint(0, 5000, (37, 3))
     args = axes, inv_freq, 1.25, dtype
     expected = rotary_angles_by_axis_reference(positions, *args)
-    close = {"atol": 2e-3 if dtype is torch.float16 else 2e-6, "rtol": 1e-3}
+    close: dict[str, Any] = {"atol": 2e-3 if dtype is torch.float16 else 2e-6, "rtol": 1e-3}
     for actual, wanted in zip(rotary_angles_by_axis_triton(positions, *args), expected, strict=True):
         assert actual.shape == (37, 1, 2 * half)
         torch.testing.assert_close(actual, wanted, **close)

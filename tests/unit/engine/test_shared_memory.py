@@ -67,8 +67,8 @@ def product_tiles(processors: int, shared: int) -> list[tuple[Tiles, int]]:
 
 
 def test_nothing_is_cut_on_an_h200() -> None:
-    for rows, keys, *sizes in attention_tiles():
-        assert cut_attention(rows, keys, *sizes, H200) == (rows, keys)
+    for tile in attention_tiles():
+        assert cut_attention(*tile, H200) == tile[:2]
     tiles = {
         (each.columns, each.depth, each.stages, each.rows, matrices)
         for each, matrices in product_tiles(132, H200.shared_bytes)
@@ -81,9 +81,9 @@ def test_nothing_is_cut_on_an_h200() -> None:
 
 @pytest.mark.parametrize("room", [A100, RTX, B200, TURING])
 def test_what_is_chosen_fits(room: SharedMemory) -> None:
-    for rows, keys, *sizes in attention_tiles():
-        fewer_rows, fewer_keys = cut_attention(rows, keys, *sizes, room)
-        assert attention_bytes(fewer_rows, fewer_keys, *sizes, room) <= room.shared_bytes
+    for rows, keys, stages, dim, itemsize in attention_tiles():
+        fewer_rows, fewer_keys = cut_attention(rows, keys, stages, dim, itemsize, room)
+        assert attention_bytes(fewer_rows, fewer_keys, stages, dim, itemsize, room) <= room.shared_bytes
         assert min(fewer_rows, fewer_keys) >= 16
     for processors in (40, 72, 108, 148, 170):
         tiles = product_tiles(processors, room.shared_bytes)
@@ -136,7 +136,8 @@ def test_attention_of_cut_tiles(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     module = {"decode": decode_attention, "extend": extend_attention, "verify": verify_attention}[kind]
 
     def attend() -> Tensor:
-        pages, scale = (*cache.planes, cache.page_table), dim**-0.5
+        key, value = cache.planes
+        pages, scale = (key, value, cache.page_table), dim**-0.5
         if kind == "decode":
             return decode_attention.decode_triton(query, *pages, ends, 50, None, scale)
         if kind == "verify":

@@ -60,7 +60,7 @@ def test_what_a_step_leaves(rows: list[int]) -> None:
     expected_last, expected_len = list(range(10, 18)), list(range(20, 28))
     for index, row in enumerate(rows):
         if row:
-            expected_last[row], expected_len[row] = tokens[index].item(), lengths[index].item()
+            expected_last[row], expected_len[row] = int(tokens[index]), int(lengths[index])
     for last, length in states:
         assert last.tolist() == expected_last
         assert length.tolist() == expected_len

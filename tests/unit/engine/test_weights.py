@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,10 +79,11 @@ def test_dtype_auto() -> None:
 def test_merged_products_are_views_of_one_matrix(path: Path) -> None:
     model = load_model(path)[0]
     named = tensors(model)
-    qkv = model.layers[0].mixer.qkv_proj.dense()  # type: ignore[union-attr]
+    layer: Any = model.get_submodule("layers.0")
+    qkv = layer.mixer.qkv_proj.dense()
     parts = [named[f"model.layers.0.self_attn.{part}.weight"] for part in ("q_proj", "k_proj", "v_proj")]
-    assert {part.untyped_storage().data_ptr() for part in parts} == {qkv.untyped_storage().data_ptr()}  # type: ignore[union-attr]
-    assert torch.equal(torch.cat(parts), qkv)  # type: ignore[arg-type]
+    assert {part.untyped_storage().data_ptr() for part in parts} == {qkv.untyped_storage().data_ptr()}
+    assert torch.equal(torch.cat(parts), qkv)
 
 
 def test_progress_rises_to_the_total(path: Path) -> None:

@@ -12,7 +12,7 @@ from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver, ReceiverEvent
 from kv_transfer.sender import Sender, SenderEvent
-from kv_transfer.transport.base import ReceiverEndpoint, Region, SenderEndpoint
+from kv_transfer.transport.base import DeviceMemory, ReceiverEndpoint, Region, SenderEndpoint
 from tests.fakes.pools import layers_layout
 
 PAGES = 16
@@ -42,8 +42,9 @@ def noise(nbytes: int, seed: int = 1) -> bytearray:
     return bytearray(random.Random(seed).randbytes(nbytes))
 
 
-def page_bytes(memory: memoryview, shape: PoolLayout, page: int) -> bytes:
-    """Return the bytes of one page over all planes."""
+def page_bytes(memory: memoryview | DeviceMemory, shape: PoolLayout, page: int) -> bytes:
+    """Return the bytes of one page over all planes, of a pool in host memory."""
+    assert isinstance(memory, memoryview)
     return b"".join(
         bytes(memory[plane.offset + page * plane.page_bytes : plane.offset + (page + 1) * plane.page_bytes])
         for plane in shape.planes

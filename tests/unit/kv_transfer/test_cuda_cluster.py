@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from common.config.schema import (
 )
 from common.config.transport_choice import choose_transport
 from common.engine.forward.model_runner import load_model
+from common.engine.host_memory import GIB
 from common.engine.layers.placement import Placement
 from common.engine.models.llava import load_llava
 from common.engine.sampling.logit_adjustments import adjustment_bytes
@@ -31,7 +33,7 @@ from common.errors import ConfigError
 from common.kv_cache.pool_layout import PoolLayout
 from common.node import memory, serving_model
 from common.node.encoder_memory import encoder_bytes
-from common.node.memory import GIB, MemoryPlan, check_memory, check_share, plan_pool
+from common.node.memory import MemoryPlan, check_memory, check_share, plan_pool
 from common.node_plan import PoolBudget
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
@@ -154,7 +156,7 @@ def test_no_cuda_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cuda_is_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    current = []
+    current: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8 + index, 0))
@@ -198,7 +200,7 @@ def test_a_node_that_does_not_fit_is_refused_with_the_arithmetic(monkeypatch: py
 def test_memory_of_a_killed_predecessor_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([10 * GIB, 10 * GIB, 30 * GIB])
     slept: list[float] = []
-    monkeypatch.setattr(memory.time, "sleep", slept.append)
+    monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(free), 40 * GIB))
     check_memory(torch.device("cuda", 0), MemoryPlan(5 * GIB, 10 * GIB), 0, "decode.pool_tokens", 1024)
     assert slept == [0.25, 0.25]

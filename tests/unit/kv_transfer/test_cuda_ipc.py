@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from common.errors import ConfigError, HandshakeRefused
+from common.errors import ConfigError, HandshakeRefused, ProtocolError
 from kv_transfer import messages
+from kv_transfer.copy_plan import Copy
 from kv_transfer.events import Arrived, Delivered, PagesFree, RoomFailed, SlotsGranted, TransferLost
 from kv_transfer.pair_plan import pair_plan
 from kv_transfer.receiver import Receiver
@@ -18,7 +21,6 @@ from kv_transfer.transport.base import DeviceMemory, Region, Target, WriteState
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.pool_memory import as_memory, as_storage
 from kv_transfer.transport.cuda_ipc import receiver as cuda_ipc_receiver
-from kv_transfer.transport.cuda_ipc import sender as cuda_ipc_sender
 from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription
 from kv_transfer.transport.cuda_ipc.receiver import CudaIpcReceiver
 from kv_transfer.transport.cuda_ipc.sender import CudaIpcSender
@@ -108,7 +110,7 @@ class Pair:
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch):
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     made = Pair(monkeypatch)
     yield made
     made.close()
@@ -127,8 +129,8 @@ def test_the_description_crosses_the_wire(pair: Pair) -> None:
 
 @pytest.mark.parametrize("handle", [b"", b"x" * 63, b"x" * 65])
 def test_a_handle_of_another_length_is_no_message(pair: Pair, handle: bytes) -> None:
-    wrong = msgspec.structs.replace(pair.receiving.describe("p"), handle=handle)
-    with pytest.raises(messages.ProtocolError):
+    wrong: Any = msgspec.structs.replace(pair.receiving.describe("p"), handle=handle)
+    with pytest.raises(ProtocolError):
         messages.decode_for_sender(
             messages.encode(messages.Hello("decode-0", DST, wrong, 4, 1024), pair.peer)
         )
@@ -338,7 +340,7 @@ def test_tickets_of_a_detached_peer_fail_and_bytes_are_counted_once(pair: Pair) 
 
 def test_any_copies_by_the_driver(pair: Pair) -> None:
     peer = pair.sending.attach(pair.target())
-    copies = [cuda_ipc_sender.Copy(5, 7, 100), cuda_ipc_sender.Copy(1000, 400, 3)]
+    copies = [Copy(5, 7, 100), Copy(1000, 400, 3)]
     assert pair.sending.poll(pair.sending.write(peer, copies, 1)) is WriteState.DONE
     assert torch.equal(pair.pool[7:107], pair.source[5:105])
     assert torch.equal(pair.pool[400:403], pair.source[1000:1003])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -68,7 +70,9 @@ def test_what_cannot_be_read_is_refused(body: bytes) -> None:
 
 
 def test_another_form_of_the_same_transport_is_refused() -> None:
-    other = msgspec.defstruct("TcpDescription", [("host", str)], bases=(Description,), frozen=True, tag="tcp")
+    other: Any = msgspec.defstruct(
+        "TcpDescription", [("host", str)], bases=(Description,), frozen=True, tag="tcp"
+    )
     with pytest.raises(
         HandshakeRefused, match="for tcp in another form; run the same tandem version on both"
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -44,7 +45,7 @@ class Rig:
         *,
         fencing: bool = False,
         limits: TransferLimits = LIMITS,
-        **kw: int,
+        **kw: Any,
     ) -> None:
         self.clock = Clock()
         faults = plan or {}
@@ -340,6 +341,7 @@ def test_duplicated_writes_are_harmless_and_failed_ones_end_the_room() -> None:
     assert isinstance(lost, TransferLost)
     assert lost.code == TransferFailed.code
     failed, free = rig.decode.poll()
+    assert isinstance(failed, RoomFailed)
     assert (failed.room, free) == (2, PagesFree(2, (4, 5)))
     rig.assert_idle()
 
@@ -469,6 +471,7 @@ def test_slots_are_checked_and_granted_once() -> None:
     assert rig.answers() == []
     rig.ask(Slots(2, 6, (2,), 1, 0))  # another grant
     (answer,) = rig.answers()
+    assert isinstance(answer, SenderFailed)
     assert (answer.generation, rig.sender.counters.duplicate_slots) == (6, 2)
     granted = rig.sender.slots(2)
     assert granted is not None

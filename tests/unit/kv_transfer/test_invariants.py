@@ -35,7 +35,8 @@ POOL = 7
 SLOTS = 3
 SOURCE = st.lists(st.integers(0, 15), min_size=8, max_size=8)
 
-DAMAGES: tuple[Damage, ...] = (*get_args(Damage), *["none"] * 8)
+UNDAMAGED: Damage = "none"
+DAMAGES: tuple[Damage, ...] = (*get_args(Damage), *[UNDAMAGED] * 8)
 FAULTS = st.builds(Fault, st.sampled_from([0.0, 0.0, 0.0, 0.5, 5.0, 40.0]), st.sampled_from(DAMAGES))
 
 

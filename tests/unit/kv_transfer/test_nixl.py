@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Iterator
 
@@ -190,7 +189,6 @@ def test_close_with_a_stuck_transfer_leaves_the_liveness_connection_to_the_proce
     keeper._clock = ends.clock
 
     def dead() -> bool:
-        keeper._looked_at = -math.inf
         return ends.receiver.peer_is_dead("p")
 
     until(lambda: dead() or keeper._lines["p"].sock)

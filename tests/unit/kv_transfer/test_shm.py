@@ -231,7 +231,7 @@ def test_a_watch_is_not_fooled_by_another_process_with_the_same_pid(child: Calla
     assert ProcessWatch(other).dead
     alive.end()
     assert ProcessWatch(other).dead  # there is no such pid
-    alive.popen = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    alive.popen = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE, text=True)
 
 
 def test_a_process_that_cannot_be_watched_is_refused(

@@ -25,7 +25,7 @@ from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.cuts import sources
 from kv_transfer.events import Arrived, Delivered, PagesFree, RoomFailed, SlotsGranted, TransferLost
 from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, SenderEndpoint, SenderSetup
-from kv_transfer.transport.loopback.endpoints import Fabric, Fault
+from kv_transfer.transport.loopback.endpoints import Damage, Fabric, Fault
 from kv_transfer.transport.registry import make_receiver, make_sender
 from tests.fakes.pools import attention_planes
 from tests.fakes.tiny_model import CONFIG
@@ -132,7 +132,8 @@ class Cluster:
             decode.receiver.open(room, names, DST, held, state_slot=slot)
 
     def turn(self) -> None:
-        for node in (*self.prefills, *self.decodes):
+        nodes: list[Prefill | Decode] = [*self.prefills, *self.decodes]
+        for node in nodes:
             for event in node.poll():
                 self.events.append(event)
                 if isinstance(event, SlotsGranted) and isinstance(node, Prefill):
@@ -249,7 +250,7 @@ UNEQUAL = [(pair, family) for pair in ((2, 1), (1, 2), (2, 4)) for family in ("g
 )
 @pytest.mark.parametrize("damage", ["corrupt", "drop", "fail"])
 def test_one_damaged_part_fails_the_request_on_all_its_ranks(
-    damage: str, sizes: tuple[int, int], family: str
+    damage: Damage, sizes: tuple[int, int], family: str
 ) -> None:
     """Whichever write is hit, none of the affected ranks reports Arrived, and pages are returned exactly once."""
     spec = PoolSpec(TOKENS, FAMILIES[family])

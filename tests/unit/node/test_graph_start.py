@@ -15,11 +15,12 @@ from common.engine.graphs.backends.tape import TapeRecorder
 from common.engine.graphs.node_graphs import GRAPH_BYTES, NodeGraphs
 from common.engine.graphs.report import node_table
 from common.engine.graphs.rules import PhaseSwitch
+from common.engine.host_memory import GIB
 from common.engine.layers.placement import Placement
 from common.errors import ConfigError
 from common.kv_cache.pool_spec import pool_spec
 from common.node import graph_start, memory
-from common.node.memory import GIB, MemoryPlan
+from common.node.memory import MemoryPlan
 from common.node.serving_model import TRIAL_PAGES, ServingModel
 from common.node_plan import PoolBudget
 from common.observability.logs import Log

@@ -27,7 +27,7 @@ from common.observability.logs import Log
 from tests.fakes.clock import Clock
 from tests.fakes.waiting import until
 
-T = TypeVar("T")
+S = TypeVar("S")
 NODE = "n" * 32
 MAIN = f"prefill-0/{NODE}".encode()
 BEAT = MAIN + b"/beat"
@@ -108,7 +108,7 @@ class Rig:
         assert self.router is not None
         assert self.router.send(MAIN, encode(message))
 
-    def said(self, kind: type[T]) -> list[T]:
+    def said(self, kind: type[S]) -> list[S]:
         return [message for _, message in self.listen() if isinstance(message, kind)]
 
     def receive(self, count: int = 1) -> list[Any]:
@@ -209,7 +209,8 @@ def test_a_malformed_answer_of_a_router_of_this_version_is_counted(rig: Rig) -> 
 def test_a_node_speaks_under_its_incarnation(rig: Rig) -> None:
     rig.link.drain()
     rig.link.start()
-    until(lambda: rig.said(Heartbeat) and rig.said(Register))
+    until(lambda: rig.said(Heartbeat))
+    until(lambda: rig.said(Register))
     assert {(peer, type(message)) for peer, message in rig.heard} == {
         (MAIN, Register),
         (BEAT, Heartbeat),
@@ -399,7 +400,7 @@ def test_control_comes_before_work(rig: Rig, monkeypatch: pytest.MonkeyPatch) ->
     dealer = rig.link._dealer
     until(lambda: (frames.extend(dealer.drain()), len(frames) == len(sent))[1])
     monkeypatch.setattr(dealer, "drain", lambda: frames)  # all of them at once
-    got = rig.link.drain()
+    got: list[Any] = rig.link.drain()
     assert [type(message) for message in got[:2]] == [Abort, PeerLost]
     assert [message.room for message in got[2:]] == [1, 2, 3]
 

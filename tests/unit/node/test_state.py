@@ -38,7 +38,7 @@ WINDOW = HEADS * (KEY + VALUE + 1)  # values of a token
 
 @pytest.fixture
 def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setitem(FAMILIES, ARCHITECTURE, named(ROWS[0][1].partition("=")[2]))  # type: ignore[arg-type]
+    monkeypatch.setitem(FAMILIES, ARCHITECTURE, named(ROWS[0][1].partition("=")[2]))
     for _, row in ROWS[1:]:
         name, _, record = row.partition("=")
         monkeypatch.setitem(MIXERS, name, record)

@@ -89,6 +89,7 @@ def test_prefix_hits_keep_their_positions(page_size: int) -> None:
             cluster.run()
             assert call.ids == greedy(parts, 6, AXES)
             cluster.settle()
+        assert call.cached_tokens is not None
         assert call.cached_tokens >= len(ids) - 1 - page_size
 
 

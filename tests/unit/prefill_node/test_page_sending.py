@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -68,7 +69,7 @@ def watched(shape: Shape) -> Iterator[tuple[NodeCluster, Diary]]:
             yield cluster, diary
 
 
-def submit(cluster: NodeCluster, *prompts: list[int], max_tokens: int = 5, **sampling: object) -> list[Call]:
+def submit(cluster: NodeCluster, *prompts: list[int], max_tokens: int = 5, **sampling: Any) -> list[Call]:
     """Submit prompts after the decode node has reserved their pages: destinations are known when forwards begin."""
     calls = [cluster.submit(prompt, max_tokens, legs="d", **sampling) for prompt in prompts]
     cluster.turn(4)

@@ -187,6 +187,7 @@ def test_prefix_hits_by_content(page_size: int, draft_name: str) -> None:
             call = submit(cluster, parts)
             cluster.run()
             assert call.ids == greedy(parts, 6)
+            assert call.cached_tokens is not None
             cached.append(call.cached_tokens)
             cluster.settle()
         assert cached[0] == 0
@@ -208,6 +209,7 @@ def test_salts_share_neither_pages_nor_embeddings() -> None:
             call = cluster.submit(ids, 6, images=salted, salt=salt)
             cluster.run()
             assert call.ids == greedy(parts, 6)
+            assert call.cached_tokens is not None
             cached.append(call.cached_tokens)
             cluster.settle()
         assert cached[:3] == [0, 0, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -189,7 +190,8 @@ async def test_requests_that_end_in_any_way_free_their_place(serve: Serve) -> No
 
     while not await again():
         await asyncio.sleep(0.01)
-    for body in (b"{", {"messages": []}, {"messages": "x"}):
+    wrong: tuple[Any, ...] = (b"{", {"messages": []}, {"messages": "x"})
+    for body in wrong:
         assert (await rig.post(CHAT, body, bearer("secret-a")))[0] == 400
     several = {"prompt": ["a", "b"]}
     assert (await rig.post("/v1/completions", several, bearer("secret-a")))[0] == 429

@@ -144,7 +144,8 @@ def test_a_message_with_images_does_not_change_the_others(tmp_path: Path) -> Non
 @pytest.mark.parametrize("style", ["LLAVA", "QWEN_VL"])
 def test_an_empty_message_is_rendered(tmp_path: Path, style: str) -> None:
     template = template_of(tmp_path, getattr(styles, style))
-    for empty in (None, "", []):
+    contents: tuple[Any, ...] = (None, "", [])
+    for empty in contents:
         prompt = template.render([Message("user", "a"), Message("assistant", empty), Message("user", "b")])
         assert "a" in prompt
         assert "b" in prompt

@@ -8,6 +8,7 @@ import os
 import select
 import time
 from contextlib import closing
+from typing import Any
 
 import msgspec
 import pytest
@@ -132,7 +133,7 @@ async def test_a_flood_of_strangers_costs_no_node_and_few_log_lines(
             assert "is not in the router's cluster file" in answer.reason
         client = rig.client()
         await legs(prefill, decode)
-        assert (prefill._dealer.resets, decode._dealer.resets) == (0, 0), "the router has forgotten no node"
+        assert (prefill.dealer.resets, decode.dealer.resets) == (0, 0), "the router has forgotten no node"
         await client.leave()
     assert [each.message for each in caplog.records].count("refused a node") == bounded_log.FIRST
 
@@ -258,15 +259,13 @@ async def test_a_register_for_another_incarnation_is_counted() -> None:
     async with router_rig() as rig:
         node = await rig.node("decode", "decode-0")
         node.say(
-            node._register.__class__(
-                **{**_fields(node._register), "node": rig.fake("decode", "decode-1").ref}
-            )
+            node.record.__class__(**{**_fields(node.record), "node": rig.fake("decode", "decode-1").ref})
         )
         await eventually(lambda: rig.control.refused_messages == 1)
         assert rig.registry.count("decode") == 1
 
 
-def _fields(struct: object) -> dict[str, object]:
+def _fields(struct: object) -> dict[str, Any]:
     return {name: getattr(struct, name) for name in struct.__struct_fields__}  # type: ignore[attr-defined]
 
 
@@ -375,7 +374,7 @@ async def test_a_killed_process_is_noticed_without_heartbeats() -> None:
 
 
 def _as(node: object, incarnation: str) -> bytes:
-    register = node._register  # type: ignore[attr-defined]
+    register = node.record  # type: ignore[attr-defined]
     ref = msgspec.structs.replace(register.node, incarnation=incarnation)
     return encode(msgspec.structs.replace(register, node=ref))
 
@@ -385,7 +384,7 @@ async def test_a_closed_heartbeat_socket_is_no_proof_of_death() -> None:
         node = await rig.node("decode", "decode-0")
         node.beat()
         await node.echo()
-        node._beats.close()
+        node.beats.close()
         await asyncio.sleep(0.1)
         assert rig.registry.count("decode") == 1
 
@@ -427,7 +426,7 @@ async def test_the_sweep_survives_an_error() -> None:
         await rig.pair()
         inner, raised = rig.registry.sweep, 0
 
-        def sweep(stalled: float) -> None:
+        def sweep(stalled: float = 0.0) -> None:
             nonlocal raised
             if raised == 0:
                 raised += 1
@@ -591,7 +590,7 @@ async def test_a_node_that_sends_garbage_is_lost_and_its_successor_is_served() -
         assert (await liar.expect(Rejected)).reason == control_plane.TOO_MANY_BAD_FRAMES
         assert (await prefill.expect(PeerLost)).incarnation == liar.ref.incarnation
         assert rig.registry.count("prefill") == 1
-        liar.say(liar._register)
+        liar.say(liar.record)
         await asyncio.sleep(0.05)
         assert rig.registry.count("decode") == 0, "the old incarnation is not listened to"
         successor = await rig.node("decode", "decode-0")

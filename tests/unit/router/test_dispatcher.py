@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -17,12 +18,12 @@ from common.errors import (
     Unavailable,
 )
 from common.messages.decode_inbox import Reserve
-from common.messages.generation import OutputToken
+from common.messages.generation import OutputToken, SamplingParams
 from common.messages.identity import Role
 from common.messages.node_inbox import Abort
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone
-from router.generation import AnswerComplete, Batch
+from router.generation import AnswerComplete, Batch, GenerationRequest
 from router.retry_budget import BURST
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import FakeNode
@@ -403,16 +404,13 @@ async def test_leaving_while_a_retry_waits_for_a_node() -> None:
         rig.nothing_left()
 
 
-def _request() -> object:
-    from common.messages.generation import SamplingParams
-    from router.generation import GenerationRequest
-
+def _request() -> GenerationRequest:
     return GenerationRequest("r9", [1, 2], SamplingParams(max_tokens=5), None)
 
 
 @pytest.mark.parametrize("source", ["request", "config"])
 async def test_a_request_ends_at_its_deadline(source: str) -> None:
-    limits = {"request_timeout": 0.05} if source == "config" else {}
+    limits: dict[str, Any] = {"request_timeout": 0.05} if source == "config" else {}
     async with router_rig(**limits) as rig:
         prefill, decode = await rig.pair()
         client = rig.client(timeout_s=0.05 if source == "request" else None)
@@ -616,7 +614,7 @@ async def test_a_link_that_fails_marks_the_pair_and_not_its_nodes() -> None:
         reserve, _ = await legs(prefill, decode)
         other = await rig.node("decode", "decode-1")
         decode.say(Failed(room=reserve.room, code="transfer_failed", message="the link is down"))
-        placed = []
+        placed: list[Any] = []
 
         async def serve() -> None:
             _, prompt = await legs(prefill, other) if placed else (await other.expect(Reserve), None)
@@ -671,9 +669,9 @@ async def test_retries_of_a_fault_that_every_pair_has_are_bounded(monkeypatch: p
                     if isinstance(message, Reserve):
                         decode.say(Failed(room=message.room, code="transfer_failed", message="no"))
                         failed += 1
-                decode._got.clear()
+                decode.unread.clear()
                 prefill.received()
-                prefill._got.clear()
+                prefill.unread.clear()
                 await asyncio.sleep(0.001)
         for client in clients:
             await client.done()
@@ -748,7 +746,7 @@ async def test_a_node_that_cannot_be_reached_while_placing() -> None:
 @pytest.mark.parametrize("bound", ["placement_wait", "request_timeout"])
 async def test_an_unreachable_pair_is_not_tried_for_ever(bound: str) -> None:
     """Its heartbeats arrive, so it is chosen again and again."""
-    limits = {"placement_wait": 300.0, "request_timeout": 600.0, bound: 0.2}
+    limits: dict[str, Any] = {"placement_wait": 300.0, "request_timeout": 600.0, bound: 0.2}
     async with router_rig(**limits) as rig:
         prefill, _ = await rig.pair()
         send = rig.dispatcher._send

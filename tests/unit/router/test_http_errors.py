@@ -19,6 +19,7 @@ from common.errors import (
     InternalError,
     Overloaded,
     RateLimited,
+    RequestError,
     TransferFailed,
     Unauthorized,
     Unavailable,
@@ -54,7 +55,7 @@ def test_the_c_parser_is_used() -> None:
 
 @pytest.mark.parametrize("error", [Overloaded("x"), Unavailable("x"), TransferFailed("x")])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_503_says_when_to_retry(rig: Rig, error: Exception, stream: bool) -> None:
+async def test_503_says_when_to_retry(rig: Rig, error: RequestError, stream: bool) -> None:
     rig.generator.will(error)
     status, answer, headers = await rig.post(CHAT, {**BODY, "stream": stream})
     assert status == 503

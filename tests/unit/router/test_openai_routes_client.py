@@ -6,6 +6,7 @@ import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import openai
 import pytest
@@ -20,7 +21,7 @@ from tests.unit.router.conftest import SERVED, TINY, Rig, Serve
 from tests.unit.router.scripted_generator import delta, one_by_one
 
 TEXT = "The answer is 12 äöü."
-MESSAGES = [{"role": "user", "content": "hi"}]
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
 
 async def ids_of(rig: Rig, text: str = TEXT) -> list[int]:
@@ -36,7 +37,7 @@ def client_of(rig: Rig) -> AsyncOpenAI:
 async def test_chat(rig: Rig, stream: bool, top: int | None) -> None:
     ids = await ids_of(rig)
     rig.generator.will(*one_by_one([*ids, 2], "stop", top))
-    options = {} if top is None else {"logprobs": True, "top_logprobs": top}
+    options: dict[str, Any] = {} if top is None else {"logprobs": True, "top_logprobs": top}
     async with client_of(rig) as client:
         if stream:
             chunks = [
@@ -58,7 +59,9 @@ async def test_chat(rig: Rig, stream: bool, top: int | None) -> None:
             usage = chunks[-1].usage
             assert len({(c.id, c.created, c.model, c.system_fingerprint) for c in chunks}) == 1
         else:
-            answer = await client.chat.completions.create(model="tiny-target", messages=MESSAGES, **options)
+            answer: Any = await client.chat.completions.create(
+                model="tiny-target", messages=MESSAGES, **options
+            )
             [choice] = answer.choices
             assert (choice.message.role, choice.finish_reason, choice.index) == ("assistant", "stop", 0)
             text, usage = choice.message.content, answer.usage
@@ -85,7 +88,7 @@ async def test_completions(rig: Rig, stream: bool, top: int | None) -> None:
     ids = await ids_of(rig)
     rig.generator.will(*one_by_one(ids, "length", top))
     async with client_of(rig) as client:
-        answer = await client.completions.create(
+        answer: Any = await client.completions.create(
             model="tiny-target", prompt="hi", stream=stream, logprobs=top, max_tokens=len(ids)
         )
         choices = [c.choices[0] async for c in answer] if stream else answer.choices
@@ -115,6 +118,7 @@ async def test_token_ids_and_several_prompts(rig: Rig) -> None:
         answer = await client.completions.create(model="tiny-target", prompt=[[5, 6], [7], [8]])
     assert [(c.index, c.text) for c in answer.choices] == [(0, "one"), (1, "two"), (2, "three")]
     assert [r.token_ids for r in rig.generator.requests] == [[5, 6], [7], [8]]
+    assert answer.usage is not None
     assert answer.usage.prompt_tokens == 4
     identities = [request.request_id for request in rig.generator.requests]
     assert len(set(identities)) == 3
@@ -221,7 +225,9 @@ async def test_errors_reach_the_client_as_its_own(rig: Rig) -> None:
             await client.chat.completions.create(model="tiny-target", messages=MESSAGES, stream=True)
         assert down.value.status_code == 503
         rig.generator.scripts = [[delta([5]), NodeLost("the node went away")]]
-        stream = await client.chat.completions.create(model="tiny-target", messages=MESSAGES, stream=True)
+        stream: Any = await client.chat.completions.create(
+            model="tiny-target", messages=MESSAGES, stream=True
+        )
         with pytest.raises(openai.APIError, match="the node went away"):
             [chunk async for chunk in stream]
     assert [m.id async for m in await models(rig)] == ["tiny-target"]
@@ -235,7 +241,7 @@ async def models(rig: Rig):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("chat", [True, False])
 async def test_every_sampling_parameter_arrives_as_it_was_meant(rig: Rig, chat: bool) -> None:
     rig.generator.will(*one_by_one([10]))
-    standard = {
+    standard: dict[str, Any] = {
         "temperature": 0.7,
         "top_p": 0.9,
         "presence_penalty": -0.5,
@@ -244,7 +250,13 @@ async def test_every_sampling_parameter_arrives_as_it_was_meant(rig: Rig, chat: 
         "max_tokens": 9,
         "seed": 5,
     }
-    further = {"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 3, "stop_token_ids": [8]}
+    further: dict[str, Any] = {
+        "top_k": 4,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "min_tokens": 3,
+        "stop_token_ids": [8],
+    }
     async with client_of(rig) as client:
         if chat:
             await client.chat.completions.create(

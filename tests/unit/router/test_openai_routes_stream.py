@@ -83,7 +83,12 @@ async def test_usage_in_every_chunk(rig: Rig) -> None:
 
 async def test_no_usage_without_being_asked(rig: Rig) -> None:
     rig.generator.will(*one_by_one([10, 11]))
-    for options in ({}, {"stream_options": {}}, {"stream_options": {"include_usage": False}}):
+    wanted: tuple[dict[str, Any], ...] = (
+        {},
+        {"stream_options": {}},
+        {"stream_options": {"include_usage": False}},
+    )
+    for options in wanted:
         *chunks, _ = await events(rig, "/v1/chat/completions", CHAT | options)
         assert not any("usage" in chunk for chunk in chunks)
 

@@ -16,6 +16,32 @@ SAME = object()
 BOTH = (CHAT, TEXT)
 HUGE = 10**40
 
+STOPS: tuple[Any, ...] = ("", ["a", ""], ["x"] * 17, "x" * 257, {}, 5)
+BIASES: tuple[Any, ...] = ("1", None, True, [])
+MIXED: tuple[Any, ...] = (["a", []], [[1], [HUGE]])
+PROMPTS: tuple[Any, ...] = (
+    None,
+    [],
+    [[]],
+    [1, "a"],
+    ["a", 1],
+    [True],
+    [1.0],
+    [1, True],
+    [[1], [True]],
+    [None],
+    [["a"]],
+    {},
+    5,
+    [-1],
+    [SERVED.vocab_size],
+    [2**63],
+    [HUGE],
+    [1] * 4096,
+    [True] * 4096,
+    ["x"] * 65,
+    "x " * 9000,
+)
 REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME means the field)
     *[
         (path, field, value, SAME)
@@ -66,9 +92,9 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
         }.items()
         for value in values
     ],
-    *[(path, "stop", value, SAME) for path in BOTH for value in ("", ["a", ""], ["x"] * 17, "x" * 257, {}, 5)],
+    *[(path, "stop", value, SAME) for path in BOTH for value in STOPS],
     *[(path, "stop", [1], "stop[0]") for path in BOTH],
-    *[(path, "logit_bias", {"5": value}, "logit_bias[...]") for path in BOTH for value in ("1", None, True, [])],
+    *[(path, "logit_bias", {"5": value}, "logit_bias[...]") for path in BOTH for value in BIASES],
     *[(path, "stop_token_ids", ["1"], "stop_token_ids[0]") for path in BOTH],
     *[(path, "stop_token_ids", [True], "stop_token_ids[0]") for path in BOTH],
     (CHAT, "max_completion_tokens", 0, SAME),
@@ -118,14 +144,10 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
     (TEXT, "logprobs", True, SAME),
     (TEXT, "suffix", "x", SAME),
     (TEXT, "suffix", 0, SAME),
-    *[(TEXT, "prompt", value, "prompt[1]") for value in (["a", []], [[1], [HUGE]])],
+    *[(TEXT, "prompt", value, "prompt[1]") for value in MIXED],
     *[
         (TEXT, "prompt", value, SAME)
-        for value in (
-            None, [], [[]], [1, "a"], ["a", 1], [True], [1.0], [1, True], [[1], [True]], [None], [["a"]], {},
-            5, [-1], [SERVED.vocab_size], [2**63], [HUGE], [1] * 4096, [True] * 4096, ["x"] * 65,
-            "x " * 9000,
-        )
+        for value in PROMPTS
     ],
 ]  # fmt: skip
 

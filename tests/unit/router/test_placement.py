@@ -12,6 +12,7 @@ from common.messages.identity import NodeLoad
 from router.placement import (
     Candidate,
     LeastLoaded,
+    PlacementPolicy,
     RoundRobin,
     choose_pair,
     decode_cost,
@@ -96,7 +97,7 @@ def test_the_choice_is_a_candidate_of_least_cost(shapes: list[tuple[int, int, in
         assert make_policy("round_robin", cost).choose(nodes) in nodes
 
 
-def shares(policy: RoundRobin | LeastLoaded, weights: dict[str, float], choices: int) -> Counter[str]:
+def shares(policy: PlacementPolicy, weights: dict[str, float], choices: int) -> Counter[str]:
     nodes = [replace(candidate(name), weight=weight) for name, weight in weights.items()]
     return Counter(policy.choose(nodes).name for _ in range(choices))
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -57,12 +58,12 @@ class Fleet:
         self, node: FakeNode, kind: type[Prefill] | type[Reserve]
     ) -> list[Prefill | Reserve] | None:
         """Return the received messages; None if one is poison, and the node dies before it answers anything."""
-        first = await node.expect(kind)
+        first: Any = await node.expect(kind)
         await asyncio.sleep(0.005)
-        rest = [message for message in node.received() if isinstance(message, kind)]
+        rest: list[Any] = [message for message in node.received() if isinstance(message, kind)]
         aborted = {message.room for message in node.received() if isinstance(message, Abort)}
-        node._got.clear()
-        work = [message for message in (first, *rest) if message.room not in aborted]
+        node.unread.clear()
+        work: list[Any] = [message for message in (first, *rest) if message.room not in aborted]
         poisoned = any(message.token_ids[0] == POISON for message in work)
         return None if poisoned and self.weak == node.ref.role else work
 

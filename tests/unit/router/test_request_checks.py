@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from router.request_checks import check_prompt, sampling_params
 from tests.unit.router.conftest import SERVED
 
 
-def request(**fields: object) -> ChatRequest:
+def request(**fields: Any) -> ChatRequest:
     return ChatRequest(messages=[Message(role="user", content="x")], **fields)
 
 

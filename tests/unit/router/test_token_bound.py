@@ -6,6 +6,7 @@ import json
 import unicodedata
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -116,7 +117,7 @@ def bounded() -> list[tuple[Tokenizer, int]]:
     for make in ALL_KINDS.values():
         plain = make().to_str()
         for normalizer, pre, swallows in product([None, *NORMALIZERS], [None, *PRE_TOKENIZERS], SWALLOWS):
-            tokenizer = Tokenizer.from_str(plain)
+            tokenizer: Any = Tokenizer.from_str(plain)
             if normalizer is not None:
                 tokenizer.normalizer = normalizer()
             if pre is not None:
@@ -183,7 +184,7 @@ def test_a_file_of_an_unknown_form_has_no_bound() -> None:
         def to_str(self) -> str:
             return json.dumps(self._config)
 
-    odd = [
+    odd: list[Any] = [
         {},
         {"model": {"type": "New", "vocab": {}}},
         {"model": {"type": "BPE", "vocab": 5}},
@@ -192,7 +193,8 @@ def test_a_file_of_an_unknown_form_has_no_bound() -> None:
     ]
     odd.append({"normalizer": {"type": "New"}, "model": {"type": "BPE", "vocab": {"a": 0}, "unk_token": "a"}})
     for config in odd:
-        assert token_bound.longest_token(Odd(config)) is None, config
+        tokenizer: Any = Odd(config)
+        assert token_bound.longest_token(tokenizer) is None, config
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_unencoded(

@@ -27,6 +27,11 @@ def said(decoder: IncrementalDecoder, ids: list[int]) -> str:
     return "".join(decoder.step(each) for each in ids) + decoder.flush()
 
 
+def known(token: int | None) -> int:
+    assert token is not None, "not in the vocabulary"
+    return token
+
+
 def test_which_decoder(all_kinds: dict[str, Tokenizer]) -> None:
     for kind, text in all_kinds.items():
         expected = ByteDecoder if kind in ("byte_level", "tiny") else WindowDecoder
@@ -81,10 +86,9 @@ def test_character_that_the_prompt_began(all_kinds: dict[str, Tokenizer], kind: 
     names = {"llama2": "<0x{:02X}>"}
     alphabet = {0xE2: "â", 0x82: "Ĥ", 0xAC: "¬"}
     ids = [
-        text.token_to_id(names[kind].format(byte) if kind in names else alphabet[byte])
+        known(text.token_to_id(names[kind].format(byte) if kind in names else alphabet[byte]))
         for byte in "€".encode()
     ]
-    assert None not in ids
     assert said(text.stream(True, ids[:2]), ids[2:]) == "€"
     assert said(text.stream(True, ids[:1]), ids[1:]) == "€"
     assert said(text.stream(True), ids[:2]) in ("\ufffd", "\ufffd\ufffd")
@@ -122,9 +126,8 @@ def test_a_replacement_character_that_the_prompt_began(all_kinds: dict[str, Toke
     """U+FFFD is a character as well: an answer that completes it contains it."""
     text = all_kinds[kind]
     names = ("<0xEF>", "<0xBF>", "<0xBD>") if kind == "llama2" else ("ï", "¿", "½")
-    ids = [text.token_to_id(name) for name in names]
+    ids = [known(text.token_to_id(name)) for name in names]
     words = text.encode("ab", False)
-    assert None not in ids
     for cut in (1, 2):
         assert said(text.stream(True, ids[:cut]), ids[cut:]) == "\ufffd"
         assert said(text.stream(True, ids[:cut]), [*ids[cut:], *words]).startswith("\ufffd")

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import torch
@@ -232,10 +233,10 @@ class RoundRig:
             runner(self._whole)
             return runner
         head = DraftRunner(_on(tiny_draft(self.kind.name), self.device), attention, self.kind.topk)
-        ids = self._whole.input_ids.roll(-1)
-        ids[self._ends] = torch.tensor(self.first, device=self.device)
+        following = self._whole.input_ids.roll(-1)
+        following[self._ends] = torch.tensor(self.first, device=self.device)
         assert self._hidden is not None
-        started = head.extend(replace(self._whole, input_ids=ids, logits_rows=self._ends), self._hidden)
+        started = head.extend(replace(self._whole, input_ids=following, logits_rows=self._ends), self._hidden)
         self.relay.write_draft(torch.arange(1, len(self.prompts) + 1, device=self.device), started)
         return head
 
@@ -299,7 +300,8 @@ def prompts_of(lengths: Sequence[int]) -> list[Tensor]:
     return sequences(lengths, seed=1)
 
 
-def _on(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def _on(model: Any, device: torch.device) -> Any:
+    """Return the model, or a copy of it on the device."""
     if device.type == "cpu":
         return model
     moved = copy.deepcopy(model).to(device)

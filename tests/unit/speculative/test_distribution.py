@@ -114,7 +114,8 @@ def say(sampling: SamplingParams, branch: int, acceptor: Acceptor) -> tuple[Tens
     runner: Any = Markov()
     verify = Verify(runner, rounds, drafter, acceptor)
     placed = torch.stack((torch.arange(1, ROWS + 1), torch.full((ROWS,), 4)), 1)
-    call, said, lengths = RoundCall(placed, sampling_variant([sampling])), [[] for _ in range(ROWS)], 0
+    call, lengths = RoundCall(placed, sampling_variant([sampling])), 0
+    said: list[list[int]] = [[] for _ in range(ROWS)]
     for _ in range(3):
         drafter.propose(call)
         sampled, counts = verify(call).read()

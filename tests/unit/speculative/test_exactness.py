@@ -25,7 +25,7 @@ STEPS: dict[str, MakeStep] = {
 }
 
 
-@pytest.fixture(params=STEPS.values(), ids=STEPS.keys())
+@pytest.fixture(params=list(STEPS.values()), ids=list(STEPS))
 def step(request: pytest.FixtureRequest) -> MakeStep:
     made: MakeStep = request.param
     return made

@@ -143,11 +143,11 @@ def test_trees_of_every_shape(steps: int, topk: int, nodes: int) -> None:
     ("name", "page_size"), [("eagle3", 1), ("eagle3-tree", 16), ("ngram", 64), ("eagle-tree", 1)]
 )
 def test_page_sizes(name: str, page_size: int) -> None:
-    made = [
+    one, other = (
         rig(KINDS[name], backend, buckets, [FILTERED] * 5, page_size=page_size)
         for backend, buckets in (("tape", (4,)), ("none", ()))
-    ]
-    run(*made, ROUNDS[:5])
+    )
+    run(one, other, ROUNDS[:5])
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle-tree", "ngram", "standalone", "mtp", "mtp-no-chain"])

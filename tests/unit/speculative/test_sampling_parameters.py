@@ -7,6 +7,7 @@ also asserts that drafts are accepted: rounds of one token would prove nothing.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_together_in_one_batch(drafter: str, completion: type[Completion]) -> No
 def test_any_combination(drafter: str) -> None:
     rng = random.Random(drafter)
 
-    def some(values: dict[str, list[object]]) -> dict[str, object]:
+    def some(values: dict[str, list[Any]]) -> dict[str, Any]:
         return {name: rng.choice(choices) for name, choices in values.items() if rng.random() < 0.5}
 
     with NodeCluster(shape_of(drafter, completion=Deferred, max_running=5, page_size=4)) as cluster:

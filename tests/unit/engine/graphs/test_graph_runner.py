@@ -163,7 +163,7 @@ def test_a_host_sync_fails_the_capture_and_the_batch_runs_eagerly_and_is_counted
     assert made(batches([8])[0]).hidden.shape == (8, WIDTH)
 
 
-class DoesNotFit(triton.TritonError):  # type: ignore[misc]
+class DoesNotFit(triton.TritonError):
     """Like Triton's OutOfResources, which is not a RuntimeError."""
 
 
@@ -247,9 +247,10 @@ def test_a_draft_replay_sees_the_live_hidden_states() -> None:
     mixed = DraftBatch(first.embeds, second.target_hidden)
     one, other = made(first).hidden.clone(), made(mixed).hidden.clone()
     assert not torch.equal(one, other)
+    assert mixed.target_hidden is not None
     assert torch.equal(
         other, toy.run({"embeds": mixed.embeds, "target_hidden": mixed.target_hidden}, "").hidden
-    )  # type: ignore[dict-item]
+    )
     assert made.counters.replays.total() == 2
 
 

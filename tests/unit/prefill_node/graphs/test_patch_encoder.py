@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -108,8 +109,8 @@ def test_it_is_captured_where_attention_needs_no_host(
         patched.setattr(
             prompt_graphs, "PatchEncoderGraphs", lambda part, spec, *rest: SimpleNamespace(spec=spec)
         )
-        refused = told(part, PhaseSwitch("full"))
-        assert (refused.decision.backend, refused.forward.spec.shapes) == ("none", ())  # type: ignore[attr-defined]
+        refused: Any = told(part, PhaseSwitch("full"))
+        assert (refused.decision.backend, refused.forward.spec.shapes) == ("none", ())
         assert refused.decision.reasons == (f"multimodal: {RULES[1].reason}",)
         enforced = told(part, PhaseSwitch("full", enforce=True)).decision
         assert (enforced.backend, enforced.reasons) == ("full", ("enforced",))

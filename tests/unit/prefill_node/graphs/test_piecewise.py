@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import prefill_node.build
 from common.config.schema import PrefillSection
-from common.engine.attention.backend import AttentionBackend
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.forward.model_runner import ModelRunner
@@ -73,7 +72,7 @@ def drivers(
     return eager, driver, extend
 
 
-def compare(eager: Driver, driver: Driver, **close: float) -> None:
+def compare(eager: Driver, driver: Driver, **close: Any) -> None:
     for rows, lengths in STEPS:
         actual, expected = (each.run(rows, lengths).logits for each in (driver, eager))
         if close:
@@ -143,7 +142,8 @@ class Choosy(nn.Module):
 
 
 def choosy(model: CausalLM) -> None:
-    model.layers[0].input_layernorm = Choosy(model.layers[0].input_layernorm)
+    layer: Any = model.layers[0]  # type: ignore[index]
+    layer.input_layernorm = Choosy(layer.input_layernorm)
 
 
 def test_sizes_that_the_trace_is_not_of_run_eagerly() -> None:
@@ -165,7 +165,8 @@ class Asking(nn.Module):
 
 
 def asking(model: CausalLM) -> None:
-    model.layers[0].input_layernorm = Asking()
+    layer: Any = model.layers[0]  # type: ignore[index]
+    layer.input_layernorm = Asking()
 
 
 def test_a_body_that_cannot_be_compiled_runs_eagerly_and_is_tried_once(
@@ -264,7 +265,7 @@ def test_a_trial_and_the_graphs_after_it_compile_once() -> None:
 
 
 def test_a_compiler_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_body.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(compiled_body, "has_triton", lambda: False)
     assert missing_compiler("eager", CPU) == missing_compiler("eager", torch.device("cuda")) == ""
     assert "needs a C++ compiler: install g++, or write eager" in missing_compiler("inductor", CPU)
@@ -297,7 +298,7 @@ def test_a_seam_calls_the_attention_of_the_call_in_progress() -> None:
 
     with torch.inference_mode():
         for name in ("a", "b"):
-            attention: AttentionBackend = Named(name)
+            attention: Any = Named(name)
             bodies.run_body(one, embeds, positions, attention)
     assert called == [(name, what, 0) for name in "ab" for what in ("store", "forward")]
     del embeds
