@@ -66,11 +66,11 @@ class Sender:
         self._busy: dict[int, OutboundRoom] = {}  # rooms that every poll has to advance
         self._alarms: list[tuple[float, int]] = []  # heap of (when, room) for the other rooms
         self._events: list[SenderEvent] = []
-        self._early = EarlySlots(limits, clock)
-        self._ended: ExpiringMap[int, tuple[str, str]] = ExpiringMap(
+        self.early = EarlySlots(limits, clock)
+        self.ended: ExpiringMap[int, tuple[str, str]] = ExpiringMap(
             limits.early_slots, limits.early_ttl, clock
         )
-        self._aborted: ExpiringMap[int, tuple[str, AbortTransfer]] = ExpiringMap(  # incarnation, its abort
+        self.aborted: ExpiringMap[int, tuple[str, AbortTransfer]] = ExpiringMap(  # incarnation, its abort
             limits.early_slots, limits.early_ttl, clock
         )
         self._retired: ExpiringMap[str, str] = ExpiringMap(limits.max_peers, 3600.0, clock)
@@ -104,9 +104,9 @@ class Sender:
             raise InvalidRequest(f"room {room} is active already", param="room")
         expected = OutboundRoom(room, [self._part(room, deadline, decode) for decode in decodes])
         self._rooms[room] = expected
-        self._ended.pop(room)
-        aborted = self._aborted.get(room)
-        for early in self._early.take_all(room):
+        self.ended.pop(room)
+        aborted = self.aborted.get(room)
+        for early in self.early.take_all(room):
             self._grant(expected, early.peer, early.slots, early.received_at)
         if aborted is not None and expected.granted is None:
             expected.give_up(aborted[1].code, aborted[1].reason)
@@ -184,13 +184,13 @@ class Sender:
             if due is not None:
                 self._advance(due.room)
                 self._watch(due)
-        for early in self._early.expire():
+        for early in self.early.expire():
             self.counters.early_evicted += 1
             self._decline(
                 early.peer, early.slots, TransferFailed.code, "no prompt arrived for this room in time"
             )
-        self._ended.expire()
-        self._aborted.expire()
+        self.ended.expire()
+        self.aborted.expire()
         self._retired.expire()
         events, self._events = self._events, []
         return events
@@ -251,7 +251,7 @@ class Sender:
         """Grant the slots, keep them for a prompt that has not arrived yet, or decline them at once."""
         room = slots.room
         expected = self._rooms.get(room)
-        who, aborted = self._aborted.get(room) or ("", None)
+        who, aborted = self.aborted.get(room) or ("", None)
         rejected = peer.rejects(slots)
         if rejected is not None:
             self.counters.invalid_slots += 1
@@ -261,22 +261,22 @@ class Sender:
         elif expected is not None:
             self._grant(expected, peer, slots, self._clock())
         else:
-            ended = self._ended.get(room)
+            ended = self.ended.get(room)
             if ended is not None:
                 self._decline(peer, slots, *ended)
             else:
                 self._keep(peer, slots)
 
     def _keep(self, peer: Peer, slots: Slots) -> None:
-        kept = self._early.get(slots.room, peer.incarnation)
+        kept = self.early.get(slots.room, peer.incarnation)
         if kept is not None:
             self._again(peer, slots, kept.slots)
-        elif self._early.full(peer, slots):
+        elif self.early.full(peer, slots):
             self.counters.early_evicted += 1
             self._decline(peer, slots, Overloaded.code, "too many slots without a prompt")
         else:
             self.counters.early_slots += 1
-            for early in self._early.put(peer, slots):
+            for early in self.early.put(peer, slots):
                 self.counters.early_evicted += 1
                 self._decline(early.peer, early.slots, Overloaded.code, "too many slots without a prompt")
 
@@ -296,10 +296,10 @@ class Sender:
             self._advance(abort.room)
             return
         if peer is not None:
-            early = self._early.get(abort.room, incarnation)
+            early = self.early.get(abort.room, incarnation)
             if early is not None and early.slots.generation <= abort.generation:
-                self._early.take(abort.room, incarnation)
-            self._aborted.put(abort.room, (incarnation, abort))
+                self.early.take(abort.room, incarnation)
+            self.aborted.put(abort.room, (incarnation, abort))
             if expected is not None and part is not None and part.slots is None:
                 expected.give_up(abort.code, abort.reason)  # the abort arrived before its slots
                 self._advance(abort.room)
@@ -348,7 +348,7 @@ class Sender:
             self._events.append(Delivered(number))
         else:
             self.counters.lost += 1
-            self._ended.put(number, failure)
+            self.ended.put(number, failure)
             self._events.append(TransferLost(number, *failure))
 
     def _advance_parts(self, room: OutboundRoom) -> None:
@@ -374,7 +374,7 @@ class Sender:
         rooms = [room for room in self._rooms.values() if any(part.peer is peer for part in room.parts)]
         for room in rooms:
             room.give_up(NodeLost.code, reason)
-        self._early.forget(peer)
+        self.early.forget(peer)
         self.peers.drop(peer)
         for room in rooms:
             self._advance(room.room)
@@ -395,6 +395,6 @@ class Sender:
     def _parts(self, room: int) -> Sequence[Outbound]:
         """Return the parts of a room; none if it was lost. Raises InternalError if it was never expected."""
         expected = self._rooms.get(room)
-        if expected is None and room not in self._ended:
+        if expected is None and room not in self.ended:
             raise InternalError(f"room {room} is not expected here")
         return [] if expected is None else expected.parts

@@ -51,6 +51,11 @@ class ImageIntake:
         self.refused_messages = 0
 
     @property
+    def held(self) -> tuple[bytes, ...]:
+        """Digests of the images that are decoded or wait to be, beginning with the one to be dropped first."""
+        return tuple(self._pixels)
+
+    @property
     def busy(self) -> bool:
         return any(not future.done() for future in self._pixels.values())
 

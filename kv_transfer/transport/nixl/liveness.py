@@ -83,6 +83,28 @@ class LivenessListener:
             line = self._lines.get(incarnation)
             return line is not None and line.ended_at is not None and self._clock() - line.ended_at >= GRACE
 
+    @property
+    def strangers(self) -> int:
+        """Number of connections that have not proved their key yet."""
+        return len(self._strangers)
+
+    def connected(self, incarnation: str) -> bool:
+        """Whether this sender's connection is open and has proved its key."""
+        with self._lock:
+            line = self._lines.get(incarnation)
+            return line is not None and line.sock is not None
+
+    def ended(self, incarnation: str) -> bool:
+        """Whether this sender's connection has ended: GRACE later, the sender counts as dead."""
+        with self._lock:
+            line = self._lines.get(incarnation)
+            return line is not None and line.ended_at is not None
+
+    def poll(self) -> None:
+        """Process what has arrived, without waiting."""
+        with self._lock:
+            self._look(self._clock())
+
     def forget(self, incarnation: str) -> None:
         with self._lock:
             line = self._lines.pop(incarnation, None)
@@ -108,8 +130,7 @@ class LivenessListener:
                 for sock in (*lines, *(stranger.sock for stranger in self._strangers)):
                     poller.register(sock, select.POLLIN)
             poller.poll(_LOOK_SECONDS * 1000)
-            with self._lock:
-                self._look(self._clock())
+            self.poll()
 
     def _look(self, now: float) -> None:
         """Process connections without waiting. A socket that was closed since the poll is only read once more."""
@@ -195,6 +216,9 @@ class LivenessConnections:
         self._clock = clock
         self._socks: dict[TcpDescription, socket.socket] = {}
         self._refused: dict[tuple[str, int], tuple[float, str]] = {}  # when, and why
+
+    def __len__(self) -> int:
+        return len(self._socks)
 
     def hold(self, description: TcpDescription) -> None:
         """Connect unless connected, and wait for it. Raises HandshakeRefused if that fails."""

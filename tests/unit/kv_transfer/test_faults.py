@@ -681,15 +681,15 @@ def test_a_flood_of_unknown_rooms_is_bounded_and_answered() -> None:
     for room in range(100_000, 110_000):
         rig.ask(Slots(room, room, (), 1, 0))
         rig.ask(AbortTransfer(room + 10**6, 1, "c", "r"))
-    assert len(rig.sender._early) == 32
-    assert len(rig.sender._aborted) == 64
+    assert len(rig.sender.early) == 32
+    assert len(rig.sender.aborted) == 64
     assert rig.sender.active == 0
     assert sum(isinstance(m, SenderFailed) for m in rig.answers()) == 10_000 - 31
     rig.sender.expect(9)  # slots from before the flood still exist
     assert SlotsGranted(9) in rig.prefill.poll()
     rig.clock.now += LIMITS.early_ttl
     rig.prefill.poll()
-    assert (len(rig.sender._early), len(rig.sender._aborted)) == (0, 0)
+    assert (len(rig.sender.early), len(rig.sender.aborted)) == (0, 0)
     assert sum(isinstance(m, SenderFailed) for m in rig.answers()) == 31
 
 
@@ -697,10 +697,10 @@ def test_early_slots_cannot_hold_more_pages_than_the_pool_of_their_node() -> Non
     rig = Rig()
     for room in range(10):
         rig.ask(Slots(room, room + 1, tuple(range(6)), 1, 0))
-    assert len(rig.sender._early) == 2  # 12 of 16 pages
+    assert len(rig.sender.early) == 2  # 12 of 16 pages
     rig.sender.expect(0)
     rig.ask(Slots(20, 20, tuple(range(6)), 1, 0))
-    assert len(rig.sender._early) == 2
+    assert len(rig.sender.early) == 2
 
 
 def test_a_hundred_thousand_unknown_rooms_at_default_limits() -> None:
@@ -712,7 +712,7 @@ def test_a_hundred_thousand_unknown_rooms_at_default_limits() -> None:
         rig.sender.handle(rig.decode.identity, bytes(frame))
         rig.prefill.sent.clear()
     rig.decode.inbox.clear()
-    assert len(rig.sender._early) == LIMITS.early_slots_per_peer
+    assert len(rig.sender.early) == LIMITS.early_slots_per_peer
     assert rig.sender.counters.early_evicted == 100_000 - LIMITS.early_slots_per_peer
 
 
@@ -721,8 +721,8 @@ def test_ended_rooms_are_remembered_for_a_bounded_time() -> None:
     for room in range(1000):
         rig.sender.expect(room)
         rig.sender.cancel(room, "finished", "eos")
-    assert len(rig.sender._ended) == 16
+    assert len(rig.sender.ended) == 16
     rig.prefill.poll()
     rig.clock.now += LIMITS.early_ttl
     rig.prefill.poll()
-    assert len(rig.sender._ended) == 0
+    assert len(rig.sender.ended) == 0

@@ -39,19 +39,18 @@ def keeper(clock: Clock) -> Iterator[LivenessListener]:
 
 def look(keeper: LivenessListener, clock: Clock, who: str = "p", seconds: float = 0.0) -> bool:
     """Return the keeper's verdict after it has polled and some time has passed."""
-    with keeper._lock:
-        keeper._look(clock.now)
+    keeper.poll()
     clock.now += seconds
     return keeper.dead(who)
 
 
 def met(keeper: LivenessListener, who: str = "p") -> None:
     """Wait for the connection: thread and kernel need a moment, while the clock stands still."""
-    until(lambda: keeper._lines[who].sock is not None)
+    until(lambda: keeper.connected(who))
 
 
 def ended(keeper: LivenessListener, who: str = "p") -> None:
-    until(lambda: keeper._lines[who].ended_at is not None)
+    until(lambda: keeper.ended(who))
 
 
 def test_the_end_of_the_connection_is_proof_after_a_while(keeper: LivenessListener, clock: Clock) -> None:
@@ -62,7 +61,7 @@ def test_the_end_of_the_connection_is_proof_after_a_while(keeper: LivenessListen
     keeper.describe("q")
     assert not look(keeper, clock, seconds=100)
     lines.hold(keeper.describe("p"))  # the same one
-    assert len(lines._socks) == 1
+    assert len(lines) == 1
     lines.close()
     ended(keeper)
     assert not look(keeper, clock, seconds=GRACE - 0.1)
@@ -133,7 +132,7 @@ def test_a_recorded_proof_proves_nothing(keeper: LivenessListener, clock: Clock)
             thief.sendall(recorded)
             until(lambda: closed(thief))
         assert not look(keeper, clock, seconds=100)
-        assert keeper._lines["p"].sock is None
+        assert not keeper.connected("p")
     assert real is not None
     real.close()
     lines.close()
@@ -164,7 +163,7 @@ def test_other_connections_prove_nothing(keeper: LivenessListener, clock: Clock)
         second.sendall(tcp_frames.proof(description.key, challenge_of(second)))
         assert not look(keeper, clock)
     assert not look(keeper, clock, seconds=100)
-    until(lambda: not keeper._strangers)
+    until(lambda: not keeper.strangers)
     assert not look(keeper, clock, seconds=100)
     lines.close()
 
@@ -199,7 +198,7 @@ def test_strangers_are_bounded_and_sent_away(
     for each in silent:
         until(lambda: closed(each))  # noqa: B023
         each.close()
-    assert not keeper._strangers
+    assert not keeper.strangers
 
 
 def test_a_listener_without_a_challenge_is_refused(clock: Clock) -> None:
@@ -252,7 +251,7 @@ def test_a_sender_forgets_decode_nodes_that_are_gone(clock: Clock) -> None:
         keeper.close()
         (*_, newest) = lines._socks.values()
         until(lambda: liveness._unusable(newest))  # noqa: B023
-    assert len(lines._socks) == 1
+    assert len(lines) == 1
     lines.close()
 
 

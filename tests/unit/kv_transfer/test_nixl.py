@@ -191,15 +191,15 @@ def test_close_with_a_stuck_transfer_leaves_the_liveness_connection_to_the_proce
     def dead() -> bool:
         return ends.receiver.peer_is_dead("p")
 
-    until(lambda: dead() or keeper._lines["p"].sock)
+    until(lambda: dead() or keeper.connected("p"))
     ends.net.held = True
     ends.sender.write_pages(peer, PLAN, [1], [1], 1, False)
     ends.sender.close()
     assert not dead()
-    assert keeper._lines["p"].sock is not None
+    assert keeper.connected("p")
     ends.net.held = False
     ends.sender.close()
-    until(lambda: dead() or keeper._lines["p"].ended_at)
+    until(lambda: dead() or keeper.ended("p"))
     assert not dead()  # GRACE is not over
     ends.clock.now += GRACE
     assert dead()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 
 import pytest
 import torch
@@ -121,7 +120,7 @@ def test_rows_that_are_cached_need_no_pixels(rig: Rig) -> None:
     assert found.pixels is None
     rig.send(digest_of(1), file_of(1))
     rig.intake.receive()
-    assert not rig.intake._pixels, "a cached image is not decoded again"
+    assert not rig.intake.held, "a cached image is not decoded again"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +142,7 @@ def test_what_cannot_be_decoded_is_an_error_of_its_prompt(
     rig = Rig(decode)
     rig.send(digest, data)
     wanted = rig.prompt(ImageSpan(0, TOKENS, digest))
-    rig.until(lambda: bool(rig.intake._pixels) and not rig.intake.busy)
+    rig.until(lambda: bool(rig.intake.held) and not rig.intake.busy)
     with pytest.raises(error):
         rig.intake.claim(wanted)
     rig.close()
@@ -160,25 +159,28 @@ def test_an_image_that_failed_once_is_decoded_again_when_it_comes_again() -> Non
     rig = Rig(decode)
     first, second = rig.prompt(span_of(1)), rig.prompt(span_of(1))
     rig.send(digest_of(1), file_of(1))
-    rig.until(lambda: bool(rig.intake._pixels) and not rig.intake.busy)
+    rig.until(lambda: bool(rig.intake.held) and not rig.intake.busy)
     with pytest.raises(InternalError):
         rig.intake.claim(first)
     assert rig.intake.arrived(first)
     rig.send(digest_of(1), file_of(1))
-    rig.until(lambda: rig.intake.busy or not failed(rig.intake._pixels[digest_of(1)]))
-    rig.until(lambda: rig.intake.claim(second))
+    rig.until(lambda: not failures and claimed(rig.intake, second))
     rig.close()
 
 
-def failed(future: Future[Pixels]) -> bool:
-    return future.done() and future.exception() is not None
+def claimed(intake: ImageIntake, key: int) -> bool:
+    """Claim the images of a prompt; False while the latest attempt to decode one of them has failed."""
+    try:
+        return intake.claim(key)
+    except InternalError:
+        return False
 
 
 def test_malformed_messages_are_counted_and_dropped(rig: Rig) -> None:
     for frame in (b"", b"\xc1", encode(ImageSpan(0, 1, bytes(32))), b"x" * 100):
         rig.router.send(b"p/images", frame)
     rig.until(lambda: rig.intake.refused_messages == 4)
-    assert not rig.intake._pixels
+    assert not rig.intake.held
 
 
 def test_images_whose_prompt_never_comes_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,19 +194,18 @@ def test_images_whose_prompt_never_comes_give_way(monkeypatch: pytest.MonkeyPatc
         return read(data)
 
     rig = Rig(decode)
-    futures: list[Future[Pixels]] = []
     for number in range(6):
         rig.send(digest_of(number), file_of(number))
-        rig.until(lambda number=number: digest_of(number) in rig.intake._pixels)  # type: ignore[misc]
-        futures.append(rig.intake._pixels[digest_of(number)])
+        rig.until(lambda number=number: digest_of(number) in rig.intake.held)  # type: ignore[misc]
         until(lambda number=number: len(begun) == min(number + 1, module.DECODERS))  # type: ignore[misc]
-    assert list(rig.intake._pixels) == [digest_of(number) for number in (3, 4, 5)]
-    assert futures[2].cancelled(), "what no thread has begun is not decoded at all"
+    assert rig.intake.held == tuple(digest_of(number) for number in (3, 4, 5))
     assert rig.intake.busy
     held.set()
     lost, kept = rig.prompt(span_of(0)), rig.prompt(span_of(5))
     assert not rig.intake.claim(lost)
     rig.until(lambda: rig.intake.claim(kept))
+    rig.until(lambda: not rig.intake.busy)
+    assert len(begun) == 5, "an image that gives way before a thread begins is not decoded at all"
     rig.close()
 
 
@@ -222,13 +223,13 @@ def test_images_that_a_prompt_waits_for_never_give_way(monkeypatch: pytest.Monke
     rig.prompts.forget([rig.prompt(span_of(5))])
     for number in range(9):
         rig.send(digest_of(number), file_of(number))
-        rig.until(lambda number=number: digest_of(number) in rig.intake._pixels)  # type: ignore[misc]
-    assert list(rig.intake._pixels) == [digest_of(number) for number in (0, 1, 2, 3, 4, 7, 8)]
+        rig.until(lambda number=number: digest_of(number) in rig.intake.held)  # type: ignore[misc]
+    assert rig.intake.held == tuple(digest_of(number) for number in (0, 1, 2, 3, 4, 7, 8))
     held.set()
     rig.until(lambda: rig.intake.claim(waiting))
     rig.send(digest_of(9), file_of(9))
-    rig.until(lambda: digest_of(9) in rig.intake._pixels)
-    assert len(rig.intake._pixels) == 2, "claimed images are kept no longer than others"
+    rig.until(lambda: digest_of(9) in rig.intake.held)
+    assert len(rig.intake.held) == 2, "claimed images are kept no longer than others"
     rig.close()
 
 
@@ -268,10 +269,10 @@ def test_pixels_whose_prompt_never_comes_are_bounded_in_bytes(
     monkeypatch.setattr(module, "UNCLAIMED_BYTES", 2 * read(file_of(1)).values.nbytes)
     for number in range(6):
         rig.send(digest_of(number), file_of(number))
-        rig.until(lambda number=number: digest_of(number) in rig.intake._pixels)  # type: ignore[misc]
+        rig.until(lambda number=number: digest_of(number) in rig.intake.held)  # type: ignore[misc]
         rig.until(lambda: not rig.intake.busy)
-    assert list(rig.intake._pixels)[-1] == digest_of(5)
-    assert len(rig.intake._pixels) <= 3
+    assert rig.intake.held[-1] == digest_of(5)
+    assert len(rig.intake.held) <= 3
 
 
 def test_the_cache_keeps_the_rows_used_last_within_its_bytes() -> None:

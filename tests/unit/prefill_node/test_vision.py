@@ -39,7 +39,7 @@ from tests.fakes.vision import (
     prompt_of,
     read,
 )
-from tests.fakes.waiting import PATIENCE
+from tests.fakes.waiting import PATIENCE, until
 
 TEXT: tuple[Part, ...] = (3, 9, 27, 4, 8, 16, 5)
 FIRST: tuple[Part, ...] = ((1,), 7, 8)
@@ -264,8 +264,7 @@ def test_images_of_several_prompts_are_encoded_in_one_batch() -> None:
     with image_cluster() as (cluster, vision):
         vision.send(1, 2, 3, 4, 5)
         cluster.turn(3)
-        for each in vision.intakes[0]._pixels.values():
-            each.result(5)
+        until(lambda: len(vision.intakes[0].held) == 5 and not vision.intakes[0].busy)
         for parts in ALL:
             submit(cluster, parts, legs="p")
         cluster.turn(4)
