@@ -52,6 +52,11 @@ class PeerConnections:
         self._log = Log("links")
         self._bad = BadFrames(BoundedLog(self._log, "refused a frame"))
 
+    @property
+    def connected(self) -> frozenset[str]:
+        """Incarnations of the prefill nodes to which a socket is open."""
+        return frozenset(self._dealers)
+
     def ensure(self, peer: NodeRef) -> None:
         """Connect to a prefill node and send Hello, unless done already; a lost node gets a new Hello.
 

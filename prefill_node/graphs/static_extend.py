@@ -29,7 +29,7 @@ class StaticExtend:
 
     def __init__(self, limit: ShapeKey, max_pages: int, device: torch.device, poisoned: bool = False) -> None:
         self._limit = limit
-        self._poisoned = poisoned
+        self.poisoned = poisoned
         self._pages = torch.zeros(limit.requests, max_pages, dtype=torch.int32, device=device)
         self._starts = torch.zeros(limit.requests + 1, dtype=torch.int32, device=device)
         self._lens = torch.zeros(limit.requests, dtype=torch.int32, device=device)
@@ -44,7 +44,7 @@ class StaticExtend:
         count, width = batch.page_table.shape
         if count > self._limit.requests:
             return batch  # an eager run: no graph admits so many requests
-        if self._poisoned:
+        if self.poisoned:
             self._pages.fill_(worst(self._pages.dtype))
         self._pages[:count, :width].copy_(batch.page_table)
         self._starts[: count + 1].copy_(batch.query_start)

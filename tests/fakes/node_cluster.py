@@ -266,9 +266,9 @@ class NodeCluster:
         self.calls: list[Call] = []
         self.turns = 0
         self.failures: list[Failed] = []
-        self._resubmit = resubmit
+        self.resubmit = resubmit
         self._rooms = itertools.count(1)
-        self._by_room: dict[int, Call] = {}
+        self.by_room: dict[int, Call] = {}
         self._names = itertools.count()
         self.prefills = [self._prefill() for _ in range(shape.prefills)]
         self.decodes = [self._decode() for _ in range(shape.decodes)]
@@ -327,7 +327,7 @@ class NodeCluster:
         call.prefill, call.decode = self.prefills[prefill], self.decodes[decode]
         call.base, call.early, call.error = len(call.output), {}, None
         call.attempts += 1
-        self._by_room[call.room] = call
+        self.by_room[call.room] = call
         for leg in legs:
             self.send_leg(call, leg, deadline)
 
@@ -448,24 +448,24 @@ class NodeCluster:
     def _listen(self, side: PrefillSide | DecodeSide) -> None:
         for message in side.link.taken():
             if isinstance(message, FirstToken):
-                call = self._by_room.get(message.room)
+                call = self.by_room.get(message.room)
                 if call is not None:
                     call.first_token_turn = call.first_token_turn or self.turns
                     call.cached_tokens = message.cached_tokens
                     self._tokens(call, 0, [message.token], message.finish_reason)
             elif isinstance(message, Tokens):
                 for run in message.runs:
-                    call = self._by_room.get(run.room)
+                    call = self.by_room.get(run.room)
                     if call is not None:
                         call.decode_stages = run.stages or call.decode_stages
                         self._tokens(call, run.offset, run.tokens, run.finish_reason)
             elif isinstance(message, PrefillDone):
-                call = self._by_room.get(message.room)
+                call = self.by_room.get(message.room)
                 if call is not None:
                     call.prefill_stages = message.stages
             elif isinstance(message, Failed):
                 self.failures.append(message)
-                call = self._by_room.get(message.room)
+                call = self.by_room.get(message.room)
                 if call is not None and not call.over:
                     self._failed(call, message)
 
@@ -477,11 +477,11 @@ class NodeCluster:
             call.output.extend(run[0])
             if run[1] is not None:
                 call.finish, call.done_turn = run[1], self.turns
-                del self._by_room[call.room]
+                del self.by_room[call.room]
                 break
 
     def _failed(self, call: Call, failed: Failed) -> None:
-        retry = self._resubmit and failed.code in RETRYABLE
+        retry = self.resubmit and failed.code in RETRYABLE
         prefill = next((i for i, side in enumerate(self.prefills) if side.alive), None)
         decode = next((i for i, side in enumerate(self.decodes) if side.alive), None)
         self._end_attempt(call, "the request ended at the router")
@@ -491,7 +491,7 @@ class NodeCluster:
             call.error, call.done_turn = failed, self.turns
 
     def _end_attempt(self, call: Call, reason: str) -> None:
-        self._by_room.pop(call.room, None)
+        self.by_room.pop(call.room, None)
         for side in (call.prefill, call.decode):
             if side.alive:
                 side.link.deliver(Abort(room=call.room, reason=reason))

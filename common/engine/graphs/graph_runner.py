@@ -66,7 +66,7 @@ class GraphRunner(Generic[Batch, Output]):
         self.rows: list[CaptureRow] = []  # results of `capture`, in its order
         self._backend = backend
         self._program = program
-        self._inputs = inputs
+        self.inputs = inputs
         self._outputs = outputs
         self._recordings: dict[GraphKey, Recording[Output]] = {}
         self._missing: list[GraphKey] = []  # captures that failed
@@ -100,7 +100,7 @@ class GraphRunner(Generic[Batch, Output]):
         """Run failed shapes eagerly once on padding, so that they compile before serving; raises if that fails too."""
         with torch.inference_mode():
             for key in self._missing:
-                inputs = self._inputs.idle(key.shape)
+                inputs = self.inputs.idle(key.shape)
                 self._program.plan(self._program.idle(key.shape), inputs)
                 self._program.run(inputs, key.variant)
 
@@ -108,7 +108,7 @@ class GraphRunner(Generic[Batch, Output]):
         started, error, nbytes, breaks = time.perf_counter() - self._compiling(), "", 0, 0
         try:
             with torch.inference_mode():
-                inputs = self._inputs.idle(key.shape)
+                inputs = self.inputs.idle(key.shape)
                 self._program.plan(self._program.idle(key.shape), inputs)
                 recording = self._backend.capture(partial(self._program.run, inputs, key.variant))
             self._outputs.narrow(recording.output, key.shape, key.shape)
@@ -150,7 +150,7 @@ class GraphRunner(Generic[Batch, Output]):
             if key is None:
                 self.counters.fallbacks[reason] += 1
                 return self._eager(batch, facts)
-            inputs = self._inputs.load(batch, facts.live, key.shape)
+            inputs = self.inputs.load(batch, facts.live, key.shape)
             self._program.plan(batch, inputs)
             recording = self._recordings[key]
             recording.replay()
@@ -161,7 +161,7 @@ class GraphRunner(Generic[Batch, Output]):
 
     def _eager(self, batch: Batch, facts: BatchFacts) -> Output:
         variant = facts.variants[0]
-        inputs = self._inputs.live(batch, facts.live)
+        inputs = self.inputs.live(batch, facts.live)
         self._program.plan(batch, inputs)
         return self._program.run(inputs, variant)
 

@@ -69,7 +69,7 @@ class StaticInputs(Generic[Batch]):
         if len({slot.name for slot in slots}) != len(slots):
             raise ValueError(f"two slots share a name: {[slot.name for slot in slots]}")
         self.slots = tuple(slots)
-        self._poisoned = poisoned
+        self.poisoned = poisoned
         self._tensors = {
             slot.name: torch.empty((largest.rows(slot.axis), *slot.width), dtype=slot.dtype, device=device)
             for slot in slots
@@ -110,7 +110,7 @@ class StaticInputs(Generic[Batch]):
 
     def _pad(self, slot: Slot[Batch], padding: Tensor) -> None:
         slot.pad.reset(padding)
-        if self._poisoned and slot.poison != "keep":
+        if self.poisoned and slot.poison != "keep":
             poison = Fill(worst(slot.dtype)) if slot.poison == "auto" else slot.poison
             poison.reset(padding)
 

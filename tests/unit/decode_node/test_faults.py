@@ -372,11 +372,11 @@ def test_late_messages_are_not_counted_with_refused_ones() -> None:
 def test_a_repeated_room_is_refused_and_the_first_continues() -> None:
     with NodeCluster(SMALL, resubmit=False) as cluster:
         call = cluster.submit(prompt_of(30), 6, legs="dpdp")
-        call_by_room = cluster._by_room.pop(call.room)
+        call_by_room = cluster.by_room.pop(call.room)
         cluster.turn(1)
         refused = [f for f in cluster.failures if f.room == call.room]
         assert not refused or {f.code for f in refused} <= {"invalid_value"}
-        cluster._by_room[call.room] = call_by_room
+        cluster.by_room[call.room] = call_by_room
         cluster.abort(call)
         cluster.settle()
 

@@ -46,19 +46,19 @@ def test_one_socket_per_incarnation_and_lost_ones_are_closed_when_nobody_needs_t
         for _ in range(3):
             peers.ensure(ref(7))
         peers.ensure(ref(8))
-        assert set(peers._dealers) == {ref(7).incarnation, ref(8).incarnation}
+        assert peers.connected == {ref(7).incarnation, ref(8).incarnation}
         peers.close_unused(set())
-        assert len(peers._dealers) == 2, "nobody is lost"
+        assert len(peers.connected) == 2, "nobody is lost"
         peers.lost(ref(7).incarnation)
         peers.lost("f" * 32)
         peers.close_unused({ref(7).incarnation})
-        assert len(peers._dealers) == 2, "an abort still has to be acknowledged over this socket"
+        assert len(peers.connected) == 2, "an abort still has to be acknowledged over this socket"
         peers.ensure(ref(7))
         peers.close_unused(set())
-        assert len(peers._dealers) == 2, "it said Hello again, so it is no longer lost"
+        assert len(peers.connected) == 2, "it said Hello again, so it is no longer lost"
         peers.lost(ref(7).incarnation)
         peers.close_unused(set())
-        assert set(peers._dealers) == {ref(8).incarnation}
+        assert peers.connected == {ref(8).incarnation}
 
 
 def test_a_restarted_prefill_node_is_heard_while_its_earlier_incarnation_is_connected(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_broken_link_gives_its_requests_up_and_is_not_used_until_it_works(
         with pytest.raises(TransferFailed, match="cannot be reached from this decode node"):
             connections.ensure(ref(1, address))
         connections.close_unused(set())
-        assert len(connections._dealers) == 1, "the socket tells when the link works again"
+        assert len(connections.connected) == 1, "the socket tells when the link works again"
         there = RouterSocket(context, address)
         until(
             lambda: connections.pump() or connections._dealers[ref(1).incarnation].disconnected_for() == 0.0
@@ -146,7 +146,7 @@ def test_a_prefill_node_that_sends_garbage_is_cut_off_and_others_are_heard(tmp_p
             assert liar.send(routes[1], b"garbage")
         until(lambda: connections.pump() or receiver.links_lost)
         assert receiver.links_lost == [ref(1).incarnation]
-        assert set(connections._dealers) == {ref(2).incarnation}
+        assert connections.connected == {ref(2).incarnation}
         assert len(poller.sockets) == 1
         assert receiver.sends[ref(1).incarnation](b"an abort that is repeated") is False
         with pytest.raises(TransferFailed, match="prefill node p1 sent too many invalid frames"):
@@ -225,7 +225,7 @@ def test_an_address_that_is_none_may_be_tried_elsewhere() -> None:
     with NodeCluster(SMALL) as cluster:
         with pytest.raises(TransferFailed, match="prefill node p7 cannot be connected to"):
             cluster.decode.peers.ensure(ref(7, "carrier-pigeon://roof"))
-        assert not cluster.decode.peers._dealers
+        assert not cluster.decode.peers.connected
 
 
 def test_backups_stay_within_their_memory() -> None:

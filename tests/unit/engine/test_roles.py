@@ -109,9 +109,9 @@ def test_a_node_holds_nothing_of_the_other_role(role: str, algorithm: str, tmp_p
         assert all(runner.captured for runner in runners)
         assert {runner.spec.phase for runner in runners} <= PHASES[role]
         assert {slot.name for inputs in held.of(StaticInputs) for slot in inputs.slots} <= SLOTS[role]
-        assert not [inputs for inputs in held.of(StaticInputs, StaticExtend) if inputs._poisoned]
+        assert not [inputs for inputs in held.of(StaticInputs, StaticExtend) if inputs.poisoned]
         nbytes = held.nbytes
     poison = {"poison_graphs": True}
     with built(role, tmp_path, algorithm, process=poison, **{other: grown[other]}) as held:
         assert held.nbytes == nbytes, "no memory depends on the limits of the other role"
-        assert all(inputs._poisoned for inputs in held.of(StaticInputs, StaticExtend))
+        assert all(inputs.poisoned for inputs in held.of(StaticInputs, StaticExtend))

@@ -74,7 +74,7 @@ def test_any_chunks_of_mixed_batches_under_graphs(chunk: int, graphs: str) -> No
     with image_cluster(chunk_tokens=chunk, prompt_graphs=graphs) as (cluster, _):
         answers_of(cluster, ALL, 9)
         cluster.settle()
-        (totals, *_) = cluster.prefill.node._report._graphs()
+        (totals, *_) = cluster.prefill.link.counters.graphs
         assert totals.replays > 0
         assert not totals.fallbacks
 

@@ -81,7 +81,7 @@ def test_any_chunks_of_mixed_batches_give_the_tokens_of_the_eager_target(chunk: 
             assert call.error is None
             assert call.ids == greedy(parts, 6), parts
         cluster.settle()
-        (target, *_) = cluster.prefill.node._report._graphs()
+        (target, *_) = cluster.prefill.link.counters.graphs
         assert target.replays > 0
         assert not target.fallbacks, "embeddings go through the slot: nothing is eager"
 
@@ -285,7 +285,7 @@ def test_a_prompt_waits_for_its_images_and_others_pass() -> None:
 def test_images_that_never_come_end_the_wait() -> None:
     with image_cluster() as (cluster, _):
         late = submit(cluster, MIDDLE)
-        cluster._resubmit = False
+        cluster.resubmit = False
         cluster.run(limit=200, dt=ARRIVAL_SECONDS / 50)
         assert late.error is not None
         assert late.error.code == "transfer_failed", "the router places it again, with its images"
@@ -302,7 +302,7 @@ def test_images_that_wait_for_a_decoder_have_come(monkeypatch: pytest.MonkeyPatc
         at_end.callback(held.set)
         vision.send(2)
         slow, never = submit(cluster, MIDDLE), submit(cluster, FIRST)
-        cluster._resubmit = False
+        cluster.resubmit = False
         cluster.run(lambda: never.over, limit=200, dt=pace)
         assert never.error is not None
         assert slow.error is None

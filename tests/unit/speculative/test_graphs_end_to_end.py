@@ -113,7 +113,7 @@ def test_drafts_do_not_depend_on_what_prompts_ran_under() -> None:
             cluster.run()
             expect_reference(*calls)
             cluster.settle()
-            totals = cluster.prefill.node._report._graphs()
+            totals = cluster.prefill.link.counters.graphs
             assert [each.model for each in totals] == ["target", "draft"]
             assert [each.replays > 0 for each in totals] == [graphs != "none"] * 2
             counters = cluster.decode.link.counters

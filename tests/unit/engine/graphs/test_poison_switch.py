@@ -70,5 +70,5 @@ def test_every_forward_of_a_node_has_poisoned_padding_or_none_has(poisoned: bool
     ]
     assert len(made) == 1 + (1 + 2 + 1) + 1 + 3
     for each in made:
-        assert each.forward.graphs._inputs._poisoned is poisoned, each.decision
+        assert each.forward.graphs.inputs.poisoned is poisoned, each.decision
         assert each.decision.reasons == ("padding is poisoned",) * poisoned

@@ -82,9 +82,9 @@ def test_what_the_config_says_of_prompts_holds_for_images(part: LlavaPart) -> No
         assert eager.forward.graphs.totals().fallbacks == {"no_graphs": 1}
         assert node_graphs.trial(lambda: [eager], lambda: 7) == 0  # noqa: B023
     taped = prompt_graphs.encoder_graphs(part, PhaseSwitch("breakable"))
-    assert not taped.forward.graphs._inputs._poisoned
+    assert not taped.forward.graphs.inputs.poisoned
     poisoned = prompt_graphs.encoder_graphs(part, PhaseSwitch("breakable", poisoned=True))
-    assert poisoned.forward.graphs._inputs._poisoned
+    assert poisoned.forward.graphs.inputs.poisoned
     node_graphs.capture(taped, Log("test"))
     told = node_graphs.report(taped)
     assert (told.phase, told.backend, told.unit) == ("encoder", "full", "images of 4 tokens")

@@ -96,9 +96,9 @@ def test_it_is_captured_where_attention_needs_no_host(
     assert none.forward.graphs.totals().fallbacks == {"no_graphs": 1}
     taped = prompt_graphs.encoder_graphs(part, PhaseSwitch("full"))
     shapes = taped.forward.graphs.spec.shapes
-    assert not taped.forward.graphs._inputs._poisoned
+    assert not taped.forward.graphs.inputs.poisoned
     poisoned = prompt_graphs.encoder_graphs(part, PhaseSwitch("full", poisoned=True))
-    assert poisoned.forward.graphs._inputs._poisoned
+    assert poisoned.forward.graphs.inputs.poisoned
     assert (taped.decision.backend, len(shapes), shapes[-1].tokens) == ("full", 22, 1024)
     assert any(shape.tokens == 576 for shape in shapes), "672 x 672 pixels need no padding"
     on_gpu = Placement(torch.float32, torch.device("cuda"))
