@@ -264,7 +264,8 @@ def gated_delta(dtype: torch.dtype) -> None:
     heads, key, value = 32, 128, 128
     channels = 2 * 16 * key + heads * value
     inputs = channels + 2 * heads
-    weights = torch.zeros(channels, 4, dtype=dtype), *torch.zeros(2, heads).unbind(), torch.zeros(value)
+    decay, bias = torch.zeros(2, heads)
+    weights = torch.zeros(channels, 4, dtype=dtype), decay, bias, torch.zeros(value)
     conv, recurrent = torch.zeros(3, channels, 3, dtype=dtype), torch.empty(3, heads, key, value)
     projected, row = torch.empty(8, inputs + heads * value, dtype=dtype), torch.zeros(2, dtype=torch.int64)
     starts, lengths = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from common.checkpoint.experts_config import SIGMOID, ExpertsConfig, RouterRule
-from common.checkpoint.model_config import EXPERTS, LayerKind, ModelConfig
+from common.checkpoint.families import LayerKind
+from common.checkpoint.model_config import EXPERTS, ModelConfig
 from common.checkpoint.rope_config import RopeConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode

@@ -79,13 +79,13 @@ def test_delta_step(dtype: torch.dtype, shape: tuple[int, int, int, int], new: i
         out = run(projected, *layer.weights, *planes, slots, rows, pending)
         results.append((out, *planes))
     live = torch.arange(4).repeat_interleave(new) != 1
-    (expected, *expected_planes), (actual, *planes) = results
+    (expected, *expected_planes), (actual, *actual_planes) = results
     close(actual[live], expected[live])
     assert not actual[~live].any(), "padding returns zeros"
-    for ours, theirs in zip(planes, expected_planes, strict=True):
+    for ours, theirs in zip(actual_planes, expected_planes, strict=True):
         close(ours, theirs)
         assert not ours[0].any()
-    assert torch.equal(planes[1][[1, 3]], layer.recurrent[[1, 3]]), "other slots stay"
+    assert torch.equal(actual_planes[1][[1, 3]], layer.recurrent[[1, 3]]), "other slots stay"
 
 
 def test_a_launcher_checks_its_arguments() -> None:

@@ -133,7 +133,7 @@ def test_a_text_config_takes_outer_values_that_it_does_not_have(tmp_path: Path) 
 
 def test_gemma3_with_a_vision_part_serves_text(tmp_path: Path) -> None:
     """Published files name few values of the text model, and put its tensors under language_model.model."""
-    text = {
+    text: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 40,
         "num_hidden_layers": 2,
