@@ -26,7 +26,7 @@ async def _serve(resolved: Resolved, reporter: StartupReporter, log: Log) -> Non
         loop.add_signal_handler(signal.SIGHUP, app.http.reload)
     await app.start()
     prepare_heap()
-    collector = loop.create_task(collect_when_quiet(lambda: app.http.connections))
+    collector = loop.create_task(collect_when_quiet(lambda: app.http.connections, lambda: app.openai.active))
     reporter.report("ready")
     await stop.wait()
     collector.cancel()
