@@ -83,6 +83,8 @@ def run_process(
         with StartupReporter(status_fd, log) as reporter:
             resolved = load_cluster(cluster, overrides or [])
             process = resolved.cluster.process
+            if not process.core_dumps:
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             # The supervisor opened the log file if it passed a descriptor; otherwise the file belongs to the caller.
             max_bytes = None if status_fd is None else process.log_max_mib << 20
             logs.configure(name, process.log_level, max_bytes)

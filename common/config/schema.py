@@ -264,6 +264,7 @@ class Process(Section, frozen=True, kw_only=True):
     threads: NotNegative = 1  # torch threads per CPU node; 0: torch's default
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_max_mib: Positive = 64  # per log that deploy/up opens; one rotated file is kept
+    core_dumps: bool = False  # a core dump holds prompts, answers and keys
     # Steps of every request; auto: events/ in run_dir; or a directory.
     event_log: Annotated[str, Meta(min_length=1)] = "none"
     # NaN and maximum ids in the padding of all graphs before each replay; for tests.
