@@ -11,6 +11,7 @@ import torch
 
 from common.checkpoint.aux_layers import AuxLayers
 from common.checkpoint.draft_config import DraftConfig
+from common.checkpoint.model_config import ModelConfig
 from common.checkpoint.mtp_format import MtpFormat
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
@@ -42,6 +43,10 @@ ONE_MODULE = MtpFormat(
     "model.layers", 2, "enorm", "hnorm", "eh_proj", "shared_head.norm", embedding_first=True, chain=True
 )
 NARROW = replace_fields(CONFIG, hidden_size=24)  # two layers, narrower than the target
+# A language model whose width, heads and number of layers differ from the target's.
+NARROW_MODEL = replace_fields(
+    CONFIG, hidden_size=24, num_layers=3, num_heads=3, num_kv_heads=1, head_dim=6, sliding_windows=(None,) * 3
+)
 DRAFTS = {
     "eagle3": DraftConfig("eagle3", ONE_LAYER, CONFIG.hidden_size, AuxLayers((0, 1, 2)), 40, False),
     "eagle3-full-vocabulary": DraftConfig(
@@ -139,20 +144,24 @@ class DraftModel(NoDraftModel):
 
 
 class StandaloneModel(NoDraftModel):
-    """A separate language model: the target with some noise, so it is often right."""
+    """A separate language model: the target with some noise, so it is often right; or a random one of other shapes."""
 
     algorithm = "standalone"
-    config = CONFIG
+
+    def __init__(self, config: ModelConfig = CONFIG) -> None:
+        self.config = config
 
     def serving(self) -> ServingDraft:
         config = DraftConfig("standalone", self.config, 0, AuxLayers(), None, False)
-        loaded = ModelDraft(standalone_model())
+        loaded = ModelDraft(standalone_model(self.config))
         return ServingDraft(loaded, config, "standalone", draft_shape(config, 1, PLACEMENT))
 
 
 @functools.cache
-def standalone_model() -> CausalLM:
-    model = build_model(StandaloneModel.config, PLACEMENT).eval()
+def standalone_model(config: ModelConfig = CONFIG) -> CausalLM:
+    if config is not CONFIG:
+        return tiny_model(9, config=config)
+    model = build_model(config, PLACEMENT).eval()
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for (_, parameter), (_, right) in zip(drawn(model), drawn(tiny_model()), strict=True):
@@ -163,6 +172,7 @@ def standalone_model() -> CausalLM:
 MODELS: dict[str, Callable[[], DraftModel | StandaloneModel]] = {
     **{name: functools.partial(DraftModel, name) for name in DRAFTS},
     "standalone": StandaloneModel,
+    "standalone-narrow": lambda: StandaloneModel(NARROW_MODEL),
 }
 
 
@@ -303,26 +313,27 @@ class ObservedTrees(Watched):
 
 
 @torch.inference_mode()
-def eager_model_drafts(text: Sequence[int], steps: int) -> list[int]:
-    """Return the drafts of the standalone model after `text`."""
+def eager_model_drafts(config: ModelConfig, text: Sequence[int], steps: int) -> list[int]:
+    """Return the drafts of a standalone model after `text`."""
     ids = tuple(text)
     for _ in range(steps):
-        ids = (*ids, _model_next(ids))
+        ids = (*ids, _model_next(config, ids))
     return list(ids[len(text) :])
 
 
 @functools.lru_cache(maxsize=8192)  # many tests ask for continuations of the same texts
-def _model_next(ids: tuple[int, ...]) -> int:
-    pool = model_pool(StandaloneModel.config, MAX_LEN, 2, PLACEMENT)
-    runner = ModelRunner(standalone_model(), pool, PagedAttention(pool, CONFIG.sliding_windows))
+def _model_next(config: ModelConfig, ids: tuple[int, ...]) -> int:
+    pool = model_pool(config, MAX_LEN, 2, PLACEMENT)
+    runner = ModelRunner(standalone_model(config), pool, PagedAttention(pool, config.sliding_windows))
     return int(runner(_one(list(ids))).logits[-1].argmax())
 
 
 @torch.inference_mode()
 def eager_drafts(name: str, text: Sequence[int], steps: int) -> list[int]:
     """Return the head's drafts after `text`, whose last token the target has not read; recomputed for each draft."""
-    if name == "standalone":
-        return eager_model_drafts(text, steps)
+    model = MODELS[name]() if name in MODELS else None
+    if isinstance(model, StandaloneModel):
+        return eager_model_drafts(model.config, text, steps)
     drafts: list[int] = []
     for _ in range(steps):
         drafts.append(eager_branches(name, text, drafts, 1)[0][1])

@@ -365,4 +365,4 @@ def test_a_draft_that_reads_only_ids_raises() -> None:
     with pytest.raises(ValueError, match="cannot use image embeddings"):
         draft.extend((), None, None, None, merged)  # type: ignore[arg-type]
     assert TextEmbeds()((), None) is None  # type: ignore[arg-type]
-    assert StandaloneModel.config.vision is None
+    assert StandaloneModel().config.vision is None

@@ -61,13 +61,20 @@ def test_without_a_draft_model_nothing_travels() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_idle_inputs_of_modules_hold_the_proposals_of_every_step(dtype: torch.dtype) -> None:
-    """Row D6: the buffer holds top-k times steps proposals, and a hidden state for each module but the first."""
-    config, place = mtp_config("mtp", 3), Placement(dtype, CPU)
+@pytest.mark.parametrize(("name", "kept"), [("mtp", 32), ("mtp-narrow", 24), ("mtp-no-chain-narrow", 32)])
+def test_idle_inputs_of_modules_hold_the_proposals_of_every_step(
+    name: str, kept: int, dtype: torch.dtype
+) -> None:
+    """Rows D6, D10: an idle batch has the widths of a live one.
+
+    The buffer holds top-k times steps proposals, and for each module but the first the hidden state that it reads: of
+    the modules' width in a chain, else of the target's. An extension reads the target's width.
+    """
+    config, place = mtp_config(name, 3), Placement(dtype, CPU)
     width, wide = EagleDraftInput.carried_size_for(config), EagleDraftExtendInput.hidden_size_for(config)
     idle = EagleDraftInput.zeros(0, proposals_for(config, 1), width, EagleDraftInput.dtype_for(place), CPU)
     assert (idle.probs.shape, idle.ids.shape) == ((0, 3), (0, 3))
-    assert (idle.hidden.shape, idle.hidden.dtype) == ((0, 2 * CONFIG.hidden_size), dtype)
+    assert (idle.hidden.shape, idle.hidden.dtype) == ((0, 2 * kept), dtype)
     extend = EagleDraftExtendInput.zeros(2, 4, wide, EagleDraftExtendInput.dtype_for(place), CPU).first(0)
     assert (extend.hidden.shape, extend.hidden.dtype) == ((0, 4, CONFIG.hidden_size), dtype)
     assert idle.hidden_mode is extend.hidden_mode is LAST

@@ -99,6 +99,21 @@ def test_heads_of_other_forms_across_the_cut(name: str, completion: type[Complet
     expect_eager(name, seen, 3, least=8)
 
 
+@pytest.mark.parametrize(("chunk", "completion"), [(1, Deferred), (7, Immediate), (64, Deferred)])
+def test_a_standalone_model_of_another_width_across_the_cut(chunk: int, completion: type[Completion]) -> None:
+    """Row D10: width, heads and layers differ from the target's; both models' planes share the pages."""
+    seen: Seen = []
+    name = "standalone-narrow"
+    shape = shape_of(name, 3, seen, chunk_tokens=chunk, page_size=4, completion=completion)
+    with NodeCluster(shape) as cluster:
+        calls = [cluster.submit(prompt_of(n), 9) for n in (1, 2, 17, 40)]
+        calls.append(cluster.submit(prompt_of(20), 9, seed=2, **SAMPLED))
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+    expect_eager(name, seen, 3, least=8)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
