@@ -240,7 +240,7 @@ def few_pairs_triton(
     """Multiply as many tokens as a tile has rows: [P, I] of x [T, H] if `gated`, else [P, H] of x [P, I]."""
     tokens, chosen = experts.shape
     assert tokens <= tiles.rows, f"{tokens} tokens, a tile has {tiles.rows}"
-    size, rows, out, bulk = _prepare(x, stack, experts, shares, gated)
+    size, rows, out, bulk = _prepare(x, stack, experts, shares, gated, tiles)
     if tokens:
         _few_pairs_kernel[(cdiv(size, tiles.columns), tokens * chosen)](
             x,
@@ -278,7 +278,7 @@ def many_pairs_triton(
 ) -> Tensor:
     """Multiply any number of tokens, grouped by `group_pairs_triton`; otherwise as `few_pairs_triton`."""
     count = len(stack)
-    size, rows, out, bulk = _prepare(x, stack, experts, shares, gated)
+    size, rows, out, bulk = _prepare(x, stack, experts, shares, gated, tiles)
     if experts.numel():
         # Each expert may have one tile that is not full.
         most = cdiv(experts.numel(), tiles.rows) + min(count, experts.numel())
@@ -307,7 +307,7 @@ def many_pairs_triton(
 
 
 def _prepare(
-    x: Tensor, stack: Tensor, experts: Tensor, shares: Tensor, gated: bool
+    x: Tensor, stack: Tensor, experts: Tensor, shares: Tensor, gated: bool, tiles: ExpertTiles
 ) -> tuple[int, Tensor, Tensor, bool]:
     """Check the layout; return the output's width, the stack as a matrix, the output, and how tiles are copied."""
     count, width, depth = stack.shape
@@ -319,7 +319,9 @@ def _prepare(
     assert shares.shape == experts.shape, "one share per expert"
     rows = stack.view(count * width, depth)
     size = width // 2 if gated else width
-    return size, rows, x.new_empty((experts.numel(), size)), copies_in_bulk(rows)
+    # As in `linear`, bulk copies do not pay for the smallest tile.
+    bulk = tiles.rows > FEW and copies_in_bulk(rows)
+    return size, rows, x.new_empty((experts.numel(), size)), bulk
 
 
 def expert_parts_triton(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, shares: Tensor) -> Tensor:

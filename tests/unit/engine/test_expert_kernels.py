@@ -163,6 +163,7 @@ def choices(tokens: int, experts: int, chosen: int, kind: str) -> Tensor:
 FEW_ROWS = ("few", ExpertTiles(16, 32, 16, 4, 2))
 MORE_ROWS = ("few", ExpertTiles(32, 32, 32, 4, 2))
 MANY_ROWS = ("many", ExpertTiles(32, 32, 16, 4, 2))
+WIDE_ROWS = ("many", ExpertTiles(16, 32, 32, 4, 2))
 
 
 def computed(
@@ -189,16 +190,16 @@ def stacks(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> tuple[T
     [
         (FEW_ROWS, False, torch.float32, "random", 1, 3, 1, 32, 16),
         (FEW_ROWS, False, torch.float16, "random", 7, 5, 3, 40, 24),
-        (FEW_ROWS, True, torch.float32, "padded", 7, 5, 3, 40, 24),
-        (FEW_ROWS, True, torch.float32, "same", 2, 9, 8, 32, 20),
+        (FEW_ROWS, False, torch.float32, "padded", 7, 5, 3, 40, 24),
+        (FEW_ROWS, False, torch.float32, "same", 2, 9, 8, 32, 20),
         (FEW_ROWS, False, torch.float32, "random", 0, 4, 2, 32, 16),
         # Experts with more tokens than the smallest tile has rows, and with fewer.
         (MORE_ROWS, True, torch.float32, "random", 27, 3, 2, 40, 24),
         (MORE_ROWS, False, torch.float16, "padded", 19, 5, 2, 40, 24),
-        (MANY_ROWS, True, torch.float32, "random", 1, 3, 1, 32, 16),
-        (MANY_ROWS, False, torch.float32, "same", 21, 9, 8, 32, 20),
+        (WIDE_ROWS, True, torch.float32, "random", 1, 3, 1, 32, 16),
+        (WIDE_ROWS, True, torch.float32, "same", 40, 9, 8, 32, 20),
         (MANY_ROWS, False, torch.float32, "random", 27, 7, 5, 40, 24),
-        (MANY_ROWS, True, torch.float16, "padded", 27, 7, 5, 40, 24),
+        (WIDE_ROWS, True, torch.float16, "padded", 27, 7, 5, 40, 24),
         (MANY_ROWS, False, torch.float32, "random", 0, 4, 2, 32, 16),
     ],
 )
