@@ -110,7 +110,7 @@ def test_any_mix_of_requests_equals_eager(data: st.DataObject) -> None:
     driver, _ = extend_driver(
         IDS, breakable(), BUCKETS, poisoned=data.draw(st.booleans()), aux=AUX, unbroken=unbroken
     )
-    padded, _ = extend_driver(IDS, NoGraphs(), BUCKETS, aux=AUX)
+    padded, _ = extend_driver(IDS, NoGraphs(), BUCKETS, aux=AUX, unbroken=unbroken)
     for _ in range(6):
         left = [row for row in range(len(IDS)) if eager.done[row] < LENGTHS[row]]
         if not left:
