@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from common.engine.forward.model_runner import load_model
 from common.engine.ops.delta_extend import delta_extend, delta_extend_reference
 from common.engine.ops.delta_step import delta_step, delta_step_reference
+from tests.unit.engine import families
+from tests.unit.engine.graphs.rig import DeviceDriver
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,3 +121,19 @@ def test_a_graph_records_both() -> None:
     close(found[0], expected)
     window.zero_()
     close(found[1], delta_step_reference(projected, *layer.weights, *kept, window, index, index, pending))
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3-next", "qwen3.5-moe-tied"])
+def test_logits_of_whole_models_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Prompts in chunks and decode steps, over pages and states on the GPU."""
+    lengths = (1, 63, 64, 65, 200)
+    ids = [
+        torch.randint(families.VOCAB, (n + 3,), generator=torch.Generator().manual_seed(n)) for n in lengths
+    ]
+    model = families.build(name)
+    path = families.save(model, tmp_path)
+    ours = load_model(path, device="cuda")[0]
+    found = DeviceDriver(ours, ids, 16).run_all(64, lengths)
+    for actual, each in zip(found, ids, strict=True):
+        expected = families.reference_logits(model, each)
+        torch.testing.assert_close(actual.cpu().float(), expected, atol=2e-3, rtol=0)
