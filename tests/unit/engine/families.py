@@ -51,7 +51,7 @@ GLM = {
 
 HYBRID = {
     # So large that norms of tiny values do not amplify rounding.
-    "rms_norm_eps": 1e-3,
+    "rms_norm_eps": 1e-2,
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "head_dim": 16,
