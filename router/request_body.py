@@ -77,7 +77,9 @@ class Received:
 
     def _revoke(self) -> None:
         self.revoked = True
-        self.limit.reschedule(asyncio.get_running_loop().time())
+        # One that has just expired cannot be rescheduled, and ends the upload anyway.
+        if not self.limit.expired():
+            self.limit.reschedule(asyncio.get_running_loop().time())
 
 
 @asynccontextmanager

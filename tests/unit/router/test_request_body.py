@@ -12,7 +12,7 @@ from aiohttp import web
 
 from common.observability.logs import Log
 from router import body_memory, request_body
-from router.body_memory import SMALL_BODY
+from router.body_memory import SMALL_BODY, BodyMemory, Reservation
 from router.http_errors import error_middleware
 from router.http_server import PARSED_AT_ONCE, READ_BUFFER, http_runner
 from router.request_body import PIECES_PER_TURN, Received, memory_key, received
@@ -157,3 +157,31 @@ async def test_a_body_that_is_refused_is_parsed_in_small_pieces(monkeypatch: pyt
         assert (await ask(address, request))[0] == 415
     assert sum(fed) == len(request)
     assert max(fed) <= PARSED_AT_ONCE
+
+
+async def test_an_upload_may_be_revoked_at_the_moment_at_which_its_time_is_over() -> None:
+    """The timer of the upload fires first, then others need its memory, and only then the upload continues."""
+    loop, now = asyncio.get_running_loop(), [0.0]
+    memory = BodyMemory(clock=lambda: now[0])
+    slow = Received(memory, "slow", body_memory.MAX_RESERVED)
+    failures: list[dict[str, object]] = []
+    loop.set_exception_handler(lambda _, context: failures.append(context))
+    waiting: list[asyncio.Task[Reservation]] = []
+
+    async def upload() -> None:
+        async with slow.limit:
+            await slow.expect(body_memory.MAX_RESERVED)
+            waiting.append(asyncio.create_task(memory.reserve("other", SMALL_BODY + 1, lambda: None)))
+            await asyncio.sleep(0)
+            now[0] = body_memory.SLOW_SECONDS
+            # both callbacks are due in the next turn of the loop, in this order
+            slow.limit.reschedule(loop.time())
+            loop.call_soon(memory.revoke_slowest)
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        await upload()
+    slow.release()
+    await asyncio.wait_for(waiting[0], PATIENCE)
+    assert slow.revoked
+    assert not failures
