@@ -67,10 +67,10 @@ def cluster_sections(
     """Return the sections of the cluster file. Raises ConfigError for an unsupported model or draft."""
     try:
         config = ModelConfig.load(directory)
-        weights = _stored_bytes(directory)
+        weights = stored_bytes(directory)
         sections: dict[str, dict[str, Any]] = {"model": {"path": str(directory), "served_name": name}}
         if draft is not None:
-            weights += _stored_bytes(draft)
+            weights += stored_bytes(draft)
             sections["speculation"] = _speculation(algorithm_of(draft, directory), draft)
     except ModelError as error:
         raise ConfigError("", str(error)) from error
@@ -131,7 +131,7 @@ def _on_cpu(config: ModelConfig, weights: int, machine: Machine) -> dict[str, di
     return sections
 
 
-def _stored_bytes(directory: Path) -> int:
+def stored_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in weight_paths(directory))
 
 

@@ -80,6 +80,16 @@ class FetchProcess:
         self._child: _Child | None = None
         self._turn = asyncio.Lock()
 
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child; None before the first fetch, and after the child has ended."""
+        return None if self._child is None or self._child.ended else self._child.process.pid
+
+    @property
+    def under_way(self) -> int:
+        """Number of fetches that the child has not answered, with those that nobody waits for any more."""
+        return 0 if self._child is None else len(self._child.waiting)
+
     async def fetch(self, address: str) -> bytes:
         """Return the bytes of an image.
 
@@ -117,12 +127,12 @@ class _Child:
     """One child process and the images requested from it."""
 
     def __init__(self, process: Child, reader: StreamReader, writer: StreamWriter, most: int) -> None:
-        self._process = process
+        self.process = process
         self._reader = reader
         self._writer = writer
         self._most = most  # largest frame, in bytes
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, Future[Fetched]] = {}  # includes abandoned requests until they are answered
+        self.waiting: dict[int, Future[Fetched]] = {}  # includes abandoned requests until they are answered
         self.ended = False
         self._listener = asyncio.create_task(self._listen())
 
@@ -130,34 +140,34 @@ class _Child:
         """Request one image. Raises OSError if the process ends before it answers."""
         if self.ended:
             raise ConnectionResetError("the image fetch process has ended")
-        if len(self._waiting) >= AT_ONCE:
+        if len(self.waiting) >= AT_ONCE:
             raise Overloaded(f"{AT_ONCE} images are being fetched already; try again later")
         number = next(self._numbers)
         answer: Future[Fetched] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
+        self.waiting[number] = answer
         # needs no drain: small, and at most AT_ONCE of them
         self._writer.write(framed(Wanted(number, address)))
         return await answer
 
     async def end(self) -> None:
-        self._process.kill()
+        self.process.kill()
         await asyncio.shield(self._listener)
 
     async def _listen(self) -> None:
         try:
             while True:
                 fetched = _fetched.decode(await read_frame(self._reader, self._most))
-                answer = self._waiting.pop(fetched.number, None)
+                answer = self.waiting.pop(fetched.number, None)
                 if answer is not None and not answer.done():
                     answer.set_result(fetched)
         except (OSError, EOFError, ProtocolError, msgspec.DecodeError) as error:
             self.ended = True
-            for answer in self._waiting.values():
+            for answer in self.waiting.values():
                 if not answer.done():
                     answer.set_exception(ConnectionResetError(f"the image fetch process has ended: {error}"))
         finally:
             self._writer.close()
-            await _end(self._process)
+            await _end(self.process)
 
 
 async def _start(spawner: Spawner, program: tuple[str, ...], settings: Settings) -> _Child:

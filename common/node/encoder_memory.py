@@ -52,7 +52,7 @@ def _qwen(vision: QwenVision, hidden: int, size: int) -> int:
     """Return the bytes of a Qwen tower over the patches of all images, see models/qwen_vl.py."""
     width, inner, heads = _dimensions("qwen2_5_vl", vision.tower_options)
     merged = vision.merge_size**2
-    patches = merged * max(ENCODER_TOKENS, _largest_image(vision))
+    patches = merged * max(ENCODER_TOKENS, largest_image(vision))
     # Per patch: bytes as received, and numbers as the tower reads them, per frame.
     values = 3 * vision.patch_size**2
     read = vision.temporal_patch_size * values
@@ -65,7 +65,7 @@ def _qwen(vision: QwenVision, hidden: int, size: int) -> int:
     return patches * (kept + max(cut, attended, mlp, rows))
 
 
-def _largest_image(vision: QwenVision) -> int:
+def largest_image(vision: QwenVision) -> int:
     """Return the maximum tokens of one image. Each side is rounded up by less than one."""
     tokens = vision.max_pixels / (vision.patch_size * vision.merge_size) ** 2
     sides = math.sqrt(tokens / MAX_RATIO) + math.sqrt(tokens * MAX_RATIO)  # of the longest image, in tokens

@@ -168,7 +168,7 @@ async def measure(repeat: int, only: list[str]) -> list[dict[str, Any]]:
                     rows.append(await chats(cluster.port, target.pid, messages))
                     print(json.dumps(rows[-1]), flush=True)
         finally:
-            cluster._stop(None)
+            cluster.stop()
     return rows
 
 

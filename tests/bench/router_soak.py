@@ -254,7 +254,7 @@ async def measure(requests: int, ids: int, clients: int, only: list[str]) -> dic
                     results[name]["metrics_bytes"] = await _metrics_size(cluster)
                     print(name, json.dumps(results[name]), flush=True)
         finally:
-            cluster._stop(None)
+            cluster.stop()
     return results
 
 

@@ -205,7 +205,7 @@ class RunningCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop(error)
+        self.stop(error)
 
     async def __aenter__(self) -> RunningCluster:
         for name in self.names:
@@ -214,16 +214,17 @@ class RunningCluster:
         try:
             await self.wait_nodes()
         except BaseException as error:
-            self._stop(error)
+            self.stop(error)
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.to_thread(self._stop, error)
+        await asyncio.to_thread(self.stop, error)
 
-    def _stop(self, error: BaseException | None) -> None:
+    def stop(self, error: BaseException | None = None) -> None:
+        """End every process; after an `error`, print the ends of their logs."""
         for held in self.held:
             held.close()
         for process in self.processes.values():

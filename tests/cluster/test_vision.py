@@ -117,7 +117,7 @@ def eager_accept_length(model: LlavaForConditionalGeneration, replies: list[meas
     target = checkpoint.language_model(model)
     tokens = steps = 0
     for reply in replies:
-        answered = measure._answered(model, reply)
+        answered = measure.answered_by(model, reply)
         embeds, ids, end = answered.embeds, list(answered.ids), len(answered.ids) - 1
         assert embeds is not None
         for _ in range(STEPS + 2):  # tokens of plain decoding past the end

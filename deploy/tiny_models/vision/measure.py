@@ -105,7 +105,7 @@ def acceptance(
     """Yield accept lengths over the model's own answers, by the oracle, for questions with and without pictures."""
     target = language_model(model)
     for name, wanted in (("pictures", True), ("text alone", False)):
-        answered = [_answered(model, reply) for reply in replies if bool(reply.question.images) == wanted]
+        answered = [answered_by(model, reply) for reply in replies if bool(reply.question.images) == wanted]
         for some in steps if answered else ():
             rounds = rounds_of(head, target, answered, some)
             best = [one for a in answered for one in walk(perfect(some, len(a.ids)), a.prompt_tokens)]
@@ -120,7 +120,7 @@ def acceptance(
             )
 
 
-def _answered(model: LlavaForConditionalGeneration, reply: Reply) -> Answered:
+def answered_by(model: LlavaForConditionalGeneration, reply: Reply) -> Answered:
     ids = torch.tensor([[*reply.asked, *reply.said]], device=model.device)
     inner: Any = model
     if reply.question.images:

@@ -60,7 +60,7 @@ def test_each_share_of_a_gpu_holds_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: float
 ) -> None:
     """This holds as long as two copies fit; with larger weights the nodes refuse to start and show the calculation."""
-    monkeypatch.setattr("deploy.own_model._stored_bytes", lambda directory: int(weights * SMALL.total_bytes))
+    monkeypatch.setattr("deploy.own_model.stored_bytes", lambda directory: int(weights * SMALL.total_bytes))
     cluster = resolved(tmp_path, replace(CPU, gpus=(SMALL,))).cluster
     for share in (cluster.prefill.memory_fraction, cluster.decode.memory_fraction):
         assert share > min(weights, 0.46)

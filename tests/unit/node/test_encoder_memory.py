@@ -127,7 +127,7 @@ def test_qwen_takes_no_more_and_not_much_less(
 ) -> None:
     """The bound is checked for a full batch with images of at most that size."""
     monkeypatch.setattr(encoder_memory, "ENCODER_TOKENS", 64)
-    monkeypatch.setattr(encoder_memory, "_largest_image", lambda vision: 0)
+    monkeypatch.setattr(encoder_memory, "largest_image", lambda vision: 0)
     part = QwenPart(tower, HIDDEN, Placement(dtype, CPU)).eval()
     images = [
         Pixels(torch.zeros(8 * rows, 8 * columns, 3, dtype=torch.uint8), rows, columns)
@@ -145,7 +145,7 @@ def test_no_image_is_larger_than_the_largest(width: int, height: int, tokens: tu
     vision = QwenVision("", "{}", 0, 1, 4, 2, 2, least, most, 1 / 255, CLIP_MEAN, CLIP_STD)
     assume(max(width, height) <= MAX_RATIO * min(width, height))
     rows, columns = vision.grid(width, height)
-    assert rows * columns <= encoder_memory._largest_image(vision)
+    assert rows * columns <= encoder_memory.largest_image(vision)
 
 
 def test_the_published_models() -> None:

@@ -75,13 +75,12 @@ async def test_the_real_process_applies_every_rule(spawner: Spawner) -> None:
     real = FetchProcess(spawner, ["localhost"], 1_000, PATIENCE)
     with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
         await real.fetch("https://localhost/a.png")
-    assert real._child is not None
-    assert not real._child.ended
+    assert real.pid is not None
     await real.close()
     none = FetchProcess(spawner, [], 1_000, PATIENCE)
     with pytest.raises(InvalidRequest, match="this router does not fetch images"):
         await none.fetch("https://localhost/a.png")
-    assert none._child is None
+    assert none.pid is None
     await none.close()
 
 
@@ -90,17 +89,17 @@ async def test_a_process_that_dies_floods_or_hangs_costs_only_its_current_fetche
 ) -> None:
     for end in ("die", "large", "hang"):
         assert await played.fetch(f"{HOST}/"), "a new one"
-        assert played._child is not None
-        child = played._child
+        child = played.pid
+        assert child is not None
         others = asyncio.create_task(played.fetch(f"{HOST}/never"))
-        await eventually(lambda child=child: bool(child._waiting))  # type: ignore[misc]
+        await eventually(lambda: played.under_way)
         if end == "hang":
-            os.kill(child._process.pid, signal.SIGSTOP)
+            os.kill(child, signal.SIGSTOP)
             played._seconds = 0.1
         for each in (played.fetch(f"{HOST}/{end}"), others):
             with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
                 await each
-        assert child.ended
+        assert played.pid is None
 
 
 async def test_how_many_are_on_their_way_is_bounded(
@@ -110,10 +109,8 @@ async def test_how_many_are_on_their_way_is_bounded(
     monkeypatch.setattr(fetch_process, "AT_ONCE", 2)
     for _ in range(2):
         given_up = asyncio.create_task(played.fetch(f"{HOST}/never"))
-        before = len(played._child._waiting) if played._child else 0
-        await eventually(
-            lambda before=before: played._child is not None and len(played._child._waiting) > before  # type: ignore[misc]
-        )
+        before = played.under_way
+        await eventually(lambda before=before: played.under_way > before)  # type: ignore[misc]
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
     with pytest.raises(Overloaded, match="2 images are being fetched"):
