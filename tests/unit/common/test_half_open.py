@@ -109,7 +109,15 @@ def test_a_connection_that_was_given_up_is_closed_by_the_listener(
                 assert dealer.send(b"withheld")
                 assert until(lambda: dealer.drain() or router.drain()) == [(b"peer", b"withheld")]
                 wire.deliver()
-                assert until(lambda: dealer.drain() or router.drain() or wire.ended_by_target) == 1
+                # A busy machine may make the dealer give up more than one connection: only the latest stays.
+                assert (
+                    until(
+                        lambda: (
+                            dealer.drain() or router.drain() or wire.ended_by_target == wire.connections - 1
+                        )
+                    )
+                    is True
+                )
                 assert router.send(b"peer", b"answer")
                 assert until(lambda: router.drain() or dealer.drain()) == [b"answer"]
 
