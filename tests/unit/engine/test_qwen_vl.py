@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -386,6 +387,8 @@ def test_a_draft_has_to_read_the_positions_of_its_target(path: Path, tmp_path: P
     }
     file = tmp_path / "config.json"
     file.write_text(json.dumps(raw))
+    # A head is recognised by its tensors.
+    save_file({"fc.weight": torch.zeros(48, 144)}, tmp_path / "model.safetensors")
     assert load_draft_config(tmp_path, "eagle3", target).model.rope.sections == (2, 3, 3)
     for changes, said in (
         ({"rope_scaling": None}, "mrope_section is not set, the target has"),
