@@ -27,8 +27,9 @@ OPERATION = "common.engine.attention.gated_delta:gated_delta"
 class GatedDelta(Mixer):
     """out(operation(in(x))).
 
-    The rows of the input projection are [queries, keys, values, b, a, gates], whatever their order in the checkpoint:
-    the first four are what the state depends on. A_log, dt_bias and the norm are float32 in any model.
+    The rows of the input projection are [queries, keys, values, b, a, gates], whatever their order in the checkpoint.
+    The state depends on all but the gates, so the values of a token that a window keeps are adjacent. A_log,
+    dt_bias and the norm are float32 in any model.
     """
 
     def __init__(self, name: str, config: ModelConfig, layer: int, weights: WeightFormat) -> None:

@@ -286,7 +286,7 @@ def delta_extend_triton(
     starts: Tensor,
     lengths: Tensor,
 ) -> Tensor:
-    """Compute `delta_extend`, which see."""
+    """Compute `delta_extend_reference` on a GPU."""
     tokens, requests, channels = projected.shape[0], slots.shape[0], conv.shape[1]
     _, heads, key, value = recurrent.shape
     served = heads * key * 2 // (channels - heads * value)
