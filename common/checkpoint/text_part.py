@@ -11,13 +11,14 @@ from typing import Any
 from common.checkpoint.json_fields import section
 from common.checkpoint.rope_config import split_sections
 
+TIED = "tie_word_embeddings"
 # Keys that such a file may have outside text_config.
 OUTER = (
     "dtype",
     "torch_dtype",
     "eos_token_id",
     "quantization_config",
-    "tie_word_embeddings",
+    TIED,
     "architectures",
 )
 
@@ -33,4 +34,7 @@ def text_part(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         outer = {key: raw[key] for key in OUTER if raw.get(key) is not None}
         inner = {key: value for key, value in section(raw, "text_config", where).items() if value is not None}
         flat = {**outer, **inner, "architectures": raw["architectures"]}
+        # The head is a part of the whole model, so its own value decides, as in transformers.
+        if TIED in outer:
+            flat[TIED] = outer[TIED]
     return split_sections(flat, where, interleaved=True)[0]

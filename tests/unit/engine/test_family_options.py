@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from common.checkpoint.families import FAMILIES, Family
 from common.checkpoint.model_config import ModelConfig, model_fingerprint
+from common.checkpoint.text_part import text_part
 from common.engine.forward.model_runner import load_model
 from common.errors import ModelError
 from tests.unit.engine import families
@@ -113,6 +114,21 @@ def test_copies_of_the_language_model_use_several_prefixes(tmp_path: Path, prefi
     }
     save_file(renamed, file)
     check(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "tied"), [(True, False, True), (False, True, False), (None, True, True)]
+)
+def test_the_outer_config_decides_whether_the_head_is_tied(
+    outer: bool | None, inner: bool, tied: bool
+) -> None:
+    """With the other value, a head of the checkpoint's own would be ignored."""
+    raw = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "tie_word_embeddings": outer,
+        "text_config": {"tie_word_embeddings": inner},
+    }
+    assert text_part(raw, "config.json")["tie_word_embeddings"] is tied
 
 
 def test_a_text_config_takes_outer_values_that_it_does_not_have(tmp_path: Path) -> None:
