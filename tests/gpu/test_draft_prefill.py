@@ -38,7 +38,7 @@ STEPS = [
 
 
 @pytest.mark.parametrize("poisoned", [False, True])
-@pytest.mark.parametrize("name", ["eagle3", "eagle", "mtp-one-module"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle3-window", "eagle", "mtp-one-module"])
 def test_replay_equals_eager(name: str, poisoned: bool) -> None:
     """Rows A3, A5, A6: every batch gives the eager results."""
     compare(name, poisoned, GPU, BreakableGraphs(CudaRecorder(GPU)))
@@ -62,7 +62,9 @@ def compare(name: str, poisoned: bool, device: torch.device, backend: Backend) -
         plain_pool(layers, config.model.num_kv_heads, 16, 4, driver.pool.num_pages, torch.float32, device)
         for _ in range(2)
     ]
-    eager, inner = (DraftRunner(head, PagedAttention(pool, (None,) * layers), topk=3) for pool in pools)
+    eager, inner = (
+        DraftRunner(head, PagedAttention(pool, config.model.sliding_windows), topk=3) for pool in pools
+    )
     graphed = DraftPrefill(inner, config, 4, draft_prefill_spec((4, 8, 16, 32, 48)), backend, poisoned)
     graphed.graphs.capture()
     assert not [row.error for row in graphed.graphs.rows if row.error]

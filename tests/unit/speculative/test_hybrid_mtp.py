@@ -1,0 +1,117 @@
+"""A single MTP module over a target with gated delta layers, as Qwen3.5 has it, on a real pair of nodes.
+
+The target keeps a state per request and the module keeps KV: every draft equals that of a recompute of the whole text.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.checkpoint.aux_layers import AuxLayers
+from common.checkpoint.draft_config import DraftConfig
+from common.checkpoint.mtp_format import MtpFormat
+from common.engine.attention.paged import PagedAttention
+from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.forward.draft_runner import DraftRunner
+from common.engine.models.mtp import MtpModule, build_mtp
+from common.node.loaded_draft import HeadDraft
+from common.node.serving_draft import ServingDraft, draft_shape
+from decode_node.request import DecodeRequest
+from decode_node.speculative.drafters.eagle import ChainGrowth, EagleDrafter
+from tests.fakes.draft_models import Observed
+from tests.fakes.drafters import Bench, speculative
+from tests.fakes.node_cluster import ONE_BEHIND, NodeCluster, NoDraftModel, Shape
+from tests.fakes.pools import plain_pool
+from tests.fakes.tiny_model import MAX_LEN, PLACEMENT, one_page, tiny_model
+from tests.unit.decode_node.test_gated_delta import PROMPTS, SERVED, check, expected
+from tests.unit.engine.paged_driver import Driver
+
+STEPS = 3
+NAMES = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+CONFIG = DraftConfig(
+    "mtp",
+    replace(SERVED, num_layers=1, sliding_windows=(None,), layer_kinds=()),
+    SERVED.hidden_size,
+    AuxLayers(),
+    None,
+    False,
+    mtp=MtpFormat("mtp", None, *NAMES, embedding_first=True, chain=True, layer="layers.0"),
+    repeats=True,
+)
+Seen = list[tuple[list[int], list[int]]]
+
+
+@functools.cache
+def module() -> MtpModule:
+    (head,) = build_mtp(CONFIG, tiny_model(config=SERVED), PLACEMENT).eval().heads
+    generator = torch.Generator().manual_seed(6)
+    with torch.no_grad():
+        for piece in head.pieces():
+            piece.into.normal_(std=0.3, generator=generator)
+            if "norm" in piece.name:
+                piece.into.add_(1.0)
+    return head
+
+
+class Module(NoDraftModel):
+    """The draft as nodes load it."""
+
+    algorithm = "mtp"
+
+    def serving(self) -> ServingDraft:
+        return ServingDraft(HeadDraft(module(), 1), CONFIG, "hybrid", draft_shape(CONFIG, 1, PLACEMENT))
+
+
+class Recorded(Observed):
+    """Records every draft; half of the wrong ones are replaced, since a random module is seldom right."""
+
+    def answer(self, request: DecodeRequest) -> list[int]:
+        return expected(tuple(request.prompt), request.sampling.max_tokens)
+
+
+@torch.inference_mode()
+def eager_drafts(text: list[int]) -> list[int]:
+    """Return the drafts after `text`, whose last token the target has not read."""
+    driver = Driver(tiny_model(config=SERVED), [torch.tensor(text[:-1])], page_size=16)
+    batch = driver.batch([0], [len(text) - 1], hidden_mode=CaptureHiddenMode.FULL)
+    hidden, tokens, shape = driver.runner(batch).hidden, text[1:], CONFIG.model
+    assert hidden is not None
+    for _ in range(STEPS):
+        pool = plain_pool(
+            1, shape.num_kv_heads, shape.head_dim, MAX_LEN, 2, PLACEMENT.dtype, PLACEMENT.device
+        )
+        attention = PagedAttention(pool, (None,))
+        forward = one_page(tokens)
+        attention.plan(forward)
+        output = module()(forward.input_ids, hidden, forward.positions, attention)
+        tokens = [*tokens, int(module().compute_logits(output.last[-1:]).argmax())]
+        hidden = torch.cat((hidden, output.hidden[-1:]))
+    return tokens[-STEPS:]
+
+
+@pytest.mark.parametrize("buckets", [(), (2,)], ids=["eager", "graphs"])
+def test_drafts_equal_a_recompute(buckets: tuple[int, ...]) -> None:
+    seen: Seen = []
+
+    def drafter(bench: Bench) -> Recorded:
+        runner = bench.parts.draft
+        assert isinstance(runner, DraftRunner)
+        inner = EagleDrafter(runner, bench.rounds, ChainGrowth(runner, STEPS), SERVED.hidden_size)
+        return Recorded(inner, bench, 0.5, seen)
+
+    shape = Shape(
+        model=SERVED,
+        draft=Module(),
+        step=speculative(drafter, buckets=buckets),
+        completion=ONE_BEHIND,
+        round_tokens=STEPS + 1,
+    )
+    with NodeCluster(shape) as cluster:
+        check(cluster, 8, PROMPTS[:3])
+    assert len(seen) > 6
+    for text, drafts in seen:
+        assert drafts == eager_drafts(text)[: len(drafts)], f"after {len(text)} tokens"
