@@ -26,11 +26,14 @@ from common.engine.attention.whole_prompt import attend_whole_prompt
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.linear import gated_linear, linear
+from common.engine.ops.output_norm import add_normed_rms_norm
 from common.engine.ops.rms_norm import add_rms_norm, rms_norm
 from common.engine.ops.rotary import rotary_angles
 from common.engine.ops.rotary_kv_write import rotary_kv_write
 from common.engine.ops.sample_tokens import sample_tokens
-from common.engine.ops.silu_mul import silu_mul
+from common.engine.ops.sigmoid_gate import sigmoid_gate
+from common.engine.ops.silu_mul import gelu_mul, silu_mul
+from common.engine.ops.token_norm import token_norm
 from common.engine.ops.top_tokens import top_tokens, top_tokens_reference
 from common.engine.ops.verify_attention import verify_triton
 from common.engine.sampling.logit_adjustments import AdjustmentRows, Adjustments
@@ -60,6 +63,25 @@ def bf16(*shape: int) -> Tensor:
 
 def measure(op: str, shape: str, calls: list[Callable[[], object]], nbytes: float, flop: float = 0) -> Result:
     return Result(op, shape, graph_us(calls), nbytes / 1e9, flop / 1e9)
+
+
+def of_other_families() -> Iterator[Result]:
+    """Measure what Gemma, OLMo2 and gated attention run in place of the operations of Llama."""
+    gain = 1 + bf16(HIDDEN).float()
+    for tokens in TOKENS:
+        size = tokens * HIDDEN * 2
+        sets = [(bf16(tokens, HIDDEN), bf16(tokens, HIDDEN)) for _ in range(sets_for(4 * size))]
+        calls: list[Callable[[], object]] = [
+            partial(add_normed_rms_norm, x, y, gain, gain, 1e-5) for x, y in sets
+        ]
+        yield measure("add_normed_rms_norm", f"{tokens}", calls, 4 * size)
+        calls = [partial(sigmoid_gate, x, y) for x, y in sets]
+        yield measure("sigmoid_gate", f"{tokens}", calls, 3 * size)
+        merged = [bf16(tokens, 3 * HIDDEN) for _ in range(sets_for(4 * size))]
+        calls = [partial(token_norm, x, gain, gain, 1e-5) for x in merged]
+        yield measure("token_norm", f"{tokens}", calls, 4 * size)
+        wide = [bf16(tokens, 2 * INTER) for _ in range(sets_for(6 * tokens * INTER))]
+        yield measure("gelu_mul", f"{tokens}", [partial(gelu_mul, x) for x in wide], 6 * tokens * INTER)
 
 
 def elementwise() -> Iterator[Result]:
@@ -302,6 +324,7 @@ SECTIONS: dict[str, Callable[[], Iterator[Result]]] = {
     section.__name__: section
     for section in (
         elementwise,
+        of_other_families,
         decode,
         verify,
         extend,

@@ -35,7 +35,7 @@ from tests.unit.engine.paged_driver import Driver
 PLAIN, ON_CPU = StartupFacts("cuda"), StartupFacts("cpu")
 AUTO = PhaseSwitch()
 # Rule -> the architecture of a checkpoint that meets it.
-UNDECIDED = {1: "DeepseekV3ForCausalLM", 8: "Gemma3ForConditionalGeneration"}
+UNDECIDED = {1: "DeepseekV3ForCausalLM", 8: "Llama4ForConditionalGeneration"}
 
 
 def cluster(tmp_path: Path, text: str) -> Resolved:
