@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from common.checkpoint.draft_config import DraftConfig
@@ -84,13 +85,15 @@ class Pair:
 
 
 def constructed(shape: Shape, drafting: Drafting, seed: int, device: torch.device) -> Pair:
-    """Construct a pair in memory; only two config files are written."""
+    """Construct a pair in memory; only two config files and the name of one tensor are written."""
     placement = Placement(torch.bfloat16 if device.type == "cuda" else torch.float32, device)
     with tempfile.TemporaryDirectory() as folder:
         for name, content in (("target", shape.config()), ("draft", head_config(shape))):
             (Path(folder) / name).mkdir()
             (Path(folder) / name / "config.json").write_text(json.dumps(content))
         config = ModelConfig.load(Path(folder) / "target")
+        # A head is recognised by its tensors.
+        save_file({"fc.weight": torch.zeros(1)}, Path(folder) / "draft" / "model.safetensors")
         draft = load_draft_config(Path(folder) / "draft", "eagle3", config)
     model = build_model(config, placement, draft.aux_layers).eval()
     _fill(model.pieces(), tensors(shape, seed, device))
