@@ -13,7 +13,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from tempfile import TemporaryFile
+from typing import IO, Annotated
 
 import typer
 
@@ -28,6 +29,7 @@ PICKLED_INDEX, PICKLED_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.b
 BASE_MEMORY, BASE_OUTPUT, BASE_SECONDS = 1 << 30, 16 * MIB, 120
 BYTES_PER_SECOND = 20 * MIB
 MAX_FILES = 1024
+SHOWN_BYTES = 500  # of what the child printed
 Say = Callable[[str], None]
 
 
@@ -47,16 +49,18 @@ def convert(directory: Path, say: Say) -> None:
         raise ModelError(f"{directory} has {present[0]} already; remove it to convert the .bin files again")
     sources = pickled_files(directory)
     partial = [directory / f".{source.stem}.{os.getpid()}.safetensors" for source in sources]
+    names = [SINGLE]
+    if len(sources) > 1:
+        names = [f"model-{at:05}-of-{len(sources):05}.safetensors" for at in range(1, len(sources) + 1)]
     try:
         files = [_converted(source, path, say) for source, path in zip(sources, partial, strict=True)]
-        names = [SINGLE]
-        if len(files) > 1:
-            names = [f"model-{at:05}-of-{len(files):05}.safetensors" for at in range(1, len(files) + 1)]
         for path, name in zip(partial, names, strict=True):
             path.replace(directory / name)
         if len(files) > 1:
             _write_index(directory, files, names)
     except OSError as error:
+        for name in (*names, INDEX):
+            (directory / name).unlink(missing_ok=True)
         raise ModelError(f"cannot write to {directory}: {error.strerror or error}") from error
     finally:
         for path in partial:
@@ -100,25 +104,38 @@ def _converted(source: Path, target: Path, say: Say) -> WeightFile:
     seconds = BASE_SECONDS + size // BYTES_PER_SECOND
     limits = (BASE_MEMORY + 3 * size, BASE_OUTPUT + size, seconds)
     command = [sys.executable, "-m", "deploy.pickled_weights", str(real_path(source)), str(target)]
-    try:
-        done = subprocess.run(
-            [*command, *map(str, limits)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ModelError(f"{source} is not converted after {seconds} s: it was given up") from error
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        reason = lines[-1][:500] if lines else f"its process ended with {done.returncode}"
-        raise ModelError(f"{source} cannot be converted: {reason}")
-    if not done.stdout.startswith(ISOLATED):
+    # Files, not pipes: the child's limit on the size of files bounds what it prints, too.
+    with TemporaryFile() as printed, TemporaryFile() as complaints:
+        try:
+            status = subprocess.run(
+                [*command, *map(str, limits)],
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=complaints,
+                timeout=seconds,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired as error:
+            raise ModelError(f"{source} is not converted after {seconds} s: it was given up") from error
+        reason, said = _last_line(complaints), _beginning(printed)
+    if status:
+        raise ModelError(f"{source} cannot be converted: {reason or f'its process ended with {status}'}")
+    if not said.startswith(ISOLATED):
         say(f"{source.name}: read in a process with network, since this system permits no network namespace")
     return read_header(target)
+
+
+def _beginning(printed: IO[bytes]) -> str:
+    printed.seek(0)
+    return printed.read(SHOWN_BYTES).decode(errors="replace")
+
+
+def _last_line(printed: IO[bytes]) -> str:
+    """Return the end of what was printed, one line of at most SHOWN_BYTES; "" if nothing was."""
+    size = printed.seek(0, os.SEEK_END)
+    printed.seek(max(0, size - SHOWN_BYTES))
+    lines = printed.read(SHOWN_BYTES).decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def _write_index(directory: Path, files: list[WeightFile], names: list[str]) -> None:

@@ -23,14 +23,17 @@ from typing import Any
 
 from common.checkpoint.families import FAMILIES, Family
 from common.checkpoint.json_fields import MAX_LAYERS, architecture_of, positive, shown
+from common.checkpoint.layer_norms import PRE_NORM
 from common.checkpoint.text_part import text_part
 from common.errors import ModelError
 
 MIMO = "MiMoForCausalLM"
 
+# The layer of a module has norms before its blocks, as in all published forms.
+WITH_MODULES = tuple(family for family in FAMILIES.values() if family.layer_norms == PRE_NORM)
 # Architecture in config.json of a directory of its own -> the family whose decoder layer a module has.
 ARCHITECTURES: Mapping[str, str] = {
-    **{f"{family}NextN": family for family in FAMILIES},
+    **{f"{name}NextN": name for name, family in FAMILIES.items() if family in WITH_MODULES},
     **dict.fromkeys(("MiMoMTPModel", "MiMoMTP"), MIMO),
 }
 
@@ -67,7 +70,7 @@ class MtpFormat:
 def has_modules(raw: Mapping[str, Any]) -> bool:
     """Return whether this is the config.json of a model whose checkpoint also contains modules."""
     family = FAMILIES.get(architecture_of(raw) or "")
-    return family is not None and (_has_qwen_form(family) or bool(raw.get(MODULES)))
+    return family in WITH_MODULES and (_has_qwen_form(family) or bool(raw.get(MODULES)))
 
 
 def module_family(raw: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,10 +97,10 @@ def picture_cases() -> list[Case]:
 
 
 async def learn_answers(client: Client, cases: Sequence[Case]) -> dict[str, Expected]:
-    """Send each request twice. AssertionError if the undisturbed cluster does not repeat itself."""
+    """Send all requests together, twice. AssertionError if the undisturbed cluster does not repeat itself."""
     answers: dict[str, Expected] = {}
-    for case in cases:
-        first, second = [await _ask(client, case) for _ in range(2)]
+    before, after = [await asyncio.gather(*(_ask(client, case) for case in cases)) for _ in range(2)]
+    for case, first, second in zip(cases, before, after, strict=True):
         assert (first.text, first.tokens) == (second.text, second.tokens), f"{case.name} is not repeatable"
         answers[case.name] = first
     return answers

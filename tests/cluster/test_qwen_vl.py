@@ -135,6 +135,8 @@ def head_for(target: Path, path: Path) -> Path:
         "rope_scaling": {"type": "mrope", "mrope_section": list(config.rope.sections)},
     }
     (path / "config.json").write_text(json.dumps(raw))
+    # A head is recognised by its tensors, and which it has follows from its config.
+    save_file({"fc.weight": torch.zeros(1)}, path / "model.safetensors")
     draft = load_draft_config(path, "eagle3", config)
     head = Eagle3Head(draft, loaded, Placement(torch.float32, torch.device("cpu")))
     generator = torch.Generator().manual_seed(1)

@@ -90,6 +90,24 @@ def test_a_small_file_with_a_large_tensor_ends_at_the_limit_of_memory(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
 
 
+def test_a_directory_in_which_the_index_cannot_be_written_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["pytorch_model-00001.bin", "pytorch_model-00002.bin"]
+    for name in names:
+        torch.save({name: torch.ones(2)}, tmp_path / name)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {x: x for x in names}}))
+    before = sorted(tmp_path.iterdir())
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(ModelError, match="cannot write to .*: No space left on device"):
+        convert(tmp_path, lambda line: None)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
