@@ -47,6 +47,8 @@ from router.status_routes import ClusterView, StatusRoutes
 from router.text_pool import TextPool
 from router.text_service import TextService
 from router.tokenizer import Tokenizer
+from router.tokenizer_info import tokenizer_info
+from router.tokenizer_routes import TokenizerRoutes
 
 SHUTTING_DOWN = "this router is shutting down"
 
@@ -289,12 +291,13 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     )
     most = cluster.router.max_requests
     openai = router.openai = OpenAiRoutes(dispatcher, tokenizer, texts, router.admitting, images, most, log)
-    status = StatusRoutes(view, router.served, texts)
+    status = StatusRoutes(view, router.served)
+    tokens = TokenizerRoutes(texts, router.served, tokenizer_info(path, template))
     admin = AdminRoutes(router.set_paused, lambda: openai.active)
 
     def add_routes(app: web.Application) -> None:
-        openai.add_to(app)
-        status.add_to(app)
+        for routes in (openai, status, tokens):
+            routes.add_to(app)
 
     router.http = http_listeners(resolved, body_bytes, add_routes, admin.add_to, time.time, log)
     return router

@@ -14,6 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 from common.errors import (
     ContextTooLong,
     InternalError,
+    ModelNotFound,
     Overloaded,
     RateLimited,
     RequestError,
@@ -38,7 +39,9 @@ def error_body(message: str, kind: str, param: str | None, code: int | str) -> d
 
 
 def body_of(error: RequestError) -> dict[str, Any]:
-    named = error.status >= 500 or error.status in (401, 403, 429) or isinstance(error, ContextTooLong)
+    """The body of an error. `code` is a name where clients compare it with one, otherwise the status."""
+    named = error.status >= 500 or error.status in (401, 403, 429)
+    named = named or isinstance(error, ContextTooLong | ModelNotFound)
     return error_body(str(error), error.type, error.param, error.code if named else error.status)
 
 

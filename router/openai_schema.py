@@ -145,20 +145,6 @@ class CompletionRequest(SharedFields, frozen=True, kw_only=True):
     suffix: Any = None
 
 
-class TokenizeRequest(msgspec.Struct, frozen=True):
-    """The body of POST /tokenize."""
-
-    prompt: str
-    add_special_tokens: bool = True
-
-
-class DetokenizeRequest(msgspec.Struct, frozen=True):
-    """The body of POST /detokenize."""
-
-    tokens: list[int]
-    skip_special_tokens: bool = False
-
-
 # field -> values that have no effect
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -218,8 +204,13 @@ def refuse_unsupported(request: SharedFields) -> None:
     """Raises InvalidRequest for the first field that would change the answer but is not supported."""
     _refuse(request, NOT_YET, "")
     if isinstance(request, ChatRequest):
-        for index, message in enumerate(request.messages):
-            _refuse(message, MESSAGE_NOT_YET, f"messages[{index}].")
+        refuse_unsupported_messages(request.messages)
+
+
+def refuse_unsupported_messages(messages: Sequence[Message]) -> None:
+    """Raises InvalidRequest for the first field of a message that is not supported."""
+    for index, message in enumerate(messages):
+        _refuse(message, MESSAGE_NOT_YET, f"messages[{index}].")
 
 
 def _refuse(struct: msgspec.Struct, not_yet: dict[str, tuple[Any, ...]], where: str) -> None:

@@ -1,4 +1,4 @@
-"""Handlers of all routes except generation: health, readiness, models, metrics, server info, tokenizer, timelines."""
+"""Handlers of the routes that only read: health, readiness, models, metrics, server info, timelines."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ from aiohttp import web
 from common.errors import ModelNotFound
 from router.client import View, client_key
 from router.http_errors import error_body, json_response
-from router.json_answer import send_json
 from router.openai_responses import CHAT_ID, COMPLETION_ID
-from router.request_body import received
 from router.request_checks import ServedModel
-from router.text_service import TextService
 
 VERSION = "0.1.0"
 
@@ -34,10 +31,9 @@ class ClusterView:
 class StatusRoutes:
     """The handlers. Liveness: the event loop responds. Readiness: a request could be served now."""
 
-    def __init__(self, view: ClusterView, model: Callable[[], ServedModel], texts: TextService) -> None:
+    def __init__(self, view: ClusterView, model: Callable[[], ServedModel]) -> None:
         self._view = view
         self._model = model
-        self._texts = texts
 
     def add_to(self, app: web.Application) -> None:
         for path in ("/live", "/liveness", "/ping"):
@@ -55,8 +51,6 @@ class StatusRoutes:
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/version", self.version)
         app.router.add_get("/requests/{id:.+}", self.timeline)
-        app.router.add_post("/tokenize", self.tokenize)
-        app.router.add_post("/detokenize", self.detokenize)
 
     async def live(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -82,11 +76,19 @@ class StatusRoutes:
         return json_response({"version": VERSION, **self._view.server_info(request[client_key].view)})
 
     async def model_info(self, request: web.Request) -> web.Response:
+        """Answer with the fields of SGLang that clients read, and the context length."""
         model = self._model()
+        path = _path(model, request)
         return json_response(
             {
-                "model_path": _path(model, request),
+                "model_path": path,
                 "served_model_name": model.name,
+                "tokenizer_path": path,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": "default",
+                "has_image_understanding": model.vision is not None,
+                "has_audio_understanding": False,
                 "max_model_len": model.max_model_len,
             }
         )
@@ -119,16 +121,6 @@ class StatusRoutes:
     def _timeline(self, identity: str) -> dict[str, Any] | None:
         prefix = next((each for each in (CHAT_ID, COMPLETION_ID) if identity.startswith(each)), "")
         return self._view.timeline(identity) or self._view.timeline(identity.removeprefix(prefix))
-
-    async def tokenize(self, request: web.Request) -> web.StreamResponse:
-        async with received(request) as memory:
-            answer = await self._texts.tokenize(memory.take(), self._model().max_model_len)
-            return await send_json(request, [answer])
-
-    async def detokenize(self, request: web.Request) -> web.StreamResponse:
-        async with received(request) as memory:
-            answer = await self._texts.detokenize(memory.take(), self._model().vocab_size)
-            return await send_json(request, [answer])
 
 
 def _path(model: ServedModel, request: web.Request) -> str:

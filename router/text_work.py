@@ -18,12 +18,11 @@ from router.json_body import decode_json
 from router.openai_schema import (
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
     Message,
-    TokenizeRequest,
     compact_chat,
     compact_completion,
     prompt_names,
+    refuse_unsupported_messages,
 )
 from router.request_checks import check_length, check_tokens_in_vocabulary
 from router.text_jobs import (
@@ -38,6 +37,7 @@ from router.text_jobs import (
     refusal,
     too_costly,
 )
+from router.tokenize_requests import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from router.tokenizer import Tokenizer
 
 TOKEN_BYTES = array("i").itemsize
@@ -125,9 +125,23 @@ class TextWork:
         """Return the response body of /tokenize. Raises InvalidRequest."""
         self._limit(READ_SECONDS)
         body = decode_json(raw, _tokenize)
+        text, special = self._text_of(body)
         self._limit(ENCODE_SECONDS)
-        tokens = self._tokenizer.encode(body.prompt, body.add_special_tokens)
-        return msgspec.json.encode({"tokens": tokens, "count": len(tokens), "max_model_len": max_model_len})
+        tokens = self._tokenizer.encode(text, special)
+        names = self._tokenizer.vocabulary_entries(tokens) if body.return_token_strs else None
+        return msgspec.json.encode(TokenizeAnswer(len(tokens), max_model_len, tokens, names))
+
+    def _text_of(self, body: TokenizeRequest) -> tuple[str, bool]:
+        """Return the text to encode and whether to add special tokens. Raises InvalidRequest."""
+        if body.messages is None:
+            if body.prompt is None:
+                raise InvalidRequest("send a text as prompt, or a chat as messages", param="prompt")
+            return body.prompt, body.add_special_tokens is not False
+        if body.prompt is not None:
+            raise InvalidRequest("prompt and messages exclude each other", param="messages")
+        refuse_unsupported_messages(body.messages)
+        self._limit(RENDER_SECONDS)
+        return self._template.render(body.messages), bool(body.add_special_tokens)
 
     def detokenize(self, raw: Payload, vocab_size: int) -> bytes:
         """Return the response body of /detokenize. Raises InvalidRequest."""
@@ -138,7 +152,7 @@ class TextWork:
         check_tokens_in_vocabulary(body.tokens, vocab_size, "tokens")
         self._limit(ENCODE_SECONDS)
         text = self._tokenizer.decode(body.tokens, body.skip_special_tokens)
-        return msgspec.json.encode({"prompt": text})
+        return msgspec.json.encode(DetokenizeAnswer(text))
 
     def encode(
         self, texts: Sequence[str], add_special_tokens: bool, max_model_len: int, fields: Sequence[str]

@@ -72,6 +72,11 @@ class Tokenizer:
         """The bytes of a single token; exact for byte-level vocabularies, even if they are only part of a character."""
         return self._bytes[token_id] if self._bytes is not None else self.token_text(token_id).encode()
 
+    def vocabulary_entries(self, token_ids: Sequence[int]) -> list[str]:
+        """The entries of the vocabulary, which need not be text: a byte-level vocabulary writes a space as "\u0120"."""
+        entry = self._tokenizer.id_to_token
+        return [entry(token_id) or "" for token_id in token_ids]
+
     def token_to_id(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)
         return found

@@ -6,6 +6,30 @@ from aiohttp import web
 
 MAX_PATH = 200  # characters of the path in an error text
 PREFIX = "/v1"
+# First part of a path, without /v1 -> what other servers do there.
+OTHER_APIS = {
+    "embeddings": "embeddings",
+    "embed": "embeddings",
+    "encode": "embeddings",
+    "pooling": "embeddings",
+    "images": "image generation",
+    "videos": "video generation",
+    "audio": "speech or transcription",
+    "realtime": "speech or transcription",
+    "moderations": "moderation",
+    "classify": "classification",
+    "score": "scoring of pairs",
+    "rerank": "reranking",
+    "files": "file store",
+    "uploads": "file store",
+    "vector_stores": "vector store",
+    "batches": "batch jobs",
+    "fine_tuning": "fine-tuning",
+    "assistants": "assistants; keep the conversation at the client",
+    "threads": "assistants; keep the conversation at the client",
+    "load_lora_adapter": "LoRA adapters",
+    "unload_lora_adapter": "LoRA adapters",
+}
 
 
 def not_found(request: web.Request) -> str:
@@ -13,6 +37,8 @@ def not_found(request: web.Request) -> str:
     asked = f"there is no route {request.method} {_shown(request.path)}"
     path = request.path.rstrip("/")
     without = path.removeprefix(PREFIX)
+    if (other := _of_other_servers(without)) is not None:
+        return f"{_shown(path)} is not served: tandem generates text and has no {other}"
     meant = next((each for each in (PREFIX + path, path, without) if _is_served(request.app, each)), None)
     if meant is None:
         return asked
@@ -38,3 +64,8 @@ def _is_served(app: web.Application, path: str) -> bool:
         if info.get("path") == path or (pattern is not None and pattern.fullmatch(path)):
             return True
     return False
+
+
+def _of_other_servers(path: str) -> str | None:
+    """What other servers of the OpenAI API do at this path; None if nothing is known."""
+    return OTHER_APIS.get(path.lstrip("/").partition("/")[0])

@@ -31,6 +31,8 @@ from router.status_routes import ClusterView, StatusRoutes
 from router.text_service import TextService, Workers
 from router.text_work import TextWork
 from router.tokenizer import Tokenizer
+from router.tokenizer_info import tokenizer_info
+from router.tokenizer_routes import TokenizerRoutes
 from tests.fakes.text_workers import InProcess
 from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.scripted_generator import ScriptedGenerator
@@ -137,7 +139,8 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             lambda: b"# HELP x y\n",
             lambda identity: {"request_id": identity, "client": "team-a"} if identity == "known" else None,
         )
-        StatusRoutes(view, lambda: served, texts).add_to(app)
+        StatusRoutes(view, lambda: served).add_to(app)
+        TokenizerRoutes(texts, lambda: served, tokenizer_info(Path(served.path), None)).add_to(app)
         runner = http_runner(app, limit)
         runners.append(runner)
         await runner.setup()
