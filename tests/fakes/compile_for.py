@@ -36,6 +36,7 @@ from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.filter_floor import filter_floor_triton
 from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.key_parts import PROGRAMS_PER_PROCESSOR
+from common.engine.ops.mask_logits import mask_logits_triton
 from common.engine.ops.output_norm import add_normed_rms_norm_triton, add_normed_triton
 from common.engine.ops.penalise import penalise_triton
 from common.engine.ops.rms_norm import add_rms_norm_triton, rms_norm_triton
@@ -285,6 +286,7 @@ def drawing() -> None:
     sample_tokens_triton(logits, values, ids, ids, None, False)
     sample_tokens_triton(logits, values, ids, ids, values, False)
     filter_floor_triton(logits, values, ids.int(), values, values)
+    mask_logits_triton(logits, torch.zeros(rows, -(-VOCAB // 32), dtype=torch.int32), ids)
     seen = torch.empty(rows, VOCAB, dtype=torch.int32)
     for path in (0, 3):
         paths = torch.zeros(rows, path, dtype=torch.int64)

@@ -17,6 +17,7 @@ from common.engine.ops.keep_hidden import keep_hidden, keep_hidden_reference
 from common.engine.ops.key_parts import Division
 from common.engine.ops.linear import gated_linear, linear, linear_reference
 from common.engine.ops.linear_norm import linear_add_rms_norm, linear_add_rms_norm_reference
+from common.engine.ops.mask_logits import mask_logits, mask_logits_reference
 from common.engine.ops.output_norm import (
     add_normed,
     add_normed_rms_norm,
@@ -481,6 +482,20 @@ def test_the_filters_keep_what_sorting_keeps() -> None:
     # the mass is summed in another order: the last token of a nucleus may differ, among very many in a flat row
     assert ((kept.sum(-1) - wanted.sum(-1)).abs() <= 1 + wanted.sum(-1) // 1000).all()
     assert torch.equal(kept[1::3], wanted[1::3])
+
+
+@pytest.mark.parametrize("vocab", [151_936, 128_256, 704, 50_257])
+def test_masks_equal_the_reference(vocab: int) -> None:
+    logits = 3 * torch.randn(24, vocab, device=CUDA)
+    logits[7, 5] = torch.nan
+    words = torch.randint(-(2**31), 2**31, (9, -(-vocab // 32)), device=CUDA).to(torch.int32)
+    owner = torch.randint(-1, 9, (24,), device=CUDA)
+    masked, wanted = logits.clone(), logits.clone()
+    mask_logits(masked, words, owner)
+    mask_logits_reference(wanted, words, owner)
+    assert torch.equal(masked.nan_to_num(9.0, neginf=-9e9), wanted.nan_to_num(9.0, neginf=-9e9))
+    assert torch.equal(masked[owner < 0].nan_to_num(9.0), logits[owner < 0].nan_to_num(9.0))
+    assert torch.isneginf(masked[owner >= 0]).any(-1).all()
 
 
 @pytest.mark.parametrize("width", [0, 1, 7])

@@ -16,6 +16,7 @@ from common.engine.host_copies import on_host
 from common.engine.ops.filter_floor import filter_floor
 from common.engine.ops.sample_tokens import sample_tokens
 from common.engine.sampling.logit_adjustments import Adjustments
+from common.engine.sampling.logit_masks import LogitMasks
 from common.messages.generation import GREEDY_EPSILON, OutputToken, TokenLogprob
 
 
@@ -33,11 +34,12 @@ class SamplingBatch:
     any_filter: bool  # some row has top_p < 1, top_k > 0 or min_p > 0
     num_logprobs: int | None  # None: none; n: for the drawn token and the n likeliest ones
     adjust: Adjustments | None = None  # penalties, biases, withheld tokens; None: no row has any
+    masks: LogitMasks | None = None  # tokens that grammars allow; None: no row has a grammar
 
 
 @dataclass(slots=True)
 class SampleOutput:
-    """Logprobs are natural logs under the raw logits, before penalties, biases, temperature and filters."""
+    """Logprobs are natural logs under the raw logits, before penalties, biases, masks, temperature and filters."""
 
     token_ids: Tensor  # [R] int64
     invalid: Tensor  # [R] bool: the logits contain a NaN or have no finite maximum; the token is meaningless
@@ -62,8 +64,12 @@ class SampleOutput:
 
 @torch.inference_mode()
 def sample(logits: Tensor, batch: SamplingBatch) -> SampleOutput:
-    """Draw one token per row of logits [R, V] float32, which are not changed."""
+    """Draw one token per row of logits [R, V] float32, which only masks change."""
+    # Computed first, because log-probabilities are those of the raw logits and masks change logits in place.
+    logprobs = None if batch.num_logprobs is None else logits.log_softmax(-1)
     chosen = logits if batch.adjust is None else batch.adjust.apply(logits, batch.position)
+    if batch.masks is not None:
+        batch.masks.apply(chosen)
     floor = None
     if batch.any_filter and not batch.all_greedy:
         temperature = torch.where(batch.temperature < GREEDY_EPSILON, 1.0, batch.temperature)
@@ -73,7 +79,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampleOutput:
     )
     output = SampleOutput(token_ids, invalid)
     if batch.num_logprobs is not None:
-        logprobs = logits.log_softmax(-1)
+        assert logprobs is not None
         output.logprobs = logprobs.gather(-1, token_ids[:, None])[:, 0]
         output.top_logprobs, output.top_ids = logprobs.topk(min(batch.num_logprobs, logits.shape[-1]), dim=-1)
     return output
