@@ -62,9 +62,10 @@ pipeline_tag: text-generation
 
 # {card.title}
 
-{card.what} of {card.parameters / 1e6:.2f} M parameters that solves generated grade-school word problems, trained
-from nothing so that a disaggregated cluster can be tried, tested and scored without a download. It knows
-nothing else.
+{card.what} with {card.parameters / 1e6:.2f} M parameters.
+
+It solves generated grade-school word problems and knows nothing else. It was trained from scratch, so that a
+disaggregated cluster can be tried, tested and scored without a download.
 
 Prompts are chat messages, or documents `Question: ...\\nAnswer: ...` with a blank line between problems (see
 `deploy/tiny_models/prompts.py`). An answer is one calculation on each line and a last line `#### number`.

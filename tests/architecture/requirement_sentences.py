@@ -49,6 +49,8 @@ DEMANDS = {
     "B9": "Each algorithm answers a set of word problems end to end with the expected score and an accept "
     "length above a bound.",
     "B10": "`/server_info` shows the average accept length.",
+    "B11": "A model with experts and gated delta layers, drafted by its own MTP module, reaches the expected score "
+    "of word problems and an accept length above 1.5 in `/server_info`.",
     "C1": "A replayed prompt returns its results with merged image embeddings absent unless the batch had "
     "some.",
     "C2": "With speculation the merged image embeddings keep only the rows of live tokens after a replay.",

@@ -121,7 +121,8 @@ class Run:
         model.to(self.device)  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
         more = ""
         if module is not None:
-            more = _accept_lengths(self._acceptance(module.to(self.device), model, steps))
+            measured = self._acceptance(module.to(self.device), model, steps)
+            more = _accept_lengths(_parameters(module), measured)
         scores: list[Score] = []
         for suite in (
             Suite("chat", "chat", 0, self.count),
@@ -169,7 +170,7 @@ def _parameters(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _accept_lengths(measured: Sequence[Acceptance]) -> str:
+def _accept_lengths(parameters: int, measured: Sequence[Acceptance]) -> str:
     """Return the section of the model card about the MTP module."""
     rows = "".join(
         f"| {one.suite} | {one.count} | {one.steps} | {one.length:.3f} | {one.most:.3f} |\n"
@@ -178,8 +179,9 @@ def _accept_lengths(measured: Sequence[Acceptance]) -> str:
     return f"""
 ## Accept length of the MTP module
 
-One module runs at every step; later steps read its own output after `mtp.norm`. Tokens per verify step, bonus included;
-greedy chain; held-out problems, the target's own greedy text. "Most" is what a draft that is always right would get.
+One module of {parameters / 1e6:.2f} M parameters drafts all steps; later steps read its own output after `mtp.norm`.
+The accept length is the number of tokens per verify step, bonus included: greedy chain, held-out problems, the target's
+own greedy text. "Most" is the accept length of a draft that is always right: answers end in the middle of a round.
 
 | suite | problems | steps | accept length | most |
 |---|---|---|---|---|

@@ -192,7 +192,7 @@ def _without_dtype(config: Config) -> Config:
 FAMILIES: Mapping[str, Family] = {
     "hybrid": Family(
         "tiny-hybrid",
-        "Qwen3.5 mixture of experts with gated delta layers, a full attention layer after every second one",
+        "Qwen3.5 mixture of experts (two gated delta layers before each attention layer)",
         hybrid_config,
         text_of_hybrid,
         new_hybrid,

@@ -15,15 +15,17 @@ from tokenizers import Tokenizer
 
 from common.checkpoint.model_config import ModelConfig
 from deploy.tiny_models import tokenizer
+from deploy.tiny_models.checkpoint import LARGEST_FILE
 from deploy.tiny_models.corpus import DocumentSource, WindowKind
 from deploy.tiny_models.drafts.features import Features, Shared, target_features
 from deploy.tiny_models.mixture import checkpoint
 from deploy.tiny_models.mixture.mtp_head import MtpHead
-from deploy.tiny_models.mixture.shapes import FAMILIES, SMOKE_SHAPE, eagle3_config, new_model
+from deploy.tiny_models.mixture.shapes import FAMILIES, SMOKE_SHAPE, Shape, eagle3_config, new_model
 from deploy.tiny_models.muon import is_matrix, orthogonalize
 from deploy.tiny_models.trainer import Settings, train
 
 SHAPE = replace(SMOKE_SHAPE, num_hidden_layers=3, num_experts=3, moe_intermediate_size=32)
+MODELS = Path(tokenizer.__file__).parent
 HYBRID = FAMILIES["hybrid"]
 
 
@@ -119,6 +121,37 @@ def test_the_eagle3_head_reads_three_layers_of_the_target(vocabulary: Tokenizer)
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
     assert config["target_hidden_size"] == SHAPE.hidden_size
     assert not any("expert" in key for key in config)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_the_checked_in_directories_are_those_of_the_program(name: str) -> None:
+    """The configs have the default shape, every tensor has its stored type, and files and cards are complete."""
+    family = FAMILIES[name]
+    directory, head = MODELS / family.directory, MODELS / f"{family.directory}-eagle3"
+    config = json.loads((directory / "config.json").read_text())
+    stored = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    assert config == family.config(Shape(), stored)
+    assert json.loads((head / "config.json").read_text()) == eagle3_config(family.text(config))
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    tensors = {
+        name: value for shard in checkpoint.SHARDS for name, value in load_file(directory / shard).items()
+    }
+    assert set(tensors) == set(index)
+    for tensor, value in tensors.items():
+        wide = bool(family.wide) and tensor.endswith(family.wide)
+        assert value.dtype == (torch.float32 if wide else torch.bfloat16), tensor
+    for each in (directory, head):
+        card = (each / "README.md").read_text()
+        assert f"train_mixture --family {name} " in card
+        assert "not evaluated yet" not in card
+        assert "not measured yet" not in card
+
+
+def test_the_family_is_small() -> None:
+    """Files of all tiny models together stay below 40 MB, and each below 8 MB."""
+    sizes = [path.stat().st_size for each in MODELS.glob("tiny-*") for path in each.iterdir()]
+    assert max(sizes) < LARGEST_FILE
+    assert sum(sizes) < 40_000_000
 
 
 def test_muon_is_for_matrices_and_stacks_of_them() -> None:

@@ -1,0 +1,110 @@
+"""The tiny model of Qwen3.5's form as deploy/clusters/local-hybrid.yaml serves it: experts, gated delta layers, MTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+import yaml
+from rich.progress import Progress
+
+from deploy.eval_cli import Exam, hold
+from deploy.tiny_models.drafts import measure, oracle
+from deploy.tiny_models.language_model import LanguageModel
+from deploy.tiny_models.mixture import checkpoint
+from deploy.tiny_models.mixture.mtp_head import MtpHead
+from deploy.tiny_models.mixture.shapes import FAMILIES
+from router.tokenizer import Tokenizer
+from tests.cluster.harness import ROOT, Client, RunningCluster
+
+pytestmark = pytest.mark.timeout(900)  # two busy cores
+
+FILE = ROOT / "deploy" / "clusters" / "local-hybrid.yaml"
+MODEL = ROOT / "deploy" / "tiny_models" / "tiny-hybrid"
+STEPS = 3
+SAID = 24  # tokens per answer
+
+
+def shipped() -> dict[str, Any]:
+    """Return the sections of the cluster file, with absolute paths."""
+    sections: dict[str, Any] = yaml.safe_load(FILE.read_text())
+    for section, key in (("model", "path"), ("speculation", "draft_model_path")):
+        sections[section][key] = str((FILE.parent / sections[section][key]).resolve())
+    return sections
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    with RunningCluster(tmp_path_factory.mktemp("hybrid"), config=shipped()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[LanguageModel, MtpHead]:
+    """Return the model in transformers and the module in plain torch, in float32."""
+    model, module = checkpoint.load(MODEL, FAMILIES["hybrid"])
+    assert module is not None
+    return model, module
+
+
+@torch.inference_mode()
+def generated(model: LanguageModel, prompt: list[int], count: int) -> list[int]:
+    """Return the greedy continuation by transformers."""
+    settings = transformers.GenerationConfig(
+        max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    untyped: Any = model  # the stubs of transformers refuse `generate` on this class
+    out = untyped.generate(torch.tensor([prompt]), generation_config=settings)
+    ids: list[int] = out[0, len(prompt) :].tolist()
+    return ids
+
+
+async def counters(client: Client) -> dict[str, int]:
+    """Return the counters of the decode node once it is idle."""
+    await client.wait_idle()
+    found: dict[str, int] = (await client.node("decode-0"))["counters"]
+    return found
+
+
+async def test_word_problems_and_accept_length(hybrid: RunningCluster) -> None:
+    """The two assertions of row B11: the score of the answers, and the accept length in /server_info."""
+    with Progress(disable=True) as progress:
+        report = await hold(Exam(hybrid.url, count=60, seed=7, concurrency=16, timeout=600.0), progress)
+    assert report.errors == 0, report.first_error
+    assert report.score >= 0.9
+    async with Client(hybrid.url) as client:
+        await client.wait_idle()
+        (state,) = (await client.info())["internal_states"]
+    assert state["avg_spec_accept_length"] > 1.5, state
+
+
+async def test_tokens_and_accepted_drafts_equal_the_reference(
+    hybrid: RunningCluster, trained: tuple[LanguageModel, MtpHead]
+) -> None:
+    """The text of transformers, in as many rounds with as many accepted drafts as in one process in plain torch."""
+    model, module = trained
+    encoder = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    texts = [text for suite in measure.suites(2) for text in suite.prompts]
+    prompts = [encoder.encode(text, add_special_tokens=False).ids for text in texts]
+    # The last round may go past the end.
+    expected = [generated(model, prompt, SAID + STEPS) for prompt in prompts]
+    rounds: list[oracle.Round] = []
+    for prompt, answer in zip(prompts, expected, strict=True):
+        ids = torch.tensor(prompt + answer)
+        proposed = measure.proposals(module, model, ids[None], STEPS)[0]
+        walked = oracle.walk(oracle.ok_matrix(proposed, ids), len(prompt))
+        rounds += [each for each in walked if each.at + 2 - len(prompt) < SAID]
+    async with Client(hybrid.url) as client:
+        before = await counters(client)
+        answers = await client.complete_all(prompts, 4, SAID)
+        after = await counters(client)
+    names = Tokenizer(MODEL)
+    for ids, answer in zip(expected, answers, strict=True):
+        assert answer.tokens == [names.token_text(token) for token in ids[:SAID]]
+    drafts, accepted = (after[name] - before[name] for name in ("spec_drafts", "spec_accepted_tokens"))
+    assert drafts == len(rounds)
+    assert accepted == sum(each.accepted for each in rounds) > 1.5 * len(rounds)
