@@ -103,8 +103,8 @@ async def test_tokens_and_accepted_drafts_equal_the_reference(
         answers = await client.complete_all(prompts, 4, SAID)
         after = await counters(client)
     names = Tokenizer(MODEL)
-    for ids, answer in zip(expected, answers, strict=True):
-        assert answer.tokens == [names.token_text(token) for token in ids[:SAID]]
+    for wanted, found in zip(expected, answers, strict=True):
+        assert found.tokens == [names.token_text(token) for token in wanted[:SAID]]
     drafts, accepted = (after[name] - before[name] for name in ("spec_drafts", "spec_accepted_tokens"))
     assert drafts == len(rounds)
     assert accepted == sum(each.accepted for each in rounds) > 1.5 * len(rounds)
