@@ -188,6 +188,9 @@ class DecodeNode:
             if request.prefill.incarnation == incarnation:
                 self._fail(request, NodeLost.code, "the prefill node of this request was lost")
 
+    def flush_cache(self) -> None:
+        self._space.flush()
+
     def router_lost(self) -> None:
         for request in self.queues.live():
             if not request.ended:

@@ -200,6 +200,9 @@ class PrefillNode:
             if request.decode == incarnation and not request.ended:
                 self._end(request, NodeLost.code, "the decode node of this request is gone")
 
+    def flush_cache(self) -> None:
+        self._space.flush()
+
     def router_lost(self) -> None:
         for request in self.queues:
             if not request.ended:

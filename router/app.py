@@ -27,9 +27,11 @@ from common.observability.logs import Log
 from router.admin_routes import AdminRoutes
 from router.client import View
 from router.control_plane import ControlPlane
+from router.control_routes import ControlRoutes
 from router.dispatch_limits import DispatchLimits
 from router.dispatcher import Dispatcher
 from router.fetch_process import FetchProcess
+from router.flush import flush_caches
 from router.from_config import http_listeners, registration_rules
 from router.http_listeners import HttpListeners
 from router.image_inspector import ImageInspector
@@ -293,10 +295,11 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     openai = router.openai = OpenAiRoutes(dispatcher, tokenizer, texts, router.admitting, images, most, log)
     status = StatusRoutes(view, router.served)
     tokens = TokenizerRoutes(texts, router.served, tokenizer_info(path, template))
+    controls = ControlRoutes(dispatcher, lambda: flush_caches(registry, control.send), log)
     admin = AdminRoutes(router.set_paused, lambda: openai.active)
 
     def add_routes(app: web.Application) -> None:
-        for routes in (openai, status, tokens):
+        for routes in (openai, status, tokens, controls):
             routes.add_to(app)
 
     router.http = http_listeners(resolved, body_bytes, add_routes, admin.add_to, time.time, log)

@@ -26,6 +26,8 @@ from router.listeners import client_address
 METRICS = "/metrics"
 # Routes that orchestrators call without a key.
 PROBES = frozenset(("/live", "/liveness", "/ping", "/health", "/health_generate", "/ready", "/readiness"))
+# Not counted against a key's limits: a client at its limit must be able to end its requests.
+UNLIMITED_ROUTES = frozenset(("/abort_request",))
 LOG_SECONDS = 1.0  # shortest time between two log lines about refused clients
 _READS = ("GET", "HEAD")
 admission_key: web.RequestKey[Admission] = web.RequestKey("admission", Admission)
@@ -87,7 +89,7 @@ class KeyGate:
         return View.SERVICE
 
     def enter(self, request: web.Request) -> tuple[Client, Admission]:
-        """Reads are not limited: they are cheap, and clients query the model before they start."""
+        """Reads are not limited: they are cheap, and clients query the model before they start; nor are aborts."""
         route, reads = _route(request), request.method in _READS
         if route == METRICS and self._open_metrics:
             return Client(address_of(request), View.SERVICE), UNLIMITED
@@ -99,7 +101,7 @@ class KeyGate:
             raise Forbidden(f"API key {key.id} lacks the scope {needed}; see its scopes in security.api_keys")
         tenant = "" if self._shared_cache else key.id
         client = Client(key.id, self._view_of(key), tenant, key.weight)
-        if reads:
+        if reads or route in UNLIMITED_ROUTES:
             return client, UNLIMITED
         quota = request[_quota_key] = self._quotas.of(key)
         return client, quota.admit()

@@ -17,7 +17,6 @@ import msgspec
 from common.errors import (
     ChecksumFailed,
     InternalError,
-    InvalidRequest,
     Overloaded,
     RequestError,
     TransferFailed,
@@ -32,10 +31,10 @@ from router.admission import Admission, NodeRoom
 from router.attempt import Attempt
 from router.decode_pace import DecodePace
 from router.dispatch_limits import DispatchLimits
-from router.generation import AnswerComplete, GenerationRequest, TokenDelta
+from router.generation import FINISH_ABORT, AnswerComplete, GenerationRequest, TokenDelta
 from router.in_flight import InFlight
 from router.isolation import Trial
-from router.legs import placement_messages
+from router.legs import check_length, placement_messages
 from router.metrics import RouterMetrics
 from router.node_health import NodeHealth
 from router.node_registry import Node, NodeRegistry
@@ -44,6 +43,7 @@ from router.placer import Placer, unavailable
 from router.poison_watch import PoisonWatch, poison_error
 from router.retries import Retries
 from router.retry_budget import RetryBudget
+from router.running_requests import RunningRequests
 from router.timeline import Timeline, Timelines
 from router.turns import Turns
 
@@ -87,6 +87,7 @@ class Dispatcher:
         self._ended = asyncio.Event()
         self._ending: RequestError | None = None  # ends every request once `end_all` was called
         self.timelines = Timelines()
+        self.running = RunningRequests()
 
     @property
     def active(self) -> int:
@@ -168,7 +169,8 @@ class Dispatcher:
         timeout = min(request.timeout_s or self._limits.request_timeout, self._limits.request_timeout)
         timeline = Timeline(request.request_id, time.monotonic(), request.client)
         self.timelines.add(timeline)
-        flight = InFlight(request, timeline, loop.time() + timeout)
+        flight = InFlight(request, timeline, loop.time() + timeout, asyncio.current_task())
+        self.running.add(flight)
         self._active += 1
         self._budget.request()
         self._events.add("received", request=request.request_id, prompt=len(request.token_ids))
@@ -186,10 +188,15 @@ class Dispatcher:
             timeline.outcome = finished or "aborted"
         except AnswerComplete:
             timeline.outcome = FINISH_STOP
-        except RequestError as error:
-            timeline.outcome = f"error: {error.code}"
-            raise
+        except (RequestError, asyncio.CancelledError) as error:
+            if isinstance(error, RequestError):
+                timeline.outcome = f"error: {error.code}"
+            if not flight.ended_by_abort(error):
+                raise
+            timeline.outcome = FINISH_ABORT
+            yield TokenDelta([], FINISH_ABORT, None)
         finally:
+            self.running.remove(flight)
             self._active -= 1
             if timeline.outcome == "running":
                 ended = "sibling failed" if request.batch.failed else "client gone"
@@ -225,7 +232,7 @@ class Dispatcher:
                 # The router itself put other suspects beside it: a crash there is no failure of the request.
                 progress = len(flight.said) > before or flight.shared_trial
                 pause = retries.pause(error, progress, elsewhere, loop.time())
-                if pause is None:
+                if pause is None or flight.aborted:
                     raise
                 if retries.repeated and not self._budget.take():
                     self._metrics.placement.over_budget.inc()
@@ -301,7 +308,7 @@ class Dispatcher:
         while True:
             prefill, decode = await self._pair(flight, trial, started)
             self.poison.check(flight)
-            self._check_length(flight.request)
+            check_length(flight.request, self._registry.max_model_len)
             attempt = Attempt(new_room(), prefill, decode, emitted=len(flight.said))
             self._open(attempt, flight, len(tokens))
             remaining_ms = max(int((flight.deadline - loop.time()) * 1000), 1)
@@ -355,19 +362,10 @@ class Dispatcher:
             flight, ((attempt, self._flights[room]) for room, attempt in self._attempts.items())
         )
 
-    def _check_length(self, request: GenerationRequest) -> None:
-        limit = self._registry.max_model_len
-        wanted = len(request.token_ids) + request.sampling.max_tokens
-        if limit is not None and wanted > limit:
-            raise InvalidRequest(
-                f"prompt and max_tokens together need {wanted} tokens; this cluster serves at most {limit}",
-                param="max_tokens",
-            )
-
     def _open(self, attempt: Attempt, flight: InFlight, tokens: int) -> None:
         """Register the attempt: both nodes count it until `_close`."""
         prefill, decode, timeline = attempt.prefill, attempt.decode, flight.timeline
-        self._attempts[attempt.room] = attempt
+        self._attempts[attempt.room] = flight.attempt = attempt
         self._flights[attempt.room] = flight
         now = time.monotonic()
         self.timelines.open(attempt.room, timeline, now, prefill.incarnation, decode.incarnation)
@@ -382,7 +380,7 @@ class Dispatcher:
     def _close(self, attempt: Attempt) -> None:
         """End an attempt, finished or not, and abort whatever a node still holds of it."""
         del self._attempts[attempt.room]
-        del self._flights[attempt.room]
+        self._flights.pop(attempt.room).attempt = None
         self.timelines.close(attempt.room)
         self.health.released(attempt.prefill, attempt.decode)
         finished = attempt.finish_reason is not None

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 
+FINISH_ABORT = "abort"  # finish reason of a request that /abort_request has ended
+
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:

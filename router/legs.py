@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from common.errors import InvalidRequest
 from common.messages.decode_inbox import Reserve
 from common.messages.image_inbox import LINK, ImageData
 from common.messages.prefill_inbox import Prefill
@@ -55,3 +56,13 @@ def placement_messages(
             images=spans,
         ),
     )
+
+
+def check_length(request: GenerationRequest, limit: int | None) -> None:
+    """Raise InvalidRequest if the request needs more than `limit` tokens, which every node supports."""
+    wanted = len(request.token_ids) + request.sampling.max_tokens
+    if limit is not None and wanted > limit:
+        raise InvalidRequest(
+            f"prompt and max_tokens together need {wanted} tokens; this cluster serves at most {limit}",
+            param="max_tokens",
+        )

@@ -15,6 +15,7 @@ from router.openai_responses import CHAT_ID, COMPLETION_ID
 from router.request_checks import ServedModel
 
 VERSION = "0.1.0"
+ANSWER_PREFIXES = (CHAT_ID, COMPLETION_ID)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +120,13 @@ class StatusRoutes:
         return json_response(found)
 
     def _timeline(self, identity: str) -> dict[str, Any] | None:
-        prefix = next((each for each in (CHAT_ID, COMPLETION_ID) if identity.startswith(each)), "")
-        return self._view.timeline(identity) or self._view.timeline(identity.removeprefix(prefix))
+        return self._view.timeline(identity) or self._view.timeline(without_prefix(identity))
+
+
+def without_prefix(identity: str) -> str:
+    """The request id in the id of an answer; other ids are returned unchanged."""
+    prefix = next((each for each in ANSWER_PREFIXES if identity.startswith(each)), "")
+    return identity.removeprefix(prefix)
 
 
 def _path(model: ServedModel, request: web.Request) -> str:

@@ -136,6 +136,10 @@ class PageSpace:
             assert self._slots is not None
             self._slots.free((slot,))
 
+    def flush(self) -> None:
+        """Free all cached pages that no lease uses."""
+        self._allocator.free(self.cache.evict(self.cache.evictable_pages))
+
     def lease(
         self, keys: Keys, num_pages: int, max_cached_tokens: int, salt: bytes = b""
     ) -> PageLease | None:

@@ -6,7 +6,7 @@ import msgspec
 
 from common.messages.generation import CacheSalt, ImageSpans, SamplingParams, TokenIds
 from common.messages.identity import NodeRef
-from common.messages.node_inbox import Abort, HeartbeatAck, PeerLost, Registered, Rejected
+from common.messages.node_inbox import Abort, FlushCache, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.router_inbox import Room
 from common.messages.wire import InboxCodec
 
@@ -25,5 +25,5 @@ class Reserve(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     images: ImageSpans = ()  # only for the prefix cache: a decode node never receives pixels
 
 
-DecodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | Reserve
+DecodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache | Reserve
 codec: InboxCodec[DecodeMessage] = InboxCodec(DecodeMessage, "decode inbox")

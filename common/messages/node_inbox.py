@@ -51,4 +51,8 @@ class PeerLost(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     incarnation: str
 
 
-AnyNodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost
+class FlushCache(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Asks to empty the prefix cache before any request that follows. Pages that requests still use stay."""
+
+
+AnyNodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache

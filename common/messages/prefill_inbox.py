@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from common.messages.generation import CacheSalt, ImageSpans, SamplingParams, TokenIds
-from common.messages.node_inbox import Abort, HeartbeatAck, PeerLost, Registered, Rejected
+from common.messages.node_inbox import Abort, FlushCache, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.router_inbox import Room
 from common.messages.wire import InboxCodec
 
@@ -26,5 +26,5 @@ class Prefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     images: ImageSpans = ()  # token_ids contains arbitrary tokens in their place
 
 
-PrefillMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | Prefill
+PrefillMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache | Prefill
 codec: InboxCodec[PrefillMessage] = InboxCodec(PrefillMessage, "prefill inbox")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
 from common.messages.identity import NodeCounters, NodeLoad, NodeState
-from common.messages.node_inbox import Abort, PeerLost, Rejected
+from common.messages.node_inbox import Abort, FlushCache, PeerLost, Rejected
 from common.messages.router_inbox import Goodbye
 from common.node.router_link import RouterLink
 from common.observability.logs import Log
@@ -34,6 +34,10 @@ class Duties(Protocol[Work_contra]):
 
     def peer_lost(self, incarnation: str) -> None:
         """Handle the loss of a node of the other role."""
+        ...
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache, apart from the pages that requests use."""
         ...
 
     def router_lost(self) -> None:
@@ -91,6 +95,8 @@ class NodeLife(Generic[Work]):
                 duties.abort(message.room, message.reason)
             elif isinstance(message, PeerLost):
                 duties.peer_lost(message.incarnation)
+            elif isinstance(message, FlushCache):
+                duties.flush_cache()
             elif isinstance(message, Rejected):
                 self._log.error("this node and the router cannot work together", reason=message.reason)
                 self._stopping = True

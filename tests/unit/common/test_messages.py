@@ -22,7 +22,7 @@ from common.messages.identity import (
     new_incarnation,
     new_room,
 )
-from common.messages.node_inbox import Abort, HeartbeatAck, PeerLost, Registered, Rejected
+from common.messages.node_inbox import Abort, FlushCache, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.wire import InboxCodec, encode
 
 SAMPLING = SamplingParams(
@@ -48,6 +48,7 @@ FOR_NODES = [
     HeartbeatAck(router_incarnation="r", sequence=3, known=False),
     Abort(room=1, reason="gone"),
     PeerLost(incarnation="a"),
+    FlushCache(),
 ]
 FOR_PREFILL = prefill_inbox.Prefill(
     room=MAX_ROOM,

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from common.messages.node_inbox import FlushCache
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
 from tests.fakes.covering import pairs
@@ -52,6 +53,22 @@ def test_prefix_hits_at_every_page_boundary(page_size: int, prefill_cache: bool,
         assert sent == (-(-13 // page_size) - 13 // page_size if decode_cache else -(-13 // page_size))
         assert again.cached_tokens == (12 // page_size * page_size if prefill_cache else 0)
         cluster.settle()
+
+
+def test_a_flush_empties_the_caches_before_the_requests_that_follow() -> None:
+    with NodeCluster(Shape(page_size=4)) as cluster:
+        cached, moved = [], []
+        for flush in (False, False, True):
+            if flush:
+                cluster.prefill.link.deliver(FlushCache())
+                cluster.decode.link.deliver(FlushCache())
+            before = cluster.decode.receiver.counters.pages_received
+            call = _answer(cluster, prompt_of(13))
+            expect_reference(call)
+            cached.append(call.cached_tokens)
+            moved.append(cluster.decode.receiver.counters.pages_received - before)
+            cluster.settle()
+        assert (cached, moved) == ([0, 12, 0], [4, 1, 4])
 
 
 def test_salts_share_no_page_on_either_node() -> None:

@@ -51,6 +51,24 @@ def test_what_is_committed_is_matched_by_the_next() -> None:
     pages.check_integrity()
 
 
+def test_a_flush_frees_what_no_lease_uses() -> None:
+    pages = space()
+    for tokens in ([1, 2, 3, 4], [1, 2, 5, 6]):
+        lease = take(pages, tokens, 2)
+        lease.commit(as_keys(tokens))
+        lease.release()
+    reader = take(pages, [1, 2, 3, 4], 2)
+    assert (reader.cached_pages, pages.cache.cached_pages) == (2, 3)
+    pages.flush()
+    pages.check_integrity()
+    assert pages.cache.cached_pages == 2
+    reader.release()
+    pages.flush()
+    pages.check_integrity()
+    assert (pages.free_pages, pages.cache.cached_pages) == (8, 0)
+    assert take(pages, [1, 2, 3, 4], 2).cached_pages == 0
+
+
 @pytest.mark.parametrize(("max_cached", "expected"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (99, 2)])
 def test_at_least_the_tokens_that_must_be_computed_are_left(max_cached: int, expected: int) -> None:
     pages = space()

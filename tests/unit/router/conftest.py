@@ -21,11 +21,13 @@ from router.auth_origin import Cors, HostRule
 from router.chat_template import ChatTemplate
 from router.client import View
 from router.connections import ConnectionLimit
+from router.control_routes import ControlRoutes
 from router.http_errors import error_middleware
 from router.http_server import http_runner
 from router.images import Images, NoImages
 from router.openai_routes import OpenAiRoutes
 from router.request_checks import ServedModel
+from router.running_requests import RunningRequests
 from router.spawner import Spawner
 from router.status_routes import ClusterView, StatusRoutes
 from router.text_service import TextService, Workers
@@ -54,6 +56,14 @@ class Rig:
     ready: str | None = None
     missing: list[dict[str, str]] = field(default_factory=list)
     refusal: Exception | None = None
+    running: RunningRequests = field(default_factory=RunningRequests)
+    active: int = 0  # as /load and /flush_cache see it
+    unreached: list[str] = field(default_factory=list)  # nodes that a flush does not reach
+    flushes: int = 0
+
+    def flush(self) -> list[str]:
+        self.flushes += 1
+        return self.unreached
 
     @property
     def url(self) -> str:
@@ -128,6 +138,14 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
                 raise rig.refusal
             return served
 
+        def add_controls(app: web.Application) -> None:
+            # `rig` is made last, because it has the address.
+            class Cluster:
+                active = property(lambda self: rig.active)
+                running = property(lambda self: rig.running)
+
+            ControlRoutes(Cluster(), lambda: rig.flush(), log).add_to(app)
+
         generator = ScriptedGenerator()
         texts = TextService(workers or InProcess(TextWork(text, ChatTemplate(Path(served.path)))), text)
         routes = OpenAiRoutes(generator, text, texts, admit, images, max_requests, log, write_timeout)
@@ -141,6 +159,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         )
         StatusRoutes(view, lambda: served).add_to(app)
         TokenizerRoutes(texts, lambda: served, tokenizer_info(Path(served.path), None)).add_to(app)
+        add_controls(app)
         runner = http_runner(app, limit)
         runners.append(runner)
         await runner.setup()
