@@ -6,10 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from common.checkpoint.dtype_name import dtype_name
 from common.checkpoint.model_directory import real_path
@@ -30,6 +31,16 @@ OWN_DTYPES = {
     torch.int64: ("I64", "I32"),
     torch.float8_e4m3fn: ("F8_E4M3",),
 }
+
+
+class TensorSource(Protocol):
+    """Tensors by name, such as those of an open safetensors file."""
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+    def get_slice(self, name: str) -> Any:
+        """Return what a tuple of slices cuts a block out of, without reading the rest if possible."""
+        ...
 
 
 def load_weights(
@@ -67,7 +78,7 @@ def load_weights(
             with safe_open(str(real_path(file.path)), framework="pt", device=device) as source:
                 for name, entry in file.tensors.items():
                     for piece in wanted.get(name, ()):
-                        _fill(piece, source)
+                        fill_piece(piece, source)
                     loaded += entry.end - entry.begin
                     if progress is not None:
                         progress(loaded, total)
@@ -75,8 +86,8 @@ def load_weights(
             raise ModelError(f"{file.path} cannot be read as safetensors: {error}") from error
 
 
-def _fill(piece: Piece, source: Any) -> None:
-    """Copy one piece out of an open safetensors file, reading only its block."""
+def fill_piece(piece: Piece, source: TensorSource) -> None:
+    """Copy one piece, reading only its block."""
     if piece.is_whole:
         piece.into.copy_(source.get_tensor(piece.name))
     else:

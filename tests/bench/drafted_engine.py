@@ -1,62 +1,45 @@
-"""An engine without processes: a target, its draft head, their pools, a prefill step and a decode step, as in nodes.
+"""An engine without processes: a target, its draft, their pools, a prefill step and a decode step, as in nodes.
 
-Prompts are prefilled and decoded in one KV pool; nothing is transferred. A model is loaded from directories, or
-constructed on the device (deploy/tiny_models/constructed.py), which takes seconds where reading 16 GB takes a minute.
+Prompts are prefilled and decoded in one KV pool; nothing is transferred. `shapes.py` makes or loads the models.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
-from common.checkpoint.draft_config import DraftConfig
-from common.checkpoint.model_config import ModelConfig
 from common.config.schema import Cluster, DecodeSection, Kv, Model, Speculation
 from common.engine.attention.step_attention import StepAttention
-from common.engine.forward.draft_inputs import EagleDraftInput
-from common.engine.forward.draft_runner import DraftRunner, load_eagle3
-from common.engine.forward.model_runner import ModelRunner, load_model
+from common.engine.forward.draft_runner import DraftRunner
+from common.engine.forward.model_runner import ModelRunner
 from common.engine.forward.rotary_places import OneAxis
 from common.engine.graphs import node_graphs
 from common.engine.graphs.rules import PhaseSwitch
-from common.engine.layers.piece import Piece
-from common.engine.layers.placement import Placement
-from common.engine.models.causal_lm import CausalLM
-from common.engine.models.eagle import D2T, Eagle3Head
-from common.engine.models.registry import build_model
 from common.engine.sampling.logit_adjustments import AdjustmentRows
-from common.engine.state.draft_row import DraftRow, DraftShape
-from common.engine.state.relay_state import RelayState, hidden_dtype
+from common.engine.state.draft_row import DraftRow
+from common.engine.state.pool import KvPool
+from common.engine.state.relay_state import RelayState
+from common.engine.state.state_rows import WindowShape
+from common.kv_cache.layer_kinds import prompt_grid, window_widths
 from common.kv_cache.page_space import PageSpace, as_keys
 from common.kv_cache.pool_spec import pool_spec
 from common.kv_cache.radix_cache import NoPrefixCache
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
 from common.node.completion import completion_for
-from common.node.loaded_draft import HeadDraft
 from common.node.memory import MemoryPlan
-from common.node.serving_draft import ServingDraft
 from common.node.serving_model import ServingModel
 from common.node_plan import PoolBudget
 from common.observability.logs import Log
-from common.speculation.directory import load_draft_config
 from decode_node.batch_rows import BatchRows
 from decode_node.build import step_sizes
 from decode_node.page_table import PageTable
 from decode_node.request import DecodeRequest
 from decode_node.steps import DecodeSteps, decode_steps
-from deploy.tiny_models.constructed import tensors
-from deploy.tiny_models.constructed_head import Drafting, head_config, head_tensors
-from deploy.tiny_models.constructed_shape import SPECIAL, Shape
 from prefill_node.draft import EaglePrefill, NoDraft, PrefillDraft
 from prefill_node.graphs import prompt_graphs
 from prefill_node.planner import prompt_plan
@@ -64,60 +47,10 @@ from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import plan_chunks
 from prefill_node.step import PrefillStep
 from prefill_node.vision import TextEmbeds
-from tests.fakes.pools import model_pool, plain_pool
+from tests.bench.shapes import Pair
 
 PAGE = 16
 CHUNK = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A target and the EAGLE-3 head that drafts for it, on one device."""
-
-    model: CausalLM
-    head: Eagle3Head
-    draft: DraftConfig
-    first_id: int  # the smallest id that occurs in prompts
-
-    @property
-    def placement(self) -> Placement:
-        return self.model.placement
-
-
-def constructed(shape: Shape, drafting: Drafting, seed: int, device: torch.device) -> Pair:
-    """Construct a pair in memory; only two config files and the name of one tensor are written."""
-    placement = Placement(torch.bfloat16 if device.type == "cuda" else torch.float32, device)
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in (("target", shape.config()), ("draft", head_config(shape))):
-            (Path(folder) / name).mkdir()
-            (Path(folder) / name / "config.json").write_text(json.dumps(content))
-        config = ModelConfig.load(Path(folder) / "target")
-        # A head is recognised by its tensors.
-        save_file({"fc.weight": torch.zeros(1)}, Path(folder) / "draft" / "model.safetensors")
-        draft = load_draft_config(Path(folder) / "draft", "eagle3", config)
-    model = build_model(config, placement, draft.aux_layers).eval()
-    _fill(model.pieces(), tensors(shape, seed, device))
-    head = Eagle3Head(draft, model, placement, (D2T,)).eval()
-    weights = (pair for pair in head_tensors(shape, drafting, seed, device) if pair[0] != "t2d")
-    _fill(head.pieces(), weights)
-    return Pair(model, head, draft, SPECIAL)
-
-
-def _fill(pieces: Iterable[Piece], weights: Iterable[tuple[str, Tensor]]) -> None:
-    missing = {piece.name: piece.into for piece in pieces}
-    with torch.no_grad():
-        for name, weight in weights:
-            missing.pop(name).copy_(weight)
-    assert not missing, f"no weights for {sorted(missing)}"
-
-
-def loaded(target: Path, draft: Path, device: torch.device) -> Pair:
-    """Load a pair from Hugging Face directories."""
-    described = load_draft_config(draft, "eagle3", ModelConfig.load(target))
-    model, _ = load_model(target, "auto", device, aux_layers=described.aux_layers)
-    head = load_eagle3(draft, described, model, model.placement)
-    assert isinstance(head, Eagle3Head)
-    return Pair(model, head, described, 8)
 
 
 class Engine:
@@ -127,46 +60,55 @@ class Engine:
         self.pair = pair
         self.steps = steps
         self._graphs = graphs
-        model, placement = pair.model, pair.placement
+        model, placement, config = pair.model, pair.placement, pair.model.config
         self.device = placement.device
-        behind = 2 * (steps + 1)
-        pages = rows * -(-(max_len + behind) // PAGE) + 1
-        self.pool = model_pool(model.config, PAGE, pages, placement)
-        of = pair.draft.model
-        shapes = of.num_layers, of.num_kv_heads, of.head_dim, PAGE, pages
-        self.draft_pool = plain_pool(*shapes, placement.dtype, self.device)
-        width, dtype = EagleDraftInput.hidden_size_for(pair.draft), EagleDraftInput.dtype_for(placement)
-        topk = DraftShape(1, width, hidden_dtype(dtype), model.config.vocab_size)
-        serving_draft = ServingDraft(HeadDraft(pair.head, 1), pair.draft, "bench", topk)
-        self._served = ServingModel(
+        extra = 2 * (steps + 1)
+        pages = rows * -(-(max_len + extra) // PAGE) + 1
+        spec = pool_spec(config, pair.draft.model, PAGE, str(placement.dtype).removeprefix("torch."))
+        served = ServingModel(
             model=model,
-            config=model.config,
+            config=config,
             placement=placement,
             fingerprint="bench",
-            spec=pool_spec(model.config, of, PAGE, str(placement.dtype).removeprefix("torch.")),
+            spec=spec,
             num_pages=pages,
             max_model_len=max_len,
             budget=PoolBudget(pages * PAGE, 1.0, "decode"),
             plan=MemoryPlan(0, 0),
-            draft=serving_draft,
+            draft=pair.serving,
         )
-        self.runner = ModelRunner(model, self.pool, StepAttention(self.pool, model.config.sliding_windows))
-        draft_runner = serving_draft.runner(self.draft_pool, StepAttention)
+        if spec.state_bytes:
+            window = WindowShape(window_widths(config), steps + 1, placement.dtype)
+            served = replace(served, state_slots=rows, window=window)
+        self._served = served
+        layout = served.layout
+        storage = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=self.device)
+        self.pool = KvPool(layout, "target", storage)
+        attention = StepAttention(self.pool, config.sliding_windows, config.attention_scale)
+        self.runner = ModelRunner(model, self.pool, attention)
+        drafting = served.draft_runner(self.pool, StepAttention)
+        assert drafting is not None
+        draft_runner, self.draft_pool = drafting
         assert isinstance(draft_runner, DraftRunner)
         self.draft_runner = draft_runner
         eager = prompt_graphs.DraftPrefillPlan(self.runner, PhaseSwitch("none"), CHUNK)
         self._draft_prefill = prompt_graphs.draft_head_graphs(draft_runner, pair.draft, eager).forward
-        self.space = PageSpace(PAGE, pages, NoPrefixCache())
+        self.space = PageSpace(PAGE, pages, NoPrefixCache(), num_slots=served.num_slots)
         self.rows = BatchRows(rows)
-        self.table = PageTable(rows, self.space.pages_for(max_len + behind), self.device)
-        self.relay = RelayState.allocate(rows, model.config.vocab_size, self.device, topk)
+        self.table = PageTable(rows, self.space.pages_for(max_len + extra), self.device)
+        carried = served.draft_shape
+        self.relay = RelayState.allocate(rows, config.vocab_size, self.device, carried, served.window)
 
-    def step(self, algorithm: str) -> DecodeSteps:
-        """The decode node's own steps for "eagle3" or "none", with captured graphs."""
+    def step(self, algorithm: str, graphs: str | None = None) -> DecodeSteps:
+        """Return the decode node's own steps for an algorithm or "none", captured.
+
+        Args:
+            graphs: a value of `decode.graphs`; None: the engine's.
+        """
         cluster = Cluster(
             model=Model(path="bench"),
             kv=Kv(page_size=PAGE),
-            decode=DecodeSection(max_running=self.rows.free, graphs=self._graphs),  # type: ignore[arg-type]
+            decode=DecodeSection(max_running=self.rows.free, graphs=graphs or self._graphs),  # type: ignore[arg-type]
             speculation=Speculation(algorithm=algorithm, steps=self.steps),
         )
         draft = self.draft_runner if algorithm != "none" else None
@@ -193,7 +135,8 @@ class Engine:
             prefill.lease = self.space.lease(prefill.keys, pages, 0)
             assert prefill.lease is not None, "the pool is too small for this batch"
             prefills.append(prefill)
-        while chunks := plan_chunks(prefills, 0.0, CHUNK, len(prefills)):
+        grid = prompt_grid(self.runner.model.config, PAGE)
+        while chunks := plan_chunks(prefills, 0.0, CHUNK, len(prefills), grid):
             finals = [chunk.request for chunk in chunks if chunk.final]
             launched = step.launch(prompt_plan(chunks, PAGE, draft.rules, 1))
             for chunk in chunks:
@@ -221,7 +164,8 @@ class Engine:
         )
         assert request.lease is not None
         self.table.write([(request.row, logical, page) for logical, page in enumerate(request.lease.pages)])
-        self.relay.write_row(request.row, [*request.prompt, first], 1, request.sampling, draft)
+        text, slot = [*request.prompt, first], request.lease.slot
+        self.relay.write_row(request.row, text, 1, request.sampling, draft, slot=slot)
         return request
 
     def end(self, requests: Sequence[DecodeRequest]) -> None:

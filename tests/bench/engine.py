@@ -1,12 +1,13 @@
 """The steps of both nodes without sockets: prompts to first tokens, batches to next tokens, graphs on and off.
 
-    python -m tests.bench.engine [--json FILE] [--prompts 64 ... 8192] [--batches 1 4 ...] [--context 1024]
-        [--prompt-graphs breakable piecewise-eager piecewise-inductor none]
+    python -m tests.bench.engine [--shape qwen3-30b-a3b] [--json FILE] [--prompts 64 ... 8192] [--batches 1 4 ...]
+        [--context 1024] [--prompt-graphs breakable piecewise-eager piecewise-inductor none]
 
-The model is the constructed 8B shape, made on the device. Times are host time, from the call to tokens that Python can
-read; `device` is from the first to the last kernel of a step, and the difference is host overhead. Floors are measured
-in the same run: for prefill, only the matrix products of the layers in one graph; for decode, weights and KV divided by
-the copy bandwidth.
+The model is a published shape or a directory with config.json, made on the device (`shapes.py`). Times are host time,
+from the call to tokens that Python can read; `device` is from the first to the last kernel of a step, and the
+difference is host overhead. Floors are measured in the same run: for prefill, only the matrix products of the layers in
+one graph, and for experts the larger of the bytes that are used and the operations; for decode, weights, used experts,
+KV and states divided by the copy bandwidth.
 """
 
 from __future__ import annotations
@@ -15,19 +16,17 @@ import argparse
 import gc
 import json
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import torch
 
-from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.prompt_attention import PromptAttention
 from common.engine.attention.step_attention import StepAttention
 from common.engine.forward.batch import CaptureHiddenMode
@@ -36,10 +35,10 @@ from common.engine.forward.rotary_places import OneAxis
 from common.engine.graphs import node_graphs
 from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.graphs.rules import PhaseSwitch
-from common.engine.layers.placement import Placement
-from common.engine.models.registry import build_model
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.relay_state import RelayState
+from common.engine.state.state_rows import WindowShape
+from common.kv_cache.layer_kinds import window_widths
 from common.kv_cache.page_space import PageSpace, as_keys
 from common.kv_cache.radix_cache import NoPrefixCache
 from common.messages.generation import ImageSpan, SamplingParams
@@ -53,8 +52,6 @@ from decode_node.request import DecodeRequest
 from decode_node.step import AutoregressiveStep
 from decode_node.step_result import Launched
 from decode_node.step_rules import StepRules
-from deploy.tiny_models.constructed import tensors
-from deploy.tiny_models.constructed_shape import Shape
 from prefill_node.draft import NoDraft
 from prefill_node.graphs import prompt_graphs
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
@@ -64,8 +61,10 @@ from prefill_node.scheduler import Chunk
 from prefill_node.step import PrefillStep
 from prefill_node.step_rules import PromptRules
 from prefill_node.vision import PromptEmbeds, TextEmbeds
+from tests.bench import shapes
 from tests.bench.environment import describe
-from tests.bench.timing import copy_bandwidth, graph_us, wake
+from tests.bench.floors import Floors, UsedExperts
+from tests.bench.timing import wake
 from tests.fakes.pools import model_pool
 
 PAGE = 16
@@ -87,22 +86,25 @@ class Row:
     ms_p90: float
     device_ms: float
     floor_ms: float
+    experts: float = 0.0  # that one forward reads, over all layers
 
 
-def constructed_runner(shape: Shape, pool_tokens: int, device: torch.device, chunk: int) -> ModelRunner:
-    """Build the model on its device, for prompts; only its config is written to disk."""
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(shape.config()))
-        config = ModelConfig.load(directory)
-    placement = Placement(torch.bfloat16 if device.type == "cuda" else torch.float32, device)
-    model = build_model(config, placement).eval()
-    views = {piece.name: piece.into for piece in model.pieces()}
-    with torch.no_grad():
-        for name, tensor in tensors(shape, 0, device):
-            views[name].copy_(tensor)
-    pool = model_pool(config, PAGE, pool_tokens // PAGE + 1, placement)
+def constructed_runner(
+    raw: Mapping[str, Any], pool_tokens: int, device: torch.device, chunk: int, slots: int = 2
+) -> ModelRunner:
+    """Construct the model of a config.json on its device (shapes.py), with a pool for prompts.
+
+    Args:
+        slots: of per-request state, including slot 0; for models that keep one.
+    """
+    model = shapes.target(raw, 0, device)
+    config, placement = model.config, model.placement
+    pool = model_pool(config, PAGE, pool_tokens // PAGE + 1, placement, slots)
     buckets = prefill_token_buckets(chunk)
     pool.storage.view(placement.dtype).normal_()  # reading zeros takes as long but draws less power
+    for layer in range(config.num_layers):
+        for plane in pool.planes(layer).values():
+            plane[0].zero_()
     return ModelRunner(
         model, pool, PromptAttention(pool, config.sliding_windows, buckets, config.attention_scale)
     )
@@ -156,10 +158,13 @@ class PrefillSteps:
         node_graphs.capture(graphs, LOG)
         self.told = node_graphs.report(graphs)
         self._device = device = runner.pool.device
-        adjustments = AdjustmentRows.allocate(1, runner.model.embed_tokens.weight.shape[0], device)
+        adjustments = AdjustmentRows.allocate(1, runner.model.config.vocab_size, device)
         rest = adjustments, OneAxis(), PAGE, device, completion_for(device, one_behind=False)
         self._step = PrefillStep(graphs.forward, embeds or TextEmbeds(), NoDraft(), *rest)
-        self._space = PageSpace(PAGE, runner.pool.num_pages, NoPrefixCache())
+        self._space = PageSpace(
+            PAGE, runner.pool.num_pages, NoPrefixCache(), num_slots=runner.pool.layout.num_slots
+        )
+        self._ids = 20, runner.model.config.vocab_size
         self._rng = np.random.default_rng(1)
 
     def measure(
@@ -168,7 +173,7 @@ class PrefillSteps:
         """Measure prompts of so many tokens with `images` in each, which `embeds` keeps under key 0."""
         clock = Clock(self._device)
         for _ in range(repeats + WARM_UP):
-            keys = self._rng.integers(20, 90, tokens).astype(np.int64)
+            keys = self._rng.integers(*self._ids, tokens).astype(np.int64)
             request = PrefillRequest(0, "", keys, 0, GREEDY, "", 0.0, 0.0, images=images())
             request.lease = self._space.lease(request.keys, self._space.pages_for(tokens), 0)
             assert request.lease is not None
@@ -182,25 +187,6 @@ class PrefillSteps:
         return clock.result(WARM_UP)
 
 
-def products_ms(runner: ModelRunner, tokens: int) -> float:
-    """Return the time of the layers' matrix products on `tokens` rows."""
-    weights = [
-        weight
-        for name, weight in runner.model.named_parameters()
-        if name.startswith("layers.") and weight.dim() == 2
-    ]
-    widths = {weight.shape[1] for weight in weights}
-    rows = {
-        width: torch.randn(tokens, width, device=runner.pool.device).to(weights[0].dtype) for width in widths
-    }
-
-    def products() -> None:
-        for weight in weights:
-            torch.nn.functional.linear(rows[weight.shape[1]], weight)
-
-    return graph_us([products], 1) / 1e3
-
-
 class DecodeSteps:
     """Batches of up to `most` requests; each step is launched before the previous one is read, as in the node."""
 
@@ -209,13 +195,16 @@ class DecodeSteps:
         longest = context + steps + 8
         pages_each = -(-longest // PAGE)
         table = PageTable(most, pages_each, device)
-        self._relay = RelayState.allocate(most, runner.model.embed_tokens.weight.shape[0], device)
+        config = runner.model.config
+        window = WindowShape(window_widths(config), 1, runner.model.placement.dtype)
+        self._relay = RelayState.allocate(most, config.vocab_size, device, window=window)
         graphs = step_graphs.decode_graphs(runner, self._relay, table, PhaseSwitch(wanted), most, longest)
         node_graphs.capture(graphs, LOG)
         self.told = node_graphs.report(graphs)
         completion = completion_for(device, one_behind=True)
         self._step = AutoregressiveStep(graphs.forward, device, completion)
-        space = PageSpace(PAGE, 1 + most * pages_each, NoPrefixCache())
+        slots = most + 1 if runner.pool.state_bytes else 0
+        space = PageSpace(PAGE, 1 + most * pages_each, NoPrefixCache(), num_slots=slots)
         self._requests = []
         for index in range(most):
             request = DecodeRequest(0, "", [0] * context, 0, GREEDY, NOBODY, 0.0, 0.0, row=index + 1)
@@ -228,7 +217,9 @@ class DecodeSteps:
         """Measure steps of `count` requests."""
         requests = self._requests[:count]
         for index, request in enumerate(requests):
-            self._relay.write_row(request.row, [*request.prompt, 100 + index], 1, GREEDY)
+            assert request.lease is not None
+            text, slot = [*request.prompt, 100 + index], request.lease.slot
+            self._relay.write_row(request.row, text, 1, GREEDY, slot=slot)
         rules = StepRules()
 
         def launch(generation: int) -> Launched:
@@ -245,6 +236,37 @@ class DecodeSteps:
             before, last = ahead, now
         before.completion.wait()
         return clock.result(WARM_UP)
+
+
+def decode_steps(runner: ModelRunner, wanted: str, most: int, options: argparse.Namespace) -> DecodeSteps:
+    """Make decode steps over the pool of `runner`, whose attention is that of prompts."""
+    config = runner.model.config
+    attention = StepAttention(runner.pool, config.sliding_windows, config.attention_scale)
+    decoding = ModelRunner(runner.model, runner.pool, attention)
+    return DecodeSteps(decoding, wanted, most, options.context, options.steps)
+
+
+def count_experts(
+    runner: ModelRunner, chunk: int, options: argparse.Namespace
+) -> dict[tuple[str, int], float]:
+    """Return the experts that forwards read, over all layers, by (what, size)."""
+    none = dict.fromkeys(
+        [*(("prefill", size) for size in options.prompts), *(("decode", size) for size in options.batches)],
+        0.0,
+    )
+    if runner.model.config.experts is None:
+        return none
+    makers: list[tuple[str, list[int], Callable[[], Steps]]] = [
+        ("prefill", options.prompts, lambda: PrefillSteps(runner, "none", chunk)),
+        ("decode", options.batches, lambda: decode_steps(runner, "none", max(options.batches), options)),
+    ]
+    for what, sizes, make in makers:
+        for size in sizes:
+            steps = make()
+            with UsedExperts(runner.model) as used:
+                steps.measure(size, 1)
+            none[what, size] = used.per_forward(size)
+    return none
 
 
 def driver_mib() -> float:
@@ -272,7 +294,9 @@ def kernels(steps: Steps, size: int) -> list[tuple[str, float, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument(
+        "--shape", default=shapes.LLAMA, help=f"{shapes.LLAMA}, {', '.join(shapes.SHAPES)} or a directory"
+    )
     parser.add_argument("--prompts", type=int, nargs="*", default=[64, 128, 256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, default=1024)
@@ -285,15 +309,20 @@ def main() -> None:
     chunk = max([64, *options.prompts])
     longest = options.context + options.steps + 8
     pool_tokens = max(chunk, max([1, *options.batches]) * (-(-longest // PAGE) * PAGE)) + PAGE
-    runner = constructed_runner(Shape(layers=options.layers), pool_tokens, device, chunk)
     cuda = device.type == "cuda"
-    floors = {tokens: products_ms(runner, tokens) if cuda else 0.0 for tokens in options.prompts}
-    bandwidth = copy_bandwidth() if cuda else float("inf")
-    weights = sum(p.nbytes for name, p in runner.model.named_parameters() if "embed_tokens" not in name)
-    per_token = runner.pool.storage.nbytes / (runner.pool.num_pages * PAGE)
-    rows, slowest, captures = [], {}, {}
+    began = time.perf_counter()
+    runner = constructed_runner(
+        shapes.config_of(options.shape), pool_tokens, device, chunk, max([1, *options.batches]) + 1
+    )
+    if cuda:
+        torch.cuda.synchronize()
+    built = time.perf_counter() - began
+    print(f"model made in {built:.1f} s", flush=True)
+    floors = Floors(runner.model, runner.pool, options.context + options.steps / 2)
+    rows, slowest, captures, environment = [], {}, {}, describe()
     print(f"{'':8} {'graphs':>18} {'size':>6} {'ms':>8} {'p90':>8} {'device':>8} {'floor':>8} ratio")
     prompts = [("prefill", wanted) for wanted in options.prompt_graphs]
+    used_experts = count_experts(runner, chunk, options)
     for what, wanted in (*prompts, ("decode", "full"), ("decode", "none")):
         sizes = options.prompts if what == "prefill" else options.batches
         if not sizes:
@@ -303,9 +332,7 @@ def main() -> None:
         if what == "prefill":
             steps = PrefillSteps(runner, wanted, chunk)
         else:
-            attention = StepAttention(runner.pool, runner.model.config.sliding_windows)
-            decoding = ModelRunner(runner.model, runner.pool, attention)
-            steps = DecodeSteps(decoding, wanted, max(sizes), options.context, options.steps)
+            steps = decode_steps(runner, wanted, max(sizes), options)
         told, driver = steps.told, round(driver_mib() - before) if cuda else 0
         captures[f"{what} {wanted}"] = {**msgspec.to_builtins(told), "driver_mib": driver}
         print(
@@ -318,9 +345,9 @@ def main() -> None:
             wake()
         for size in sizes:
             ms, p90, busy = steps.measure(size, 9 if what == "prefill" else options.steps)
-            kv = size * (options.context + options.steps / 2) * per_token
-            floor = floors[size] if what == "prefill" else 1e3 * (weights + kv) / bandwidth
-            rows.append(Row(what, wanted, size, ms, p90, busy, floor))
+            used = used_experts[what, size]
+            floor = floors.prompt(size, used) if what == "prefill" else floors.step(size, used)
+            rows.append(Row(what, wanted, size, ms, p90, busy, floor, used))
             ratio = f"{ms / floor:5.2f}" if floor else "    -"
             print(
                 f"{what:8} {wanted:>18} {size:6d} {ms:8.2f} {p90:8.2f} {busy:8.2f} {floor:8.2f} {ratio}",
@@ -330,22 +357,23 @@ def main() -> None:
                 slowest[f"{what} {wanted} {size}"] = kernels(steps, size)
         del steps  # frees graphs and their memory
         gc.collect()
+        if options.json:  # after every part, so that an interrupted run keeps its results
+            report = {
+                "environment": environment,
+                "options": vars(options),
+                "build_s": round(built, 2),
+                "ceilings": None if floors.ceilings is None else asdict(floors.ceilings),
+                "captures": captures,
+                "rows": [asdict(row) for row in rows],
+                "kernels": slowest,
+            }
+            options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")
     for name, table in slowest.items():
         print(
             f"{name}: {sum(us for _, _, us in table):.0f} us in {sum(count for _, count, _ in table):.0f} kernels"
         )
         for kernel, count, us in table[:14]:
             print(f"  {us:9.1f} us {count:7.1f} x {kernel[:90]}")
-    if options.json:
-        report = {
-            "environment": describe(),
-            "options": vars(options),
-            "copy_bytes_per_s": bandwidth,
-            "captures": captures,
-            "rows": [asdict(row) for row in rows],
-            "kernels": slowest,
-        }
-        options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")
 
 
 if __name__ == "__main__":

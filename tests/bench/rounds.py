@@ -1,11 +1,14 @@
 """Speculative rounds and plain decode steps of the engine, without HTTP, processes and transfer.
 
-    python -m tests.bench.rounds [--acceptance 0.7] [--batch 1 4 16 32 64] [--length 1024] [--json FILE]
+    python -m tests.bench.rounds [--shape qwen3.5-35b-a3b] [--algorithm mtp] [--acceptance 0.7] [--batch 1 4 16 32 64]
+        [--length 1024] [--json FILE]
     python -m tests.bench.rounds --model DIR --draft DIR --device cpu --length 64
 
+`--shape` is a published model or a directory with config.json; its weights are constructed on the device (`shapes.py`).
 Milliseconds are wall-clock time per round with one round in flight, as in a node; phases are device time between
-events. The floor is, phase by phase, the larger of bytes (weights of every forward, KV that its attention reads) over
-the copy bandwidth and matrix operations over the matrix rate, both measured in the same run.
+events. The floor is, phase by phase, the larger of bytes (weights of every forward, of experts only those that its
+tokens use; KV that its attention reads; states, read and written) over the copy bandwidth and matrix operations over
+the matrix rate, both measured in the same run.
 """
 
 from __future__ import annotations
@@ -14,13 +17,15 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from common.engine.models.eagle import Eagle3Head
 from decode_node.planner import step_plan
 from decode_node.request import DecodeRequest
 from decode_node.speculative.step import SpeculativeStep
@@ -28,10 +33,10 @@ from decode_node.step_plan import StepPlan
 from decode_node.step_result import Launched
 from decode_node.steps import DecodeSteps
 from deploy.tiny_models.constructed_head import Drafting
-from deploy.tiny_models.constructed_shape import Shape
-from tests.bench.drafted_engine import Engine, Pair, constructed, loaded, random_prompts
+from tests.bench.drafted_engine import PAGE, Engine, random_prompts
 from tests.bench.environment import describe
-from tests.bench.timing import copy_bandwidth, matmul_rate
+from tests.bench.floors import Ceilings, UsedExperts, weights_of
+from tests.bench.shapes import EAGLE3, LLAMA, MTP, SHAPES, Pair, config_of, loaded, pair
 
 WARM_UP = 4
 
@@ -52,6 +57,8 @@ class Row:
     plain_ms: float
     plain_floor_ms: float
     same_text: float  # share of requests whose two texts agree; below 1 only if logits almost tie
+    experts: float = 0.0  # that the target reads in one verification, over all layers
+    plain_experts: float = 0.0  # and in one plain step
 
 
 class Marks:
@@ -144,38 +151,32 @@ def run(steps: DecodeSteps, requests: Sequence[DecodeRequest], rounds: int) -> t
 
 
 @dataclass(frozen=True, slots=True)
-class Ceilings:
-    """The measured limits of the device."""
+class Used:
+    """Experts that one forward reads, over all layers; 0 for a model without experts."""
 
-    bytes_per_s: float
-    flop_per_s: float
-
-    @classmethod
-    def measure(cls, device: torch.device) -> Ceilings | None:
-        return cls(copy_bandwidth(), matmul_rate()) if device.type == "cuda" else None
-
-    def ms(self, weights: float, kv_bytes: float, rows: int, itemsize: int) -> float:
-        """Return the time of one forward of `rows` rows through `weights` bytes of matrices."""
-        moved = (weights + kv_bytes) / self.bytes_per_s
-        return 1e3 * max(moved, 2 * rows * weights / itemsize / self.flop_per_s)
+    verify: float = 0.0
+    plain: float = 0.0
+    draft: float = 0.0
+    extend: float = 0.0
 
 
-def floors(engine: Engine, ceilings: Ceilings | None, batch: int, length: int) -> tuple[float, float]:
+def floors(
+    engine: Engine, ceilings: Ceilings | None, used: Used, batch: int, length: int
+) -> tuple[float, float]:
     """Return the floors (round, plain step) in ms; 0 without ceilings."""
     if ceilings is None:
         return 0.0, 0.0
-    model, head, pool = engine.pair.model, engine.pair.head, engine.pool
-    key = pool.key(0)
-    itemsize = key.dtype.itemsize
-    embedding, nodes = model.embed_tokens.weight.nbytes, engine.steps + 1
-    weights = sum(parameter.nbytes for parameter in model.parameters()) - embedding
-    own = sum(p.nbytes for p in head.parameters()) - embedding - head.fc.dense().nbytes
-    per_token = 2 * key.shape[2] * key.shape[3] * itemsize * batch * length
-    kv = per_token * pool.num_layers
-    verify = ceilings.ms(weights, kv, batch * nodes, itemsize)
-    draft = (engine.steps - 1) * ceilings.ms(own, per_token, batch, itemsize)
-    extend = ceilings.ms(own + head.fc.dense().nbytes, per_token, batch * nodes, itemsize)
-    return verify + draft + extend, ceilings.ms(weights, kv, batch, itemsize)
+    nodes, drafts = engine.steps + 1, batch * length * engine.draft_pool.page_bytes / PAGE
+    moved = batch * (length * engine.pool.page_bytes / PAGE + 2 * engine.pool.state_bytes)
+    head, weights = engine.draft_runner.head, weights_of(engine.pair.model)
+    assert isinstance(head, nn.Module)
+    # An EAGLE-3 head projects only the target's hidden states.
+    once: list[nn.Module] = [head.fc] if isinstance(head, Eagle3Head) else []
+    verify = ceilings.ms(weights, used.verify, moved, batch * nodes)
+    draft = ceilings.ms(weights_of(head, once), used.draft, drafts, batch)
+    extend = ceilings.ms(weights_of(head), used.extend, drafts, batch * nodes)
+    plain = ceilings.ms(weights, used.plain, moved, batch)
+    return verify + (engine.steps - 1) * draft + extend, plain
 
 
 class Comparison:
@@ -184,7 +185,9 @@ class Comparison:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._ceilings = Ceilings.measure(engine.device)
-        self._speculative, self._plain = engine.step("eagle3"), engine.step("none")
+        algorithm = engine.pair.draft.algorithm
+        self._speculative, self._plain = engine.step(algorithm), engine.step("none")
+        self._eager = engine.step(algorithm, "none"), engine.step("none", "none")
         (round_step,) = self._speculative.by_width.values()
         assert isinstance(round_step, SpeculativeStep)
         self._marks = watch(round_step)
@@ -192,16 +195,15 @@ class Comparison:
     def measure(self, batch: int, length: int, rounds: int) -> Row:
         """Run both steps over the same prompts."""
         engine, prompts = self._engine, random_prompts(self._engine.pair, batch, length, seed=batch)
-        most = (WARM_UP + rounds + 1) * self._speculative.rules.tokens_per_step + 1
         texts, times = [], []
         for step in (self._speculative, self._plain):
-            requests = engine.start(prompts, most, drafting=step is self._speculative)
-            times.append(run(step, requests, rounds))
+            requests, result = self._run(step, prompts, rounds, step is self._speculative)
+            times.append(result)
             texts.append([request.output for request in requests])
-            engine.end(requests)
         same = [drafted[: len(known)] == known[: len(drafted)] for drafted, known in zip(*texts)]
         (round_ms, accepted), (plain_ms, _) = times
-        floor, plain_floor = floors(engine, self._ceilings, batch, length)
+        used = self._used(prompts)
+        floor, plain_floor = floors(engine, self._ceilings, used, batch, length)
         return Row(
             batch=batch,
             length=length,
@@ -215,30 +217,62 @@ class Comparison:
             plain_ms=plain_ms,
             plain_floor_ms=plain_floor,
             same_text=sum(same) / len(same),
+            experts=used.verify,
+            plain_experts=used.plain,
+        )
+
+    def _run(
+        self, step: DecodeSteps, prompts: Sequence[list[int]], rounds: int, drafting: bool
+    ) -> tuple[list[DecodeRequest], tuple[float, float]]:
+        """Prefill `prompts`, and return their requests at the end and what `run` returns."""
+        most = (WARM_UP + rounds + 1) * step.rules.tokens_per_step + 1
+        requests = self._engine.start(prompts, most, drafting)
+        result = run(step, requests, rounds)
+        self._engine.end(requests)
+        return requests, result
+
+    def _used(self, prompts: Sequence[list[int]]) -> Used:
+        """Count experts in a few eager rounds and steps."""
+        engine, batch = self._engine, len(prompts)
+        if engine.pair.model.config.experts is None:
+            return Used()
+        head, nodes = engine.draft_runner.head, engine.steps + 1
+        assert isinstance(head, nn.Module)
+        rounds, steps = self._eager
+        with UsedExperts(engine.pair.model) as target, UsedExperts(head) as draft:
+            self._run(rounds, prompts, 1, drafting=True)
+        with UsedExperts(engine.pair.model) as plain:
+            self._run(steps, prompts, 1, drafting=False)
+        return Used(
+            verify=target.per_forward(batch * nodes),
+            plain=plain.per_forward(batch),
+            draft=draft.per_forward(batch),
+            extend=draft.per_forward(batch * nodes),
         )
 
 
-def table(rows: Sequence[Row]) -> str:
-    lines = [
-        f"{'batch':>5} {'round ms':>9} {'floor':>6} {'draft':>6} {'verify':>7} {'extend':>7} {'accept':>7} "
-        f"{'tok/s':>8} {'plain ms':>9} {'floor':>6} {'same':>5}"
-    ]
-    for row in rows:
-        lines.append(
-            f"{row.batch:5d} {row.round_ms:9.3f} {row.floor_ms:6.2f} {row.draft_ms:6.3f} {row.verify_ms:7.3f} "
-            f"{row.extend_ms:7.3f} {row.accept_length:7.2f} {row.tokens_per_s:8.0f} {row.plain_ms:9.3f} "
-            f"{row.plain_floor_ms:6.2f} {row.same_text:5.2f}"
-        )
-    return "\n".join(lines)
+HEAD = (
+    f"{'batch':>5} {'round ms':>9} {'floor':>6} {'draft':>6} {'verify':>7} {'extend':>7} {'accept':>7} "
+    f"{'tok/s':>8} {'plain ms':>9} {'floor':>6} {'same':>5} {'experts':>8}"
+)
+
+
+def line(row: Row) -> str:
+    return (
+        f"{row.batch:5d} {row.round_ms:9.3f} {row.floor_ms:6.2f} {row.draft_ms:6.3f} {row.verify_ms:7.3f} "
+        f"{row.extend_ms:7.3f} {row.accept_length:7.2f} {row.tokens_per_s:8.0f} {row.plain_ms:9.3f} "
+        f"{row.plain_floor_ms:6.2f} {row.same_text:5.2f} {row.experts:8.0f}"
+    )
 
 
 def bench(
-    pair: Pair, batches: Sequence[int], length: int, steps: int, rounds: int, graphs: str = "auto"
-) -> list[Row]:
+    models: Pair, batches: Sequence[int], length: int, steps: int, rounds: int, graphs: str = "auto"
+) -> Iterator[Row]:
     """Yield one row per batch size."""
     most = length + (WARM_UP + rounds + 2) * (steps + 1) + 1
-    comparison = Comparison(Engine(pair, max(batches), most, steps, graphs))
-    return [comparison.measure(batch, length, rounds) for batch in batches]
+    comparison = Comparison(Engine(models, max(batches), most, steps, graphs))
+    for batch in batches:
+        yield comparison.measure(batch, length, rounds)
 
 
 def main() -> None:
@@ -246,9 +280,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--acceptance", type=float, default=0.7, help="of the constructed head")
-    parser.add_argument("--model", type=Path, help="directory of a target; default: the constructed 8B")
-    parser.add_argument("--draft", type=Path, help="directory of its EAGLE-3 head")
+    parser.add_argument("--shape", default=LLAMA, help=f"{LLAMA}, {', '.join(SHAPES)} or a directory")
+    parser.add_argument("--algorithm", choices=(EAGLE3, MTP), default=EAGLE3, help="of the constructed draft")
+    parser.add_argument("--acceptance", type=float, default=0.7, help="of the constructed draft")
+    parser.add_argument("--seed", type=int, default=0, help="of the constructed weights")
+    parser.add_argument("--model", type=Path, help="directory of a target to load instead")
+    parser.add_argument("--draft", type=Path, help="directory of its draft")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 32, 64])
     parser.add_argument("--length", type=int, default=1024, help="prompt tokens")
     parser.add_argument("--steps", type=int, default=3, help="drafts of a round")
@@ -259,15 +296,25 @@ def main() -> None:
     device = torch.device(options.device)
     if (options.model is None) != (options.draft is None):
         parser.error("--model and --draft go together")
+    began = time.perf_counter()
     if options.model is None:
-        pair = constructed(Shape(), Drafting(options.acceptance), seed=0, device=device)
+        drafting = Drafting(options.acceptance)
+        raw = config_of(options.shape)
+        models = pair(raw, options.algorithm, drafting, options.steps, options.seed, device)
     else:
-        pair = loaded(options.model, options.draft, device)
-    rows = bench(pair, options.batch, options.length, options.steps, options.rounds, options.graphs)
-    print(table(rows))
-    if options.json:
-        report = {**describe(), "options": vars(options), "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        models = loaded(options.model, options.draft, options.steps, device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    built = time.perf_counter() - began
+    print(f"models made in {built:.1f} s", flush=True)
+    print(HEAD)
+    report = {**describe(), "options": vars(options), "build_s": round(built, 2)}
+    rows = []
+    for row in bench(models, options.batch, options.length, options.steps, options.rounds, options.graphs):
+        print(line(row), flush=True)
+        rows.append(asdict(row))
+        if options.json:  # after every row, so that an interrupted run keeps its results
+            options.json.write_text(json.dumps({**report, "rows": rows}, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":

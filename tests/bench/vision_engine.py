@@ -155,7 +155,7 @@ def main() -> None:
     assert min(options.text) > BEFORE, f"--text must be more than {BEFORE}"
     device = torch.device(options.device)
     chunk = 576 + max(options.text)
-    runner = constructed_runner(Shape(layers=options.layers), chunk + PAGE, device, chunk)
+    runner = constructed_runner(Shape(layers=options.layers).config(), chunk + PAGE, device, chunk)
     placement = runner.model.placement
     hidden = runner.model.config.hidden_size
     rows = []

@@ -23,7 +23,7 @@ class Router(nn.Module):
 
     def __init__(self, name: str, hidden_size: int, experts: ExpertsConfig, placement: Placement) -> None:
         super().__init__()
-        self._name, self._experts = name, experts
+        self._name, self.experts = name, experts
         # [E, H]; with a gate of the shared experts [E + 1, H], whose last row is that gate
         self.rows = parameter((experts.count + experts.shared_gate, hidden_size), placement)
         self.correction: nn.Parameter | None = None
@@ -33,7 +33,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, slots: TokenSlots | None) -> tuple[Tensor, Tensor]:
         """Return (experts [T, K] int32, shares [T, K] float32) for x [T, H]; the shared experts come last."""
-        rule = self._experts.router
+        rule = self.experts.router
         kv_slots, page_size = (None, 0) if slots is None else slots
         return route(
             x,
@@ -42,8 +42,8 @@ class Router(nn.Module):
             kv_slots,
             page_size,
             rule.chosen,
-            self._experts.shared,
-            self._experts.shared_gate,
+            self.experts.shared,
+            self.experts.shared_gate,
             rule.scores == SIGMOID,
             rule.groups,
             rule.kept_groups,
@@ -53,10 +53,10 @@ class Router(nn.Module):
         )
 
     def pieces(self) -> Iterator[Piece]:
-        count, names = self._experts.count, self._experts.names
+        count, names = self.experts.count, self.experts.names
         block = f"{self._name}.{names.block}"
         yield Piece.all_of(f"{block}.gate.weight", self.rows[:count])
         if self.correction is not None:
             yield Piece.all_of(f"{block}.{names.correction}", self.correction)
-        if self._experts.shared_gate:
+        if self.experts.shared_gate:
             yield Piece.all_of(f"{block}.{names.shared_gate}.weight", self.rows[count:])

@@ -11,8 +11,7 @@ import torch
 
 from deploy.tiny_models.constructed_head import Drafting
 from deploy.tiny_models.constructed_shape import Shape
-from tests.bench import rounds
-from tests.bench.drafted_engine import constructed
+from tests.bench import rounds, shapes
 
 MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
 SMALL = Shape(
@@ -31,7 +30,8 @@ SMALL = Shape(
 @pytest.mark.parametrize("acceptance", [0.5, 1.0])
 def test_accept_length_of_the_engine_is_the_chosen_one(acceptance: float) -> None:
     """A round emits 1 + p + p^2 + p^3 tokens on average, and the text is plain decoding's."""
-    pair = constructed(SMALL, Drafting(acceptance), seed=1, device=torch.device("cpu"))
+    drafting = Drafting(acceptance)
+    pair = shapes.pair(SMALL.config(), "eagle3", drafting, steps=3, seed=1, device=torch.device("cpu"))
     for row in rounds.bench(pair, [1, 3], length=20, steps=3, rounds=30):
         assert row.same_text == 1.0
         theory = sum(acceptance**drafts for drafts in range(4))
