@@ -10,6 +10,7 @@
     +-- RequestError           one request ends, all others continue
         +-- InvalidRequest     400  the client can correct it; names the field
         |   +-- ContextTooLong 400  more tokens than the model's context holds
+        |   +-- InvalidGrammar 400  a grammar or schema that is wrong, not supported or too complex
         +-- Unauthorized       401  no API key, or one that is unknown or has expired
         +-- Forbidden          403  a key without the scope, or a foreign Host or Origin header
         +-- ModelNotFound      404  `model` is not the served one
@@ -104,6 +105,12 @@ class ContextTooLong(InvalidRequest):
     """Prompt and completion exceed the context; clients recognise OpenAI's code for this and shorten the prompt."""
 
     code = "context_length_exceeded"
+
+
+class InvalidGrammar(InvalidRequest):
+    """A grammar or schema cannot constrain an answer, or became too complex in the middle of one."""
+
+    code = "invalid_grammar"
 
 
 class Unauthorized(RequestError):
@@ -235,6 +242,7 @@ BY_CODE: dict[str, type[RequestError]] = {
     for cls in (
         InvalidRequest,
         ContextTooLong,
+        InvalidGrammar,
         Unauthorized,
         Forbidden,
         ModelNotFound,

@@ -21,6 +21,8 @@ CacheSalt = Annotated[bytes, msgspec.Meta(max_length=MAX_SALT_BYTES)]
 StopTokens = Annotated[tuple[Int64, ...], msgspec.Meta(max_length=MAX_STOP_IDS)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Logprob = Annotated[float, msgspec.Meta(le=0.01)]  # rounding may make it slightly positive; NaN is refused
+MAX_GRAMMAR = 1 << 17  # characters
+Grammar = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR)]
 TopTokens = msgspec.Meta(max_length=32)
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
@@ -59,9 +61,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     A token's logit is changed in this order: divided (multiplied if negative) by repetition_penalty if the token is
     in the prompt or output; minus frequency_penalty times its count in the output; minus presence_penalty if that
-    count is not 0; plus its logit_bias; minus infinity if it would end the text before min_tokens. Greedy requests
-    take the largest. The others divide by the temperature, drop the tokens excluded by min_p, keep the top_k, then
-    the top_p of the rest.
+    count is not 0; plus its logit_bias; minus infinity if it would end the text before min_tokens, or if the grammar
+    forbids it. Greedy requests take the largest. The others divide by the temperature, drop the tokens excluded by
+    min_p, keep the top_k, then the top_p of the rest.
     """
 
     max_tokens: int  # output tokens in total, including the first; >= 1
@@ -77,6 +79,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: Count = 0  # output tokens before any of stop_token_ids
     stop_token_ids: StopTokens = ()  # eos ids included unless ignore_eos
     logprobs: int | None = None  # None: none; n: for the drawn token and the n likeliest ones (n may be 0)
+    # What the answer must match, as `LLMatcher.grammar_from_*` of llguidance return it; "": anything.
+    grammar: Grammar = ""
 
     @property
     def greedy(self) -> bool:

@@ -11,7 +11,7 @@ from common import messages
 from common.messages.protocol import PROTOCOL_VERSION
 from kv_transfer.schema_hash import schema_hash
 
-SCHEMAS = {3: "7c56f6c06242df15"}  # version -> hash of every struct of common/messages
+SCHEMAS = {4: "7abb0ffd14437a62"}  # version -> hash of every struct of common/messages
 
 
 def _structs() -> list[type[msgspec.Struct]]:

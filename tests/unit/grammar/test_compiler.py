@@ -1,0 +1,134 @@
+"""Compiling grammars: what is refused, with which words; the cache; the thread."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+
+from common.errors import InvalidGrammar, ModelError, Overloaded
+from common.grammar import Compilation, GrammarCompiler
+from common.messages.generation import MAX_GRAMMAR
+from tests.fakes.waiting import PATIENCE
+
+TOKENIZER = Path("deploy/tiny_models/tiny-target/tokenizer.json").read_text()
+COMPILER = GrammarCompiler(TOKENIZER, 704, [2])
+
+
+def _schema(schema: Any) -> str:
+    grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    return grammar
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        ("", "cannot be compiled"),
+        ("nonsense", "cannot be compiled"),
+        ("{}", "cannot be read"),
+        ('{"grammars": [], "max_tokens": 5}', "cannot be read"),
+        (_schema({"type": "strin"}), "Invalid type: strin"),
+        (LLMatcher.grammar_from_lark("start: foo"), "unknown name"),
+        (LLMatcher.grammar_from_lark('start: %json {"type": "string"}'), "%json is not supported"),
+        (LLMatcher.grammar_from_regex("a("), "unclosed group"),
+        (LLMatcher.grammar_from_regex("(?=a)b"), "look-around"),
+        (
+            _schema({"type": "object", "properties": {f"p{i}": {} for i in range(4000)}}),
+            "over 512 properties",
+        ),
+        (_schema({"enum": [str(i) for i in range(30_000)]}), "characters"),
+        (_schema({"enum": list(range(25_000))}), "characters"),
+        (_schema({"enum": [0] * 25_000}), "over 20000 values"),
+        (_schema(_nested(60)), "nested over"),
+        ('{"grammars":[{"json_schema":' + "[" * 5000 + "]" * 5000 + "}]}", "nested over"),
+        (_schema({"type": "integer", "multipleOf": 999_983}), "least common multiple"),
+        (_schema({"allOf": [{"multipleOf": 97}, {"multipleOf": 89}]}), "least common multiple"),
+        (_schema({"type": "number", "multipleOf": 1e300}), "multipleOf"),
+        (_schema({"type": "number", "multipleOf": 0}), "multipleOf"),
+        ('{"grammars":[{"json_schema":{"multipleOf":1e999}}]}', "multipleOf|out of range"),
+        (_schema({"$ref": "https://example.com/schema.json"}), "cannot be compiled"),
+        ("x" * (MAX_GRAMMAR + 1), "limit is"),
+    ],
+)
+def test_refusals_name_the_reason(grammar: str, words: str) -> None:
+    with pytest.raises(InvalidGrammar, match=words):
+        COMPILER.matcher(grammar)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(200)}},
+        {"type": "number", "multipleOf": 0.01},
+        {"type": "array", "items": {"type": "integer", "multipleOf": 5}},
+        {"enum": ["a", 1, None, {"b": [1]}]},
+        {"$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}, "$ref": "#/$defs/n"},
+        _nested(20),
+    ],
+)
+def test_ordinary_schemas_compile(schema: Any) -> None:
+    assert COMPILER.matcher(_schema(schema)).failure is None
+
+
+def test_matchers_of_one_text_are_independent() -> None:
+    grammar = LLMatcher.grammar_from_regex("ab")
+    first, second = COMPILER.matcher(grammar), COMPILER.matcher(grammar)
+    assert first.accept(COMPILER.tokenize("a"))
+    assert second.accept(COMPILER.tokenize("a"))
+    assert second.accept(COMPILER.tokenize("b"))
+    assert second.stopped
+    assert not first.stopped
+
+
+def test_a_text_is_compiled_once() -> None:
+    compiler = GrammarCompiler(TOKENIZER, 704, [2])
+    good, bad = LLMatcher.grammar_from_regex("ab"), LLMatcher.grammar_from_regex("a(")
+    for _ in range(3):
+        compiler.matcher(good)
+        with pytest.raises(InvalidGrammar):
+            compiler.matcher(bad)
+    assert compiler.compiled == 2
+    for number in range(256):
+        with pytest.raises(InvalidGrammar):
+            compiler.matcher(f"{number}")
+    compiler.matcher(good)
+    assert compiler.compiled == 2 + 256 + 1, "the cache is bounded"
+
+
+def test_the_thread_compiles_and_refuses() -> None:
+    compiler = GrammarCompiler(TOKENIZER, 704, [2])
+    good = compiler.start(LLMatcher.grammar_from_regex("ab"))
+    bad = compiler.start(LLMatcher.grammar_from_regex("a("))
+    end = time.monotonic() + PATIENCE
+    while not (good.ready(0.0) and bad.ready(0.0)):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert good.matcher().legal(compiler.tokenize("a")) == 1
+    with pytest.raises(InvalidGrammar):
+        bad.matcher()
+    compiler.close()
+
+
+def test_a_compilation_ends_at_its_deadline() -> None:
+    waiting = Compilation(Future(), deadline=10.0)
+    assert not waiting.ready(9.0)
+    assert waiting.ready(10.0)
+    with pytest.raises(Overloaded):
+        waiting.matcher()
+
+
+def test_a_tokenizer_that_cannot_be_read_is_the_models_fault() -> None:
+    with pytest.raises(ModelError, match="cannot constrain answers"):
+        GrammarCompiler("{}", 704, [2])
