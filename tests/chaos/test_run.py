@@ -1,4 +1,4 @@
-"""Three minutes of the chaos harness: every invariant holds on 2p2d over TCP with EAGLE-3 and pictures.
+"""Two minutes of the chaos harness: every invariant holds on 2p2d over TCP with EAGLE-3 and pictures.
 
 The seed is fixed but the timing is not: a violation is a defect even if it does not recur. `tests/chaos/run --minutes
 10 --faults 1000` is the long version.
@@ -19,8 +19,8 @@ from tests.chaos.faults import KINDS
 from tests.cluster.harness import ROOT
 
 SEED = 11
-MINUTES = 3
-FAULTS = 300
+MINUTES = 2
+FAULTS = 200
 
 
 @pytest.mark.timeout(1800)

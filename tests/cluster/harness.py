@@ -1,4 +1,4 @@
-"""Real clusters for tests: every process runs as a user would start it, and tests use only HTTP."""
+"""Real clusters for tests: every process has the entry point that users start, and tests use only HTTP."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from typing import Any
 import aiohttp
 import yaml
 
+from tests.cluster import fork_server
 from tests.fakes.waiting import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +68,7 @@ class RunningCluster:
     prefill: int = 1
     decode: int = 1
     config: dict[str, Any] = field(default_factory=dict)  # sections, merged over those of the harness
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[str, fork_server.Started] = field(default_factory=dict)
     held: list[socket.socket] = field(default_factory=list)  # reserved ports
     blocking: tuple[str, ...] = ()  # nodes that `block` can block
     withholding: tuple[str, ...] = ()  # decode nodes: see tests/fakes/withholding_node.py
@@ -164,12 +165,11 @@ class RunningCluster:
         added = [part for row in self.rows for part in row]
         module = ["tests.fakes.with_rows", *added, "--", *module] if added else module
         with (self.directory / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", *module, "--cluster", str(self.file)],
-                cwd=ROOT,
-                env=ENV,
-                stdout=log,
-                stderr=log,
+            module += ["--cluster", str(self.file)]
+            self.processes[name] = (
+                subprocess.Popen([sys.executable, "-m", *module], cwd=ROOT, env=ENV, stdout=log, stderr=log)
+                if name == "router"
+                else fork_server.start(module, ROOT, ENV, log)
             )
 
     def listens_at(self, name: str) -> set[tuple[str, int]]:

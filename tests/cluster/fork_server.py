@@ -1,0 +1,197 @@
+"""Starts nodes of test clusters as forks of a process that has already imported torch, which takes seconds per node.
+
+`start` asks the server of this test process, which runs as `python -m tests.cluster.fork_server`. A fork runs the same
+entry point as `python -m MODULE` does, with the same arguments, environment, directory and log. Starts without a fork
+are tested with the commands of deploy/ and by the chaos runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NoReturn, Protocol
+
+PRELOADED = ("decode_node.build", "prefill_node.build")
+MOST_BYTES = 65_536  # of one order
+
+
+class Started(Protocol):
+    """The part of subprocess.Popen that tests use."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class Fork:
+    """A process that the server forked. The server reports its end through `connection`."""
+
+    def __init__(self, connection: socket.socket, arguments: Sequence[str]) -> None:
+        self._connection = connection
+        self._arguments = list(arguments)
+        self.returncode: int | None = None
+        self.pid = int(connection.recv(64))
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self._read(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._read(timeout)
+        if self.returncode is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired(self._arguments, timeout)
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _read(self, timeout: float | None) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._connection, selectors.EVENT_READ)
+            if not selector.select(timeout):
+                return
+        ended = self._connection.recv(64)
+        assert ended, "the fork server has ended"
+        self.returncode = os.waitstatus_to_exitcode(int(ended))
+        self._connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a fork runs."""
+
+    module: list[str]  # with its arguments
+    directory: str
+    environment: dict[str, str]
+
+    def run(self) -> NoReturn:
+        """Run the module as the main program of this process."""
+        os.chdir(self.directory)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        sys.argv = list(self.module)
+        runpy.run_module(self.module[0], run_name="__main__", alter_sys=True)
+        sys.exit()
+
+
+_server: socket.socket | None = None
+
+
+def start(module: Sequence[str], directory: Path, environment: dict[str, str], log: BinaryIO) -> Fork:
+    """Run `python -m MODULE ...` in a fork of the server, which the first call of a process starts."""
+    global _server
+    if _server is None:
+        _server = _launch(directory, environment)
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    order = {"module": list(module), "directory": str(directory), "environment": environment}
+    with far:
+        socket.send_fds(_server, [json.dumps(order).encode()], [far.fileno(), log.fileno()])
+    return Fork(near, module)
+
+
+def _launch(directory: Path, environment: dict[str, str]) -> socket.socket:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with far:
+        command = [sys.executable, "-m", "tests.cluster.fork_server", str(far.fileno())]
+        process = subprocess.Popen(command, cwd=directory, env=environment, pass_fds=[far.fileno()])
+
+    def end() -> None:
+        near.close()
+        process.wait(60)
+
+    atexit.register(end)
+    return near
+
+
+class _Server:
+    """Takes orders until the test process closes its end, and reaps its forks."""
+
+    def __init__(self, orders: socket.socket) -> None:
+        self._orders = orders
+        self._forks: dict[int, socket.socket] = {}
+        self._ended, waking = socket.socketpair()
+        for each in (self._ended, waking):
+            each.setblocking(False)
+        self._waking = waking
+
+    def serve(self) -> Order | None:
+        """Return the order in a fork, and None in the server when the test process has ended."""
+        signal.set_wakeup_fd(self._waking.fileno())
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        selector = selectors.DefaultSelector()
+        selector.register(self._orders, selectors.EVENT_READ)
+        selector.register(self._ended, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is self._ended:
+                    self._ended.recv(4096)
+                    self._reap()
+                    continue
+                content, descriptors, _, _ = socket.recv_fds(self._orders, MOST_BYTES, 2)
+                if not content:
+                    return None
+                report, log = socket.socket(fileno=descriptors[0]), descriptors[1]
+                pid = os.fork()
+                if pid == 0:
+                    selector.close()
+                    self._become(report, log)
+                    return Order(**json.loads(content))
+                os.close(log)
+                report.send(str(pid).encode())
+                self._forks[pid] = report
+
+    def _reap(self) -> None:
+        for pid in list(self._forks):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with self._forks.pop(pid) as report, contextlib.suppress(OSError):  # nobody waits for it
+                    report.send(str(status).encode())
+
+    def _become(self, report: socket.socket, log: int) -> None:
+        """Leave behind what belongs to the server."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for each in (self._orders, self._ended, self._waking, report, *self._forks.values()):
+            each.close()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+
+
+def main() -> None:
+    """Run the server, or in a fork the module that was ordered."""
+    for name in PRELOADED:
+        __import__(name)
+    order = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
+    if order is not None:
+        order.run()
+
+
+if __name__ == "__main__":
+    main()

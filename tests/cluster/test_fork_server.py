@@ -1,0 +1,38 @@
+"""Forked nodes behave like started ones: log, arguments, exit codes, signals."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import fork_server
+from tests.cluster.harness import ENV, ROOT
+from tests.fakes.waiting import PATIENCE
+
+
+def started(log: Path, *module: str) -> fork_server.Fork:
+    with log.open("ab") as file:
+        return fork_server.start(module, ROOT, ENV, file)
+
+
+def test_a_module_runs_with_its_arguments_and_ends_with_its_exit_code(tmp_path: Path) -> None:
+    log, marked = tmp_path / "log", tmp_path / "marked.json"
+    marked.write_text("[1]")
+    assert started(log, "json.tool", "--compact", str(marked)).wait(PATIENCE) == 0
+    assert log.read_text() == "[1]\n"
+    assert started(log, "decode_node", "--name", "decode-0").wait(PATIENCE) == 2
+    assert "Missing option '--cluster'" in log.read_text()
+
+
+def test_a_fork_is_signalled_and_waited_for(tmp_path: Path) -> None:
+    fork = started(tmp_path / "log", "http.server", "0", "--bind", "127.0.0.1")
+    assert fork.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        fork.wait(0.01)
+    fork.send_signal(signal.SIGKILL)
+    assert fork.wait(PATIENCE) == -signal.SIGKILL
+    fork.terminate()  # signals nobody
+    assert not Path(f"/proc/{fork.pid}").exists()
