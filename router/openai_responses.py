@@ -48,6 +48,8 @@ class Piece:
     tokens: Sequence[OutputToken]
     offsets: Sequence[int]  # per token: characters of this choice's text that precede it
     finish_reason: str | None
+    cached_tokens: int | None = None  # in the first piece: prompt tokens found in the prefix cache
+    stop_string: str | None = None  # the stop string that has ended the text
 
 
 class Format(ABC):

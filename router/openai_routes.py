@@ -13,21 +13,21 @@ from aiohttp import web
 
 from common.errors import ClientGone, InternalError, InvalidRequest, RequestError
 from common.observability.logs import Log
+from router.answer_form import AnswerForm, ShowChat, ShowCompletion
 from router.auth import admission_key
 from router.client import cache_salt, client_key
 from router.generation import AnswerComplete, Batch, GenerationRequest, Generator, PromptImage
 from router.http_errors import body_of, defect, request_id_key
 from router.images import Images
 from router.json_answer import WRITE_TIMEOUT, send_json
+from router.openai_form import OpenAiForm
 from router.openai_responses import (
     CHAT_ID,
     COMPLETION_ID,
     ChatFormat,
     CompletionFormat,
-    Format,
     Piece,
     Usage,
-    error_event,
     usage_field,
 )
 from router.openai_schema import (
@@ -50,12 +50,11 @@ from router.request_checks import (
     check_prompt,
     sampling_params,
 )
-from router.sse import DONE, SseWriter
+from router.sse import SseWriter
 from router.text_service import TextService
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
 from router.turns import Turns
-from router.whole_answers import WholeChoice, whole_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +63,11 @@ class Choice:
 
     request: GenerationRequest
     text: TextStream
+
+
+def prompt_lengths(choices: Sequence[Choice]) -> list[int]:
+    """The number of prompt tokens of each choice."""
+    return [len(choice.request.token_ids) for choice in choices]
 
 
 class OpenAiRoutes:
@@ -102,13 +106,18 @@ class OpenAiRoutes:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         await self._turns.wait()
         async with received(request) as memory:
-            body = await self._texts.read_chat(memory.take())
-            model = self._model()
-            with self._counted():
-                return await self._chat(request, body, model, memory)
+            return await self.answer_chat(request, await self._texts.read_chat(memory.take()), memory)
+
+    async def answer_chat(
+        self, request: web.Request, body: ChatRequest, memory: Received, show: ShowChat = OpenAiForm
+    ) -> web.StreamResponse:
+        """Answer a chat. `show` makes the form of the answer for an API other than OpenAI's chat completions."""
+        model = self._model()
+        with self._counted():
+            return await self._chat(request, body, model, memory, show)
 
     async def _chat(
-        self, request: web.Request, body: ChatRequest, model: ServedModel, memory: Received
+        self, request: web.Request, body: ChatRequest, model: ServedModel, memory: Received, show: ShowChat
     ) -> web.StreamResponse:
         _check(body, model)
         if body.top_logprobs and not body.logprobs:
@@ -132,7 +141,7 @@ class OpenAiRoutes:
         identity = CHAT_ID + request[request_id_key]
         form = ChatFormat(identity, model.name, int(time.time()), self._tokenizer, logprobs)
         with self._images.hold(images):
-            return await self._answer(request, body, form, choices)
+            return await self._answer(request, body, show(form, prompt_lengths(choices)), choices)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         await self._turns.wait()
@@ -140,10 +149,23 @@ class OpenAiRoutes:
             model = self._model()
             with self._counted():
                 body = await self._texts.read_completion(memory.take(), model.max_model_len)
-                return await self._complete(request, body, model, memory)
+                return await self._complete(request, body, model, memory, OpenAiForm)
+
+    async def answer_completion(
+        self, request: web.Request, body: CompletionRequest, memory: Received, show: ShowCompletion
+    ) -> web.StreamResponse:
+        """Answer prompts of an API other than OpenAI's completions; `show` makes the form of the answer."""
+        model = self._model()
+        with self._counted():
+            return await self._complete(request, body, model, memory, show)
 
     async def _complete(
-        self, request: web.Request, body: CompletionRequest, model: ServedModel, memory: Received
+        self,
+        request: web.Request,
+        body: CompletionRequest,
+        model: ServedModel,
+        memory: Received,
+        show: ShowCompletion,
     ) -> web.StreamResponse:
         _check(body, model)
         logprobs = check_logprobs(body.logprobs, "logprobs")
@@ -165,7 +187,7 @@ class OpenAiRoutes:
             await asyncio.sleep(0)  # let other tasks run between many prompts
         identity = COMPLETION_ID + request[request_id_key]
         form = CompletionFormat(identity, model.name, int(time.time()), self._tokenizer, logprobs)
-        return await self._answer(request, body, form, choices)
+        return await self._answer(request, body, show(form, prompt_lengths(choices)), choices)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -218,20 +240,25 @@ class OpenAiRoutes:
         return Choice(asked, text)
 
     async def _answer(
-        self, request: web.Request, body: SharedFields, form: Format, choices: Sequence[Choice]
+        self, request: web.Request, body: SharedFields, form: AnswerForm, choices: Sequence[Choice]
     ) -> web.StreamResponse:
-        usage = Usage(prompt_tokens=sum(len(choice.request.token_ids) for choice in choices))
+        usage = Usage(prompt_tokens=sum(prompt_lengths(choices)))
         request[admission_key].begin(len(choices), usage)
         if body.stream:
             return await self._stream(request, body, form, choices, usage)
-        whole = [WholeChoice(form, index) for index in range(len(choices))]
+        whole = form.collector(len(choices))
         async with aclosing(self._pieces(choices, usage)) as pieces:
             async for piece in pieces:
-                whole[piece.index].add(piece)
-        return await send_json(request, await whole_answer(form, whole, usage), self._write_timeout)
+                whole.add(piece)
+        return await send_json(request, await whole.parts(usage), self._write_timeout)
 
     async def _stream(
-        self, request: web.Request, body: SharedFields, form: Format, choices: Sequence[Choice], usage: Usage
+        self,
+        request: web.Request,
+        body: SharedFields,
+        form: AnswerForm,
+        choices: Sequence[Choice],
+        usage: Usage,
     ) -> web.StreamResponse:
         options = body.stream_options
         every = bool(options and options.continuous_usage_stats)
@@ -250,15 +277,14 @@ class OpenAiRoutes:
                             await writer.start()
                             events = form.opening(len(choices), reported) + events
                         await writer.send(events)
-                    return await writer.finish((form.last_event(usage) if at_end else b"") + DONE)
+                    return await writer.finish(form.ending(usage, at_end))
                 except ClientGone:
                     raise
                 except Exception as error:
                     if not writer.started:
                         raise
                     known = error if isinstance(error, RequestError) else defect(self._log, request)
-                    # No [DONE]: the answer is incomplete.
-                    return await writer.finish(error_event(body_of(known)))
+                    return await writer.finish(form.failure(body_of(known)))
         except ClientGone as error:
             self._log.info(str(error), request_id=request[request_id_key])
             return writer.abandon()
@@ -311,7 +337,15 @@ class OpenAiRoutes:
                 if stopped:
                     with suppress(AnswerComplete, StopAsyncIteration):
                         await deltas.athrow(AnswerComplete())  # frees the nodes
-                yield Piece(index, new, tokens, text.offsets, text.finish_reason)
+                yield Piece(
+                    index,
+                    new,
+                    tokens,
+                    text.offsets,
+                    text.finish_reason,
+                    delta.cached_tokens,
+                    text.stop_string,
+                )
                 if stopped:
                     return
         if text.finish_reason is None:

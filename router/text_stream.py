@@ -30,6 +30,7 @@ class TextStream:
         # for the last push, per counted token: characters of the answer that precede it
         self.offsets: list[int] = []
         self.finish_reason: str | None = None
+        self.stop_string: str | None = None  # the one that has ended the text
 
     def push(
         self, tokens: Sequence[OutputToken], finish_reason: str | None
@@ -59,5 +60,5 @@ class TextStream:
             return piece
         text = self._stops.push(piece, armed=self.completion_tokens > self._min_tokens)
         if self._stops.matched is not None:
-            self.finish_reason = FINISH_STOP
+            self.finish_reason, self.stop_string = FINISH_STOP, self._stops.matched
         return text

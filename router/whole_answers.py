@@ -53,6 +53,21 @@ class WholeChoice:
         ]
 
 
+class WholeAnswer:
+    """All choices of the answer; `add` pieces as they arrive."""
+
+    def __init__(self, form: Format, choices: int) -> None:
+        self._form = form
+        self._choices = [WholeChoice(form, index) for index in range(choices)]
+
+    def add(self, piece: Piece) -> None:
+        self._choices[piece.index].add(piece)
+
+    async def parts(self, usage: Usage) -> list[bytes]:
+        """Return the body as consecutive parts."""
+        return await whole_answer(self._form, self._choices, usage)
+
+
 async def whole_answer(form: Format, choices: list[WholeChoice], usage: Usage) -> list[bytes]:
     """Return the body as consecutive parts. Long texts are encoded in separate turns of the event loop."""
     parts, since = [form.before_choices()], 0

@@ -1,0 +1,47 @@
+"""The interface of an API's answers: how pieces of generated text become JSON or server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from router.openai_responses import ChatFormat, CompletionFormat, Piece, Usage
+
+
+class Collector(Protocol):
+    """Builds a complete answer."""
+
+    def add(self, piece: Piece) -> None:
+        """Add a piece; those of one choice arrive in order."""
+        ...
+
+    async def parts(self, usage: Usage) -> list[bytes]:
+        """Return the body as consecutive parts. Called once, when all choices have finished."""
+        ...
+
+
+class AnswerForm(Protocol):
+    """The answers of one API. A request is either streamed (the first four methods) or collected."""
+
+    def opening(self, choices: int, usage: bytes) -> bytes:
+        """Events that precede the first token. `usage` is the usage member of each event, for OpenAI's chunks."""
+        ...
+
+    def events(self, piece: Piece, usage: bytes) -> bytes:
+        """The events of a piece; b"" while its text is held back."""
+        ...
+
+    def ending(self, usage: Usage, with_usage: bool) -> bytes:
+        """The events after the last piece. `with_usage`: stream_options.include_usage asks for the token counts."""
+        ...
+
+    def failure(self, body: dict[str, Any]) -> bytes:
+        """The events that end an incomplete answer. `body` is the error as the body of a response."""
+        ...
+
+    def collector(self, choices: int) -> Collector: ...
+
+
+# Make the form of another API around OpenAI's; the list has the number of prompt tokens of each choice.
+ShowChat = Callable[[ChatFormat, Sequence[int]], AnswerForm]
+ShowCompletion = Callable[[CompletionFormat, Sequence[int]], AnswerForm]
