@@ -78,6 +78,12 @@ def config_of(shape: str) -> dict[str, Any]:
     return {**outer, **raw["text_config"], "architectures": [name]}
 
 
+def config_at(raw: Mapping[str, Any]) -> ModelConfig:
+    """Return what the engine reads of a config.json. Raises ModelError."""
+    with _directory(raw) as path:
+        return ModelConfig.load(path)
+
+
 def loaded(path: Path, draft: Path, steps: int, device: torch.device) -> Pair:
     """Load a target and its draft from Hugging Face directories."""
     config = ModelConfig.load(path)
@@ -89,8 +95,7 @@ def loaded(path: Path, draft: Path, steps: int, device: torch.device) -> Pair:
 
 def target(raw: Mapping[str, Any], seed: int, device: torch.device) -> CausalLM:
     """Construct a target in memory."""
-    with _directory(raw) as path:
-        config = ModelConfig.load(path)
+    config = config_at(raw)
     return _target(config, _tensors(config, seed, device), ())
 
 

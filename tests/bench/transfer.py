@@ -18,6 +18,11 @@ by layer, compared in one run with the same forward whose pages are sent after i
   launch   cost of the launch to the sending loop
   behind   from the end of the forward to the last page's ticket
 
+With `--shape` (see `shapes.py`) the planes are those of another model, for example qwen3.5-35b-a3b, and a room's time
+is measured with its per-request planes and without:
+
+  state    MiB of them, sent as a whole after the last page; "added" is what they add to "room"
+
 The floors are measured in the same run: for two GPUs one contiguous copy by the driver, for one GPU half of what a
 contiguous device copy reads and writes, for the CPU a memcpy.
 """
@@ -35,14 +40,26 @@ from typing import Any
 
 import torch
 
+from common.kv_cache.plane import Kept
+from common.kv_cache.pool_spec import PoolSpec, pool_spec
 from kv_transfer.pair_plan import pair_plan
 from kv_transfer.transport.base import Window
 from tests.bench.environment import describe
+from tests.bench.shapes import config_at, config_of
 from tests.fakes.transfer_rig import Rig
 
 PAGE = 16
 LAYERS = [(8, 128)] * 32
 LISTS = 9
+STATES = 4  # state slots of each side
+
+
+def shape_spec(shape: str) -> PoolSpec:
+    """Return the planes of a model that keeps a state per request, without a draft."""
+    spec = pool_spec(config_at(config_of(shape)), None, PAGE, "bfloat16")
+    if not spec.state_bytes:
+        raise SystemExit(f"{shape} keeps no state per request")
+    return spec
 
 
 def page_lists(rig: Rig, count: int, rng: random.Random) -> list[tuple[list[int], list[int]]]:
@@ -117,6 +134,53 @@ def run(name: str, devices: tuple[str, str], sizes: Sequence[int], checksums: bo
     return found
 
 
+def run_state(
+    name: str, devices: tuple[str, str], spec: PoolSpec, sizes: Sequence[int], checksums: bool
+) -> list[dict[str, Any]]:
+    """Return the medians of rooms with and without the per-request planes of `spec`, over the same pages."""
+    transport, count = name.partition(" ")[0], -(-max(sizes) // PAGE) + 8
+    paged = tuple(plane for plane in spec.planes if plane.kept is Kept.PAGED)
+    rooms: list[list[float]] = []
+    for planes in (PoolSpec(PAGE, paged), spec):
+        slots = range(1, STATES + 1) if planes.state_bytes else [0]
+        rig = Rig(
+            transport,
+            devices,
+            pages=(count, count),
+            page_size=PAGE,
+            checksums=checksums,
+            spec=planes,
+            slots=STATES + 1,
+        )
+        rng = random.Random(7)
+        try:
+            while not rig.send_room([1], [1], slot=slots[0])["arrived"]:
+                pass
+            rooms.append([])
+            for tokens in sizes:
+                found = [
+                    rig.send_room(src, dst, slot=slots[index % len(slots)])
+                    for index, (src, dst) in enumerate(page_lists(rig, -(-tokens // PAGE), rng))
+                ]
+                assert not any(room["lost"] for room in found)
+                rooms[-1].append(1e6 * statistics.median(room["arrived"] - room["begun"] for room in found))
+        finally:
+            rig.close()
+    return [
+        {
+            "transport": name,
+            "tokens": tokens,
+            "checksums": checksums,
+            "pages_mib": -(-tokens // PAGE) * spec.page_bytes / (1 << 20),
+            "state_mib": spec.state_bytes / (1 << 20),
+            "pages_us": without,
+            "room_us": whole,
+            "added_us": whole - without,
+        }
+        for tokens, without, whole in zip(sizes, *rooms, strict=True)
+    ]
+
+
 def floors(gpus: int) -> dict[str, float]:
     """Measure the GB/s in one direction of contiguous copies of 1 GiB (256 MiB on the CPU)."""
     found = {}
@@ -149,6 +213,12 @@ HEAD = (
 
 def line(row: dict[str, Any]) -> str:
     sums = "yes" if row["checksums"] else "no"
+    if "state_mib" in row:
+        return (
+            f"{row['transport']:<34}{row['tokens']:>7}{row['pages_mib']:>7.0f}{sums:>6}  without state us "
+            f"{row['pages_us']:.0f}, with {row['state_mib']:.1f} MiB of state {row['room_us']:.0f}, added "
+            f"{row['added_us']:.0f}"
+        )
     if "by" in row:
         return (
             f"{row['transport'] + ', forward by ' + row['by']:<34}{row['tokens']:>7}{sums:>13}"
@@ -166,8 +236,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--transports", nargs="+", default=["cuda_ipc", "shm", "tcp"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[64, 512, 2048, 8192])
+    parser.add_argument("--shape", help="a model that keeps a state per request, with its bf16 planes")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    spec = None if arguments.shape is None else shape_spec(arguments.shape)
     gpus = torch.cuda.device_count()
     plans: list[tuple[str, tuple[str, str]]] = []
     for name in arguments.transports:
@@ -181,7 +253,10 @@ def main() -> None:
     for name, devices in plans:
         sizes = arguments.tokens if devices[0] != "cpu" else [t for t in arguments.tokens if t <= 2048]
         for checksums in (True, False):
-            rows = run(name, devices, sizes, checksums)
+            if spec is None:
+                rows = run(name, devices, sizes, checksums)
+            else:
+                rows = run_state(name, devices, spec, sizes, checksums)
             for row in rows:
                 print(line(row), flush=True)
             result["rows"] += rows

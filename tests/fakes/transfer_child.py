@@ -19,6 +19,7 @@ import zmq
 
 from common.config.transports import transport_kind
 from common.kv_cache.pool_layout import PoolLayout
+from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.events import Delivered, SlotsGranted, TransferLost
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.layer_send import RoomPages
@@ -43,15 +44,19 @@ def pattern(nbytes: int, seed: int, device: torch.device | str) -> torch.Tensor:
 
 
 def build_layout(config: dict[str, Any], num_pages: int, side: str = "src") -> PoolLayout:
+    ranks = config.get("ranks", {}).get(side, (0, 1))
+    if config.get("spec") is not None:
+        spec, (rank, size) = msgspec.convert(config["spec"], PoolSpec), ranks
+        return PoolLayout(
+            fingerprint="m",
+            spec=spec,
+            num_pages=num_pages,
+            num_slots=config["slots"] if spec.state_bytes else 0,
+            tp_rank=rank,
+            tp_size=size,
+        )
     layers = [tuple(layer) for layer in config["layers"]]
-    return layers_layout(
-        "m",
-        config["dtype"],
-        config["page_size"],
-        num_pages,
-        layers,
-        *config.get("ranks", {}).get(side, (0, 1)),
-    )
+    return layers_layout("m", config["dtype"], config["page_size"], num_pages, layers, *ranks)
 
 
 def make_current(name: str) -> int | None:
@@ -145,7 +150,8 @@ class SenderChild:
             else:
                 self.sender.send_pages(event.room, command["src"], 0)
             command["posted"] = time.monotonic()
-            self.sender.finish(event.room, HandoffRecord(first_token=7, num_tokens=9))
+            record = HandoffRecord(first_token=7, num_tokens=9)
+            self.sender.finish(event.room, record, command.get("slot", 0))
             return
         command["ended"] = time.monotonic()
         del command["src"]

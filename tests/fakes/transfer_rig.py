@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from common.config.transports import transport_kind
+from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.events import Arrived, ReceiverEvent
 from kv_transfer.handoff_record import record_bytes
 from kv_transfer.limits import TransferLimits
@@ -40,6 +41,10 @@ class Rig:
     """The two ends. `devices` and tensor-parallel `ranks` (rank, size) are those of sender and receiver.
 
     `arrived` holds the time at which each room arrived.
+
+    Args:
+        layers: (KV heads, head_dim) of the attention layers.
+        spec: planes instead of those of `layers`, with `slots` slots of those that are kept per request.
     """
 
     def __init__(
@@ -52,6 +57,8 @@ class Rig:
         page_size: int = 16,
         checksums: bool = True,
         ranks: tuple[tuple[int, int], tuple[int, int]] = ((0, 1), (0, 1)),
+        spec: PoolSpec | None = None,
+        slots: int = 2,
     ) -> None:
         self.directory = tempfile.mkdtemp(prefix="tandem-rig-")
         limits = TransferLimits(record_bytes=record_bytes(pages[1]), verify_checksums=checksums)
@@ -65,6 +72,8 @@ class Rig:
             "dtype": "bfloat16",
             "page_size": page_size,
             "layers": [list(layer) for layer in layers],
+            "spec": msgspec.to_builtins(spec),
+            "slots": slots,
             "src_pages": pages[0],
             "dst_pages": pages[1],
             "seed": SEED,
@@ -139,10 +148,11 @@ class Rig:
     def send_room(self, src: Sequence[int], dst: Sequence[int], **how: Any) -> dict[str, Any]:
         """Transfer one room until Arrived or failure. Returns the child's times, plus "arrived".
 
-        `told`: number of layers that the child announces while it computes these pages.
+        `told`: number of layers that the child announces while it computes these pages. `slot`: the state slot, on both
+        sides, of a spec that has per-request planes.
         """
         room, self.next_room = self.next_room, self.next_room + 1
-        self.receiver.open(room, (self.config["sender"],), dst, 0)
+        self.receiver.open(room, (self.config["sender"],), dst, 0, state_slot=how.get("slot", 0))
         found = self.ask("room", room=room, src=list(src), **how)
         until = time.monotonic() + PATIENCE
         while room not in self.arrived and time.monotonic() < until and not found["lost"]:
