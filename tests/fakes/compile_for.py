@@ -270,7 +270,9 @@ def gated_delta(dtype: torch.dtype) -> None:
     conv, recurrent = torch.zeros(3, channels, 3, dtype=dtype), torch.empty(3, heads, key, value)
     projected, row = torch.empty(8, inputs + heads * value, dtype=dtype), torch.zeros(2, dtype=torch.int64)
     starts, lengths = torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    delta_extend_triton(projected, *weights, 1e-6, conv, recurrent, row, starts, lengths)
+    saves = torch.zeros(2, 2, 2, dtype=torch.int64)
+    for saved in (None, saves):
+        delta_extend_triton(projected, *weights, 1e-6, conv, recurrent, row, starts, lengths, saved)
     window = torch.zeros(3, 4, inputs, dtype=dtype)
     delta_step_triton(projected, *weights, 1e-6, conv, recurrent, window, row, row, row)
     delta_step_triton(

@@ -32,7 +32,7 @@ def gated_delta(
     kept = planes["conv"], planes["recurrent"]
     if batch.mode is ForwardMode.EXTEND:
         lengths = batch.query_start, batch.seq_lens
-        out: Tensor = named(EXTEND)(projected, *weights, eps, *kept, at.slots, *lengths)
+        out: Tensor = named(EXTEND)(projected, *weights, eps, *kept, at.slots, *lengths, at.saves)
     else:
         window = at.windows[layer]
         out = named(STEP)(projected, *weights, eps, *kept, window, at.slots, at.rows, at.pending)

@@ -36,6 +36,9 @@ class BatchState:
     """
 
     slots: Tensor  # [B] int64 of the per-request planes; 0: padding
+    # EXTEND only: [B, n, 2] int64, (slot, count): the state after `count` of the new tokens is also stored in that
+    # slot; slot 0: nothing is stored. Counts are multiples of the mixers' chunks. None: no state is saved.
+    saves: Tensor | None = None
     # Below: DECODE and VERIFY only.
     rows: Tensor | None = None  # [B] int64 of `windows`; 0: padding
     pending: Tensor | None = None  # [B] int64: accepted tokens in the window that the state does not hold

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.engine.ops.delta_saves import save_columns, save_state
 from common.engine.ops.triton_kernel import (
     await_previous,
     cdiv,
@@ -47,12 +48,14 @@ def _delta_inputs_kernel(  # type: ignore[no-untyped-def]
     slots_ptr,  # [B]
     starts_ptr,  # [B + 1]
     lengths_ptr,  # [B]
+    saves_ptr,  # [B, SAVES, 2]
     out_ptr,  # [T, C]
     row_stride,
     requests,
     channels,
     REQUESTS: tl.constexpr,  # at least `requests`
     CHUNK: tl.constexpr,
+    SAVES: tl.constexpr,
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
@@ -83,6 +86,11 @@ def _delta_inputs_kernel(  # type: ignore[no-untyped-def]
     dtype = out_ptr.dtype.element_ty
     place = out_ptr + token.to(tl.int64)[:, None] * channels + channel[None, :]
     tl.store(place, (total / (1.0 + tl.exp(-total))).to(dtype), mask=both)
+    if SAVES:
+        place = projected_ptr + at * row_stride.to(tl.int64) + channel
+        save_columns(
+            place, row_stride, conv_ptr, saves_ptr, request, at - begin, channel, channels, SAVES, CHUNK
+        )
     if (at == begin) & (slot > 0):
         last = projected_ptr + (end - 3) * row_stride.to(tl.int64) + channel
         count = end - begin
@@ -180,6 +188,7 @@ def _delta_scan_kernel(  # type: ignore[no-untyped-def]
     slots_ptr,  # [B]
     starts_ptr,  # [B + 1]
     lengths_ptr,  # [B]
+    saves_ptr,  # [B, SAVES, 2]
     out_ptr,  # [T, Hv * dv]
     channels,
     HEADS: tl.constexpr,
@@ -187,6 +196,7 @@ def _delta_scan_kernel(  # type: ignore[no-untyped-def]
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     CHUNK: tl.constexpr,
+    SAVES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -235,6 +245,12 @@ def _delta_scan_kernel(  # type: ignore[no-untyped-def]
         faded = key * tl.exp(last - since)[:, None]
         state = tl.dot(tl.trans(faded), added, state * tl.exp(last), input_precision="tf32x3")
         chunk += 1
+        if SAVES:
+            offset = head * KEY * VALUE + key_dim[:, None] * VALUE + value_dim[None, :]
+            size = HEADS * KEY * VALUE
+            save_state(
+                recurrent_ptr, saves_ptr, request, first - begin, offset, size, state, inside, SAVES, CHUNK
+            )
     if slot > 0:
         tl.store(states, state, mask=inside)
 
@@ -285,6 +301,7 @@ def delta_extend_triton(
     slots: Tensor,
     starts: Tensor,
     lengths: Tensor,
+    saves: Tensor | None = None,
 ) -> Tensor:
     """Compute `delta_extend_reference` on a GPU."""
     tokens, requests, channels = projected.shape[0], slots.shape[0], conv.shape[1]
@@ -300,6 +317,12 @@ def delta_extend_triton(
     assert lengths.shape == (requests,), f"{tuple(lengths.shape)} lengths of {requests} requests"
     for each in (taps, a_log, dt_bias, norm, conv, recurrent, slots, starts, lengths):
         assert each.is_contiguous(), "weights, planes and indices must be contiguous"
+    count = 0 if saves is None else saves.shape[1]
+    if saves is not None:
+        assert saves.shape == (requests, count, 2), f"{tuple(saves.shape)} saves of {requests} requests"
+        assert saves.dtype == torch.int64, "slots and counts are int64"
+        assert saves.is_contiguous(), "a slot and its count are adjacent"
+    saved = slots if saves is None else saves
     assert recurrent.dtype == torch.float32, "states are float32"
     assert conv.dtype == projected.dtype, "kept inputs have the dtype of new ones"
     out = projected.new_empty((tokens, heads * value))
@@ -317,12 +340,13 @@ def delta_extend_triton(
     part = min(block_v, VALUES)
     stride = projected.stride(0)
     _delta_inputs_kernel[(chunks, cdiv(channels, COLUMNS))](
-        *(projected, taps, conv, slots, starts, lengths, convolved),
+        *(projected, taps, conv, slots, starts, lengths, saved, convolved),
         stride,
         requests,
         channels,
         REQUESTS=most,
         CHUNK=CHUNK,
+        SAVES=count,
         BLOCK=COLUMNS,
         num_warps=4,
         **options,
@@ -339,8 +363,9 @@ def delta_extend_triton(
         **options,
     )
     _delta_scan_kernel[(requests, heads, cdiv(value, part))](
-        *(convolved, fresh, through, since, recurrent, slots, starts, lengths, out),
+        *(convolved, fresh, through, since, recurrent, slots, starts, lengths, saved, out),
         channels,
+        SAVES=count,
         BLOCK_V=part,
         num_warps=4,
         num_stages=1,

@@ -32,6 +32,7 @@ def delta_extend_reference(
     slots: Tensor,
     starts: Tensor,
     lengths: Tensor,
+    saves: Tensor | None = None,
 ) -> Tensor:
     """Return [T, Hv * dv], the gated outputs of the new tokens of B requests; zero past the last of them.
 
@@ -46,6 +47,8 @@ def delta_extend_reference(
         starts: [B + 1] int32, prefix sums of new tokens; rows from starts[B] on are padding.
         lengths: [B] int32, tokens of each request including the new ones. A slot whose request has only new tokens
             may hold anything.
+        saves: [B, n, 2] int64: (slot, count) pairs. The state after `count` of the new tokens, a multiple of CHUNK,
+            is also stored in that slot; slot 0: nothing is stored.
     """
     heads, channels, starts = recurrent.shape[1], conv.shape[1], starts.to(torch.int64)
     shape = (heads, recurrent.shape[2], recurrent.shape[3])
@@ -67,7 +70,9 @@ def delta_extend_reference(
 
     grid = _Grid.of(starts, index.shape[0])
     state = torch.where(begun[:, None, None, None], recurrent.index_select(0, slots), 0)
-    out, state = _scan(grid, grid.cut(tokens), state)
+    if saves is not None:
+        _save_columns(x, conv, starts, saves)
+    out, state = _scan(grid, grid.cut(tokens), state, recurrent, saves)
     recurrent.index_copy_(0, slots, torch.where((slots > 0)[:, None, None, None], state, 0))
     chunk = grid.first.index_select(0, owner) + place // CHUNK
     rows = out.transpose(1, 2).flatten(0, 1)  # [chunks * CHUNK, Hv, dv]
@@ -92,12 +97,22 @@ def _ending(x: Tensor, columns: Tensor, ends: Tensor, counts: Tensor, back: int)
     return torch.where((counts >= back)[:, None], new, old)
 
 
+def _save_columns(x: Tensor, conv: Tensor, starts: Tensor, saves: Tensor) -> None:
+    """Store the last three inputs before each place that `saves` names."""
+    slots, tokens = saves.unbind(-1)  # [B, n] each
+    ends = starts[:-1, None] + tokens
+    rows = ends[..., None] + torch.arange(-3, 0, device=x.device)  # [B, n, 3]
+    columns = x.index_select(0, rows.clamp(min=0).flatten()).view(*rows.shape, -1).transpose(-1, -2)
+    columns = torch.where((slots > 0)[..., None, None], columns, 0)
+    conv.index_copy_(0, slots.flatten(), columns.flatten(0, 1))
+
+
 class _Grid(NamedTuple):
     """The chunks of a batch."""
 
     first: Tensor  # [B] number of each request's first chunk
     owner: Tensor  # [chunks] request
-    begins: Tensor  # [chunks] bool: the first chunk of its request
+    within: Tensor  # [chunks] index of a chunk among those of its request
     token: Tensor  # [chunks, CHUNK] row of each token
     held: Tensor  # [chunks, CHUNK] bool: there is such a token
 
@@ -112,7 +127,7 @@ class _Grid(NamedTuple):
         begin = starts.index_select(0, owner) + within * CHUNK
         token = begin[:, None] + torch.arange(CHUNK, device=starts.device)
         held = token < starts.index_select(0, owner + 1)[:, None]
-        return cls(first, owner, within == 0, token.clamp(max=tokens - 1), held)
+        return cls(first, owner, within, token.clamp(max=tokens - 1), held)
 
     def cut(self, tokens: DeltaHeads) -> DeltaHeads:
         """Return the tokens by chunks, [chunks, Hv, CHUNK, ...]; zero where there is none, which changes no state."""
@@ -123,8 +138,13 @@ class _Grid(NamedTuple):
         return torch.where(held, values[self.token], 0).transpose(1, 2)
 
 
-def _scan(grid: _Grid, tokens: DeltaHeads, states: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs [chunks, Hv, CHUNK, dv], and the states [B, Hv, dk, dv] after each request."""
+def _scan(
+    grid: _Grid, tokens: DeltaHeads, states: Tensor, recurrent: Tensor, saves: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs [chunks, Hv, CHUNK, dv], and the states [B, Hv, dk, dv] after each request.
+
+    Stores the states that `saves` names in `recurrent`.
+    """
     query, key, value, beta, decay = tokens
     since = decay.cumsum(-1)  # [chunks, Hv, CHUNK] from the start of the chunk
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).triu(1)
@@ -141,11 +161,16 @@ def _scan(grid: _Grid, tokens: DeltaHeads, states: Tensor) -> tuple[Tensor, Tens
     done, state, outputs = states.clone(), states[:1], []
     for chunk in range(len(key)):
         at = grid.owner[chunk : chunk + 1]
-        state = torch.where(grid.begins[chunk], states.index_select(0, at), state)
+        state = torch.where(grid.within[chunk] == 0, states.index_select(0, at), state)
         added = fresh[chunk] - through[chunk] @ state
         outputs.append(query[chunk] @ state + inside[chunk] @ added)
         state = left[chunk] * state + key[chunk].mT @ added
         done.index_copy_(0, at, state)
+        if saves is not None:
+            slots, counts = saves.index_select(0, at)[0].unbind(-1)  # [n] each
+            into = torch.where(counts == (grid.within[chunk] + 1) * CHUNK, slots, 0)
+            kept = torch.where((into > 0)[:, None, None, None], state, 0)
+            recurrent.index_copy_(0, into, kept)
     return torch.cat(outputs), done
 
 
@@ -167,6 +192,7 @@ def _fake(
     slots: Tensor,
     starts: Tensor,
     lengths: Tensor,
+    saves: Tensor | None = None,
 ) -> Tensor:
     return projected.new_empty((projected.shape[0], recurrent.shape[1] * recurrent.shape[3]))
 
@@ -183,11 +209,12 @@ def _cuda(
     slots: Tensor,
     starts: Tensor,
     lengths: Tensor,
+    saves: Tensor | None = None,
 ) -> Tensor:
     """Run the kernels, or the reference on a GPU whose shared memory does not hold their tiles."""
     room = room_of(projected.device).shared_bytes
     run = delta_extend_triton if room >= SHARED_BYTES else delta_extend_reference
-    return run(projected, taps, a_log, dt_bias, norm, eps, conv, recurrent, slots, starts, lengths)
+    return run(projected, taps, a_log, dt_bias, norm, eps, conv, recurrent, slots, starts, lengths, saves)
 
 
 delta_extend = register_op(

@@ -57,7 +57,7 @@ class StateRows:
         """
         pending = seq_len - self.held.index_select(0, rows)
         self.held.index_copy_(0, rows, torch.where(rows > 0, seq_len, 0))
-        return BatchState(self.slots.index_select(0, rows), rows, pending, self.windows)
+        return BatchState(self.slots.index_select(0, rows), rows=rows, pending=pending, windows=self.windows)
 
     def copy_row_out(self, row: int) -> list[Tensor]:
         """Copy how many tokens the state holds, and the window, to the host."""

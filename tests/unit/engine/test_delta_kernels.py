@@ -19,7 +19,7 @@ pytestmark = [
 ]
 DTYPES = [torch.float32, torch.float16]
 EPS = 1e-3
-SLOTS = 6
+SLOTS = 7
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -100,6 +100,38 @@ def test_a_launcher_checks_its_arguments() -> None:
     ):
         with pytest.raises(AssertionError, match=said):
             delta_step_triton(layer.tokens(tokens), *layer.weights, layer.conv, states, kept, one, one, one)
+
+
+def test_states_inside_a_prompt_are_saved() -> None:
+    """A saved state is that of a prompt which ends there; a prompt that goes on from it returns the same rows."""
+    layer = Layer(3, 3, 8, 12, torch.float32)
+    counts, slots = torch.tensor([200, 64, 130]), torch.tensor([1, 2, 3])
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    lengths = (counts + torch.tensor([64, 0, 0])).int()
+    saves = torch.tensor([[[4, 128], [5, 192]], [[0, 0], [0, 0]], [[0, 64], [6, 128]]])
+    projected = layer.tokens(int(counts.sum()))
+    for run in (delta_extend_reference, delta_extend_triton):
+        planes = layer.conv.clone(), layer.recurrent.clone()
+        out = run(projected, *layer.weights, *planes, slots, starts, lengths, saves)
+        plain = layer.conv.clone(), layer.recurrent.clone()
+        close(out, run(projected, *layer.weights, *plain, slots, starts, lengths))
+        for request, slot, tokens in ((0, 4, 128), (0, 5, 192), (2, 6, 128)):
+            mine = projected[int(starts[request]) :]
+            at, begin = slots[request : request + 1], int(starts[request])
+            ends, before = torch.tensor([0, tokens]).int(), lengths[request : request + 1] - counts[request]
+            short = layer.conv.clone(), layer.recurrent.clone()
+            run(mine[:tokens], *layer.weights, *short, at, ends, (before + tokens).int())
+            for saved, single in zip(planes, short, strict=True):
+                close(saved[slot], single[at[0]])
+            rest = int(counts[request]) - tokens
+            ends, into = torch.tensor([0, rest]).int(), torch.tensor([slot])
+            after = run(
+                mine[tokens : tokens + rest],
+                *(*layer.weights, *planes, into, ends, lengths[request : request + 1]),
+            )
+            close(after, out[begin + tokens : begin + tokens + rest])
+        assert not planes[0][0].any()
+        assert not planes[1][0].any()
 
 
 # (new tokens, tokens before them, slot) of each request

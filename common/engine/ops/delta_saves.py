@@ -1,0 +1,50 @@
+"""Parts of the kernels of `delta_extend` that store the states inside a prompt which its `saves` name."""
+
+from __future__ import annotations
+
+from common.engine.ops.triton_kernel import kernel, tl
+
+
+@kernel
+def save_columns(  # type: ignore[no-untyped-def]
+    place,  # of some channels of the chunk's first token
+    row_stride,
+    conv_ptr,  # [slots, C, 3]
+    saves_ptr,  # [B, SAVES, 2]
+    request,
+    before,  # new tokens of the request before this chunk
+    channel,
+    channels,
+    SAVES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Store the last three inputs of a whole chunk in the slots that save the state after it."""
+    for index in tl.static_range(SAVES):
+        save = saves_ptr + (request * SAVES + index) * 2
+        slot = tl.load(save)
+        if (slot > 0) & (tl.load(save + 1) == before + CHUNK):
+            columns = conv_ptr + slot * channels * 3 + channel * 3
+            for column in tl.static_range(3):
+                x = tl.load(place + (CHUNK - 3 + column) * row_stride, mask=channel < channels, other=0.0)
+                tl.store(columns + column, x, mask=channel < channels)
+
+
+@kernel
+def save_state(  # type: ignore[no-untyped-def]
+    recurrent_ptr,  # [slots, Hv, dk, dv]
+    saves_ptr,  # [B, SAVES, 2]
+    request,
+    before,  # new tokens of the request before this chunk
+    offset,  # of the values in a slot
+    size,  # of a slot
+    state,  # after this chunk
+    inside,
+    SAVES: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Store values of a state in the slots that save the state after this chunk."""
+    for index in tl.static_range(SAVES):
+        save = saves_ptr + (request * SAVES + index) * 2
+        slot = tl.load(save)
+        if (slot > 0) & (tl.load(save + 1) == before + CHUNK):
+            tl.store(recurrent_ptr + slot * size + offset, state, mask=inside)
