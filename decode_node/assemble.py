@@ -15,6 +15,7 @@ from common.node.overlap import Completion
 from decode_node.backups import Backups
 from decode_node.batch_rows import BatchRows
 from decode_node.forwards import Forwards
+from decode_node.grammar_masks import NO_GRAMMARS, Grammars
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
 from decode_node.parts import Links, Observation, Scheduling
@@ -64,12 +65,14 @@ def assemble(
     backup_bytes: int,
     observation: Observation,
     wrap: Callable[[Worker], Worker] = lambda worker: worker,
+    grammars: Grammars = NO_GRAMMARS,
 ) -> Assembly:
     """Compose a node that has not started.
 
     Args:
         backup_bytes: bound of the host memory that holds the pages of retracted requests.
         wrap: returns the worker that the node talks to; by default the node talks to the device worker itself.
+        grammars: compiles the grammars of requests; by default they are refused.
     """
     parts, forwards, steps = computation, computation.forwards, computation.forwards.steps
     rows, backups = BatchRows(limits.max_running), Backups(forwards.pools, parts.relay)
@@ -78,7 +81,7 @@ def assemble(
     node = DecodeNode(
         incarnation,
         links,
-        Scheduling(space, rows, retraction, steps.rules, limits),
+        Scheduling(space, rows, retraction, steps.rules, limits, grammars),
         wrap(worker),
         parts.draft,
         replace(observation, graphs=node_graphs.totals(*forwards.graphs), phase_seconds=steps.phase_seconds),

@@ -44,10 +44,12 @@ class BatchResources:
         return lease
 
     def start_arrived(self, now: float) -> None:
-        """Add arrived requests to the batch while there are free rows."""
+        """Add arrived requests to the batch while there are free rows. Others pass those whose grammar is compiling."""
         arrived, running = self._queues.arrived, self._queues.running
-        while arrived and self._has_row():
-            request = arrived.popleft()
+        for request in [request for request in arrived if request.compilation is None]:
+            if not self._has_row():
+                return
+            arrived.remove(request)
             self._retraction.occupy(request)
             request.mark("decode_start", now)
             running[request.room] = request
@@ -55,10 +57,13 @@ class BatchResources:
     def batch(self) -> list[DecodeRequest]:
         """Return the requests that have pages for what the step writes; the others skip the step.
 
-        If some skip it and no pages are about to be freed, one running request is retracted.
+        It is empty while the grammar of some request needs the results of a step in flight. If some requests skip the
+        step and no pages are about to be freed, one running request is retracted.
         """
         batch: list[DecodeRequest] = []
         short = False
+        if any(request.needs_results for request in self._queues.running.values()):
+            return batch
         for request in self._queues.running.values():
             if request.ended or request.retract or request.exhausted:
                 continue

@@ -8,6 +8,7 @@ old.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import zmq
 
@@ -30,6 +31,7 @@ from common.node.announced_work import AnnouncedWork
 from common.node.life import NodeLife
 from common.node.overlap import OverlapLoop
 from decode_node.batch_resources import BatchResources
+from decode_node.grammar_masks import failed_grammars, follow_compiled, step_masks
 from decode_node.parts import Links, Observation, Scheduling
 from decode_node.planner import Planned, Planner
 from decode_node.queues import Queues
@@ -64,6 +66,7 @@ class DecodeNode:
         self._space = scheduling.space
         self._rules = scheduling.rules
         self._limits = scheduling.limits
+        self._grammars = scheduling.grammars
         self._worker = worker
         self._draft = draft
         self._drafts = observation.drafts
@@ -106,6 +109,7 @@ class DecodeNode:
             self._fail(request, Preempted.code, "pages and backup memory ran out (decode.backup_mib)")
         self._resources.resume(now)
         self._admit(now)
+        self._fail_all(follow_compiled(self.queues.arrived, now))
         self._resources.start_arrived(now)
         planned = self._planner.next()
         self.life.publish(self._report.load(), self._report.counters(self._link.refused_messages))
@@ -116,6 +120,11 @@ class DecodeNode:
     def _launch(self, planned: Planned) -> Launched:
         launched = self._worker.apply(planned.plan)
         self._planner.launched(planned)
+        if planned.plan.masked:
+            generation, batch = planned.plan.generation, planned.batch
+            # Computed while the forward runs.
+            self._worker.draw(step_masks(generation, batch, self._worker.trees(), self._limits.vocab_size))
+            self._fail_all(failed_grammars(batch))
         self._report.steps += bool(planned.batch)
         return launched
 
@@ -146,7 +155,8 @@ class DecodeNode:
         time.sleep(WATCH_INTERVAL)
 
     def _idle(self) -> None:
-        busy = self.queues.transferring or self.queues.quarantined
+        # Requests that have arrived here wait for the compilation of their grammar.
+        busy = self.queues.transferring or self.queues.arrived or self.queues.quarantined
         self._poller.poll(TRANSFER_WAIT_MS if busy else IDLE_WAIT_MS)
 
     # -- duties ----------------------------------------------------------------------------------------------
@@ -166,6 +176,8 @@ class DecodeNode:
                 salt=message.salt,
             )
             self._check(request)
+            if request.sampling.grammar:
+                request.compilation = self._grammars.start(request.sampling.grammar, self._clock)
             self._peers.ensure(message.prefill)
         except RequestError as error:
             self._link.send(Failed.of(message.room, error))
@@ -328,12 +340,16 @@ class DecodeNode:
                     Failed(
                         room=request.room,
                         code=InternalError.code,
-                        message="the model produced non-finite logits",
+                        message=request.no_token,
                     )
                 )
                 return None
             tokens.append(token)
             reason = request.say(token.id)
+            if request.failure is not None:
+                request.ended = True
+                self._link.send(Failed.of(request.room, request.failure))
+                return None
             if reason is not None:
                 break
         self._report.speculation.count(emission, len(tokens))
@@ -368,3 +384,7 @@ class DecodeNode:
         """Drop a request and tell the router. The request may be in any queue or in none."""
         self._link.send(Failed(room=request.room, code=code, message=reason))
         self._drop(request, reason)
+
+    def _fail_all(self, failures: Iterable[tuple[DecodeRequest, RequestError]]) -> None:
+        for request, error in failures:
+            self._fail(request, error.code, str(error))

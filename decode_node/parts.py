@@ -16,6 +16,7 @@ from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from decode_node.batch_rows import BatchRows
 from decode_node.draft_watch import DraftWatch, NoWatch
+from decode_node.grammar_masks import NO_GRAMMARS, Grammars
 from decode_node.limits import DecodeLimits
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
@@ -42,6 +43,7 @@ class Scheduling:
     retraction: Retraction
     rules: StepRules
     limits: DecodeLimits
+    grammars: Grammars = NO_GRAMMARS
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from common.engine.sampling.logit_adjustments import Adjustments
+from common.engine.sampling.logit_masks import LogitMasks
 from common.engine.sampling.sampler import SamplingBatch
 from common.engine.sampling.sampling_plan import SamplingVariant
 from common.engine.state.relay_state import RelayState
 
 
 def sampling_batch(
-    relay: RelayState, rows: Tensor, position: Tensor, sampling: SamplingVariant, path: Tensor | None = None
+    relay: RelayState,
+    rows: Tensor,
+    position: Tensor,
+    sampling: SamplingVariant,
+    path: Tensor | None = None,
+    masks: LogitMasks | None = None,
 ) -> SamplingBatch:
     """Return the parameters of R draws for relay rows `rows` [R] int64 at sequence positions `position` [R] int64.
 
@@ -35,4 +41,5 @@ def sampling_batch(
         any_filter=sampling.any_filter,
         num_logprobs=sampling.num_logprobs,
         adjust=adjust,
+        masks=masks,
     )

@@ -9,9 +9,11 @@ from msgspec.structs import replace
 
 from common.engine.sampling.sampling_plan import finish_reason
 from common.engine.state.draft_row import NO_DRAFT, DraftRow
+from common.errors import RequestError
+from common.grammar import Compilation, Matcher
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
-from common.messages.generation import ImageSpan, OutputToken, SamplingParams
+from common.messages.generation import FINISH_STOP, ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeRef
 
 
@@ -55,6 +57,8 @@ class DecodeRequest:
     trusted: bool = True  # False after non-finite logits: the prefix cache must not keep its KV
     retract: bool = False  # leaves the batch as soon as nothing is in flight
     backup: BackupSize | None = None
+    compilation: Compilation | None = None  # of its grammar, until `matcher` is set
+    matcher: Matcher | None = None  # has followed the answer so far
     draft: DraftRow = NO_DRAFT  # initial draft state of its row, after hand-over or resume
     stages: dict[str, float] = field(default_factory=dict)
 
@@ -75,6 +79,11 @@ class DecodeRequest:
     def max_output(self) -> int:
         """The most tokens that this attempt may emit, including the first."""
         return self.sampling.max_tokens - self.emitted
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether the masks of its next step, which it will take part in, need the tokens of an unread one."""
+        return bool(self.matcher and self.in_flight and not (self.ended or self.retract or self.exhausted))
 
     @property
     def exhausted(self) -> bool:
@@ -106,14 +115,49 @@ class DecodeRequest:
         self.launched -= tokens_per_step - drawn
 
     def say(self, token: int) -> str | None:
-        """Append a drawn token to the output. Return the finish reason if the request ends with it, else None."""
+        """Append a drawn token to the output. Return the finish reason if the request ends with it, else None.
+
+        A grammar after which nothing may follow ends the request, too. If its matcher fails, `failure` says why.
+        """
         self.output.append(token)
         said = self.emitted + len(self.output)
         reason = finish_reason(token, said, self.sampling)
+        if (
+            reason is None
+            and self.matcher is not None
+            and self.matcher.accept((token,))
+            and self.matcher.stopped
+        ):
+            reason = FINISH_STOP
         if self.sampling.min_tokens and said >= self.sampling.min_tokens:
             # No token is masked any more, which makes steps cheaper.
             self.sampling = replace(self.sampling, min_tokens=0)
         return reason
+
+    @property
+    def no_token(self) -> str:
+        """Explains a draw without a result."""
+        if self.matcher is None:
+            return "the model produced non-finite logits"
+        return (
+            "no token could be drawn: logit_bias or min_tokens leaves none of those that the grammar allows, or the "
+            "model produced non-finite logits"
+        )
+
+    @property
+    def failure(self) -> RequestError | None:
+        """Why the matcher of its grammar cannot go on, which ends the request."""
+        return None if self.matcher is None else self.matcher.failure
+
+    def follow_grammar(self, now: float) -> None:
+        """Set `matcher` once the grammar is compiled, and replay the answer so far. Raises RequestError."""
+        if self.compilation is None or not self.compilation.ready(now):
+            return
+        self.matcher = self.compilation.matcher()
+        self.compilation = None
+        self.matcher.accept((*self.prompt[len(self.prompt) - self.emitted :], *self.output))
+        if self.matcher.failure is not None:
+            raise self.matcher.failure
 
     def computed(self) -> list[int]:
         """Keys of what the prefix cache may keep: tokens with KV that the host knows, images by content."""

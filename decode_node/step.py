@@ -10,10 +10,12 @@ import torch
 
 from common.engine.host_copies import on_device
 from common.engine.sampling.sampler import SampleOutput, read_tokens
+from common.engine.sampling.sampling_plan import SamplingVariant
 from common.node.overlap import Completion
 from decode_node.graphs.decode_graph import DecodeGraphs
+from decode_node.masked_step import MaskedStep
 from decode_node.step_plan import PlannedRow, StepPlan
-from decode_node.step_result import Launched, RowTokens, StepResult
+from decode_node.step_result import Launched, RowTokens, StepResult, Trees
 
 
 class DecodeStep(Protocol):
@@ -22,6 +24,11 @@ class DecodeStep(Protocol):
     def launch(self, plan: StepPlan) -> Launched:
         """Start the step over `plan.rows`, which is not empty. Page tables must be up to date."""
         ...
+
+
+def roots(count: int) -> Trees:
+    """Return `count` trees without drafts."""
+    return Trees([()] * count, [()] * count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +54,22 @@ class AutoregressiveStep:
         self._device = device
         self._completion = completion
 
-    def launch(self, plan: StepPlan) -> LaunchedAutoregressive:
+    def launch(self, plan: StepPlan) -> Launched:
         assert plan.sampling is not None
         rows = on_device([planned.row for planned in plan.rows], self._device)
-        sampled = self._decode(rows, plan.sampling)
+        if plan.masked:
+            return self._launch_masked(plan, rows, plan.sampling)
+        return self._launched(plan, self._decode(rows, plan.sampling))
+
+    def _launch_masked(self, plan: StepPlan, rows: torch.Tensor, sampling: SamplingVariant) -> MaskedStep:
+        logits = self._decode.forward(rows, sampling)
+        count = len(plan.rows)
+        return MaskedStep(
+            count,
+            self._device,
+            lambda: roots(count),
+            lambda masks: self._launched(plan, self._decode.draw(rows, logits, sampling, masks)),
+        )
+
+    def _launched(self, plan: StepPlan, sampled: SampleOutput) -> LaunchedAutoregressive:
         return LaunchedAutoregressive(plan.rows, sampled.on_host(), self._completion())

@@ -83,3 +83,17 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     width: int = 0  # drafts per request, on nodes that have steps of several widths
     sampling: SamplingVariant | None = None  # the variant that serves all rows; None only without rows
     drafts: tuple[tuple[int, ...], ...] = ()  # host drafts of each row; empty if the host proposes none
+
+    @property
+    def masked(self) -> bool:
+        """Whether the step draws only after it was given the masks of grammars."""
+        return self.sampling is not None and self.sampling.masked
+
+
+class Masks(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens that grammars allow at the draws of one step."""
+
+    generation: int  # of the plan
+    # The row of logits that each mask is for: request * nodes + node, requests in the order of the plan.
+    rows: tuple[int, ...]
+    words: bytearray  # int32 [len(rows), ceil(vocabulary / 32)], see ops/mask_logits.py

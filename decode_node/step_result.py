@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from common.messages.generation import OutputToken
 from common.node.overlap import Completion
-from decode_node.step_plan import StepPlan
+from decode_node.step_plan import Masks, StepPlan
 
 
 class RowTokens(NamedTuple):
@@ -26,8 +26,20 @@ class StepResult:
     seconds: float = 0.0  # device time of the step, if it is measured
 
 
+class Trees(NamedTuple):
+    """The drafts of a step, per row of its plan. Node 0, the root, is the row's last token and not listed."""
+
+    tokens: Sequence[Sequence[int]]  # of nodes 1, 2, ...
+    parents: Sequence[Sequence[int]]  # node index of each node's parent
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of each tree, including the root."""
+        return len(self.tokens[0]) + 1
+
+
 class Launched(Protocol):
-    """A plan in progress. Call `read` only after `completion`."""
+    """A plan in progress. Call `read` only after `completion`; of a masked step, both only after `Worker.draw`."""
 
     @property
     def completion(self) -> Completion: ...
@@ -39,5 +51,13 @@ class Worker(Protocol):
     """Executes plans on one or several devices."""
 
     def apply(self, plan: StepPlan, /) -> Launched:
-        """Start everything that the plan contains, in order."""
+        """Start everything that the plan contains, in order. A masked step stops before its draws."""
+        ...
+
+    def trees(self) -> Trees:
+        """Return the drafts of the latest plan, whose step is masked. Waits for the draft model, not for the target."""
+        ...
+
+    def draw(self, masks: Masks, /) -> None:
+        """Let the latest plan, whose step is masked, draw its tokens. Nothing may be applied before that."""
         ...

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from common.engine.state.relay_state import RelayState
 from common.node.overlap import Completion
 from decode_node.backups import Backups
+from decode_node.masked_step import MaskedStep
 from decode_node.page_table import PageTable
 from decode_node.step import DecodeStep
-from decode_node.step_plan import StepPlan
-from decode_node.step_result import Launched, StepResult
+from decode_node.step_plan import Masks, StepPlan
+from decode_node.step_result import Launched, StepResult, Trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,11 @@ class DeviceWorker:
         self._relay = relay
         self._backups = backups
         self._completion = completion
+        self._undrawn: tuple[int, MaskedStep] | None = None  # generation of its plan
 
     def apply(self, plan: StepPlan) -> Launched:
         """Start everything that the plan contains, in order. The step does not wait for the device; saves do."""
+        assert self._undrawn is None, "the step before waits for its masks"
         moves = plan.moves
         for save in moves.saves:
             self._backups.save(save)
@@ -56,4 +59,18 @@ class DeviceWorker:
         self._table.write(moves.cells)
         if not plan.rows:
             return LaunchedMoves(self._completion())
-        return self._steps[plan.width].launch(plan)
+        launched = self._steps[plan.width].launch(plan)
+        if isinstance(launched, MaskedStep):
+            self._undrawn = plan.generation, launched
+        return launched
+
+    def trees(self) -> Trees:
+        assert self._undrawn is not None, "no step waits for masks"
+        return self._undrawn[1].trees()
+
+    def draw(self, masks: Masks) -> None:
+        assert self._undrawn is not None, "no step waits for masks"
+        generation, step = self._undrawn
+        assert generation == masks.generation, f"masks of plan {masks.generation} for plan {generation}"
+        self._undrawn = None
+        step.draw(masks)

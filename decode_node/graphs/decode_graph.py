@@ -13,7 +13,8 @@ each a graph of its own:
     filtered  random plus min-p, top-k and top-p, exact where these are off; serves everything except `logits` batches
     logits    ends with the logits; sampling, logprobs and scatter run eagerly. For batches with logprobs (their number
               is a shape) or adjusted logits (common/engine/sampling/logit_adjustments.py: the host chooses the shapes
-              of their state), and wherever a more expensive variant was not captured
+              of their state) or with grammars (the host computes their masks while the forward runs), and wherever a
+              more expensive variant was not captured
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from common.engine.graphs.outputs import OutField, OutputSpec
 from common.engine.graphs.slots import ROW0, Inputs, Slot, StaticInputs
 from common.engine.graphs.spec import Axis, CaptureSpec, ShapeKey, request_shapes
 from common.engine.ops.step_rows import advance_rows, step_rows
+from common.engine.sampling.logit_masks import LogitMasks
 from common.engine.sampling.sampler import SampleOutput, sample
 from common.engine.sampling.sampling_plan import SamplingVariant
 from common.engine.state.relay_state import RelayState
@@ -85,7 +87,7 @@ def decode_spec(request_buckets: Sequence[int], variants: Sequence[str] = VARIAN
 
 def serving_variants(sampling: SamplingVariant) -> tuple[str, ...]:
     """The variants that can serve a batch, cheapest first."""
-    if sampling.num_logprobs is not None or sampling.adjust is not None:
+    if sampling.num_logprobs is not None or sampling.adjust is not None or sampling.masked:
         return (LOGITS,)
     return VARIANTS[0 if sampling.all_greedy else 2 if sampling.any_filter else 1 :]
 
@@ -129,18 +131,26 @@ class DecodeProgram:
         sampled = self._draw(rows, batch.seq_lens, logits, facts)
         return DecodeResult(sampled.token_ids, sampled.invalid)
 
-    def draw(self, rows: Tensor, logits: Tensor, sampling: SamplingVariant) -> SampleOutput:
+    def draw(
+        self, rows: Tensor, logits: Tensor, sampling: SamplingVariant, masks: LogitMasks | None = None
+    ) -> SampleOutput:
         """Sample from logits [R, V] of a step of the `logits` variant."""
         # including the token whose KV this step wrote
         seq_lens = self._relay.seq_len.index_select(0, rows) + 1
-        return self._draw(rows, seq_lens, logits, sampling)
+        return self._draw(rows, seq_lens, logits, sampling, masks)
 
     def _draw(
-        self, rows: Tensor, seq_lens: Tensor, logits: Tensor, sampling: SamplingVariant
+        self,
+        rows: Tensor,
+        seq_lens: Tensor,
+        logits: Tensor,
+        sampling: SamplingVariant,
+        masks: LogitMasks | None = None,
     ) -> SampleOutput:
         """Sample, and write tokens and lengths to the relay rows; row 0 stays zero."""
         relay = self._relay
-        sampled = sample(logits, sampling_batch(relay, rows, seq_lens.to(torch.int64), sampling))
+        batch = sampling_batch(relay, rows, seq_lens.to(torch.int64), sampling, masks=masks)
+        sampled = sample(logits, batch)
         if sampling.adjust is not None and sampling.adjust.penalties:
             relay.adjustments.count(rows, sampled.token_ids[:, None])
         advance_rows(rows, sampled.token_ids, seq_lens, relay.last_token, relay.seq_len)
@@ -190,6 +200,20 @@ class DecodeGraphs:
         self._program = DecodeProgram(runner, relay, table, max_rows, max_seq_len)
         inputs = StaticInputs(self._program.slots(), largest, device, poisoned)
         self.graphs = GraphRunner(spec, backend, self._program, inputs, OUTPUTS)
+
+    @torch.inference_mode()
+    def forward(self, rows: Tensor, sampling: SamplingVariant) -> Tensor:
+        """Run a masked step up to its logits [R, V], for `draw`; nothing else may run on the device in between."""
+        assert sampling.masked, "other steps draw in their graph"
+        logits = self.graphs(DecodeCall(rows, sampling)).logits
+        assert logits is not None
+        return logits
+
+    @torch.inference_mode()
+    def draw(
+        self, rows: Tensor, logits: Tensor, sampling: SamplingVariant, masks: LogitMasks
+    ) -> SampleOutput:
+        return self._program.draw(rows, logits, sampling, masks)
 
     @torch.inference_mode()
     def __call__(self, rows: Tensor, sampling: SamplingVariant) -> SampleOutput:

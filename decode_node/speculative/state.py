@@ -20,6 +20,11 @@ class RoundState:
     tree: EagleVerifyInput
     walk: EagleDraftExtendInput
 
+    def drafts(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens and parents [count, nodes - 1] of the first trees without their roots."""
+        tree = self.tree.first(count)
+        return tree.tokens[:, 1:], tree.parents[:, 1:]
+
     @classmethod
     def allocate(
         cls,

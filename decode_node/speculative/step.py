@@ -10,15 +10,17 @@ import torch
 
 from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.graphs.rules import Phase
-from common.engine.host_copies import on_device
+from common.engine.host_copies import on_device, on_host
+from common.engine.sampling.logit_masks import LogitMasks
 from common.engine.sampling.sampler import read_tokens
 from common.node.overlap import Completion
+from decode_node.masked_step import MaskedStep
 from decode_node.speculative.drafters.drafter import Drafter
 from decode_node.speculative.rounds import RoundCall
 from decode_node.speculative.verifier import Acceptor
 from decode_node.speculative.verify import Emitted, Verify
 from decode_node.step_plan import PlannedRow, StepPlan
-from decode_node.step_result import RowTokens, StepResult
+from decode_node.step_result import Launched, RowTokens, StepResult, Trees
 from decode_node.stopwatch import Stopwatch
 
 PHASES = (Phase.DRAFT.value, Phase.VERIFY.value, Phase.DRAFT_EXTEND.value)
@@ -93,19 +95,41 @@ class SpeculativeStep:
         phases.sort(key=lambda phase: PHASES.index(phase.graphs.spec.phase))
         return [phase.node_graphs for phase in phases]
 
-    def launch(self, plan: StepPlan) -> LaunchedRound:
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
         drafts = self._drafter.nodes - 1
         call = self._call(plan, drafts)
         watch = self._stopwatch()
         self._drafter.propose(call)
         watch.lap()
-        emitted = self._verify(call).on_host()
+        if plan.masked:
+            return self._launch_masked(plan, call, watch)
+        return self._finish(plan, call, watch, self._verify(call))
+
+    def _launch_masked(self, plan: StepPlan, call: RoundCall, watch: Stopwatch) -> MaskedStep:
+        """Launch the target's forward, and before it the copy of the drafts, from which the host computes masks."""
+        tokens, parents = self._drafter.trees(call)
+        copied, proposed = on_host(torch.cat((tokens, parents), dim=1)), self._completion()
+        verdict = self._verify.forward(call)
+
+        def trees() -> Trees:
+            proposed.wait()
+            both, drafts = copied.tolist(), copied.shape[1] // 2
+            return Trees([row[:drafts] for row in both], [row[drafts:] for row in both])
+
+        def finish(masks: LogitMasks) -> LaunchedRound:
+            return self._finish(plan, call, watch, self._verify.decide(call, verdict, masks))
+
+        return MaskedStep(len(plan.rows) * self._drafter.nodes, self._device, trees, finish)
+
+    def _finish(self, plan: StepPlan, call: RoundCall, watch: Stopwatch, emitted: Emitted) -> LaunchedRound:
+        copied = emitted.on_host()
         watch.lap()
         self._drafter.draft_extend(call)
         watch.lap()
         done = self._completion()
-        drafted = [len(each) for each in plan.drafts] or [drafts] * len(plan.rows)
-        return LaunchedRound(plan.rows, emitted, drafted, done, watch, self.phase_seconds)
+        drafted = [len(each) for each in plan.drafts] or [self._drafter.nodes - 1] * len(plan.rows)
+        return LaunchedRound(plan.rows, copied, drafted, done, watch, self.phase_seconds)
 
     def _call(self, plan: StepPlan, drafts: int) -> RoundCall:
         """Copy the plan's rows, page counts and host drafts to the device at once. Drafts are padded to `drafts`."""

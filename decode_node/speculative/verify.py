@@ -26,6 +26,7 @@ from common.engine.graphs.slots import Inputs
 from common.engine.graphs.spec import Axis
 from common.engine.host_copies import on_host
 from common.engine.ops.step_rows import advance_rows
+from common.engine.sampling.logit_masks import LogitMasks
 from common.engine.sampling.sampler import SampleOutput, sample
 from common.engine.sampling.sampling_plan import SamplingVariant
 from decode_node.graphs.decode_graph import FILTERED, GREEDY, LOGITS, VARIANTS, serving_variants
@@ -105,14 +106,21 @@ class Verify:
             slots=drafter.slots,
         )
 
-    @torch.inference_mode()
     def __call__(self, call: RoundCall) -> Emitted:
-        verdict = self.phase(call)
-        if verdict.packed is not None:
-            return Emitted(verdict.packed)
+        verdict = self.forward(call)
+        return self.decide(call, verdict) if verdict.packed is None else Emitted(verdict.packed)
+
+    @torch.inference_mode()
+    def forward(self, call: RoundCall) -> Verdict:
+        """Run the verify graph. A verdict with logits needs `decide` before anything else runs on the device."""
+        return self.phase(call)
+
+    @torch.inference_mode()
+    def decide(self, call: RoundCall, verdict: Verdict, masks: LogitMasks | None = None) -> Emitted:
+        """Sample from the logits of a verdict, accept drafts and update the relay rows."""
         assert verdict.logits is not None
         batch = self._rounds.gather(call.placed)
-        return self._decide(batch, verdict.logits, verdict.hidden, call.sampling)
+        return self._decide(batch, verdict.logits, verdict.hidden, call.sampling, masks)
 
     def _run(self, batch: Round, inputs: Inputs, variant: str) -> Verdict:
         tree = self._tree(batch)
@@ -129,12 +137,17 @@ class Verify:
         return Verdict(self._decide(batch, output.logits, output.hidden, facts).packed)
 
     def _decide(
-        self, batch: Round, logits: Tensor, hidden: Tensor | None, sampling: SamplingVariant
+        self,
+        batch: Round,
+        logits: Tensor,
+        hidden: Tensor | None,
+        sampling: SamplingVariant,
+        masks: LogitMasks | None = None,
     ) -> Emitted:
         """Sample, accept and scatter: logits [R * N, V], hidden [R * N, H']."""
         tree, acceptor = self._tree(batch), self._acceptor
         count, nodes = tree.tokens.shape
-        sampled = self._draw(batch, tree, logits, sampling)
+        sampled = self._draw(batch, tree, logits, sampling, masks)
         drawn = sampled.token_ids.view(count, nodes)
         accepted = acceptor.accept(tree, drawn)
         acceptor.settle(accepted, batch)
@@ -172,14 +185,19 @@ class Verify:
         )
 
     def _draw(
-        self, batch: Round, tree: EagleVerifyInput, logits: Tensor, sampling: SamplingVariant
+        self,
+        batch: Round,
+        tree: EagleVerifyInput,
+        logits: Tensor,
+        sampling: SamplingVariant,
+        masks: LogitMasks | None,
     ) -> SampleOutput:
         """Sample the target's token after each node, with the parameters of its request."""
         nodes = tree.tokens.shape[1]
         rows = batch.rows[:, None].expand(-1, nodes).flatten()
         position = (batch.seq_len[:, None] + tree.depth + 1).flatten()
         path = None if sampling.adjust is None else tree.paths().flatten(0, 1)
-        return sample(logits, sampling_batch(self._relay, rows, position, sampling, path))
+        return sample(logits, sampling_batch(self._relay, rows, position, sampling, path, masks))
 
     def _tree(self, batch: Round) -> EagleVerifyInput:
         return self._drafter.state.tree.first(batch.count)

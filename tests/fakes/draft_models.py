@@ -246,6 +246,9 @@ class Watched:
         """Observe tree `index` of the batch, which continues `text`; plain decoding would continue with `rest`."""
         raise NotImplementedError
 
+    def trees(self, call: RoundCall) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._inner.trees(call)
+
     def fill(self, batch: Round, inputs: Inputs) -> None:
         self._inner.fill(batch, inputs)
 

@@ -141,6 +141,9 @@ class Foresight:
             for field in ("tokens", "parents", "depth", "mask"):
                 getattr(self.state.tree, field)[index] = getattr(grown, field)[0]
 
+    def trees(self, call: RoundCall) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.state.drafts(call.placed.shape[0])
+
     def fill(self, batch: Round, inputs: Inputs) -> None:
         pass
 

@@ -48,6 +48,7 @@ from decode_node.backups import Backups
 from decode_node.batch_rows import BatchRows
 from decode_node.draft_watch import DraftWatch, NoWatch
 from decode_node.forwards import step_forwards
+from decode_node.grammar_masks import NO_GRAMMARS, Grammars
 from decode_node.graphs import step_graphs
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
@@ -155,6 +156,7 @@ class Shape:
     completion: MakeCompletion = Immediate
     step: MakeStep = autoregressive
     watch: DraftWatch = field(default_factory=NoWatch)
+    grammars: Grammars = NO_GRAMMARS
     prompt_graphs: str = "breakable"
     layers: bool = False  # whether pages are sent layer by layer
     draft: NoDraftModel = field(default_factory=NoDraftModel)
@@ -643,6 +645,7 @@ class NodeCluster:
             shape.backup_bytes,
             Observation(Log(name), drafts=shape.watch, clock=self.clock),
             WireWorker,
+            shape.grammars,
         )
         ref = NodeRef(name=name, role="decode", incarnation=incarnation)
         side = DecodeSide(ref, link, space, True, made.node, receiver, peers, made.retraction, forwards.steps)

@@ -9,7 +9,7 @@ import msgspec
 
 import decode_node.step_result
 import prefill_node.step_result
-from decode_node.step_plan import StepPlan
+from decode_node.step_plan import Masks, StepPlan
 from prefill_node.send_orders import SendOrder
 from prefill_node.step_plan import PromptPlan
 
@@ -34,10 +34,16 @@ class WireWorker:
 
     def __init__(self, inner: decode_node.step_result.Worker) -> None:
         self._inner = inner
-        self._plans = Wire(StepPlan)
+        self._plans, self._masks = Wire(StepPlan), Wire(Masks)
 
     def apply(self, plan: StepPlan, /) -> decode_node.step_result.Launched:
         return self._inner.apply(self._plans(plan))
+
+    def trees(self) -> decode_node.step_result.Trees:
+        return self._inner.trees()
+
+    def draw(self, masks: Masks, /) -> None:
+        self._inner.draw(self._masks(masks))
 
 
 class WirePromptWorker:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace as replace_fields
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,10 +23,12 @@ from common.engine.models.causal_lm import CausalLM
 from common.engine.models.registry import build_model
 from common.engine.sampling.sampler import SamplingBatch, read_tokens, sample
 from common.engine.sampling.sampling_plan import finish_reason
-from common.messages.generation import SamplingParams
+from common.grammar import Matcher
+from common.messages.generation import FINISH_STOP, SamplingParams
+from tests.fakes import tiny_grammar
 from tests.fakes.pools import model_pool
 
-VOCAB = 64
+VOCAB = tiny_grammar.VOCAB
 MAX_LEN = 512
 PLACEMENT = Placement(torch.float32, torch.device("cpu"))
 
@@ -88,6 +91,9 @@ def tiny_model(seed: int = 0, aux: tuple[int, ...] = (), config: ModelConfig = C
 @functools.lru_cache(maxsize=4096)
 def reference(prompt: tuple[int, ...], sampling: SamplingParams, emitted: int = 0) -> tuple[list[int], str]:
     """Return (output token ids, finish reason) of one request by itself, without cache, chunks or growing pages."""
+    matcher = tiny_grammar.matcher(sampling.grammar) if sampling.grammar else None
+    if matcher is not None:
+        assert matcher.accept(prompt[len(prompt) - emitted :])
     ids = list(prompt)
     output: list[int] = []
     while True:
@@ -105,11 +111,16 @@ def reference(prompt: tuple[int, ...], sampling: SamplingParams, emitted: int = 
         logits = adjusted(
             _logits(tuple(ids)), prompt[: len(prompt) - emitted], ids[len(prompt) - emitted :], sampling
         )
+        if matcher is not None:
+            logits = allowed_only(logits, matcher)
         token = read_tokens(sample(logits, batch), [None])[0]
         assert token is not None
         ids.append(token.id)
         output.append(token.id)
         reason = finish_reason(token.id, emitted + len(output), sampling)
+        if reason is None and matcher is not None:
+            assert matcher.accept([token.id])
+            reason = FINISH_STOP if matcher.stopped else None
         if reason is not None:
             return output, reason
 
@@ -129,6 +140,17 @@ def adjusted(
         out[token] += bias
     if len(output) < sampling.min_tokens:
         out[list(sampling.stop_token_ids)] = -torch.inf
+    return out[None]
+
+
+def allowed_only(logits: torch.Tensor, matcher: Matcher) -> torch.Tensor:
+    """Return logits [1, V] in which every token outside the grammar is -inf, token by token."""
+    words = np.zeros((1, -(-VOCAB // 32)), dtype=np.int32)
+    matcher.fill(words, 0)
+    out = logits[0].clone()
+    for token in range(VOCAB):
+        if not int(words[0, token // 32]) >> (token % 32) & 1:
+            out[token] = -torch.inf
     return out[None]
 
 

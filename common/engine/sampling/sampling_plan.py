@@ -34,6 +34,7 @@ class SamplingVariant:
     any_filter: bool
     num_logprobs: int | None
     adjust: AdjustmentFacts | None = None  # None: no logit is adjusted
+    masked: bool = False  # some request has a grammar, so the draws wait for its mask
 
 
 def sampling_variant(params: Iterable[SamplingParams]) -> SamplingVariant:
@@ -45,6 +46,7 @@ def sampling_variant(params: Iterable[SamplingParams]) -> SamplingVariant:
         any_filter=any(p.filtered for p in params),
         num_logprobs=max(wanted) if wanted else None,
         adjust=adjustment_facts(params),
+        masked=any(p.grammar for p in params),
     )
 
 

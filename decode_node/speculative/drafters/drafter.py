@@ -1,7 +1,8 @@
 """The drafter protocol: a drafter fills the draft trees of a round and processes the outcome.
 
-A round calls `propose` (the draft graph), `fill` (at the start of the verify graph) and, after verify, `draft_extend`
-(the graph of that name), in this order. A drafter implements only the graphs that it needs; other methods are no-ops.
+A round calls `propose` (the draft graph), for constrained requests `trees`, `fill` (at the start of the verify graph)
+and, after verify, `draft_extend` (the graph of that name), in this order. A drafter implements only the graphs that it
+needs; other methods are no-ops.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from common.checkpoint.draft_config import DraftConfig
 from common.engine.forward.batch import CaptureHiddenMode
@@ -62,6 +65,13 @@ class Drafter(Protocol):
 
     def propose(self, call: RoundCall) -> None:
         """Write the draft trees to `state`, except the roots, which verify reads from the relay."""
+        ...
+
+    def trees(self, call: RoundCall) -> tuple[Tensor, Tensor]:
+        """Return tokens and parents [R, nodes - 1] int64 of the proposed nodes, the roots left out.
+
+        Called after `propose`, and only if the host needs the drafts for the masks of grammars.
+        """
         ...
 
     def fill(self, batch: Round, inputs: Inputs) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
@@ -103,6 +104,9 @@ class EagleDrafter:
 
     def propose(self, call: RoundCall) -> None:
         self._draft(call)
+
+    def trees(self, call: RoundCall) -> tuple[Tensor, Tensor]:
+        return self.state.drafts(call.placed.shape[0])
 
     def fill(self, batch: Round, inputs: Inputs) -> None:
         """No-op: `propose` has already filled the tree."""

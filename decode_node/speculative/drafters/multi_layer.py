@@ -61,6 +61,11 @@ class MultiLayerDrafter:
     def propose(self, call: RoundCall) -> None:
         """No-op: drafts were made at the end of the previous round."""
 
+    def trees(self, call: RoundCall) -> tuple[Tensor, Tensor]:
+        rows = call.placed[:, 0]
+        _, parents = self.state.drafts(len(rows))
+        return self._relay.draft_ids.index_select(0, rows), parents
+
     def fill(self, batch: Round, inputs: Inputs) -> None:
         drafts = self._relay.draft_ids.index_select(0, batch.rows)
         self.state.tree.first(batch.count).tokens[:, 1:] = drafts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.graphs.slots import Fill, Inputs, Slot
@@ -30,6 +31,11 @@ class NgramDrafter:
 
     def propose(self, call: RoundCall) -> None:
         """No-op: the drafts are part of the plan."""
+
+    def trees(self, call: RoundCall) -> tuple[Tensor, Tensor]:
+        assert call.drafts is not None
+        _, parents = self.state.drafts(call.placed.shape[0])
+        return call.drafts, parents
 
     def fill(self, batch: Round, inputs: Inputs) -> None:
         self.state.tree.first(batch.count).tokens[:, 1:] = inputs["drafts"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 from common.engine.forward.model_runner import ModelRunner
@@ -32,6 +33,9 @@ class StandaloneDrafter:
 
     def propose(self, call: RoundCall) -> None:
         self._draft(call)
+
+    def trees(self, call: RoundCall) -> tuple[Tensor, Tensor]:
+        return self.state.drafts(call.placed.shape[0])
 
     def fill(self, batch: Round, inputs: Inputs) -> None:
         """No-op: `propose` has already filled the tree."""

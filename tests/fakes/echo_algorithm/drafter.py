@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.graphs.slots import Inputs, Slot
 from decode_node.speculative.drafters.drafter import DrafterSetup
@@ -17,11 +19,16 @@ class EchoDrafter:
     slots: Sequence[Slot[RoundCall]] = ()
 
     def __init__(self, rounds: Rounds, steps: int) -> None:
+        self._relay = rounds.relay
         self.nodes = self.lookahead_slots = steps + 1
         self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device)
 
     def propose(self, call: RoundCall) -> None:
         """No-op: `fill` writes the drafts."""
+
+    def trees(self, call: RoundCall) -> tuple[Tensor, Tensor]:
+        tokens, parents = self.state.drafts(call.placed.shape[0])
+        return self._relay.last_token[call.placed[:, 0], None].expand_as(tokens), parents
 
     def fill(self, batch: Round, inputs: Inputs) -> None:
         self.state.tree.first(batch.count).tokens[:, 1:] = batch.last_token[:, None]

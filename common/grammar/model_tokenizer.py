@@ -1,0 +1,22 @@
+"""Makes the compiler for the tokenizer of a model directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.model_directory import MAX_TOKENIZER_BYTES, read_bytes
+from common.errors import ModelError
+from common.grammar.compiler import GrammarCompiler
+
+
+def compiler_for(path: Path, config: ModelConfig) -> GrammarCompiler:
+    """Read tokenizer.json of the directory. Raises ModelError if it is missing or cannot constrain answers."""
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise ModelError(f"{path} has no tokenizer.json, which constrained answers need")
+    try:
+        text = read_bytes(file, MAX_TOKENIZER_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{file} is not UTF-8: {error}") from error
+    return GrammarCompiler(text, config.vocab_size, config.eos_token_ids)

@@ -1,0 +1,152 @@
+"""Constrained requests on a decode node: the text of a reference that masks logits and draws, whatever happens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.node.completion import Deferred, Immediate
+from common.node.overlap import Completion
+from tests.fakes.node_cluster import Call, NodeCluster, Shape
+from tests.fakes.sampling_cases import EVERYTHING
+from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
+from tests.fakes.tiny_grammar import EOS, GRAMMARS, NUMBERS, HeldCompiler, regex, tiny_compiler
+
+RANDOM: dict[str, Any] = {"temperature": 1.3}
+
+
+def submit(cluster: NodeCluster, name: str, length: int, max_tokens: int = 60, **more: Any) -> Call:
+    return cluster.submit(prompt_of(length), max_tokens, grammar=GRAMMARS[name], **more)
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+def test_beside_free_requests_in_one_batch(completion: type[Completion]) -> None:
+    with NodeCluster(Shape(completion=completion, max_running=7, grammars=tiny_compiler())) as cluster:
+        calls = [submit(cluster, name, 9) for name in GRAMMARS]
+        calls += [submit(cluster, name, 17, seed=5, **RANDOM) for name in GRAMMARS]
+        calls.append(submit(cluster, "record", 12, seed=6, logprobs=2, **SAMPLED))
+        calls += [cluster.submit(prompt_of(9), 30), cluster.submit(prompt_of(9), 30, seed=3, **RANDOM)]
+        cluster.run()
+        expect_reference(*calls)
+        assert {call.finish for call in calls[:7]} == {"stop"}
+        assert not any(EOS in call.ids for call in calls[:2]), (
+            "a grammar that is over needs no token to say so"
+        )
+        assert any(EOS in call.ids for call in calls), "one that may go on needs one"
+        cluster.settle()
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+def test_free_batches_keep_their_graphs(completion: type[Completion]) -> None:
+    """Only the steps of the constrained request draw outside the graph."""
+    with NodeCluster(Shape(completion=completion, grammars=tiny_compiler())) as cluster:
+        calls = [submit(cluster, "numbers", 9), cluster.submit(prompt_of(9), 90)]
+        cluster.run()
+        expect_reference(*calls)
+        replays = cluster.decode.steps.graphs[0].forward.graphs.counters.replays
+        by_variant: dict[str, int] = {}
+        for key, count in replays.items():
+            by_variant[key.variant] = by_variant.get(key.variant, 0) + count
+        assert by_variant["logits"] == len(calls[0].ids) - 1
+        assert by_variant["greedy"] >= 89 - by_variant["logits"]
+        cluster.settle()
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+def test_retracted_requests_keep_their_place_in_the_grammar(completion: type[Completion]) -> None:
+    shape = Shape(
+        page_size=4,
+        decode_pool=96,
+        reserved_tokens=4,
+        completion=completion,
+        max_running=4,
+        grammars=tiny_compiler(),
+    )
+    with NodeCluster(shape) as cluster:
+        calls = [submit(cluster, "words", 10 + n, 40, seed=n, **SAMPLED) for n in range(3)]
+        calls += [submit(cluster, "record", 11 + n, 40) for n in range(2)]
+        calls.append(cluster.submit(prompt_of(12), 40))
+        cluster.run()
+        expect_reference(*calls)
+        assert cluster.decode.link.counters.retractions > 0
+        cluster.settle()
+
+
+@pytest.mark.parametrize("sampling", [{}, RANDOM])
+def test_with_every_other_parameter(sampling: dict[str, Any]) -> None:
+    """The mask applies after penalties, biases and min_tokens, and before the filters."""
+    with NodeCluster(Shape(grammars=tiny_compiler())) as cluster:
+        stops = {**EVERYTHING, "stop_token_ids": (EOS, 21), **sampling}
+        calls = [submit(cluster, name, 9, 40, **stops) for name in GRAMMARS]
+        calls.append(submit(cluster, "words", 12, 40, **stops, top_k=4, top_p=0.9, min_p=0.05))
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+
+
+def test_a_grammar_without_an_allowed_token_ends_its_request_only() -> None:
+    """The bias of every digit is -inf where the grammar demands one."""
+    bias = tuple((token, float("-inf")) for token in range(27, 37))
+    with NodeCluster(Shape(grammars=tiny_compiler())) as cluster:
+        broken = submit(cluster, "numbers", 9, logit_bias=bias)
+        others = [submit(cluster, "numbers", 9), cluster.submit(prompt_of(9), 20)]
+        cluster.run()
+        expect_reference(*others)
+        assert broken.error is not None
+        assert broken.error.code == "internal_error"
+        assert "logit_bias or min_tokens" in broken.error.message
+        cluster.settle()
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"), [("{}", "cannot be read"), (regex("(?=a)b"), "cannot be compiled")]
+)
+def test_a_grammar_that_does_not_compile_ends_its_request_only(grammar: str, said: str) -> None:
+    with NodeCluster(Shape(grammars=tiny_compiler())) as cluster:
+        broken = cluster.submit(prompt_of(9), 20, grammar=grammar)
+        other = submit(cluster, "numbers", 9)
+        cluster.run()
+        expect_reference(other)
+        assert broken.error is not None
+        assert (broken.error.code, said in broken.error.message) == ("invalid_grammar", True)
+        cluster.settle()
+
+
+def test_a_first_token_outside_the_grammar_ends_its_request() -> None:
+    """The node does not trust what it is told: the answer so far has to match."""
+    with NodeCluster(Shape(grammars=tiny_compiler(), decodes=2)) as cluster:
+        call = cluster.submit(prompt_of(9), 20)
+        cluster.run()
+        cluster.settle()
+        call.sampling = cluster.submit(prompt_of(9), 60, grammar=NUMBERS).sampling
+        cluster.run()
+        call.finish = None
+        cluster.place(call)
+        cluster.run()
+        assert call.error is not None
+        assert "is not in the grammar" in call.error.message
+        cluster.settle()
+
+
+def test_a_node_without_a_tokenizer_refuses_grammars() -> None:
+    with NodeCluster(Shape()) as cluster:
+        call = submit(cluster, "numbers", 9, legs="d")
+        cluster.run()
+        assert call.error is not None
+        assert (call.error.code, "tokenizer.json" in call.error.message) == ("invalid_grammar", True)
+
+
+def test_requests_pass_one_whose_grammar_is_not_compiled_yet() -> None:
+    """It joins the batch once its grammar is compiled."""
+    held = HeldCompiler()
+    with NodeCluster(Shape(grammars=held, max_running=1)) as cluster:
+        first = submit(cluster, "numbers", 9)
+        later = cluster.submit(prompt_of(9), 20)
+        cluster.run(until=lambda: later.over)
+        assert not first.over
+        assert len(first.output) == 1, "only what the prefill node has drawn"
+        held.released = True
+        cluster.run()
+        expect_reference(first, later)
+        cluster.settle()
