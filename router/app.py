@@ -25,6 +25,7 @@ from common.messages.identity import new_incarnation
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from router.admin_routes import AdminRoutes
+from router.apis.generate_routes import GenerateRoutes
 from router.client import View
 from router.control_plane import ControlPlane
 from router.control_routes import ControlRoutes
@@ -293,13 +294,14 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     )
     most = cluster.router.max_requests
     openai = router.openai = OpenAiRoutes(dispatcher, tokenizer, texts, router.admitting, images, most, log)
+    generate = GenerateRoutes(openai, texts, tokenizer)
     status = StatusRoutes(view, router.served)
     tokens = TokenizerRoutes(texts, router.served, tokenizer_info(path, template))
     controls = ControlRoutes(dispatcher, lambda: flush_caches(registry, control.send), log)
     admin = AdminRoutes(router.set_paused, lambda: openai.active)
 
     def add_routes(app: web.Application) -> None:
-        for routes in (openai, status, tokens, controls):
+        for routes in (openai, generate, status, tokens, controls):
             routes.add_to(app)
 
     router.http = http_listeners(resolved, body_bytes, add_routes, admin.add_to, time.time, log)

@@ -95,8 +95,12 @@ def defect(log: Log, request: web.Request) -> InternalError:
 
 def request_id(request: web.Request) -> str:
     """Return the client's X-Request-Id, truncated and sanitized, or a new one."""
-    given = _UNSAFE.sub("", request.headers.get(REQUEST_ID, "")[: 8 * MAX_REQUEST_ID])[:MAX_REQUEST_ID]
-    return given or secrets.token_hex(12)
+    return clean_request_id(request.headers.get(REQUEST_ID, "")) or secrets.token_hex(12)
+
+
+def clean_request_id(given: str) -> str:
+    """Return a request id of a client, truncated and without characters that do not belong in logs and headers."""
+    return _UNSAFE.sub("", given[: 8 * MAX_REQUEST_ID])[:MAX_REQUEST_ID]
 
 
 def _http_text(request: web.Request, error: web.HTTPException) -> str:
@@ -127,7 +131,7 @@ def error_middleware(log: Log) -> Middleware:
         except Exception:
             response = response_of(defect(log, request))
         if not response.prepared:
-            response.headers[REQUEST_ID] = identity
+            response.headers[REQUEST_ID] = request[request_id_key]
         return response
 
     return handle

@@ -103,8 +103,12 @@ class OpenAiRoutes:
         app.router.add_post("/v1/chat/completions", self.chat)
         app.router.add_post("/v1/completions", self.completions)
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
+    async def turn(self) -> None:
+        """Wait until this request may start: many requests that arrive together start in several turns of the loop."""
         await self._turns.wait()
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        await self.turn()
         async with received(request) as memory:
             return await self.answer_chat(request, await self._texts.read_chat(memory.take()), memory)
 
@@ -144,7 +148,7 @@ class OpenAiRoutes:
             return await self._answer(request, body, show(form, prompt_lengths(choices)), choices)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        await self._turns.wait()
+        await self.turn()
         async with received(request) as memory:
             model = self._model()
             with self._counted():
@@ -221,7 +225,10 @@ class OpenAiRoutes:
         images: tuple[PromptImage, ...] = (),
         batch: Batch | None = None,
     ) -> Choice:
-        sampling = sampling_params(body, len(prompt), model, getattr(body, max_field), max_field, logprobs)
+        wanted = getattr(body, max_field)
+        if wanted is None and body.default_tokens is not None:
+            wanted = min(body.default_tokens, model.max_model_len - len(prompt))
+        sampling = sampling_params(body, len(prompt), model, wanted, max_field, logprobs)
         identity = request[request_id_key] if index == 0 else f"{request[request_id_key]}-{index}"
         decoder = self._tokenizer.stream(body.skip_special_tokens is not False, prompt)
         include_stop = bool(body.include_stop_str_in_output)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +28,7 @@ TOP_LOGPROBS = 20
 MAX_TEXT = 8 << 20  # characters
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 TokenIds: TypeAlias = "list[int] | array[int]"
+Completion = TypeVar("Completion", bound="CompletionRequest")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -63,6 +64,8 @@ class Message(msgspec.Struct, frozen=True):
 
 class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of both endpoints."""
+
+    default_tokens: ClassVar[int | None] = None  # without max_tokens; None: what the context leaves
 
     model: str | None = None
     max_tokens: int | None = None
@@ -275,7 +278,7 @@ def compact_chat(request: ChatRequest) -> ChatRequest:
     return msgspec.structs.replace(request, user=None)
 
 
-def compact_completion(request: CompletionRequest) -> CompletionRequest:
+def compact_completion(request: Completion) -> Completion:
     """Compact a completions request like `compact_chat`.
 
     Token ids are packed as int32; -1 replaces out-of-range ids.

@@ -58,7 +58,13 @@ class Detokenize(msgspec.Struct, frozen=True, array_like=True, tag=6):
     vocab_size: int
 
 
-Job = ReadChat | ReadCompletion | RenderChat | EncodeTexts | Tokenize | Detokenize
+class ReadTask(msgspec.Struct, frozen=True, array_like=True, tag=16):
+    """Payload: the body of an API that is translated. Answer: its task as msgpack, see router.apis.tasks."""
+
+    api: str  # key of READERS
+
+
+Job = ReadTask | ReadChat | ReadCompletion | RenderChat | EncodeTexts | Tokenize | Detokenize
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
+from router.apis.tasks import TaskReader
 from router.openai_schema import ChatRequest, CompletionRequest, Message
 from router.request_checks import check_length
 from router.text_jobs import (
@@ -17,12 +18,14 @@ from router.text_jobs import (
     Job,
     ReadChat,
     ReadCompletion,
+    ReadTask,
     RenderChat,
     Tokenize,
 )
 from router.text_work import Payload, read_chat, read_completion
 from router.tokenizer import Tokenizer
 
+T = TypeVar("T", bound=msgspec.Struct)
 SMALL_BODY = 1 << 16  # bytes: takes at most 2.3 ms
 SMALL_TEXTS = 2048  # characters of all texts of a request: encoding them is faster than a worker's round trip
 _chat = msgspec.msgpack.Decoder(ChatRequest)
@@ -56,6 +59,12 @@ class TextService:
         if len(raw) <= SMALL_BODY:
             return read_completion(raw)
         return _completion.decode(await self._run(ReadCompletion(max_model_len), raw))
+
+    async def read_task(self, reader: TaskReader[T], raw: bytearray) -> T:
+        """Parse the body of an API that is translated. Raises InvalidRequest, which names the field."""
+        if len(raw) <= SMALL_BODY:
+            return reader.read(raw)
+        return reader.unpacked(await self._run(ReadTask(reader.api), raw))
 
     async def chat_prompt(
         self, messages: Sequence[Message], add_special_tokens: bool, max_model_len: int

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from common.errors import InvalidRequest, RequestError
+from router.apis.tasks import READERS
 from router.chat_template import ChatTemplate
 from router.json_body import decode_json
 from router.openai_schema import (
@@ -32,6 +33,7 @@ from router.text_jobs import (
     Job,
     ReadChat,
     ReadCompletion,
+    ReadTask,
     RenderChat,
     Tokenize,
     refusal,
@@ -109,6 +111,9 @@ class TextWork:
                         if isinstance(item, bytes):
                             check_length(len(item) // TOKEN_BYTES, job.max_model_len, field)
                 return Answer(), msgspec.msgpack.encode(request)
+            case ReadTask():
+                self._limit(READ_SECONDS)
+                return Answer(), READERS[job.api].packed(payload)
             case RenderChat():
                 self._limit(RENDER_SECONDS)
                 text = self._template.render(_messages.decode(payload))

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from common.checkpoint.generation_config import DefaultSampling
 from common.observability.logs import Log
+from router.apis.generate_routes import GenerateRoutes
 from router.auth import Entrance, Gate, OpenGate
 from router.auth_origin import Cors, HostRule
 from router.chat_template import ChatTemplate
@@ -150,6 +151,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         texts = TextService(workers or InProcess(TextWork(text, ChatTemplate(Path(served.path)))), text)
         routes = OpenAiRoutes(generator, text, texts, admit, images, max_requests, log, write_timeout)
         routes.add_to(app)
+        GenerateRoutes(routes, texts, text).add_to(app)
         view = ClusterView(
             lambda: rig.ready,
             lambda: rig.missing,

@@ -143,7 +143,7 @@ async def test_unknown_routes_and_methods(rig: Rig) -> None:
         ("GET", "/nothing", 404),
         ("POST", "/v1/responses", 404),
         ("POST", "/v1/messages", 404),
-        ("POST", "/generate", 404),
+        ("POST", "/generation", 404),
         ("GET", "/workers", 404),
         ("GET", "/%ff%00", 404),
         ("GET", "/../../etc/passwd", 404),

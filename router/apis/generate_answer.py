@@ -1,0 +1,152 @@
+"""Answers of SGLang's /generate. A streamed event repeats the text so far, as SGLang's clients expect."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from common.messages.generation import FINISH_LENGTH, FINISH_STOP, OutputToken
+from router.apis.generate_request import GenerateTask
+from router.openai_responses import LOWEST_LOGPROB, Piece, Usage, error_event
+from router.sse import DONE
+from router.tokenizer import Tokenizer
+
+# An event is sent once a choice has grown by 1 / GROWTH since the last one: events repeat everything, so without this
+# their total size would be quadratic in the length of the answer.
+GROWTH = 64
+_encode = msgspec.json.Encoder().encode
+
+
+class _Choice:
+    """One choice so far."""
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = 0
+        self.text: list[str] = []
+        self.ids = array("i")
+        self.logprobs: list[bytes] = []  # items of JSON lists
+        self.tops: list[bytes] = []
+        self.finish: dict[str, Any] | None = None
+        self.seconds = 0.0  # until its end
+        self.sent = 0  # tokens in the last event
+
+
+class GenerateForm:
+    """An `AnswerForm`, and the collector of its own complete answers."""
+
+    def __init__(
+        self, task: GenerateTask, identity: str, tokenizer: Tokenizer, prompt_tokens: Sequence[int]
+    ) -> None:
+        """`identity`: the id of the request."""
+        self._listed = task.listed
+        self._logprobs = task.logprobs
+        self._top = task.completion.logprobs or 0
+        self._with_text = task.with_text
+        self._identity = identity
+        self._tokenizer = tokenizer
+        self._choices = [_Choice(count) for count in prompt_tokens]
+        self._clock = asyncio.get_running_loop().time
+        self._started = self._clock()
+
+    def opening(self, choices: int, usage: bytes) -> bytes:
+        return b""
+
+    def events(self, piece: Piece, usage: bytes) -> bytes:
+        choice = self._add(piece)
+        if choice.finish is None and (len(choice.ids) - choice.sent) * GROWTH < len(choice.ids):
+            return b""
+        choice.sent = len(choice.ids)
+        index = b'"index":%d,' % piece.index if self._listed else b""
+        return b"data: {" + index + b"".join(self._parts(piece.index))[1:] + b"\n\n"
+
+    def ending(self, usage: Usage, with_usage: bool) -> bytes:
+        return DONE
+
+    def failure(self, body: dict[str, Any]) -> bytes:
+        return error_event(body)
+
+    def collector(self, choices: int) -> GenerateForm:
+        return self
+
+    def add(self, piece: Piece) -> None:
+        self._add(piece)
+
+    async def parts(self, usage: Usage) -> list[bytes]:
+        if not self._listed:
+            return self._parts(0)
+        parts: list[bytes] = []
+        for index in range(len(self._choices)):
+            parts += [b"," if parts else b"[", *self._parts(index)]
+            await asyncio.sleep(0)  # long texts are encoded in turns of their own
+        return [*parts, b"]"]
+
+    def _add(self, piece: Piece) -> _Choice:
+        choice = self._choices[piece.index]
+        choice.cached_tokens += piece.cached_tokens or 0
+        if piece.text:
+            choice.text.append(piece.text)
+        choice.ids.extend(token.id for token in piece.tokens)
+        if self._logprobs:
+            for token in piece.tokens:
+                self._add_logprobs(choice, token)
+        if piece.finish_reason is not None:
+            choice.finish = _finish(piece, choice)
+            choice.seconds = self._clock() - self._started
+        return choice
+
+    def _add_logprobs(self, choice: _Choice, token: OutputToken) -> None:
+        found = token.logprob
+        if found is None:
+            return
+        choice.logprobs.append(_encode(self._entry(found.logprob, token.id)))
+        top = [self._entry(value, each) for each, value in zip(found.top_ids, found.top_logprobs)]
+        choice.tops.append(_encode(top[: self._top] if self._top else None))
+
+    def _entry(self, logprob: float, token: int) -> tuple[float, int, str | None]:
+        text = self._tokenizer.token_text(token) if self._with_text else None
+        return max(LOWEST_LOGPROB, logprob), token, text
+
+    def _parts(self, index: int) -> list[bytes]:
+        """The JSON object of a choice, in parts."""
+        choice = self._choices[index]
+        meta: dict[str, Any] = {
+            "id": self._identity if index == 0 else f"{self._identity}-{index}",
+            "finish_reason": choice.finish,
+            "prompt_tokens": choice.prompt_tokens,
+            "completion_tokens": len(choice.ids),
+            "cached_tokens": choice.cached_tokens,
+            "weight_version": "default",
+        }
+        if choice.finish is not None:
+            meta["e2e_latency"] = choice.seconds
+        parts = [
+            b'{"text":',
+            _encode("".join(choice.text)),
+            b',"output_ids":',
+            _encode(choice.ids.tolist()),
+            b',"meta_info":',
+            _encode(meta)[:-1],
+        ]
+        if self._logprobs:
+            parts += [
+                b',"input_token_logprobs":[],"input_top_logprobs":[],"output_token_logprobs":[',
+                b",".join(choice.logprobs),
+                b'],"output_top_logprobs":[',
+                b",".join(choice.tops),
+                b"]",
+            ]
+        return [*parts, b"}}"]
+
+
+def _finish(piece: Piece, choice: _Choice) -> dict[str, Any]:
+    if piece.finish_reason == FINISH_STOP:
+        last = piece.tokens[-1].id if piece.tokens else None
+        return {"type": FINISH_STOP, "matched": piece.stop_string if piece.stop_string is not None else last}
+    if piece.finish_reason == FINISH_LENGTH:
+        return {"type": FINISH_LENGTH, "length": len(choice.ids)}
+    return {"type": piece.finish_reason, "message": "the client aborted the request"}

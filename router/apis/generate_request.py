@@ -1,0 +1,217 @@
+"""Requests of SGLang's /generate, and what they mean as a completions request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+from common.errors import InvalidRequest
+from router.apis.renamed_fields import refuse_fields
+from router.json_body import decode_json
+from router.openai_schema import CompletionRequest, Text
+
+DEFAULT_TOKENS = 128  # as in SGLang, or what the context leaves
+# Names in refusals: field of the completions request -> field of the client's request.
+NAMES = {
+    "prompt": "text",
+    "logprobs": "top_logprobs_num",
+    "cache_salt": "extra_key",
+    "max_tokens": "sampling_params.max_new_tokens",
+    "min_tokens": "sampling_params.min_new_tokens",
+    "seed": "sampling_params.sampling_seed",
+    "include_stop_str_in_output": "sampling_params.no_stop_trim",
+    **{
+        name: f"sampling_params.{name}"
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "stop",
+            "stop_token_ids",
+            "ignore_eos",
+            "skip_special_tokens",
+            "n",
+            "json_schema",
+            "regex",
+            "ebnf",
+        )
+    },
+}
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """SGLang's `sampling_params`."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    sampling_seed: int | None = None
+    n: int | None = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    # refused unless they have no effect: see _SAMPLING_NEUTRAL
+    structural_tag: Any = None
+    stop_regex: Any = None
+    spaces_between_special_tokens: Any = None
+    custom_params: Any = None
+    stream_interval: Any = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /generate: either `text` or `input_ids`, one prompt or a list of prompts."""
+
+    text: Text | list[Text] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: SamplingFields | None = None
+    stream: bool | None = None
+    return_logprob: bool | None = None
+    logprob_start_len: int | None = None
+    top_logprobs_num: int | None = None
+    return_text_in_logprobs: bool | None = None
+    rid: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    priority: int | None = None  # higher first
+    extra_key: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    model: str | None = None
+    # refused unless they have no effect: see _NEUTRAL
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    input_embeds: Any = None
+    token_ids_logprob: Any = None
+    return_hidden_states: Any = None
+    return_routed_experts: Any = None
+    lora_path: Any = None
+    session_params: Any = None
+    custom_logit_processor: Any = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
+    data_parallel_rank: Any = None
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "image_data": (),
+    "video_data": (),
+    "audio_data": (),
+    "input_embeds": (),
+    "token_ids_logprob": (),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "lora_path": (),
+    "session_params": ({},),
+    "custom_logit_processor": (),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "data_parallel_rank": (),
+}
+_SAMPLING_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "structural_tag": (),
+    "stop_regex": ([],),
+    "spaces_between_special_tokens": (True,),
+    "custom_params": ({},),
+    "stream_interval": (1,),
+}
+
+
+class PromptsOfGenerate(CompletionRequest, frozen=True, kw_only=True):
+    """A completions request with the default length of /generate."""
+
+    default_tokens: ClassVar[int | None] = DEFAULT_TOKENS
+
+
+class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A request after its translation."""
+
+    completion: PromptsOfGenerate
+    listed: bool  # the answer is a list, because the request has several prompts or choices
+    rid: str | None
+    logprobs: bool
+    with_text: bool  # log-probabilities name the text of each token
+
+
+_decoder = msgspec.json.Decoder(GenerateRequest)
+
+
+def read_generate(raw: bytes | bytearray) -> GenerateTask:
+    """Parse and translate a body. Raises InvalidRequest, which names the field."""
+    request = decode_json(raw, _decoder)
+    sampling = request.sampling_params or SamplingFields()
+    refuse_fields(request, _NEUTRAL)
+    refuse_fields(sampling, _SAMPLING_NEUTRAL, "sampling_params.")
+    prompt, listed = _prompt(request)
+    if not request.return_logprob and request.top_logprobs_num:
+        raise InvalidRequest("top_logprobs_num needs return_logprob: true", param="top_logprobs_num")
+    if request.logprob_start_len not in (None, -1):
+        raise InvalidRequest(
+            "logprob_start_len must be -1: log-probabilities of the prompt are not supported here",
+            param="logprob_start_len",
+        )
+    completion = PromptsOfGenerate(
+        model=request.model,
+        prompt=prompt,
+        max_tokens=sampling.max_new_tokens,
+        min_tokens=sampling.min_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias,
+        stop=sampling.stop,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        skip_special_tokens=sampling.skip_special_tokens,
+        include_stop_str_in_output=sampling.no_stop_trim,
+        seed=sampling.sampling_seed,
+        n=sampling.n,
+        json_schema=sampling.json_schema,
+        regex=sampling.regex,
+        ebnf=sampling.ebnf,
+        stream=request.stream,
+        logprobs=(request.top_logprobs_num or 0) if request.return_logprob else None,
+        cache_salt=request.extra_key,
+        # completions take lower priorities first
+        priority=None if request.priority is None else -request.priority,
+    )
+    return GenerateTask(
+        completion=completion,
+        listed=listed or (sampling.n or 1) > 1,
+        rid=request.rid,
+        logprobs=bool(request.return_logprob),
+        with_text=bool(request.return_text_in_logprobs),
+    )
+
+
+def _prompt(request: GenerateRequest) -> tuple[str | list[Any], bool]:
+    """Return the prompt of a completions request and whether it is a list of prompts."""
+    if (request.text is None) == (request.input_ids is None):
+        raise InvalidRequest("send either text or input_ids", param="text")
+    prompt: str | list[Any] = request.text if request.text is not None else request.input_ids or []
+    if not prompt and isinstance(prompt, list):
+        raise InvalidRequest(
+            "send at least one prompt", param="input_ids" if request.text is None else "text"
+        )
+    return prompt, isinstance(prompt, list) and not isinstance(prompt[0], int)

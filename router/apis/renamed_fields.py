@@ -1,0 +1,50 @@
+"""Refusals of a translated request, under the names of the API that the client uses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from common.errors import InvalidRequest
+
+
+@contextmanager
+def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
+    """Rename the field of a refusal that is raised inside: `names` maps translated names to the client's."""
+    try:
+        yield
+    except InvalidRequest as error:
+        renamed = _renamed(error.param or "", names)
+        if renamed is None:
+            raise
+        inner, outer = renamed
+        message = re.sub(rf"(?<![\w.]){re.escape(inner)}(?!\w)", lambda _: outer, str(error))
+        raise type(error)(message, param=outer + (error.param or "").removeprefix(inner)) from error
+
+
+def _renamed(param: str, names: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return (translated name, client's name) of the field that `param` names, or the field that contains it."""
+    field = re.match(r"\w*", param)
+    assert field is not None
+    return (field[0], names[field[0]]) if field[0] in names else None
+
+
+def refuse_fields(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
+    """Raise InvalidRequest for a field that is not supported, unless its value has no effect.
+
+    `neutral`: field -> values without effect, besides null.
+    """
+    for field, values in neutral.items():
+        given = getattr(request, field)
+        if given is None or any(type(given) is type(value) and given == value for value in values):
+            continue
+        remedy = (
+            f"leave it out or send {msgspec.json.encode(values[0]).decode()}" if values else "leave it out"
+        )
+        raise InvalidRequest(
+            f"{where}{field} is not supported by this version of tandem; {remedy}", param=f"{where}{field}"
+        )

@@ -1,0 +1,46 @@
+"""Bodies of the translated APIs: each is read into a task, which contains the chat or completions request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from router.apis.generate_request import GenerateTask, read_generate
+from router.openai_schema import compact_completion
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReader(Generic[T]):
+    """How the bodies of one API are read.
+
+    Attributes:
+        api: its name in jobs of text workers.
+        read: parses a body. Raises InvalidRequest.
+        compact: makes the same task of a large body cheap to decode, see `compact_chat`. Raises InvalidRequest.
+    """
+
+    api: str
+    kind: type[T]
+    read: Callable[[bytes | bytearray], T]
+    compact: Callable[[T], T]
+
+    def packed(self, raw: bytes | bytearray) -> bytes:
+        """Read a body in a text worker."""
+        return msgspec.msgpack.encode(self.compact(self.read(raw)))
+
+    def unpacked(self, packed: bytes | bytearray) -> T:
+        return msgspec.msgpack.decode(packed, type=self.kind)
+
+
+def _compact_generate(task: GenerateTask) -> GenerateTask:
+    compact = compact_completion(task.completion)
+    return msgspec.structs.replace(task, completion=compact)
+
+
+GENERATE = TaskReader("generate", GenerateTask, read_generate, _compact_generate)
+READERS: dict[str, TaskReader[Any]] = {reader.api: reader for reader in (GENERATE,)}

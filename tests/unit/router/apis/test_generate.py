@@ -1,0 +1,179 @@
+"""SGLang's /generate over HTTP: what each field becomes, and the shape of answers and streams."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from common.errors import NodeLost
+from tests.unit.router.conftest import Rig
+from tests.unit.router.scripted_generator import delta, one_by_one
+
+HELLO = [331, 300, 301]
+
+
+def events(raw: bytes) -> list[Any]:
+    *lines, last, end = raw.decode().split("\n\n")
+    assert (last, end) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+async def test_a_text(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    sampling = {
+        "max_new_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_new_tokens": 2,
+        "sampling_seed": 9,
+        "stop_token_ids": [4],
+        "logit_bias": {"5": 1.5},
+        "frequency_penalty": 0.5,
+    }
+    status, answer, headers = await rig.post(
+        "/generate", {"text": "Hello", "sampling_params": sampling, "rid": "mine/1"}
+    )
+    assert status == 200
+    assert headers["x-request-id"] == "mine/1"
+    seconds = answer["meta_info"].pop("e2e_latency")
+    assert seconds >= 0
+    assert answer == {
+        "text": rig.tokenizer.decode(HELLO, True),
+        "output_ids": HELLO,
+        "meta_info": {
+            "id": "mine/1",
+            "finish_reason": {"type": "length", "length": 3},
+            "prompt_tokens": len(rig.tokenizer.encode("Hello", True)),
+            "completion_tokens": 3,
+            "cached_tokens": 3,
+            "weight_version": "default",
+        },
+    }
+    [asked] = rig.generator.requests
+    params = asked.sampling
+    assert asked.request_id == "mine/1"
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (7, 0.5, 0.9, 5)
+    assert (params.min_tokens, params.seed, params.stop_token_ids) == (2, 9, (2, 4))
+    assert (params.logit_bias, params.frequency_penalty) == (((5, 1.5),), 0.5)
+
+
+async def test_defaults(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    for prompt in ({"input_ids": [1, 5, 6]}, {"input_ids": [5] * 4090}):
+        assert (await rig.post("/generate", prompt))[0] == 200
+    assert [asked.sampling.max_tokens for asked in rig.generator.requests] == [128, 6]
+
+
+@pytest.mark.parametrize("prompts", [{"text": ["a", "b"]}, {"input_ids": [[5, 6], [7]]}])
+async def test_several_prompts_give_a_list(rig: Rig, prompts: dict[str, Any]) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    _, answer, _ = await rig.post("/generate", {**prompts, "rid": "r"})
+    assert [each["meta_info"]["id"] for each in answer] == ["r", "r-1"]
+    assert [each["output_ids"] for each in answer] == [HELLO, HELLO]
+    streamed = events(await rig.raw("/generate", {**prompts, "stream": True}))
+    assert {event["index"] for event in streamed} == {0, 1}
+
+
+async def test_a_stream_repeats_the_text_so_far(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    found = events(await rig.raw("/generate", {"text": "Hello", "stream": True}))
+    texts = [rig.tokenizer.decode(HELLO[:count], True) for count in (1, 2, 3)]
+    assert [event["text"] for event in found] == texts
+    assert [event["output_ids"] for event in found] == [HELLO[:1], HELLO[:2], HELLO]
+    assert [event["meta_info"]["finish_reason"] for event in found] == [
+        None,
+        None,
+        {"type": "length", "length": 3},
+    ]
+
+
+async def test_the_size_of_a_stream_is_not_quadratic(rig: Rig) -> None:
+    rig.generator.will(*one_by_one([331] * 3000))
+    found = events(await rig.raw("/generate", {"text": "Hello", "stream": True}))
+    assert len(found) < 400
+    assert len(found[-1]["output_ids"]) == 3000
+    assert [len(event["output_ids"]) for event in found[:64]] == list(range(1, 65))
+
+
+async def test_log_probabilities(rig: Rig) -> None:
+    rig.generator.will(*one_by_one([331], top=3))
+    body = {"text": "Hello", "return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
+    _, answer, _ = await rig.post("/generate", body)
+    text = rig.tokenizer.token_text
+    meta = answer["meta_info"]
+    assert meta["output_token_logprobs"] == [[-0.5, 331, text(331)]]
+    assert meta["output_top_logprobs"] == [[[-0.5, 331, text(331)], [-1.5, 332, text(332)]]]
+    assert (meta["input_token_logprobs"], meta["input_top_logprobs"]) == ([], [])
+    _, answer, _ = await rig.post("/generate", {"text": "Hello", "return_logprob": True})
+    assert answer["meta_info"]["output_token_logprobs"] == [[-0.5, 331, None]]
+    assert answer["meta_info"]["output_top_logprobs"] == [None]
+
+
+@pytest.mark.parametrize(
+    ("stop", "steps", "finish"),
+    [
+        ([], [delta([331, 2], "stop", 0)], {"type": "stop", "matched": 2}),
+        (["$"], [delta([331], None, 0), delta([10], None), 60.0], {"type": "stop", "matched": "$"}),
+        ([], [delta([331], None, 0), delta([], "abort")], {"type": "abort"}),
+    ],
+)
+async def test_finish_reasons(rig: Rig, stop: list[str], steps: list[Any], finish: dict[str, Any]) -> None:
+    assert rig.tokenizer.token_text(10) == "$"
+    rig.generator.will(*steps)
+    _, answer, _ = await rig.post("/generate", {"text": "Hello", "sampling_params": {"stop": stop}})
+    found = answer["meta_info"]["finish_reason"]
+    assert {name: found[name] for name in finish} == finish
+
+
+async def test_an_error_in_the_stream_ends_it_without_done(rig: Rig) -> None:
+    rig.generator.will(delta([331], None, 0), NodeLost("the node is gone"))
+    raw = await rig.raw("/generate", {"text": "Hello", "stream": True})
+    last = json.loads(raw.decode().split("\n\n")[-2].removeprefix("data: "))
+    assert last["error"]["code"] == "node_lost"
+    assert b"[DONE]" not in raw
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "text"),
+        ({"text": "a", "input_ids": [1]}, "text"),
+        ({"text": []}, "text"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [704]}, "input_ids"),
+        ({"text": ["x"] * 65}, "text"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": 9999}}, "sampling_params.max_new_tokens"),
+        ({"text": "a", "sampling_params": {"temperature": 3}}, "sampling_params.temperature"),
+        ({"text": "a", "sampling_params": {"stop": [""]}}, "sampling_params.stop"),
+        ({"text": "a", "sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex"),
+        ({"text": "a", "sampling_params": [{}]}, "sampling_params"),
+        ({"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
+        ({"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
+        ({"text": "a", "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
+        ({"text": "a", "image_data": "x"}, "image_data"),
+        ({"text": "a", "rid": ["a"]}, "rid"),
+        ({"text": "a", "model": "other"}, "model"),
+    ],
+)
+async def test_refusals_name_the_clients_field(rig: Rig, body: dict[str, Any], param: str) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    status, answer, _ = await rig.post("/generate", body)
+    assert (status, answer["error"]["param"]) == (404 if param == "model" else 400, param)
+    assert "max_tokens" not in answer["error"]["message"]
+
+
+async def test_large_bodies_are_read_by_text_workers_with_the_same_result(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    small = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4}}
+    _, answer, _ = await rig.post("/generate", small)
+    raw = json.dumps(small).encode() + b" " * (1 << 16)
+    _, again, _ = await rig.post("/generate", raw)
+    for each in (answer, again):
+        del each["meta_info"]["id"], each["meta_info"]["e2e_latency"]
+    assert again == answer
+    first, second = rig.generator.requests
+    assert list(second.token_ids) == list(first.token_ids)
