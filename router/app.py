@@ -32,6 +32,7 @@ from router.control_routes import ControlRoutes
 from router.dispatch_limits import DispatchLimits
 from router.dispatcher import Dispatcher
 from router.fetch_process import FetchProcess
+from router.field_rules import UnknownFields
 from router.flush import flush_caches
 from router.from_config import http_listeners, registration_rules
 from router.http_listeners import HttpListeners
@@ -273,7 +274,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
             model=str(path),
         )
     text_pool = TextPool(spawner, path, body_bytes, log, dict(resolved.manifests).get(path), template)
-    texts = TextService(text_pool, tokenizer)
+    texts = TextService(text_pool, tokenizer, UnknownFields(log, cluster.router.strict_fields))
     router = RouterApp(
         resolved,
         log,

@@ -1,4 +1,4 @@
-"""Requests of the OpenAI API as clients send them: typed and bounded. Unknown fields are ignored, as in vLLM.
+"""Requests of the OpenAI API as clients send them: typed and bounded. `field_rules` handles undeclared fields.
 
 A field that would change the answer but is not supported must never be ignored silently. Such fields are listed in
 NOT_YET with the values that have no effect: those values are accepted, any other value is refused with the field's
@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from common.errors import InvalidRequest
 from common.messages.generation import MAX_BIASES
+from router.field_rules import refuse_unless_neutral
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
@@ -89,7 +90,6 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     # as in vLLM: cached prompt pages are shared only between requests with the same salt
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    user: Any = None
     # not supported yet: see NOT_YET
     n: Any = None
     best_of: Any = None
@@ -200,7 +200,7 @@ MESSAGE_NOT_YET: dict[str, tuple[Any, ...]] = {
 
 def honoured(request: type[SharedFields]) -> list[str]:
     """Supported fields of a request, sorted by name, for /server_info."""
-    return sorted(set(request.__struct_fields__) - set(NOT_YET) - {"user"})
+    return sorted(set(request.__struct_fields__) - set(NOT_YET))
 
 
 def refuse_unsupported(request: SharedFields) -> None:
@@ -218,23 +218,7 @@ def refuse_unsupported_messages(messages: Sequence[Message]) -> None:
 
 def _refuse(struct: msgspec.Struct, not_yet: dict[str, tuple[Any, ...]], where: str) -> None:
     for field, neutral in not_yet.items():
-        value = getattr(struct, field, None)
-        if value is None or any(_same(value, each) for each in neutral):
-            continue
-        remedy = (
-            f"leave it out or send {msgspec.json.encode(neutral[0]).decode()}" if neutral else "leave it out"
-        )
-        raise InvalidRequest(
-            f"{where}{field} is not supported by this version of tandem; {remedy}", param=f"{where}{field}"
-        )
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Whether two values are equal in JSON: 1 and 1.0 are, 1 and true are not."""
-    numbers = (int, float)
-    if type(neutral) in numbers:
-        return type(value) in numbers and bool(value == neutral)
-    return type(value) is type(neutral) and bool(value == neutral)
+        refuse_unless_neutral(f"{where}{field}", getattr(struct, field, None), neutral)
 
 
 def prompts(request: CompletionRequest, max_tokens: int) -> list[str | TokenIds]:
@@ -264,9 +248,9 @@ def prompts(request: CompletionRequest, max_tokens: int) -> list[str | TokenIds]
 
 
 def compact_chat(request: ChatRequest) -> ChatRequest:
-    """Return the same request in a form that is cheap to decode: a large body may hold millions of small values.
+    """Return the request if it is cheap to decode: a large body may hold millions of small values.
 
-    Fields without effect are dropped. Raises InvalidRequest for what exceeds a limit or would be refused later anyway.
+    Raises InvalidRequest for what exceeds a limit or would be refused later anyway.
     """
     _check_sizes(request)
     parts = sum(len(message.content) for message in request.messages if isinstance(message.content, list))
@@ -275,7 +259,7 @@ def compact_chat(request: ChatRequest) -> ChatRequest:
             f"the messages have {parts} parts; the limit is {MAX_PARTS}: join adjacent text parts",
             param="messages",
         )
-    return msgspec.structs.replace(request, user=None)
+    return request
 
 
 def compact_completion(request: Completion) -> Completion:
@@ -291,7 +275,7 @@ def compact_completion(request: Completion) -> Completion:
             if isinstance(item, list):
                 _check_ids(item, len(item))
         prompt = [item if isinstance(item, str) else _packed(item) for item in given]
-    return msgspec.structs.replace(request, prompt=prompt, user=None)
+    return msgspec.structs.replace(request, prompt=prompt)
 
 
 def _check_sizes(request: SharedFields) -> None:

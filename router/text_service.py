@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from router.apis.tasks import TaskReader
+from router.field_rules import UnknownFields
 from router.openai_schema import ChatRequest, CompletionRequest, Message
 from router.request_checks import check_length
 from router.text_jobs import (
@@ -41,14 +42,18 @@ class Workers(Protocol):
 class TextService:
     """Parses bodies and tokenizes messages and texts. Refusals do not depend on where the work runs."""
 
-    def __init__(self, workers: Workers, tokenizer: Tokenizer) -> None:
+    def __init__(self, workers: Workers, tokenizer: Tokenizer, unknown: UnknownFields) -> None:
+        """`unknown`: what to do about fields that nobody knows."""
         self._workers = workers
         self._tokenizer = tokenizer
+        self._unknown = unknown
 
     async def read_chat(self, raw: bytearray) -> ChatRequest:
         """Parse a chat body. Raises InvalidRequest, which names the field."""
         if len(raw) <= SMALL_BODY:
-            return read_chat(raw)
+            request, unknown = read_chat(raw)
+            self._unknown.check(unknown)
+            return request
         return _chat.decode(await self._run(ReadChat(), raw))
 
     async def read_completion(self, raw: bytearray, max_model_len: int) -> CompletionRequest:
@@ -57,7 +62,9 @@ class TextService:
         Token ids of a large body arrive packed, and at most as many as the context holds.
         """
         if len(raw) <= SMALL_BODY:
-            return read_completion(raw)
+            request, unknown = read_completion(raw)
+            self._unknown.check(unknown)
+            return request
         return _completion.decode(await self._run(ReadCompletion(max_model_len), raw))
 
     async def read_task(self, reader: TaskReader[T], raw: bytearray) -> T:
@@ -110,4 +117,5 @@ class TextService:
     async def _run(self, job: Job, payload: Payload) -> Payload:
         answer, result = await self._workers.run(job, payload)
         answer.check()
+        self._unknown.check(answer.unknown_fields)
         return result

@@ -15,6 +15,7 @@ import msgspec
 from common.errors import InvalidRequest, RequestError
 from router.apis.tasks import READERS
 from router.chat_template import ChatTemplate
+from router.field_rules import undeclared
 from router.json_body import decode_json
 from router.openai_schema import (
     ChatRequest,
@@ -49,6 +50,8 @@ ENCODE_SECONDS = 20.0  # for the texts of one request
 MAX_DETOKENIZE = 1 << 20  # token ids in one request
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
+_CHAT_FIELDS = frozenset(ChatRequest.__struct_fields__)
+_COMPLETION_FIELDS = frozenset(CompletionRequest.__struct_fields__)
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
 _detokenize = msgspec.json.Decoder(DetokenizeRequest)
 _messages = msgspec.msgpack.Decoder(list[Message])
@@ -57,14 +60,14 @@ Payload = bytes | bytearray
 Done = tuple[Answer, Payload]
 
 
-def read_chat(raw: Payload) -> ChatRequest:
-    """Parse a chat body. Raises InvalidRequest."""
-    return decode_json(raw, _chat)
+def read_chat(raw: Payload) -> tuple[ChatRequest, tuple[str, ...]]:
+    """Parse a chat body. Return it and the field names that nobody knows. Raises InvalidRequest."""
+    return decode_json(raw, _chat), undeclared(raw, _CHAT_FIELDS)
 
 
-def read_completion(raw: Payload) -> CompletionRequest:
-    """Parse a completion body. Raises InvalidRequest."""
-    return decode_json(raw, _completion)
+def read_completion(raw: Payload) -> tuple[CompletionRequest, tuple[str, ...]]:
+    """Parse a completion body. Return it and the field names that nobody knows. Raises InvalidRequest."""
+    return decode_json(raw, _completion), undeclared(raw, _COMPLETION_FIELDS)
 
 
 class TextWork:
@@ -102,15 +105,17 @@ class TextWork:
         match job:
             case ReadChat():
                 self._limit(READ_SECONDS)
-                return Answer(), msgspec.msgpack.encode(compact_chat(read_chat(payload)))
+                chat, unknown = read_chat(payload)
+                return Answer(unknown_fields=unknown), msgspec.msgpack.encode(compact_chat(chat))
             case ReadCompletion():
                 self._limit(READ_SECONDS)
-                request = compact_completion(read_completion(payload))
+                read, unknown = read_completion(payload)
+                request = compact_completion(read)
                 if isinstance(request.prompt, list):
                     for item, field in zip(request.prompt, prompt_names(len(request.prompt))):
                         if isinstance(item, bytes):
                             check_length(len(item) // TOKEN_BYTES, job.max_model_len, field)
-                return Answer(), msgspec.msgpack.encode(request)
+                return Answer(unknown_fields=unknown), msgspec.msgpack.encode(request)
             case ReadTask():
                 self._limit(READ_SECONDS)
                 return Answer(), READERS[job.api].packed(payload)

@@ -98,6 +98,7 @@ class Router(Section, frozen=True, kw_only=True):
     max_attempts: Annotated[int, Meta(ge=1, le=10)] = 3
     max_requests: Positive = 4096  # in flight; more are answered 503 with Retry-After
     max_body_bytes: Positive = 10 * 1024 * 1024
+    strict_fields: bool = False  # refuse request fields that nobody knows, instead of ignoring them
     max_queued_mib: Positive = 512  # messages waiting for one node, which beyond it counts as unreachable
     images: Images = Images()
     request_timeout: Seconds = 600.0

@@ -23,6 +23,7 @@ from router.chat_template import ChatTemplate
 from router.client import View
 from router.connections import ConnectionLimit
 from router.control_routes import ControlRoutes
+from router.field_rules import UnknownFields
 from router.http_errors import error_middleware
 from router.http_server import http_runner
 from router.images import Images, NoImages
@@ -124,6 +125,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         gate: Gate | None = None,
         cors: Cors | None = None,
         limit: ConnectionLimit | None = None,
+        strict_fields: bool = False,
     ) -> Rig:
         log = Log("test")
         open_gate = OpenGate(HostRule(("x",), Cors(())), View.CLUSTER, open_metrics=False)
@@ -148,7 +150,8 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             ControlRoutes(Cluster(), lambda: rig.flush(), log).add_to(app)
 
         generator = ScriptedGenerator()
-        texts = TextService(workers or InProcess(TextWork(text, ChatTemplate(Path(served.path)))), text)
+        work = workers or InProcess(TextWork(text, ChatTemplate(Path(served.path))))
+        texts = TextService(work, text, UnknownFields(log, strict_fields))
         routes = OpenAiRoutes(generator, text, texts, admit, images, max_requests, log, write_timeout)
         routes.add_to(app)
         GenerateRoutes(routes, texts, text).add_to(app)

@@ -196,5 +196,5 @@ def test_a_shortage_of_memory_is_not_taken_for_an_answer(tmp_path: Path) -> None
 
 
 def test_parts_of_a_large_body_stay_parts() -> None:
-    request = ChatRequest(messages=conversation("parts"), user="u")
+    request = ChatRequest(messages=conversation("parts"))
     assert compact_chat(request).messages == request.messages

@@ -89,6 +89,12 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
             "truncate_prompt_tokens": (5,),
             "return_tokens_as_token_ids": (True,),
             "lora_path": ("x",),
+            "kv_transfer_params": ({"a": 1}, 5),
+            "return_hidden_states": (True, "last", 0),
+            "rid": ("x",),
+            "routed_experts_start_len": (1, False),
+            "stop_regex": ("a+", ["a+"]),
+            "vllm_xargs": ({"a": 1},),
         }.items()
         for value in values
     ],
@@ -177,6 +183,10 @@ TAKEN: dict[str, list[Any]] = {
     "unknown_field": [1, {"a": []}],
     "metadata": [{"a": "b"}],
     "store": [True],
+    "service_tier": ["flex"],
+    "vllm_xargs": [None, {}],
+    "return_hidden_states": [False],
+    "routed_experts_start_len": [0, 0.0],
     "stream": [False, None],
 }
 TAKEN_CHAT: dict[str, list[Any]] = {
@@ -267,13 +277,15 @@ RAW: list[tuple[bytes, Any]] = [  # (body of a chat request, param)
     (MESSAGES + b'"temperature":-1e999}', "temperature"),
     (MESSAGES + b'"seed":' + b"9" * 5000 + b"}", "seed"),
     (MESSAGES + b'"seed":1e999}', "seed"),
-    (MESSAGES + b'"user":"\xff"}', None),
-    (MESSAGES + b'"user":"\\ud800"}', None),
-    (MESSAGES + b'"user":"\\udc00x"}', None),
+    (MESSAGES + b'"cache_salt":"\xff"}', None),
+    (MESSAGES + b'"cache_salt":"\\ud800"}', None),
+    (MESSAGES + b'"cache_salt":"\\udc00x"}', None),
     (b'{"messages":[{"role":"user","content":"\\ud83d"}]}', None),
     (b'{"messages":[{"role":"user","content":"\xc3("}]}', None),
     (b'{"messages":[{"role":"user","content":"a\nb"}]}', None),  # a raw line break is invalid JSON
     (b'{"messages":[{"role":"user","content":"\xed\xa0\x80"}]}', None),
+    (MESSAGES + b'"\xff":1}', None),
+    (MESSAGES + b'"\\ud800":1}', None),
     (MESSAGES + b'"user":' + b"[" * 100_000 + b"}", None),
     (MESSAGES + b'"unknown":' + b"[" * 100_000 + b"}", None),
     (MESSAGES + b'"tools":' + b'{"a":' * 100_000 + b"}", None),
@@ -354,7 +366,8 @@ async def test_context_sentence_has_the_numbers(rig: Rig) -> None:
     rig.generator.will(*one_by_one([10]))
     assert (await rig.post(TEXT, {"prompt": prompt, "max_tokens": 96}))[0] == 200
     assert (await rig.post(TEXT, {"prompt": prompt}))[0] == 200
-    assert [r.sampling.max_tokens for r in rig.generator.requests] == [96, 96]
+    assert (await rig.post(TEXT, {"prompt": [5] * 4090}))[0] == 200
+    assert [r.sampling.max_tokens for r in rig.generator.requests] == [96, 16, 6], "OpenAI's default is 16"
 
 
 async def test_a_body_that_is_too_large_is_refused(rig: Rig) -> None:

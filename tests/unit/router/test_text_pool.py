@@ -23,6 +23,7 @@ import pytest
 from common.errors import InvalidRequest, ModelError, Overloaded
 from common.observability.logs import Log
 from router import text_pool
+from router.field_rules import UnknownFields
 from router.openai_schema import Message
 from router.spawner import Child, Spawner
 from router.text_channel import TextChannel, start_worker
@@ -145,8 +146,8 @@ async def test_workers_give_the_same_tokens_and_refusals(spawned: Spawned) -> No
     pool = TextPool(spawned, TINY, 1 << 20, Log("test"))
     await pool.start()
     try:
-        here = TextService(InProcess(TextWork.load(TINY)), tokenizer)
-        there = TextService(pool, tokenizer)
+        here = TextService(InProcess(TextWork.load(TINY)), tokenizer, UnknownFields(Log("test")))
+        there = TextService(pool, tokenizer, UnknownFields(Log("test")))
         for service in (here, there):
             assert tokenizer.decode(await service.chat_prompt(HI, False, 4096), False).startswith("<|bos|>")
             with pytest.raises(InvalidRequest, match="unknown role nobody") as found:

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from common.errors import ContextTooLong
+from common.observability.logs import Log
 from router import token_bound
 from router import tokenizer as own
 from router.chat_template import ChatTemplate
+from router.field_rules import UnknownFields
 from router.request_checks import check_length
 from router.text_service import TextService
 from router.text_work import TextWork
@@ -224,7 +226,7 @@ async def test_a_prompt_that_cannot_fit_is_refused_unencoded(
 async def test_the_texts_of_a_request_count_together(tokenizer: own.Tokenizer) -> None:
     """64 short prompts are one job, not 64 small pieces of work on the event loop."""
     workers = InProcess(TextWork(tokenizer, ChatTemplate(TINY)))
-    service = TextService(workers, tokenizer)
+    service = TextService(workers, tokenizer, UnknownFields(Log("test")))
     await service.encode(["a" * 1000] * 2, False, 4096, ["prompt[0]", "prompt[1]"])
     assert not workers.jobs
     names = [f"prompt[{index}]" for index in range(64)]

@@ -1,0 +1,134 @@
+"""Rules for fields of a request body that the schema in `openai_schema` does not declare.
+
+Three kinds of names: fields that never change an answer are ignored silently; fields of vLLM and SGLang that tandem
+does not serve are refused by name, because ignoring them would change the answer; unknown names are ignored with one
+warning per name, or refused if the cluster file sets `router.strict_fields`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from common.errors import InvalidRequest
+from common.observability.logs import Log
+
+MAX_WARNED = 256  # names that one router process warns about
+MAX_REPORTED = 16  # unknown names of one request that are looked at
+MAX_NAME = 64  # characters of a name in a warning or an error
+
+# OpenAI's labels and hints: billing, storage and cache routing.
+IGNORED = frozenset(
+    {
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+# Field of vLLM or SGLang -> values that have no effect; null never has one.
+NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "custom_labels": ({},),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "data_parallel_rank": (),
+    "disagg_prefill_dp_rank": (),
+    "ec_transfer_params": (),
+    "extra_key": (),
+    "guided_whitespace_pattern": (),
+    "images_config": ({},),
+    "input_ids": (),
+    "kv_transfer_params": ({},),
+    "max_dynamic_patch": (),
+    "media_io_kwargs": ({},),
+    "min_dynamic_patch": (),
+    "mm_processor_kwargs": ({},),
+    "ngram_corpus_id": (),
+    "no_stop_trim": (False,),
+    "repetition_detection": (),
+    "request_id": (),
+    "return_cached_tokens_details": (False,),
+    "return_hidden_states": (False,),
+    "return_meta_info": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_routed_experts": (False,),
+    "rid": (),
+    "routed_dp_rank": (),
+    "routed_experts_start_len": (0,),
+    "session_id": (),
+    "session_params": ({},),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": ([],),
+    "task": (),
+    "thinking_token_budget": (),
+    "use_audio_in_video": (False,),
+    "vllm_xargs": ({},),
+}
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def undeclared(raw: bytes | bytearray, declared: frozenset[str]) -> tuple[str, ...]:
+    """Return the names in the JSON object `raw` that nobody knows, the first MAX_REPORTED of them.
+
+    `declared`: the names of the schema. Raises InvalidRequest for a field that is known but not served.
+    """
+    try:
+        fields = _fields.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    unknown: list[str] = []
+    for name in fields.keys() - declared - IGNORED:
+        if name in NOT_SERVED:
+            refuse_unless_neutral(name, msgspec.json.decode(fields[name]), NOT_SERVED[name])
+        elif len(unknown) < MAX_REPORTED:
+            unknown.append(name[:MAX_NAME])
+    return tuple(unknown)
+
+
+def refuse_unless_neutral(field: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    """Raise InvalidRequest for an unsupported field, unless its value is null or in `neutral`."""
+    if value is None or any(_same(value, each) for each in neutral):
+        return
+    remedy = f"leave it out or send {msgspec.json.encode(neutral[0]).decode()}" if neutral else "leave it out"
+    raise InvalidRequest(f"{field} is not supported by this version of tandem; {remedy}", param=field)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Whether two values are equal in JSON: 1 and 1.0 are, 1 and true are not."""
+    numbers = (int, float)
+    if type(neutral) in numbers:
+        return type(value) in numbers and bool(value == neutral)
+    return type(value) is type(neutral) and bool(value == neutral)
+
+
+class UnknownFields:
+    """Decides what happens to unknown names: a warning for each new one, or a refusal if `strict`."""
+
+    def __init__(self, log: Log, strict: bool = False) -> None:
+        self._log = log
+        self._strict = strict
+        self._warned: set[str] = set()
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises InvalidRequest for the first name if `strict`."""
+        for name in names:
+            if self._strict:
+                raise InvalidRequest(
+                    f"{name} is not a field of this API; leave it out (router.strict_fields is set)",
+                    param=name,
+                )
+            if name not in self._warned and len(self._warned) < MAX_WARNED:
+                self._warned.add(name)
+                last = len(self._warned) == MAX_WARNED
+                self._log.warning("ignored an unknown field", field=name, **({"last": True} if last else {}))
