@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from common.checkpoint.model_files import read_json
 from common.errors import InvalidRequest, ModelError
 from router.content_form import Content, ContentForms, text_part
 from router.openai_schema import Message, image_parts
+from router.prompt_end import PromptEnd, render_open
 from router.template_sandbox import TemplateSandbox
 
 MAX_PROMPT_CHARACTERS = 8 << 20
@@ -43,8 +44,8 @@ class ChatTemplate:
                 "model.chat_template"
             ) from error
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the prompt, including the generation prompt. Raises InvalidRequest("messages"). Runs on any thread."""
+    def render(self, messages: Sequence[Message], end: PromptEnd = PromptEnd.GENERATION_PROMPT) -> str:
+        """Return the prompt. Raises InvalidRequest("messages"). Runs on any thread."""
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions, or set model.chat_template",
@@ -52,7 +53,9 @@ class ChatTemplate:
             )
         plain = [self._plain(message) for message in messages]
         try:
-            return self.render_plain(plain)
+            if end is PromptEnd.OPEN_MESSAGE:
+                return render_open(partial(self.render_plain, generation_prompt=False), plain)
+            return self.render_plain(plain, end is PromptEnd.GENERATION_PROMPT)
         except Exception as error:  # a template can raise anything that Python can
             raise InvalidRequest(
                 f"the chat template refused the messages: {error}", param="messages"
@@ -63,13 +66,13 @@ class ChatTemplate:
         """The forms, probed at the first request: a text worker limits the time of rendering but not of loading."""
         return ContentForms(self.render_plain)
 
-    def render_plain(self, messages: Sequence[dict[str, Any]]) -> str:
+    def render_plain(self, messages: Sequence[dict[str, Any]], generation_prompt: bool = True) -> str:
         """Render messages unchanged. Raises whatever the template raises."""
         assert self._template is not None
         variables = {
             **self._variables,
             "messages": messages,
-            "add_generation_prompt": True,
+            "add_generation_prompt": generation_prompt,
             "tools": None,
             "documents": None,
         }

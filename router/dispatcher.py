@@ -122,10 +122,12 @@ class Dispatcher:
     def transferred(self, attempt: Attempt, stages: Mapping[str, float]) -> None:
         """The prefill node has handed over the pages. `stages` are in seconds since it received the prompt."""
         attempt.transferred = True
-        self.poison.prefilled(self._flights[attempt.room])
+        flight = self._flights[attempt.room]
+        self.poison.prefilled(flight)
+        flight.request.share.handed_over()
         self.health.transferred(attempt.prefill, attempt.decode)
         self.health.node_served(attempt.prefill)
-        prompt = len(self._flights[attempt.room].request.token_ids) + attempt.emitted
+        prompt = len(flight.request.token_ids) + attempt.emitted
         took = stages.get("prefill_end", 0.0) - stages.get("prefill_start", 0.0)
         self.health.prefilled(attempt.prefill, took, prompt - attempt.cached_tokens)
 
@@ -178,6 +180,7 @@ class Dispatcher:
         tokens = 0
         try:
             self.poison.check(flight)
+            await request.share.wait()
             async with self._let_in(request, timeout), aclosing(self._attempt_until_done(flight)) as deltas:
                 timeline.mark("admitted", time.monotonic())
                 async for delta in deltas:
@@ -198,6 +201,7 @@ class Dispatcher:
         finally:
             self.running.remove(flight)
             self._active -= 1
+            request.share.ended()
             if timeline.outcome == "running":
                 ended = "sibling failed" if request.batch.failed else "client gone"
                 timeline.outcome = finished or ended
@@ -333,7 +337,8 @@ class Dispatcher:
             if self._ending is not None:
                 raise self._ending
             changed = self._changed
-            found = self._placer.choose(flight.avoid | self._suspect_nodes(flight, trial))
+            avoid = flight.avoid | self._suspect_nodes(flight, trial)
+            found = self._placer.choose(avoid, flight.request.share.nodes)
             if not isinstance(found, str):
                 return found
             if waited != found:
@@ -376,6 +381,7 @@ class Dispatcher:
         self._events.add("placed", attempt.room, request=timeline.request_id, tokens=tokens, **pair)
         timeline.nodes.append({"prefill": prefill.name, "decode": decode.name})
         self.health.placed(prefill, decode)
+        flight.request.share.placed(prefill.incarnation, decode.incarnation)
 
     def _close(self, attempt: Attempt) -> None:
         """End an attempt, finished or not, and abort whatever a node still holds of it."""

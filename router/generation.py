@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams
+from router.shared_prompt import UNSHARED, PromptShare
 
 FINISH_ABORT = "abort"  # finish reason of a request that /abort_request has ended
 
@@ -39,6 +40,7 @@ class GenerationRequest:
     weight: int = 1  # the client's share while clients wait for room
     salt: bytes = b""  # cached pages are shared only between requests with the same salt
     batch: Batch = field(default_factory=Batch)
+    share: PromptShare = UNSHARED  # of the computation of a prompt with several choices
 
 
 @dataclass(slots=True)

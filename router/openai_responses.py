@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from common.messages.generation import OutputToken
-from router.tokenizer import Tokenizer
+from router.token_names import TokenNames
 
 FINGERPRINT = "tandem"
 CHAT_ID = "chatcmpl-"  # prefix of an answer's id; the request id follows
@@ -62,11 +62,14 @@ class Format(ABC):
     after_text: ClassVar[bytes]  # bytes between the text and the logprobs of a choice in a complete answer
 
     def __init__(
-        self, identity: str, model: str, created: int, tokenizer: Tokenizer, logprobs: int | None
+        self, identity: str, model: str, created: int, names: TokenNames, logprobs: int | None
     ) -> None:
-        """`logprobs`: number of top tokens listed with each token; None for no log-probabilities."""
+        """`names` of tokens stand beside their log-probabilities.
+
+        `logprobs`: number of top tokens listed with each token; None for no log-probabilities.
+        """
         self._head = {"id": identity, "created": created, "model": model, "system_fingerprint": FINGERPRINT}
-        self._tokenizer = tokenizer
+        self._names = names
         self._logprobs = logprobs
         self._open = b"data: " + _encode({"object": self.part, **self._head})[:-1] + b',"choices":['
 
@@ -154,9 +157,9 @@ class ChatFormat(Format):
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": self._tokenizer.token_text(token_id),
+            "token": self._names.token_text(token_id),
             "logprob": max(LOWEST_LOGPROB, logprob),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
+            "bytes": list(self._names.token_bytes(token_id)),
         }
 
 
@@ -186,7 +189,7 @@ class CompletionFormat(Format):
     def _listed(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         if self._logprobs is None:
             return None
-        text_of = self._tokenizer.token_text
+        text_of = self._names.token_text
         offsets: list[int] = []
         texts: list[str] = []
         values: list[float] = []

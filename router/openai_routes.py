@@ -15,6 +15,7 @@ from common.errors import ClientGone, InternalError, InvalidRequest, RequestErro
 from common.observability.logs import Log
 from router.answer_form import AnswerForm, ShowChat, ShowCompletion
 from router.auth import admission_key
+from router.choice_count import choice_count, samplings
 from router.client import cache_salt, client_key
 from router.generation import AnswerComplete, Batch, GenerationRequest, Generator, PromptImage
 from router.http_errors import body_of, defect, request_id_key
@@ -42,6 +43,7 @@ from router.openai_schema import (
     without_addresses,
 )
 from router.placeholders import place_images
+from router.prompt_end import prompt_end
 from router.request_body import Received, received
 from router.request_checks import (
     ServedModel,
@@ -50,16 +52,19 @@ from router.request_checks import (
     check_prompt,
     sampling_params,
 )
+from router.shared_prompt import shares
 from router.sse import SseWriter
 from router.text_service import TextService
 from router.text_stream import TextStream
+from router.token_ids import FormWithIds
+from router.token_names import IdNames, TokenNames
 from router.tokenizer import Tokenizer
 from router.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One prompt of a request, ready to run."""
+    """One answer of a request, ready to be generated."""
 
     request: GenerationRequest
     text: TextStream
@@ -132,8 +137,9 @@ class OpenAiRoutes:
         images = await self._images.load(body.messages)
         if images:
             body = msgspec.structs.replace(body, messages=without_addresses(body.messages))
+        end = prompt_end(body.add_generation_prompt, body.continue_final_message)
         prompt = await self._texts.chat_prompt(
-            body.messages, bool(body.add_special_tokens), model.max_model_len
+            body.messages, bool(body.add_special_tokens), model.max_model_len, end
         )
         memory.release()
         placed: tuple[PromptImage, ...] = ()
@@ -141,11 +147,14 @@ class OpenAiRoutes:
             salt = cache_salt(request[client_key].tenant, body.cache_salt)
             prompt, placed = place_images(prompt, images, model.vision, model.vocab_size, salt)
         check_prompt(prompt, model, "messages")
-        choices = [self._choice(request, body, model, prompt, 0, max_field, logprobs, placed)]
+        choices = self._choices(request, body, model, prompt, 0, max_field, logprobs, Batch(), placed)
         identity = CHAT_ID + request[request_id_key]
-        form = ChatFormat(identity, model.name, int(time.time()), self._tokenizer, logprobs)
+        form = ChatFormat(identity, model.name, int(time.time()), self._names(body), logprobs)
+        shown = show(form, prompt_lengths(choices))
+        if body.return_token_ids:
+            shown = FormWithIds(shown, form, [prompt] * len(choices), chat=True)
         with self._images.hold(images):
-            return await self._answer(request, body, show(form, prompt_lengths(choices)), choices)
+            return await self._answer(request, body, shown, choices)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         await self.turn()
@@ -173,25 +182,27 @@ class OpenAiRoutes:
     ) -> web.StreamResponse:
         _check(body, model)
         logprobs = check_logprobs(body.logprobs, "logprobs")
-        choices, batch = [], Batch()
+        choices, batch = list[Choice](), Batch()
         given = prompts(body, model.max_model_len)
-        if len(given) > self._max_requests:
+        answers = len(given) * choice_count(body)
+        if answers > self._max_requests:
             raise InvalidRequest(
-                f"{len(given)} prompts in one request; this router allows {self._max_requests} in flight; send them in "
-                "several requests",
+                f"{answers} answers in one request; this router allows {self._max_requests} in flight; send the "
+                "prompts in several requests",
                 param="prompt",
             )
         encoded = await self._encoded(given, body, model)
         memory.release()
         for index, (name, ids) in enumerate(encoded.items()):
             check_prompt(ids, model, name)
-            choices.append(
-                self._choice(request, body, model, list(ids), index, "max_tokens", logprobs, batch=batch)
-            )
+            choices += self._choices(request, body, model, list(ids), index, "max_tokens", logprobs, batch)
             await asyncio.sleep(0)  # let other tasks run between many prompts
         identity = COMPLETION_ID + request[request_id_key]
-        form = CompletionFormat(identity, model.name, int(time.time()), self._tokenizer, logprobs)
-        return await self._answer(request, body, show(form, prompt_lengths(choices)), choices)
+        form = CompletionFormat(identity, model.name, int(time.time()), self._names(body), logprobs)
+        shown = show(form, prompt_lengths(choices))
+        if body.return_token_ids:
+            shown = FormWithIds(shown, form, [each.request.token_ids for each in choices], chat=False)
+        return await self._answer(request, body, shown, choices)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -213,7 +224,10 @@ class OpenAiRoutes:
         ids = dict(zip(texts, encoded))
         return {name: ids[name] if isinstance(prompt, str) else prompt for name, prompt in zip(names, given)}
 
-    def _choice(
+    def _names(self, body: SharedFields) -> TokenNames:
+        return IdNames(self._tokenizer) if body.return_tokens_as_token_ids else self._tokenizer
+
+    def _choices(
         self,
         request: web.Request,
         body: SharedFields,
@@ -222,34 +236,40 @@ class OpenAiRoutes:
         index: int,
         max_field: str,
         logprobs: int | None,
+        batch: Batch,
         images: tuple[PromptImage, ...] = (),
-        batch: Batch | None = None,
-    ) -> Choice:
+    ) -> list[Choice]:
+        """Return the choices of one prompt, which is number `index` of the request."""
         wanted = getattr(body, max_field)
         if wanted is None and body.default_tokens is not None:
             wanted = min(body.default_tokens, model.max_model_len - len(prompt))
         sampling = sampling_params(body, len(prompt), model, wanted, max_field, logprobs)
-        identity = request[request_id_key] if index == 0 else f"{request[request_id_key]}-{index}"
-        decoder = self._tokenizer.stream(body.skip_special_tokens is not False, prompt)
-        include_stop = bool(body.include_stop_str_in_output)
-        text = TextStream(decoder, check_stops(body), include_stop, sampling.min_tokens)
         client = request[client_key]
-        asked = GenerationRequest(
-            identity,
-            prompt,
-            sampling,
-            images=images,
-            client=client.name,
-            weight=client.weight,
-            salt=cache_salt(client.tenant, body.cache_salt),
-            batch=batch or Batch(),
-        )
-        return Choice(asked, text)
+        count = choice_count(body)
+        choices = []
+        drawn = zip(samplings(sampling, count), shares(count), strict=True)
+        for number, (own, share) in enumerate(drawn, start=index * count):
+            asked = GenerationRequest(
+                request[request_id_key] if number == 0 else f"{request[request_id_key]}-{number}",
+                prompt,
+                own,
+                images=images,
+                client=client.name,
+                weight=client.weight,
+                salt=cache_salt(client.tenant, body.cache_salt),
+                batch=batch,
+                share=share,
+            )
+            decoder = self._tokenizer.stream(body.skip_special_tokens is not False, prompt)
+            include_stop = bool(body.include_stop_str_in_output)
+            text = TextStream(decoder, check_stops(body), include_stop, sampling.min_tokens)
+            choices.append(Choice(asked, text))
+        return choices
 
     async def _answer(
         self, request: web.Request, body: SharedFields, form: AnswerForm, choices: Sequence[Choice]
     ) -> web.StreamResponse:
-        usage = Usage(prompt_tokens=sum(prompt_lengths(choices)))
+        usage = Usage(sum(len(each.request.token_ids) for each in choices if each.request.share.counted))
         request[admission_key].begin(len(choices), usage)
         if body.stream:
             return await self._stream(request, body, form, choices, usage)
@@ -336,7 +356,8 @@ class OpenAiRoutes:
         text = choice.text
         async with aclosing(self._generator.generate(choice.request)) as deltas:
             async for delta in deltas:
-                usage.cached_tokens += delta.cached_tokens or 0
+                if delta.cached_tokens and choice.request.share.counted:
+                    usage.cached_tokens += delta.cached_tokens
                 before = text.completion_tokens
                 new, tokens = text.push(delta.tokens, delta.finish_reason)
                 usage.completion_tokens += text.completion_tokens - before

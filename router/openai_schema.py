@@ -90,9 +90,11 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None
     # as in vLLM: cached prompt pages are shared only between requests with the same salt
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    n: int | None = None  # answers to each prompt
+    best_of: int | None = None  # only 1 or n: see choice_count
+    return_token_ids: bool | None = None  # as in vLLM, and the next one
+    return_tokens_as_token_ids: bool | None = None
     # not supported yet: see NOT_YET
-    n: Any = None
-    best_of: Any = None
     response_format: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
@@ -113,7 +115,6 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     logits_processors: Any = None
     truncate_prompt_tokens: Any = None
     prompt_embeds: Any = None
-    return_tokens_as_token_ids: Any = None
     lora_path: Any = None
 
 
@@ -124,8 +125,8 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: Any = None
-    continue_final_message: Any = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
     tools: Any = None
@@ -150,8 +151,6 @@ class CompletionRequest(SharedFields, frozen=True, kw_only=True):
 
 # field -> values that have no effect
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
@@ -172,10 +171,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "truncate_prompt_tokens": (),
     "prompt_embeds": (),
-    "return_tokens_as_token_ids": (False,),
     "lora_path": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "tools": ([],),

@@ -26,6 +26,10 @@ class _Field:
         """Drop these incarnations from each role that has other candidates."""
         return _Field(_others(self.prefills, avoid), _others(self.decodes, avoid), self.bad_pairs)
 
+    def among(self, prefer: Collection[str]) -> _Field:
+        """Keep only these incarnations in each role that has any of them."""
+        return _Field(_among(self.prefills, prefer), _among(self.decodes, prefer), self.bad_pairs)
+
     @property
     def has_good_pair(self) -> bool:
         return not self.bad_pairs or any(
@@ -43,11 +47,13 @@ class Placer:
         self._policies = policies
         self._health = health
 
-    def choose(self, avoid: Collection[str] = NOTHING) -> tuple[Node, Node] | Role:
+    def choose(
+        self, avoid: Collection[str] = NOTHING, prefer: Collection[str] = NOTHING
+    ) -> tuple[Node, Node] | Role:
         """Return (prefill, decode), or the role that has no node that could serve.
 
         Nodes with an open breaker are left out, then nodes of `avoid`, then bad pairs; each of these only while
-        something else is left.
+        something else is left. Among the rest, nodes of `prefer` are taken whatever their load.
         """
         field = self._field()
         if not isinstance(field, _Field):
@@ -55,6 +61,8 @@ class Placer:
         narrowed = field.without(avoid) if avoid else field
         if not narrowed.has_good_pair:
             narrowed = field
+        if prefer and (preferred := narrowed.among(prefer)).has_good_pair:
+            narrowed = preferred
         prefill, decode = choose_pair(narrowed.prefills, narrowed.decodes, self._policies, narrowed.bad_pairs)
         return self._registry.node(prefill.incarnation), self._registry.node(decode.incarnation)
 
@@ -88,6 +96,10 @@ class Placer:
 
 def _others(candidates: Sequence[Candidate], avoid: Collection[str]) -> Sequence[Candidate]:
     return [c for c in candidates if c.incarnation not in avoid] or candidates
+
+
+def _among(candidates: Sequence[Candidate], prefer: Collection[str]) -> Sequence[Candidate]:
+    return [c for c in candidates if c.incarnation in prefer] or candidates
 
 
 def unavailable(role: Role) -> Unavailable:

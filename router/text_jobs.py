@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from common.errors import RequestError, from_code
+from router.prompt_end import PromptEnd
 
 
 class Settings(msgspec.Struct, frozen=True, array_like=True):
@@ -36,6 +37,7 @@ class RenderChat(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
     add_special_tokens: bool
     max_model_len: int
+    end: PromptEnd = PromptEnd.GENERATION_PROMPT
 
 
 class EncodeTexts(msgspec.Struct, frozen=True, array_like=True, tag=4):

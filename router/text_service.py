@@ -11,6 +11,7 @@ import msgspec
 from router.apis.tasks import TaskReader
 from router.field_rules import UnknownFields
 from router.openai_schema import ChatRequest, CompletionRequest, Message
+from router.prompt_end import PromptEnd
 from router.request_checks import check_length
 from router.text_jobs import (
     Answer,
@@ -74,11 +75,15 @@ class TextService:
         return reader.unpacked(await self._run(ReadTask(reader.api), raw))
 
     async def chat_prompt(
-        self, messages: Sequence[Message], add_special_tokens: bool, max_model_len: int
+        self,
+        messages: Sequence[Message],
+        add_special_tokens: bool,
+        max_model_len: int,
+        end: PromptEnd = PromptEnd.GENERATION_PROMPT,
     ) -> list[int]:
         """Render and tokenize messages. Always in a worker: the cost of a template depends on its author."""
         payload = msgspec.msgpack.encode(messages)
-        [tokens] = await self._tokens(RenderChat(add_special_tokens, max_model_len), payload)
+        [tokens] = await self._tokens(RenderChat(add_special_tokens, max_model_len, end), payload)
         return tokens
 
     async def encode(

@@ -121,7 +121,7 @@ class TextWork:
                 return Answer(), READERS[job.api].packed(payload)
             case RenderChat():
                 self._limit(RENDER_SECONDS)
-                text = self._template.render(_messages.decode(payload))
+                text = self._template.render(_messages.decode(payload), job.end)
                 return self._encoded([text], job.add_special_tokens, job.max_model_len, ("messages",))
             case EncodeTexts():
                 texts = _texts.decode(payload)

@@ -7,6 +7,8 @@ block the event loop for seconds, and the objects take more memory than their JS
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -14,6 +16,23 @@ from router.openai_responses import Format, Piece, Usage
 
 LARGE_TEXT = 1 << 16  # characters encoded in one turn of the event loop
 _encode = msgspec.json.Encoder().encode
+
+
+class AnswerChoice(Protocol):
+    """One choice of a complete answer."""
+
+    def add(self, piece: Piece) -> None:
+        """Add a piece; they arrive in order."""
+        ...
+
+    @property
+    def characters(self) -> int:
+        """Number of characters of its text."""
+        ...
+
+    def parts(self) -> list[bytes]:
+        """The choice as JSON. Nothing may be added afterwards."""
+        ...
 
 
 class WholeChoice:
@@ -65,12 +84,15 @@ class WholeAnswer:
 
     async def parts(self, usage: Usage) -> list[bytes]:
         """Return the body as consecutive parts."""
-        return await whole_answer(self._form, self._choices, usage)
+        return await whole_answer(self._form.before_choices(), self._choices, usage)
 
 
-async def whole_answer(form: Format, choices: list[WholeChoice], usage: Usage) -> list[bytes]:
-    """Return the body as consecutive parts. Long texts are encoded in separate turns of the event loop."""
-    parts, since = [form.before_choices()], 0
+async def whole_answer(head: bytes, choices: Sequence[AnswerChoice], usage: Usage) -> list[bytes]:
+    """Return the body as consecutive parts, of which `head` ends where the choices begin.
+
+    Long texts are encoded in separate turns of the event loop.
+    """
+    parts, since = [head], 0
     for number, choice in enumerate(choices):
         since += choice.characters
         if since > LARGE_TEXT:

@@ -59,7 +59,6 @@ def test_the_support_matrix_names_what_the_tables_have() -> None:
 
 def test_what_the_matrix_says_no_to_is_refused() -> None:
     assert {
-        "n",
         "response_format",
         "json_schema",
         "ebnf",

@@ -75,6 +75,44 @@ async def test_the_same_seed_gives_the_same_text_in_any_batch(cluster: RunningCl
     assert len({alone, *others}) > 4
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_choices_share_one_computed_prompt(cluster: RunningCluster, stream: bool) -> None:
+    """Each choice equals a request of its own with its seed; beyond the last page the prompt is computed once."""
+    count, length, page = 4, 90, 16
+    shared = length // page * page
+    prompt = [5 + (7 * i + stream) % 600 for i in range(length)]
+    fields: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 30, "temperature": 1.2}
+
+    async def counters() -> tuple[int, int]:
+        async with Client(cluster.url) as status:
+            await status.wait_idle()
+            nodes = [(await status.node(name))["counters"] for name in ("prefill-0", "decode-0")]
+        return nodes[0]["prompt_tokens"] - nodes[0]["cached_tokens"], nodes[1]["cached_tokens"]
+
+    async with client_of(cluster) as client:
+        before = await counters()
+        texts = dict.fromkeys(range(count), "")
+        if stream:
+            async for chunk in await client.completions.create(
+                **fields, seed=70, n=count, stream=True, stream_options={"include_usage": True}
+            ):
+                usage = chunk.usage
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+        else:
+            whole = await client.completions.create(**fields, seed=70, n=count)
+            usage = whole.usage
+            texts = {choice.index: choice.text for choice in whole.choices}
+        after = await counters()
+        single = [await client.completions.create(**fields, seed=70 + i) for i in range(count)]
+    assert [texts[i] for i in range(count)] == [each.choices[0].text for each in single]
+    assert usage is not None
+    assert usage.prompt_tokens == length
+    assert len(set(texts.values())) > 1
+    assert after[0] - before[0] == length + (count - 1) * (length - shared), "tokens computed"
+    assert after[1] - before[1] == (count - 1) * shared, "tokens in pages that the decode node shares"
+
+
 async def test_errors_reach_the_client_in_openais_shape(cluster: RunningCluster) -> None:
     async with client_of(cluster) as client:
         with pytest.raises(openai.NotFoundError):
@@ -84,7 +122,7 @@ async def test_errors_reach_the_client_in_openais_shape(cluster: RunningCluster)
         assert "4096" in str(info.value)
         with pytest.raises(openai.BadRequestError) as info:
             await client.chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": "x"}], n=3
+                model="tiny", messages=[{"role": "user", "content": "x"}], n=3, temperature=0
             )
         assert info.value.param == "n"
 

@@ -113,10 +113,10 @@ def test_the_forms_are_found_once_per_template(tmp_path: Path) -> None:
     renderings = 0
     render = template.render_plain
 
-    def counted(messages: Any) -> str:
+    def counted(messages: Any, generation_prompt: bool = True) -> str:
         nonlocal renderings
         renderings += 1
-        return render(messages)
+        return render(messages, generation_prompt)
 
     template.render_plain = counted  # type: ignore[method-assign]
     template.render(conversation("text"))

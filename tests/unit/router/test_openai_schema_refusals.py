@@ -56,7 +56,7 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
             "ignore_eos": (1, "true"),
             "stream": (1, "true", []),
             "stream_options": ({"include_usage": True}, []),  # the first without stream
-            "n": (2, True, "1", HUGE, 0, [], {}),
+            "n": (9, True, "1", HUGE, 0, [], {}),
             "best_of": (2, True),
             "presence_penalty": (-2.01, 2.01, 10**400, False, "0", []),
             "frequency_penalty": (-2.01, 2.01, True, "0", {}),
@@ -87,7 +87,8 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
             "bad_words": (["x"],),
             "allowed_token_ids": ([1], []),
             "truncate_prompt_tokens": (5,),
-            "return_tokens_as_token_ids": (True,),
+            "return_tokens_as_token_ids": (1, "true"),
+            "return_token_ids": (1, "true"),
             "lora_path": ("x",),
             "kv_transfer_params": ({"a": 1}, 5),
             "return_hidden_states": (True, "last", 0),
@@ -122,8 +123,8 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
             "audio": ({"voice": "x"},),
             "chat_template": ("{{ x }}",),
             "chat_template_kwargs": ({"enable_thinking": False},),
-            "add_generation_prompt": (False, 1),
-            "continue_final_message": (True, 0),
+            "add_generation_prompt": (1,),
+            "continue_final_message": (0, "x"),
             "documents": ([{}],),
             "web_search_options": ({},),
             "messages": ([], None, {}, "hi", 5),
@@ -158,7 +159,7 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
 ]  # fmt: skip
 
 TAKEN: dict[str, list[Any]] = {
-    "n": [1, 1.0, None],
+    "n": [1, None, 2, 8],
     "best_of": [1],
     "presence_penalty": [0, 0.0, -0.0, 2, -2, 0.1, None],
     "frequency_penalty": [0.0, 2, -2, None],
@@ -196,8 +197,8 @@ TAKEN_CHAT: dict[str, list[Any]] = {
     "functions": [[]],
     "modalities": [["text"]],
     "chat_template_kwargs": [{}],
-    "add_generation_prompt": [True],
-    "continue_final_message": [False],
+    "add_generation_prompt": [True, False, None],
+    "continue_final_message": [False, True, None],
     "top_logprobs": [0],
     "logprobs": [False],
     "max_completion_tokens": [5],
@@ -378,7 +379,7 @@ async def test_a_body_that_is_too_large_is_refused(rig: Rig) -> None:
 
 
 async def test_neutral_values_in_remedies_are_json(rig: Rig) -> None:
-    _, answer, _ = await rig.post(CHAT, body_of(CHAT, "add_generation_prompt", False))
-    assert "send true" in answer["error"]["message"]
+    _, answer, _ = await rig.post(CHAT, body_of(CHAT, "echo", True))
+    assert "send false" in answer["error"]["message"]
     _, answer, _ = await rig.post(CHAT, body_of(CHAT, "response_format", {"type": "json_object"}))
     assert json.dumps({"type": "text"}, separators=(",", ":")) in answer["error"]["message"]

@@ -55,7 +55,7 @@ async def test_it_holds_all_pieces_and_nothing_is_left_for_the_end(chat: bool, l
         for piece in pieces(3):
             choice.add(piece)
     asked = tokenizer().asked
-    body = b"".join(await whole_answer(form, choices, Usage(2, 6, 1)))
+    body = b"".join(await whole_answer(form.before_choices(), choices, Usage(2, 6, 1)))
     assert tokenizer().asked == asked
     answer = json.loads(body)
     assert list(answer) == ["object", "id", "created", "model", "system_fingerprint", "choices", "usage"]
@@ -83,4 +83,4 @@ async def test_no_part_of_a_long_answer_is_large() -> None:
     choice = WholeChoice(form, 0)
     for piece in pieces(2000, "x" * 10):
         choice.add(piece)
-    assert max(map(len, await whole_answer(form, [choice], Usage()))) < LARGE_TEXT
+    assert max(map(len, await whole_answer(form.before_choices(), [choice], Usage()))) < LARGE_TEXT

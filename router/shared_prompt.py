@@ -1,0 +1,122 @@
+"""Lets several choices of one prompt share its computation.
+
+The first choice computes the prompt. The others wait until its pages are handed over, and are then placed on the same
+nodes: there both prefix caches hold the whole pages of the prompt, so only the last, partly filled page is computed
+again, and the decode node keeps the whole pages once for all choices. Each choice is an ordinary request in all other
+respects. If the caches are off, or the nodes are gone or full, a choice computes the prompt again, with equal results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from typing import Protocol
+
+NO_NODES: frozenset[str] = frozenset()
+
+
+class PromptShare(Protocol):
+    """The part of one request in the computation of a prompt."""
+
+    @property
+    def nodes(self) -> Collection[str]:
+        """Incarnations of the nodes to which the prompt's pages belong; empty if that is open."""
+        ...
+
+    @property
+    def counted(self) -> bool:
+        """Whether usage counts the prompt tokens of this request."""
+        ...
+
+    async def wait(self) -> None:
+        """Wait until the prompt is computed, or until nobody computes it any more."""
+        ...
+
+    def placed(self, prefill: str, decode: str) -> None:
+        """The request was placed on two nodes, given as incarnations."""
+        ...
+
+    def handed_over(self) -> None:
+        """The pages of the prompt are on both nodes."""
+        ...
+
+    def ended(self) -> None:
+        """The request has ended, for whatever reason."""
+        ...
+
+
+class Unshared:
+    """The prompt of a request with one choice."""
+
+    nodes = NO_NODES
+    counted = True
+
+    async def wait(self) -> None:
+        pass
+
+    def placed(self, prefill: str, decode: str) -> None:
+        pass
+
+    def handed_over(self) -> None:
+        pass
+
+    def ended(self) -> None:
+        pass
+
+
+UNSHARED = Unshared()
+
+
+class FirstOfPrompt:
+    """The request that computes the prompt."""
+
+    counted = True
+
+    def __init__(self) -> None:
+        self.nodes: Collection[str] = NO_NODES
+        self.available = asyncio.Event()
+
+    async def wait(self) -> None:
+        pass
+
+    def placed(self, prefill: str, decode: str) -> None:
+        self.nodes = frozenset((prefill, decode))
+
+    def handed_over(self) -> None:
+        self.available.set()
+
+    def ended(self) -> None:
+        self.available.set()
+
+
+class FollowerOfPrompt:
+    """A request that uses the pages that the first one has computed."""
+
+    counted = False
+
+    def __init__(self, first: FirstOfPrompt) -> None:
+        self._first = first
+
+    @property
+    def nodes(self) -> Collection[str]:
+        return self._first.nodes
+
+    async def wait(self) -> None:
+        await self._first.available.wait()
+
+    def placed(self, prefill: str, decode: str) -> None:
+        pass
+
+    def handed_over(self) -> None:
+        pass
+
+    def ended(self) -> None:
+        pass
+
+
+def shares(count: int) -> list[PromptShare]:
+    """Return the shares of `count` choices of one prompt, the first one first."""
+    if count == 1:
+        return [UNSHARED]
+    first = FirstOfPrompt()
+    return [first, *(FollowerOfPrompt(first) for _ in range(count - 1))]
