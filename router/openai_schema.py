@@ -143,6 +143,8 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
 class CompletionRequest(SharedFields, frozen=True, kw_only=True):
     """The body of POST /v1/completions."""
 
+    default_tokens: ClassVar[int | None] = 16  # as at OpenAI
+
     # one text, several texts, token ids, or lists of token ids: see `prompts`; `compact_completion` packs ids
     prompt: Text | list[Any]
     logprobs: int | None = None

@@ -346,7 +346,11 @@ async def test_model(rig: Rig) -> None:
     for model, said in (("gpt-9", "gpt-9"), ("\0", "x00"), ("x" * 500_000, "xxx")):
         for path in BOTH:
             status, answer, _ = await rig.post(path, body_of(path, "model", model))
-            assert (status, answer["error"]["param"], answer["error"]["code"]) == (404, "model", "model_not_found")
+            assert (status, answer["error"]["param"], answer["error"]["code"]) == (
+                404,
+                "model",
+                "model_not_found",
+            )
             assert said in answer["error"]["message"]
             assert len(answer["error"]["message"]) < 1100
     assert (await rig.post(CHAT, body_of(CHAT, "model", 5)))[0] == 400
