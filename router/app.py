@@ -26,6 +26,8 @@ from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from router.admin_routes import AdminRoutes
 from router.apis.generate_routes import GenerateRoutes
+from router.apis.messages_routes import MessagesRoutes
+from router.apis.responses_routes import ResponsesRoutes
 from router.client import View
 from router.control_plane import ControlPlane
 from router.control_routes import ControlRoutes
@@ -296,13 +298,15 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     most = cluster.router.max_requests
     openai = router.openai = OpenAiRoutes(dispatcher, tokenizer, texts, router.admitting, images, most, log)
     generate = GenerateRoutes(openai, texts, tokenizer)
+    responses = ResponsesRoutes(openai, texts, model.name)
+    messages = MessagesRoutes(openai, texts, model.name)
     status = StatusRoutes(view, router.served)
     tokens = TokenizerRoutes(texts, router.served, tokenizer_info(path, template))
     controls = ControlRoutes(dispatcher, lambda: flush_caches(registry, control.send), log)
     admin = AdminRoutes(router.set_paused, lambda: openai.active)
 
     def add_routes(app: web.Application) -> None:
-        for routes in (openai, generate, status, tokens, controls):
+        for routes in (openai, generate, responses, messages, status, tokens, controls):
             routes.add_to(app)
 
     router.http = http_listeners(resolved, body_bytes, add_routes, admin.add_to, time.time, log)

@@ -21,7 +21,7 @@ EXPOSED = "X-Request-Id, Retry-After, X-Should-Retry, " + ", ".join(
 )
 MAX_AGE_SECONDS = 600
 _REQUEST_HEADER = re.compile(
-    r"(authorization|content-type|accept|user-agent|x-api-key|x-request-id|(openai|x-stainless)-[a-z-]+)"
+    r"(authorization|content-type|accept|user-agent|x-api-key|x-request-id|(openai|anthropic|x-stainless)-[a-z-]+)"
 )
 
 

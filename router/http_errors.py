@@ -21,6 +21,7 @@ from common.errors import (
     Unauthorized,
 )
 from common.observability.logs import Log
+from router.apis.messages_errors import is_messages, messages_error
 from router.unknown_route import not_allowed, not_found
 
 REQUEST_ID = "X-Request-Id"
@@ -116,22 +117,33 @@ def error_middleware(log: Log) -> Middleware:
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
-        identity = request_id(request)
-        request[request_id_key] = identity
+        request[request_id_key] = request_id(request)
+        response: web.StreamResponse
         try:
             response = await handler(request)
-        except RequestError as error:
-            response = response_of(error)
-        except web.HTTPException as error:
-            text = _http_text(request, error)
-            kind = "invalid_request_error" if error.status < 500 else "server_error"
-            allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-            headers = {SHOULD_RETRY: "false", **allow}
-            response = json_response(error_body(text, kind, None, error.status), error.status, headers)
-        except Exception:
-            response = response_of(defect(log, request))
+        except Exception as error:
+            response = _refusal(error, request, log)
         if not response.prepared:
             response.headers[REQUEST_ID] = request[request_id_key]
         return response
 
     return handle
+
+
+def _refusal(error: Exception, request: web.Request, log: Log) -> web.Response:
+    """The answer to a request whose handler has raised `error`, in the form of the API that the path belongs to."""
+    if isinstance(error, RequestError):
+        response = response_of(error)
+    elif isinstance(error, web.HTTPException):
+        text = _http_text(request, error)
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        headers = {SHOULD_RETRY: "false", **allow}
+        response = json_response(error_body(text, kind, None, error.status), error.status, headers)
+    else:
+        response = response_of(defect(log, request))
+    if is_messages(request.path):
+        assert isinstance(response.body, bytes)
+        given = msgspec.json.decode(response.body)["error"]
+        response.body = msgspec.json.encode(messages_error(given, response.status, request[request_id_key]))
+    return response

@@ -9,13 +9,15 @@ from typing import Any
 from aiohttp import web
 
 from common.errors import ModelNotFound
+from router.apis.messages_answer import MESSAGE_ID
+from router.apis.responses_answer import RESPONSE_ID
 from router.client import View, client_key
 from router.http_errors import error_body, json_response
 from router.openai_responses import CHAT_ID, COMPLETION_ID
 from router.request_checks import ServedModel
 
 VERSION = "0.1.0"
-ANSWER_PREFIXES = (CHAT_ID, COMPLETION_ID)
+ANSWER_PREFIXES = (CHAT_ID, COMPLETION_ID, RESPONSE_ID, MESSAGE_ID)
 
 
 @dataclass(frozen=True, slots=True)

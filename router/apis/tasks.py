@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from router.apis.generate_request import GenerateTask, read_generate
-from router.openai_schema import compact_completion
+from router.apis.messages_request import MessagesTask, read_messages
+from router.apis.responses_request import ResponsesTask, read_responses
+from router.openai_schema import ChatRequest, compact_chat, compact_completion
 
 T = TypeVar("T", bound=msgspec.Struct)
+C = TypeVar("C", bound="ChatTask")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,5 +45,19 @@ def _compact_generate(task: GenerateTask) -> GenerateTask:
     return msgspec.structs.replace(task, completion=compact)
 
 
+class ChatTask(Protocol):
+    """A task that runs as a chat."""
+
+    @property
+    def chat(self) -> ChatRequest: ...
+
+
+def _compact_chat(task: C) -> C:
+    compact_chat(task.chat)
+    return task
+
+
 GENERATE = TaskReader("generate", GenerateTask, read_generate, _compact_generate)
-READERS: dict[str, TaskReader[Any]] = {reader.api: reader for reader in (GENERATE,)}
+RESPONSES: TaskReader[ResponsesTask] = TaskReader("responses", ResponsesTask, read_responses, _compact_chat)
+MESSAGES: TaskReader[MessagesTask] = TaskReader("messages", MessagesTask, read_messages, _compact_chat)
+READERS: dict[str, TaskReader[Any]] = {reader.api: reader for reader in (GENERATE, RESPONSES, MESSAGES)}

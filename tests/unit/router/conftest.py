@@ -17,6 +17,8 @@ from aiohttp import web
 from common.checkpoint.generation_config import DefaultSampling
 from common.observability.logs import Log
 from router.apis.generate_routes import GenerateRoutes
+from router.apis.messages_routes import MessagesRoutes
+from router.apis.responses_routes import ResponsesRoutes
 from router.auth import Entrance, Gate, OpenGate
 from router.auth_origin import Cors, HostRule
 from router.chat_template import ChatTemplate
@@ -155,6 +157,8 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         routes = OpenAiRoutes(generator, text, texts, admit, images, max_requests, log, write_timeout)
         routes.add_to(app)
         GenerateRoutes(routes, texts, text).add_to(app)
+        ResponsesRoutes(routes, texts, served.name).add_to(app)
+        MessagesRoutes(routes, texts, served.name).add_to(app)
         view = ClusterView(
             lambda: rig.ready,
             lambda: rig.missing,

@@ -141,8 +141,7 @@ async def test_fresh_ids_differ(rig: Rig) -> None:
 async def test_unknown_routes_and_methods(rig: Rig) -> None:
     for method, path, status in (
         ("GET", "/nothing", 404),
-        ("POST", "/v1/responses", 404),
-        ("POST", "/v1/messages", 404),
+        ("POST", "/v1/nothing", 404),
         ("POST", "/generation", 404),
         ("GET", "/workers", 404),
         ("GET", "/%ff%00", 404),

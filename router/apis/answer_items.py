@@ -1,0 +1,94 @@
+"""The items of an answer as they grow: reasoning, text and tool calls, in the order in which the model writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from router.openai_responses import ChatFormat, Piece
+
+
+class Kind(Enum):
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(slots=True)
+class Item:
+    """One item. `added` holds its text, or the JSON text of a call's arguments, in pieces."""
+
+    kind: Kind
+    identity: str = ""  # of a call
+    name: str = ""  # of the called function
+    added: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.added)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A new item begins, after the end of the one before it."""
+
+    index: int
+    item: Item
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    index: int
+    item: Item
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    index: int
+    item: Item
+
+
+Change = Opened | Added | Closed
+
+
+class AnswerItems:
+    """Follows one answer: `follow` its pieces in order."""
+
+    def __init__(self, form: ChatFormat) -> None:
+        self._form = form
+        self.items: list[Item] = []
+        self._open = False  # the last item
+        self.prompt_cached = 0  # prompt tokens found in the prefix cache
+        self.completion_tokens = 0
+        self.finish_reason: str | None = None
+        self.stop_string: str | None = None
+
+    def follow(self, piece: Piece) -> list[Change]:
+        """Return what a piece changes. The last piece closes the last item."""
+        changes: list[Change] = []
+        self.prompt_cached += piece.cached_tokens or 0
+        self.completion_tokens += len(piece.tokens)
+        if piece.text:
+            self._add(changes, Kind.TEXT, piece.text)
+        if piece.finish_reason is not None:
+            self.finish_reason, self.stop_string = piece.finish_reason, piece.stop_string
+            self._close(changes)
+        return changes
+
+    def _add(self, changes: list[Change], kind: Kind, text: str) -> None:
+        if not self._open or self.items[-1].kind is not kind:
+            self._begin(changes, Item(kind))
+        self.items[-1].added.append(text)
+        changes.append(Added(len(self.items) - 1, self.items[-1], text))
+
+    def _begin(self, changes: list[Change], item: Item) -> None:
+        self._close(changes)
+        self.items.append(item)
+        self._open = True
+        changes.append(Opened(len(self.items) - 1, item))
+
+    def _close(self, changes: list[Change]) -> None:
+        if self._open:
+            self._open = False
+            changes.append(Closed(len(self.items) - 1, self.items[-1]))

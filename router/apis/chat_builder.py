@@ -1,0 +1,89 @@
+"""Builds a chat request from the pieces of a conversation in another API's form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from common.errors import InvalidRequest
+from router.json_body import invalid_body
+from router.openai_schema import ChatRequest
+
+Part = dict[str, Any]
+
+
+def text_part(text: str) -> Part:
+    return {"type": "text", "text": text}
+
+
+def image_part(url: str) -> Part:
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+class ChatBuilder:
+    """Collects messages. What the model said before a user's or a tool's message becomes one assistant message."""
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, Any]] = []
+
+    @property
+    def ends_with_assistant(self) -> bool:
+        """Whether the last message is text of the assistant, which the answer may continue."""
+        last = self._messages[-1] if self._messages else {}
+        return last.get("role") == "assistant" and "tool_calls" not in last
+
+    def add_message(self, role: str, parts: Sequence[Part]) -> None:
+        """Add a message of any role but tool. System texts at the beginning are joined: templates take one."""
+        only = self._messages[0] if len(self._messages) == 1 else None
+        if role == "system" and only is not None and only["role"] == "system":
+            only["content"] = [*only["content"], text_part("\n\n"), *parts]
+        elif role == "assistant":
+            self._assistant().setdefault("content", []).extend(parts)
+        else:
+            self._messages.append({"role": role, "content": list(parts)})
+
+    def add_reasoning(self, text: str) -> None:
+        message = self._assistant()
+        message["reasoning_content"] = message.get("reasoning_content", "") + text
+
+    def add_call(self, identity: str, name: str, arguments: str | dict[str, Any]) -> None:
+        """Add a tool call of the model; `arguments` as JSON text or as an object."""
+        text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+        call = {"id": identity, "type": "function", "function": {"name": name, "arguments": text}}
+        self._assistant().setdefault("tool_calls", []).append(call)
+
+    def add_result(self, identity: str, parts: Sequence[Part]) -> None:
+        """Add what a tool returned."""
+        self._messages.append({"role": "tool", "tool_call_id": identity, "content": list(parts)})
+
+    def build(self, fields: dict[str, Any]) -> ChatRequest:
+        """Return the request with these other fields; None leaves one out. Raises InvalidRequest."""
+        given = {name: value for name, value in fields.items() if value is not None}
+        messages = [_plain(message) for message in self._messages]
+        try:
+            return msgspec.convert({**given, "messages": messages}, ChatRequest)
+        except msgspec.ValidationError as error:
+            raise invalid_body(error) from error
+
+    def _assistant(self) -> dict[str, Any]:
+        """The assistant message at the end, which is added if there is none."""
+        last = self._messages[-1] if self._messages else None
+        if last is None or last["role"] != "assistant":
+            last = {"role": "assistant"}
+            self._messages.append(last)
+        return last
+
+
+def unsupported_part(kind: str, where: str, known: str) -> InvalidRequest:
+    """The refusal of a part of a conversation whose type is not served."""
+    return InvalidRequest(f"{where} has type {kind[:100]!r}; send {known}", param=where)
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """Make content that is only text a string, as most chat templates expect."""
+    parts = message.get("content")
+    if not parts or any(part["type"] != "text" for part in parts):
+        return message if parts else {**message, "content": None if "tool_calls" in message else ""}
+    return {**message, "content": "".join(part["text"] for part in parts)}

@@ -1,0 +1,139 @@
+"""Answers of /v1/messages: one JSON object, or a stream of events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from common.messages.generation import FINISH_LENGTH, FINISH_STOP
+from router.apis.answer_items import Added, AnswerItems, Change, Item, Kind, Opened
+from router.apis.messages_errors import messages_error
+from router.openai_responses import ChatFormat, Piece, Usage
+
+MESSAGE_ID = "msg_"  # prefix of an answer's id; the request id follows
+FINISH_CALLS = "tool_calls"
+_encode = msgspec.json.Encoder().encode
+_REASONS = {FINISH_STOP: "end_turn", FINISH_LENGTH: "max_tokens", FINISH_CALLS: "tool_use"}
+
+
+class MessagesForm:
+    """An `AnswerForm`, and the collector of its own complete answers."""
+
+    def __init__(self, identity: str, model: str, form: ChatFormat, prompt_tokens: Sequence[int]) -> None:
+        """`identity`: the id of the request; `form` parses the text."""
+        self._identity = identity
+        self._model = model
+        self._prompt_tokens = prompt_tokens[0]
+        self._items = AnswerItems(form)
+        self._begun = False
+
+    # -- a stream
+
+    def opening(self, choices: int, usage: bytes) -> bytes:
+        """Nothing: the first event has token counts that arrive with the first piece."""
+        return b""
+
+    def events(self, piece: Piece, usage: bytes) -> bytes:
+        changes = self._items.follow(piece)
+        events = b""
+        if not self._begun:
+            self._begun = True
+            events = _event("message_start", message=self._message([], None))
+        return events + b"".join(self._shown(change) for change in changes)
+
+    def ending(self, usage: Usage, with_usage: bool) -> bytes:
+        delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._items.stop_string}
+        return _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
+
+    def failure(self, body: dict[str, Any]) -> bytes:
+        error = messages_error(body["error"], 500, self._identity)
+        return b"event: error\ndata: " + _encode(error) + b"\n\n"
+
+    # -- a complete answer
+
+    def collector(self, choices: int) -> MessagesForm:
+        return self
+
+    def add(self, piece: Piece) -> None:
+        self._items.follow(piece)
+
+    async def parts(self, usage: Usage) -> list[bytes]:
+        return [_encode(self._message([_block(item) for item in self._items.items], self._stop_reason()))]
+
+    def _stop_reason(self) -> str | None:
+        reason = self._items.finish_reason
+        if reason == FINISH_STOP and self._items.stop_string is not None:
+            return "stop_sequence"
+        return None if reason is None else _REASONS.get(reason, reason)
+
+    def _message(self, content: list[dict[str, Any]], stop_reason: str | None) -> dict[str, Any]:
+        return {
+            "id": MESSAGE_ID + self._identity,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": stop_reason,
+            "stop_sequence": self._items.stop_string,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> dict[str, int]:
+        cached = self._items.prompt_cached
+        return {
+            "input_tokens": self._prompt_tokens - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": self._items.completion_tokens,
+        }
+
+    def _shown(self, change: Change) -> bytes:
+        if isinstance(change, Opened):
+            return _event("content_block_start", index=change.index, content_block=_empty(change.item))
+        if isinstance(change, Added):
+            return _event("content_block_delta", index=change.index, delta=_delta(change.item, change.text))
+        return _event("content_block_stop", index=change.index)
+
+
+def _empty(item: Item) -> dict[str, Any]:
+    match item.kind:
+        case Kind.TEXT:
+            return {"type": "text", "text": ""}
+        case Kind.REASONING:
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case Kind.CALL:
+            return {"type": "tool_use", "id": item.identity, "name": item.name, "input": {}}
+
+
+def _delta(item: Item, text: str) -> dict[str, Any]:
+    match item.kind:
+        case Kind.TEXT:
+            return {"type": "text_delta", "text": text}
+        case Kind.REASONING:
+            return {"type": "thinking_delta", "thinking": text}
+        case Kind.CALL:
+            return {"type": "input_json_delta", "partial_json": text}
+
+
+def _block(item: Item) -> dict[str, Any]:
+    match item.kind:
+        case Kind.TEXT:
+            return {"type": "text", "text": item.text}
+        case Kind.REASONING:
+            return {"type": "thinking", "thinking": item.text, "signature": ""}
+        case Kind.CALL:
+            return _empty(item) | {"input": _arguments(item.text)}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call; {} where an answer that was cut off leaves no whole object."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
+        return {}
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))

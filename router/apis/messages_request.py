@@ -1,0 +1,247 @@
+"""Requests of Anthropic's /v1/messages, and what they mean as a chat."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from common.errors import InvalidRequest
+from router.apis.chat_builder import ChatBuilder, Part, image_part, text_part, unsupported_part
+from router.apis.renamed_fields import refuse_fields
+from router.json_body import decode_json
+from router.openai_schema import MAX_MESSAGES, MAX_PARTS, ChatRequest, Text
+
+# Names in refusals: field of the chat -> field of the client's request.
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "continue_final_message": "messages",
+    "reasoning_effort": "thinking",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+
+
+class ImageSource(msgspec.Struct, frozen=True):
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class Block(msgspec.Struct, frozen=True):
+    """One block of a message's content."""
+
+    type: str
+    text: str | None = None
+    source: ImageSource | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: Any = None  # of a tool_result: text or blocks
+
+
+class InputMessage(msgspec.Struct, frozen=True):
+    role: str
+    content: Text | list[Block]
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool of the client; tools that the server runs are refused."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    type: str
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    """Whether the model reasons before it answers. `budget_tokens` is not enforced."""
+
+    type: str
+    budget_tokens: int | None = None
+
+
+class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /v1/messages/count_tokens."""
+
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    model: str | None = None
+    system: Text | list[Block] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(CountRequest, frozen=True, kw_only=True):
+    """The body of POST /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    # refused unless they have no effect: see _NEUTRAL
+    container: Any = None
+    mcp_servers: Any = None
+    context_management: Any = None
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "container": (),
+    "mcp_servers": ([],),
+    "context_management": (),
+}
+_KNOWN_BLOCKS = "text, image, tool_use, tool_result and thinking"
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_EFFORTS = {"enabled": "medium", "adaptive": "medium", "disabled": "none"}
+
+
+class MessagesTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A request after its translation."""
+
+    chat: ChatRequest
+
+
+_decoder = msgspec.json.Decoder(MessagesRequest)
+_blocks = list[Block]
+
+
+def read_messages(raw: bytes | bytearray) -> MessagesTask:
+    """Parse and translate a body. Raises InvalidRequest, which names the field."""
+    request = decode_json(raw, _decoder)
+    refuse_fields(request, _NEUTRAL)
+    fields = {
+        "max_completion_tokens": request.max_tokens,
+        "stop": request.stop_sequences,
+        "stream": request.stream,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+    }
+    return MessagesTask(chat=_chat(request, fields))
+
+
+def _chat(request: CountRequest, fields: dict[str, Any]) -> ChatRequest:
+    parts = sum(len(each.content) for each in request.messages if isinstance(each.content, list))
+    if parts > MAX_PARTS:
+        raise InvalidRequest(f"the messages have {parts} blocks; the limit is {MAX_PARTS}", param="messages")
+    chat = ChatBuilder()
+    if request.system:
+        chat.add_message("system", _content(request.system, "system"))
+    for index, message in enumerate(request.messages):
+        _add_message(chat, message, f"messages[{index}]")
+    if chat.ends_with_assistant:
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    choice = request.tool_choice
+    if request.thinking is not None:
+        if request.thinking.type not in _EFFORTS:
+            raise unsupported_part(request.thinking.type, "thinking", ", ".join(_EFFORTS))
+        fields["reasoning_effort"] = _EFFORTS[request.thinking.type]
+    fields |= {
+        "model": request.model,
+        "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())] or None,
+        "tool_choice": None if choice is None else _tool_choice(choice),
+        "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+    }
+    return chat.build(fields)
+
+
+def _add_message(chat: ChatBuilder, message: InputMessage, where: str) -> None:
+    if message.role not in ("user", "assistant", "system"):
+        raise InvalidRequest(f"{where}.role must be user or assistant", param=f"{where}.role")
+    if isinstance(message.content, str):
+        chat.add_message(message.role, [text_part(message.content)])
+        return
+    # Results of tools become messages of their own: the texts between them stay in their order.
+    parts: list[Part] = []
+    for index, block in enumerate(message.content):
+        place = f"{where}.content[{index}]"
+        if block.type in ("text", "image"):
+            parts.append(_part(block, place))
+            continue
+        if parts:
+            chat.add_message(message.role, parts)
+            parts = []
+        _add_block(chat, block, place)
+    if parts:
+        chat.add_message(message.role, parts)
+
+
+def _add_block(chat: ChatBuilder, block: Block, where: str) -> None:
+    match block.type:
+        case "tool_use":
+            name = _required(block.name, f"{where}.name")
+            chat.add_call(_required(block.id, f"{where}.id"), name, block.input or {})
+        case "tool_result":
+            identity = _required(block.tool_use_id, f"{where}.tool_use_id")
+            chat.add_result(identity, _result(block.content, f"{where}.content"))
+        case "thinking":
+            chat.add_reasoning(block.thinking or "")
+        case "redacted_thinking":
+            pass  # nothing that the model could read
+        case _:
+            raise unsupported_part(block.type, where, _KNOWN_BLOCKS)
+
+
+def _result(content: Any, where: str) -> list[Part]:
+    if content is None:
+        return []
+    try:
+        given = msgspec.convert(content, str | _blocks)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{where} must be a text or a list of blocks: {error}", param=where) from error
+    return _content(given, where)
+
+
+def _content(content: str | list[Block], where: str) -> list[Part]:
+    if isinstance(content, str):
+        return [text_part(content)]
+    return [_part(block, f"{where}[{index}]") for index, block in enumerate(content)]
+
+
+def _part(block: Block, where: str) -> Part:
+    if block.type == "text" and block.text is not None:
+        return text_part(block.text)
+    source = block.source
+    if block.type == "image" and source is not None:
+        if source.type == "url" and source.url is not None:
+            return image_part(source.url)
+        if source.type == "base64" and source.data is not None:
+            return image_part(f"data:{source.media_type};base64,{source.data}")
+    raise unsupported_part(block.type, where, "text with `text`, and image with a base64 or url `source`")
+
+
+def _required(value: str | None, where: str) -> str:
+    if not value:
+        raise InvalidRequest(f"{where} is missing", param=where)
+    return value
+
+
+def _tool(tool: Tool, where: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise unsupported_part(tool.type, where, "custom tools: this server runs no tools of its own")
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.input_schema is not None:
+        function["parameters"] = tool.input_schema
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": _required(choice.name, "tool_choice.name")}}
+    if choice.type not in _CHOICES:
+        raise unsupported_part(choice.type, "tool_choice", "auto, any, none or tool")
+    return _CHOICES[choice.type]

@@ -1,0 +1,190 @@
+"""Answers of /v1/responses: one JSON object, or a stream of numbered events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from common.messages.generation import FINISH_LENGTH
+from router.apis.answer_items import Added, AnswerItems, Change, Closed, Item, Kind, Opened
+from router.apis.responses_request import ResponsesTask
+from router.generation import FINISH_ABORT
+from router.openai_responses import ChatFormat, Piece, Usage
+
+RESPONSE_ID = "resp_"  # prefix of an answer's id; the request id follows
+_encode = msgspec.json.Encoder().encode
+_PREFIXES = {Kind.TEXT: "msg_", Kind.REASONING: "rs_", Kind.CALL: "fc_"}
+
+
+class ResponsesForm:
+    """An `AnswerForm`, and the collector of its own complete answers."""
+
+    def __init__(
+        self, task: ResponsesTask, identity: str, model: str, form: ChatFormat, prompt_tokens: Sequence[int]
+    ) -> None:
+        """`identity`: the id of the request; `form` parses the text."""
+        self._identity = identity
+        self._prompt_tokens = prompt_tokens[0]
+        self._items = AnswerItems(form)
+        self._number = 0  # of the next event
+        self._fields = {
+            "id": RESPONSE_ID + identity,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "background": False,
+            "previous_response_id": None,
+            "metadata": {},
+            "service_tier": "default",
+            "store": False,
+            "top_logprobs": 0,
+            "truncation": "disabled",
+            **task.shown,
+        }
+
+    # -- a stream
+
+    def opening(self, choices: int, usage: bytes) -> bytes:
+        """Nothing: the first events are numbered together with those of the first piece."""
+        return b""
+
+    def events(self, piece: Piece, usage: bytes) -> bytes:
+        events = b""
+        if not self._number:
+            response = self._response("in_progress")
+            for kind in ("response.created", "response.in_progress"):
+                events += self._event(kind, response=response)
+        return events + b"".join(self._shown(change) for change in self._items.follow(piece))
+
+    def ending(self, usage: Usage, with_usage: bool) -> bytes:
+        status = self._status()
+        kind = "response.completed" if status == "completed" else "response.incomplete"
+        return self._event(kind, response=self._response(status))
+
+    def failure(self, body: dict[str, Any]) -> bytes:
+        error = {"code": "server_error", "message": body["error"]["message"]}
+        return self._event("response.failed", response=self._response("failed", error))
+
+    # -- a complete answer
+
+    def collector(self, choices: int) -> ResponsesForm:
+        return self
+
+    def add(self, piece: Piece) -> None:
+        self._items.follow(piece)
+
+    async def parts(self, usage: Usage) -> list[bytes]:
+        return [_encode(self._response(self._status()))]
+
+    def _status(self) -> str:
+        reason = self._items.finish_reason
+        if reason == FINISH_ABORT:
+            return "cancelled"
+        return "incomplete" if reason == FINISH_LENGTH else "completed"
+
+    def _response(self, status: str, error: dict[str, Any] | None = None) -> dict[str, Any]:
+        items = self._items
+        over = status != "in_progress"
+        incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        last = "completed" if status == "completed" else "incomplete"
+        output = [
+            self._item(index, item, "completed" if index + 1 < len(items.items) else last)
+            for index, item in enumerate(items.items if over else ())
+        ]
+        total = self._prompt_tokens + items.completion_tokens
+        usage = {
+            "input_tokens": self._prompt_tokens,
+            "input_tokens_details": {"cached_tokens": items.prompt_cached},
+            "output_tokens": items.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": total,
+        }
+        return {
+            **self._fields,
+            "status": status,
+            "error": error,
+            "incomplete_details": incomplete,
+            "output": output,
+            "usage": usage if over else None,
+        }
+
+    def _item_id(self, index: int, item: Item) -> str:
+        return f"{_PREFIXES[item.kind]}{self._identity}_{index}"
+
+    def _item(self, index: int, item: Item, status: str) -> dict[str, Any]:
+        found: dict[str, Any] = {"id": self._item_id(index, item), "status": status}
+        done = status != "in_progress"
+        if item.kind is Kind.CALL:
+            arguments = item.text if done else ""
+            return found | {
+                "type": "function_call",
+                "call_id": item.identity,
+                "name": item.name,
+                "arguments": arguments,
+            }
+        content = [_part(item.kind, item.text)] if done else []
+        if item.kind is Kind.REASONING:
+            return found | {"type": "reasoning", "summary": [], "content": content}
+        return found | {"type": "message", "role": "assistant", "content": content}
+
+    def _shown(self, change: Change) -> bytes:
+        match change:
+            case Opened(index, item):
+                return self._begin(index, item)
+            case Added(index, item, text):
+                return self._event(
+                    f"response.{_STREAMED[item.kind]}.delta", **self._place(index, item), delta=text
+                )
+            case Closed(index, item):
+                return self._end(index, item)
+
+    def _place(self, index: int, item: Item) -> dict[str, Any]:
+        place: dict[str, Any] = {"item_id": self._item_id(index, item), "output_index": index}
+        if item.kind is not Kind.CALL:
+            place["content_index"] = 0
+        if item.kind is Kind.TEXT:
+            place["logprobs"] = []
+        return place
+
+    def _begin(self, index: int, item: Item) -> bytes:
+        added = self._item(index, item, "in_progress")
+        events = self._event("response.output_item.added", output_index=index, item=added)
+        if item.kind is not Kind.CALL:
+            part = _part(item.kind, "")
+            events += self._event("response.content_part.added", **self._part_place(index, item), part=part)
+        return events
+
+    def _end(self, index: int, item: Item) -> bytes:
+        text = item.text
+        named = {"arguments": text, "name": item.name} if item.kind is Kind.CALL else {"text": text}
+        events = self._event(f"response.{_STREAMED[item.kind]}.done", **self._place(index, item), **named)
+        if item.kind is not Kind.CALL:
+            part = _part(item.kind, text)
+            events += self._event("response.content_part.done", **self._part_place(index, item), part=part)
+        last = self._items.finish_reason is not None and self._status() != "completed"
+        done = self._item(index, item, "incomplete" if last else "completed")
+        return events + self._event("response.output_item.done", output_index=index, item=done)
+
+    def _part_place(self, index: int, item: Item) -> dict[str, Any]:
+        return {"item_id": self._item_id(index, item), "output_index": index, "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        event = _encode({"type": kind, "sequence_number": self._number, **fields})
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), event)
+
+
+_STREAMED = {
+    Kind.TEXT: "output_text",
+    Kind.REASONING: "reasoning_text",
+    Kind.CALL: "function_call_arguments",
+}
+
+
+def _part(kind: Kind, text: str) -> dict[str, Any]:
+    if kind is Kind.REASONING:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

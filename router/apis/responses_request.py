@@ -1,0 +1,312 @@
+"""Requests of OpenAI's /v1/responses, and what they mean as a chat. Nothing is stored between requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from common.errors import InvalidRequest
+from router.apis.chat_builder import ChatBuilder, Part, image_part, text_part, unsupported_part
+from router.apis.renamed_fields import refuse_fields
+from router.json_body import decode_json
+from router.openai_schema import MAX_MESSAGES, MAX_PARTS, ChatRequest, Text
+
+# Names in refusals: field of the chat -> field of the client's request.
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+# Sampling fields beyond OpenAI's that have the same name and meaning in chats.
+SAME = (
+    "model",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "cache_salt",
+    "priority",
+    "chat_template_kwargs",
+    "parallel_tool_calls",
+)
+
+
+class InputPart(msgspec.Struct, frozen=True):
+    """One part of a message or of a tool's output."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | None = None
+    detail: str | None = None
+
+
+class InputItem(msgspec.Struct, frozen=True):
+    """One item of `input`: a message, or a call and its output."""
+
+    type: str = "message"
+    role: str | None = None
+    content: Text | list[InputPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Text | list[InputPart] | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True):
+    effort: str | None = None
+    summary: str | None = None  # reasoning is returned whole
+
+
+class FunctionTool(msgspec.Struct, frozen=True):
+    """A tool; functions are the only type."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    type: str
+    name: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /v1/responses."""
+
+    input: Text | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: Text | None = None
+    model: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    # as in chats
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # refused unless they have no effect: see _NEUTRAL
+    background: Any = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    truncation: Any = None
+    top_logprobs: Any = None
+    max_tool_calls: Any = None
+    include: list[str] | None = None
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "truncation": ("disabled",),
+    "top_logprobs": (0,),
+    "max_tool_calls": (),
+}
+# Part of `include` without effect: reasoning is returned as text.
+_INCLUDED = "reasoning.encrypted_content"
+_ROLES = ("user", "assistant", "system", "developer")
+_KNOWN_ITEMS = "message, function_call, function_call_output and reasoning items"
+_KNOWN_PARTS = "input_text, output_text, refusal and input_image"
+
+
+class ResponsesTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A request after its translation."""
+
+    chat: ChatRequest
+    shown: dict[str, Any]  # fields of the request that the answer repeats
+
+
+_decoder = msgspec.json.Decoder(ResponsesRequest)
+
+
+def read_responses(raw: bytes | bytearray) -> ResponsesTask:
+    """Parse and translate a body. Raises InvalidRequest, which names the field."""
+    request = decode_json(raw, _decoder)
+    refuse_fields(request, _NEUTRAL)
+    for index, name in enumerate(request.include or ()):
+        if name != _INCLUDED:
+            raise InvalidRequest(f"{name[:100]!r} cannot be included", param=f"include[{index}]")
+    chat = ChatBuilder()
+    if request.instructions:
+        chat.add_message("system", [text_part(request.instructions)])
+    if isinstance(request.input, str):
+        chat.add_message("user", [text_part(request.input)])
+    else:
+        _check_parts(request.input)
+        for index, item in enumerate(request.input):
+            _add_item(chat, item, f"input[{index}]")
+    fields = {name: getattr(request, name) for name in SAME}
+    fields |= {
+        "max_completion_tokens": request.max_output_tokens,
+        "response_format": _response_format(request.text),
+        "reasoning_effort": request.reasoning and request.reasoning.effort,
+        "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())] or None,
+        "tool_choice": _tool_choice(request.tool_choice),
+    }
+    return ResponsesTask(chat=chat.build(fields), shown=_shown(request))
+
+
+def _check_parts(items: Iterable[InputItem]) -> None:
+    count = sum(
+        len(parts) for item in items for parts in (item.content, item.output) if isinstance(parts, list)
+    )
+    if count > MAX_PARTS:
+        raise InvalidRequest(f"the input has {count} parts; the limit is {MAX_PARTS}", param="input")
+
+
+def _add_item(chat: ChatBuilder, item: InputItem, where: str) -> None:
+    match item.type:
+        case "message":
+            if item.role not in _ROLES:
+                raise InvalidRequest(
+                    f"{where}.role must be one of {', '.join(_ROLES)}", param=f"{where}.role"
+                )
+            role = "system" if item.role == "developer" else item.role
+            chat.add_message(role, _parts(item.content, f"{where}.content"))
+        case "function_call":
+            name = _required(item.name, f"{where}.name")
+            chat.add_call(_required(item.call_id, f"{where}.call_id"), name, item.arguments or "{}")
+        case "function_call_output":
+            parts = _parts(item.output, f"{where}.output")
+            chat.add_result(_required(item.call_id, f"{where}.call_id"), parts)
+        case "reasoning":
+            if isinstance(item.content, list):
+                chat.add_reasoning("".join(part.text or "" for part in item.content))
+        case _:
+            raise unsupported_part(item.type, where, _KNOWN_ITEMS)
+
+
+def _parts(content: str | list[InputPart] | None, where: str) -> list[Part]:
+    if content is None:
+        raise InvalidRequest(f"{where} is missing", param=where)
+    if isinstance(content, str):
+        return [text_part(content)]
+    parts: list[Part] = []
+    for index, part in enumerate(content):
+        if part.type in ("input_text", "output_text", "text") and part.text is not None:
+            parts.append(text_part(part.text))
+        elif part.type == "refusal" and part.refusal is not None:
+            parts.append(text_part(part.refusal))
+        elif part.type == "input_image" and part.image_url is not None:
+            parts.append(image_part(part.image_url))
+        else:
+            raise unsupported_part(part.type, f"{where}[{index}]", _KNOWN_PARTS)
+    return parts
+
+
+def _required(value: str | None, where: str) -> str:
+    if not value:
+        raise InvalidRequest(f"{where} is missing", param=where)
+    return value
+
+
+def _response_format(text: TextOptions | None) -> dict[str, Any] | None:
+    if text is None or text.format is None or text.format.type == "text":
+        return None
+    given = text.format
+    if given.type != "json_schema":
+        return {"type": given.type}
+    schema = {"name": given.name or "answer", "schema": given.schema, "strict": given.strict}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
+    if tool.type != "function":
+        raise unsupported_part(tool.type, where, "functions: this server runs no tools of its own")
+    function = {
+        "name": _required(tool.name, f"{where}.name"),
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+    return {
+        "type": "function",
+        "function": {name: value for name, value in function.items() if value is not None},
+    }
+
+
+def _tool_choice(choice: str | ToolChoice | None) -> str | dict[str, Any] | None:
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice.type != "function":
+        raise unsupported_part(choice.type, "tool_choice", "none, auto, required or a function")
+    return {"type": "function", "function": {"name": _required(choice.name, "tool_choice.name")}}
+
+
+def _shown(request: ResponsesRequest) -> dict[str, Any]:
+    plain = {"format": {"type": "text"}}
+    tools = [
+        {"type": "function", "name": tool.name, "parameters": tool.parameters, "strict": tool.strict}
+        | ({} if tool.description is None else {"description": tool.description})
+        for tool in request.tools or ()
+    ]
+    reasoning = request.reasoning or ReasoningOptions()
+    return {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
+        "temperature": request.temperature,
+        "text": plain if request.text is None else {**plain, **_given(request.text)},
+        "tool_choice": "auto" if request.tool_choice is None else msgspec.to_builtins(request.tool_choice),
+        "tools": tools,
+        "top_p": request.top_p,
+    }
+
+
+def _given(text: TextOptions) -> dict[str, Any]:
+    """The fields that the client has set."""
+    found: dict[str, Any] = {}
+    if text.format is not None:
+        fields: dict[str, Any] = msgspec.to_builtins(text.format)
+        found["format"] = {name: value for name, value in fields.items() if value is not None}
+    if text.verbosity is not None:
+        found["verbosity"] = text.verbosity
+    return found

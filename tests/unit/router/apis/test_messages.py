@@ -1,0 +1,150 @@
+"""Anthropic's /v1/messages over HTTP: conversations in, a message or its events out, errors in its form."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from common.errors import NodeLost
+from tests.fakes.api_keys import bearer
+from tests.unit.router.apis.test_responses import HELLO, prompt_of
+from tests.unit.router.conftest import Rig, Serve
+from tests.unit.router.scripted_generator import delta, one_by_one
+from tests.unit.router.test_auth import key_gate
+
+PATH = "/v1/messages"
+USER = {"role": "user", "content": "Hello"}
+
+
+def events(raw: bytes) -> list[dict[str, Any]]:
+    *lines, end = raw.decode().split("\n\n")
+    assert end == ""
+    found = []
+    for line in lines:
+        kind, data = line.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {found[-1]['type']}"
+    return found
+
+
+async def test_a_message(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO, "stop"))
+    body = {
+        "model": "tiny-target",
+        "max_tokens": 9,
+        "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}],
+        "top_k": 5,
+        "metadata": {"user_id": "u"},
+    }
+    status, answer, headers = await rig.post(PATH, body)
+    assert status == 200, answer
+    [asked] = rig.generator.requests
+    assert answer == {
+        "id": f"msg_{headers['x-request-id']}",
+        "type": "message",
+        "role": "assistant",
+        "model": "tiny-target",
+        "content": [{"type": "text", "text": rig.tokenizer.decode(HELLO[:2], True)}],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": len(asked.token_ids) - 3,
+            "cache_read_input_tokens": 3,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": 3,
+        },
+    }
+    assert asked.token_ids == await prompt_of(rig, [{"role": "system", "content": "Be brief."}, USER])
+    assert (asked.sampling.max_tokens, asked.sampling.top_k) == (9, 5)
+
+
+async def test_a_stream(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    found = events(await rig.raw(PATH, {"max_tokens": 3, "messages": [USER], "stream": True}))
+    assert [each["type"] for each in found] == [
+        "message_start",
+        "content_block_start",
+        *["content_block_delta"] * 3,
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert found[0]["message"]["content"] == []
+    assert found[0]["message"]["usage"]["cache_read_input_tokens"] == 3
+    text = "".join(each["delta"]["text"] for each in found if each["type"] == "content_block_delta")
+    assert text == rig.tokenizer.decode(HELLO, True)
+    assert found[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert found[-2]["usage"]["output_tokens"] == 3
+
+
+async def test_a_stop_sequence_is_named(rig: Rig) -> None:
+    rig.generator.will(delta([331], None, 0), delta([10], None), 60.0)
+    body = {"max_tokens": 9, "messages": [USER], "stop_sequences": ["$"]}
+    _, answer, _ = await rig.post(PATH, body)
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "$")
+
+
+async def test_a_stream_that_fails_ends_with_an_error(rig: Rig) -> None:
+    rig.generator.will(delta([331], None, 0), NodeLost("the node is gone"))
+    found = events(await rig.raw(PATH, {"max_tokens": 9, "messages": [USER], "stream": True}))
+    assert (found[-1]["type"], found[-1]["error"]["message"]) == ("error", "the node is gone")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [USER]}, "max_tokens"),
+        ({"max_tokens": 9}, "messages"),
+        ({"max_tokens": 0, "messages": [USER]}, "max_tokens"),
+        ({"max_tokens": 9999, "messages": [USER]}, "max_tokens"),
+        ({"max_tokens": 9, "messages": []}, "messages"),
+        ({"max_tokens": 9, "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"max_tokens": 9, "messages": [USER], "stop_sequences": [""]}, "stop_sequences"),
+        ({"max_tokens": 9, "messages": [USER], "mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"max_tokens": 9, "messages": [USER], "tool_choice": {"type": "x"}}, "tool_choice"),
+        ({"max_tokens": 9, "messages": [USER], "thinking": {"type": "x"}}, "thinking"),
+        (
+            {"max_tokens": 9, "messages": [USER], "tools": [{"type": "bash_20250124", "name": "bash"}]},
+            "tools[0]",
+        ),
+        (
+            {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "document"}]}]},
+            "messages[0].content[0]",
+        ),
+        (
+            {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+            "messages[0].content[0].tool_use_id",
+        ),
+    ],
+)
+async def test_refusals_have_anthropics_form(rig: Rig, body: dict[str, Any], param: str) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    status, answer, headers = await rig.post(PATH, body)
+    assert (status, answer["type"], answer["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert answer["error"]["param"] == param, answer
+    assert answer["request_id"] == headers["x-request-id"]
+
+
+async def test_other_errors_have_anthropics_form(serve: Serve) -> None:
+    rig = await serve(gate=key_gate())
+    body = {"max_tokens": 9, "messages": [USER]}
+    status, answer, _ = await rig.post(PATH, body, {"x-api-key": "wrong"})
+    assert (status, answer["error"]["type"]) == (401, "authentication_error")
+    status, answer, _ = await rig.post(PATH, body, bearer("secret-ops"))
+    assert (status, answer["error"]["type"]) == (403, "permission_error")
+    key = {"x-api-key": "secret-a", "anthropic-version": "2023-06-01"}
+    status, answer, _ = await rig.post(PATH, {**body, "model": "other"}, key)
+    assert (status, answer["error"]["type"]) == (404, "not_found_error")
+    status, answer, _ = await rig.post(PATH + "/batches", body, key)
+    assert (status, answer["error"]["type"]) == (404, "not_found_error")
+    rig.generator.will(NodeLost("the node is gone"))
+    status, answer, headers = await rig.post(PATH, body, key)
+    assert (status, answer["error"]["type"]) == (503, "overloaded_error")
+    assert headers["x-should-retry"] == "true"
+    rig.generator.will(*one_by_one(HELLO))
+    rig.generator.scripts = rig.generator.scripts[1:]
+    assert (await rig.post(PATH, body, key))[0] == 200
+    assert rig.generator.requests[-1].client == "team-a"

@@ -1,0 +1,179 @@
+"""OpenAI's /v1/responses over HTTP: conversations in, one object or numbered events out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from common.errors import NodeLost
+from tests.unit.router.conftest import Rig
+from tests.unit.router.scripted_generator import delta, one_by_one
+
+HELLO = [331, 300, 301]
+PATH = "/v1/responses"
+
+
+def events(raw: bytes) -> list[dict[str, Any]]:
+    *lines, end = raw.decode().split("\n\n")
+    assert end == ""
+    found = []
+    for line in lines:
+        kind, data = line.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert kind == f"event: {found[-1]['type']}"
+    assert [each["sequence_number"] for each in found] == list(range(len(found)))
+    return found
+
+
+async def prompt_of(rig: Rig, messages: list[dict[str, Any]]) -> list[int]:
+    _, found, _ = await rig.post("/tokenize", {"messages": messages})
+    return list(found["tokens"])
+
+
+async def test_a_text(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO, "stop"))
+    body = {
+        "input": "Hello",
+        "instructions": "Be brief.",
+        "max_output_tokens": 9,
+        "temperature": 0.5,
+        "seed": 3,
+        "store": True,
+        "metadata": {"a": "b"},
+        "include": ["reasoning.encrypted_content"],
+    }
+    status, answer, headers = await rig.post(PATH, body)
+    assert status == 200, answer
+    identity = headers["x-request-id"]
+    assert answer["id"] == f"resp_{identity}"
+    assert (answer["object"], answer["status"], answer["model"]) == ("response", "completed", "tiny-target")
+    assert (answer["store"], answer["max_output_tokens"], answer["instructions"]) == (False, 9, "Be brief.")
+    # the stop token yields no text
+    text = rig.tokenizer.decode(HELLO[:2], True)
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    assert answer["output"] == [
+        {
+            "id": f"msg_{identity}_0",
+            "status": "completed",
+            "type": "message",
+            "role": "assistant",
+            "content": [part],
+        }
+    ]
+    [asked] = rig.generator.requests
+    count = len(asked.token_ids)
+    assert answer["usage"] == {
+        "input_tokens": count,
+        "input_tokens_details": {"cached_tokens": 3},
+        "output_tokens": 3,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": count + 3,
+    }
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    assert asked.token_ids == await prompt_of(rig, messages)
+    assert (asked.sampling.max_tokens, asked.sampling.temperature, asked.sampling.seed) == (9, 0.5, 3)
+
+
+async def test_a_conversation(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "Hel"}, {"type": "input_text", "text": "lo"}],
+        },
+        {"type": "reasoning", "summary": []},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Hi", "annotations": []}],
+        },
+        {"role": "user", "content": "Again"},
+    ]
+    status, _, _ = await rig.post(PATH, {"instructions": "Be kind.", "input": items})
+    assert status == 200
+    expected = [
+        {"role": "system", "content": "Be kind.\n\nBe brief."},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hi"},
+        {"role": "user", "content": "Again"},
+    ]
+    assert rig.generator.requests[0].token_ids == await prompt_of(rig, expected)
+
+
+async def test_a_stream(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    found = events(await rig.raw(PATH, {"input": "Hello", "stream": True}))
+    assert [each["type"].removeprefix("response.") for each in found] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * 3,
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "incomplete",
+    ]
+    text = rig.tokenizer.decode(HELLO, True)
+    assert "".join(each["delta"] for each in found if "delta" in each) == text
+    assert found[7]["text"] == found[8]["part"]["text"] == found[9]["item"]["content"][0]["text"] == text
+    assert found[0]["response"]["output"] == []
+    last = found[-1]["response"]
+    assert (last["status"], last["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert last["output"] == [found[9]["item"]]
+    assert {each["item_id"] for each in found if "item_id" in each} == {last["output"][0]["id"]}
+
+
+async def test_a_stream_that_fails_says_so(rig: Rig) -> None:
+    rig.generator.will(delta([331], None, 0), NodeLost("the node is gone"))
+    found = events(await rig.raw(PATH, {"input": "Hello", "stream": True}))
+    assert found[-1]["type"] == "response.failed"
+    error = {"code": "server_error", "message": "the node is gone"}
+    assert (found[-1]["response"]["status"], found[-1]["response"]["error"]) == ("failed", error)
+
+
+async def test_an_aborted_answer_is_cancelled(rig: Rig) -> None:
+    rig.generator.will(delta([331], None, 0), delta([], "abort"))
+    _, answer, _ = await rig.post(PATH, {"input": "Hello"})
+    assert (answer["status"], answer["output"][0]["status"]) == ("cancelled", "incomplete")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": "x", "background": True}, "background"),
+        ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "x", "conversation": "c"}, "conversation"),
+        ({"input": "x", "truncation": "auto"}, "truncation"),
+        ({"input": "x", "include": ["file_search_call.results"]}, "include[0]"),
+        ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "x", "max_output_tokens": 9999}, "max_output_tokens"),
+        ({"input": "x " * 5000}, "input"),
+        ({"input": "x", "top_p": 2}, "top_p"),
+        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]"),
+    ],
+)
+async def test_refusals_name_the_clients_field(rig: Rig, body: dict[str, Any], param: str) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    status, answer, _ = await rig.post(PATH, body)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_large_bodies_are_read_by_text_workers_with_the_same_result(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    raw = json.dumps({"input": [{"role": "user", "content": "Hello"}], "top_k": 3}).encode()
+    for padding in (b"", b" " * (1 << 16)):
+        assert (await rig.post(PATH, raw + padding))[0] == 200
+    first, second = rig.generator.requests
+    assert (second.token_ids, second.sampling.top_k) == (first.token_ids, 3)
