@@ -71,7 +71,9 @@ class TextService:
     async def read_task(self, reader: TaskReader[T], raw: bytearray) -> T:
         """Parse the body of an API that is translated. Raises InvalidRequest, which names the field."""
         if len(raw) <= SMALL_BODY:
-            return reader.read(raw)
+            task = reader.read(raw)
+            self._unknown.check(reader.unknown(raw))
+            return task
         return reader.unpacked(await self._run(ReadTask(reader.api), raw))
 
     async def chat_prompt(

@@ -118,7 +118,8 @@ class TextWork:
                 return Answer(unknown_fields=unknown), msgspec.msgpack.encode(request)
             case ReadTask():
                 self._limit(READ_SECONDS)
-                return Answer(), READERS[job.api].packed(payload)
+                reader = READERS[job.api]
+                return Answer(unknown_fields=reader.unknown(payload)), reader.packed(payload)
             case RenderChat():
                 self._limit(RENDER_SECONDS)
                 text = self._template.render(_messages.decode(payload), job.end)

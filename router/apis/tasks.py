@@ -8,9 +8,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from router.apis.generate_request import GenerateTask, read_generate
-from router.apis.messages_request import MessagesTask, read_messages
-from router.apis.responses_request import ResponsesTask, read_responses
+from router.apis.generate_request import GenerateRequest, GenerateTask, read_generate
+from router.apis.messages_request import MessagesRequest, MessagesTask, read_messages
+from router.apis.responses_request import ResponsesRequest, ResponsesTask, read_responses
+from router.field_rules import undeclared
 from router.openai_schema import ChatRequest, compact_chat, compact_completion
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -23,14 +24,20 @@ class TaskReader(Generic[T]):
 
     Attributes:
         api: its name in jobs of text workers.
+        fields: the fields of a body.
         read: parses a body. Raises InvalidRequest.
         compact: makes the same task of a large body cheap to decode, see `compact_chat`. Raises InvalidRequest.
     """
 
     api: str
     kind: type[T]
+    fields: frozenset[str]
     read: Callable[[bytes | bytearray], T]
     compact: Callable[[T], T]
+
+    def unknown(self, raw: bytes | bytearray) -> tuple[str, ...]:
+        """The names in a body that nobody knows. Raises InvalidRequest for those that are known but not served."""
+        return undeclared(raw, self.fields)
 
     def packed(self, raw: bytes | bytearray) -> bytes:
         """Read a body in a text worker."""
@@ -57,7 +64,13 @@ def _compact_chat(task: C) -> C:
     return task
 
 
-GENERATE = TaskReader("generate", GenerateTask, read_generate, _compact_generate)
-RESPONSES: TaskReader[ResponsesTask] = TaskReader("responses", ResponsesTask, read_responses, _compact_chat)
-MESSAGES: TaskReader[MessagesTask] = TaskReader("messages", MessagesTask, read_messages, _compact_chat)
+GENERATE = TaskReader(
+    "generate", GenerateTask, frozenset(GenerateRequest.__struct_fields__), read_generate, _compact_generate
+)
+RESPONSES: TaskReader[ResponsesTask] = TaskReader(
+    "responses", ResponsesTask, frozenset(ResponsesRequest.__struct_fields__), read_responses, _compact_chat
+)
+MESSAGES: TaskReader[MessagesTask] = TaskReader(
+    "messages", MessagesTask, frozenset(MessagesRequest.__struct_fields__), read_messages, _compact_chat
+)
 READERS: dict[str, TaskReader[Any]] = {reader.api: reader for reader in (GENERATE, RESPONSES, MESSAGES)}

@@ -362,6 +362,7 @@ def test_wall_clock_time_is_only_shown_to_people() -> None:
     shown = {
         "common/node/router_link.py",  # the time of a node's load report
         "router/app.py",  # `created` of the model
+        "router/apis/responses_answer.py",
         "router/openai_routes.py",  # `created` of an answer
         "router/template_sandbox.py",  # the date that chat templates may print
     }

@@ -147,6 +147,7 @@ async def test_an_aborted_answer_is_cancelled(rig: Rig) -> None:
         ({}, "input"),
         ({"input": []}, "input"),
         ({"input": "x", "background": True}, "background"),
+        ({"input": "x", "kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "conversation": "c"}, "conversation"),
         ({"input": "x", "truncation": "auto"}, "truncation"),
