@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +43,7 @@ class ScriptedNode(FakeNode):
 class _Running:
     """A request on the decode node."""
 
-    token: OutputToken
+    token: OutputToken | None  # None: that of the step
     offset: int  # of its next token
     end: int
 
@@ -59,8 +61,13 @@ class ScriptedPair:
         max_model_len: int,
         step_seconds: float = TURN_SECONDS,
         tokens_per_step: int = 1,
+        number: int = 0,
+        ids: Sequence[int] = (TOKEN,),
     ) -> None:
-        """`pool_tokens` of the prefill and the decode node. The cluster's own nodes are not started."""
+        """`pool_tokens` of the prefill and the decode node. The cluster's own nodes are not started.
+
+        `number` ends the nodes' names. The tokens of a step without logprobs have the next of `ids`.
+        """
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._pages = [tokens // PAGE_SIZE for tokens in pool_tokens]
         self._common: dict[str, Any] = {
@@ -70,11 +77,14 @@ class ScriptedPair:
         self.step_seconds = step_seconds
         self.tokens_per_step = tokens_per_step
         self._running: dict[int, _Running] = {}  # room -> request
+        self._number = number
+        self._ids = itertools.cycle(ids)
+        self.sent: dict[int, float] = {}  # token id -> time of the latest step with it
         self.router_pid = cluster.processes["router"].pid
         self.address = f"ipc://{cluster.run_dir}/router.sock"
-        peers = f"ipc://{cluster.run_dir}/prefill-0.sock"
+        peers = f"ipc://{cluster.run_dir}/prefill-{number}.sock"
         self.prefill = ScriptedNode(
-            *(self._context, self.address, "prefill", "prefill-0"),
+            *(self._context, self.address, "prefill", f"prefill-{number}"),
             peer_address=peers,
             total_pages=self._pages[0],
             **self._common,
@@ -84,7 +94,9 @@ class ScriptedPair:
 
     def _decode_node(self) -> ScriptedNode:
         return ScriptedNode(
-            *(self._context, self.address, "decode", "decode-0"), total_pages=self._pages[1], **self._common
+            *(self._context, self.address, "decode", f"decode-{self._number}"),
+            total_pages=self._pages[1],
+            **self._common,
         )
 
     async def __aenter__(self) -> ScriptedPair:
@@ -137,7 +149,8 @@ class ScriptedPair:
         while True:
             for message in self.decode.take():
                 if isinstance(message, Reserve) and message.sampling.max_tokens - message.emitted > 1:
-                    token = _token(message.sampling.logprobs)
+                    logprobs = message.sampling.logprobs
+                    token = None if logprobs is None else _token(logprobs)
                     end = message.sampling.max_tokens - message.emitted
                     self._running[message.room] = _Running(token, 1, end)
                 elif isinstance(message, Abort):
@@ -148,11 +161,13 @@ class ScriptedPair:
 
     def _step(self) -> list[TokenRun]:
         runs = []
+        stepped = OutputToken(next(self._ids))
+        self.sent[stepped.id] = time.perf_counter()
         for room, request in list(self._running.items()):
             count = min(self.tokens_per_step, request.end - request.offset)
             over = request.offset + count == request.end
             finish, stages = (FINISH_LENGTH, {"decoded": 0.002}) if over else (None, None)
-            runs.append(TokenRun(room, request.offset, [request.token] * count, finish, stages))
+            runs.append(TokenRun(room, request.offset, [request.token or stepped] * count, finish, stages))
             request.offset += count
             if over:
                 del self._running[room]

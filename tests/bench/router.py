@@ -1,0 +1,269 @@
+"""The router's CPU time per request and per token and the latency it adds, beside another router in the same run.
+
+    python -m tests.bench.router [--streams 1 10 100 1000] [--nodes 1 16] [--vllm-router PATH] --json FILE
+
+Both routers run as processes of their own, in front of scripted engines in this process that answer at once. tandem's
+engines are a prefill and a decode node, which exchange control messages with the router; it turns tokens into text.
+Those of vllm-router (PyPI; measured if the command is found) are HTTP servers that stream text, which it forwards.
+
+For each number of streams, requests with one token each run in a closed loop, then as many streams at once receive a
+token per engine step. Steps are at least STEP_SECONDS apart, and far enough to keep all streams together at
+`--rate` tokens per second. CPU time is read from /proc, children included, so that other work on the machine has little
+effect; the latency of a token, from the step that sent it to the client, includes what this process costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from router.tokenizer import Tokenizer
+from tests.bench.environment import describe
+from tests.bench.raw_http import serving
+from tests.bench.router_cost import cpu_seconds
+from tests.bench.scripted_pair import ScriptedPair
+from tests.bench.streaming import Stream, StreamingEngine, body
+from tests.cluster.harness import MODEL, RunningCluster
+from tests.fakes.waiting import PATIENCE
+
+STEP_SECONDS = 0.01
+MAX_MODEL_LEN = 4096
+POOL_TOKENS = 1 << 24
+REQUEST_SECONDS = 3.0
+WARM_SECONDS = 1.0
+AT_ONCE = 64  # connections that are opened together
+START_SECONDS = 60.0
+MODEL_NAME = "tiny"
+MOST = 32_768  # connections and requests at once
+FIRST_ID = 260  # of the tokens that are words or parts of words
+
+
+@dataclass(frozen=True)
+class Row:
+    router: str
+    nodes: int
+    streams: int
+    request_us: float  # CPU per request with one token
+    requests_per_s: float
+    token_us: float  # CPU per streamed token
+    tokens_per_s: float
+    latency_ms: float  # median over tokens
+    latency_p99_ms: float
+
+
+@dataclass(frozen=True)
+class Target:
+    """A running router. `sent` returns when the latest token with a text was sent; each engine has its own texts."""
+
+    name: str
+    pid: int
+    port: int
+    engines: list[ScriptedPair] | list[StreamingEngine]
+    sent: Callable[[str], float | None]
+
+
+def texts() -> dict[str, int]:
+    """Return words of the tiny model's vocabulary that JSON does not escape, and their ids."""
+    tokenizer = Tokenizer(MODEL)
+    words = {tokenizer.token_text(each): each for each in range(FIRST_ID, tokenizer.vocab_size)}
+    return {text: each for text, each in words.items() if text.strip().isalpha() and text.isascii()}
+
+
+@asynccontextmanager
+async def tandem(nodes: int) -> AsyncGenerator[Target, None]:
+    limits = {"max_requests": MOST, "max_connections": MOST, "max_connections_per_client": MOST}
+    config = {"router": limits | {"queue_wait": 600.0}, "prefill": {"pool_tokens": POOL_TOKENS}}
+    config["decode"] = {"pool_tokens": POOL_TOKENS, "max_running": 4096}
+    with tempfile.TemporaryDirectory() as directory:
+        cluster = RunningCluster(Path(directory), nodes, nodes, config)
+        cluster.launch("router")
+        try:
+            await serving(cluster)
+            async with contextlib.AsyncExitStack() as stack:
+                pools = (POOL_TOKENS, POOL_TOKENS)
+                known = texts()
+                pairs: list[ScriptedPair] = []
+                owners: dict[str, ScriptedPair] = {}
+                for at in range(nodes):
+                    words = list(known)[at::nodes]
+                    ids = [known[word] for word in words]
+                    pair = ScriptedPair(cluster, pools, MAX_MODEL_LEN, number=at, ids=ids)
+                    pairs.append(await stack.enter_async_context(pair))
+                    owners |= dict.fromkeys(words, pair)
+                router = cluster.processes["router"]
+                yield Target(
+                    "tandem",
+                    router.pid,
+                    cluster.port,
+                    pairs,
+                    lambda text: owners[text].sent.get(known[text]) if text in owners else None,
+                )
+        finally:
+            cluster.stop()
+
+
+@asynccontextmanager
+async def vllm_router(command: str, nodes: int) -> AsyncGenerator[Target, None]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    async with contextlib.AsyncExitStack() as stack:
+        known = list(texts())
+        engines: list[StreamingEngine] = []
+        owners: dict[str, StreamingEngine] = {}
+        for at in range(nodes):
+            engine = StreamingEngine(known[at::nodes])
+            engines.append(await stack.enter_async_context(engine))
+            owners |= dict.fromkeys(engine.labels, engine)
+        urls = [f"http://127.0.0.1:{engine.port}" for engine in engines]
+        options = [
+            "--policy",
+            "round_robin",
+            "--log-level",
+            "warning",
+            "--max-concurrent-requests",
+            str(MOST),
+        ]
+        with tempfile.TemporaryFile() as log:
+            process = await asyncio.create_subprocess_exec(
+                *(command, "--host", "127.0.0.1", "--port", str(port), *options, "--worker-urls", *urls),
+                stdout=log,
+                stderr=log,
+            )
+            try:
+                deadline = time.monotonic() + START_SECONDS
+                while not await _answers(port):
+                    assert process.returncode is None, f"{command} ended with {process.returncode}"
+                    assert time.monotonic() < deadline, f"{command} is not up after {START_SECONDS} s"
+                    await asyncio.sleep(0.2)
+                yield Target(
+                    "vllm-router",
+                    process.pid,
+                    port,
+                    engines,
+                    lambda text: owners[text].sent.get(text) if text in owners else None,
+                )
+            finally:
+                process.kill()
+                await process.wait()
+
+
+async def _answers(port: int) -> bool:
+    try:
+        async with Stream(port) as stream:
+            stream.send(body(MODEL_NAME, 1, stream=False))
+            await asyncio.wait_for(stream.ended, PATIENCE)
+    except OSError:
+        return False
+    return stream.status == 200
+
+
+async def request_cost(target: Target, clients: int) -> tuple[float, float]:
+    """Return CPU microseconds per request with one token, and requests per second, of a closed loop."""
+    done = 0
+    end = time.monotonic() + REQUEST_SECONDS
+
+    async def client() -> None:
+        nonlocal done
+        async with Stream(target.port) as stream:
+            while time.monotonic() < end:
+                stream.send(body(MODEL_NAME, 1, stream=False))
+                await asyncio.wait_for(stream.ended, PATIENCE)
+                assert stream.status == 200, stream.status
+                done += 1
+
+    for engine in target.engines:
+        engine.step_seconds = 0.001
+    before, begun = cpu_seconds(target.pid), time.monotonic()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    seconds = time.monotonic() - begun
+    return 1e6 * (cpu_seconds(target.pid) - before) / done, done / seconds
+
+
+async def measure(target: Target, streams: int, rate: float, seconds: float) -> Row:
+    request_us, requests_per_s = await request_cost(target, min(streams, AT_ONCE))
+    step = max(STEP_SECONDS, streams / rate)
+    for engine in target.engines:
+        engine.step_seconds = step
+    tokens = min(int((seconds + WARM_SECONDS) / step) * 2 + 64, MAX_MODEL_LEN - 64)
+    async with contextlib.AsyncExitStack() as stack:
+        opened: list[Stream] = []
+        for start in range(0, streams, AT_ONCE):
+            some = [Stream(target.port, target.sent) for _ in range(start, min(start + AT_ONCE, streams))]
+            await asyncio.gather(*(stack.enter_async_context(each) for each in some))
+            for each in some:
+                each.send(body(MODEL_NAME, tokens))
+            opened += some
+        for each in opened:
+            await asyncio.wait_for(each.begun, PATIENCE)
+            assert each.status == 200, each.status
+        await asyncio.sleep(WARM_SECONDS)
+        before, begun = cpu_seconds(target.pid), time.monotonic()
+        for each in opened:
+            each.delays.clear()
+        await asyncio.sleep(seconds)
+        spent, passed = cpu_seconds(target.pid) - before, time.monotonic() - begun
+        delays = sorted(1e3 * delay for each in opened for delay in each.delays)
+        assert not any(each.ended.done() for each in opened), "a stream ended during the measurement"
+    return Row(
+        target.name,
+        len(target.engines),
+        streams,
+        request_us,
+        requests_per_s,
+        1e6 * spent / len(delays),
+        len(delays) / passed,
+        statistics.median(delays),
+        delays[int(0.99 * (len(delays) - 1))],
+    )
+
+
+async def run(options: argparse.Namespace) -> list[Row]:
+    rows = []
+    command = shutil.which(options.vllm_router)
+    if command is None:
+        print(f"{options.vllm_router} is not installed: only tandem is measured")
+    for nodes in options.nodes:
+        for streams in options.streams:
+            targets = [tandem(nodes)] + ([] if command is None else [vllm_router(command, nodes)])
+            for target in targets:
+                async with target as running:
+                    rows.append(await measure(running, streams, options.rate, options.seconds))
+                    shown = "  ".join(
+                        f"{name} {value:.4g}" if isinstance(value, float) else str(value)
+                        for name, value in asdict(rows[-1]).items()
+                    )
+                    print(shown, flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 10, 100, 1000])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1], help="engines behind the router")
+    parser.add_argument("--rate", type=float, default=5000.0, help="tokens per second over all streams")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement of tokens")
+    parser.add_argument("--vllm-router", default="vllm-router", metavar="PATH")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = asyncio.run(run(options))
+    if options.json is not None:
+        written = {"environment": describe(), "options": vars(options), "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(written, indent=2, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()
