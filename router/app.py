@@ -36,7 +36,7 @@ from router.dispatcher import Dispatcher
 from router.fetch_process import FetchProcess
 from router.field_rules import UnknownFields
 from router.flush import flush_caches
-from router.from_config import http_listeners, registration_rules
+from router.from_config import answer_style, http_listeners, registration_rules
 from router.http_listeners import HttpListeners
 from router.image_inspector import ImageInspector
 from router.images import ImageLimits, ImageLoader, Images, NoImages
@@ -208,6 +208,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         eos_token_ids=config.eos_token_ids,
         defaults=config.default_sampling,
         vision=config.vision,
+        answers=answer_style(resolved, tokenizer, log),
     )
     context = zmq.Context[zmq.Socket[bytes]]()
     security = link_security(context, resolved, "router")

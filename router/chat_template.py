@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
@@ -13,6 +14,7 @@ from common.checkpoint.chat_template_file import find_chat_template
 from common.checkpoint.model_directory import MAX_TOKENIZER_CONFIG_BYTES
 from common.checkpoint.model_files import read_json
 from common.errors import InvalidRequest, ModelError
+from router.chat.message_calls import template_calls
 from router.content_form import Content, ContentForms, text_part
 from router.openai_schema import Message, image_parts
 from router.prompt_end import PromptEnd, render_open
@@ -44,18 +46,35 @@ class ChatTemplate:
                 "model.chat_template"
             ) from error
 
-    def render(self, messages: Sequence[Message], end: PromptEnd = PromptEnd.GENERATION_PROMPT) -> str:
-        """Return the prompt. Raises InvalidRequest("messages"). Runs on any thread."""
+    def render(
+        self,
+        messages: Sequence[Message],
+        end: PromptEnd = PromptEnd.GENERATION_PROMPT,
+        tools: Sequence[dict[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Return the prompt. Runs on any thread.
+
+        Args:
+            tools: functions that the model may call.
+            variables: what clients set; the messages, the tools and special tokens take precedence.
+
+        Raises:
+            InvalidRequest: the template refuses the messages; its param is "messages".
+        """
         if self._template is None:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions, or set model.chat_template",
                 param="messages",
             )
-        plain = [self._plain(message) for message in messages]
+        plain = [self._plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
         try:
+            given = {**variables, "tools": tools or None}
             if end is PromptEnd.OPEN_MESSAGE:
-                return render_open(partial(self.render_plain, generation_prompt=False), plain)
-            return self.render_plain(plain, end is PromptEnd.GENERATION_PROMPT)
+                return render_open(
+                    partial(self.render_plain, generation_prompt=False, variables=given), plain
+                )
+            return self.render_plain(plain, end is PromptEnd.GENERATION_PROMPT, given)
         except Exception as error:  # a template can raise anything that Python can
             raise InvalidRequest(
                 f"the chat template refused the messages: {error}", param="messages"
@@ -66,19 +85,25 @@ class ChatTemplate:
         """The forms, probed at the first request: a text worker limits the time of rendering but not of loading."""
         return ContentForms(self.render_plain)
 
-    def render_plain(self, messages: Sequence[dict[str, Any]], generation_prompt: bool = True) -> str:
+    def render_plain(
+        self,
+        messages: Sequence[dict[str, Any]],
+        generation_prompt: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """Render messages unchanged. Raises whatever the template raises."""
         assert self._template is not None
-        variables = {
+        given = {
+            "tools": None,
+            **variables,
             **self._variables,
             "messages": messages,
             "add_generation_prompt": generation_prompt,
-            "tools": None,
             "documents": None,
         }
-        return self._sandbox.render(self._template, variables, MAX_PROMPT_CHARACTERS)
+        return self._sandbox.render(self._template, given, MAX_PROMPT_CHARACTERS)
 
-    def _plain(self, message: Message) -> dict[str, Any]:
+    def _plain(self, message: Message, where: str) -> dict[str, Any]:
         """Convert a message to what the template expects: images as parts, text in the form of its role."""
         form = self._forms.of(message.role)
         content: Content
@@ -94,6 +119,14 @@ class ChatTemplate:
         plain: dict[str, Any] = {"role": message.role, "content": content}
         if message.name is not None:
             plain["name"] = message.name
+        if message.tool_call_id is not None:
+            plain["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            plain["tool_calls"] = template_calls(message.tool_calls, where)
+        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+        if reasoning is not None:
+            # Templates use either name.
+            plain["reasoning_content"] = plain["reasoning"] = reasoning
         return plain
 
 

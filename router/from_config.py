@@ -1,4 +1,7 @@
-"""Derives from the cluster file what the router expects of its nodes and how each listener authenticates clients."""
+"""Derives from the cluster file what the router expects of its nodes and how each listener authenticates clients.
+
+Also how answers of the model are read.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from router.auth import Entrance, Gate, KeyGate, OpenGate, OwnerGate
 from router.auth_keys import KeyFile, KeyRing
 from router.auth_limits import Quotas
 from router.auth_origin import Cors, HostRule
+from router.chat.answer_style import AnswerStyle, find_template
 from router.client import View
 from router.connections import ConnectionLimit
 from router.http_errors import error_middleware
@@ -26,6 +30,7 @@ from router.http_listeners import HttpListeners
 from router.http_server import http_runner
 from router.listeners import TlsFiles
 from router.registration import ExpectedNode, RegistrationRules
+from router.tokenizer import Tokenizer
 
 _AddRoutes = Callable[[web.Application], None]
 
@@ -118,4 +123,32 @@ def http_listeners(
         tls,
         keys,
         limit,
+    )
+
+
+def answer_style(resolved: Resolved, tokenizer: Tokenizer, log: Log) -> AnswerStyle:
+    """Find out how the model of a cluster file marks its answers. Raises ModelError."""
+    section = resolved.cluster.model
+    template, family = find_template(
+        resolved.model_path, resolved.chat_template_path, section.response_template, resolved.relative
+    )
+    if template is None:
+        log.info(
+            "the formats of reasoning and tool calls of this model are not known: answers are plain text, and tools "
+            "are refused; model.response_template sets them",
+            model=str(resolved.model_path),
+        )
+    else:
+        log.info(
+            "answers are parsed",
+            family="its own template" if family is None else family.name,
+            reasoning=template.reasons,
+            tool_calls=template.calls,
+        )
+    return AnswerStyle(
+        template,
+        short_ids=family is not None and family.short_ids,
+        kept=frozenset[int]() if template is None else tokenizer.special_tokens_in(template.text),
+        template_variables=frozenset(section.chat_template_kwargs),
+        reasoning_fields=resolved.cluster.router.reasoning_fields,
     )

@@ -59,7 +59,8 @@ class Format(ABC):
     part: ClassVar[str]  # `object` of a chunk
     lists: ClassVar[tuple[str, ...]]  # keys of `logprobs` whose values are lists
     constant_columns: ClassVar[bytes] = b""  # the remaining members of `logprobs` in a complete answer
-    after_text: ClassVar[bytes]  # bytes between the text and the logprobs of a choice in a complete answer
+    # Bytes between the text and the logprobs of a choice in a complete answer.
+    after_text: ClassVar[bytes]
 
     def __init__(
         self, identity: str, model: str, created: int, names: TokenNames, logprobs: int | None
@@ -85,6 +86,22 @@ class Format(ABC):
     @abstractmethod
     def before_text(self, index: int) -> bytes:
         """A choice of the complete answer up to its text."""
+
+    def text_of(self, piece: Piece) -> str:
+        """What a piece adds to the text of its choice in a complete answer."""
+        return piece.text
+
+    def encoded_text(self, index: int, text: str) -> bytes:
+        """The text of a choice as JSON."""
+        return _encode(text)
+
+    def end_of_message(self, index: int) -> bytes:
+        """The members that follow the text of a choice, up to its logprobs."""
+        return self.after_text
+
+    def finish_reason(self, index: int, reason: str | None) -> str | None:
+        """The finish reason of a choice that the client gets."""
+        return reason
 
     def fragments(self, piece: Piece) -> list[bytes]:
         """What a piece adds to each of `columns`: items of a JSON list, without the brackets."""
@@ -126,16 +143,16 @@ class ChatFormat(Format):
 
     def opening(self, choices: int, usage: bytes) -> bytes:
         delta = b'{"role":"assistant","content":""}'
-        return b"".join(self._event(_chunk(i, delta, b"null", b"null"), usage) for i in range(choices))
+        return b"".join(self._event(chunk(i, delta, b"null", b"null"), usage) for i in range(choices))
 
     def events(self, piece: Piece, usage: bytes) -> bytes:
         events = b""
         if piece.text or (self._logprobs is not None and piece.tokens):
             logprobs = b"null" if self._logprobs is None else _encode(self._listed([piece]))
             delta = b'{"content":' + _encode(piece.text) + b"}"
-            events = self._event(_chunk(piece.index, delta, logprobs, b"null"), usage)
+            events = self._event(chunk(piece.index, delta, logprobs, b"null"), usage)
         if piece.finish_reason is not None:
-            events += self._event(_chunk(piece.index, b"{}", b"null", _encode(piece.finish_reason)), usage)
+            events += self._event(chunk(piece.index, b"{}", b"null", _encode(piece.finish_reason)), usage)
         return events
 
     def _listed(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
@@ -230,7 +247,7 @@ def error_event(body: dict[str, Any]) -> bytes:
     return b"data: " + _encode(body) + b"\n\n"
 
 
-def _chunk(index: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
+def chunk(index: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
     return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (
         index,
         delta,

@@ -15,6 +15,9 @@ from common.errors import ClientGone, InternalError, InvalidRequest, RequestErro
 from common.observability.logs import Log
 from router.answer_form import AnswerForm, ShowChat, ShowCompletion
 from router.auth import admission_key
+from router.chat.assistant_format import chat_format
+from router.chat.chat_input import ChatInput
+from router.chat.chat_rules import check_chat
 from router.choice_count import choice_count, samplings
 from router.client import cache_salt, client_key
 from router.generation import AnswerComplete, Batch, GenerationRequest, Generator, PromptImage
@@ -25,7 +28,6 @@ from router.openai_form import OpenAiForm
 from router.openai_responses import (
     CHAT_ID,
     COMPLETION_ID,
-    ChatFormat,
     CompletionFormat,
     Piece,
     Usage,
@@ -129,6 +131,7 @@ class OpenAiRoutes:
         self, request: web.Request, body: ChatRequest, model: ServedModel, memory: Received, show: ShowChat
     ) -> web.StreamResponse:
         _check(body, model)
+        chat = check_chat(body, model.answers)
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         top = check_logprobs(body.top_logprobs or 0, "top_logprobs")
@@ -137,19 +140,20 @@ class OpenAiRoutes:
         images = await self._images.load(body.messages)
         if images:
             body = msgspec.structs.replace(body, messages=without_addresses(body.messages))
+        given = ChatInput(body.messages, chat.tools, chat.variables)
         end = prompt_end(body.add_generation_prompt, body.continue_final_message)
-        prompt = await self._texts.chat_prompt(
-            body.messages, bool(body.add_special_tokens), model.max_model_len, end
-        )
+        prompt = await self._texts.chat_prompt(given, bool(body.add_special_tokens), model.max_model_len, end)
         memory.release()
         placed: tuple[PromptImage, ...] = ()
         if model.vision is not None:
             salt = cache_salt(request[client_key].tenant, body.cache_salt)
             prompt, placed = place_images(prompt, images, model.vision, model.vocab_size, salt)
         check_prompt(prompt, model, "messages")
-        choices = self._choices(request, body, model, prompt, 0, max_field, logprobs, Batch(), placed)
+        kept = model.answers.kept if chat.parsed else frozenset[int]()
+        choices = self._choices(request, body, model, prompt, 0, max_field, logprobs, Batch(), placed, kept)
         identity = CHAT_ID + request[request_id_key]
-        form = ChatFormat(identity, model.name, int(time.time()), self._names(body), logprobs)
+        head = (identity, model.name, int(time.time()), self._names(body), logprobs)
+        form = chat_format(head, chat, model.answers, prompt, self._tokenizer, len(choices))
         shown = show(form, prompt_lengths(choices))
         if body.return_token_ids:
             shown = FormWithIds(shown, form, [prompt] * len(choices), chat=True)
@@ -238,8 +242,12 @@ class OpenAiRoutes:
         logprobs: int | None,
         batch: Batch,
         images: tuple[PromptImage, ...] = (),
+        kept: frozenset[int] = frozenset(),
     ) -> list[Choice]:
-        """Return the choices of one prompt, which is number `index` of the request."""
+        """Return the choices of one prompt, which is number `index` of the request.
+
+        `kept`: special tokens that are never skipped.
+        """
         wanted = getattr(body, max_field)
         if wanted is None and body.default_tokens is not None:
             wanted = min(body.default_tokens, model.max_model_len - len(prompt))
@@ -260,7 +268,7 @@ class OpenAiRoutes:
                 batch=batch,
                 share=share,
             )
-            decoder = self._tokenizer.stream(body.skip_special_tokens is not False, prompt)
+            decoder = self._tokenizer.stream(body.skip_special_tokens is not False, prompt, kept)
             include_stop = bool(body.include_stop_str_in_output)
             text = TextStream(decoder, check_stops(body), include_stop, sampling.min_tokens)
             choices.append(Choice(asked, text))

@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from common.errors import InvalidRequest
 from common.messages.generation import MAX_BIASES
+from router.chat.request_fields import Identity, NamedChoice, Tool, ToolCall
 from router.field_rules import refuse_unless_neutral
 
 MAX_STOPS = 16
@@ -56,9 +57,11 @@ class Message(msgspec.Struct, frozen=True):
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: Text | list[ContentPart] | None = None
     name: str | None = None
-    # fields of conversations with tools: see MESSAGE_NOT_YET
-    tool_calls: Any = None
-    tool_call_id: Any = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Identity | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  # vLLM's name for reasoning_content
+    # not supported: see MESSAGE_NOT_YET
     function_call: Any = None
     audio: Any = None
 
@@ -128,12 +131,15 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: Any = None
-    chat_template_kwargs: Any = None
-    tools: Any = None
-    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedChoice | None = None
     functions: Any = None
     function_call: Any = None
-    parallel_tool_calls: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None  # SGLang: false leaves the reasoning in the content
     documents: Any = None
     modalities: Any = None
     audio: Any = None
@@ -175,10 +181,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "lora_path": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "documents": ([],),
@@ -189,8 +191,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
 }
 
 MESSAGE_NOT_YET: dict[str, tuple[Any, ...]] = {
-    "tool_calls": ([],),
-    "tool_call_id": (),
     "function_call": (),
     "audio": (),
 }

@@ -10,6 +10,7 @@ from common.checkpoint.generation_config import DefaultSampling
 from common.checkpoint.vision_config import VisionConfig
 from common.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from common.messages.generation import MAX_BIASES, SamplingParams, TokenBias
+from router.chat.answer_style import PLAIN, AnswerStyle
 from router.openai_schema import MAX_STOP_TOKENS, TOP_LOGPROBS, SharedFields, TokenIds
 
 MAX_NAME_SHOWN = 1000  # characters of a model name in an error message
@@ -28,6 +29,7 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     defaults: DefaultSampling
     vision: VisionConfig | None = None  # None for a text-only model
+    answers: AnswerStyle = PLAIN
 
 
 def check_model(request: SharedFields, model: ServedModel) -> None:

@@ -33,7 +33,7 @@ class ReadCompletion(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class RenderChat(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Payload: the messages as msgpack. Answer: the token ids of their prompt as int32."""
+    """Payload: a ChatInput as msgpack. Answer: the token ids of its prompt as int32."""
 
     add_special_tokens: bool
     max_model_len: int

@@ -9,8 +9,9 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from router.apis.tasks import TaskReader
+from router.chat.chat_input import ChatInput
 from router.field_rules import UnknownFields
-from router.openai_schema import ChatRequest, CompletionRequest, Message
+from router.openai_schema import ChatRequest, CompletionRequest
 from router.prompt_end import PromptEnd
 from router.request_checks import check_length
 from router.text_jobs import (
@@ -78,13 +79,13 @@ class TextService:
 
     async def chat_prompt(
         self,
-        messages: Sequence[Message],
+        given: ChatInput,
         add_special_tokens: bool,
         max_model_len: int,
         end: PromptEnd = PromptEnd.GENERATION_PROMPT,
     ) -> list[int]:
         """Render and tokenize messages. Always in a worker: the cost of a template depends on its author."""
-        payload = msgspec.msgpack.encode(messages)
+        payload = msgspec.msgpack.encode(given)
         [tokens] = await self._tokens(RenderChat(add_special_tokens, max_model_len, end), payload)
         return tokens
 

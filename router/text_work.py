@@ -14,13 +14,14 @@ import msgspec
 
 from common.errors import InvalidRequest, RequestError
 from router.apis.tasks import READERS
+from router.chat.chat_input import ChatInput
+from router.chat.chat_rules import check_chat_fields
 from router.chat_template import ChatTemplate
 from router.field_rules import undeclared
 from router.json_body import decode_json
 from router.openai_schema import (
     ChatRequest,
     CompletionRequest,
-    Message,
     compact_chat,
     compact_completion,
     prompt_names,
@@ -54,7 +55,7 @@ _CHAT_FIELDS = frozenset(ChatRequest.__struct_fields__)
 _COMPLETION_FIELDS = frozenset(CompletionRequest.__struct_fields__)
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
 _detokenize = msgspec.json.Decoder(DetokenizeRequest)
-_messages = msgspec.msgpack.Decoder(list[Message])
+_chat_input = msgspec.msgpack.Decoder(ChatInput)
 _texts = msgspec.msgpack.Decoder(list[str])
 Payload = bytes | bytearray
 Done = tuple[Answer, Payload]
@@ -68,6 +69,12 @@ def read_chat(raw: Payload) -> tuple[ChatRequest, tuple[str, ...]]:
 def read_completion(raw: Payload) -> tuple[CompletionRequest, tuple[str, ...]]:
     """Parse a completion body. Return it and the field names that nobody knows. Raises InvalidRequest."""
     return decode_json(raw, _completion), undeclared(raw, _COMPLETION_FIELDS)
+
+
+def _compact(request: ChatRequest) -> ChatRequest:
+    """Compact a chat request. Raises InvalidRequest for what exceeds a limit."""
+    check_chat_fields(request)
+    return compact_chat(request)
 
 
 class TextWork:
@@ -106,7 +113,7 @@ class TextWork:
             case ReadChat():
                 self._limit(READ_SECONDS)
                 chat, unknown = read_chat(payload)
-                return Answer(unknown_fields=unknown), msgspec.msgpack.encode(compact_chat(chat))
+                return Answer(unknown_fields=unknown), msgspec.msgpack.encode(_compact(chat))
             case ReadCompletion():
                 self._limit(READ_SECONDS)
                 read, unknown = read_completion(payload)
@@ -122,7 +129,8 @@ class TextWork:
                 return Answer(unknown_fields=reader.unknown(payload)), reader.packed(payload)
             case RenderChat():
                 self._limit(RENDER_SECONDS)
-                text = self._template.render(_messages.decode(payload), job.end)
+                given = _chat_input.decode(payload)
+                text = self._template.render(given.messages, job.end, given.tools, given.variables)
                 return self._encoded([text], job.add_special_tokens, job.max_model_len, ("messages",))
             case EncodeTexts():
                 texts = _texts.decode(payload)

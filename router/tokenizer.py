@@ -81,13 +81,28 @@ class Tokenizer:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
-    def stream(self, skip_special_tokens: bool, prompt: Sequence[int] = ()) -> IncrementalDecoder:
-        """Return a decoder whose output is what the answer adds to the text when decoded together with `prompt`."""
-        skip = self._special if skip_special_tokens else frozenset[int]()
+    def special_tokens_in(self, text: str) -> frozenset[int]:
+        """The special tokens whose text is part of `text`."""
+        return frozenset(each for each in self._special if self.token_text(each) in text)
+
+    def stream(
+        self,
+        skip_special_tokens: bool,
+        prompt: Sequence[int] = (),
+        kept: frozenset[int] = frozenset(),
+    ) -> IncrementalDecoder:
+        """Return a decoder whose output is what the answer adds to the text when decoded together with `prompt`.
+
+        `kept`: special tokens that are never skipped.
+        """
+        skip = self._special - kept if skip_special_tokens else frozenset[int]()
         if self._bytes is not None:
             return ByteDecoder(self._bytes, skip, prompt)
         return WindowDecoder(
-            lambda ids: self.decode(ids, skip_special_tokens), self._tokenizer.id_to_token, skip, prompt
+            lambda ids: self.decode(ids, skip_special_tokens and not kept),
+            self._tokenizer.id_to_token,
+            skip,
+            prompt,
         )
 
 

@@ -46,7 +46,7 @@ class WholeChoice:
         self._finish_reason: str | None = None
 
     def add(self, piece: Piece) -> None:
-        self._texts.append(piece.text)
+        self._texts.append(self._form.text_of(piece))
         if self._columns:
             for column, fragment in zip(self._columns, self._form.fragments(piece), strict=True):
                 if fragment:
@@ -60,14 +60,14 @@ class WholeChoice:
 
     def parts(self) -> list[bytes]:
         """The choice as JSON. Nothing may be added afterwards."""
-        form, text = self._form, _encode("".join(self._texts))
+        form = self._form
         return [
             form.before_text(self._index),
-            text,
-            form.after_text,
+            form.encoded_text(self._index, "".join(self._texts)),
+            form.end_of_message(self._index),
             *_object(form.columns, self._columns, form.constant_columns),
             b',"finish_reason":',
-            _encode(self._finish_reason),
+            _encode(form.finish_reason(self._index, self._finish_reason)),
             b"}",
         ]
 

@@ -39,6 +39,19 @@ class Model(Section, frozen=True, kw_only=True):
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     # Jinja file that replaces the model's own template; relative to the cluster file.
     chat_template: str | None = None
+    # Variables of the chat template that requests may set.
+    chat_template_kwargs: tuple[Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}\Z")], ...] = (
+        "enable_thinking",
+        "thinking",
+        "reasoning_effort",
+        "thinking_budget",
+        "preserve_thinking",
+        "clear_thinking",
+        "date_string",
+        "tools_in_user_message",
+    )
+    # How answers mark reasoning and tool calls; auto: the checkpoint's response template or its family's.
+    response_template: Annotated[str, Meta(min_length=1)] = "auto"
     manifest: str | None = None  # list of SHA-256 sums against which the files of `path` are checked at start
     # Directories that must contain model and draft after links are resolved; (): anywhere.
     allowed_roots: tuple[str, ...] = ()
@@ -97,6 +110,10 @@ class Router(Section, frozen=True, kw_only=True):
     # Failed placements of one request before the client gets an error.
     max_attempts: Annotated[int, Meta(ge=1, le=10)] = 3
     max_requests: Positive = 4096  # in flight; more are answered 503 with Retry-After
+    # Names under which answers show the reasoning of the model.
+    reasoning_fields: Annotated[
+        tuple[Literal["reasoning_content", "reasoning"], ...], Meta(min_length=1, max_length=2)
+    ] = ("reasoning_content",)
     max_body_bytes: Positive = 10 * 1024 * 1024
     strict_fields: bool = False  # refuse request fields that nobody knows, instead of ignoring them
     max_queued_mib: Positive = 512  # messages waiting for one node, which beyond it counts as unreachable

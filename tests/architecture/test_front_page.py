@@ -62,11 +62,9 @@ def test_what_the_matrix_says_no_to_is_refused() -> None:
         "response_format",
         "json_schema",
         "ebnf",
-        "tools",
-        "tool_choice",
         "use_beam_search",
     } <= NOT_YET.keys()
-    assert supported("structured output") == supported("tools, reasoning") == "-"
+    assert supported("structured output") == "-"
 
 
 def test_docs_name_every_row_of_their_tables() -> None:

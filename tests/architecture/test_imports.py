@@ -20,6 +20,8 @@ from tests.architecture.source_tree import (
 
 MODULES = {module.name: module for module in modules()}
 HEAVY = ("torch", "triton", "transformers", "safetensors")  # transformers and safetensors load torch
+# The part of transformers that reads response templates loads no torch: see test_response_template.
+WITHOUT_TORCH = {"router.chat.response_template": "transformers.utils.chat_parsing"}
 TRANSPORTS = "kv_transfer.transport"
 
 # The project packages that each one may import besides itself. "control" is common without its engine and node
@@ -93,10 +95,13 @@ def _is_under(name: str, package: str) -> bool:
 
 
 def _third_party(module: Module) -> set[str]:
+    light = WITHOUT_TORCH.get(module.name)
     return {
         each.target.partition(".")[0]
         for each in module.imports
-        if not each.type_checking and resolve(each.target, MODULES) is None
+        if not each.type_checking
+        and resolve(each.target, MODULES) is None
+        and not (light is not None and each.scope and _is_under(each.target, light))
     }
 
 

@@ -44,7 +44,7 @@ def test_equals_transformers() -> None:
 
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(TINY)
     plain = [{"role": "user", "content": "  a <b> é 'q' \"d\" \n"}, {"role": "assistant", "content": "x"}]
-    messages = [Message(**each) for each in plain]
+    messages = [Message(each["role"], each["content"]) for each in plain]
     assert ChatTemplate(TINY).render(messages) == reference.apply_chat_template(
         plain, tokenize=False, add_generation_prompt=True
     )

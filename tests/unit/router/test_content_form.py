@@ -113,12 +113,12 @@ def test_the_forms_are_found_once_per_template(tmp_path: Path) -> None:
     renderings = 0
     render = template.render_plain
 
-    def counted(messages: Any, generation_prompt: bool = True) -> str:
+    def counted(messages: Any, *rest: Any) -> str:
         nonlocal renderings
         renderings += 1
-        return render(messages, generation_prompt)
+        return render(messages, *rest)
 
-    template.render_plain = counted  # type: ignore[method-assign]
+    template.render_plain = counted  # type: ignore[method-assign, assignment]
     template.render(conversation("text"))
     first = renderings
     template.render(conversation("text"))

@@ -23,6 +23,7 @@ import pytest
 from common.errors import InvalidRequest, ModelError, Overloaded
 from common.observability.logs import Log
 from router import text_pool
+from router.chat.chat_input import ChatInput
 from router.field_rules import UnknownFields
 from router.openai_schema import Message
 from router.spawner import Child, Spawner
@@ -149,9 +150,11 @@ async def test_workers_give_the_same_tokens_and_refusals(spawned: Spawned) -> No
         here = TextService(InProcess(TextWork.load(TINY)), tokenizer, UnknownFields(Log("test")))
         there = TextService(pool, tokenizer, UnknownFields(Log("test")))
         for service in (here, there):
-            assert tokenizer.decode(await service.chat_prompt(HI, False, 4096), False).startswith("<|bos|>")
+            assert tokenizer.decode(await service.chat_prompt(ChatInput(HI), False, 4096), False).startswith(
+                "<|bos|>"
+            )
             with pytest.raises(InvalidRequest, match="unknown role nobody") as found:
-                await service.chat_prompt([Message("nobody", "x")], False, 4096)
+                await service.chat_prompt(ChatInput([Message("nobody", "x")]), False, 4096)
             assert found.value.param == "messages"
         texts = ["a b c " * 2000, "x", "é" * 50_000]
         fields = ["prompt[0]", "prompt[1]", "prompt[2]"]
@@ -179,7 +182,7 @@ async def test_a_template_that_takes_too_long_costs_one_worker(
     with pytest.raises(InvalidRequest, match="too much time or memory") as found:
         await opened.run(CHAT, msgspec.msgpack.encode([Message("user", "bomb")]))
     assert found.value.param == "messages"
-    answer, _ = await opened.run(CHAT, msgspec.msgpack.encode(HI))
+    answer, _ = await opened.run(CHAT, msgspec.msgpack.encode(ChatInput(HI)))
     assert answer.counts[0] > 0
     assert len(spawned.pids) == 2
 

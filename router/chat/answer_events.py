@@ -1,0 +1,39 @@
+"""What an answer consists of, in the order in which the model writes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of the text that the model writes before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A piece of the answer itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallOpened:
+    """A tool call begins: its function is known, its arguments follow."""
+
+    index: int
+    identity: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Event = Reasoning | Content | CallOpened | CallArguments

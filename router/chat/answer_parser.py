@@ -1,0 +1,235 @@
+"""Follows an answer while it is generated: splits it into reasoning, content and tool calls.
+
+Text may arrive in any pieces: the events only differ in how they are divided. Blanks beside markers are dropped; other
+text is passed on unchanged, also tool calls that cannot be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from common.errors import InternalError
+from router.chat.answer_events import CallArguments, CallOpened, Content, Event, Reasoning
+from router.chat.call_readers import CallReader, reader_of
+from router.chat.response_template import CALLS, MAX_HELD, REASONING, Marker, Region, ResponseTemplate, end_of
+
+PIECE = 4096  # characters read at once
+
+
+class TextSink:
+    """Passes text on and holds blanks back until it is known what follows them."""
+
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit = emit
+        self._held: list[str] = []
+        self._any = False  # text has been passed on
+        self._at_marker = False  # the held blanks are beside a marker
+
+    def add(self, text: str) -> None:
+        kept = text.rstrip()
+        if kept:
+            whole = "".join((*self._held, kept))
+            self._emit(whole.lstrip() if self._at_marker and not self._any else whole)
+            self._any, self._at_marker, self._held = True, False, []
+        if len(kept) < len(text):
+            self._held.append(text[len(kept) :])
+
+    def marker(self) -> None:
+        """A marker is here: blanks before it, and first blanks after it, are dropped unless more text follows."""
+        self._at_marker = True
+
+    def end(self) -> None:
+        """The answer has ended."""
+        if self._held and not self._at_marker:
+            self._emit("".join(self._held))
+
+    def forget(self) -> None:
+        """Drop held blanks: they are part of the prompt."""
+        self._held = []
+
+
+class AnswerParser:
+    """Parses one answer: `feed` its text, then `finish`."""
+
+    def __init__(
+        self,
+        template: ResponseTemplate,
+        prefix: str,
+        tools: list[dict[str, Any]],
+        reasoning: bool,
+        new_id: Callable[[], str],
+    ) -> None:
+        """
+        Args:
+            prefix: what the prompt already holds of the message, such as an opened reasoning section.
+            tools: what the model may call; without tools, calls are text.
+            reasoning: False leaves the reasoning section as text.
+            new_id: makes the id of a call.
+        """
+        self._template = template
+        self._tools = tools
+        self._new_id = new_id
+        names = ([CALLS] if tools else []) + (list(REASONING) if reasoning else [])
+        skipped = {CALLS, *REASONING} - set(names)
+        regions = [region for region in template.regions if region.name not in skipped]
+        self._openers = [(region.open, region) for region in regions if region.open is not None]
+        self._outside = next((region for region in regions if region.open is None), None)
+        self._watched = self._watch(None)
+        self._region: Region | None = None  # None outside of all regions with a marker
+        self._reader: CallReader | None = None
+        self._events: list[Event] = []
+        self._content = TextSink(lambda text: self._events.append(Content(text)))
+        self._reasoning = TextSink(lambda text: self._events.append(Reasoning(text)))
+        # Text whose meaning is open, after one character (if any precedes it) that is no longer open.
+        self._buffer, self._at = "", 0
+        self.calls = 0  # calls opened so far
+        if prefix:
+            self._skip(prefix)
+
+    def feed(self, text: str) -> list[Event]:
+        """Return what `text` adds to the answer. Raises InternalError if the template's patterns take too long."""
+        if self._at == len(self._buffer) and self._reader is None and not self._may_begin(text):
+            if text:
+                self._buffer, self._at = text[-1], 1
+                self._text(text)
+        else:
+            # Every marker in a piece costs a search of the whole piece.
+            for start in range(0, len(text), PIECE):
+                self._buffer += text[start : start + PIECE]
+                self._follow(final=False)
+        return self._taken()
+
+    def finish(self) -> list[Event]:
+        """Return what is still open at the end of the answer."""
+        self._follow(final=True)
+        if self._reader is not None:
+            self._end_reader(None)
+        self._content.end()
+        return self._taken()
+
+    # the receiver of calls, for the readers
+
+    def open(self, name: str) -> None:
+        self._events.append(CallOpened(self.calls, self._new_id(), name))
+        self.calls += 1
+
+    def add(self, arguments: str) -> None:
+        if arguments:
+            self._events.append(CallArguments(self.calls - 1, arguments))
+
+    def _skip(self, prefix: str) -> None:
+        self._buffer = prefix
+        self._follow(final=False)
+        self._cut(len(self._buffer))
+        self._content.forget()
+        self._reasoning.forget()
+        self._events = []
+        self.calls = 0
+
+    def _taken(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _watch(self, region: Region | None) -> list[tuple[Marker, Region | None]]:
+        """The markers that count now, each with the region that it opens; None for one that closes."""
+        if region is not None:
+            return [(region.close, None)] if region.close is not None else []
+        found: list[tuple[Marker, Region | None]] = [*self._openers]
+        if self._outside is not None and self._outside.close is not None:
+            found.append((self._outside.close, None))
+        return found
+
+    def _may_begin(self, text: str) -> bool:
+        return any(marker.first is None or not marker.first.isdisjoint(text) for marker, _ in self._watched)
+
+    def _follow(self, final: bool) -> None:
+        try:
+            while self._step(final):
+                pass
+        except TimeoutError as error:
+            raise InternalError(
+                "a pattern of the model's response template takes too long; set model.response_template"
+            ) from error
+
+    def _step(self, final: bool) -> bool:
+        """Pass on the text up to the next marker and the marker. Return False if there is no further one."""
+        match, opened, end = self._search(final)
+        text = self._buffer[self._at : end]
+        if self._reader is None:
+            self._text(text)
+        else:
+            used = self._reader.take(text)
+            if self._reader.over:
+                self._cut(self._at + used)
+                self._end_reader(None)
+                return True
+        if match is None:
+            self._cut(end)
+            return False
+        if self._reader is not None and self._reader.in_string:
+            self._reader.take(match[0])
+            self._cut(match.end())
+        else:
+            marker = self._buffer[match.start() : end_of(match)]
+            self._cut(end_of(match))
+            self._pass_marker(match, opened, marker)
+        return True
+
+    def _search(self, final: bool) -> tuple[Any, Region | None, int]:
+        """Return (the first marker, the region that it opens, the end of the text that precedes it).
+
+        Without a complete marker, the last value is where a marker may begin that is not complete.
+        """
+        best: tuple[Any, Region | None] | None = None
+        hold = len(self._buffer)
+        for marker, region in self._watched:
+            match = marker.search(self._buffer, self._at, final)
+            if match is None or match.end() == match.start():
+                continue
+            grows = match.partial or (match.end() == len(self._buffer) and not marker.literal)
+            if grows and not final:
+                hold = min(hold, match.start())
+            elif best is None or (match.start(), -match.end()) < (best[0].start(), -best[0].end()):
+                best = match, region
+        if best is not None and (best[0].start() < hold or final):
+            return best[0], best[1], best[0].start()
+        if len(self._buffer) - hold > MAX_HELD:
+            hold = len(self._buffer)
+        return None, None, hold
+
+    def _pass_marker(self, match: Any, opened: Region | None, marker: str) -> None:
+        if self._reader is not None:
+            self._end_reader(marker)
+            return
+        self._content.marker()
+        self._reasoning.marker()
+        self._region = opened
+        self._watched = self._watch(opened)
+        if opened is not None and opened.name == CALLS:
+            self._reader = reader_of(opened, match, marker, self, self._tools, self._template.whole)
+
+    def _end_reader(self, marker: str | None) -> None:
+        """Leave a region of calls at its marker, at the end of the answer, or where its reader says that it ends."""
+        reader, self._reader = self._reader, None
+        assert reader is not None
+        if not reader.over:
+            reader.close(marker)
+        self._region = None
+        self._watched = self._watch(None)
+        if reader.unparsed is not None:
+            self._content.add(reader.unparsed)
+
+    def _text(self, text: str) -> None:
+        if not text:
+            return
+        name = self._region.name if self._region is not None else self._outside and self._outside.name
+        if name in REASONING:
+            self._reasoning.add(text)
+        elif name is not None:
+            self._content.add(text)
+
+    def _cut(self, end: int) -> None:
+        """Drop what is decided, up to `end`; one character stays, so that it is not the beginning of the message."""
+        if end > self._at:
+            self._buffer, self._at = self._buffer[end - 1 :], 1

@@ -1,0 +1,107 @@
+"""How the served model marks reasoning and tool calls, found when the router starts."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint.chat_template_file import find_chat_template
+from common.checkpoint.model_directory import MAX_TOKENIZER_CONFIG_BYTES
+from common.checkpoint.model_files import read_json
+from common.errors import ModelError
+from router.chat.families import BY_NAME, Family, family_of
+from router.chat.response_template import ResponseTemplate, compile_template
+
+AUTO, NONE = "auto", "none"
+# tokens at the end of a prompt in which the beginning of the answer's message is searched
+TAIL_TOKENS = (64, 4096)
+_LETTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerStyle:
+    """What the router knows about the model's answers.
+
+    Attributes:
+        template: None if the model's formats are not known: answers are plain text.
+        short_ids: call ids have nine letters and digits.
+        kept: special tokens that markers consist of, which the parser must see.
+        template_variables: variables of the chat template that clients may set.
+        reasoning_fields: names under which answers show reasoning.
+    """
+
+    template: ResponseTemplate | None = None
+    short_ids: bool = False
+    kept: frozenset[int] = frozenset()
+    template_variables: frozenset[str] = frozenset()
+    reasoning_fields: tuple[str, ...] = ("reasoning_content",)
+
+    def new_id(self) -> str:
+        """Make the id of a tool call."""
+        if self.short_ids:
+            return "".join(secrets.choice(_LETTERS) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+    def prefix(self, prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
+        """Return what the prompt holds of the answer's message; "" if its beginning is not found."""
+        assert self.template is not None
+        for count in TAIL_TOKENS:
+            text = decode(prompt[-count:])
+            end = max((match.end() for match in self.template.anchor.finditer(text)), default=None)
+            if end is not None:
+                return text[end:]
+            if count >= len(prompt):
+                break
+        return ""
+
+
+PLAIN = AnswerStyle()
+
+
+def find_template(
+    model: Path, chat_template: Path | None, wanted: str, relative: Callable[[str], Path]
+) -> tuple[ResponseTemplate | None, Family | None]:
+    """Return the response template of a model and the family that it belongs to.
+
+    Args:
+        wanted: `model.response_template`: auto, none, the name of a family, or a JSON file.
+        relative: resolves the path of a file.
+
+    Raises:
+        ModelError: the template cannot be read or is not valid.
+    """
+    if wanted == NONE:
+        return None, None
+    if wanted == AUTO:
+        source = find_chat_template(model, chat_template)
+        family = None if source is None else family_of(source.text)
+        own = _own_template(model)
+        if own is not None:
+            return compile_template(own, f"{model}/tokenizer_config.json", trusted=False), family
+    elif wanted in BY_NAME:
+        family = BY_NAME[wanted]
+    else:
+        return _from_file(relative(wanted)), None
+    if family is None:
+        return None, None
+    return compile_template(dict(family.template), family.name, True, family.tag_end), family
+
+
+def _own_template(model: Path) -> dict[str, Any] | None:
+    file = model / "tokenizer_config.json"
+    values = read_json(file, MAX_TOKENIZER_CONFIG_BYTES) if file.is_file() else {}
+    found = values.get("response_template")
+    return found if isinstance(found, dict) else None
+
+
+def _from_file(file: Path) -> ResponseTemplate:
+    if not file.is_file():
+        names = ", ".join((AUTO, NONE, *BY_NAME))
+        raise ModelError(
+            f"model.response_template: there is no file {file}; set one of {names}, or a JSON file"
+        )
+    return compile_template(read_json(file, MAX_TOKENIZER_CONFIG_BYTES), str(file), trusted=True)

@@ -1,0 +1,161 @@
+"""Formats chat answers that are parsed: reasoning, content and tool calls, complete and as deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from router.chat.answer_events import CallArguments, CallOpened, Content, Event, Reasoning
+from router.chat.answer_parser import AnswerParser
+from router.chat.answer_style import AnswerStyle
+from router.chat.chat_rules import ChatRules
+from router.openai_responses import ChatFormat, Piece, chunk
+from router.token_names import TokenNames
+from router.tokenizer import Tokenizer
+
+_encode = msgspec.json.Encoder().encode
+# id, model, time of creation, names of tokens, number of log-probabilities: see ChatFormat
+AnswerHead = tuple[str, str, int, TokenNames, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What of an answer the client gets.
+
+    Attributes:
+        reasoning: names of the fields with the reasoning; none hides it.
+        parallel: False passes on only the first call.
+        calls_finish: finish_reason of an answer with calls that ended by itself.
+    """
+
+    reasoning: tuple[str, ...]
+    parallel: bool
+    calls_finish: str = "tool_calls"
+
+
+@dataclass(slots=True)
+class _Message:
+    """One choice of an answer that is not streamed."""
+
+    reasoning: list[str] = field(default_factory=list)
+    # per call: id, name and pieces of the arguments
+    calls: list[tuple[str, str, list[str]]] = field(default_factory=list)
+
+
+class AssistantFormat(ChatFormat):
+    """Formats choices whose text goes through parsers, one for each choice."""
+
+    def __init__(self, head: AnswerHead, parsers: Sequence[AnswerParser], shown: Shown) -> None:
+        super().__init__(*head)
+        self._parsers = parsers
+        self._shown = shown
+        self._messages = [_Message() for _ in parsers]
+
+    def text_of(self, piece: Piece) -> str:
+        message, text = self._messages[piece.index], []
+        for event in self._parsed(piece):
+            match event:
+                case Content():
+                    text.append(event.text)
+                case Reasoning():
+                    message.reasoning.append(event.text)
+                case CallOpened():
+                    message.calls.append((event.identity, event.name, []))
+                case CallArguments():
+                    message.calls[event.index][2].append(event.text)
+        return "".join(text)
+
+    def encoded_text(self, index: int, text: str) -> bytes:
+        message = self._messages[index]
+        return b"null" if not text and (message.calls or message.reasoning) else _encode(text)
+
+    def end_of_message(self, index: int) -> bytes:
+        message, fields = self._messages[index], b',"refusal":null'
+        if message.reasoning:
+            reasoning = _encode("".join(message.reasoning))
+            fields += b"".join(b"," + _encode(name) + b":" + reasoning for name in self._shown.reasoning)
+        if message.calls:
+            calls = [
+                {
+                    "id": identity,
+                    "type": "function",
+                    "function": {"name": name, "arguments": "".join(arguments)},
+                }
+                for identity, name, arguments in message.calls
+            ]
+            fields += b',"tool_calls":' + _encode(calls)
+        return fields + b'},"logprobs":'
+
+    def events(self, piece: Piece, usage: bytes) -> bytes:
+        deltas = [self._delta(event) for event in self._parsed(piece)]
+        logprobs = b"null"
+        if self._logprobs is not None and piece.tokens:
+            logprobs = _encode(self._listed([piece]))
+            deltas = deltas or [b'{"content":""}']
+        events = b""
+        for delta in deltas:
+            events += self._event(chunk(piece.index, delta, logprobs, b"null"), usage)
+            logprobs = b"null"
+        reason = self.finish_reason(piece.index, piece.finish_reason)
+        if reason is not None:
+            events += self._event(chunk(piece.index, b"{}", b"null", _encode(reason)), usage)
+        return events
+
+    def finish_reason(self, index: int, reason: str | None) -> str | None:
+        called = reason == "stop" and self._parsers[index].calls
+        return self._shown.calls_finish if called else reason
+
+    def _parsed(self, piece: Piece) -> list[Event]:
+        """The events of a piece that the client gets."""
+        parser = self._parsers[piece.index]
+        events = parser.feed(piece.text)
+        if piece.finish_reason is not None:
+            events += parser.finish()
+        if not self._shown.reasoning:
+            events = [each for each in events if not isinstance(each, Reasoning)]
+        if not self._shown.parallel:
+            events = [
+                each for each in events if not (isinstance(each, CallOpened | CallArguments) and each.index)
+            ]
+        return events
+
+    def _delta(self, event: Event) -> bytes:
+        call: dict[str, Any]
+        match event:
+            case Content(text):
+                return b'{"content":' + _encode(text) + b"}"
+            case Reasoning(text):
+                return _encode(dict.fromkeys(self._shown.reasoning, text))
+            case CallOpened(index, identity, name):
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": identity, "type": "function", "function": function}
+            case CallArguments(index, text):
+                call = {"index": index, "function": {"arguments": text}}
+        return _encode({"tool_calls": [call]})
+
+
+def chat_format(
+    head: AnswerHead,
+    rules: ChatRules,
+    style: AnswerStyle,
+    prompt: Sequence[int],
+    tokenizer: Tokenizer,
+    choices: int,
+) -> ChatFormat:
+    """Return the format of a chat's answer: with a parser for each choice only if there may be something to parse."""
+    if not rules.parsed:
+        return ChatFormat(*head)
+    assert style.template is not None
+    prefix = style.prefix(prompt, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+    parsers = [
+        AnswerParser(style.template, prefix, rules.tools, rules.reasoning, style.new_id)
+        for _ in range(choices)
+    ]
+    return AssistantFormat(
+        head,
+        parsers,
+        Shown(style.reasoning_fields if rules.shows_reasoning else (), rules.parallel),
+    )

@@ -1,0 +1,207 @@
+"""Tools and reasoning through the HTTP side, with scripted answers in Qwen3's format."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.chat.answer_style import AnswerStyle
+from router.tokenizer import Tokenizer
+from tests.unit.router.chat.wire_formats import OBJECT_CALLS, THOUGHT, TOOLS, template_of
+from tests.unit.router.conftest import SERVED, Rig, Serve
+from tests.unit.router.scripted_generator import one_by_one
+
+CHAT = "/v1/chat/completions"
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+STYLE = AnswerStyle(template_of("qwen3"), template_variables=frozenset({"enable_thinking"}))
+
+
+@pytest.fixture
+async def rig(serve: Serve) -> Rig:
+    return await serve(served=replace(SERVED, answers=STYLE))
+
+
+def answers(rig: Rig, tokenizer: Tokenizer, text: str, finish_reason: str = "length") -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if finish_reason == "stop":
+        ids.append(2)
+    rig.generator.will(*one_by_one(ids, finish_reason))
+
+
+async def chunks_of(rig: Rig, body: dict[str, Any]) -> list[dict[str, Any]]:
+    raw = (await rig.raw(CHAT, body | {"stream": True})).decode()
+    lines = [line.removeprefix("data: ") for line in raw.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def joined(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
+    """Put the deltas of a stream together, as the clients do."""
+    message: dict[str, Any] = {}
+    reason = ""
+    for chunk in chunks:
+        choice = chunk["choices"][0]
+        reason = choice["finish_reason"] or reason
+        for name, value in choice["delta"].items():
+            if name != "tool_calls":
+                message[name] = message.get(name, "") + value
+                continue
+            for call in value:
+                calls = message.setdefault("tool_calls", [])
+                if call["index"] == len(calls):
+                    assert call["function"]["arguments"] == ""
+                    calls.append({key: call[key] for key in ("id", "type", "function")})
+                else:
+                    assert set(call) == {"index", "function"}
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return message, reason
+
+
+async def test_calls_and_reasoning_whole_and_streamed(rig: Rig, tokenizer: Tokenizer) -> None:
+    answers(rig, tokenizer, THOUGHT + OBJECT_CALLS, "stop")
+    body = ASK | {"tools": TOOLS}
+    status, answer, _ = await rig.post(CHAT, body)
+    assert status == 200, answer
+    [choice] = answer["choices"]
+    message = choice["message"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert message["content"] is None
+    assert message["reasoning_content"] == "They want {the} weather."
+    assert [each["function"] for each in message["tool_calls"]] == [
+        {"name": "weather", "arguments": '{"city": "Paris", "days": 3}'},
+        {"name": "clock", "arguments": "{}"},
+    ]
+    ids = [each["id"] for each in message["tool_calls"]]
+    assert all(each.startswith("call_") for each in ids)
+    assert len(set(ids)) == 2
+
+    streamed, reason = joined(await chunks_of(rig, body))
+    assert reason == "tool_calls"
+    assert streamed["content"] == ""
+    assert streamed["reasoning_content"] == message["reasoning_content"]
+    assert [each["function"] for each in streamed["tool_calls"]] == [
+        each["function"] for each in message["tool_calls"]
+    ]
+
+
+async def test_arguments_are_streamed_in_pieces(rig: Rig, tokenizer: Tokenizer) -> None:
+    answers(rig, tokenizer, OBJECT_CALLS)
+    deltas = [chunk["choices"][0]["delta"] for chunk in await chunks_of(rig, ASK | {"tools": TOOLS})]
+    pieces = [each for each in deltas if each.get("tool_calls", [{}])[0].get("index") == 0]
+    assert len(pieces) > 5
+
+
+async def test_an_answer_without_calls(rig: Rig, tokenizer: Tokenizer) -> None:
+    answers(rig, tokenizer, THOUGHT + "It rains.", "stop")
+    _, answer, _ = await rig.post(CHAT, ASK)
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "It rains.",
+        "refusal": None,
+        "reasoning_content": "They want {the} weather.",
+    }
+    streamed, reason = joined(await chunks_of(rig, ASK))
+    assert (streamed["content"], reason) == ("It rains.", "stop")
+
+
+async def test_calls_without_tools_are_text(rig: Rig, tokenizer: Tokenizer) -> None:
+    answers(rig, tokenizer, OBJECT_CALLS)
+    for body in (ASK, ASK | {"tools": TOOLS, "tool_choice": "none"}):
+        _, answer, _ = await rig.post(CHAT, body)
+        assert answer["choices"][0]["message"]["content"] == OBJECT_CALLS
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_only_the_first_call_without_parallel_calls(rig: Rig, tokenizer: Tokenizer) -> None:
+    answers(rig, tokenizer, OBJECT_CALLS)
+    body = ASK | {"tools": TOOLS, "parallel_tool_calls": False}
+    _, answer, _ = await rig.post(CHAT, body)
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    streamed, _ = joined(await chunks_of(rig, body))
+    assert len(streamed["tool_calls"]) == 1
+
+
+async def test_fields_of_reasoning(rig: Rig, tokenizer: Tokenizer) -> None:
+    answers(rig, tokenizer, THOUGHT + "It rains.")
+    _, answer, _ = await rig.post(CHAT, ASK | {"include_reasoning": False})
+    assert answer["choices"][0]["message"]["content"] == "It rains."
+    assert "reasoning_content" not in answer["choices"][0]["message"]
+    _, answer, _ = await rig.post(CHAT, ASK | {"separate_reasoning": False})
+    assert answer["choices"][0]["message"]["content"] == THOUGHT + "It rains."
+
+
+async def test_both_names_of_reasoning(serve: Serve, tokenizer: Tokenizer) -> None:
+    style = replace(STYLE, reasoning_fields=("reasoning_content", "reasoning"))
+    rig = await serve(served=replace(SERVED, answers=style))
+    answers(rig, tokenizer, THOUGHT + "It rains.")
+    _, answer, _ = await rig.post(CHAT, ASK)
+    message = answer["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "They want {the} weather."
+    streamed, _ = joined(await chunks_of(rig, ASK))
+    assert streamed["reasoning"] == message["reasoning"]
+
+
+async def test_log_probabilities_of_every_token(rig: Rig, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(THOUGHT + OBJECT_CALLS, add_special_tokens=False)
+    rig.generator.will(*one_by_one(ids, "length", top=1))
+    body = ASK | {"tools": TOOLS, "logprobs": True}
+    _, answer, _ = await rig.post(CHAT, body)
+    assert len(answer["choices"][0]["logprobs"]["content"]) == len(ids)
+    chunks = await chunks_of(rig, body)
+    listed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert sum(len(each["content"]) for each in listed if each) == len(ids)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "retrieval", "function": {"name": "a"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": TOOLS + TOOLS[:1]}, "tools[2].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)]}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"enable_thinking": [1]}}, "chat_template_kwargs.enable_thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": "x" * 1025}}, "chat_template_kwargs.enable_thinking"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[1]"}}]}
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"type": "x", "function": {"name": "a"}}]}]},
+            "messages[0].tool_calls[0].type",
+        ),
+    ],
+)
+async def test_refusals_name_the_field(rig: Rig, fields: dict[str, Any], param: str) -> None:
+    status, answer, _ = await rig.post(CHAT, ASK | fields)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_bounds_of_parameters(rig: Rig) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(40):
+        deep = {"properties": deep}
+    for parameters in (deep, {"enum": [0] * 60_000}, {"maximum": 1 << 70}):
+        tool = {"type": "function", "function": {"name": "a", "parameters": parameters}}
+        status, answer, _ = await rig.post(CHAT, ASK | {"tools": [tool]})
+        assert (status, answer["error"]["param"]) == (400, "tools[0].function.parameters")
+
+
+async def test_a_model_without_a_known_format_takes_no_tools(serve: Serve, tokenizer: Tokenizer) -> None:
+    rig = await serve()
+    status, answer, _ = await rig.post(CHAT, ASK | {"tools": TOOLS})
+    assert (status, answer["error"]["param"]) == (400, "tools")
+    answers(rig, tokenizer, THOUGHT + "It rains.")
+    _, answer, _ = await rig.post(CHAT, ASK | {"tools": TOOLS, "tool_choice": "none"})
+    assert answer["choices"][0]["message"]["content"] == THOUGHT + "It rains."
