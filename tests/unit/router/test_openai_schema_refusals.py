@@ -42,6 +42,21 @@ PROMPTS: tuple[Any, ...] = (
     ["x"] * 65,
     "x " * 9000,
 )
+REFUSED_IN_CHATS: dict[str, tuple[Any, ...]] = {
+    "tools": ({}, False),
+    "tool_choice": ("required", True),
+    "functions": ([{}],),
+    "function_call": ({"name": "f"},),
+    "parallel_tool_calls": ("yes", 1),
+    "modalities": (["audio"], ["text", "audio"], "text"),
+    "audio": ({"voice": "x"},),
+    "chat_template": ("{{ x }}",),
+    "add_generation_prompt": (1,),
+    "continue_final_message": (0, "x"),
+    "documents": ([{}],),
+    "web_search_options": ({},),
+    "messages": ([], None, {}, "hi", 5),
+}
 REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME means the field)
     *[
         (path, field, value, SAME)
@@ -106,6 +121,13 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
     *[(path, "stop_token_ids", [True], "stop_token_ids[0]") for path in BOTH],
     (CHAT, "max_completion_tokens", 0, SAME),
     (CHAT, "max_completion_tokens", 4096, SAME),
+    (CHAT, "reasoning_effort", "huge", SAME),
+    (CHAT, "include_reasoning", 1, SAME),
+    (CHAT, "separate_reasoning", "no", SAME),
+    (CHAT, "chat_template_kwargs", 1, SAME),
+    (CHAT, "tools", [{"type": "function"}], "tools[0].function"),
+    (CHAT, "tool_choice", {"type": "function"}, "tool_choice.function"),
+    (CHAT, "chat_template_kwargs", {"tools": []}, "chat_template_kwargs.tools"),
     (CHAT, "logprobs", 1, SAME),
     (CHAT, "top_logprobs", 1, SAME),  # without logprobs
     (CHAT, "top_logprobs", 21, SAME),
@@ -113,22 +135,7 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
     (CHAT, "top_logprobs", True, SAME),
     *[
         (CHAT, field, value, SAME)
-        for field, values in {
-            "tools": ([{"type": "function"}], {}, False),
-            "tool_choice": ("required", {"type": "function"}, True),
-            "functions": ([{}],),
-            "function_call": ({"name": "f"},),
-            "parallel_tool_calls": ("yes", 1),
-            "modalities": (["audio"], ["text", "audio"], "text"),
-            "audio": ({"voice": "x"},),
-            "chat_template": ("{{ x }}",),
-            "chat_template_kwargs": ({"enable_thinking": False},),
-            "add_generation_prompt": (1,),
-            "continue_final_message": (0, "x"),
-            "documents": ([{}],),
-            "web_search_options": ({},),
-            "messages": ([], None, {}, "hi", 5),
-        }.items()
+        for field, values in REFUSED_IN_CHATS.items()
         for value in values
     ],
     (CHAT, "messages", ["x"], "messages[0]"),
@@ -143,8 +150,8 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
     (CHAT, "messages", [{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
     (CHAT, "messages", [{"role": "user", "content": "x"}] * 4097, "messages"),
     (CHAT, "messages", [{"role": "user", "content": "x " * 9000}], "messages"),
-    (CHAT, "messages", [{"role": "assistant", "content": "", "tool_calls": [{}]}], "messages[0].tool_calls"),
-    (CHAT, "messages", [{"role": "user", "content": "x", "tool_call_id": "y"}], "messages[0].tool_call_id"),
+    (CHAT, "messages", [{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].function"),
+    (CHAT, "messages", [{"role": "user", "content": "x", "tool_call_id": 5}], "messages[0].tool_call_id"),
     (CHAT, "messages", [{"role": "user", "content": "x", "function_call": {}}], "messages[0].function_call"),
     (TEXT, "logprobs", 21, SAME),
     (TEXT, "logprobs", -1, SAME),
