@@ -19,6 +19,8 @@ class AcceptCounters:
         self.drafts = 0  # steps that verified at least one draft token
         self.draft_tokens = 0
         self.accepted_tokens = 0
+        self.forced_tokens = 0  # verified as drafts because a grammar forces them; not among `draft_tokens`
+        self.accepted_forced = 0
         self.accepted_at: list[int] = []  # index in the draft chain -> number of accepted drafts
 
     def count(self, emission: Emission, emitted: int) -> None:
@@ -34,12 +36,15 @@ class AcceptCounters:
             self.accepted_at += [0] * (accepted - len(self.accepted_at))
             for place in range(accepted):
                 self.accepted_at[place] += 1
+        self.forced_tokens += emission.forced
+        self.accepted_forced += min(len(emission.tokens) - 1, emission.forced)
+        if emission.drafted or emission.forced:
             emission.request.rounds += 1
             emission.request.emitted_in_rounds += emitted
 
     @property
     def mean_emitted(self) -> float:
-        """Emitted tokens per target forward and request; exactly 1 without speculation."""
+        """Emitted tokens per target forward and request; exactly 1 without speculation and grammars."""
         return self.emitted_tokens / self.steps if self.steps else 1.0
 
     @property

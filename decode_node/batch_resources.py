@@ -6,12 +6,22 @@ between the queues arrived, running and retracted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from common.kv_cache.page_space import PageLease
 from common.observability.event_log import NO_EVENTS, EventLog
 from decode_node.parts import Scheduling
 from decode_node.queues import Queues
 from decode_node.request import DecodeRequest
 from decode_node.scheduler import choose_victim, headroom_pages
+
+
+class Batch(NamedTuple):
+    """The requests of a step, with pages for what it writes."""
+
+    requests: Sequence[DecodeRequest]
+    forced_width: int = 0  # width of a plain step that verifies forced tokens; 0: a usual step
 
 
 class BatchResources:
@@ -24,12 +34,12 @@ class BatchResources:
         self._space = scheduling.space
         self._rows = scheduling.rows
         self._retraction = scheduling.retraction
-        self._tokens_per_step = rules.tokens_per_step
+        self._rules = rules
         self._extra_slots = rules.extra_slots
         self._needs_results = rules.drafts.needs_results
         # At least what a step needs after an unread step that drew few tokens: a resumed request must not immediately
         # need the very page that another one lacks.
-        self._reserved_tokens = max(limits.reserved_tokens, 2 * rules.tokens_per_step - 1)
+        self._reserved_tokens = max(limits.reserved_tokens, 2 * rules.most_tokens - 1)
         self._max_running = limits.max_running
         self.retractions = 0
 
@@ -54,7 +64,7 @@ class BatchResources:
             request.mark("decode_start", now)
             running[request.room] = request
 
-    def batch(self) -> list[DecodeRequest]:
+    def batch(self) -> Batch:
         """Return the requests that have pages for what the step writes; the others skip the step.
 
         It is empty while the grammar of some request needs the results of a step in flight. If some requests skip the
@@ -63,13 +73,12 @@ class BatchResources:
         batch: list[DecodeRequest] = []
         short = False
         if any(request.needs_results for request in self._queues.running.values()):
-            return batch
-        for request in self._queues.running.values():
-            if request.ended or request.retract or request.exhausted:
-                continue
-            if self._needs_results and request.in_flight:
-                continue
-            if self._grow(request):
+            return Batch(batch)
+        candidates = [request for request in self._queues.running.values() if self._takes_part(request)]
+        width = self._forced_width(candidates)
+        tokens = self._rules.tokens_of(width)
+        for request in candidates:
+            if self._grow(request, tokens):
                 batch.append(request)
             else:
                 short = True
@@ -79,7 +88,20 @@ class BatchResources:
             if victim is not None:
                 victim.retract = True
                 batch = [request for request in batch if request is not victim]
-        return batch
+        return Batch(batch, width)
+
+    def _takes_part(self, request: DecodeRequest) -> bool:
+        if request.ended or request.retract or request.exhausted:
+            return False
+        return not (self._needs_results and request.in_flight)
+
+    def _forced_width(self, candidates: Sequence[DecodeRequest]) -> int:
+        """Find what grammars force next, and return the width of a plain step that verifies it; 0: a usual step."""
+        most = self._rules.forced_drafts
+        for request in candidates:
+            request.forced = tuple(request.matcher.forced(most)) if most and request.matcher else ()
+        verifies = self._rules.verifies_forced([len(request.forced) for request in candidates])
+        return self._rules.forced_width if verifies else 0
 
     def settle_retractions(self) -> list[DecodeRequest]:
         """Remove victims that no step writes to any more. Return those whose KV could not be kept."""
@@ -143,11 +165,11 @@ class BatchResources:
         headroom = headroom_pages([*active, request], self._reserved_tokens, self._space.page_size)
         return self._space.available_pages >= needed + headroom
 
-    def _grow(self, request: DecodeRequest) -> bool:
-        """Allocate pages for what the next step writes. Return False if there are none."""
+    def _grow(self, request: DecodeRequest, tokens: int) -> bool:
+        """Allocate pages for `tokens` that the next step writes. Return False if there are none."""
         assert request.lease is not None
         held = len(request.lease.pages)
-        wanted = min(request.seq_len + self._tokens_per_step, request.most_kv + self._extra_slots)
+        wanted = min(request.seq_len + tokens, request.most_kv + self._extra_slots)
         missing = self._space.pages_for(wanted) - held
         if missing <= 0:
             return True

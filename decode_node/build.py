@@ -22,7 +22,7 @@ from common.engine.graphs.rules import PhaseSwitch
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.state.relay_state import RelayState
 from common.errors import ModelError
-from common.grammar.model_tokenizer import compiler_for
+from common.grammar.model_tokenizer import compiler_for, has_tokenizer
 from common.ipc import LinkSecurity, check_bind
 from common.ipc.from_config import link_security
 from common.messages import decode_inbox
@@ -96,7 +96,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     reporter.report("allocating")
     device, carried = served.placement.device, served.draft_shape
     relay = RelayState.allocate(section.max_running, served.config.vocab_size, device, carried, served.window)
-    sizes = step_sizes(cluster)
+    sizes = step_sizes(cluster, has_tokenizer(resolved.model_path))
     trial = functools.partial(torch.zeros, dtype=torch.uint8, device=device)
     served = graph_start.sized(served, lambda: step_forwards(sizes, served, relay, trial).graphs)
     incarnation = new_incarnation()
@@ -165,8 +165,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     return BuiltDecodeNode(assembly.node, link, peers, receiver, security, context, events)
 
 
-def step_sizes(cluster: Cluster) -> StepSizes:
-    """Return what the cluster file says about steps."""
+def step_sizes(cluster: Cluster, constrains: bool = True) -> StepSizes:
+    """Return what the cluster file says about steps. `constrains`: whether answers can have grammars."""
     section, speculation = cluster.decode, cluster.speculation
     return StepSizes(
         wanted=PhaseSwitch(section.graphs, poisoned=cluster.process.poison_graphs),
@@ -177,6 +177,7 @@ def step_sizes(cluster: Cluster) -> StepSizes:
         topk=speculation.topk,
         nodes=speculation.nodes,
         adaptive=speculation.adaptive != "none",
+        forced_drafts=speculation.forced_tokens and constrains,
     )
 
 

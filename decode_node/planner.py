@@ -21,23 +21,43 @@ def step_plan(
     rules: StepRules,
     generation: int,
     moves: Moves = NO_MOVES,
+    forced_width: int = 0,
 ) -> StepPlan:
-    """Plan one step over requests that have pages and rows; an empty batch gives a plan of moves only."""
+    """Plan one step over requests that have pages and rows; an empty batch gives a plan of moves only.
+
+    `forced_width`: the width of a plain step that verifies forced tokens; 0: a usual step.
+    """
     if not batch:
         return StepPlan(generation=generation, moves=moves)
     rows = []
     for request in batch:
         assert request.lease is not None
         rows.append(PlannedRow(request.row, len(request.lease.pages), request.sampling.logprobs))
-    width = rules.widths.choose(len(batch))
+    width = forced_width or rules.widths.choose(len(batch))
+    forced = tuple(request.forced[:width] for request in batch)
+    drafts = forced if forced_width else rules.drafts.propose(batch, width)
     return StepPlan(
         generation=generation,
         moves=moves,
         rows=tuple(rows),
         width=width,
         sampling=sampling_variant(request.sampling for request in batch),
-        drafts=rules.drafts.propose(batch, width),
+        drafts=tuple(
+            _closed(request, own, width) if own or forced_width else found
+            for request, own, found in zip(batch, forced, drafts)
+        ),
+        forced=() if drafts or not any(forced) else forced,
     )
+
+
+def _closed(request: DecodeRequest, forced: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """Add a token that ends the text to the drafts of a constrained request, which the worker pads up to `width`.
+
+    Whatever is drawn past it is dropped, so that no masks have to be computed for the padding.
+    """
+    if request.matcher is None or len(forced) == width:
+        return forced
+    return (*forced, request.matcher.end_token)
 
 
 class Planned(NamedTuple):
@@ -45,6 +65,7 @@ class Planned(NamedTuple):
 
     plan: StepPlan
     batch: Sequence[DecodeRequest]
+    forced: Sequence[int]  # per row, how many of its drafts a grammar forces
 
 
 class Planner:
@@ -59,12 +80,13 @@ class Planner:
 
     def next(self) -> Planned | None:
         """Return the plan of this turn; None if the device has nothing to do."""
-        batch = self._resources.batch()
+        batch, forced_width = self._resources.batch()
         moves = self._rows.take_moves()
         if not batch and not moves:
             return None
         self._generation += 1
-        planned = Planned(step_plan(batch, self._rules, self._generation, moves), batch)
+        plan = step_plan(batch, self._rules, self._generation, moves, forced_width)
+        planned = Planned(plan, batch, [min(len(request.forced), plan.width) for request in batch])
         self._unread.append(planned)
         self._resources.planned(self._generation)
         return planned
@@ -72,27 +94,29 @@ class Planner:
     def launched(self, planned: Planned) -> None:
         """Count the step as in flight."""
         for request in planned.batch:
-            request.step_launched(self._rules.tokens_per_step)
+            request.step_launched(self._rules.tokens_of(planned.plan.width))
 
     def read(self, launched: Launched) -> list[Emission]:
         """Process the results of the oldest unread plan, after its completion."""
-        plan, batch = self._unread.popleft()
+        plan, batch, forced = self._unread.popleft()
         result = launched.read()
         self._resources.read(plan.generation)
+        # What pads forced tokens is no draft.
+        no_drafts = self._rules.forced_width > 0
         emissions = [
-            Emission(request, row.tokens, row.drafted)
-            for request, row in zip(batch, result.rows, strict=True)
+            Emission(request, row.tokens, 0 if count or no_drafts else row.drafted, count)
+            for request, row, count in zip(batch, result.rows, forced, strict=True)
         ]
-        # Drafts past the end of an answer say nothing about acceptance.
-        accepted = [len(each.tokens) - 1 for each in emissions if not each.request.ended]
+        # Drafts past the end of an answer and forced tokens say nothing about acceptance.
+        accepted = [len(each.tokens) - 1 for each in emissions if not (each.request.ended or each.forced)]
         if batch:
             self._rules.widths.observe(len(batch), plan.width, accepted, result.seconds)
         for emission in emissions:
-            emission.request.step_read(self._rules.tokens_per_step, len(emission.tokens))
+            emission.request.step_read(self._rules.tokens_of(plan.width), len(emission.tokens))
         return emissions
 
     def work(self, planned: Planned) -> Work:
         """Estimate the work of a plan's step. A row may verify fewer drafts than it has room for."""
         batch = planned.batch
-        drafts = len(batch) * (self._rules.tokens_per_step - 1)
+        drafts = len(batch) * (self._rules.tokens_of(planned.plan.width) - 1)
         return Work.of(len(batch), sum(request.seq_len for request in batch), drafts)

@@ -64,6 +64,8 @@ class Report:
             spec_drafts=speculation.drafts,
             spec_draft_tokens=speculation.draft_tokens,
             spec_accepted_tokens=speculation.accepted_tokens,
+            spec_forced_tokens=speculation.forced_tokens,
+            spec_accepted_forced=speculation.accepted_forced,
             avg_spec_accept_length=speculation.mean_emitted,
             avg_spec_verified_length=speculation.mean_verified,
             spec_accepted_at=tuple(speculation.accepted_at),

@@ -59,6 +59,7 @@ class DecodeRequest:
     backup: BackupSize | None = None
     compilation: Compilation | None = None  # of its grammar, until `matcher` is set
     matcher: Matcher | None = None  # has followed the answer so far
+    forced: tuple[int, ...] = ()  # the next tokens that its grammar forces, as drafts of its next step
     draft: DraftRow = NO_DRAFT  # initial draft state of its row, after hand-over or resume
     stages: dict[str, float] = field(default_factory=dict)
 
@@ -173,4 +174,5 @@ class Emission:
 
     request: DecodeRequest
     tokens: list[OutputToken | None]  # at least one entry; None if the logits were not finite
-    drafted: int = 0  # draft tokens that the step verified
+    drafted: int = 0  # draft tokens that the step verified, except forced ones
+    forced: int = 0  # tokens forced by a grammar that the step verified as drafts

@@ -83,6 +83,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     width: int = 0  # drafts per request, on nodes that have steps of several widths
     sampling: SamplingVariant | None = None  # the variant that serves all rows; None only without rows
     drafts: tuple[tuple[int, ...], ...] = ()  # host drafts of each row; empty if the host proposes none
+    # Tokens of each row that replace the first drafts of a draft model, because a grammar forces them; empty: none.
+    forced: tuple[tuple[int, ...], ...] = ()
 
     @property
     def masked(self) -> bool:

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from decode_node.request import DecodeRequest
 
+# A step for forced tokens gains at least one token for so many requests: it takes up to a tenth more time.
+FORCED_SHARE = 8
 Drafts = tuple[tuple[int, ...], ...]
 
 
@@ -62,9 +64,32 @@ class NoTextDrafts:
 class StepRules:
     """How the steps of a node are planned."""
 
-    # KV slots that a step may write per request, a bound of the tokens that it draws
+    # KV slots that a step may write per request, a bound of the tokens that it draws; `tokens_of` gives that of a width
     tokens_per_step: int = 1
     # KV slots that a step may need past the last token of a request, for parallel branches of a tree
     extra_slots: int = 0
     widths: Widths = field(default_factory=FixedWidth)
     drafts: TextDrafts = field(default_factory=NoTextDrafts)
+    # the most tokens forced by a grammar that a step verifies as drafts; 0: none
+    forced_drafts: int = 0
+    # width of the step that verifies them where steps have no drafts otherwise; 0: each step can verify them
+    forced_width: int = 0
+    # its largest batch
+    forced_batch: int = 0
+
+    @property
+    def most_tokens(self) -> int:
+        """KV slots that any step may write per request."""
+        return self.tokens_of(self.forced_width)
+
+    def tokens_of(self, width: int) -> int:
+        """KV slots that a step of this width may write per request."""
+        return max(self.tokens_per_step, width + 1)
+
+    def verifies_forced(self, forced: Sequence[int]) -> bool:
+        """Whether a plain step verifies forced tokens, of which `forced` counts those of each request.
+
+        All requests of the batch take part with as many tokens, so the step has to gain enough of them.
+        """
+        enough = FORCED_SHARE * sum(forced) >= len(forced)
+        return self.forced_width > 0 and any(forced) and enough and len(forced) <= self.forced_batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from common.node.overlap import Completion
 from common.node.serving_model import ServingModel
 from common.speculation.table import algorithm
 from decode_node.graphs import step_graphs
+from decode_node.graphs.decode_graph import LOGITS
 from decode_node.page_table import PageTable
 from decode_node.speculative.drafters.drafter import DrafterSetup
+from decode_node.speculative.drafters.ngram import NgramDrafter
 from decode_node.speculative.drafters.table import make_drafter, make_text_drafts
 from decode_node.speculative.rounds import Rounds
 from decode_node.speculative.step import SpeculativeStep, no_seconds
@@ -28,6 +30,10 @@ from decode_node.speculative.width_policy import WidthPolicy, batches_of, classe
 from decode_node.step import AutoregressiveStep, DecodeStep
 from decode_node.step_rules import FixedWidth, StepRules, TextDrafts, Widths
 from decode_node.stopwatch import stopwatch_for
+
+# Forced tokens that a step of plain decoding verifies per request, and the most tokens of its forward. Up to there the
+# forward takes hardly longer than for one token per request; its logits take 4 bytes per token and vocabulary entry.
+FORCED_STEPS, FORCED_TOKENS = 7, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +48,14 @@ class StepSizes:
     topk: int = 1
     nodes: int = 0
     adaptive: bool = False
+    forced_drafts: bool = False  # tokens that a grammar forces are drafts
 
     @property
     def lookahead_slots(self) -> int:
         """Slots of a request that the widest forward of a round takes."""
-        return algorithm(self.algorithm).slots(self.steps, self.topk, self.nodes)
+        record = algorithm(self.algorithm)
+        slots = record.slots(self.steps, self.topk, self.nodes)
+        return max(slots, FORCED_STEPS + 1) if self.forced_drafts and not record.drafts else slots
 
     def completion(self, device: torch.device) -> Callable[[], Completion]:
         """Return what makes the completion of one launched step."""
@@ -79,7 +88,15 @@ def decode_steps(
             runner, relay, table, sizes.wanted, sizes.max_running, served.max_model_len
         )
         step = AutoregressiveStep(graphs.forward, device, completion)
-        return DecodeSteps({0: step}, StepRules(), [graphs], {})
+        plain = DecodeSteps({0: step}, StepRules(), [graphs], {})
+        if not sizes.forced_drafts or relay.state is not None:
+            # The windows of models with a state per request have room for one token.
+            return plain
+        largest = min(sizes.max_running, FORCED_TOKENS // (FORCED_STEPS + 1))
+        capture = step_graphs.round_plans(runner, sizes.wanted, largest)
+        longest, slots = served.max_model_len, sizes.lookahead_slots
+        rounds = Rounds(relay, table, served.page_size, longest, slots, capture)
+        return with_forced_drafts(plain, runner, rounds, largest, completion)
     seconds = no_seconds()
 
     def of_width(width: int, batches: tuple[int, int]) -> SpeculativeStep:
@@ -113,6 +130,30 @@ def decode_steps(
         widths,
         make_text_drafts(sizes.algorithm, sizes.max_running),
         seconds,
+        sizes.steps if sizes.forced_drafts else 0,
+    )
+
+
+def with_forced_drafts(
+    plain: DecodeSteps,
+    runner: ModelRunner,
+    rounds: Rounds,
+    largest: int,
+    completion: Callable[[], Completion],
+) -> DecodeSteps:
+    """Add a step to plain decoding that verifies the tokens that grammars force, in batches of up to `largest`."""
+    device = runner.pool.device
+    drafter, acceptor = NgramDrafter(rounds, FORCED_STEPS), ChainAcceptor()
+    # Every batch with forced tokens is masked, and so served by this variant.
+    verify = Verify(runner, rounds, drafter, acceptor, (LOGITS,))
+    watch = stopwatch_for(device)
+    step = SpeculativeStep(verify, drafter, acceptor, device, completion, watch, no_seconds())
+    rules = replace(plain.rules, forced_drafts=FORCED_STEPS, forced_width=FORCED_STEPS, forced_batch=largest)
+    return replace(
+        plain,
+        by_width={**plain.by_width, FORCED_STEPS: step},
+        rules=rules,
+        graphs=[*plain.graphs, *step.graphs],
     )
 
 
@@ -121,10 +162,11 @@ def speculative_steps(
     widths: Widths,
     drafts: TextDrafts,
     phase_seconds: Mapping[str, float],
+    forced_drafts: int = 0,
 ) -> DecodeSteps:
     """Steps of one or of several widths; all rows get the pages that the widest needs."""
     ordered = sorted(steps, reverse=True)
     widest = steps[ordered[0]]
-    rules = StepRules(widest.tokens_per_step, widest.extra_slots, widths, drafts)
+    rules = StepRules(widest.tokens_per_step, widest.extra_slots, widths, drafts, forced_drafts)
     graphs = [graph for width in ordered for graph in steps[width].graphs]
     return DecodeSteps(steps, rules, graphs, phase_seconds)

@@ -70,6 +70,11 @@ COUNTERS: dict[str, tuple[str, Callable[[NodeCounters], float]]] = {
     "vllm:spec_decode_num_drafts": ("Steps of one request that verified drafts", lambda c: c.spec_drafts),
     "vllm:spec_decode_num_draft_tokens": ("Draft tokens verified", lambda c: c.spec_draft_tokens),
     "vllm:spec_decode_num_accepted_tokens": ("Draft tokens accepted", lambda c: c.spec_accepted_tokens),
+    "tandem_forced_tokens": (
+        "Tokens forced by grammars that were verified as drafts",
+        lambda c: c.spec_forced_tokens,
+    ),
+    "tandem_accepted_forced_tokens": ("Forced tokens accepted", lambda c: c.spec_accepted_forced),
     "tandem_node_requests": ("Requests accepted", lambda c: c.requests),
     "tandem_steps": ("Forward launches", lambda c: c.steps),
     "tandem_kv_transfers": ("Requests handed over or accepted", lambda c: c.transfers),

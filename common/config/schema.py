@@ -218,6 +218,8 @@ class Speculation(Section, frozen=True, kw_only=True):
     adaptive: Literal["none", "auto"] = "none"
     # Tokens verified at once; steps + 1 for a chain, required for a tree.
     draft_tokens: Annotated[int, Meta(ge=2, le=128)] | None = None
+    # Verify tokens that a grammar forces as drafts, with any algorithm, also none.
+    forced_tokens: bool = True
 
     @property
     def nodes(self) -> int:

@@ -46,6 +46,11 @@ class Matcher:
         return copy
 
     @property
+    def end_token(self) -> int:
+        """A token that ends the text."""
+        return min(self._eos)
+
+    @property
     def stopped(self) -> bool:
         """Whether no token but one that ends the text may come."""
         return self.ended or self._state.is_stopped()

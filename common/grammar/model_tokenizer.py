@@ -10,11 +10,15 @@ from common.errors import ModelError
 from common.grammar.compiler import GrammarCompiler
 
 
+def has_tokenizer(path: Path) -> bool:
+    return (path / "tokenizer.json").is_file()
+
+
 def compiler_for(path: Path, config: ModelConfig) -> GrammarCompiler:
     """Read tokenizer.json of the directory. Raises ModelError if it is missing or cannot constrain answers."""
-    file = path / "tokenizer.json"
-    if not file.is_file():
+    if not has_tokenizer(path):
         raise ModelError(f"{path} has no tokenizer.json, which constrained answers need")
+    file = path / "tokenizer.json"
     try:
         text = read_bytes(file, MAX_TOKENIZER_BYTES).decode()
     except UnicodeDecodeError as error:

@@ -40,6 +40,8 @@ class RoundCall:
     placed: Tensor  # [R, 2] int64 on the device: (row of relay state and page table, number of pages held)
     sampling: SamplingVariant
     drafts: Tensor | None = None  # [R, n] int64 on the device: drafts found by the host
+    # [R, n] int64 on the device: tokens that replace drafts of a draft model, -1 for those that stay; None: all stay
+    forced: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

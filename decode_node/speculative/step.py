@@ -132,10 +132,14 @@ class SpeculativeStep:
         return LaunchedRound(plan.rows, copied, drafted, done, watch, self.phase_seconds)
 
     def _call(self, plan: StepPlan, drafts: int) -> RoundCall:
-        """Copy the plan's rows, page counts and host drafts to the device at once. Drafts are padded to `drafts`."""
+        """Copy rows, page counts and host drafts or forced tokens, padded to `drafts`, to the device at once."""
         assert plan.sampling is not None
         told = [[planned.row, planned.pages] for planned in plan.rows]
-        for row, found in zip(told, plan.drafts):
-            row.extend((*found, *[0] * (drafts - len(found))))
+        pad = 0 if plan.drafts else -1
+        for row, found in zip(told, plan.drafts or plan.forced):
+            row.extend((*found, *[pad] * (drafts - len(found))))
         values = on_device(told, self._device)
-        return RoundCall(values[:, :2], plan.sampling, values[:, 2:] if plan.drafts else None)
+        placed, rest = values[:, :2], values[:, 2:]
+        if plan.drafts:
+            return RoundCall(placed, plan.sampling, drafts=rest)
+        return RoundCall(placed, plan.sampling, forced=rest if plan.forced else None)

@@ -20,6 +20,11 @@ def tree(tokens: Tensor, parents: Tensor, depth: int) -> EagleVerifyInput:
     return EagleVerifyInput(tokens, parents, mask.sum(-1) - 1, mask)
 
 
+def replace_drafts(drafts: Tensor, forced: Tensor) -> None:
+    """Replace drafts [B, N] in place by `forced` [B, N] wherever that is not -1."""
+    drafts.copy_(torch.where(forced >= 0, forced, drafts))
+
+
 def select_nodes(scores: Tensor, parents: Tensor, topk: int, nodes: int) -> tuple[Tensor, Tensor]:
     """Select the nodes - 1 most likely candidates: ascending flat indices [B, nodes - 1] and node parents [B, nodes].
 

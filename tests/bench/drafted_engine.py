@@ -99,11 +99,12 @@ class Engine:
         carried = served.draft_shape
         self.relay = RelayState.allocate(rows, config.vocab_size, self.device, carried, served.window)
 
-    def step(self, algorithm: str, graphs: str | None = None) -> DecodeSteps:
+    def step(self, algorithm: str, graphs: str | None = None, constrains: bool = False) -> DecodeSteps:
         """Return the decode node's own steps for an algorithm or "none", captured.
 
         Args:
             graphs: a value of `decode.graphs`; None: the engine's.
+            constrains: whether steps verify the tokens that grammars force.
         """
         cluster = Cluster(
             model=Model(path="bench"),
@@ -112,7 +113,9 @@ class Engine:
             speculation=Speculation(algorithm=algorithm, steps=self.steps),
         )
         draft = self.draft_runner if algorithm != "none" else None
-        steps = decode_steps(step_sizes(cluster), self._served, self.runner, draft, self.table, self.relay)
+        steps = decode_steps(
+            step_sizes(cluster, constrains), self._served, self.runner, draft, self.table, self.relay
+        )
         for phase in steps.graphs:
             node_graphs.capture(phase, Log("bench"))
             failed = [row.error for row in phase.forward.graphs.rows if row.error]

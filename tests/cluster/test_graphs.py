@@ -47,7 +47,8 @@ async def test_a_served_load_replays(prompts: list[list[int]], reference: Refere
     for role, phase in (("prefill", "prefill"), ("decode", "decode")):
         series = graph_series(text, role)
         assert replay_share(series, phase, "target") >= 0.95, series
-        (totals,), (told,) = nodes[role]["counters"]["graphs"], nodes[role]["graphs"]
+        # The decode node also has a graph that verifies tokens forced by grammars, of which this load has none.
+        totals, told = nodes[role]["counters"]["graphs"][0], nodes[role]["graphs"][0]
         assert (totals["phase"], totals["model"]) == (phase, "target")
         assert totals["replays"] == series["graph_replays_total", phase, "target", ""] > 4
         assert 0 <= totals["unused"] < totals["captured"] == series["graphs_captured", phase, "target", ""]

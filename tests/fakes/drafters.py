@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,16 @@ def speculative(
         drafts = drafter.nodes - 1
         told: TextDrafts = getattr(drafter, "told", None) or texts()
         return speculative_steps({drafts: step}, FixedWidth(drafts), told, seconds)
+
+    return make
+
+
+def forcing(step: MakeStep) -> MakeStep:
+    """Verify the tokens that grammars force in the place of the drafts of `step`."""
+
+    def make(parts: Parts) -> DecodeSteps:
+        made = step(parts)
+        return replace(made, rules=replace(made.rules, forced_drafts=max(made.by_width)))
 
     return make
 

@@ -56,9 +56,10 @@ from decode_node.page_table import PageTable
 from decode_node.parts import Links, Observation
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
+from decode_node.speculative.rounds import Rounds
 from decode_node.step import AutoregressiveStep
 from decode_node.step_rules import StepRules
-from decode_node.steps import DecodeSteps, StepSizes
+from decode_node.steps import DecodeSteps, StepSizes, with_forced_drafts
 from kv_transfer.handoff_record import record_bytes
 from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver
@@ -131,6 +132,15 @@ def autoregressive(parts: Parts) -> DecodeSteps:
     capture_late(graphs.forward.graphs)
     step = AutoregressiveStep(graphs.forward, PLACEMENT.device, parts.completion)
     return DecodeSteps({0: step}, StepRules(), [graphs], {})
+
+
+def with_forced_tokens(parts: Parts) -> DecodeSteps:
+    """Return plain decoding that verifies forced tokens, with tape graphs for up to two requests."""
+    capture = step_graphs.round_plans(parts.runner, WANTED, 2)
+    rounds = Rounds(parts.relay, parts.table, parts.page_size, parts.max_len, LOOKAHEAD_SLOTS, capture)
+    steps = with_forced_drafts(autoregressive(parts), parts.runner, rounds, 8, parts.completion)
+    capture_late(steps.graphs[-1].forward.graphs)
+    return steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,10 @@ class Drafter(Protocol):
         ...
 
     def propose(self, call: RoundCall) -> None:
-        """Write the draft trees to `state`, except the roots, which verify reads from the relay."""
+        """Write the draft trees to `state`, except the roots, which verify reads from the relay.
+
+        A request with forced tokens (`RoundCall.forced`) gets a tree whose first nodes are a chain of them.
+        """
         ...
 
     def trees(self, call: RoundCall) -> tuple[Tensor, Tensor]:

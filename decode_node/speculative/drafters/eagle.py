@@ -22,6 +22,7 @@ from decode_node.speculative.drafters.drafter import DrafterSetup
 from decode_node.speculative.drafters.eagle_tree import TreeGrowth
 from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
+from decode_node.speculative.tree import replace_drafts
 
 
 class Growth(Protocol):
@@ -45,6 +46,10 @@ class Growth(Protocol):
         """Fill all of `tree` [R, N] except its roots."""
         ...
 
+    def force(self, forced: Tensor, tree: EagleVerifyInput) -> None:
+        """Put forced [R, N - 1], as in RoundCall, in the place of drafts of `tree` [R, N]."""
+        ...
+
 
 class ChainGrowth:
     """A chain of `steps` drafts, possibly 0. Depth and mask of `tree` are initialized to a chain and never change."""
@@ -66,6 +71,9 @@ class ChainGrowth:
             state = self._runner.step(forward, state.hidden)
             drafts.append(state.ids[:, 0])
         tree.tokens[:, 1:] = torch.stack(drafts, dim=1)
+
+    def force(self, forced: Tensor, tree: EagleVerifyInput) -> None:
+        replace_drafts(tree.tokens[:, 1:], forced)
 
 
 class EagleDrafter:
@@ -104,6 +112,8 @@ class EagleDrafter:
 
     def propose(self, call: RoundCall) -> None:
         self._draft(call)
+        if call.forced is not None:
+            self._growth.force(call.forced, self.state.tree.first(len(call.forced)))
 
     def trees(self, call: RoundCall) -> tuple[Tensor, Tensor]:
         return self.state.drafts(call.placed.shape[0])

@@ -13,7 +13,7 @@ from common.engine.forward.batch import ForwardMode
 from common.engine.forward.draft_inputs import EagleDraftInput, EagleVerifyInput
 from common.engine.forward.draft_runner import DraftRunner
 from decode_node.speculative.rounds import Round
-from decode_node.speculative.tree import select_nodes, tree
+from decode_node.speculative.tree import replace_drafts, select_nodes, tree
 
 
 class TreeGrowth:
@@ -54,6 +54,17 @@ class TreeGrowth:
             above = above.gather(1, beam.expand(-1, -1, above.shape[-1]))
         kept, nodes = select_nodes(torch.cat(scores, 1), torch.cat(parents, 1), k, self.nodes)
         self._plant(tree, torch.cat(tokens, 1).gather(1, kept), nodes)
+
+    def force(self, forced: Tensor, into: EagleVerifyInput) -> None:
+        """Turn the trees of rows with forced tokens into chains of them; their other nodes hang below the last one."""
+        count = (forced >= 0).sum(1, keepdim=True)  # [R, 1]
+        index = torch.arange(self.nodes, device=forced.device)
+        chain = torch.minimum(index - 1, count)
+        planted = tree(into.tokens, torch.where(count > 0, chain, into.parents), self.steps + 1)
+        replace_drafts(planted.tokens[:, 1:], forced)
+        into.parents.copy_(planted.parents)
+        into.depth.copy_(planted.depth)
+        into.mask.copy_(planted.mask)
 
     def _plant(self, into: EagleVerifyInput, drafts: Tensor, parents: Tensor) -> None:
         planted = tree(F.pad(drafts, (1, 0)), parents, self.steps)

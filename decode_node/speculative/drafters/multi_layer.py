@@ -25,6 +25,7 @@ from decode_node.speculative.drafters import eagle
 from decode_node.speculative.drafters.drafter import Drafter, DrafterSetup
 from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
+from decode_node.speculative.tree import replace_drafts
 
 
 class MultiLayerDrafter:
@@ -59,7 +60,12 @@ class MultiLayerDrafter:
         self.phases: Sequence[RoundPhase[Nothing]] = (self._extend,)
 
     def propose(self, call: RoundCall) -> None:
-        """No-op: drafts were made at the end of the previous round."""
+        """Put forced tokens in the place of drafts, which were made at the end of the previous round."""
+        if call.forced is not None:
+            rows = call.placed[:, 0]
+            drafts = self._relay.draft_ids.index_select(0, rows)
+            replace_drafts(drafts, call.forced)
+            self._relay.draft_ids.index_copy_(0, rows, drafts)
 
     def trees(self, call: RoundCall) -> tuple[Tensor, Tensor]:
         rows = call.placed[:, 0]

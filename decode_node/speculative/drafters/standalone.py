@@ -28,11 +28,19 @@ class StandaloneDrafter:
         self._steps = steps
         self.nodes = self.lookahead_slots = steps + 1
         self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device)
+        # Read inside the draft graph, so that the draft continues after forced tokens and keeps their KV; -1: none.
+        self._forced = torch.full((rounds.max_rows, steps), -1, dtype=torch.int64, device=rounds.device)
         self._draft = rounds.phase(Phase.DRAFT, "draft", self._run_draft, NOTHING, ForwardMode.DECODE)
         self.phases: Sequence[RoundPhase[Nothing]] = (self._draft,)
 
     def propose(self, call: RoundCall) -> None:
+        if call.forced is None:
+            self._draft(call)
+            return
+        forced = self._forced[: len(call.forced)]
+        forced.copy_(call.forced)
         self._draft(call)
+        forced.fill_(-1)
 
     def trees(self, call: RoundCall) -> tuple[Tensor, Tensor]:
         return self.state.drafts(call.placed.shape[0])
@@ -46,9 +54,11 @@ class StandaloneDrafter:
     def _run_draft(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
         *drafting, last = batch.singles(self.nodes)
         drafts = [batch.last_token]
-        for forward in drafting:
+        forced = self._forced[: batch.count]
+        for step, forward in enumerate(drafting):
             forward.input_ids = drafts[-1]
-            drafts.append(self._runner(forward).logits.argmax(-1))
+            own = self._runner(forward).logits.argmax(-1)
+            drafts.append(torch.where(forced[:, step] >= 0, forced[:, step], own))
         self._runner(replace(last, input_ids=drafts[-1], logits_rows=last.logits_rows[:0]))
         self.state.tree.first(batch.count).tokens.copy_(torch.stack(drafts, dim=1))
         return Nothing()

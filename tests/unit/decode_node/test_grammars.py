@@ -8,7 +8,7 @@ import pytest
 
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
-from tests.fakes.node_cluster import Call, NodeCluster, Shape
+from tests.fakes.node_cluster import Call, NodeCluster, Shape, with_forced_tokens
 from tests.fakes.sampling_cases import EVERYTHING
 from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
 from tests.fakes.tiny_grammar import EOS, GRAMMARS, NUMBERS, HeldCompiler, regex, tiny_compiler
@@ -149,4 +149,50 @@ def test_requests_pass_one_whose_grammar_is_not_compiled_yet() -> None:
         held.released = True
         cluster.run()
         expect_reference(first, later)
+        cluster.settle()
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+def test_plain_decoding_verifies_forced_tokens(completion: type[Completion]) -> None:
+    """JSON takes fewer steps than tokens; a batch in which nothing is forced decodes one token per step."""
+    shape = Shape(completion=completion, grammars=tiny_compiler(), page_size=4, step=with_forced_tokens)
+    with NodeCluster(shape) as cluster:
+        free = cluster.submit(prompt_of(9), 20)
+        cluster.run()
+        decode, verify = (graphs.forward.graphs.counters for graphs in cluster.decode.steps.graphs)
+        assert not verify.replays
+        assert not verify.fallbacks
+        calls = [submit(cluster, "record", 9), submit(cluster, "record", 17, seed=5, **RANDOM)]
+        cluster.run()
+        alone = cluster.decode.link.counters
+        calls += [submit(cluster, "words", 12), cluster.submit(prompt_of(9), 30, seed=3, **RANDOM)]
+        calls.append(submit(cluster, "record", 9, logprobs=2))
+        cluster.run()
+        expect_reference(free, *calls)
+        cluster.settle()
+        counters = cluster.decode.link.counters
+    assert verify.replays.total() > 0
+    assert verify.fallbacks == {"too_large": verify.fallbacks["too_large"]}
+    assert decode.replays.total() > 20
+    assert alone.steps - 19 < max(len(call.ids) for call in calls[:2]) - 10
+    assert counters.spec_forced_tokens >= counters.spec_accepted_forced > 20
+    assert counters.spec_drafts == counters.spec_draft_tokens == 0
+
+
+def test_retraction_between_forced_tokens() -> None:
+    shape = Shape(
+        page_size=4,
+        decode_pool=96,
+        reserved_tokens=4,
+        max_running=4,
+        grammars=tiny_compiler(),
+        step=with_forced_tokens,
+    )
+    with NodeCluster(shape) as cluster:
+        calls = [submit(cluster, "record", 11 + n, 40, seed=n, **SAMPLED) for n in range(4)]
+        calls.append(cluster.submit(prompt_of(12), 40))
+        cluster.run()
+        expect_reference(*calls)
+        assert cluster.decode.link.counters.retractions > 0
+        assert cluster.decode.link.counters.spec_accepted_forced > 0
         cluster.settle()

@@ -50,7 +50,8 @@ CAPTURED: dict[str, dict[str, list[tuple[str, str]]]] = {
         "standalone": [("prefill", "target"), ("prefill", "draft")],
     },
     "decode": {
-        "none": [("decode", "target")],
+        # verify: of tokens that grammars force
+        "none": [("decode", "target"), ("verify", "target")],
         "ngram": [("verify", "target")],
         "eagle": ROUND,
         "eagle3": ROUND,

@@ -1,0 +1,286 @@
+"""What grammars cost in steps of plain decoding, and what forced tokens gain; without HTTP, processes and transfer.
+
+    python -m tests.bench.grammars [--batch 1 4 16 32 64] [--steps 200] [--json FILE]
+    python -m tests.bench.grammars --model DIR --draft DIR --device cpu --length 64
+
+Three runs per batch size, of the node's own steps: free requests with one step in flight, constrained requests that
+decode one token per step, and constrained requests whose forced tokens are verified as drafts. All constrained requests
+answer with a list of records as compact JSON. Milliseconds are wall-clock time per step. Of constrained steps, `follow`
+is the host's time between two steps (reading tokens, following the grammar, forced tokens), and `masks` the time to
+compute and hand over masks, which runs beside the forward.
+
+A constructed target says nothing sensible, so the share of forced tokens in its records is that of the schema: names
+and strings have random lengths up to their bounds. A target of 128k tokens gets a constructed tokenizer: byte pairs of
+random merges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from llguidance import LLMatcher
+from msgspec.structs import replace
+
+from common.grammar import GrammarCompiler
+from decode_node.grammar_masks import step_masks
+from decode_node.masked_step import MaskedStep
+from decode_node.planner import step_plan
+from decode_node.request import DecodeRequest
+from decode_node.step_result import Launched
+from decode_node.steps import FORCED_STEPS, DecodeSteps
+from deploy.tiny_models.constructed_head import Drafting
+from tests.bench.drafted_engine import Engine, random_prompts
+from tests.bench.environment import describe
+from tests.bench.shapes import EAGLE3, LLAMA, Pair, config_of, loaded, pair
+
+WARM_UP = 8
+SCHEMA = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "product_name": {"type": "string", "maxLength": 24},
+            "quantity": {"type": "integer", "minimum": 0, "maximum": 9999},
+            "available": {"type": "boolean"},
+            "category": {"enum": ["electronics", "garden", "kitchen", "stationery"]},
+            "warehouse_code": {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{4}$"},
+        },
+        "required": ["product_name", "quantity", "available", "category", "warehouse_code"],
+        "additionalProperties": False,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The results for one batch size."""
+
+    batch: int
+    free_ms: float
+    masked_ms: float
+    forced_ms: float
+    masked_follow_ms: float
+    masked_masks_ms: float
+    forced_follow_ms: float
+    forced_masks_ms: float
+    tokens_per_step: float  # per request, with forced tokens
+    free_tokens_per_s: float
+    masked_tokens_per_s: float
+    forced_tokens_per_s: float
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of each step."""
+
+    follow: list[float] = field(default_factory=list)
+    masks: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+    def ms(self, values: Sequence[float]) -> float:
+        return 1e3 * statistics.median(values[WARM_UP:])
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / sum(self.steps[WARM_UP:])
+
+
+def constructed_tokenizer(vocab: int) -> str:
+    """Return a tokenizer.json of `vocab` tokens: bytes, then merges of two random earlier tokens, short ones first."""
+    draw = random.Random(0)
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    pieces = [chr(byte) for byte in printable] + [chr(256 + place) for place in range(len(rest))]
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    common = letters + [letter.upper() for letter in letters] + list('0123456789_-"{}[]:,.') + ["\u0120"]
+    known, merges, grown = set(pieces), [], list(common)
+    while len(pieces) < vocab - 1:
+        one, other = draw.choice(grown), draw.choice(common if draw.random() < 0.5 else grown)
+        if len(one + other) <= 12 and one + other not in known:
+            known.add(one + other)
+            pieces.append(one + other)
+            grown.append(one + other)
+            merges.append([one, other])
+    end = {"id": vocab - 1, "content": "<|end|>", "single_word": False, "lstrip": False, "rstrip": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [{**end, "normalized": False, "special": True}],
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": {
+                "type": "BPE",
+                "vocab": {piece: index for index, piece in enumerate(pieces)},
+                "merges": merges,
+            },
+        }
+    )
+
+
+class Constrained:
+    """Runs the node's steps over requests that answer with SCHEMA."""
+
+    def __init__(self, steps: DecodeSteps, compiler: GrammarCompiler, forced: bool) -> None:
+        self._steps = steps
+        self._compiler = compiler
+        self._forced = forced
+        self._grammar: str = LLMatcher.grammar_from_json_schema(
+            json.dumps(SCHEMA), overrides={"whitespace_flexible": False}
+        )
+
+    def start(self, requests: Sequence[DecodeRequest]) -> None:
+        for request in requests:
+            request.sampling = replace(request.sampling, grammar=self._grammar)
+            request.matcher = self._compiler.matcher(self._grammar)
+
+    def run(self, requests: Sequence[DecodeRequest], count: int) -> Times:
+        times = Times()
+        begin = time.perf_counter()
+        for index in range(WARM_UP + count):
+            width = self._width(requests)
+            plan = step_plan(requests, self._steps.rules, index, forced_width=width)
+            times.follow.append(time.perf_counter() - begin)
+            launched = self._steps.by_width[plan.width].launch(plan)
+            assert isinstance(launched, MaskedStep)
+            waiting = time.perf_counter()
+            launched.draw(step_masks(index, requests, launched.trees(), self._compiler.vocab_size))
+            times.masks.append(time.perf_counter() - waiting)
+            launched.completion.wait()
+            ended = time.perf_counter()
+            drawn = self._follow(requests, launched)
+            times.tokens += drawn * (index >= WARM_UP)
+            times.steps.append(ended - begin)
+            begin = ended
+        return times
+
+    def _width(self, requests: Sequence[DecodeRequest]) -> int:
+        rules = self._steps.rules
+        for request in requests:
+            assert request.matcher is not None
+            request.forced = tuple(request.matcher.forced(FORCED_STEPS)) if self._forced else ()
+        verifies = rules.verifies_forced([len(request.forced) for request in requests])
+        return rules.forced_width if verifies else 0
+
+    def _follow(self, requests: Sequence[DecodeRequest], launched: Launched) -> int:
+        total = 0
+        for request, row in zip(requests, launched.read().rows, strict=True):
+            known = [token.id for token in row.tokens if token is not None]
+            assert len(known) == len(row.tokens), "logits that are not finite"
+            for token in known:
+                assert request.say(token) is None
+            assert request.failure is None, request.failure
+            total += len(known)
+        return total
+
+
+def free_run(steps: DecodeSteps, requests: Sequence[DecodeRequest], count: int) -> Times:
+    """Run plain steps with one in flight, as a node does without constrained requests."""
+    times, unread = Times(), list[Launched]()
+    begin = time.perf_counter()
+    for index in range(WARM_UP + count):
+        unread.append(steps.by_width[0].launch(step_plan(requests, steps.rules, index)))
+        if len(unread) > 1:
+            launched = unread.pop(0)
+            launched.completion.wait()
+            launched.read()
+        ended = time.perf_counter()
+        times.steps.append(ended - begin)
+        times.tokens += len(requests) * (index >= WARM_UP)
+        begin = ended
+    unread[0].completion.wait()
+    return times
+
+
+def measure(
+    engine: Engine, steps: DecodeSteps, compiler: GrammarCompiler, batch: int, length: int, count: int
+) -> Row:
+    most = (WARM_UP + count + 1) * (FORCED_STEPS + 1) + 1
+
+    def with_requests(run: Callable[[list[DecodeRequest]], Times]) -> Times:
+        requests = engine.start(random_prompts(engine.pair, batch, length, seed=batch), most, drafting=False)
+        times = run(requests)
+        engine.end(requests)
+        return times
+
+    def constrained(forced: bool) -> Callable[[list[DecodeRequest]], Times]:
+        def run(requests: list[DecodeRequest]) -> Times:
+            bench = Constrained(steps, compiler, forced)
+            bench.start(requests)
+            return bench.run(requests, count)
+
+        return run
+
+    free = with_requests(lambda requests: free_run(steps, requests, count))
+    masked, forced = with_requests(constrained(False)), with_requests(constrained(True))
+    return Row(
+        batch=batch,
+        free_ms=free.ms(free.steps),
+        masked_ms=masked.ms(masked.steps),
+        forced_ms=forced.ms(forced.steps),
+        masked_follow_ms=masked.ms(masked.follow),
+        masked_masks_ms=masked.ms(masked.masks),
+        forced_follow_ms=forced.ms(forced.follow),
+        forced_masks_ms=forced.ms(forced.masks),
+        tokens_per_step=forced.tokens / count / batch,
+        free_tokens_per_s=free.tokens_per_s,
+        masked_tokens_per_s=masked.tokens_per_s,
+        forced_tokens_per_s=forced.tokens_per_s,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--model", type=Path, help="directory of a target to load instead of a constructed one"
+    )
+    parser.add_argument("--draft", type=Path, help="directory of a draft for it, which is not used")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 32, 64])
+    parser.add_argument("--length", type=int, default=1024, help="prompt tokens")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    models: Pair
+    if options.model is None:
+        models = pair(config_of(LLAMA), EAGLE3, Drafting(0.5), FORCED_STEPS, 0, device)
+        tokenizer = constructed_tokenizer(models.model.config.vocab_size)
+        ends = [models.model.config.vocab_size - 1]
+    else:
+        models = loaded(options.model, options.draft, FORCED_STEPS, device)
+        tokenizer = (options.model / "tokenizer.json").read_text()
+        ends = list(models.model.config.eos_token_ids)
+    began = time.perf_counter()
+    compiler = GrammarCompiler(tokenizer, models.model.config.vocab_size, ends)
+    print(f"tokenizer of {compiler.vocab_size} tokens read in {time.perf_counter() - began:.1f} s")
+    most = options.length + (WARM_UP + options.steps + 2) * (FORCED_STEPS + 1) + 1
+    engine = Engine(models, max(options.batch), most, FORCED_STEPS)
+    steps = engine.step("none", constrains=True)
+    rows = []
+    for batch in options.batch:
+        rows.append(measure(engine, steps, compiler, batch, options.length, options.steps))
+        print(json.dumps({key: round(value, 3) for key, value in asdict(rows[-1]).items()}))
+    if options.json is not None:
+        environment = describe()
+        options.json.write_text(
+            json.dumps({"environment": environment, "rows": [asdict(row) for row in rows]}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
