@@ -44,12 +44,13 @@ from router.metrics import RouterMetrics
 from router.node_health import NodeHealth
 from router.node_registry import Node, NodeRegistry
 from router.openai_routes import OpenAiRoutes
+from router.openapi.routes import OpenApiRoutes
 from router.placement import decode_cost, make_policy, prefill_cost
 from router.request_checks import ServedModel
 from router.return_watch import ReturnWatch
 from router.server_info import of_nodes, of_service
 from router.spawner import Spawner
-from router.status_routes import ClusterView, StatusRoutes
+from router.status_routes import VERSION, ClusterView, StatusRoutes
 from router.text_pool import TextPool
 from router.text_service import TextService
 from router.tokenizer import Tokenizer
@@ -300,6 +301,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     openai = router.openai = OpenAiRoutes(dispatcher, tokenizer, texts, router.admitting, images, most, log)
     generate = GenerateRoutes(openai, texts, tokenizer)
     responses = ResponsesRoutes(openai, texts, model.name)
+    openapi = OpenApiRoutes(VERSION)
     messages = MessagesRoutes(openai, texts, model.name)
     status = StatusRoutes(view, router.served)
     tokens = TokenizerRoutes(texts, router.served, tokenizer_info(path, template))
@@ -307,7 +309,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     admin = AdminRoutes(router.set_paused, lambda: openai.active)
 
     def add_routes(app: web.Application) -> None:
-        for routes in (openai, generate, responses, messages, status, tokens, controls):
+        for routes in (openai, generate, responses, messages, openapi, status, tokens, controls):
             routes.add_to(app)
 
     router.http = http_listeners(resolved, body_bytes, add_routes, admin.add_to, time.time, log)

@@ -49,7 +49,7 @@ class InputMessage(msgspec.Struct, frozen=True):
     content: Text | list[Block]
 
 
-class Tool(msgspec.Struct, frozen=True):
+class ClientTool(msgspec.Struct, frozen=True):
     """A tool of the client; tools that the server runs are refused."""
 
     name: str
@@ -77,7 +77,7 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
     system: Text | list[Block] | None = None
-    tools: list[Tool] | None = None
+    tools: list[ClientTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
 
@@ -228,7 +228,7 @@ def _required(value: str | None, where: str) -> str:
     return value
 
 
-def _tool(tool: Tool, where: str) -> dict[str, Any]:
+def _tool(tool: ClientTool, where: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise unsupported_part(tool.type, where, "custom tools: this server runs no tools of its own")
     function: dict[str, Any] = {"name": tool.name}

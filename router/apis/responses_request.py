@@ -95,7 +95,7 @@ class FunctionTool(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class ToolChoice(msgspec.Struct, frozen=True):
+class FunctionChoice(msgspec.Struct, frozen=True):
     type: str
     name: str | None = None
 
@@ -113,7 +113,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: str | ToolChoice | None = None
+    tool_choice: str | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     # as in chats
     top_k: int | None = None
@@ -272,7 +272,7 @@ def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
     }
 
 
-def _tool_choice(choice: str | ToolChoice | None) -> str | dict[str, Any] | None:
+def _tool_choice(choice: str | FunctionChoice | None) -> str | dict[str, Any] | None:
     if choice is None or isinstance(choice, str):
         return choice
     if choice.type != "function":

@@ -30,10 +30,11 @@ from router.http_errors import error_middleware
 from router.http_server import http_runner
 from router.images import Images, NoImages
 from router.openai_routes import OpenAiRoutes
+from router.openapi.routes import OpenApiRoutes
 from router.request_checks import ServedModel
 from router.running_requests import RunningRequests
 from router.spawner import Spawner
-from router.status_routes import ClusterView, StatusRoutes
+from router.status_routes import VERSION, ClusterView, StatusRoutes
 from router.text_service import TextService, Workers
 from router.text_work import TextWork
 from router.tokenizer import Tokenizer
@@ -61,6 +62,7 @@ class Rig:
     missing: list[dict[str, str]] = field(default_factory=list)
     refusal: Exception | None = None
     running: RunningRequests = field(default_factory=RunningRequests)
+    paths: list[str] = field(default_factory=list)  # of all routes
     active: int = 0  # as /load and /flush_cache see it
     unreached: list[str] = field(default_factory=list)  # nodes that a flush does not reach
     flushes: int = 0
@@ -158,6 +160,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         routes.add_to(app)
         GenerateRoutes(routes, texts, text).add_to(app)
         ResponsesRoutes(routes, texts, served.name).add_to(app)
+        OpenApiRoutes(VERSION).add_to(app)
         MessagesRoutes(routes, texts, served.name).add_to(app)
         view = ClusterView(
             lambda: rig.ready,
@@ -179,6 +182,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         host, port = runner.addresses[0][:2]
         sessions.append(aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=PATIENCE)))
         rig = Rig(host, port, generator, text, sessions[-1])
+        rig.paths = [resource.canonical for resource in app.router.resources()]
         return rig
 
     yield start
