@@ -28,6 +28,7 @@ from router.admin_routes import AdminRoutes
 from router.apis.generate_routes import GenerateRoutes
 from router.apis.messages_routes import MessagesRoutes
 from router.apis.responses_routes import ResponsesRoutes
+from router.chat_prompts import ChatPrompts
 from router.client import View
 from router.control_plane import ControlPlane
 from router.control_routes import ControlRoutes
@@ -302,7 +303,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     generate = GenerateRoutes(openai, texts, tokenizer)
     responses = ResponsesRoutes(openai, texts, model.name)
     openapi = OpenApiRoutes(VERSION)
-    messages = MessagesRoutes(openai, texts, model.name)
+    messages = MessagesRoutes(openai, texts, ChatPrompts(texts, images), router.admitting)
     status = StatusRoutes(view, router.served)
     tokens = TokenizerRoutes(texts, router.served, tokenizer_info(path, template))
     controls = ControlRoutes(dispatcher, lambda: flush_caches(registry, control.send), log)

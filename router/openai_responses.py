@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from common.messages.generation import OutputToken
+from router.chat.answer_events import Content, Event
 from router.token_names import TokenNames
 
 FINGERPRINT = "tandem"
@@ -140,6 +141,10 @@ class ChatFormat(Format):
 
     def before_text(self, index: int) -> bytes:
         return b'{"index":%d,"message":{"role":"assistant","content":' % index
+
+    def parsed(self, piece: Piece) -> list[Event]:
+        """What a piece adds to the answer's parts. Each piece is parsed once, here or by the methods that encode it."""
+        return [Content(piece.text)] if piece.text else []
 
     def opening(self, choices: int, usage: bytes) -> bytes:
         delta = b'{"role":"assistant","content":""}'

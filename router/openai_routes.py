@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
-import msgspec
 from aiohttp import web
 
 from common.errors import ClientGone, InternalError, InvalidRequest, RequestError
@@ -16,8 +15,8 @@ from common.observability.logs import Log
 from router.answer_form import AnswerForm, ShowChat, ShowCompletion
 from router.auth import admission_key
 from router.chat.assistant_format import chat_format
-from router.chat.chat_input import ChatInput
 from router.chat.chat_rules import check_chat
+from router.chat_prompts import ChatPrompts
 from router.choice_count import choice_count, samplings
 from router.client import cache_salt, client_key
 from router.generation import AnswerComplete, Batch, GenerationRequest, Generator, PromptImage
@@ -42,10 +41,7 @@ from router.openai_schema import (
     prompt_names,
     prompts,
     refuse_unsupported,
-    without_addresses,
 )
-from router.placeholders import place_images
-from router.prompt_end import prompt_end
 from router.request_body import Received, received
 from router.request_checks import (
     ServedModel,
@@ -100,6 +96,7 @@ class OpenAiRoutes:
         self._texts = texts
         self._model = model
         self._images = images
+        self._prompts = ChatPrompts(texts, images)
         self._max_requests = max_requests
         self._log = log
         self._write_timeout = write_timeout
@@ -130,34 +127,29 @@ class OpenAiRoutes:
     async def _chat(
         self, request: web.Request, body: ChatRequest, model: ServedModel, memory: Received, show: ShowChat
     ) -> web.StreamResponse:
-        _check(body, model)
+        check_request(body, model)
         chat = check_chat(body, model.answers)
         if body.top_logprobs and not body.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         top = check_logprobs(body.top_logprobs or 0, "top_logprobs")
         logprobs = top if body.logprobs else None
         max_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        images = await self._images.load(body.messages)
-        if images:
-            body = msgspec.structs.replace(body, messages=without_addresses(body.messages))
-        given = ChatInput(body.messages, chat.tools, chat.variables)
-        end = prompt_end(body.add_generation_prompt, body.continue_final_message)
-        prompt = await self._texts.chat_prompt(given, bool(body.add_special_tokens), model.max_model_len, end)
+        client = request[client_key]
+        rendered = await self._prompts.render(body, chat, model, client, model.max_model_len)
         memory.release()
-        placed: tuple[PromptImage, ...] = ()
-        if model.vision is not None:
-            salt = cache_salt(request[client_key].tenant, body.cache_salt)
-            prompt, placed = place_images(prompt, images, model.vision, model.vocab_size, salt)
+        prompt = rendered.tokens
         check_prompt(prompt, model, "messages")
         kept = model.answers.kept if chat.parsed else frozenset[int]()
-        choices = self._choices(request, body, model, prompt, 0, max_field, logprobs, Batch(), placed, kept)
+        choices = self._choices(
+            request, body, model, prompt, 0, max_field, logprobs, Batch(), rendered.placed, kept
+        )
         identity = CHAT_ID + request[request_id_key]
         head = (identity, model.name, int(time.time()), self._names(body), logprobs)
         form = chat_format(head, chat, model.answers, prompt, self._tokenizer, len(choices))
         shown = show(form, prompt_lengths(choices))
         if body.return_token_ids:
             shown = FormWithIds(shown, form, [prompt] * len(choices), chat=True)
-        with self._images.hold(images):
+        with self._images.hold(rendered.images):
             return await self._answer(request, body, shown, choices)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -184,7 +176,7 @@ class OpenAiRoutes:
         memory: Received,
         show: ShowCompletion,
     ) -> web.StreamResponse:
-        _check(body, model)
+        check_request(body, model)
         logprobs = check_logprobs(body.logprobs, "logprobs")
         choices, batch = list[Choice](), Batch()
         given = prompts(body, model.max_model_len)
@@ -388,7 +380,7 @@ class OpenAiRoutes:
             raise InternalError("the token stream ended without a finish reason")
 
 
-def _check(body: SharedFields, model: ServedModel) -> None:
+def check_request(body: SharedFields, model: ServedModel) -> None:
     """Apply the checks that need no prompt."""
     refuse_unsupported(body)
     check_model(body, model)

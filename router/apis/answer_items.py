@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from router.chat.answer_events import CallArguments, CallOpened, Content, Reasoning
 from router.openai_responses import ChatFormat, Piece
 
 
@@ -61,6 +62,7 @@ class AnswerItems:
         self._open = False  # the last item
         self.prompt_cached = 0  # prompt tokens found in the prefix cache
         self.completion_tokens = 0
+        self.reasoning_tokens = 0  # those that arrived while the answer was reasoning
         self.finish_reason: str | None = None
         self.stop_string: str | None = None
 
@@ -69,10 +71,21 @@ class AnswerItems:
         changes: list[Change] = []
         self.prompt_cached += piece.cached_tokens or 0
         self.completion_tokens += len(piece.tokens)
-        if piece.text:
-            self._add(changes, Kind.TEXT, piece.text)
+        for event in self._form.parsed(piece):
+            match event:
+                case Content(text):
+                    self._add(changes, Kind.TEXT, text)
+                case Reasoning(text):
+                    self._add(changes, Kind.REASONING, text)
+                case CallOpened(_, identity, name):
+                    self._begin(changes, Item(Kind.CALL, identity, name))
+                case CallArguments(_, text):
+                    self._add(changes, Kind.CALL, text)
+        if self.items and self.items[-1].kind is Kind.REASONING:
+            self.reasoning_tokens += len(piece.tokens)
         if piece.finish_reason is not None:
-            self.finish_reason, self.stop_string = piece.finish_reason, piece.stop_string
+            self.finish_reason = self._form.finish_reason(piece.index, piece.finish_reason)
+            self.stop_string = piece.stop_string
             self._close(changes)
         return changes
 

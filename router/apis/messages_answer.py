@@ -18,6 +18,12 @@ _encode = msgspec.json.Encoder().encode
 _REASONS = {FINISH_STOP: "end_turn", FINISH_LENGTH: "max_tokens", FINISH_CALLS: "tool_use"}
 
 
+class TokenCount(msgspec.Struct, frozen=True):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
 class MessagesForm:
     """An `AnswerForm`, and the collector of its own complete answers."""
 

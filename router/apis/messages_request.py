@@ -114,6 +114,7 @@ class MessagesTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(MessagesRequest)
+_count_decoder = msgspec.json.Decoder(CountRequest)
 _blocks = list[Block]
 
 
@@ -130,6 +131,11 @@ def read_messages(raw: bytes | bytearray) -> MessagesTask:
         "top_k": request.top_k,
     }
     return MessagesTask(chat=_chat(request, fields))
+
+
+def read_count(raw: bytes | bytearray) -> MessagesTask:
+    """Parse and translate a body of /count_tokens. Raises InvalidRequest, which names the field."""
+    return MessagesTask(chat=_chat(decode_json(raw, _count_decoder), {}))
 
 
 def _chat(request: CountRequest, fields: dict[str, Any]) -> ChatRequest:

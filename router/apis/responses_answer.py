@@ -99,7 +99,7 @@ class ResponsesForm:
             "input_tokens": self._prompt_tokens,
             "input_tokens_details": {"cached_tokens": items.prompt_cached},
             "output_tokens": items.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": items.reasoning_tokens},
             "total_tokens": total,
         }
         return {

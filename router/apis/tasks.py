@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from router.apis.generate_request import GenerateRequest, GenerateTask, read_generate
-from router.apis.messages_request import MessagesRequest, MessagesTask, read_messages
+from router.apis.messages_request import MessagesRequest, MessagesTask, read_count, read_messages
 from router.apis.responses_request import ResponsesRequest, ResponsesTask, read_responses
 from router.field_rules import undeclared
 from router.openai_schema import ChatRequest, compact_chat, compact_completion
@@ -73,4 +73,14 @@ RESPONSES: TaskReader[ResponsesTask] = TaskReader(
 MESSAGES: TaskReader[MessagesTask] = TaskReader(
     "messages", MessagesTask, frozenset(MessagesRequest.__struct_fields__), read_messages, _compact_chat
 )
-READERS: dict[str, TaskReader[Any]] = {reader.api: reader for reader in (GENERATE, RESPONSES, MESSAGES)}
+COUNT: TaskReader[MessagesTask] = TaskReader(
+    "count_tokens",
+    MessagesTask,
+    # what else a request for an answer has does not change its prompt
+    frozenset(MessagesRequest.__struct_fields__),
+    read_count,
+    _compact_chat,
+)
+READERS: dict[str, TaskReader[Any]] = {
+    reader.api: reader for reader in (GENERATE, RESPONSES, MESSAGES, COUNT)
+}

@@ -56,7 +56,7 @@ class AssistantFormat(ChatFormat):
 
     def text_of(self, piece: Piece) -> str:
         message, text = self._messages[piece.index], []
-        for event in self._parsed(piece):
+        for event in self.parsed(piece):
             match event:
                 case Content():
                     text.append(event.text)
@@ -90,7 +90,7 @@ class AssistantFormat(ChatFormat):
         return fields + b'},"logprobs":'
 
     def events(self, piece: Piece, usage: bytes) -> bytes:
-        deltas = [self._delta(event) for event in self._parsed(piece)]
+        deltas = [self._delta(event) for event in self.parsed(piece)]
         logprobs = b"null"
         if self._logprobs is not None and piece.tokens:
             logprobs = _encode(self._listed([piece]))
@@ -108,7 +108,7 @@ class AssistantFormat(ChatFormat):
         called = reason == "stop" and self._parsers[index].calls
         return self._shown.calls_finish if called else reason
 
-    def _parsed(self, piece: Piece) -> list[Event]:
+    def parsed(self, piece: Piece) -> list[Event]:
         """The events of a piece that the client gets."""
         parser = self._parsers[piece.index]
         events = parser.feed(piece.text)

@@ -67,10 +67,11 @@ def _described(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
         described["parameters"] = parameters
     answer = {"description": operation.summary, "content": _content(operation, schemas)}
     error = schemas.of(MessagesError if is_messages(operation.path) else ErrorAnswer)
-    refused = {"description": "Refused or failed", "content": {JSON: {"schema": error}}}
+    errors = {JSON: {"schema": error}}
     if operation.path == "/flush_cache":
         # text where the request itself is right: requests are in flight, or a node cannot be reached
-        refused["content"][operation.media] = {"schema": _TEXT}
+        errors[operation.media] = {"schema": _TEXT}
+    refused = {"description": "Refused or failed", "content": errors}
     described["responses"] = {"200": answer, "default": refused}
     if operation.unready:
         described["responses"]["503"] = answer

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.apis.generate_request import GenerateRequest
-from router.apis.messages_request import MessagesRequest
+from router.apis.messages_answer import TokenCount
+from router.apis.messages_request import CountRequest, MessagesRequest
 from router.apis.responses_request import ResponsesRequest
 from router.control_routes import AbortRequest, Load
 from router.openai_schema import ChatRequest, CompletionRequest
@@ -64,6 +65,9 @@ OPERATIONS = (
         "post", "/v1/responses", "Answer a conversation", ResponsesRequest, ResponsesAnswer, streams=True
     ),
     Operation("post", "/v1/messages", "Answer a conversation", MessagesRequest, MessagesAnswer, streams=True),
+    Operation(
+        "post", "/v1/messages/count_tokens", "Count the tokens of a conversation", CountRequest, TokenCount
+    ),
     Operation("post", "/generate", "Continue texts", GenerateRequest, Generated, streams=True, listed=True),
     Operation("get", "/v1/models", "List the served model", answer=ModelList),
     Operation("get", "/v1/models/{id}", "Describe the served model", answer=ModelCard),

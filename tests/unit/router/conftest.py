@@ -21,6 +21,7 @@ from router.apis.messages_routes import MessagesRoutes
 from router.apis.responses_routes import ResponsesRoutes
 from router.auth import Entrance, Gate, OpenGate
 from router.auth_origin import Cors, HostRule
+from router.chat_prompts import ChatPrompts
 from router.chat_template import ChatTemplate
 from router.client import View
 from router.connections import ConnectionLimit
@@ -161,7 +162,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         GenerateRoutes(routes, texts, text).add_to(app)
         ResponsesRoutes(routes, texts, served.name).add_to(app)
         OpenApiRoutes(VERSION).add_to(app)
-        MessagesRoutes(routes, texts, served.name).add_to(app)
+        MessagesRoutes(routes, texts, ChatPrompts(texts, images), admit).add_to(app)
         view = ClusterView(
             lambda: rig.ready,
             lambda: rig.missing,

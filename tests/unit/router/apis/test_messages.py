@@ -148,3 +148,24 @@ async def test_other_errors_have_anthropics_form(serve: Serve) -> None:
     rig.generator.scripts = rig.generator.scripts[1:]
     assert (await rig.post(PATH, body, key))[0] == 200
     assert rig.generator.requests[-1].client == "team-a"
+
+
+async def test_count_tokens(rig: Rig) -> None:
+    body = {"model": "tiny-target", "system": "Be brief.", "messages": [USER]}
+    status, answer, _ = await rig.post(PATH + "/count_tokens", body)
+    expected = await prompt_of(rig, [{"role": "system", "content": "Be brief."}, USER])
+    assert (status, answer) == (200, {"input_tokens": len(expected)})
+    # more than the context holds
+    _, answer, _ = await rig.post(PATH + "/count_tokens", {"messages": [{**USER, "content": "x " * 5000}]})
+    assert answer["input_tokens"] > 4096
+
+
+async def test_a_last_message_of_the_assistant_is_continued(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    body = {"max_tokens": 9, "messages": [USER, {"role": "assistant", "content": "Hi"}]}
+    assert (await rig.post(PATH, body))[0] == 200
+    await rig.post(
+        "/v1/chat/completions", {**body, "continue_final_message": True, "add_generation_prompt": False}
+    )
+    first, second = rig.generator.requests
+    assert first.token_ids == second.token_ids

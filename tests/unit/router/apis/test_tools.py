@@ -1,0 +1,111 @@
+"""Tools and reasoning through /v1/responses and /v1/messages, with scripted answers in Qwen3's format."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from router.apis.messages_request import read_messages
+from router.apis.responses_request import read_responses
+from router.chat.request_fields import ChosenFunction, NamedChoice
+from router.openai_schema import ChatRequest
+from router.tokenizer import Tokenizer
+from tests.unit.router.apis import test_messages, test_responses
+from tests.unit.router.chat.test_chat_tools_http import STYLE, answers
+from tests.unit.router.chat.wire_formats import OBJECT_CALLS, THOUGHT, TOOLS
+from tests.unit.router.conftest import SERVED, Rig, Serve
+
+FUNCTIONS = [tool["function"] for tool in TOOLS]
+THINKING = "They want {the} weather."
+ARGUMENTS = '{"city": "Paris", "days": 3}'
+
+
+@pytest.fixture
+async def rig(serve: Serve, tokenizer: Tokenizer) -> Rig:
+    rig = await serve(served=replace(SERVED, answers=STYLE))
+    answers(rig, tokenizer, THOUGHT + OBJECT_CALLS, "stop")
+    return rig
+
+
+async def test_calls_in_responses(rig: Rig) -> None:
+    body = {"input": "Hello", "tools": [{"type": "function", **each} for each in FUNCTIONS]}
+    status, answer, headers = await rig.post(test_responses.PATH, body)
+    assert status == 200, answer
+    thought, weather, clock = answer["output"]
+    assert answer["status"] == "completed"
+    assert thought["content"] == [{"type": "reasoning_text", "text": THINKING}]
+    assert (weather["type"], weather["name"], weather["arguments"]) == ("function_call", "weather", ARGUMENTS)
+    assert weather["id"] == f"fc_{headers['x-request-id']}_1"
+    assert (clock["name"], clock["arguments"]) == ("clock", "{}")
+    assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 5
+
+    found = test_responses.events(await rig.raw(test_responses.PATH, {**body, "stream": True}))
+    arguments = [each for each in found if each["type"] == "response.function_call_arguments.delta"]
+    assert "".join(each["delta"] for each in arguments if each["output_index"] == 1) == ARGUMENTS
+    done = [each["item"] for each in found if each["type"] == "response.output_item.done"]
+    assert [each["type"] for each in done] == ["reasoning", "function_call", "function_call"]
+    assert found[-1]["type"] == "response.completed"
+    assert found[-1]["response"]["output"] == done
+
+
+async def test_calls_in_messages(rig: Rig) -> None:
+    tools = [
+        {"name": each["name"], "description": "x", "input_schema": each.get("parameters", {"type": "object"})}
+        for each in FUNCTIONS
+    ]
+    body: dict[str, Any] = {"max_tokens": 900, "messages": [test_messages.USER], "tools": tools}
+    status, answer, _ = await rig.post(test_messages.PATH, body)
+    assert status == 200, answer
+    thought, weather, clock = answer["content"]
+    assert (answer["stop_reason"], thought["thinking"]) == ("tool_use", THINKING)
+    assert (weather["name"], weather["input"]) == ("weather", {"city": "Paris", "days": 3})
+    assert (clock["type"], clock["input"]) == ("tool_use", {})
+
+    found = test_messages.events(await rig.raw(test_messages.PATH, {**body, "stream": True}))
+    starts = [each["content_block"]["type"] for each in found if each["type"] == "content_block_start"]
+    assert starts == ["thinking", "tool_use", "tool_use"]
+    deltas = [each for each in found if each["type"] == "content_block_delta" and each["index"] == 1]
+    assert "".join(each["delta"]["partial_json"] for each in deltas) == ARGUMENTS
+    assert found[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_calls_and_their_results_become_the_messages_of_a_chat() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    chat = [
+        {"role": "user", "content": "Time?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ]
+    items = [
+        {"role": "user", "content": "Time?"},
+        {"role": "assistant", "content": "I look."},
+        {"type": "function_call", "call_id": "call_1", "name": "clock", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "noon"},
+    ]
+    use = {"type": "tool_use", "id": "call_1", "name": "clock", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "noon"}]}
+    messages = [
+        {"role": "user", "content": "Time?"},
+        {"role": "assistant", "content": [{"type": "text", "text": "I look."}, use]},
+        {"role": "user", "content": [result]},
+    ]
+    expected = msgspec.convert({"messages": chat}, ChatRequest).messages
+    responses = read_responses(msgspec.json.encode({"input": items}))
+    assert responses.chat.messages == expected
+    given = read_messages(msgspec.json.encode({"max_tokens": 9, "messages": messages}))
+    assert given.chat.messages == expected
+
+
+def test_tool_choices() -> None:
+    named = NamedChoice("function", ChosenFunction("clock"))
+    for given, expected in (("auto", "auto"), ({"type": "function", "name": "clock"}, named)):
+        body: dict[str, Any] = {"input": "x", "tool_choice": given}
+        assert read_responses(msgspec.json.encode(body)).chat.tool_choice == expected
+    for kind, chosen in (("auto", "auto"), ("any", "required"), ("none", "none"), ("tool", named)):
+        choice = {"type": kind, "name": "clock", "disable_parallel_tool_use": True}
+        body = {"max_tokens": 9, "messages": [test_messages.USER], "tool_choice": choice}
+        chat = read_messages(msgspec.json.encode(body)).chat
+        assert (chat.tool_choice, chat.parallel_tool_calls) == (chosen, False)
