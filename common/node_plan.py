@@ -32,6 +32,9 @@ class NodeShare(msgspec.Struct, frozen=True):
     max_rows: int  # requests in one step
     state_slots: int = 0  # requests that hold a state at once, where the model keeps one; slot 0 not counted
     round_tokens: int = 0  # new tokens of a request in one decode step, at most; 0 on prefill nodes
+    state_snapshots: int = (
+        0  # saved states of cached prefixes, where the model keeps one; 0: no prefix cache there
+    )
 
 
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +86,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int  # requests in one step
     state_slots: int  # as in NodeShare
     round_tokens: int
+    state_snapshots: int  # as in NodeShare
     shares: tuple[NodeShare, ...]  # shares of all nodes of the cluster, including this one
     model: ModelPlan
     speculation: SpeculationPlan

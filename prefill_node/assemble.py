@@ -82,7 +82,7 @@ def assemble(
         incarnation,
         links,
         Scheduling(space, forwards.draft.rules, limits),
-        wrap(DeviceWorker(step, sending, parts.completion)),
+        wrap(DeviceWorker(step, sending, forwards.runner.pool, parts.completion)),
         orders,
         replace(observation, graphs=node_graphs.totals(*forwards.graphs)),
     )

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from common.engine.forward.batch import BatchState, CaptureHiddenMode, ForwardBatch, ForwardMode
+from common.engine.forward.batch import (
+    SAVES,
+    BatchState,
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
 from common.engine.forward.rotary_places import RotaryPlaces
 from common.engine.host_copies import Array
 from common.engine.sampling.logit_adjustments import AdjustmentRows, Adjustments
@@ -23,7 +29,8 @@ class HostBatch:
 
     lengths: tuple[int, ...]  # [B] new tokens
     ends: tuple[int, ...]  # [B] length after the forward
-    # ids, positions, slots, page table, lengths, starts, last rows of final chunks; state slots where there are any
+    # ids, positions, slots, page table, lengths, starts, last rows of final chunks; state slots and saves where there
+    # are any
     arrays: Sequence[Array]
 
     @classmethod
@@ -49,7 +56,10 @@ class HostBatch:
         arrays = [ids, positions, slots, table, lens, starts, rows]
         state = [chunk.slot for chunk in chunks]
         if any(state):
-            arrays.append(np.asarray(state, dtype=np.int64))
+            saves = np.zeros((len(chunks), SAVES, 2), dtype=np.int64)
+            for row, chunk in enumerate(chunks):
+                saves[row, : len(chunk.saves)] = np.asarray(chunk.saves, dtype=np.int64).reshape(-1, 2)
+            arrays += [np.asarray(state, dtype=np.int64), saves]
         return cls(tuple(lengths), tuple(ends), arrays)
 
     def on_device(self, sent: Sequence[Tensor], hidden_mode: CaptureHiddenMode) -> ForwardBatch:
@@ -68,7 +78,7 @@ class HostBatch:
             hidden_mode=hidden_mode,
             query_lens_host=self.lengths,
             seq_lens_host=self.ends,
-            state=BatchState(state[0]) if state else None,
+            state=BatchState(state[0], state[1]) if state else None,
         )
 
 

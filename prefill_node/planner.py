@@ -40,13 +40,18 @@ def _planned(chunk: Chunk, page_size: int, lookahead: int, adjusted: bool) -> Pl
     """`adjusted`: whether the logits of any prompt of the batch are adjusted."""
     request, end = chunk.request, chunk.start + chunk.length
     assert request.lease is not None
+    state = request.lease.state
     return PlannedChunk(
         key=request.room,
         start=chunk.start,
         end=end,
         ids=request.keys[chunk.start : end + lookahead].tobytes(),
         pages=tuple(request.lease.pages[: -(-end // page_size)]),
-        slot=request.lease.slot,
+        slot=state.slot,
+        restore=state.restore,
+        saves=tuple(
+            [(slot, tokens - chunk.start) for tokens, slot in state.saves if chunk.start < tokens <= end]
+        ),
         cached=request.lease.cached_tokens,
         images=request.images,
         draw=_draw(request, adjusted) if end == request.num_tokens else None,
@@ -107,6 +112,8 @@ class Planner:
             request.launched_at = now
             request.scheduled += chunk.length
             request.in_flight += 1
+            assert request.lease is not None
+            request.lease.state.restored()
 
     def read(self, launched: Launched) -> list[PromptProgress]:
         """Apply the results of the oldest unread plan, which must be complete."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
+from common.engine.host_copies import send
+from common.engine.state.pool import KvPool
 from common.node.overlap import Completion
 from prefill_node.page_sending import PageSending
 from prefill_node.send_orders import SendOrder
@@ -26,9 +30,13 @@ class LaunchedWithoutForward:
 class DeviceWorker:
     """A worker with one device."""
 
-    def __init__(self, step: PrefillStep, sending: PageSending, completion: Callable[[], Completion]) -> None:
+    def __init__(
+        self, step: PrefillStep, sending: PageSending, pool: KvPool, completion: Callable[[], Completion]
+    ) -> None:
+        """`pool`: that of the target, which holds the states of requests and of cached prefixes."""
         self._step = step
         self._sending = sending
+        self._pool = pool
         self._completion = completion
 
     def apply(self, plan: PromptPlan) -> Launched:
@@ -36,8 +44,16 @@ class DeviceWorker:
         self._step.forget(plan.forget)
         if not plan.chunks:
             return LaunchedWithoutForward(self._completion())
+        self._restore(plan)
         with self._sending.during(plan):
             return self._step.launch(plan)
+
+    def _restore(self, plan: PromptPlan) -> None:
+        """Copy the states of cached prefixes to the slots of the prompts that continue them."""
+        if copies := [(chunk.restore, chunk.slot) for chunk in plan.chunks if chunk.restore]:
+            (index,) = send((np.asarray(copies, dtype=np.int64),), self._pool.device)
+            source, target = index.unbind(1)
+            self._pool.copy_states(source, target)
 
     def send(self, order: SendOrder) -> None:
         self._sending.send(order)

@@ -57,6 +57,7 @@ def node_plan(
         max_rows=own.max_rows,
         state_slots=own.state_slots,
         round_tokens=own.round_tokens,
+        state_snapshots=own.state_snapshots,
         shares=tuple(shares.values()),
         model=ModelPlan(
             path=str(model),
@@ -109,7 +110,10 @@ def _shares(cluster: Cluster) -> list[tuple[tuple[str, str], NodeShare]]:
     found = []
     for node in prefill.nodes:
         budget = pool_budget("prefill", prefill, node.device)
-        share = NodeShare(node.device, budget, prefill.max_batch, 2 * prefill.max_batch)
+        snapshots = prefill.state_snapshots if prefill.prefix_cache else 0
+        share = NodeShare(
+            node.device, budget, prefill.max_batch, 2 * prefill.max_batch, state_snapshots=snapshots
+        )
         found.append((("prefill", node.name), share))
     for decoding in decode.nodes:
         budget = pool_budget("decode", decode, decoding.device)

@@ -168,7 +168,11 @@ class PrefillSection(Section, frozen=True, kw_only=True):
     compiler: Literal["eager", "inductor"] | None = None
     # Use graphs whatever the rules say at start-up, also on a CPU (there on a tape); for tests.
     enforce_graphs: bool = False
-    prefix_cache: PrefixCaching = "auto"  # auto: on, unless the model keeps a state per request
+    prefix_cache: PrefixCaching = (
+        "auto"  # auto: on; for a model with a state per request, if state_snapshots is not 0
+    )
+    # States of cached prefixes that a node keeps, for a model with a state per request; 0: its prefix cache is off.
+    state_snapshots: Annotated[int, Meta(ge=0, le=65_536)] = 32
     image_cache_mib: NotNegative = 256  # device memory for the embeddings of images, keyed by content
 
     @property
@@ -200,6 +204,7 @@ class DecodeSection(Section, frozen=True, kw_only=True):
     backup_mib: NotNegative = 1024
     # one_behind: CPU nodes, too, launch step t+1 before they read step t, as GPU nodes always do.
     read_results: Literal["when_ready", "one_behind"] = "when_ready"
+    state_snapshots: ClassVar[int] = 0  # a decode node reuses no prefix of a model with a state per request
 
 
 class Speculation(Section, frozen=True, kw_only=True):

@@ -62,6 +62,11 @@ def prompt_grid(config: ModelConfig, page_size: int) -> int:
     return 1 if chunks == {1} else math.lcm(page_size, *chunks)
 
 
+def state_grid(config: ModelConfig, page_size: int) -> int:
+    """Return the tokens at whose multiples the state of a prompt can be saved: whole pages, where chunks end."""
+    return math.lcm(page_size, *(mixer_record(config, layer).chunk for layer in range(config.num_layers)))
+
+
 def window_widths(config: ModelConfig) -> dict[int, int]:
     """Values of each new token that a decode node keeps, by layer; empty for a model without such layers."""
     widths = {layer: mixer_record(config, layer).window(config, layer) for layer in range(config.num_layers)}

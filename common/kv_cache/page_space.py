@@ -1,7 +1,7 @@
 """Tracks who holds which page and state slot: free lists, the prefix cache, and one lease per request.
 
 Every page but page 0 is in exactly one place: free, cached (owned by the tree), or owned by one lease. Every state slot
-but slot 0 is free or owned by one lease.
+but slot 0 is free or owned by one lease; slots for snapshots of cached prefixes are separate (snapshots.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from common.kv_cache.image_keys import paired
 from common.kv_cache.page_allocator import PageAllocator
 from common.kv_cache.radix_cache import Keys, Node, NoPrefixCache, PrefixCache
+from common.kv_cache.snapshots import StateLease
 
 
 def as_keys(token_ids: Sequence[int] | Keys) -> Keys:
@@ -55,7 +56,8 @@ def keys_with_lookahead(lookahead: int) -> Callable[[Sequence[int] | Keys], Keys
 class PageSpace:
     """Combines allocator and prefix cache: pages that are only cached are evicted when an allocation needs them.
 
-    If the model has per-request planes, `lease` returns both pages and a state slot, or None.
+    If the model has per-request planes, `lease` returns both pages and a state slot, or None. A cached prefix is then
+    reused only up to the last token after which the state was saved.
     """
 
     def __init__(
@@ -65,16 +67,24 @@ class PageSpace:
         cache: PrefixCache,
         keys: Callable[[Sequence[int] | Keys], Keys] = as_keys,
         num_slots: int = 0,
+        grid: int = 0,
     ) -> None:
-        """Create a space in which everything is free. Raises ValueError for a prefix cache together with state slots.
+        """Create a space in which everything is free.
+
+        Raises ValueError for a prefix cache without snapshots together with state slots.
 
         Args:
             num_pages: counts page 0 too.
             keys: says what a position's KV depends on.
-            num_slots: number of slots for per-request state, including slot 0; 0 for a model that keeps none.
+            num_slots: number of slots that leases can own for per-request state, including slot 0; 0 for a model
+                that keeps none.
+            grid: tokens, whole pages, at whose multiples the state of a prompt can be saved. Used with snapshots.
         """
-        if num_slots and not isinstance(cache, NoPrefixCache):
-            raise ValueError("a cached prefix has pages but no state: turn the prefix cache off")
+        if num_slots and not cache.snapshots.total and not isinstance(cache, NoPrefixCache):
+            raise ValueError(
+                "a cached prefix has pages but no state: turn the prefix cache off, or add snapshots"
+            )
+        self._grid = grid
         self._slots = PageAllocator(num_slots) if num_slots else None
         self.page_size = page_size
         self.keys = keys
@@ -145,6 +155,10 @@ class PageSpace:
     ) -> PageLease | None:
         """Return `num_pages` pages for a sequence: a cached prefix of at most `max_cached_tokens`, then fresh ones.
 
+        With a state per request, the prefix ends where the state was saved (`lease.restore`). Slots are set aside to
+        save it at the last border before the sequence's end, and at the last one before the end of the cached pages,
+        where other sequences branch off (`lease.saves`), as far as there are any.
+
         Only pages that were committed under the same `salt` are found, and what is committed is found under it only.
         The lease also owns a state slot if the space has any. Returns None if there is not enough room.
         """
@@ -152,6 +166,9 @@ class PageSpace:
             return None
         limit = min(max_cached_tokens // self.page_size, num_pages)
         match = self.cache.match(keys[: limit * self.page_size], salt)
+        branch = len(match.pages) * self.page_size
+        if self._slots is not None:
+            match = match.with_state()
         self.cache.lock(match.node)  # before allocating, so that eviction cannot take the match
         fresh = self.allocate(num_pages - len(match.pages))
         if fresh is None:
@@ -160,7 +177,12 @@ class PageSpace:
         slot = 0
         if self._slots is not None:
             (slot,) = self._slots.allocate(1) or (0,)
-        return PageLease(self, match.pages + fresh, fresh, match.node, salt, slot)
+        state = StateLease(self.cache.snapshots, slot, match.node.snapshot)
+        if self.cache.snapshots.total:
+            last = min(max_cached_tokens, len(keys), num_pages * self.page_size)
+            borders = sorted({each // self._grid * self._grid for each in (branch, last)})
+            state.set_aside(each for each in borders if each > len(match.pages) * self.page_size)
+        return PageLease(self, match.pages + fresh, fresh, match.node, salt, state)
 
     def check_integrity(self) -> None:
         self._allocator.check_integrity()
@@ -171,7 +193,7 @@ class PageSpace:
 
 
 class PageLease:
-    """The pages of one request in logical order, and its state slot. `release` exactly once."""
+    """The pages of one request in logical order, and its state slots. `release` exactly once."""
 
     __slots__ = (
         "_committed",
@@ -182,11 +204,11 @@ class PageLease:
         "_space",
         "cached_pages",
         "pages",
-        "slot",
+        "state",
     )
 
     def __init__(
-        self, space: PageSpace, pages: list[int], own: list[int], node: Node, salt: bytes, slot: int = 0
+        self, space: PageSpace, pages: list[int], own: list[int], node: Node, salt: bytes, state: StateLease
     ) -> None:
         self._space = space
         self._salt = salt
@@ -194,11 +216,16 @@ class PageLease:
         self._own = own
         self._node = node  # locked
         self.pages = pages
-        self.slot = slot  # of the planes that are kept per request; 0: the model has none
+        self.state = state
         self.cached_pages = len(pages) - len(own)  # prefix that the cache had at the start
         # Prefix that `_node` protects from eviction, as these pages or others.
         self._committed = self.cached_pages
         self._released = False
+
+    @property
+    def slot(self) -> int:
+        """The slot of the planes that are kept per request; 0: the model has none."""
+        return self.state.slot
 
     @property
     def cached_tokens(self) -> int:
@@ -215,11 +242,16 @@ class PageLease:
     def commit(self, keys: Keys) -> None:
         """Offer the whole pages of `keys` (all computed) to the cache; the lease keeps using them.
 
-        A prefix shorter than the committed one changes nothing: the pages that the lease reads stay locked.
+        A prefix shorter than the committed one changes nothing: the pages that the lease reads stay locked. States that
+        were saved in it become snapshots.
         """
         whole = min(len(keys) // self._space.page_size, len(self.pages))
-        if whole <= self._committed:
-            return
+        if whole > self._committed:
+            self._insert(keys, whole)
+        for tokens, slot in self.state.saved(whole * self._space.page_size):
+            self._space.cache.save(keys[:tokens], slot, self._salt)
+
+    def _insert(self, keys: Keys, whole: int) -> None:
         self._committed = whole
         cache = self._space.cache
         node, first_adopted = cache.insert(keys, self.pages[:whole], self._salt)
@@ -234,8 +266,9 @@ class PageLease:
         if self._released:
             raise ValueError("a lease is released twice")
         self._released = True
+        self.state.release()
         self._space.cache.unlock(self._node)
         self._space.free(self._own, self.slot)
         self._own = []
         self.pages = []
-        self.slot = 0
+        self.state.slot = 0

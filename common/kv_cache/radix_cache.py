@@ -9,6 +9,9 @@ own branches below the root. A salt without cached pages takes no memory, and al
 
 A node that a request uses is locked, together with all its ancestors; an unlocked leaf may be evicted, least recently
 used first.
+
+For models that keep a state per request, a node may have a snapshot of the state at its end (snapshots.py). It stays
+with the lower half of a split, and is dropped with the last page of its node.
 """
 
 from __future__ import annotations
@@ -21,13 +24,15 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from common.kv_cache.snapshots import Snapshot, Snapshots
+
 Keys = npt.NDArray[np.int64]
 
 
 class Node:
     """One edge and its pages; the root has none."""
 
-    __slots__ = ("children", "keys", "last_used", "locks", "pages", "parent", "salt")
+    __slots__ = ("_snapshot", "children", "keys", "last_used", "locks", "pages", "parent", "salt")
 
     def __init__(self, keys: Keys, pages: list[int], parent: Node | None, salt: bytes = b"") -> None:
         self.keys = keys  # [len(pages) * page_size] or [len(pages) * page_size, tokens]
@@ -37,6 +42,19 @@ class Node:
         self.children: dict[bytes, Node] = {}  # salt and keys of the child's first page -> child
         self.locks = 0
         self.last_used = 0
+        self._snapshot: Snapshot | None = (
+            None  # of the state after the node's last page; may have been dropped
+        )
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The saved state at the end of this node; None if there is none, or no longer."""
+        found = self._snapshot
+        return found if found is not None and found.slot else None
+
+    @snapshot.setter
+    def snapshot(self, made: Snapshot) -> None:
+        self._snapshot = made
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +64,14 @@ class Match:
     pages: list[int]
     node: Node
 
+    def with_state(self) -> Match:
+        """Return the longest part of this prefix at whose end the state was saved; nothing if there is none."""
+        node, count = self.node, len(self.pages)
+        while node.parent is not None and node.snapshot is None:
+            count -= len(node.pages)
+            node = node.parent
+        return Match(self.pages[:count], node)
+
 
 class PrefixCache(Protocol):
     """The interface of a prefix cache for a node's page bookkeeping; NoPrefixCache never matches."""
@@ -54,10 +80,13 @@ class PrefixCache(Protocol):
     def cached_pages(self) -> int: ...
     @property
     def evictable_pages(self) -> int: ...
+    @property
+    def snapshots(self) -> Snapshots: ...
     def match(self, keys: Keys, salt: bytes = b"") -> Match: ...
     def lock(self, node: Node) -> None: ...
     def unlock(self, node: Node) -> None: ...
     def insert(self, keys: Keys, pages: Sequence[int], salt: bytes = b"") -> tuple[Node, int]: ...
+    def save(self, keys: Keys, slot: int, salt: bytes = b"") -> None: ...
     def evict(self, count: int) -> list[int]: ...
     def check_integrity(self) -> None: ...
 
@@ -65,7 +94,9 @@ class PrefixCache(Protocol):
 class RadixCache:
     """A `PrefixCache` over one radix tree, as described in the module's docstring."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, snapshots: Snapshots | None = None) -> None:
+        """`snapshots`: slots in which the states of cached prefixes are saved; None: the model keeps no state."""
+        self.snapshots = snapshots or Snapshots()
         self._page_size = page_size
         self._root = Node(np.empty(0, np.int64), [], None)
         self._clock = 0
@@ -125,6 +156,20 @@ class RadixCache:
         self._evictable += len(child.pages)
         return child, first_adopted
 
+    def save(self, keys: Keys, slot: int, salt: bytes = b"") -> None:
+        """Attach the state after `keys`, which fill whole pages, saved in an allocated slot of `snapshots`.
+
+        The slot is freed if these pages are not cached, or have a snapshot already.
+        """
+        wanted = len(keys) // self._page_size
+        node, pages = self._descend(keys, wanted, salt)
+        if len(pages) < wanted or node.snapshot is not None:
+            self.snapshots.free((slot,))
+            if len(pages) == wanted and node.snapshot is not None:
+                self.snapshots.use(node.snapshot)
+            return
+        node.snapshot = self.snapshots.attach(slot)
+
     def evict(self, count: int) -> list[int]:
         """Remove least recently used unlocked leaves until at least `count` pages are free; return their pages."""
         heap = [(node.last_used, id(node), node) for node in self._leaves() if node.locks == 0]
@@ -134,6 +179,8 @@ class RadixCache:
             _, _, node = heapq.heappop(heap)
             parent = node.parent
             assert parent is not None
+            if node.snapshot is not None:
+                self.snapshots.drop(node.snapshot)
             excess = len(freed) + len(node.pages) - count
             # Only the tail of a long edge is evicted: others are more likely to share the front.
             if excess > 0:
@@ -155,6 +202,7 @@ class RadixCache:
         count.
         """
         seen: set[int] = set()
+        saved: list[Snapshot] = []
         cached = evictable = 0
         stack = [self._root]
         while stack:
@@ -166,6 +214,11 @@ class RadixCache:
                 seen.update(node.pages)
                 cached += len(node.pages)
                 evictable += len(node.pages) if node.locks == 0 else 0
+                if node.snapshot is not None:
+                    assert node.locks or not node.snapshot.pins, (
+                        "a pinned snapshot of a node that is not locked"
+                    )
+                    saved.append(node.snapshot)
             for edge, child in node.children.items():
                 assert child.parent is node, "a child that does not know its parent"
                 assert edge == self._edge(child.keys, child.salt), "an edge under a wrong key"
@@ -174,6 +227,7 @@ class RadixCache:
             if node is not self._root:
                 below = sum(child.locks for child in node.children.values())
                 assert node.locks >= below, "fewer locks than its children have together"
+        self.snapshots.check_integrity(saved)
         assert cached == self._cached, (cached, self._cached)
         assert evictable == self._evictable, (evictable, self._evictable)
 
@@ -241,6 +295,7 @@ class NoPrefixCache:
 
     def __init__(self) -> None:
         self._root = Node(np.empty(0, np.int64), [], None)
+        self.snapshots = Snapshots()
 
     cached_pages = 0
     evictable_pages = 0
@@ -256,6 +311,9 @@ class NoPrefixCache:
 
     def insert(self, keys: Keys, pages: Sequence[int], salt: bytes = b"") -> tuple[Node, int]:
         return self._root, len(pages)
+
+    def save(self, keys: Keys, slot: int, salt: bytes = b"") -> None:
+        self.snapshots.free((slot,))
 
     def evict(self, count: int) -> list[int]:
         return []

@@ -29,11 +29,12 @@ class MemoryPlan:
     images: int = 0  # cache of image embeddings
     encoder: int = 0  # for a forward of the vision part: encoder_memory.py
     state: int = 0  # slots and windows of a model that keeps a state per request
+    snapshots: int = 0  # saved states of cached prefixes of such a model
 
     @property
     def total(self) -> int:
-        beside = self.working + self.sampling + (self.graphs or 0) + self.images + self.encoder + self.state
-        return self.weights + self.pool + beside
+        beside = self.working + self.sampling + (self.graphs or 0) + self.images + self.encoder
+        return self.weights + self.pool + beside + self.state + self.snapshots
 
     def __str__(self) -> str:
         graphs = "graphs not measured yet" if self.graphs is None else f"graphs {_gib(self.graphs)}"
@@ -41,6 +42,7 @@ class MemoryPlan:
             f"weights {_gib(self.weights)} + KV pool {_gib(self.pool)} + {graphs} + "
             f"room to work {_gib(self.working)} + sampling state {_gib(self.sampling)}"
             + (f" + state of requests {_gib(self.state)}" if self.state else "")
+            + (f" + states of cached prefixes {_gib(self.snapshots)}" if self.snapshots else "")
             + (f" + image encoder {_gib(self.encoder)}" if self.encoder else "")
             + (f" + cache of images {_gib(self.images)}" if self.images else "")
             + f" = {_gib(self.total)}"

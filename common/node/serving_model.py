@@ -22,12 +22,13 @@ from common.engine.state.pool import KvPool
 from common.engine.state.state_rows import NO_WINDOW, WindowShape
 from common.engine.weights import resolve_dtype
 from common.errors import ConfigError
-from common.kv_cache.layer_kinds import window_widths
+from common.kv_cache.layer_kinds import state_grid, window_widths
 from common.kv_cache.page_space import PageSpace, keys_with_lookahead
 from common.kv_cache.plane import Kept
 from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.pool_spec import PoolSpec
 from common.kv_cache.radix_cache import NoPrefixCache, RadixCache
+from common.kv_cache.snapshots import Snapshots
 from common.messages.router_inbox import ConfigValue
 from common.node.encoder_memory import encoder_bytes
 from common.node.memory import (
@@ -47,6 +48,7 @@ from common.speculation.directory import compare_with_target, load_draft_config
 # Lowest compute capability that kernels are compiled for (tests/fakes/compile_for.py).
 OLDEST_GPU = (8, 0)
 NO_CACHE = "off: the model keeps a state per request, which no cached prefix has"
+CACHED = "on: a prefix is reused up to the last token after which its state was saved"
 TRIAL_PAGES = 2  # the padding page, on which graphs are captured, and one more
 
 
@@ -67,6 +69,7 @@ class ServingModel:
     beside: int = 0  # bytes that this cluster's other nodes take of its GPU
     state_slots: int = 0  # requests that hold a state at once; 0: the model keeps none
     window: WindowShape = NO_WINDOW  # what a decode node keeps of the newest tokens beside the state
+    state_snapshots: int = 0  # saved states of cached prefixes; 0: no prefix cache for a model with a state
 
     @property
     def dtype_name(self) -> str:
@@ -87,9 +90,20 @@ class ServingModel:
         )
 
     @property
-    def num_slots(self) -> int:
-        """State slots of the pool, slot 0 included; no more than pages, of which each request holds one at least."""
+    def request_slots(self) -> int:
+        """State slots for requests, slot 0 included; no more than pages, of which each request holds one at least."""
         return min(self.state_slots + 1, self.num_pages) if self.state_slots else 0
+
+    @property
+    def snapshot_slots(self) -> range:
+        """State slots for snapshots: after those for requests, and no more than pages."""
+        count = min(self.state_snapshots, self.num_pages - 1) if self.state_slots else 0
+        return range(self.request_slots, self.request_slots + count)
+
+    @property
+    def num_slots(self) -> int:
+        """State slots of the pool, slot 0 included."""
+        return self.request_slots + len(self.snapshot_slots)
 
     def with_pool(self, graph_bytes: int) -> ServingModel:
         """Return the model with the pool that its config asks for, or that its share of the GPU leaves, next to its
@@ -141,8 +155,17 @@ class ServingModel:
             "max_model_len": self.max_model_len,
             "transport": transport,
             "draft": "none",
-            **({"state_slots": self.num_slots - 1, "prefix_cache": NO_CACHE} if self.num_slots else {}),
+            **(self._describe_state() if self.num_slots else {}),
             **({} if self.draft is None else self.draft.describe()),
+        }
+
+    def _describe_state(self) -> dict[str, ConfigValue]:
+        count = len(self.snapshot_slots)
+        return {
+            "state_slots": self.request_slots - 1,
+            "state_snapshots": count,
+            "state_snapshot_bytes": count * self.spec.state_bytes,
+            "prefix_cache": CACHED if count else NO_CACHE,
         }
 
 
@@ -204,7 +227,9 @@ def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> S
         others,
     )
     if spec.state_bytes:
-        served = replace(served, state_slots=plan.state_slots, window=window)
+        served = replace(
+            served, state_slots=plan.state_slots, window=window, state_snapshots=plan.state_snapshots
+        )
     if device.type == "cpu":
         nbytes = num_pages * spec.page_bytes + served.num_slots * spec.state_bytes
         check_host_pool(nbytes, spec.token_bytes, budget.key)
@@ -214,15 +239,19 @@ def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> S
 def page_space(served: ServingModel, prefix_cache: bool | Literal["auto"]) -> PageSpace:
     """Return the bookkeeping of pages and state slots; prefix caching off is a cache that never matches.
 
-    Raises ConfigError if prefix caching is required but the model keeps a state per request.
+    Raises ConfigError if prefix caching is required, but the model keeps a state per request and the node no snapshots.
     """
-    size, slots = served.page_size, served.num_slots
-    if slots and prefix_cache is True:
-        key = f"{served.budget.section}.prefix_cache"
-        raise ConfigError(key, f"must be {NO_CACHE}; write auto or false")
-    cache = RadixCache(size) if prefix_cache and not slots else NoPrefixCache()
+    size, slots, snapshots = served.page_size, served.request_slots, Snapshots(served.snapshot_slots)
+    if slots and not snapshots.total and prefix_cache is True:
+        key, remedy = f"{served.budget.section}.prefix_cache", "write auto or false"
+        if served.budget.section == "prefill":
+            remedy += ", or prefill.state_snapshots above 0"
+        raise ConfigError(key, f"must be {NO_CACHE}; {remedy}")
+    caches = prefix_cache and (snapshots.total or not slots)
+    cache = RadixCache(size, snapshots) if caches else NoPrefixCache()
     lookahead = 0 if served.draft is None else lookahead_for(served.draft.config)
-    return PageSpace(size, served.num_pages, cache, keys_with_lookahead(lookahead), slots)
+    grid = state_grid(served.config, size)
+    return PageSpace(size, served.num_pages, cache, keys_with_lookahead(lookahead), slots, grid)
 
 
 def _check_state(plan: NodePlan, device: torch.device, spec: PoolSpec, log: Log) -> WindowShape:
@@ -244,7 +273,8 @@ def _check_state(plan: NodePlan, device: torch.device, spec: PoolSpec, log: Log)
                 f"{plan.speculation.draft_path} keeps a state per request (layer {plane.layer}), which cannot take "
                 "rejected drafts back; use a draft model with attention layers only",
             )
-    log.info("prefix cache off", reason=NO_CACHE, role=plan.role)
+    if not plan.state_snapshots:
+        log.info("prefix cache off", reason=NO_CACHE, role=plan.role)
     config = ModelConfig.load(plan.model.path)
     dtype = resolve_dtype(plan.model.dtype, config.dtype, device)
     return WindowShape(window_widths(config), plan.round_tokens, dtype)
@@ -319,6 +349,7 @@ def _check_memory(plan: NodePlan, device: torch.device, spec: PoolSpec) -> tuple
             pool=0,
             sampling=adjustment_bytes(share.max_rows, config.vocab_size),
             state=(share.state_slots + 1) * spec.state_bytes + window.nbytes(share.max_rows),
+            snapshots=share.state_snapshots * spec.state_bytes,
         )
         if config.vision is not None and pool.runs_vision:
             encoder = encoder_bytes(config.vision, config.hidden_size, dtype)
@@ -328,7 +359,8 @@ def _check_memory(plan: NodePlan, device: torch.device, spec: PoolSpec) -> tuple
         return memory, memory.total + (pool.tokens + spec.page_size) * spec.token_bytes
 
     there = [taken(each)[1] for each in plan.shares if each.device in names]
-    memory, own = taken(NodeShare(plan.device, budget, plan.max_rows, plan.state_slots, plan.round_tokens))
+    slots = plan.state_slots, plan.round_tokens, plan.state_snapshots
+    memory, own = taken(NodeShare(plan.device, budget, plan.max_rows, *slots))
     beside = sum(there) - own
     if budget.tokens is None:
         check_share(device, memory, beside, budget, spec.page_bytes)

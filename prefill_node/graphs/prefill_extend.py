@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from common.engine.forward.batch import (
+    SAVES,
     BatchState,
     CaptureHiddenMode,
     ForwardBatch,
@@ -110,7 +111,7 @@ def idle_extend(
         max_seq_len=tokens,
         query_lens_host=(tokens,),
         seq_lens_host=(tokens,),
-        state=BatchState(zeros[:1]) if state else None,
+        state=BatchState(zeros[:1], zeros.new_zeros(1, SAVES, 2)) if state else None,
     )
 
 

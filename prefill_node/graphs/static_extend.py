@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from common.engine.attention.whole_prompt import MIN_TOKENS
-from common.engine.forward.batch import BatchState, ForwardBatch
+from common.engine.forward.batch import SAVES, BatchState, ForwardBatch
 from common.engine.graphs.slots import worst
 from common.engine.graphs.spec import ShapeKey
 
@@ -34,6 +34,7 @@ class StaticExtend:
         self._starts = torch.zeros(limit.requests + 1, dtype=torch.int32, device=device)
         self._lens = torch.zeros(limit.requests, dtype=torch.int32, device=device)
         self._slots = torch.zeros(limit.requests, dtype=torch.int64, device=device)
+        self._saves = torch.zeros(limit.requests, SAVES, 2, dtype=torch.int64, device=device)
 
     def serves(self, tokens: int) -> bool:
         """Whether a graph of `tokens` tokens, padding included, has no breaks."""
@@ -55,7 +56,10 @@ class StaticExtend:
         if batch.state is not None:
             self._slots[:count].copy_(batch.state.slots)
             self._slots[count:].zero_()
-            state = BatchState(self._slots)
+            self._saves.zero_()
+            if batch.state.saves is not None:
+                self._saves[:count].copy_(batch.state.saves)
+            state = BatchState(self._slots, self._saves)
         return replace(
             batch, page_table=self._pages, query_start=self._starts, seq_lens=self._lens, state=state
         )

@@ -27,6 +27,9 @@ FILE = ROOT / "deploy" / "clusters" / "local-hybrid.yaml"
 MODEL = ROOT / "deploy" / "tiny_models" / "tiny-hybrid"
 STEPS = 3
 SAID = 24  # tokens per answer
+BORDER = 64  # tokens at whose multiples states are saved
+# Four layers: three inputs of 512 channels, and a matrix for each of 8 heads, in float32.
+STATE_BYTES = 4 * 4 * (3 * 512 + 8 * 32 * 32)
 
 
 def shipped() -> dict[str, Any]:
@@ -85,7 +88,10 @@ async def test_word_problems_and_accept_length(hybrid: RunningCluster) -> None:
 async def test_tokens_and_accepted_drafts_equal_the_reference(
     hybrid: RunningCluster, trained: tuple[LanguageModel, MtpHead]
 ) -> None:
-    """The text of transformers, in as many rounds with as many accepted drafts as in one process in plain torch."""
+    """The text of transformers, in as many rounds with as many accepted drafts as in one process in plain torch.
+
+    The second time, prompts continue from the last state that was saved for them, with the same results.
+    """
     model, module = trained
     encoder = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     texts = [text for suite in measure.suites(2) for text in suite.prompts]
@@ -98,13 +104,21 @@ async def test_tokens_and_accepted_drafts_equal_the_reference(
         proposed = measure.proposals(module, model, ids[None], STEPS)[0]
         walked = oracle.walk(oracle.ok_matrix(proposed, ids), len(prompt))
         rounds += [each for each in walked if each.at + 2 - len(prompt) < SAID]
-    async with Client(hybrid.url) as client:
-        before = await counters(client)
-        answers = await client.complete_all(prompts, 4, SAID)
-        after = await counters(client)
     names = Tokenizer(MODEL)
-    for wanted, found in zip(expected, answers, strict=True):
-        assert found.tokens == [names.token_text(token) for token in wanted[:SAID]]
-    drafts, accepted = (after[name] - before[name] for name in ("spec_drafts", "spec_accepted_tokens"))
-    assert drafts == len(rounds)
-    assert accepted == sum(each.accepted for each in rounds) > 1.5 * len(rounds)
+    async with Client(hybrid.url) as client:
+        for reused in (False, True):
+            before = await counters(client)
+            answers = await client.complete_all(prompts, 4, SAID)
+            after = await counters(client)
+            for prompt, wanted, found in zip(prompts, expected, answers, strict=True):
+                assert found.tokens == [names.token_text(token) for token in wanted[:SAID]]
+                cached = (len(prompt) - 1) // BORDER * BORDER if reused else 0
+                assert found.usage["prompt_tokens_details"]["cached_tokens"] == cached
+            drafts, accepted = (
+                after[name] - before[name] for name in ("spec_drafts", "spec_accepted_tokens")
+            )
+            assert drafts == len(rounds)
+            assert accepted == sum(each.accepted for each in rounds) > 1.5 * len(rounds)
+        config = (await client.node("prefill-0"))["config"]
+    assert config["prefix_cache"].startswith("on:")
+    assert config["state_snapshot_bytes"] == config["state_snapshots"] * STATE_BYTES > 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -160,6 +160,7 @@ class Shape:
     backup_bytes: int = 1 << 24
     prefill_slots: int = 16  # state slots beside slot 0, where the model keeps a state per request
     decode_slots: int = 24
+    prefill_snapshots: int = 0  # saved states of cached prefixes
     round_tokens: int = 1  # new tokens of a request in one step, at most
     prefill_cache: bool = True
     decode_cache: bool = True
@@ -555,6 +556,7 @@ class NodeCluster:
         shape, incarnation = self.shape, self._incarnation()
         name = f"prefill-{len(getattr(self, 'prefills', []))}-{incarnation[-2:]}"
         served = self._served("prefill", shape.prefill_pool, shape.prefill_slots)
+        served = replace(served, state_snapshots=shape.prefill_snapshots)
         forwards = self._prompt_forwards(served)
         endpoint = self.fabric.sender(incarnation)
         endpoint.register(forwards.layout, as_memory(forwards.runner.pool.storage))

@@ -30,7 +30,8 @@ class LayerOperation(Protocol):
 
         T may count padding rows past the last token of the batch, which may hold anything: nothing of them may reach a
         plane or another row. Graphs record it, except on batches of mode EXTEND with many tokens: it must not wait for
-        the device. Page 0 and state slot 0 belong to padding and have to stay zero.
+        the device. Page 0 and state slot 0 belong to padding and have to stay zero. An operation with a state also
+        stores the states that `BatchState.saves` names.
         """
 
 

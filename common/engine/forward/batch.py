@@ -8,6 +8,8 @@ from enum import Enum, IntEnum
 
 from torch import Tensor
 
+SAVES = 2  # states inside its new tokens that a forward saves of one request, at most
+
 
 class ForwardMode(Enum):
     """How a batch's tokens are distributed over its requests. Read only by attention backends."""

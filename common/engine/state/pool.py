@@ -102,6 +102,11 @@ class KvPool:
         for plane, source in zip(self._state, backup, strict=True):
             plane[slot] = source.to(self.device)
 
+    def copy_states(self, source: Tensor, target: Tensor) -> None:
+        """Copy what requests keep in slots source[i] to target[i]: [n] int64, disjoint, targets distinct."""
+        for plane in self._state:
+            plane.index_copy_(0, target, plane.index_select(0, source))
+
     def move_slots(self, source: Tensor, target: Tensor) -> None:
         """Copy slots source[i] to target[i] in all planes: [n] int64, page * page_size + offset; targets distinct.
 

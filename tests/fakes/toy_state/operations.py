@@ -47,7 +47,7 @@ def recur(
     queries = projected.shape[1] // (2 * KEY + VALUE + 1) * KEY
     query, added = projected[:, :queries], projected[:, queries:]
     if batch.mode is ForwardMode.EXTEND:
-        return _extend(batch, batch.state.slots, planes["state"], query, added)
+        return _extend(batch, batch.state, planes["state"], query, added)
     return _step(batch.state, layer, planes["state"], query, added)
 
 
@@ -58,8 +58,9 @@ def _parts(added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return key.unflatten(-1, (heads, KEY)), value.unflatten(-1, (heads, VALUE)), F.logsigmoid(decay)
 
 
-def _extend(batch: ForwardBatch, slots: Tensor, state: Tensor, query: Tensor, added: Tensor) -> Tensor:
+def _extend(batch: ForwardBatch, at: BatchState, state: Tensor, query: Tensor, added: Tensor) -> Tensor:
     """Compute any number of tokens per request at once; the state in the slots holds the earlier tokens."""
+    slots = at.slots
     starts = batch.query_start.to(torch.int64)
     index = torch.arange(len(query), device=query.device)
     live = index < starts[-1]
@@ -82,11 +83,21 @@ def _extend(batch: ForwardBatch, slots: Tensor, state: Tensor, query: Tensor, ad
     mixed = mixed + reach[..., None] * torch.einsum("thk,thkv->thv", query, old.index_select(0, owner))
 
     ours = (torch.arange(len(slots), device=query.device)[:, None] == owner) & live
-    end = before[1:]  # [B, heads]
-    left = torch.where(ours[..., None], end[:, None] - until, -torch.inf).exp().float()  # [B, T, heads]
-    new = torch.einsum("buh,uhk,uhv->bhkv", left, key, value)
-    new = new + (end - before[:-1]).exp().float()[..., None, None] * old
-    state.index_copy_(0, slots, torch.where((slots > 0)[:, None, None, None], new, 0))
+
+    def keep(slots: Tensor, ends: Tensor) -> None:
+        """Store the states after the tokens before `ends` [B]."""
+        end = F.pad(until, (0, 0, 1, 0)).index_select(0, ends)  # [B, heads]
+        counted = (ours & (index < ends[:, None]))[..., None]
+        left = torch.where(counted, end[:, None] - until, -torch.inf).exp().float()  # [B, T, heads]
+        new = torch.einsum("buh,uhk,uhv->bhkv", left, key, value)
+        new = new + (end - before[:-1]).exp().float()[..., None, None] * old
+        state.index_copy_(0, slots, torch.where((slots > 0)[:, None, None, None], new, 0))
+
+    keep(slots, starts[1:])
+    if at.saves is not None:
+        for save in at.saves.unbind(1):
+            into, count = save.unbind(1)
+            keep(into, starts[:-1] + count)
     return mixed.flatten(1)
 
 

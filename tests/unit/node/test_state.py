@@ -17,11 +17,13 @@ from common.config.schema import (
     Model,
     PrefillNode,
     PrefillSection,
+    PrefixCaching,
     Speculation,
 )
 from common.engine.host_memory import GIB
 from common.errors import ConfigError
 from common.kv_cache.layer_kinds import MIXERS
+from common.kv_cache.radix_cache import RadixCache
 from common.named import named
 from common.node.memory import MemoryPlan
 from common.node.serving_model import ServingModel, load_serving_model, page_space
@@ -46,10 +48,19 @@ def path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def load(path: Path, role: str = "decode", draft: Path | None = None, **speculation: Any) -> ServingModel:
+def load(
+    path: Path,
+    role: str = "decode",
+    draft: Path | None = None,
+    snapshots: int = 4,
+    cache: PrefixCaching = "auto",
+    **speculation: Any,
+) -> ServingModel:
     cluster = Cluster(
         model=Model(path=str(path)),
-        prefill=PrefillSection(nodes=(PrefillNode(name="n"),), max_batch=3),
+        prefill=PrefillSection(
+            nodes=(PrefillNode(name="n"),), max_batch=3, state_snapshots=snapshots, prefix_cache=cache
+        ),
         decode=DecodeSection(nodes=(DecodeNode(name="n"),), max_running=5, max_transferring=2),
         speculation=Speculation(**speculation),
     )
@@ -60,18 +71,24 @@ def load(path: Path, role: str = "decode", draft: Path | None = None, **speculat
 def test_every_request_that_may_hold_pages_has_a_slot(path: Path) -> None:
     """On decode nodes these are running, arriving and quarantined requests; on prefill nodes computed and sent ones."""
     decode, prefill = load(path, algorithm="ngram", steps=2), load(path, "prefill")
-    assert (decode.layout.num_slots, prefill.layout.num_slots) == (1 + 5 + 2 * 2, 1 + 2 * 3)
+    assert (decode.layout.num_slots, prefill.layout.num_slots) == (1 + 5 + 2 * 2, 1 + 2 * 3 + 4)
+    assert (decode.snapshot_slots, prefill.snapshot_slots) == (range(10, 10), range(7, 11))
     assert decode.spec.state_bytes == STATE_BYTES
     assert decode.window.widths == {1: WINDOW, 2: WINDOW}
     assert (decode.window.tokens, prefill.window.tokens) == (3, 0)
     assert load(path).window.tokens == 1
     told = decode.describe(0, "tcp", 5)
     assert (told["state_slots"], str(told["prefix_cache"])[:4]) == (9, "off:")
+    assert (told["state_snapshots"], told["state_snapshot_bytes"]) == (0, 0)
+    told = prefill.describe(0, "tcp", 5)
+    assert (told["state_slots"], str(told["prefix_cache"])[:3]) == (6, "on:")
+    assert (told["state_snapshots"], told["state_snapshot_bytes"]) == (4, 4 * STATE_BYTES)
 
 
 def test_there_are_no_more_slots_than_pages(path: Path) -> None:
-    """Each request holds a page at least; the trial of the graphs has one page and one slot."""
+    """Each request holds a page at least, and a snapshot too; the trial of the graphs has one page and one slot."""
     assert replace(load(path), num_pages=2).layout.num_slots == 2
+    assert replace(load(path, "prefill"), num_pages=2).layout.num_slots == 3
 
 
 def test_a_model_with_pages_only_has_neither(path: Path) -> None:
@@ -94,6 +111,24 @@ def test_the_prefix_cache_is_off_and_refused(path: Path) -> None:
         page_space(served, True)
 
 
+@pytest.mark.parametrize(
+    ("snapshots", "cache", "kept"), [(4, "auto", 4), (4, True, 4), (0, "auto", 0), (4, False, 0)]
+)
+def test_a_prefill_node_caches_prefixes_if_it_keeps_snapshots(
+    path: Path, snapshots: int, cache: PrefixCaching, kept: int
+) -> None:
+    served = load(path, "prefill", snapshots=snapshots, cache=cache)
+    space = page_space(served, cache)
+    assert (space.cache.snapshots.total, space.total_slots) == (kept, 6)
+    assert isinstance(space.cache, RadixCache) == (kept > 0)
+
+
+def test_a_required_prefix_cache_needs_snapshots(path: Path) -> None:
+    served = load(path, "prefill", snapshots=0, cache=True)
+    with pytest.raises(ConfigError, match=r"prefill\.prefix_cache: .*prefill\.state_snapshots above 0"):
+        page_space(served, True)
+
+
 def test_trees_and_drafts_with_a_state_are_refused(path: Path) -> None:
     with pytest.raises(ConfigError, match=r"speculation\.topk: must be 1: this model keeps a state"):
         load(path, algorithm="ngram", steps=2, topk=2)
@@ -107,4 +142,5 @@ def test_the_memory_plan_counts_states() -> None:
     plan = MemoryPlan(weights=GIB, pool=GIB, working=0, state=3 * GIB)
     assert plan.total == 5 * GIB
     assert "+ state of requests 3.00 GiB" in str(plan)
+    assert str(replace(plan, snapshots=2 * GIB)).endswith("+ states of cached prefixes 2.00 GiB = 7.00 GiB")
     assert "state of requests" not in str(MemoryPlan(GIB, GIB))

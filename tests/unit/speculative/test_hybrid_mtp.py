@@ -109,9 +109,12 @@ def test_drafts_equal_a_recompute(buckets: tuple[int, ...]) -> None:
         step=speculative(drafter, buckets=buckets),
         completion=ONE_BEHIND,
         round_tokens=STEPS + 1,
+        prefill_snapshots=4,
     )
     with NodeCluster(shape) as cluster:
-        check(cluster, 8, PROMPTS[:3])
+        for _ in range(2):  # the second time the longer prompts continue cached prefixes
+            check(cluster, 8, PROMPTS[:3])
+        assert cluster.prefill.link.counters.cached_tokens == 64 + 128
     assert len(seen) > 6
     for text, drafts in seen:
         assert drafts == eager_drafts(text)[: len(drafts)], f"after {len(text)} tokens"
