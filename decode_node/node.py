@@ -174,6 +174,7 @@ class DecodeNode:
                 deadline=now + message.deadline_ms / 1000,
                 images=message.images,
                 salt=message.salt,
+                priority=message.priority,
             )
             self._check(request)
             if request.sampling.grammar:

@@ -43,6 +43,7 @@ class DecodeRequest:
     received: float  # monotonic seconds
     deadline: float
     images: tuple[ImageSpan, ...] = ()  # in the prompt
+    priority: int = 0  # lower goes first
     salt: bytes = b""  # of its pages in the prefix cache
     lease: PageLease | None = None
     row: int = 0  # in the page table and the relay state; 0 = none

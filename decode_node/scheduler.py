@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from common.node.ageing import aged
+from common.node.ageing import aged, promoted
 from decode_node.request import DecodeRequest
 
 
@@ -17,8 +17,18 @@ def headroom_pages(active: Iterable[DecodeRequest], reserved_tokens: int, page_s
 
 
 def in_order(waiting: Iterable[DecodeRequest], now: float) -> list[DecodeRequest]:
-    """Sort by shortest prompt with ageing (see `aged`), the order in which prefill nodes compute the same prompts."""
-    return sorted(waiting, key=lambda request: aged(len(request.prompt), now - request.received))
+    """Sort by priority (see `promoted`), then by shortest prompt with ageing (see `aged`).
+
+    Prefill nodes compute the same prompts in this order.
+    """
+    requests = list(waiting)
+    most_urgent = min((request.priority for request in requests), default=0)
+
+    def rank(request: DecodeRequest) -> tuple[int, float]:
+        waited = now - request.received
+        return promoted(request.priority, waited, most_urgent), aged(len(request.prompt), waited)
+
+    return sorted(requests, key=rank)
 
 
 def admit(
@@ -49,6 +59,6 @@ def admit(
 
 
 def choose_victim(running: Iterable[DecodeRequest]) -> DecodeRequest | None:
-    """The request with the least progress: fewest tokens drawn, then longest prompt (cheapest to recompute)."""
+    """Return the least urgent request with the least progress: fewest tokens drawn, then longest prompt."""
     candidates = [request for request in running if not request.retract and not request.ended]
-    return min(candidates, key=lambda r: (r.launched, -len(r.prompt)), default=None)
+    return min(candidates, key=lambda r: (-r.priority, r.launched, -len(r.prompt)), default=None)

@@ -20,6 +20,7 @@ import typer
 from common.api_key import MAX_WEIGHT, ApiKey
 from common.config.api_keys import read_api_keys
 from common.errors import ConfigError
+from common.messages.generation import MAX_PRIORITY
 
 EXIT_REFUSED = 2
 PREFIX = "sk-tandem-"
@@ -36,6 +37,14 @@ def main(
     requests_per_minute: Limit = None,
     tokens_per_minute: Limit = None,
     concurrency: Limit = None,
+    priority: Annotated[
+        int | None,
+        typer.Option(
+            min=-MAX_PRIORITY,
+            max=MAX_PRIORITY,
+            help="Lowest priority, the most urgent one, that its requests may ask for; default 0",
+        ),
+    ] = None,
     weight: Annotated[
         int | None,
         typer.Option(min=1, max=MAX_WEIGHT, help="Share of the cluster relative to other keys; default 1"),
@@ -50,6 +59,7 @@ def main(
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "concurrency": concurrency,
+        "priority": priority,
         "weight": weight,
     }
     try:

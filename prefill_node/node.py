@@ -166,6 +166,7 @@ class PrefillNode:
             keys=keys,
             images=message.images,
             salt=message.salt,
+            priority=message.priority,
             emitted=message.emitted,
             sampling=message.sampling,
             decode=message.decode,

@@ -31,6 +31,7 @@ class PrefillRequest:
     received: float  # monotonic seconds
     deadline: float  # monotonic seconds
     images: tuple[ImageSpan, ...] = ()  # their pixels stay with the worker
+    priority: int = 0  # lower goes first
     salt: bytes = b""  # its pages in the prefix cache are found only with the same salt
     granted: bool = False  # the decode node has reserved its pages
     lease: PageLease | None = None  # pages for the whole prompt, from admission to settlement

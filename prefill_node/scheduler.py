@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from common.node.ageing import aged
+from common.node.ageing import aged, promoted
 from common.node.announced_work import Work
 from prefill_node.request import PrefillRequest
 
@@ -48,20 +48,24 @@ def cost(request: PrefillRequest, now: float) -> float:
 
 
 def in_order(requests: Iterable[PrefillRequest], now: float) -> Iterator[PrefillRequest]:
-    """Yield prompts that have paused for MAX_PAUSE, longest pause first, then the others, lowest cost first.
+    """Yield prompts that have paused for MAX_PAUSE, longest pause first, then the others.
 
-    Ties keep the order of `requests`. Takes O(n), plus O(log n) for each prompt that is read.
+    Those are ordered by priority (see `promoted`), and within one priority by cost. Ties keep the order of `requests`.
+    Takes O(n), plus O(log n) for each prompt that is read.
     """
-    heap = [(*_rank(request, now), index, request) for index, request in enumerate(requests)]
+    given = list(requests)
+    most_urgent = min((request.priority for request in given), default=0)
+    heap = [(*_rank(request, now, most_urgent), index, request) for index, request in enumerate(given)]
     heapq.heapify(heap)
     while heap:
-        yield heapq.heappop(heap)[3]
+        yield heapq.heappop(heap)[4]
 
 
-def _rank(request: PrefillRequest, now: float) -> tuple[bool, float]:
+def _rank(request: PrefillRequest, now: float, most_urgent: int) -> tuple[bool, int, float]:
     """Return a sort key. A prompt of which nothing was launched cannot pause."""
-    paused = now - request.launched_at >= MAX_PAUSE
-    return (False, request.launched_at) if paused else (True, cost(request, now))
+    if now - request.launched_at >= MAX_PAUSE:
+        return False, 0, request.launched_at
+    return True, promoted(request.priority, now - request.received, most_urgent), cost(request, now)
 
 
 def plan_chunks(

@@ -119,9 +119,15 @@ class Admission:
 
     @asynccontextmanager
     async def let_in(
-        self, client: str, prompt_tokens: int, max_tokens: int, patience: float, weight: int = 1
+        self,
+        client: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        patience: float,
+        weight: int = 1,
+        priority: int = 0,
     ) -> AsyncIterator[None]:
-        """Wait for room; inside the context the request counts as in flight. `weight`: see FairQueue.
+        """Wait for room; inside the context the request counts as in flight. `weight` and `priority`: see FairQueue.
 
         Raises Overloaded if the request would wait, or has waited, longer than `patience` or the configured limit.
         """
@@ -130,7 +136,7 @@ class Admission:
             self._queue.let_in(client, cost, weight)
             self._count(cost)
         else:
-            waiting = Waiting(client, cost, self._clock(), weight)
+            waiting = Waiting(client, cost, self._clock(), weight, priority=priority)
             await self._wait(waiting, min(patience, self._longest_wait))
         try:
             yield

@@ -100,7 +100,7 @@ class KeyGate:
         if needed is not None and needed not in key.scopes:
             raise Forbidden(f"API key {key.id} lacks the scope {needed}; see its scopes in security.api_keys")
         tenant = "" if self._shared_cache else key.id
-        client = Client(key.id, self._view_of(key), tenant, key.weight)
+        client = Client(key.id, self._view_of(key), tenant, key.weight, key.priority)
         if reads or route in UNLIMITED_ROUTES:
             return client, UNLIMITED
         quota = request[_quota_key] = self._quotas.of(key)

@@ -9,6 +9,8 @@ from enum import IntEnum
 import msgspec
 from aiohttp import web
 
+from common.messages.generation import MAX_PRIORITY
+
 
 class View(IntEnum):
     """How much of the cluster a client may see; each level includes the levels below it."""
@@ -26,6 +28,7 @@ class Client:
     view: View
     tenant: str = ""  # only prompts of one tenant share cached pages; "" is shared by everyone
     weight: int = 1  # its share of the cluster relative to other waiting clients
+    most_urgent: int = -MAX_PRIORITY  # the lowest priority that its requests may have
 
 
 client_key: web.RequestKey[Client] = web.RequestKey("client", Client)

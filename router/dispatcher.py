@@ -212,7 +212,8 @@ class Dispatcher:
 
     def _let_in(self, request: GenerationRequest, patience: float) -> AbstractAsyncContextManager[None]:
         prompt, wanted = len(request.token_ids), request.sampling.max_tokens
-        return self.admission.let_in(request.client, prompt, wanted, patience, request.weight)
+        order = request.weight, request.priority
+        return self.admission.let_in(request.client, prompt, wanted, patience, *order)
 
     async def _attempt_until_done(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
         loop = asyncio.get_running_loop()

@@ -2,7 +2,8 @@
 
 The client that has been served the fewest tokens goes first, whatever it sends. Tokens are divided by the weight of the
 client: with weight 3 it is served three times as many while everybody waits. Among the requests of one client the
-cheapest goes first, but every second of waiting subtracts AGEING_TOKENS from its cost, so none waits for ever.
+cheapest goes first, but every second of waiting subtracts AGEING_TOKENS from its cost, so none waits for ever. Each
+level of priority counts as PRIORITY_TOKENS: it orders the client's own requests, and never moves it before another one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, count
 
 AGEING_TOKENS = 500.0  # per second
+PRIORITY_TOKENS = 30 * AGEING_TOKENS  # half a minute of waiting outweighs one level
 STALE_SHARE = 8  # the backlog estimate is renewed after a number of changes equal to 1/8 of the clients
 SPARE_RANKS = 64  # outdated entries that a heap may hold beyond one per client
 
@@ -26,6 +28,12 @@ class Waiting:
     since: float  # monotonic seconds
     weight: int = 1  # of the client
     withdrawn: bool = False
+    priority: int = 0  # lower goes first
+
+    @property
+    def aged_cost(self) -> float:
+        """A constant that orders requests as their cost does, less AGEING_TOKENS per second of waiting."""
+        return self.cost + AGEING_TOKENS * self.since
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +47,10 @@ class _Client:
     rank: _Rank | None = None  # its valid entry in the order of clients; None while nothing waits
 
 
-_Rank = tuple[float, float, int, _Client]  # (given, key of the client's first request, a tie breaker, client)
+_Rank = tuple[
+    float, float, int, _Client
+    # (given, aged cost of the client's first request, a tie breaker, client)
+]
 
 
 class _Backlog:
@@ -86,8 +97,7 @@ class FairQueue:
 
     def push(self, waiting: Waiting) -> None:
         client = self._enter(waiting.client, waiting.weight)
-        # Order by cost - AGEING * (now - since) equals order by cost + AGEING * since, which never changes.
-        key = waiting.cost + AGEING_TOKENS * waiting.since
+        key = waiting.aged_cost + PRIORITY_TOKENS * waiting.priority
         heapq.heappush(client.heap, (key, next(self._numbers), waiting))
         self._waiting += 1
         client.waiting += waiting.cost
@@ -177,7 +187,7 @@ class FairQueue:
         if not client.heap:
             client.rank = None
             return
-        client.rank = (client.given, client.heap[0][0], next(self._numbers), client)
+        client.rank = (client.given, client.heap[0][2].aged_cost, next(self._numbers), client)
         heapq.heappush(self._order, client.rank)
         if len(self._order) > 2 * len(self._clients) + SPARE_RANKS:
             self._order = [rank for rank in self._order if rank[3].rank is rank]

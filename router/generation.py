@@ -38,6 +38,7 @@ class GenerationRequest:
     images: tuple[PromptImage, ...] = ()
     client: str = ""  # API key id, or the client's address where the cluster has no keys
     weight: int = 1  # the client's share while clients wait for room
+    priority: int = 0  # lower goes first in every queue
     salt: bytes = b""  # cached pages are shared only between requests with the same salt
     batch: Batch = field(default_factory=Batch)
     share: PromptShare = UNSHARED  # of the computation of a prompt with several choices

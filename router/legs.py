@@ -35,6 +35,7 @@ def placement_messages(
             deadline_ms=remaining_ms,
             salt=request.salt,
             images=spans,
+            priority=request.priority,
         ),
     )
     # Send each image once, however often it occurs in the prompt.
@@ -54,6 +55,7 @@ def placement_messages(
             deadline_ms=remaining_ms,
             salt=request.salt,
             images=spans,
+            priority=request.priority,
         ),
     )
 

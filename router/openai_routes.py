@@ -47,6 +47,7 @@ from router.request_checks import (
     ServedModel,
     check_logprobs,
     check_model,
+    check_priority,
     check_prompt,
     sampling_params,
 )
@@ -246,6 +247,7 @@ class OpenAiRoutes:
         sampling = sampling_params(body, len(prompt), model, wanted, max_field, logprobs)
         client = request[client_key]
         count = choice_count(body)
+        priority = check_priority(body.priority, client.most_urgent)
         choices = []
         drawn = zip(samplings(sampling, count), shares(count), strict=True)
         for number, (own, share) in enumerate(drawn, start=index * count):
@@ -257,6 +259,7 @@ class OpenAiRoutes:
                 client=client.name,
                 weight=client.weight,
                 salt=cache_salt(client.tenant, body.cache_salt),
+                priority=priority,
                 batch=batch,
                 share=share,
             )

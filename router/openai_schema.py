@@ -83,6 +83,7 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, float] | None = None  # token id -> value added to its logit
     min_tokens: int | None = None
     seed: int | None = None
+    priority: int | None = None  # lower goes first
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -109,7 +110,6 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     ebnf: Any = None
     json_schema: Any = None
     prompt_logprobs: Any = None
-    priority: Any = None
     echo: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
@@ -170,7 +170,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "ebnf": (),
     "json_schema": (),
     "prompt_logprobs": (),
-    "priority": (0,),
     "echo": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1,),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from common.checkpoint.generation_config import DefaultSampling
 from common.checkpoint.vision_config import VisionConfig
 from common.errors import ContextTooLong, InvalidRequest, ModelNotFound
-from common.messages.generation import MAX_BIASES, SamplingParams, TokenBias
+from common.messages.generation import MAX_BIASES, MAX_PRIORITY, SamplingParams, TokenBias
 from router.chat.answer_style import PLAIN, AnswerStyle
 from router.openai_schema import MAX_STOP_TOKENS, TOP_LOGPROBS, SharedFields, TokenIds
 
@@ -152,6 +152,22 @@ def _min_tokens(given: int, max_tokens: int, stop_tokens: int, vocab_size: int) 
     if given and stop_tokens >= vocab_size:
         raise InvalidRequest("min_tokens cannot be met: every token is a stop token", param="min_tokens")
     return given
+
+
+def check_priority(priority: int | None, most_urgent: int) -> int:
+    """Return the priority of a request. `most_urgent`: the lowest that the client may ask for."""
+    if priority is None:
+        return 0 if most_urgent <= 0 else most_urgent
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidRequest(
+            f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}; lower goes first", param="priority"
+        )
+    if priority < most_urgent:
+        raise InvalidRequest(
+            f"this API key may ask for a priority of {most_urgent} or more; lower ones are more urgent",
+            param="priority",
+        )
+    return priority
 
 
 def check_logprobs(count: int | None, field: str) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.messages.generation import CacheSalt, ImageSpans, SamplingParams, TokenIds
+from common.messages.generation import CacheSalt, ImageSpans, Priority, SamplingParams, TokenIds
 from common.messages.identity import NodeRef
 from common.messages.node_inbox import Abort, FlushCache, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.router_inbox import Room
@@ -23,6 +23,7 @@ class Reserve(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     deadline_ms: int  # remaining
     salt: CacheSalt = b""  # as in Prefill
     images: ImageSpans = ()  # only for the prefix cache: a decode node never receives pixels
+    priority: Priority = 0
 
 
 DecodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache | Reserve

@@ -19,6 +19,9 @@ MAX_SALT_BYTES = 32
 # See PageSpace.lease; b"" is shared by all requests without a salt.
 CacheSalt = Annotated[bytes, msgspec.Meta(max_length=MAX_SALT_BYTES)]
 StopTokens = Annotated[tuple[Int64, ...], msgspec.Meta(max_length=MAX_STOP_IDS)]
+# Of a request, relative to others that wait: lower values go first.
+MAX_PRIORITY = 20
+Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Logprob = Annotated[float, msgspec.Meta(le=0.01)]  # rounding may make it slightly positive; NaN is refused
 MAX_GRAMMAR = 1 << 17  # characters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.messages.generation import CacheSalt, ImageSpans, SamplingParams, TokenIds
+from common.messages.generation import CacheSalt, ImageSpans, Priority, SamplingParams, TokenIds
 from common.messages.node_inbox import Abort, FlushCache, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.router_inbox import Room
 from common.messages.wire import InboxCodec
@@ -24,6 +24,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     deadline_ms: int  # remaining
     salt: CacheSalt = b""  # cached pages are shared only within one salt
     images: ImageSpans = ()  # token_ids contains arbitrary tokens in their place
+    priority: Priority = 0
 
 
 PrefillMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache | Prefill

@@ -13,3 +13,15 @@ def aged(tokens: int, waited: float) -> float:
     ever: the cost of a long one falls below that of every new one.
     """
     return tokens / (AGEING_SECONDS + waited)
+
+
+PROMOTION_SECONDS = 10.0  # of waiting after which a request counts as one priority more urgent
+
+
+def promoted(priority: int, waited: float, most_urgent: int) -> int:
+    """Return the priority that a request counts with after it has waited; the lowest is next.
+
+    `most_urgent`: the lowest priority of all requests that wait. A request that has waited long enough reaches it, so
+    that no request waits for ever, and then competes by its cost (see `aged`).
+    """
+    return max(priority - int(waited / PROMOTION_SECONDS), most_urgent)

@@ -11,7 +11,7 @@ from common import messages
 from common.messages.protocol import PROTOCOL_VERSION
 from kv_transfer.schema_hash import schema_hash
 
-SCHEMAS = {5: "98caf27e0114a3a6"}  # version -> hash of every struct of common/messages
+SCHEMAS = {6: "9345623d1d9f3769"}  # version -> hash of every struct of common/messages
 
 
 def _structs() -> list[type[msgspec.Struct]]:

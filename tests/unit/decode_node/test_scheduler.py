@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
+from common.node.ageing import PROMOTION_SECONDS
 from decode_node.request import DecodeRequest
 from decode_node.scheduler import admit, choose_victim, headroom_pages, in_order
 
@@ -179,6 +180,17 @@ def test_the_victim_is_the_least_progressed() -> None:
     for each in running:
         each.retract = True
     assert choose_victim(running) is None
+
+
+def test_priority_orders_the_queue_and_the_victims() -> None:
+    long, new, short = request(1, prompt=400), request(2, prompt=100), request(3, prompt=20)
+    long.priority, short.priority = -2, 1
+    assert rooms(in_order([short, new, long], 1.0)) == [1, 2, 3]
+    later = 3 * PROMOTION_SECONDS
+    assert rooms(in_order([short, new, long], later)) == [3, 2, 1], "all are as urgent as the first by now"
+    long.launched = new.launched = 1
+    short.launched = 9
+    assert choose_victim([long, new, short]) is short, "the least urgent, whatever its progress"
 
 
 def test_lengths_of_a_request() -> None:

@@ -41,13 +41,13 @@ def test_all_options_are_written_to_the_file(tmp_path: Path) -> None:
     file.write_text("# keys of the lab\n")
     file.chmod(0o600)
     options = ["--scope", "admin", "--scope", "inference", "--expires", "2027-01-31", "--concurrency", 3]
-    options += ["--requests-per-minute", 60, "--tokens-per-minute", 1000, "--weight", 3]
+    options += ["--requests-per-minute", 60, "--tokens-per-minute", 1000, "--weight", 3, "--priority", -2]
     assert run("ops", file, *options).exit_code == 0
     (key,) = read_api_keys(file)
     assert key.scopes == ("admin", "inference")
     assert key.expires == datetime(2027, 1, 31, tzinfo=UTC)
     assert (key.requests_per_minute, key.tokens_per_minute, key.concurrency) == (60, 1000, 3)
-    assert key.weight == 3
+    assert (key.weight, key.priority) == (3, -2)
     assert file.read_text().startswith("# keys of the lab\n")
 
 

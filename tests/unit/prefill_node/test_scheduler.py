@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages.generation import ImageSpan, SamplingParams
-from common.node.ageing import AGEING_SECONDS
+from common.node.ageing import AGEING_SECONDS, PROMOTION_SECONDS
 from common.node.announced_work import CONTEXT_TOKENS
 from prefill_node.limits import whole_chunks
 from prefill_node.request import PrefillRequest
@@ -89,6 +89,24 @@ def test_equal_prompts_are_served_in_the_order_in_which_they_came() -> None:
     requests = [request(room, 50, received=float(room // 3)) for room in range(30)]
     assert list(in_order(requests, 40.0)) == requests
     assert [each.room for each in in_order(reversed(requests[:3]), 40.0)] == [2, 1, 0], "the first of equals"
+
+
+def test_lower_priorities_go_first_whatever_their_length() -> None:
+    normal, urgent, modest = request(1, 20), request(2, 2000), request(3, 10)
+    urgent.priority, modest.priority = -1, 5
+    assert list(in_order([normal, modest, urgent], 1.0)) == [urgent, normal, modest]
+
+
+def test_waiting_raises_the_priority_up_to_that_of_the_most_urgent() -> None:
+    """A stream of urgent prompts delays the others, but not for ever."""
+    waiting = request(1, 20)
+    urgent = [request(room, 20, received=PROMOTION_SECONDS - 1) for room in range(2, 6)]
+    for each in urgent:
+        each.priority = -1
+    assert next(in_order([waiting, *urgent], PROMOTION_SECONDS - 0.5)) is urgent[0]
+    assert next(in_order([waiting, *urgent], PROMOTION_SECONDS)) is waiting
+    old, new = request(1, 2000), request(2, 20, received=95.0)
+    assert next(in_order([old, new], 100.0)) is new, "among equal priorities nothing is raised"
 
 
 def test_a_started_prompt_advances_at_least_once_a_second() -> None:

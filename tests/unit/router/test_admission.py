@@ -30,12 +30,18 @@ class Rig:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     def ask(
-        self, name: str, prompt: int, client: str = "a", max_tokens: int = 100, patience: float = 600.0
+        self,
+        name: str,
+        prompt: int,
+        client: str = "a",
+        max_tokens: int = 100,
+        patience: float = 600.0,
+        priority: int = 0,
     ) -> None:
         self.leave[name] = asyncio.Event()
 
         async def run() -> None:
-            async with self.admission.let_in(client, prompt, max_tokens, patience):
+            async with self.admission.let_in(client, prompt, max_tokens, patience, priority=priority):
                 self.inside.append(name)
                 await self.leave[name].wait()
 
@@ -71,6 +77,19 @@ async def test_what_fits_goes_in_at_once_and_the_rest_by_length() -> None:
     await rig.end("middle")
     assert rig.inside[-1] == "long"
     await rig.end("long")
+    rig.empty()
+
+
+async def test_an_urgent_request_goes_in_first() -> None:
+    rig = Rig()
+    rig.ask("first", 800)
+    rig.ask("normal", 700)
+    rig.ask("modest", 600, priority=1)
+    rig.ask("urgent", 800, priority=-1)
+    await rig.settle()
+    for name in ("first", "urgent", "normal", "modest"):
+        assert rig.inside[-1] == name
+        await rig.end(name)
     rig.empty()
 
 

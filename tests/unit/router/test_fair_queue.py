@@ -9,7 +9,7 @@ from types import FrameType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fair_queue import AGEING_TOKENS, FairQueue, Waiting
+from router.fair_queue import AGEING_TOKENS, PRIORITY_TOKENS, FairQueue, Waiting
 
 
 def served(queue: FairQueue) -> list[Waiting]:
@@ -33,6 +33,24 @@ def test_waiting_makes_up_for_length() -> None:
     old = Waiting("a", 2000, 0.0)
     queue.push(old)
     queue.push(Waiting("a", 10, 2000 / AGEING_TOKENS + 1))
+    assert queue.head() is old
+
+
+def test_priority_orders_the_requests_of_one_client_only() -> None:
+    queue = FairQueue()
+    for priority in (1, 0, -1):
+        queue.push(Waiting("a", 100, 0.0, priority=priority))
+        queue.push(Waiting("b", 90, 0.0))
+    order = served(queue)
+    assert [each.priority for each in order if each.client == "a"] == [-1, 0, 1]
+    assert [each.client for each in order] == ["b", "a"] * 3, "b was first among equals, and stays first"
+
+
+def test_waiting_makes_up_for_priority() -> None:
+    queue = FairQueue()
+    old = Waiting("a", 100, 0.0, priority=1)
+    queue.push(old)
+    queue.push(Waiting("a", 100, PRIORITY_TOKENS / AGEING_TOKENS + 1))
     assert queue.head() is old
 
 
