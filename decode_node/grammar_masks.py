@@ -13,6 +13,9 @@ from decode_node.request import DecodeRequest
 from decode_node.step_plan import Masks
 from decode_node.step_result import Trees
 
+# Seconds for one mask of the most complex grammar that the limits of common/grammar allow, on a busy core.
+SLOWEST_MASK = 0.02
+
 
 class Grammars(Protocol):
     """Starts to compile grammars; common.grammar.GrammarCompiler is one."""

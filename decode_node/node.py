@@ -31,7 +31,7 @@ from common.node.announced_work import AnnouncedWork
 from common.node.life import NodeLife
 from common.node.overlap import OverlapLoop
 from decode_node.batch_resources import BatchResources
-from decode_node.grammar_masks import failed_grammars, follow_compiled, step_masks
+from decode_node.grammar_masks import SLOWEST_MASK, failed_grammars, follow_compiled, step_masks
 from decode_node.parts import Links, Observation, Scheduling
 from decode_node.planner import Planned, Planner
 from decode_node.queues import Queues
@@ -122,6 +122,7 @@ class DecodeNode:
         self._planner.launched(planned)
         if planned.plan.masked:
             generation, batch = planned.plan.generation, planned.batch
+            self._announce(SLOWEST_MASK * self._planner.most_masks(planned))
             # Computed while the forward runs.
             self._worker.draw(step_masks(generation, batch, self._worker.trees(), self._limits.vocab_size))
             self._fail_all(failed_grammars(batch))

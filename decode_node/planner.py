@@ -115,6 +115,11 @@ class Planner:
             emission.request.step_read(self._rules.tokens_of(plan.width), len(emission.tokens))
         return emissions
 
+    def most_masks(self, planned: Planned) -> int:
+        """Bound the masks that a masked step needs."""
+        constrained = sum(request.matcher is not None for request in planned.batch)
+        return constrained * self._rules.tokens_of(planned.plan.width)
+
     def work(self, planned: Planned) -> Work:
         """Estimate the work of a plan's step. A row may verify fewer drafts than it has room for."""
         batch = planned.batch

@@ -12,6 +12,7 @@ from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.ops.rms_norm import rms_norm
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.sampling.logit_adjustments import AdjustmentRows, Adjustments
+from common.engine.sampling.logit_masks import LogitMasks
 from common.engine.sampling.sampling_plan import AdjustmentFacts
 from tests.fakes.pools import plain_pool
 
@@ -76,8 +77,8 @@ def test_no_prompt_batch_compiles_after_the_warm_up(compiled: list[str]) -> None
     assert not compiled
 
 
-def test_no_penalty_compiles_after_start_up(compiled: list[str]) -> None:
-    """One kernel serves batches and draft trees of any size; it is compiled when the node allocates."""
+def test_no_penalty_or_mask_compiles_after_start_up(compiled: list[str]) -> None:
+    """One kernel each serves batches and draft trees of any size; it is compiled when the node allocates."""
     vocab = 4112
     state = AdjustmentRows.allocate(70, vocab, torch.device("cuda"))
     compiled.clear()
@@ -86,6 +87,8 @@ def test_no_penalty_compiles_after_start_up(compiled: list[str]) -> None:
         owner = torch.arange(1, rows + 1, device="cuda")
         path = torch.full((rows, width), -1, dtype=torch.int64, device="cuda")
         Adjustments(state, owner, facts, path).apply(torch.zeros(rows, vocab, device="cuda"), owner)
+        words = torch.zeros(rows, -(-vocab // 32), dtype=torch.int32, device="cuda")
+        LogitMasks(words, owner - 1).apply(torch.zeros(rows, vocab, device="cuda"))
     assert not compiled
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from common.engine.ops.mask_logits import WORD_BITS, mask_logits
 from common.engine.ops.penalise import penalise
 from common.engine.sampling.sampling_plan import AdjustmentFacts, adjustment_facts
 from common.messages.generation import MAX_BIASES, MAX_STOP_IDS, SamplingParams
@@ -67,6 +68,8 @@ class AdjustmentRows:
         facts = AdjustmentFacts(penalties=True, biases=1, withheld=1)
         logits = torch.zeros(1, vocab_size, device=device)
         made.apply(logits, nowhere, nowhere, facts, nowhere[:, None])
+        words = torch.zeros(1, -(-vocab_size // WORD_BITS), dtype=torch.int32, device=device)
+        mask_logits(logits, words, nowhere)  # belongs to no row, but every draw may need it
         return made
 
     def write(

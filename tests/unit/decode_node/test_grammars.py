@@ -8,6 +8,7 @@ import pytest
 
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
+from decode_node.grammar_masks import SLOWEST_MASK
 from tests.fakes.node_cluster import Call, NodeCluster, Shape, with_forced_tokens
 from tests.fakes.sampling_cases import EVERYTHING
 from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
@@ -195,4 +196,15 @@ def test_retraction_between_forced_tokens() -> None:
         expect_reference(*calls)
         assert cluster.decode.link.counters.retractions > 0
         assert cluster.decode.link.counters.spec_accepted_forced > 0
+        cluster.settle()
+
+
+def test_the_time_of_masks_is_announced() -> None:
+    """The router must not take a node for hung that computes the masks of complex grammars."""
+    with NodeCluster(Shape(grammars=tiny_compiler())) as cluster:
+        calls = [submit(cluster, "numbers", 9), submit(cluster, "words", 9), cluster.submit(prompt_of(9), 30)]
+        cluster.run()
+        expect_reference(*calls)
+        assert 2 * SLOWEST_MASK in cluster.decode.link.announced
+        assert 3 * SLOWEST_MASK not in cluster.decode.link.announced
         cluster.settle()

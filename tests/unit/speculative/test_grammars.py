@@ -9,6 +9,7 @@ import pytest
 
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
+from tests.fakes.draft_models import drafting
 from tests.fakes.drafters import forcing
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
 from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
@@ -34,6 +35,16 @@ def test_beside_free_requests_in_one_batch(drafter: str, completion: type[Comple
         expect_reference(*calls)
         assert {call.finish for call in calls[:7]} == {"stop"}
         expect_accepted(cluster, 1.01)
+        cluster.settle()
+
+
+def test_a_step_without_drafts() -> None:
+    """Adaptive speculation falls back to it in large batches."""
+    model, step = drafting("eagle3", 0)
+    with NodeCluster(Shape(draft=model, step=forcing(step), grammars=tiny_compiler())) as cluster:
+        calls = [submit(cluster, "record", 9), cluster.submit(prompt_of(9), 30)]
+        cluster.run()
+        expect_reference(*calls)
         cluster.settle()
 
 

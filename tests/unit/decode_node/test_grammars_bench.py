@@ -1,0 +1,35 @@
+"""The benchmark of grammars on a CPU: constrained steps of the tiny model, and a constructed tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from llguidance import LLMatcher
+
+from common.grammar import GrammarCompiler
+from decode_node.steps import FORCED_STEPS
+from tests.bench import grammars, shapes
+from tests.bench.drafted_engine import Engine
+
+MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
+
+
+def test_forced_tokens_give_several_tokens_per_step() -> None:
+    target = MODELS / "tiny-target"
+    pair = shapes.loaded(target, MODELS / "tiny-eagle3", FORCED_STEPS, torch.device("cpu"))
+    tokenizer, ends = (target / "tokenizer.json").read_text(), pair.model.config.eos_token_ids
+    compiler = GrammarCompiler(tokenizer, pair.model.config.vocab_size, ends)
+    engine = Engine(pair, 2, 256, FORCED_STEPS)
+    row = grammars.measure(engine, engine.step("none", constrains=True), compiler, 2, 20, 12)
+    assert row.tokens_per_step > 1.5
+    assert row.batch == 2
+
+
+def test_the_constructed_tokenizer_constrains() -> None:
+    compiler = GrammarCompiler(grammars.constructed_tokenizer(600), 600, [599])
+    grammar: str = LLMatcher.grammar_from_json_schema(json.dumps(grammars.SCHEMA))
+    matcher = compiler.matcher(grammar)
+    assert matcher.accept(compiler.tokenize('[{"product_name":"ab'))
+    assert not matcher.stopped
