@@ -52,6 +52,7 @@ class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Payload: the body of /tokenize. Answer: the JSON of its response."""
 
     max_model_len: int
+    template_variables: tuple[str, ...] = ()  # names that clients may set
 
 
 class Detokenize(msgspec.Struct, frozen=True, array_like=True, tag=6):

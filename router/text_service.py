@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -103,9 +103,11 @@ class TextService:
         job = EncodeTexts(add_special_tokens, max_model_len, tuple(fields))
         return await self._tokens(job, msgspec.msgpack.encode(texts))
 
-    async def tokenize(self, raw: bytearray, max_model_len: int) -> Payload:
-        """The JSON response of /tokenize."""
-        return await self._run(Tokenize(max_model_len), raw)
+    async def tokenize(
+        self, raw: bytearray, max_model_len: int, template_variables: Iterable[str] = ()
+    ) -> Payload:
+        """The JSON response of /tokenize. `template_variables`: those that clients may set."""
+        return await self._run(Tokenize(max_model_len, tuple(template_variables)), raw)
 
     async def detokenize(self, raw: bytearray, vocab_size: int) -> Payload:
         """The JSON response of /detokenize."""

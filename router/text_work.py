@@ -7,7 +7,7 @@ are the same in both.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ from common.errors import InvalidRequest, RequestError
 from router.apis.tasks import READERS
 from router.chat.chat_input import ChatInput
 from router.chat.chat_rules import check_chat_fields
+from router.chat.request_fields import check_calls, check_tools, template_tools, template_variables
 from router.chat_template import ChatTemplate
 from router.field_rules import undeclared
 from router.json_body import decode_json
@@ -27,6 +28,7 @@ from router.openai_schema import (
     prompt_names,
     refuse_unsupported_messages,
 )
+from router.prompt_end import prompt_end
 from router.request_checks import check_length, check_tokens_in_vocabulary
 from router.text_jobs import (
     Answer,
@@ -136,21 +138,21 @@ class TextWork:
                 texts = _texts.decode(payload)
                 return self._encoded(texts, job.add_special_tokens, job.max_model_len, job.fields)
             case Tokenize():
-                return Answer(), self.tokenize(payload, job.max_model_len)
+                return Answer(), self.tokenize(payload, job.max_model_len, job.template_variables)
             case Detokenize():
                 return Answer(), self.detokenize(payload, job.vocab_size)
 
-    def tokenize(self, raw: Payload, max_model_len: int) -> bytes:
+    def tokenize(self, raw: Payload, max_model_len: int, variables: Iterable[str] = ()) -> bytes:
         """Return the response body of /tokenize. Raises InvalidRequest."""
         self._limit(READ_SECONDS)
         body = decode_json(raw, _tokenize)
-        text, special = self._text_of(body)
+        text, special = self._text_of(body, frozenset(variables))
         self._limit(ENCODE_SECONDS)
         tokens = self._tokenizer.encode(text, special)
         names = self._tokenizer.vocabulary_entries(tokens) if body.return_token_strs else None
         return msgspec.json.encode(TokenizeAnswer(len(tokens), max_model_len, tokens, names))
 
-    def _text_of(self, body: TokenizeRequest) -> tuple[str, bool]:
+    def _text_of(self, body: TokenizeRequest, allowed: frozenset[str]) -> tuple[str, bool]:
         """Return the text to encode and whether to add special tokens. Raises InvalidRequest."""
         if body.messages is None:
             if body.prompt is None:
@@ -159,8 +161,15 @@ class TextWork:
         if body.prompt is not None:
             raise InvalidRequest("prompt and messages exclude each other", param="messages")
         refuse_unsupported_messages(body.messages)
+        tools = body.tools or []
+        check_tools(tools)
+        for index, message in enumerate(body.messages):
+            check_calls(message.tool_calls or [], f"messages[{index}].tool_calls")
+        variables = template_variables(body.chat_template_kwargs, None, allowed)
+        end = prompt_end(body.add_generation_prompt, body.continue_final_message)
         self._limit(RENDER_SECONDS)
-        return self._template.render(body.messages), bool(body.add_special_tokens)
+        text = self._template.render(body.messages, end, template_tools(tools), variables)
+        return text, bool(body.add_special_tokens)
 
     def detokenize(self, raw: Payload, vocab_size: int) -> bytes:
         """Return the response body of /detokenize. Raises InvalidRequest."""

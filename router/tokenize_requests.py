@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from router.chat.request_fields import Tool
 from router.openai_schema import MAX_MESSAGES, Message, Text
 
 
@@ -19,6 +20,11 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
     # default: true for a prompt, false for messages, whose template writes the special tokens
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
+    # as in a chat request, for messages only
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True):

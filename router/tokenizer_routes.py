@@ -28,7 +28,9 @@ class TokenizerRoutes:
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         async with received(request) as memory:
-            answer = await self._texts.tokenize(memory.take(), self._model().max_model_len)
+            model = self._model()
+            allowed = model.answers.template_variables
+            answer = await self._texts.tokenize(memory.take(), model.max_model_len, allowed)
             return await send_json(request, [answer])
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:

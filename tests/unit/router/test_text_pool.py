@@ -180,7 +180,7 @@ async def test_a_template_that_takes_too_long_costs_one_worker(
     )
     opened = await lane(model(tmp_path, source))
     with pytest.raises(InvalidRequest, match="too much time or memory") as found:
-        await opened.run(CHAT, msgspec.msgpack.encode([Message("user", "bomb")]))
+        await opened.run(CHAT, msgspec.msgpack.encode(ChatInput([Message("user", "bomb")])))
     assert found.value.param == "messages"
     answer, _ = await opened.run(CHAT, msgspec.msgpack.encode(ChatInput(HI)))
     assert answer.counts[0] > 0

@@ -37,6 +37,11 @@ async def test_tokenize_and_back(rig: Rig) -> None:
         ("/tokenize", {"messages": []}, "messages"),
         (
             "/tokenize",
+            {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": 1}},
+            "chat_template_kwargs.a",
+        ),
+        (
+            "/tokenize",
             {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
             "messages[0].content[0]",
         ),
@@ -65,6 +70,11 @@ async def test_messages_give_the_prompt_of_a_chat(rig: Rig) -> None:
     status, found, _ = await rig.post("/tokenize", {"messages": messages})
     assert status == 200
     assert found["tokens"] == rig.generator.requests[0].token_ids
+    opened = [*messages, {"role": "assistant", "content": "Hi"}]
+    for end in ({"add_generation_prompt": False}, {"continue_final_message": True}):
+        await rig.post("/v1/chat/completions", {"messages": opened, **end})
+        _, ended, _ = await rig.post("/tokenize", {"messages": opened, **end})
+        assert ended["tokens"] == rig.generator.requests[-1].token_ids
     _, special, _ = await rig.post("/tokenize", {"messages": messages, "add_special_tokens": True})
     assert special["tokens"] == [1, *found["tokens"]]
 
