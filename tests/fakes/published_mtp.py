@@ -138,7 +138,8 @@ def save(form: Published, path: Path) -> Saved:
     for key, value in module.state_dict().items():
         tensors[form.prefix + _renamed(key, form.renamed)] = value.contiguous()
     for part in form.copies:
-        tensors[f"{form.prefix}{part}.weight"] = tensors["model.embed_tokens.weight"].clone()
+        source = "lm_head" if part.endswith("head") else f"model.{part}"
+        tensors[f"{form.prefix}{part}.weight"] = tensors[f"{source}.weight"].clone()
     raw = {**json.loads((path / "config.json").read_text()), **form.config}
     if form.nested:
         name = raw["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")

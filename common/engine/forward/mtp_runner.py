@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from common.checkpoint.draft_config import DraftConfig
+from common.checkpoint.model_files import read_weight_files
 from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import ForwardBatch
 from common.engine.forward.draft_inputs import EagleDraftInput
@@ -17,8 +19,9 @@ from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import DraftOutput, SplitHead
 from common.engine.models.model_size import check_draft_size
-from common.engine.models.mtp import EMBEDDING, HEAD, MtpModules, build_mtp
+from common.engine.models.mtp import EMBEDDING, HEAD, MtpModule, MtpModules, build_mtp
 from common.engine.weights import load_weights
+from common.errors import ModelError
 
 
 class Module(Protocol):
@@ -41,11 +44,46 @@ class MultiLayerRunner:
 
 
 def load_mtp(path: Path, draft: DraftConfig, target: CausalLM, placement: Placement) -> MtpModules:
-    """Load the modules that are used; the checkpoint may contain more, or the target too. Raises ModelError."""
+    """Load the modules that are used; the checkpoint may contain more, or the target too.
+
+    Modules that are as wide as the target share its embedding and LM head. Most files repeat them; where a file has
+    others, the module uses its own. Raises ModelError.
+    """
     assert draft.mtp is not None
     check_draft_size(path, draft)
     model = build_mtp(draft, target, placement)
     prefixes = tuple(f"{draft.mtp.prefix(index)}." for index in range(draft.model.num_layers))
     copies = tuple(f"{prefix}{part}.weight" for prefix in prefixes for part in (EMBEDDING, HEAD))
     load_weights(path, model.pieces(), ignore=copies, within=prefixes)
+    names = {name for file in read_weight_files(path) for name in file.tensors}
+    for prefix, head in zip(prefixes, model.heads, strict=True):
+        if head.embed_tokens is target.embed_tokens and f"{prefix}{EMBEDDING}.weight" in names:
+            _take_embedding(path, head, target)
+        if head.lm_head is target.lm_head and f"{prefix}{HEAD}.weight" in names:
+            _take_head(path, head, target)
     return model.eval()
+
+
+@torch.no_grad()
+def _take_embedding(path: Path, head: MtpModule, target: CausalLM) -> None:
+    """Use the embedding of the file unless it is a copy of the target's."""
+    own = head.own_embedding()
+    load_weights(path, own.pieces(), within=(f"{own.name}.weight",))
+    if torch.equal(own.weight, target.embed_tokens.weight):
+        return
+    if target.config.vision is not None:
+        raise ModelError(
+            f"{path}: {own.name}.weight is not the target's embedding, so this module cannot read the images that the "
+            "target embeds; use a checkpoint whose modules share it"
+        )
+    head.embed_tokens = own
+
+
+@torch.no_grad()
+def _take_head(path: Path, head: MtpModule, target: CausalLM) -> None:
+    """Use the LM head of the file unless it is a copy of the target's."""
+    own = head.own_head()
+    pieces = list(own.pieces())
+    load_weights(path, pieces, within=tuple(piece.name for piece in pieces))
+    if not torch.equal(own.dense(), target.lm_head.dense()):
+        head.lm_head = own

@@ -34,7 +34,7 @@ from common.checkpoint.mtp_format import MtpFormat
 from common.engine.attention.backend import AttentionBackend
 from common.engine.formats.registry import weight_format
 from common.engine.layers.activations import Activations
-from common.engine.layers.linear import Embedding
+from common.engine.layers.linear import Embedding, Linear
 from common.engine.layers.norm import model_norm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
@@ -43,15 +43,16 @@ from common.engine.models.causal_lm import CausalLM
 from common.engine.models.decoder import DecoderLayer
 from common.engine.models.eagle import DraftModule, DraftOutput
 
-# In DeepSeek's format only. They are copies of the target's, unless the module is of another width.
+# A module's own parts. In published files they are copies of the target's, if they exist at all.
 EMBEDDING, HEAD = "embed_tokens", "shared_head.head"
 
 
 class MtpModule(DraftModule):
-    """A `SplitHead` that shares the target's embedding and LM head unless it is of another width.
+    """A `SplitHead` that shares the target's embedding and LM head, or has its own.
 
     Args:
         index: among the modules. Its layer has the planes of this index.
+        own: it has its own, since it is of another width than the target.
     """
 
     def __init__(
@@ -71,16 +72,26 @@ class MtpModule(DraftModule):
         self._format: MtpFormat = names
         self._passes_output = names.chain or draft.repeats
         self._own = own
+        self._config, self._prefix, self._weights = config, prefix, weights
         self.embed_tokens, self.lm_head = target.embed_tokens, target.lm_head
         if own:
-            self.embed_tokens = Embedding(f"{prefix}.{EMBEDDING}", config.vocab_size, size, placement)
-            self.lm_head = weights.linear(size, {f"{prefix}.{HEAD}": config.vocab_size}, bias=False)
+            self.embed_tokens, self.lm_head = self.own_embedding(), self.own_head()
         self.rotary = Rotary(config.rope, config.head_dim, placement)
         self.enorm = model_norm(f"{prefix}.{names.embed_norm}", size, config, placement)
         self.hnorm = model_norm(f"{prefix}.{names.hidden_norm}", read, config, placement)
         self.eh_proj = weights.linear(size + read, {f"{prefix}.{names.projection}": size}, bias=False)
         self.layer = DecoderLayer(names.layer_prefix(index), config, index, weights)
         self.norm = model_norm(f"{prefix}.{names.final_norm}", size, config, placement)
+
+    def own_embedding(self) -> Embedding:
+        """Make an uninitialised embedding of its own."""
+        config = self._config
+        return Embedding(f"{self._prefix}.{EMBEDDING}", config.vocab_size, config.hidden_size, self.placement)
+
+    def own_head(self) -> Linear:
+        """Make an uninitialised LM head of its own."""
+        config, rows = self._config, {f"{self._prefix}.{HEAD}": self._config.vocab_size}
+        return self._weights.linear(config.hidden_size, rows, bias=False)
 
     def body(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend

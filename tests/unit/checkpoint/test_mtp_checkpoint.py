@@ -162,17 +162,43 @@ def test_embedding_and_head_are_shared(target: CausalLM) -> None:
         assert head.lm_head is target.lm_head
 
 
-def test_copies_of_embedding_and_head_are_not_loaded(target: CausalLM, tmp_path: Path) -> None:
+def test_copies_of_embedding_and_head_are_shared(target: CausalLM, tmp_path: Path) -> None:
     """DeepSeek's checkpoints repeat embedding and head in the module; tensors of other layers belong to the target."""
     tensors = shipped()
-    tensors["model.layers.8.embed_tokens.weight"] = torch.randn(VOCAB, HIDDEN)
-    tensors["model.layers.9.shared_head.head.weight"] = torch.randn(VOCAB, HIDDEN)
+    tensors["model.layers.8.embed_tokens.weight"] = target.embed_tokens.weight.clone()
+    tensors["model.layers.9.shared_head.head.weight"] = target.lm_head.dense().clone()
     tensors["model.layers.3.mlp.up_proj.weight"] = torch.zeros(2, 2)
     tensors["model.embed_tokens.weight"] = torch.zeros(2, 2)
     path = checkpoint(tmp_path, tensors)
     for head in load_mtp(path, config_of(path), target, PLACEMENT).heads:
         assert head.embed_tokens is target.embed_tokens
         assert head.lm_head is target.lm_head
+
+
+def test_a_module_uses_its_own_embedding_and_head_where_they_differ(target: CausalLM, tmp_path: Path) -> None:
+    tensors = shipped()
+    embedding, head = torch.randn(VOCAB, HIDDEN), torch.randn(VOCAB, HIDDEN)
+    tensors["model.layers.8.embed_tokens.weight"] = embedding
+    tensors["model.layers.9.shared_head.head.weight"] = head
+    path = checkpoint(tmp_path, tensors)
+    first, second, third = load_mtp(path, config_of(path), target, PLACEMENT).heads
+    assert torch.equal(first.embed(torch.tensor([7]))[0], embedding[7])
+    assert first.lm_head is target.lm_head
+    assert second.embed_tokens is third.embed_tokens is target.embed_tokens
+    assert torch.equal(second.lm_head.dense(), head)
+    assert third.lm_head is target.lm_head
+
+
+def test_a_module_with_its_own_embedding_does_not_fit_a_target_that_reads_images(
+    target: CausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(
+        tmp_path, {**shipped(), "model.layers.8.embed_tokens.weight": torch.randn(VOCAB, HIDDEN)}
+    )
+    config = config_of(path)
+    monkeypatch.setattr(target, "config", replace(target.config, vision=object()))
+    with pytest.raises(ModelError, match=r"layers\.8\.embed_tokens\.weight is not the target's embedding"):
+        load_mtp(path, config, target, PLACEMENT)
 
 
 def test_modules_of_another_width_have_their_own(target: CausalLM, tmp_path: Path) -> None:
