@@ -147,12 +147,12 @@ def model_fingerprint(path: str | Path, max_tokens: int | None = None) -> str:
 
 def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
     where = str(directory / "config.json")
-    if is_vision(raw):
-        language, sections = language_part(raw, where)
+    if is_vision(raw, directory):
+        language, sections, interleaved = language_part(raw, where)
         config = _parse(language, generation, directory)
         return replace(
             config,
-            rope=with_sections(config.rope, sections, config.head_dim, where),
+            rope=with_sections(config.rope, sections, config.head_dim, where, interleaved),
             vision=parse_vision(raw, directory),
         )
     architecture, family = _family(raw, where)

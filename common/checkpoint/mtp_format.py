@@ -73,6 +73,11 @@ def has_modules(raw: Mapping[str, Any]) -> bool:
     return family in WITH_MODULES and (_has_qwen_form(family) or bool(raw.get(MODULES)))
 
 
+def has_qwen_form(raw: Mapping[str, Any]) -> bool:
+    """Return whether the module has the names of Qwen3-Next and Qwen3.5."""
+    return _has_qwen_form(FAMILIES[module_family(raw)])
+
+
 def module_family(raw: Mapping[str, Any]) -> str:
     """Return the family whose decoder layer the modules have."""
     name = str(architecture_of(raw))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ TOWER_DEFAULTS: Mapping[str, Any] = {  # keys that define the tower, with transf
 }
 # transformers' defaults
 LANGUAGE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 1_000_000.0, "rms_norm_eps": 1e-5}
+# transformers 5 writes the image processor into the second one.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 PROCESSORS = (None, "Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 USUAL: Mapping[str, Any] = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": BICUBIC}
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)  # the processor's default
@@ -61,7 +63,8 @@ class QwenVision:
     """A tower over patches of images of any size, `merge_size` squared of which make one token."""
 
     architecture: str
-    tower_options: str  # keys of TOWER_DEFAULTS from vision_config, as JSON
+    # Keys of TOWER_DEFAULTS from vision_config, as JSON; for Qwen3.5 those of `qwen_3_5_config.TOWER`, and "learned"
+    tower_options: str
     image_token_id: int  # placeholder of an image in a tokenized prompt
     video_token_id: int
     patch_size: int  # pixels, both sides
@@ -120,7 +123,20 @@ def qwen_language(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], t
     return {**language, "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": tied}, sections
 
 
+@dataclass(frozen=True, slots=True)
+class TowerFields:
+    """What the families of towers differ in."""
+
+    patch_size: int  # default
+    options: Callable[[Mapping[str, Any], str], dict[str, Any]]  # reads the keys that define the tower
+
+
 def parse_qwen(raw: Mapping[str, Any], directory: Path) -> QwenVision:
+    """Return the vision config of Qwen2.5-VL. Raises ModelError with what is not supported."""
+    return read_vision(raw, directory, TowerFields(patch_size=14, options=_tower))
+
+
+def read_vision(raw: Mapping[str, Any], directory: Path, fields: TowerFields) -> QwenVision:
     """Return the vision config. Raises ModelError with what is not supported."""
     where = str(directory / "config.json")
     options = section(raw, "vision_config", where)
@@ -140,7 +156,7 @@ def parse_qwen(raw: Mapping[str, Any], directory: Path) -> QwenVision:
     merge = positive(values, "merge_size", file, 2, MAX_MERGE_SIZE)
     frames = positive(values, "temporal_patch_size", file, 2, MAX_FRAMES)
     for key, value, default in (
-        ("patch_size", patch, 14),
+        ("patch_size", patch, fields.patch_size),
         ("spatial_merge_size", merge, 2),
         ("temporal_patch_size", frames, 2),
     ):
@@ -157,7 +173,7 @@ def parse_qwen(raw: Mapping[str, Any], directory: Path) -> QwenVision:
         )
     return QwenVision(
         architecture=str(architecture_of(raw)),
-        tower_options=json.dumps(_tower(options, named), sort_keys=True),
+        tower_options=json.dumps(fields.options(options, named), sort_keys=True),
         image_token_id=token_id(raw, ("image_token_id",), where),
         video_token_id=token_id(raw, ("video_token_id",), where),
         patch_size=patch,
@@ -194,8 +210,8 @@ def _tower(options: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _processor(directory: Path) -> tuple[str, Mapping[str, Any]]:
-    """Return (file, the image processor's values). transformers 5 writes them to processor_config.json."""
-    file, outer = directory / "preprocessor_config.json", directory / "processor_config.json"
+    """Return (file, the image processor's values)."""
+    file, outer = (directory / name for name in PROCESSOR_FILES)
     if file.is_file() or not outer.is_file():
         values = model_files.read_json(file)
     else:

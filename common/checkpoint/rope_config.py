@@ -57,6 +57,7 @@ class RopeConfig:
     # The number of frequencies rotated by the temporal, height and width position of a token, in that order,
     # rotated_dims / 2 in total; (): a token has one position.
     sections: tuple[int, ...] = ()
+    interleaved: bool = False  # the axes take turns over the frequencies, instead of one run each
     partial: float = 1.0  # share of a head's dimensions that is rotated: the first ones
 
     @property
@@ -66,6 +67,19 @@ class RopeConfig:
         After a prompt all axes agree and positions are [T].
         """
         return (len(self.sections),) if self.sections else ()
+
+    def axis_of_frequencies(self) -> tuple[int, ...]:
+        """Return the axis of each frequency; () for one axis.
+
+        Interleaved, frequencies 1, 4, 7 ... belong to the height and 2, 5, 8 ... to the width, as many as their
+        sections say, and all others to the temporal axis.
+        """
+        runs = tuple(axis for axis, size in enumerate(self.sections) for _ in range(size))
+        if not self.interleaved:
+            return runs
+        return tuple(
+            index % AXES if index < AXES * self.sections[index % AXES] else 0 for index in range(len(runs))
+        )
 
     def for_length(self, max_tokens: int) -> RopeConfig:
         """Return the rope of a server whose requests have at most so many tokens."""
@@ -223,7 +237,14 @@ def split_sections(
     return {**raw, key: values}, tuple(sections)
 
 
-def with_sections(rope: RopeConfig, sections: tuple[int, ...], head_dim: int, where: str) -> RopeConfig:
+def is_interleaved(raw: Mapping[str, Any], where: str, default: bool = False) -> bool:
+    """Return whether the sections of a config.json are interleaved. Raises ModelError."""
+    return flag(_rope_section(raw, where)[1], INTERLEAVED, where, default)
+
+
+def with_sections(
+    rope: RopeConfig, sections: tuple[int, ...], head_dim: int, where: str, interleaved: bool = False
+) -> RopeConfig:
     """Return the rope with sections. Raises ModelError if the sections do not cover all frequencies of a head."""
     frequencies = rope.rotated_dims(head_dim) // 2
     if sections and sum(sections) != frequencies:
@@ -231,7 +252,7 @@ def with_sections(rope: RopeConfig, sections: tuple[int, ...], head_dim: int, wh
             f"{where}: {SECTIONS} {list(sections)} are {sum(sections)} frequencies, a head_dim of {head_dim} has "
             f"{frequencies}"
         )
-    return replace(rope, sections=sections)
+    return replace(rope, sections=sections, interleaved=interleaved and bool(sections))
 
 
 def _factor(values: Mapping[str, Any], where: str, default: float | None = None) -> float:

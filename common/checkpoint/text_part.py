@@ -26,8 +26,14 @@ OUTER = (
 def text_part(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the config.json of the language model as a directory of its own would have it. Raises ModelError.
 
-    Its fields are in text_config, or beside `architectures` in a copy without the other parts. The sections of its
-    rope are left out: a text has one position per token.
+    The sections of its rope are left out: a text has one position per token.
+    """
+    return split_sections(flat_text(raw, where), where, interleaved=True)[0]
+
+
+def flat_text(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the fields of the language model, which are in text_config, or beside `architectures` in a copy without
+    the other parts.
     """
     flat = dict(raw)
     if raw.get("text_config") is not None:
@@ -37,4 +43,4 @@ def text_part(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         # The head is a part of the whole model, so its own value decides, as in transformers.
         if TIED in outer:
             flat[TIED] = outer[TIED]
-    return split_sections(flat, where, interleaved=True)[0]
+    return flat

@@ -1,7 +1,8 @@
 """The vision part of a model of any family, read from config.json. No torch.
 
 The router derives from it the layout and the placeholder of an image's tokens in the prompt; the engine builds its
-tower from it.
+tower from it. Qwen3.5 is also served without its vision part: from a directory without an image processor, or without
+a vision_config.
 """
 
 from __future__ import annotations
@@ -10,29 +11,36 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from common.checkpoint import llava_config, qwen_vl_config
+from common.checkpoint import llava_config, qwen_3_5_config, qwen_vl_config
 from common.checkpoint.json_fields import architecture_of
 from common.checkpoint.llava_config import LlavaVision
 from common.checkpoint.qwen_vl_config import QwenVision
 
 VisionConfig: TypeAlias = LlavaVision | QwenVision
+# Architectures that are served only with their vision part.
 ARCHITECTURES = (*llava_config.ARCHITECTURES, *qwen_vl_config.ARCHITECTURES)
 
 
-def is_vision(raw: Mapping[str, Any]) -> bool:
-    """Return whether config.json has an architecture that takes images."""
-    return architecture_of(raw) in ARCHITECTURES
+def is_vision(raw: Mapping[str, Any], directory: Path) -> bool:
+    """Return whether the model in `directory`, whose config.json is `raw`, takes images."""
+    return architecture_of(raw) in ARCHITECTURES or qwen_3_5_config.takes_images(raw, directory)
 
 
-def language_part(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Return the config.json of the language model as a directory of its own would have it, and its rotary sections."""
+def language_part(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...], bool]:
+    """Return the config.json of the language model as a directory of its own would have it, its rotary sections, and
+    whether they are interleaved.
+    """
     if architecture_of(raw) in llava_config.ARCHITECTURES:
-        return llava_config.llava_language(raw, where), ()
-    return qwen_vl_config.qwen_language(raw, where)
+        return llava_config.llava_language(raw, where), (), False
+    if architecture_of(raw) in qwen_3_5_config.ARCHITECTURES:
+        return *qwen_3_5_config.language(raw, where), True
+    return *qwen_vl_config.qwen_language(raw, where), False
 
 
 def parse_vision(raw: Mapping[str, Any], directory: Path) -> VisionConfig:
     """Return the vision config. Raises ModelError with what is not supported."""
     if architecture_of(raw) in llava_config.ARCHITECTURES:
         return llava_config.parse_llava(raw, str(directory / "config.json"))
+    if architecture_of(raw) in qwen_3_5_config.ARCHITECTURES:
+        return qwen_3_5_config.parse(raw, directory)
     return qwen_vl_config.parse_qwen(raw, directory)

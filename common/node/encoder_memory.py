@@ -25,6 +25,8 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "qwen2_5_vl": {key: TOWER_DEFAULTS[key] for key in ("hidden_size", "intermediate_size", "num_heads")},
 }
 FLOAT = 4  # bytes, for any dtype of the model
+INDEX = 8
+CORNERS = 4  # learned positions that are interpolated
 INDICES = 64  # bytes per patch for its indices in image and window
 
 
@@ -51,6 +53,7 @@ def _llava(vision: LlavaVision, hidden: int, size: int) -> int:
 def _qwen(vision: QwenVision, hidden: int, size: int) -> int:
     """Return the bytes of a Qwen tower over the patches of all images, see models/qwen_vl.py."""
     width, inner, heads = _dimensions("qwen2_5_vl", vision.tower_options)
+    learned = bool(json.loads(vision.tower_options).get("learned"))
     merged = vision.merge_size**2
     patches = merged * max(ENCODER_TOKENS, largest_image(vision))
     # Per patch: bytes as received, and numbers as the tower reads them, per frame.
@@ -61,6 +64,10 @@ def _qwen(vision: QwenVision, hidden: int, size: int) -> int:
     # Normed and summed; qkv; output of attention and its copies; the product after it.
     attended = 9 * width * size
     mlp = (3 * width + 3 * aligned_width(inner)) * size
+    if learned:
+        # Corners and shares stay with the batch; their embeddings are added up in float32.
+        kept += CORNERS * (INDEX + FLOAT)
+        cut += 3 * width * FLOAT
     rows = 4 * width * size + 3 * hidden * size // merged
     return patches * (kept + max(cut, attended, mlp, rows))
 

@@ -10,7 +10,7 @@ from common.checkpoint.draft_config import check_same
 from common.checkpoint.families import LLAMA
 from common.checkpoint.json_fields import MAX_WIDTH, flag, positive, shown
 from common.checkpoint.model_config import ModelConfig
-from common.checkpoint.rope_config import SECTIONS, split_sections, with_sections
+from common.checkpoint.rope_config import INTERLEAVED, SECTIONS, is_interleaved, split_sections, with_sections
 from common.errors import ModelError
 from common.speculation.algorithm import Json
 from common.speculation.head_tensors import tensor_names
@@ -22,12 +22,13 @@ def head_model(raw: Json, file: Path, target: ModelConfig) -> tuple[ModelConfig,
     The layers are Llama's, with the biases and the norms of queries and keys for which the checkpoint has tensors, and
     with windows. Raises ModelError if positions, vocabulary or widths differ from the target's.
     """
-    plain, sections = split_sections(dict(raw), str(file))
+    plain, sections = split_sections(dict(raw), str(file), interleaved=True)
+    interleaved = is_interleaved(raw, str(file))
     model = ModelConfig.parse({**plain, "architectures": [LLAMA]}, file.parent)
     names = tensor_names(file.parent)
     model = replace(
         model,
-        rope=with_sections(model.rope, sections, model.head_dim, str(file)),
+        rope=with_sections(model.rope, sections, model.head_dim, str(file), interleaved),
         qk_norm=_some_end_with("self_attn.q_norm.weight", names),
         qkv_bias=model.qkv_bias or _some_end_with("self_attn.q_proj.bias", names),
         sliding_windows=_windows(raw, model.num_layers, str(file)),
@@ -46,6 +47,11 @@ def check_positions(file: Path, draft: ModelConfig, target: ModelConfig) -> None
         raise ModelError(
             f"{file}: {SECTIONS} is {list(ours) or 'not set'}, the target has {list(theirs) or 'none'}: a draft uses "
             "the positions of its target"
+        )
+    if draft.rope.interleaved != target.rope.interleaved:
+        raise ModelError(
+            f"{file}: {INTERLEAVED} is {draft.rope.interleaved}, the target has {target.rope.interleaved}: write the "
+            "target's value, a draft uses the positions of its target"
         )
 
 

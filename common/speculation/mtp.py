@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from common.checkpoint.aux_layers import AuxLayers
 from common.checkpoint.draft_config import DraftConfig, check_same
 from common.checkpoint.json_fields import MAX_WIDTH, positive
 from common.checkpoint.model_config import ModelConfig
-from common.checkpoint.mtp_format import ARCHITECTURES, has_modules, module_config, mtp_format
+from common.checkpoint.mtp_format import ARCHITECTURES, has_modules, has_qwen_form, module_config, mtp_format
 from common.speculation.algorithm import Algorithm, DraftDirectory, Json
 from common.speculation.head import check_positions
 
@@ -28,6 +29,11 @@ def _read(raw: Json, file: Path, target: ModelConfig) -> DraftConfig:
     if raw.get("target_hidden_size") is None or modules == 1:
         # A single module reads its own output in the place of the target's.
         check_same(file, "hidden_size", model.hidden_size, target.hidden_size)
+    if has_qwen_form(raw):
+        # Its own file is the target's, whose axes the text part leaves out.
+        axes = target.rope
+        rope = replace(model.rope, sections=axes.sections, interleaved=axes.interleaved)
+        model = replace(model, rope=rope)
     check_positions(file, model, target)
     return DraftConfig("mtp", model, width, AuxLayers(), None, False, mtp_format(raw, str(file)))
 

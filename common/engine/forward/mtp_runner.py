@@ -68,12 +68,13 @@ def load_mtp(path: Path, draft: DraftConfig, target: CausalLM, placement: Placem
 def _take_embedding(path: Path, head: MtpModule, target: CausalLM) -> None:
     """Use the embedding of the file unless it is a copy of the target's."""
     own = head.own_embedding()
-    load_weights(path, own.pieces(), within=(f"{own.name}.weight",))
-    if torch.equal(own.weight, target.embed_tokens.weight):
+    (ours,), (theirs,) = own.pieces(), target.embed_tokens.pieces()
+    load_weights(path, [ours], within=(ours.name,))
+    if torch.equal(ours.into, theirs.into):
         return
     if target.config.vision is not None:
         raise ModelError(
-            f"{path}: {own.name}.weight is not the target's embedding, so this module cannot read the images that the "
+            f"{path}: {ours.name} is not the target's embedding, so this module cannot read the images that the "
             "target embeds; use a checkpoint whose modules share it"
         )
     head.embed_tokens = own

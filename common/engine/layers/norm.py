@@ -1,4 +1,4 @@
-"""RMSNorm with its weight."""
+"""Norms with their weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.checkpoint.model_config import ModelConfig
@@ -65,6 +66,27 @@ class RmsNorm(nn.Module):
 
     def pieces(self) -> Iterator[Piece]:
         yield Piece.all_of(f"{self.name}.weight", self.weight, self._plus)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / deviation * weight + bias, as vision towers have it.
+
+    Args:
+        name: in the checkpoint, without `.weight`.
+    """
+
+    def __init__(self, name: str, size: int, eps: float, placement: Placement) -> None:
+        super().__init__()
+        self.name = name
+        self.eps = eps
+        self.weight, self.bias = parameter((size,), placement), parameter((size,), placement)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def pieces(self) -> Iterator[Piece]:
+        yield Piece.all_of(f"{self.name}.weight", self.weight)
+        yield Piece.all_of(f"{self.name}.bias", self.bias)
 
 
 class NoNorm(nn.Module):

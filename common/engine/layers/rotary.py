@@ -22,10 +22,8 @@ class Rotary(nn.Module):
         self._dtype: torch.dtype = placement.dtype
         inv_freq = inverse_frequencies(rope, rope.rotated_dims(head_dim)).to(placement.device)
         self.register_buffer("inv_freq", inv_freq, persistent=False)
-        axes = [axis for axis, size in enumerate(rope.sections) for _ in range(size)]
-        self.register_buffer(
-            "axes", torch.tensor(axes, dtype=torch.int64, device=placement.device), persistent=False
-        )
+        axes = torch.tensor(rope.axis_of_frequencies(), dtype=torch.int64, device=placement.device)
+        self.register_buffer("axes", axes, persistent=False)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return (cos, sin), each [T, 1, D], for positions int64 [T], or [T, A] on the axes of the config; see

@@ -39,7 +39,7 @@ class CheckpointLayout:
 
 def checkpoint_layout(config: ModelConfig, path: str | Path) -> CheckpointLayout:
     """Detect the layout. Reads only headers, and nothing for a model that is published without other parts."""
-    if config.text_part:
+    if config.text_part and config.vision is None:
         names = _names(path)
         for prefix, head in ((NESTED, ""), (LLAVA, "language_model.")):
             if any(name.startswith(prefix) for name in names):
@@ -51,7 +51,7 @@ def checkpoint_layout(config: ModelConfig, path: str | Path) -> CheckpointLayout
     published = CheckpointLayout(LLAVA, "language_model.", (TOWER, PROJECTOR))
     nested = CheckpointLayout(NESTED, "", (f"model.{TOWER}", f"model.{PROJECTOR}"))
     if isinstance(config.vision, QwenVision):
-        family, mark = "Qwen2.5-VL", QWEN
+        family, mark = "Qwen", QWEN
         published, nested = (
             CheckpointLayout("model.", "", (QWEN,)),
             CheckpointLayout(NESTED, "", (f"model.{QWEN}",)),

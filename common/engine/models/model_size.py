@@ -56,8 +56,9 @@ def check_tower_size(path: Path, vision: VisionConfig, hidden: int) -> None:
         layers = max(each if each >= 0 else options["num_hidden_layers"] + 1 + each for each in features)
         values = layers * (4 * width + 2 * inner) * width + len(features) * width * hidden + hidden * hidden
     else:
-        layers = options["depth"]
-        values = layers * (4 * width + 3 * inner) * width + vision.merge_size**2 * width * hidden
+        layers, matrices = options["depth"], 2 if options.get("learned") else 3
+        values = layers * (4 * width + matrices * inner) * width + vision.merge_size**2 * width * hidden
+        values += width * options.get("num_position_embeddings", 0)
     said = f"vision_config: hidden_size {width}, intermediate_size {inner} and {layers} layers"
     _check(path, values, said)
 

@@ -1,13 +1,15 @@
-"""Qwen2.5-VL's vision part: a tower over patches of images of any size, most of whose layers attend within windows.
+"""The vision part of Qwen2.5-VL and Qwen3.5: a tower over patches of images of any size.
 
-Patches are sorted by window, so that each window and each image is a run of rows: no patch is moved between layers,
-and none is padded. The host computes patch positions, windows and the inverse order from the sizes of the images.
-Source: arXiv 2502.13923, 2.1.
+Most layers of Qwen2.5-VL's tower attend within windows; in Qwen3.5's, each image is one window. Patches are sorted by
+window, so that each window and each image is a run of rows: no patch is moved between layers, and none is padded. The
+host computes patch positions, windows and the inverse order from the sizes of the images. Source: arXiv 2502.13923,
+2.1.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint.model_config import ModelConfig
-from common.checkpoint.qwen_vl_config import TOWER_DEFAULTS, QwenVision
+from common.checkpoint.model_files import read_json
+from common.checkpoint.mtp_format import module_prefixes
+from common.checkpoint.qwen_vl_config import MAX_IMAGE_TOKENS, TOWER_DEFAULTS, QwenVision
 from common.engine.attention.segments import Segments, segments_of, takes_flash
 from common.engine.host_copies import send
 from common.engine.layers.placement import Placement
 from common.engine.models.checkpoint_layout import checkpoint_layout
+from common.engine.models.learned_tower import LearnedTower, TowerSizes, corners_of
 from common.engine.models.model_size import check_tower_size
 from common.engine.models.qwen_tower import VisionTower
 from common.engine.models.vision_part import Pixels
@@ -30,6 +35,7 @@ from common.engine.weights import load_weights
 from common.errors import ModelError
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]] | np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,29 +101,30 @@ class QwenPart(nn.Module):
         width, heads = options["hidden_size"], options["num_heads"]
         self.group = vision.merge_size**2
         self.width, self.head_dim = width, width // heads
+        dim, self._learned = width // heads, bool(options.get("learned"))
         self._window = options["window_size"] // vision.merge_size // vision.patch_size
-        self.window = (self._window * vision.merge_size) ** 2  # maximum number of patches per window
         self._whole = frozenset(options["fullatt_block_indexes"])
-        dim = width // heads
+        if self._learned:
+            self._window, self._whole = MAX_IMAGE_TOKENS, frozenset(range(options["depth"]))
+        self.window = (self._window * vision.merge_size) ** 2  # maximum number of patches per window
         if self._window < 1 or width % heads or dim % 4:
             raise ModelError(
                 f"a vision tower with windows of {options['window_size']} pixels and {heads} heads over {width} values "
                 "is not supported"
             )
-        if options["hidden_act"] != "silu":
+        if not self._learned and options["hidden_act"] != "silu":
             raise ModelError(
                 f"a vision tower with activation {options['hidden_act']!r} is not supported, only silu"
             )
-        self.tower = VisionTower(
-            width,
-            options["intermediate_size"],
-            heads,
-            options["depth"],
-            (3, vision.temporal_patch_size, vision.patch_size, vision.patch_size),
-            vision.merge_size**2,
-            hidden,
-            placement,
-        )
+        patch = (3, vision.temporal_patch_size, vision.patch_size, vision.patch_size)
+        inner, depth = options["intermediate_size"], options["depth"]
+        sizes = TowerSizes(width, inner, heads, depth, patch, self.group, hidden)
+        self.tower: VisionTower | LearnedTower
+        if self._learned:
+            side = math.isqrt(options["num_position_embeddings"])
+            self.tower = LearnedTower(sizes, side, placement)
+        else:
+            self.tower = VisionTower(*sizes, placement)
         device = placement.device
         deviation = torch.tensor(vision.image_std, device=device)
         mean = torch.tensor(vision.image_mean, device=device)
@@ -148,9 +155,13 @@ class QwenPart(nn.Module):
         order = PatchOrder.of([(image.rows, image.columns) for image in images], merge, self._window)
         counts = np.array([image.tokens * merge * merge for image in images])
         host = (order.places, order.merged, order.back, _starts(order.windows), _starts(counts))
-        *arrays, raw = send((*host, self._bytes(images)), device)
-        places, merged, back, window_starts, image_starts = arrays
+        learned = self._corners(order, images)
+        *arrays, raw = send((*host, *learned, self._bytes(images)), device)
+        places, merged, back, window_starts, image_starts, *positions = arrays
         embedded = self.tower.embedded(self._patches(raw, images).to(self.placement.dtype))
+        if isinstance(self.tower, LearnedTower):
+            # An image is one window, so patches are still in the processor's order.
+            embedded = self.tower.placed(embedded, *positions)
         return PatchBatch(
             groups=embedded.view(len(merged), -1)[merged],
             places=places.view(len(merged), -1),
@@ -178,9 +189,18 @@ class QwenPart(nn.Module):
         split = torch.split(encoded.index_select(0, batch.back), [image.tokens for image in images])
         return [each.view(image.rows, image.columns, -1) for each, image in zip(split, images, strict=True)]
 
+    def _corners(self, order: PatchOrder, images: Sequence[Pixels]) -> tuple[Array, ...]:
+        """Return the learned positions of the patches and their shares; nothing for a tower without any."""
+        if not isinstance(self.tower, LearnedTower):
+            return ()
+        merge = self.config.merge_size
+        sizes = [(image.rows * merge, image.columns * merge) for image in images]
+        return corners_of(order.places, sizes, self.tower.side)
+
     def examples(self) -> Sequence[Sequence[Pixels]]:
-        """Return one image that has a full window and a cut one."""
-        unit, rows, columns = self.config.patch_size * self.config.merge_size, self._window, self._window + 1
+        """Return one image that has a full window and a cut one, or a small one if there are no windows."""
+        unit, rows = self.config.patch_size * self.config.merge_size, 2 if self._learned else self._window
+        columns = rows + 1
         return [[Pixels(torch.zeros(unit * rows, unit * columns, 3, dtype=torch.uint8), rows, columns)]]
 
     def _bytes(self, images: Sequence[Pixels]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
@@ -209,7 +229,9 @@ def load_qwen(path: str | Path, config: ModelConfig, placement: Placement) -> Qw
     layout = checkpoint_layout(config, path)
     (prefix,) = layout.vision_prefixes
     pieces = (piece._replace(name=f"{prefix}{piece.name}") for piece in part.tower.pieces())
-    load_weights(path, pieces, aside=layout.language_prefixes)
+    file = Path(path) / "config.json"
+    modules = module_prefixes(read_json(file), str(file))
+    load_weights(path, pieces, aside=(*layout.language_prefixes, *modules))
     return part
 
 

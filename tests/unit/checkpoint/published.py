@@ -236,7 +236,9 @@ PUBLISHED = (
         f"a copy of the 3.6 file, {defaults('it')}",
         {
             "torch_dtype": "bfloat16",
-            "vision_config": {"depth": 27, "hidden_size": 1152},
+            "image_token_id": 248_056,
+            "video_token_id": 248_057,
+            "vision_config": {"depth": 27, "hidden_size": 1152, "patch_size": 16, "out_hidden_size": 2048},
             "text_config": {
                 **sizes(2048, 512, 40, 16, 2, 248_320, 262_144, num_experts=256, num_experts_per_tok=8),
                 **HYBRID,
@@ -246,6 +248,10 @@ PUBLISHED = (
             },
         },
         modules=True,
+        processor={
+            "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "temporal_patch_size": 2,
+            "merge_size": 2, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216},
+        },
     ),
     by_name("deepseek-ai/DeepSeek-V3", "DeepseekV3ForCausalLM", defaults(), hidden_size=7168),
     by_name("deepseek-ai/DeepSeek-V2-Lite", "DeepseekV2ForCausalLM", defaults("it"), hidden_size=2048),
@@ -359,7 +365,7 @@ HEAD = """# Published checkpoints
 
 Which checkpoints load, by the values of their `config.json` and the names of their tensors. Weights of these sizes
 were not run here: each row is a test (`tests/unit/checkpoint/test_published.py`) that reads the config at its full
-size, and loads a replica of a few small layers with the published names (of models that take images, only the config).
+size, and loads a replica of a few small layers with the published names (of LLaVA and Qwen2.5-VL, only the config).
 This page is printed by `tests/unit/checkpoint/published.py`.
 
 The last column says where the values were read. A row marked "not seen" may differ from the file. Draft models are in
@@ -375,7 +381,7 @@ def page() -> str:
     lines = []
     for each in PUBLISHED:
         text = each.architecture.endswith("ForConditionalGeneration") and each.architecture in FAMILIES
-        loads = "loads (text only)" if text else "loads (text and images)" if each.processor else "loads"
+        loads = "loads (text and images)" if each.processor else "loads (text only)" if text else "loads"
         result = f"refused: {each.refused}" if each.refused else loads
         lines.append(f"| `{each.name}` | `{each.architecture}` | {result} | {each.source} |")
     return HEAD + "\n".join(lines) + "\n"

@@ -196,7 +196,8 @@ def test_a_module_with_its_own_embedding_does_not_fit_a_target_that_reads_images
         tmp_path, {**shipped(), "model.layers.8.embed_tokens.weight": torch.randn(VOCAB, HIDDEN)}
     )
     config = config_of(path)
-    monkeypatch.setattr(target, "config", replace(target.config, vision=object()))
+    vision: Any = object()
+    monkeypatch.setattr(target, "config", replace(target.config, vision=vision))
     with pytest.raises(ModelError, match=r"layers\.8\.embed_tokens\.weight is not the target's embedding"):
         load_mtp(path, config, target, PLACEMENT)
 

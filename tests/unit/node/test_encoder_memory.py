@@ -68,6 +68,13 @@ def qwen(max_pixels: int = 64 * 64, **options: Any) -> QwenVision:
     return QwenVision("", tower, 0, 1, 4, 2, 2, 64, max_pixels, 1 / 255, CLIP_MEAN, CLIP_STD)
 
 
+LEARNED: dict[str, Any] = {
+    "num_position_embeddings": 25,
+    "learned": True,
+    "rope_parameters": {"rope_theta": 10_000.0},
+}
+
+
 class Alive(TorchDispatchMode):
     """Measures the peak size of all operation results that are still referenced."""
 
@@ -120,6 +127,9 @@ def test_llava_takes_no_more_and_not_much_less(
         (qwen(), [(4, 8), (4, 8)]),
         (qwen(intermediate_size=400), [(8, 8)]),
         (qwen(intermediate_size=16), [(1, 16), (6, 8)]),  # windows cut to a quarter and to a half
+        (qwen(**LEARNED), [(4, 8), (4, 8)]),
+        (qwen(**LEARNED, intermediate_size=400), [(8, 8)]),
+        (qwen(**LEARNED, intermediate_size=16), [(1, 16), (6, 8)]),
     ],
 )
 def test_qwen_takes_no_more_and_not_much_less(

@@ -20,7 +20,7 @@ from common.engine.forward.model_runner import ModelRunner, load_model
 from common.engine.forward.rotary_places import rotary_places
 from common.engine.layers.placement import Placement
 from common.kv_cache.page_space import PageSpace, as_keys
-from common.kv_cache.radix_cache import RadixCache
+from common.kv_cache.radix_cache import NoPrefixCache, RadixCache
 from common.messages.generation import ImageSpan, SamplingParams
 from prefill_node.host_batch import HostBatch
 from prefill_node.pixel_reader import load_pixel_reader
@@ -56,7 +56,7 @@ class Prompt:
 
 
 class Rig:
-    """The parts of a node that a prompt's forward runs through, with a prefix cache."""
+    """The parts of a node that a prompt's forward runs through, with a prefix cache unless the model keeps states."""
 
     def __init__(self, model: Any, path: Path) -> None:
         self.reference = model
@@ -66,14 +66,15 @@ class Rig:
         self.read = load_pixel_reader(path, self.vision, 1_000_000)
         loaded, _ = load_model(path, "float32")
         self.loaded = loaded
-        pool = model_pool(self.config, PAGE, 80, CPU)
+        pool = model_pool(self.config, PAGE, 80, CPU, num_slots=8)
         self.runner = ModelRunner(loaded, pool, StepAttention(pool, self.config.sliding_windows))
         self.images = PromptImages()
         self.embeds = VisionEmbeds(
             loaded.embed, load_vision(path, self.config, CPU), RowCache(1 << 20), self.images
         )
         self.rooms = itertools.count(1)
-        self.space = PageSpace(PAGE, 80, RadixCache(PAGE))
+        slots = pool.layout.num_slots
+        self.space = PageSpace(PAGE, 80, NoPrefixCache() if slots else RadixCache(PAGE), num_slots=slots)
         self.rotary = rotary_places(self.config.rope)
 
     def prompt(self, parts: Sequence[Part]) -> Prompt:

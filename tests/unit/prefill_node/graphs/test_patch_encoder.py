@@ -16,6 +16,7 @@ from common.engine.graphs.backends.full import FullGraphs
 from common.engine.graphs.backends.tape import TapeRecorder
 from common.engine.graphs.rules import RULES, PhaseSwitch
 from common.engine.layers.placement import Placement
+from common.engine.models.learned_tower import LearnedTower
 from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import Pixels
 from common.observability.logs import Log
@@ -33,9 +34,14 @@ TOWER = {
 }
 
 
-@pytest.fixture(scope="module")
-def part() -> QwenPart:
-    vision = QwenVision("", json.dumps(TOWER), 0, 1, 4, 2, 2, 64, 64 * 64, 1 / 255, CLIP_MEAN, CLIP_STD)
+LEARNED = {"num_position_embeddings": 25, "learned": True}
+
+
+@pytest.fixture(scope="module", params=[{}, LEARNED], ids=["windows", "learned"])
+def part(request: pytest.FixtureRequest) -> QwenPart:
+    vision = QwenVision(
+        "", json.dumps({**TOWER, **request.param}), 0, 1, 4, 2, 2, 64, 64 * 64, 1 / 255, CLIP_MEAN, CLIP_STD
+    )
     made = QwenPart(vision, 24, CPU).eval()
     generator = torch.Generator().manual_seed(1)
     for parameter in made.parameters():
@@ -80,10 +86,15 @@ def test_a_replay_gives_the_rows_of_the_eager_tower(part: QwenPart) -> None:
             assert rows.shape == (*grid, 24)
             torch.testing.assert_close(rows, wanted, atol=1e-5, rtol=1e-5)
     totals = encoder.graphs.totals()
-    assert (totals.replays, totals.fallbacks) == (5, {"too_large": 2}), (
-        "one batch has too many tokens, one too many windows"
-    )
-    assert (totals.live_tokens, totals.padded_tokens) == (4 + 24 + 15 + 13 + 1, 0 + 0 + 9 + 11 + 3)
+    live, padded = 4 + 24 + 15 + 13 + 1, 0 + 0 + 9 + 11 + 3
+    if isinstance(part.tower, LearnedTower):  # four images are four windows
+        assert (totals.replays, totals.fallbacks) == (6, {"too_large": 1}), "one batch has too many tokens"
+        live, padded = live + 12, padded + 12
+    else:
+        assert (totals.replays, totals.fallbacks) == (5, {"too_large": 2}), (
+            "one batch has too many tokens, one too many windows"
+        )
+    assert (totals.live_tokens, totals.padded_tokens) == (live, padded)
 
 
 def test_it_is_captured_where_attention_needs_no_host(

@@ -1,0 +1,151 @@
+"""The layers of Qwen3.5's vision tower, which is that of Qwen3-VL without deep stacking.
+
+Learned positions are interpolated to the size of each image, every block attends within whole images, and a block is
+norm, attention, norm, MLP around one stream. The interface is that of `qwen_tower.VisionTower`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.engine.attention.segments import Segments, attend_within
+from common.engine.formats.dense import DenseFormat, LibraryLinear
+from common.engine.layers.activations import Activations
+from common.engine.layers.linear import Embedding, WeightFormat
+from common.engine.layers.norm import LayerNorm
+from common.engine.layers.piece import Piece
+from common.engine.layers.placement import Placement
+from common.engine.ops.rotary_kv_write import rotary_qk
+
+EPS = 1e-6
+CORNERS = 4  # learned positions around an interpolated one
+
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+
+class LearnedBlock(nn.Module):
+    """One block over the patches of all images of a batch."""
+
+    def __init__(self, name: str, width: int, inner: int, heads: int, weights: WeightFormat) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = LayerNorm(f"{name}.norm1", width, EPS, weights.placement)
+        self.norm2 = LayerNorm(f"{name}.norm2", width, EPS, weights.placement)
+        self.qkv = weights.linear(width, {f"{name}.attn.qkv": 3 * width}, True)
+        self.proj = weights.linear(width, {f"{name}.attn.proj": width}, True)
+        self.up = weights.linear(width, {f"{name}.mlp.linear_fc1": inner}, True)
+        self.down = weights.linear(inner, {f"{name}.mlp.linear_fc2": width}, True)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, turn: tuple[Tensor, Tensor], segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        """Return (x, residual) after the block; the stream is x + residual (None: only x) [N, C]."""
+        stream = x if residual is None else x + residual
+        stream = stream + self._attended(self.norm1(stream), turn, segments)
+        inner = F.gelu(self.up.product(Activations(self.norm2(stream))), approximate="tanh")
+        return self.down.product(Activations(inner)), stream
+
+    def pieces(self) -> Iterator[Piece]:
+        for part in (self.norm1, self.norm2, self.qkv, self.proj, self.up, self.down):
+            yield from part.pieces()
+
+    def _attended(self, x: Tensor, turn: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
+        """Return [N, C]. Query, key and value are released before the next layer needs as much memory again."""
+        qkv = self.qkv.product(Activations(x)).view(len(x), 3, self.heads, -1)
+        rotary_qk(qkv, *turn)
+        query, key, value = qkv.unbind(1)
+        attended = attend_within(query, key, value, segments)
+        return self.proj.product(Activations(attended.flatten(1)))
+
+
+class TowerSizes(NamedTuple):
+    """The sizes of a tower."""
+
+    width: int  # C values of a patch inside the tower
+    inner: int  # of MLPs
+    heads: int
+    depth: int  # blocks
+    patch: tuple[int, ...]  # (channels, frames, rows, columns) of the values of one patch
+    group: int  # patches that are merged
+    hidden: int  # width H of the language model
+
+
+class LearnedTower(nn.Module):
+    """Embeds patches, runs the blocks, and merges groups of patches into rows of the language model.
+
+    Args:
+        side: learned positions along each side of an image.
+    """
+
+    def __init__(self, sizes: TowerSizes, side: int, placement: Placement) -> None:
+        super().__init__()
+        width, inner, heads, depth, patch, group, hidden = sizes
+        self.patch, self.group, self.side = patch, group, side
+        values = int(torch.Size(patch).numel())
+        weights = DenseFormat(placement, LibraryLinear)
+        self.embed = weights.linear(values, {"patch_embed.proj": width}, True)
+        self.positions = Embedding("pos_embed", side * side, width, placement)
+        self.blocks = nn.ModuleList(
+            LearnedBlock(f"blocks.{index}", width, inner, heads, weights) for index in range(depth)
+        )
+        self.norm = LayerNorm("merger.norm", width, EPS, placement)
+        self.merge = weights.linear(group * width, {"merger.linear_fc1": group * width}, True)
+        self.project = weights.linear(group * width, {"merger.linear_fc2": hidden}, True)
+
+    def embedded(self, patches: Tensor) -> Tensor:
+        """Return [N, C] for [N, values], without positions."""
+        return self.embed.product(Activations(patches))
+
+    def placed(self, embedded: Tensor, corners: Tensor, shares: Tensor) -> Tensor:
+        """Add interpolated positions to [N, C]; `corners` and `shares` [CORNERS, N] are those of `corners_of`."""
+        total = torch.zeros(embedded.shape, dtype=torch.float32, device=embedded.device)
+        for corner, share in zip(corners, shares, strict=True):
+            total.addcmul_(self.positions(corner).to(torch.float32), share[:, None])
+        return embedded + total.to(embedded.dtype)
+
+    def merged(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return [N / group, H] for x and residual [N, C]."""
+        grouped = self.norm(x + residual).view(-1, self.group * x.shape[1])
+        inner = F.gelu(self.merge.product(Activations(grouped)))
+        return self.project.product(Activations(inner))
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the pieces it reads. Their names lack the prefix that the checkpoint's layout has for the tower."""
+        for piece in self.embed.pieces():
+            view = piece.into
+            yield Piece.all_of(piece.name, view.view(-1, *self.patch) if view.ndim == 2 else view)
+        yield from self.positions.pieces()
+        for block in self.blocks:
+            assert isinstance(block, LearnedBlock)
+            yield from block.pieces()
+        for part in (self.norm, self.merge, self.project):
+            yield from part.pieces()
+
+
+def corners_of(places: Ints, sizes: Sequence[tuple[int, int]], side: int) -> tuple[Ints, Floats]:
+    """Return the learned positions around each patch and their shares, each [CORNERS, N].
+
+    The first and last patches of a side have the first and last positions, those between them are spread evenly.
+
+    Args:
+        places: [N, 2] row and column of each patch in its image, image by image.
+        sizes: (rows, columns) of patches of each image.
+        side: number of learned positions along a side.
+    """
+    counts = [rows * columns for rows, columns in sizes]
+    steps = np.array([[(side - 1) / max(size - 1, 1) for size in image] for image in sizes])
+    exact = places * np.repeat(steps, counts, axis=0)
+    low = np.floor(exact).astype(np.int64)
+    high = np.minimum(low + 1, side - 1)
+    after = exact - low
+    (top, left), (bottom, right), (down, across) = low.T, high.T, after.T
+    corners = np.stack([row * side + column for row in (top, bottom) for column in (left, right)])
+    shares = np.stack([row * column for row in (1 - down, down) for column in (1 - across, across)])
+    return corners, shares.astype(np.float32)
