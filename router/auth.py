@@ -26,7 +26,8 @@ from router.listeners import client_address
 METRICS = "/metrics"
 # Routes that orchestrators call without a key.
 PROBES = frozenset(("/live", "/liveness", "/ping", "/health", "/health_generate", "/ready", "/readiness"))
-# Not counted against a key's limits: a client at its limit must be able to end its requests.
+ADMIN_ROUTES = frozenset((METRICS, "/flush_cache"))
+# For every key, and not counted against its limits: a client at its limit must be able to end its requests.
 UNLIMITED_ROUTES = frozenset(("/abort_request",))
 LOG_SECONDS = 1.0  # shortest time between two log lines about refused clients
 _READS = ("GET", "HEAD")
@@ -94,8 +95,8 @@ class KeyGate:
         if route == METRICS and self._open_metrics:
             return Client(address_of(request), View.SERVICE), UNLIMITED
         key = self._key_of(request)
-        needed: Scope | None = "admin" if route == METRICS else self._scope
-        if needed is None and not reads:
+        needed: Scope | None = "admin" if route in ADMIN_ROUTES else self._scope
+        if needed is None and not reads and route not in UNLIMITED_ROUTES:
             needed = "inference"
         if needed is not None and needed not in key.scopes:
             raise Forbidden(f"API key {key.id} lacks the scope {needed}; see its scopes in security.api_keys")

@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from common.errors import InvalidRequest
 from router.apis.generate_request import GenerateRequest, GenerateTask, read_generate
 from router.apis.messages_request import MessagesRequest, MessagesTask, read_count, read_messages
 from router.apis.responses_request import ResponsesRequest, ResponsesTask, read_responses
@@ -40,8 +41,12 @@ class TaskReader(Generic[T]):
         return undeclared(raw, self.fields)
 
     def packed(self, raw: bytes | bytearray) -> bytes:
-        """Read a body in a text worker."""
-        return msgspec.msgpack.encode(self.compact(self.read(raw)))
+        """Read a body in a text worker. Raises InvalidRequest."""
+        task = self.compact(self.read(raw))
+        try:
+            return msgspec.msgpack.encode(task)
+        except OverflowError as error:
+            raise InvalidRequest("integers must fit in 64 bits") from error
 
     def unpacked(self, packed: bytes | bytearray) -> T:
         return msgspec.msgpack.decode(packed, type=self.kind)

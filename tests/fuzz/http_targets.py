@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -12,6 +12,7 @@ import msgspec
 from common.checkpoint.generation_config import DefaultSampling
 from common.errors import RequestError
 from common.messages.generation import OutputToken, TokenLogprob
+from router.apis.tasks import READERS
 from router.json_body import decode_json
 from router.openai_responses import ChatFormat, CompletionFormat, Piece, Usage, usage_field
 from router.openai_schema import (
@@ -50,6 +51,17 @@ def completion_body(data: bytes) -> None:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=CompletionRequest) == made
         prompts(made, MODEL.max_model_len)
         _check(request)
+
+
+def task_body(api: str, data: bytes) -> None:
+    """A body of an API that is translated, as the router reads it and as a text worker passes it on."""
+    reader = READERS[api]
+    with suppress(RequestError):
+        task = reader.read(data)
+        reader.unknown(data)
+        made = reader.unpacked(reader.packed(data))
+        assert type(made) is type(task)
+        _check(made.completion if api == "generate" else made.chat)
 
 
 def _check(request: SharedFields) -> None:
@@ -100,6 +112,31 @@ TARGETS = {
     ),
     "completion-body": Target(
         completion_body, (b'{"prompt": [[1, 2], [3]], "max_tokens": 2, "min_tokens": 1}',)
+    ),
+    "generate-body": Target(
+        partial(task_body, "generate"),
+        (
+            b'{"input_ids": [[1, 2], [3]], "sampling_params": {"max_new_tokens": 2, "stop": "x", "top_k": 3}, '
+            b'"return_logprob": true, "top_logprobs_num": 2, "rid": "r"}',
+        ),
+    ),
+    "responses-body": Target(
+        partial(task_body, "responses"),
+        (
+            b'{"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}, {"type": '
+            b'"function_call", "call_id": "c", "name": "f", "arguments": "{}"}, {"type": "function_call_output", '
+            b'"call_id": "c", "output": "x"}], "instructions": "b", "max_output_tokens": 4, "tools": [{"type": '
+            b'"function", "name": "f", "parameters": {"maximum": 5}}], "tool_choice": "auto"}',
+        ),
+    ),
+    "messages-body": Target(
+        partial(task_body, "messages"),
+        (
+            b'{"max_tokens": 4, "system": "s", "messages": [{"role": "user", "content": "a"}, {"role": "assistant", '
+            b'"content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]}, {"role": "user", '
+            b'"content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}]}], "tools": [{"name": "f", '
+            b'"input_schema": {"maximum": 5}}], "tool_choice": {"type": "any"}, "stop_sequences": ["x"]}',
+        ),
     ),
     "events": Target(events, ("a\n\ndata: b\r\u2028\x85".encode(),)),
 }

@@ -48,8 +48,10 @@ async def test_a_key_reaches_its_own_requests_only(serve: Serve) -> None:
         assert status == 403
         assert "scope admin" in text
     assert not other.aborted
-    assert await send(rig, "/abort_request", {"abort_all": True}, bearer("secret-both")) == (200, "")
+    assert await send(rig, "/abort_request", {"abort_all": True}, bearer("secret-ops")) == (200, "")
     assert other.aborted
+    rig.active = 0
+    assert (await send(rig, "/flush_cache", None, bearer("secret-ops")))[0] == 200
 
 
 async def test_a_client_at_its_limit_can_abort(serve: Serve) -> None:

@@ -178,3 +178,12 @@ async def test_large_bodies_are_read_by_text_workers_with_the_same_result(rig: R
         assert (await rig.post(PATH, raw + padding))[0] == 200
     first, second = rig.generator.requests
     assert (second.token_ids, second.sampling.top_k) == (first.token_ids, 3)
+
+
+@pytest.mark.parametrize("padding", [0, 1 << 16])
+async def test_integers_that_no_message_can_hold_are_refused(rig: Rig, padding: int) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    schema = b'{"type":"object","maximum":' + b"9" * 400 + b"}"
+    tools = b'[{"type":"function","name":"f","parameters":' + schema + b"}]"
+    raw = b'{"input":"x","tools":' + tools + b',"tool_choice":"none"}' + b" " * padding
+    assert (await rig.post(PATH, raw))[0] == 400
