@@ -323,7 +323,7 @@ def main() -> None:
     print(f"{'':8} {'graphs':>18} {'size':>6} {'ms':>8} {'p90':>8} {'device':>8} {'floor':>8} ratio")
     prompts = [("prefill", wanted) for wanted in options.prompt_graphs]
     used_experts = count_experts(runner, chunk, options)
-    for what, wanted in (*prompts, ("decode", "full"), ("decode", "none")):
+    for what, wanted in (("decode", "full"), ("decode", "none"), *prompts):
         sizes = options.prompts if what == "prefill" else options.batches
         if not sizes:
             continue

@@ -242,9 +242,11 @@ def main() -> None:
     spec = None if arguments.shape is None else shape_spec(arguments.shape)
     gpus = torch.cuda.device_count()
     plans: list[tuple[str, tuple[str, str]]] = []
+    # Receiving GPUs; for states only the other one, if there is one.
+    others = range(min(gpus, 2))[-1 if spec else 0 :]
     for name in arguments.transports:
         if name in ("cuda_ipc", "nixl") and gpus:
-            plans += [(f"{name} 0 to {other}", ("cuda:0", f"cuda:{other}")) for other in range(min(gpus, 2))]
+            plans += [(f"{name} 0 to {other}", ("cuda:0", f"cuda:{other}")) for other in others]
         if name != "cuda_ipc":
             plans.append((name, ("cpu", "cpu")))
     result: dict[str, Any] = {"about": "transfer", **describe(), "floors_gb_s": floors(gpus), "rows": []}

@@ -34,7 +34,8 @@ if test "$(nvidia-smi --list-gpus | wc -l)" -gt 1; then
     second=$!
     wait "$first"
     wait "$second"
-    part transfer-qwen3.5-35b-a3b 60 tests.bench.transfer --shape qwen3.5-35b-a3b --transports cuda_ipc
+    part transfer-qwen3.5-35b-a3b 80 tests.bench.transfer --shape qwen3.5-35b-a3b --transports cuda_ipc \
+        --tokens 512 2048 8192
 else
     shape qwen3.5-35b-a3b mtp
     shape qwen3-30b-a3b eagle3
