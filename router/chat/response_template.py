@@ -80,7 +80,7 @@ class ResponseTemplate:
 
     regions: tuple[Region, ...]
     anchor: Any  # pattern whose last match in the prompt is where the answer's message begins
-    text: str  # all strings of the template, to find the special tokens that its markers consist of
+    text: str  # all strings of the fields, to find the special tokens that markers consist of
     # the library's parser for a complete text
     whole: Callable[[str, Sequence[dict[str, Any]]], dict[str, Any]]
 
@@ -135,7 +135,7 @@ def compile_template(
     return ResponseTemplate(
         regions,
         loaded.start_anchor_re,
-        "".join(_strings(spec)).replace("\\", ""),
+        "".join(_strings(spec["fields"])).replace("\\", ""),
         lambda text, tools: parse_response(text, loaded, prefix="", tools=list(tools)),
     )
 

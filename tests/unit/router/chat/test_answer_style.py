@@ -1,0 +1,117 @@
+"""What the cluster file says about answers, and random answers in random pieces."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from common.config import load_cluster
+from common.observability.logs import Log
+from router.chat.answer_style import AnswerStyle
+from router.from_config import answer_style
+from router.tokenizer import Tokenizer
+from tests.unit.router.chat.wire_formats import Meaning, events_of, meaning_of, parse, parser_of
+from tests.unit.router.conftest import TINY
+
+# The tiny model writes calculations and then #### with the result.
+STEPS = {
+    "start_anchor": "<|assistant|>",
+    "fields": {"reasoning_content": {"content": "text"}, "content": {"open": "####", "content": "text"}},
+}
+PIECES = {
+    "qwen3": (
+        *(
+            "<think>",
+            "</think>",
+            "<tool_call>",
+            "</tool_call>",
+            "<tool",
+            "\n",
+            "  ",
+            " a ",
+            "<",
+            "}",
+            "}}",
+            '"',
+        ),
+        *(
+            '{"name": "weather", "arguments": {"city": "a"}}',
+            '{"name": "clock"',
+            ', "arguments": ',
+            '{"a": [1, "x\\"',
+        ),
+    ),
+    "qwen3_5": (
+        *(
+            "<think>",
+            "</think>",
+            "<tool_call>",
+            "\n<function=weather>",
+            "<function=clock>\n",
+            "\n",
+            " a ",
+            "<",
+        ),
+        *("<parameter=city>", "<parameter=days>", "\n3\n", "</parameter>", "</function>", "</tool_call>"),
+    ),
+    "mistral_v11": (
+        *("[TOOL_CALLS]", "[ARGS]", "weather", '{"a": 1}', "{", "}", "[", "]", '"', " a ", "</s>", "[THINK]"),
+        *("[/THINK]", "[CALL_ID]", ", "),
+    ),
+    "mistral_v3": ("[TOOL_CALLS]", "[{", "}]", '{"name": "clock", "arguments": {}}', ", ", "[", "]", " a "),
+    "llama3": (
+        "<|python_tag|>",
+        '{"name": "clock", "parameters": {"x": "',
+        '"}}',
+        "; ",
+        "{",
+        "}",
+        " a ",
+        "\n",
+    ),
+}
+
+
+def style(tmp_path: Path, tokenizer: Tokenizer, model: str = "", router: str = "") -> AnswerStyle:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"model:\n  path: {TINY}\n{model}router:\n  port: 0\n{router}")
+    return answer_style(load_cluster(file, environ={}), tokenizer, Log("test"))
+
+
+def test_what_the_cluster_file_says(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    plain = style(tmp_path, tokenizer)
+    assert plain.template is None
+    assert "enable_thinking" in plain.template_variables
+    assert style(tmp_path, tokenizer, "  chat_template_kwargs: []\n").template_variables == frozenset()
+    (tmp_path / "steps.json").write_text(json.dumps(STEPS))
+    found = style(
+        tmp_path, tokenizer, "  response_template: steps.json\n", "  reasoning_fields: [reasoning]\n"
+    )
+    assert found.template is not None
+    assert (found.template.reasons, found.template.calls) == (True, False)
+    assert found.reasoning_fields == ("reasoning",)
+    assert found.kept == frozenset()
+    events = events_of(parser_of(found.template), " 3 * 4 = 12\n12 - 5 = 7\n#### 7", 3)
+    assert meaning_of(events) == Meaning("7", " 3 * 4 = 12\n12 - 5 = 7")
+    steps = json.dumps(STEPS).replace("####", "<|user|>")
+    (tmp_path / "steps.json").write_text(steps)
+    found = style(tmp_path, tokenizer, "  response_template: steps.json\n")
+    assert found.kept == {tokenizer.token_to_id("<|user|>")}
+
+
+def test_ids_of_calls() -> None:
+    assert {len(AnswerStyle().new_id()) for _ in range(3)} == {29}
+    short = {AnswerStyle(short_ids=True).new_id() for _ in range(20)}
+    assert len(short) == 20
+    assert all(len(each) == 9 and each.isalnum() for each in short)
+
+
+def test_random_answers_mean_the_same_in_any_pieces() -> None:
+    rng = random.Random(5)
+    for _ in range(400):
+        family = rng.choice(list(PIECES))
+        text = "".join(rng.choice(PIECES[family]) for _ in range(rng.randint(1, 14)))
+        prefix = rng.choice(("", "", "<think>\n", "It "))
+        whole = parse(family, text, prefix=prefix)
+        assert [size for size in (1, 3) if parse(family, text, size, prefix) != whole] == [], (family, text)
