@@ -67,8 +67,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     sampling_seed: int | None = None
     n: int | None = None
     json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
+    regex: str | None = None
+    ebnf: str | None = None
     # refused unless they have no effect: see _SAMPLING_NEUTRAL
     structural_tag: Any = None
     stop_regex: Any = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -13,10 +13,9 @@ from router.apis.generate_request import GenerateRequest, GenerateTask, read_gen
 from router.apis.messages_request import MessagesRequest, MessagesTask, read_count, read_messages
 from router.apis.responses_request import ResponsesRequest, ResponsesTask, read_responses
 from router.field_rules import undeclared
-from router.openai_schema import ChatRequest, compact_chat, compact_completion
+from router.openai_schema import compact_chat, compact_completion
 
 T = TypeVar("T", bound=msgspec.Struct)
-C = TypeVar("C", bound="ChatTask")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +56,26 @@ def _compact_generate(task: GenerateTask) -> GenerateTask:
     return msgspec.structs.replace(task, completion=compact)
 
 
-class ChatTask(Protocol):
-    """A task that runs as a chat."""
-
-    @property
-    def chat(self) -> ChatRequest: ...
+def _compact_responses(task: ResponsesTask) -> ResponsesTask:
+    return msgspec.structs.replace(task, chat=compact_chat(task.chat))
 
 
-def _compact_chat(task: C) -> C:
-    compact_chat(task.chat)
-    return task
+def _compact_messages(task: MessagesTask) -> MessagesTask:
+    return msgspec.structs.replace(task, chat=compact_chat(task.chat))
 
 
 GENERATE = TaskReader(
     "generate", GenerateTask, frozenset(GenerateRequest.__struct_fields__), read_generate, _compact_generate
 )
 RESPONSES: TaskReader[ResponsesTask] = TaskReader(
-    "responses", ResponsesTask, frozenset(ResponsesRequest.__struct_fields__), read_responses, _compact_chat
+    "responses",
+    ResponsesTask,
+    frozenset(ResponsesRequest.__struct_fields__),
+    read_responses,
+    _compact_responses,
 )
 MESSAGES: TaskReader[MessagesTask] = TaskReader(
-    "messages", MessagesTask, frozenset(MessagesRequest.__struct_fields__), read_messages, _compact_chat
+    "messages", MessagesTask, frozenset(MessagesRequest.__struct_fields__), read_messages, _compact_messages
 )
 COUNT: TaskReader[MessagesTask] = TaskReader(
     "count_tokens",
@@ -84,7 +83,7 @@ COUNT: TaskReader[MessagesTask] = TaskReader(
     # what else a request for an answer has does not change its prompt
     frozenset(MessagesRequest.__struct_fields__),
     read_count,
-    _compact_chat,
+    _compact_messages,
 )
 READERS: dict[str, TaskReader[Any]] = {
     reader.api: reader for reader in (GENERATE, RESPONSES, MESSAGES, COUNT)
