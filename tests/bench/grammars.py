@@ -1,13 +1,14 @@
 """What grammars cost in steps of plain decoding, and what forced tokens gain; without HTTP, processes and transfer.
 
     python -m tests.bench.grammars [--batch 1 4 16 32 64] [--steps 200] [--json FILE]
+    python -m tests.bench.grammars --small --device cpu --length 32
     python -m tests.bench.grammars --model DIR --draft DIR --device cpu --length 64
 
 Three runs per batch size, of the node's own steps: free requests with one step in flight, constrained requests that
 decode one token per step, and constrained requests whose forced tokens are verified as drafts. All constrained requests
 answer with a list of records as compact JSON. Milliseconds are wall-clock time per step. Of constrained steps, `follow`
 is the host's time between two steps (reading tokens, following the grammar, forced tokens), and `masks` the time to
-compute and hand over masks, which runs beside the forward.
+compute masks, which a GPU's forward hides.
 
 A constructed target says nothing sensible, so the share of forced tokens in its records is that of the schema: names
 and strings have random lengths up to their bounds. A target of 128k tokens gets a constructed tokenizer: byte pairs of
@@ -37,11 +38,23 @@ from decode_node.request import DecodeRequest
 from decode_node.step_result import Launched
 from decode_node.steps import FORCED_STEPS, DecodeSteps
 from deploy.tiny_models.constructed_head import Drafting
+from deploy.tiny_models.constructed_shape import Shape
 from tests.bench.drafted_engine import Engine, random_prompts
 from tests.bench.environment import describe
 from tests.bench.shapes import EAGLE3, LLAMA, Pair, config_of, loaded, pair
 
 WARM_UP = 8
+SMALL = Shape(
+    vocab=128_256,
+    hidden=256,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    inter=256,
+    max_positions=4096,
+    draft_vocab=1024,
+)
 SCHEMA = {
     "type": "array",
     "minItems": 1000,
@@ -156,8 +169,9 @@ class Constrained:
             launched = self._steps.by_width[plan.width].launch(plan)
             assert isinstance(launched, MaskedStep)
             waiting = time.perf_counter()
-            launched.draw(step_masks(index, requests, launched.trees(), self._compiler.vocab_size))
+            masks = step_masks(index, requests, launched.trees(), self._compiler.vocab_size)
             times.masks.append(time.perf_counter() - waiting)
+            launched.draw(masks)
             launched.completion.wait()
             ended = time.perf_counter()
             drawn = self._follow(requests, launched)
@@ -250,6 +264,9 @@ def main() -> None:
         "--model", type=Path, help="directory of a target to load instead of a constructed one"
     )
     parser.add_argument("--draft", type=Path, help="directory of a draft for it, which is not used")
+    parser.add_argument(
+        "--small", action="store_true", help="construct a small target of 128k tokens, for CPUs"
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 32, 64])
     parser.add_argument("--length", type=int, default=1024, help="prompt tokens")
     parser.add_argument("--steps", type=int, default=200)
@@ -258,7 +275,8 @@ def main() -> None:
     device = torch.device(options.device)
     models: Pair
     if options.model is None:
-        models = pair(config_of(LLAMA), EAGLE3, Drafting(0.5), FORCED_STEPS, 0, device)
+        raw = SMALL.config() if options.small else config_of(LLAMA)
+        models = pair(raw, EAGLE3, Drafting(0.5), FORCED_STEPS, 0, device)
         tokenizer = constructed_tokenizer(models.model.config.vocab_size)
         ends = [models.model.config.vocab_size - 1]
     else:

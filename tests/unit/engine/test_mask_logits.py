@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.ops.mask_logits import mask_logits_reference, mask_logits_triton
+from common.engine.ops.mask_logits import mask_logits_cpu, mask_logits_reference, mask_logits_triton
 from common.engine.ops.triton_kernel import tl
 from common.engine.sampling.logit_masks import LogitMasks
 from common.engine.sampling.sampler import sample
@@ -50,6 +50,17 @@ def test_the_reference_follows_the_definition(vocab: int) -> None:
     mask_logits_reference(logits, words_of(allowed), owner)
     assert torch.equal(logits.nan_to_num(7.0), wanted.nan_to_num(7.0))
     assert logits[4, 1].isnan()
+
+
+@pytest.mark.parametrize("vocab", [3, 50, 4096, 9001])
+def test_the_code_for_cpus_equals_the_reference(vocab: int) -> None:
+    logits, allowed, owner = case(vocab)
+    wide = torch.zeros(6, vocab + 5)
+    wide[:, :vocab] = logits
+    mask_logits_reference(logits, words_of(allowed), owner)
+    mask_logits_cpu(wide[:, :vocab], words_of(allowed), owner)
+    assert torch.equal(wide[:, :vocab].nan_to_num(7.0), logits.nan_to_num(7.0))
+    assert not wide[:, vocab:].any(), "nothing past the row is written"
 
 
 @INTERPRETED
