@@ -12,7 +12,7 @@ from typing import Any
 from common.checkpoint.chat_template_file import find_chat_template
 from common.checkpoint.model_directory import MAX_TOKENIZER_CONFIG_BYTES
 from common.checkpoint.model_files import read_json
-from common.errors import ModelError
+from common.errors import InternalError, ModelError
 from router.chat.families import BY_NAME, Family, family_of
 from router.chat.response_template import ResponseTemplate, compile_template
 
@@ -47,11 +47,19 @@ class AnswerStyle:
         return f"call_{secrets.token_hex(12)}"
 
     def prefix(self, prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-        """Return what the prompt holds of the answer's message; "" if its beginning is not found."""
+        """Return what the prompt holds of the answer's message; "" if its beginning is not found.
+
+        Raises InternalError if the template's pattern takes too long.
+        """
         assert self.template is not None
         for count in TAIL_TOKENS:
             text = decode(prompt[-count:])
-            end = max((match.end() for match in self.template.anchor.finditer(text)), default=None)
+            try:
+                end = max((match.end() for match in self.template.anchors(text)), default=None)
+            except TimeoutError as error:
+                raise InternalError(
+                    "the start anchor of the model's response template takes too long; set model.response_template"
+                ) from error
             if end is not None:
                 return text[end:]
             if count >= len(prompt):

@@ -79,7 +79,7 @@ class ResponseTemplate:
     """A compiled template."""
 
     regions: tuple[Region, ...]
-    anchor: Any  # pattern whose last match in the prompt is where the answer's message begins
+    anchors: Find  # finds where messages of the assistant begin: the answer's is the last one in the prompt
     text: str  # all strings of the fields, to find the special tokens that markers consist of
     # the library's parser for a complete text
     whole: Callable[[str, Sequence[dict[str, Any]]], dict[str, Any]]
@@ -134,7 +134,7 @@ def compile_template(
         ) from error
     return ResponseTemplate(
         regions,
-        loaded.start_anchor_re,
+        lambda text: loaded.start_anchor_re.finditer(text, timeout=seconds),
         "".join(_strings(spec["fields"])).replace("\\", ""),
         lambda text, tools: parse_response(text, loaded, prefix="", tools=list(tools)),
     )

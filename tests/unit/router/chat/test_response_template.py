@@ -132,6 +132,10 @@ def test_a_pattern_of_a_checkpoint_that_takes_too_long_ends_the_request() -> Non
     parser = parser_of(compile_template(spec, "checkpoint", trusted=False))
     with pytest.raises(InternalError, match="takes too long"):
         parser.feed("a" * 200 + "c")
+    spec = {key: value for key, value in OWN.items() if key != "start_anchor"}
+    template = compile_template(spec | {"start_anchor_pattern": "(a|aa)+b"}, "checkpoint", trusted=False)
+    with pytest.raises(InternalError, match="takes too long"):
+        AnswerStyle(template).prefix([1], lambda _: "a" * 200 + "c")
 
 
 def test_special_tokens_of_markers_are_kept(tokenizer: Tokenizer) -> None:
