@@ -20,15 +20,20 @@ def head_model(raw: Json, file: Path, target: ModelConfig) -> tuple[ModelConfig,
     """Return the shapes of the head's layer, and the width of the target state that it reads.
 
     The layers are Llama's, with the biases and the norms of queries and keys for which the checkpoint has tensors, and
-    with windows. Raises ModelError if positions, vocabulary or widths differ from the target's.
+    with windows. A head that was trained on text has one position axis: over a target that rotates only a part of a
+    head, whose sections it cannot have, it reads the temporal one. Raises ModelError if positions, vocabulary or widths
+    differ from the target's.
     """
     plain, sections = split_sections(dict(raw), str(file), interleaved=True)
     interleaved = is_interleaved(raw, str(file))
     model = ModelConfig.parse({**plain, "architectures": [LLAMA]}, file.parent)
     names = tensor_names(file.parent)
+    rope = with_sections(model.rope, sections, model.head_dim, str(file), interleaved)
+    if not sections and target.rope.sections and target.rope.partial < 1:
+        rope = replace(rope, sections=(model.head_dim // 2, 0, 0))
     model = replace(
         model,
-        rope=with_sections(model.rope, sections, model.head_dim, str(file), interleaved),
+        rope=rope,
         qk_norm=_some_end_with("self_attn.q_norm.weight", names),
         qkv_bias=model.qkv_bias or _some_end_with("self_attn.q_proj.bias", names),
         sliding_windows=_windows(raw, model.num_layers, str(file)),
@@ -41,8 +46,13 @@ def head_model(raw: Json, file: Path, target: ModelConfig) -> tuple[ModelConfig,
 
 
 def check_positions(file: Path, draft: ModelConfig, target: ModelConfig) -> None:
-    """Raise ModelError if the draft's rotary embedding has other axes than the target's."""
+    """Raise ModelError if the draft's rotary embedding has other axes than the target's.
+
+    A draft may also use only the temporal one.
+    """
     ours, theirs = draft.rope.sections, target.rope.sections
+    if theirs and ours[1:] == (0, 0):
+        return
     if ours != theirs:
         raise ModelError(
             f"{file}: {SECTIONS} is {list(ours) or 'not set'}, the target has {list(theirs) or 'none'}: a draft uses "

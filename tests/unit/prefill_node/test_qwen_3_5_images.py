@@ -153,6 +153,45 @@ def test_the_module_of_the_same_file_has_the_axes_of_the_target(
     assert load_draft_config(tmp_path, "mtp", text).model.rope == text.rope
 
 
+def head_over(target: ModelConfig, path: Path, **changes: Any) -> ModelConfig:
+    """Return the config of an EAGLE-3 head as it is read for this target."""
+    path.mkdir()
+    raw = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": 256,
+        "torch_dtype": "float32",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        **changes,
+    }
+    (path / "config.json").write_text(json.dumps(raw))
+    save_file({"fc.weight": torch.zeros(1)}, path / "model.safetensors")
+    return load_draft_config(path, "eagle3", target).model
+
+
+def test_a_head_reads_the_temporal_axis_or_has_the_axes_of_the_target(
+    saved: tuple[Any, Path], tmp_path: Path
+) -> None:
+    target = ModelConfig.load(saved[1])
+    plain = head_over(target, tmp_path / "plain").rope
+    assert plain.axis_of_frequencies() == (0,) * 6
+    assert head_over(replace(target, rope=RopeConfig()), tmp_path / "text").rope.sections == ()
+    axes = {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    same = head_over(target, tmp_path / "same", head_dim=8, rope_scaling=axes).rope
+    assert same.axis_of_frequencies() == target.rope.axis_of_frequencies() == (0, 1, 2, 0)
+    runs = {**axes, "mrope_interleaved": False}
+    with pytest.raises(ModelError, match="mrope_interleaved is False, the target has True"):
+        head_over(target, tmp_path / "runs", head_dim=8, rope_scaling=runs)
+    other = {**axes, "mrope_section": [1, 1, 2]}
+    with pytest.raises(ModelError, match=r"mrope_section is \[1, 1, 2\], the target has \[2, 1, 1\]"):
+        head_over(target, tmp_path / "other", head_dim=8, rope_scaling=other)
+
+
 def test_published_sizes(saved: tuple[Any, Path], tmp_path: Path) -> None:
     """A config with few keys has transformers' defaults."""
     _, path = saved
