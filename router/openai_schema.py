@@ -140,6 +140,7 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None  # SGLang: false leaves the reasoning in the content
+    stream_reasoning: bool | None = None  # SGLang: false sends the reasoning in one piece
     documents: Any = None
     modalities: Any = None
     audio: Any = None

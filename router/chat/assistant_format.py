@@ -29,11 +29,13 @@ class Shown:
         reasoning: names of the fields with the reasoning; none hides it.
         parallel: False passes on only the first call.
         calls_finish: finish_reason of an answer with calls that ended by itself.
+        streams_reasoning: False sends the reasoning of a stream in one piece, once it is complete.
     """
 
     reasoning: tuple[str, ...]
     parallel: bool
     calls_finish: str = "tool_calls"
+    streams_reasoning: bool = True
 
 
 @dataclass(slots=True)
@@ -90,7 +92,10 @@ class AssistantFormat(ChatFormat):
         return fields + b'},"logprobs":'
 
     def events(self, piece: Piece, usage: bytes) -> bytes:
-        deltas = [self._delta(event) for event in self.parsed(piece)]
+        events_of_piece = self.parsed(piece)
+        if not self._shown.streams_reasoning:
+            events_of_piece = self._gathered(piece, events_of_piece)
+        deltas = [self._delta(event) for event in events_of_piece]
         logprobs = b"null"
         if self._logprobs is not None and piece.tokens:
             logprobs = _encode(self._listed([piece]))
@@ -121,6 +126,19 @@ class AssistantFormat(ChatFormat):
                 each for each in events if not (isinstance(each, CallOpened | CallArguments) and each.index)
             ]
         return events
+
+    def _gathered(self, piece: Piece, events: list[Event]) -> list[Event]:
+        """Hold reasoning back until something else follows."""
+        held, others = self._messages[piece.index].reasoning, list[Event]()
+        for event in events:
+            if isinstance(event, Reasoning):
+                held.append(event.text)
+            else:
+                others.append(event)
+        if held and (others or piece.finish_reason is not None):
+            others.insert(0, Reasoning("".join(held)))
+            held.clear()
+        return others
 
     def _delta(self, event: Event) -> bytes:
         call: dict[str, Any]
@@ -157,5 +175,9 @@ def chat_format(
     return AssistantFormat(
         head,
         parsers,
-        Shown(style.reasoning_fields if rules.shows_reasoning else (), rules.parallel),
+        Shown(
+            style.reasoning_fields if rules.shows_reasoning else (),
+            rules.parallel,
+            streams_reasoning=rules.streams_reasoning,
+        ),
     )

@@ -27,6 +27,7 @@ class ChatRules:
         parsed: the answer must be parsed: it may hold calls, or reasoning that is to be separated.
         reasoning: reasoning is separated from the content.
         shows_reasoning: separated reasoning is part of the answer.
+        streams_reasoning: a stream shows reasoning while it is generated.
         parallel: more than one call is passed on.
     """
 
@@ -35,6 +36,7 @@ class ChatRules:
     parsed: bool
     reasoning: bool
     shows_reasoning: bool
+    streams_reasoning: bool
     parallel: bool
 
 
@@ -62,6 +64,7 @@ def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
         parsed=bool(tools) or separate,
         reasoning=separate,
         shows_reasoning=request.include_reasoning is not False,
+        streams_reasoning=request.stream_reasoning is not False,
         parallel=request.parallel_tool_calls is not False,
     )
 

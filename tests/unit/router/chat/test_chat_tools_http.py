@@ -135,6 +135,18 @@ async def test_fields_of_reasoning(rig: Rig, tokenizer: Tokenizer) -> None:
     assert answer["choices"][0]["message"]["content"] == THOUGHT + "It rains."
 
 
+async def test_reasoning_in_one_piece(rig: Rig, tokenizer: Tokenizer) -> None:
+    for text, content in ((THOUGHT + "It rains.", "It rains."), (THOUGHT.split("</think>")[0], "")):
+        answers(rig, tokenizer, text)
+        deltas = [
+            each["choices"][0]["delta"] for each in await chunks_of(rig, ASK | {"stream_reasoning": False})
+        ]
+        shown = [each["reasoning_content"] for each in deltas if "reasoning_content" in each]
+        assert shown == ["They want {the} weather."]
+        assert "".join(each.get("content", "") for each in deltas) == content
+        rig.generator.scripts.clear()
+
+
 async def test_both_names_of_reasoning(serve: Serve, tokenizer: Tokenizer) -> None:
     style = replace(STYLE, reasoning_fields=("reasoning_content", "reasoning"))
     rig = await serve(served=replace(SERVED, answers=style))
