@@ -165,7 +165,7 @@ async def test_more_prompts_than_may_be_in_flight_are_refused_for_good(serve: Se
     rig.generator.will(*one_by_one([10]))
     status, answer, headers = await rig.post("/v1/completions", {"prompt": ["a", "b", "c"]})
     assert (status, answer["error"]["param"]) == (400, "prompt")
-    assert "this router allows 2 in flight; send them in several requests" in answer["error"]["message"]
+    assert "this router allows 2 in flight; send the prompts in several" in answer["error"]["message"]
     assert "Retry-After" not in headers
     assert (await rig.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1}))[0] == 200
 
