@@ -10,6 +10,7 @@ import torch
 
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs import node_graphs
+from common.engine.graphs.ladders import decode_request_buckets
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.state.relay_state import RelayState
 from common.node.completion import completion_for
@@ -93,7 +94,8 @@ def decode_steps(
             # The windows of models with a state per request have room for one token.
             return plain
         largest = min(sizes.max_running, FORCED_TOKENS // (FORCED_STEPS + 1))
-        capture = step_graphs.round_plans(runner, sizes.wanted, largest)
+        # Few graphs, since every node captures them and only constrained requests use them.
+        capture = step_graphs.round_plans(runner, sizes.wanted, largest, buckets=decode_request_buckets)
         longest, slots = served.max_model_len, sizes.lookahead_slots
         rounds = Rounds(relay, table, served.page_size, longest, slots, capture)
         return with_forced_drafts(plain, runner, rounds, largest, completion)

@@ -53,17 +53,22 @@ class PhasePlan:
 
 
 def round_plans(
-    runner: ModelRunner, wanted: PhaseSwitch, max_running: int, min_running: int = 1
+    runner: ModelRunner,
+    wanted: PhaseSwitch,
+    max_running: int,
+    min_running: int = 1,
+    buckets: Callable[[int], tuple[int, ...]] = verify_request_buckets,
 ) -> Callable[[Phase], PhasePlan]:
     """Return the capture plan of each phase: draft, verify and draft-extend are full graphs, decided independently.
 
-    The plans cover batches of `min_running` to `max_running` requests.
+    The plans cover batches of `min_running` to `max_running` requests; `buckets` returns the numbers of requests that
+    are captured up to a largest one.
     """
 
     def plan(phase: Phase) -> PhasePlan:
         decision = decided(phase, runner.model.placement, wanted)
-        ladder = verify_request_buckets(max_running) if decision.backend != NONE else ()
-        buckets = tuple(count for count in ladder if count >= min_running)
-        return PhasePlan(decision, buckets, runner.model.placement.device, wanted.poisoned)
+        ladder = buckets(max_running) if decision.backend != NONE else ()
+        counts = tuple(count for count in ladder if count >= min_running)
+        return PhasePlan(decision, counts, runner.model.placement.device, wanted.poisoned)
 
     return plan
