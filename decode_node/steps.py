@@ -18,7 +18,7 @@ from common.node.overlap import Completion
 from common.node.serving_model import ServingModel
 from common.speculation.table import algorithm
 from decode_node.graphs import step_graphs
-from decode_node.graphs.decode_graph import LOGITS
+from decode_node.graphs.decode_graph import GREEDY, LOGITS
 from decode_node.page_table import PageTable
 from decode_node.speculative.drafters.drafter import DrafterSetup
 from decode_node.speculative.drafters.ngram import NgramDrafter
@@ -146,8 +146,9 @@ def with_forced_drafts(
     """Add a step to plain decoding that verifies the tokens that grammars force, in batches of up to `largest`."""
     device = runner.pool.device
     drafter, acceptor = NgramDrafter(rounds, FORCED_STEPS), ChainAcceptor()
-    # Every batch with forced tokens is masked, and so served by this variant.
-    verify = Verify(runner, rounds, drafter, acceptor, (LOGITS,))
+    # Every batch with forced tokens is masked, and so served by the variant of logits. Capturing another one compiles
+    # the kernels that follow the logits, for each number of requests.
+    verify = Verify(runner, rounds, drafter, acceptor, (GREEDY, LOGITS))
     watch = stopwatch_for(device)
     step = SpeculativeStep(verify, drafter, acceptor, device, completion, watch, no_seconds())
     rules = replace(plain.rules, forced_drafts=FORCED_STEPS, forced_width=FORCED_STEPS, forced_batch=largest)

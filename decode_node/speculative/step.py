@@ -142,4 +142,4 @@ class SpeculativeStep:
         placed, rest = values[:, :2], values[:, 2:]
         if plan.drafts:
             return RoundCall(placed, plan.sampling, drafts=rest)
-        return RoundCall(placed, plan.sampling, forced=rest if plan.forced else None)
+        return RoundCall(placed.contiguous(), plan.sampling, forced=rest if plan.forced else None)
