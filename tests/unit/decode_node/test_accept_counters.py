@@ -57,3 +57,12 @@ def test_fillers_after_the_drafts_do_not_count_as_drafts() -> None:
     counters.count(emission(lucky, 3, 1), 3)
     assert counters.accepted_tokens == 1
     assert counters.accepted_at == [1]
+
+
+def test_forced_tokens_are_counted_by_themselves() -> None:
+    counters, one = AcceptCounters(), request(1)
+    for tokens, forced in ((4, 5), (3, 2)):
+        counters.count(Emission(one, [OutputToken(7)] * tokens, 0, forced), tokens)
+    assert (counters.forced_tokens, counters.accepted_forced) == (7, 5)
+    assert (counters.drafts, counters.draft_tokens, counters.accepted_tokens) == (0, 0, 0)
+    assert one.accept_length == 3.5
