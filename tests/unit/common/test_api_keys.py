@@ -65,7 +65,7 @@ def test_json_and_no_keys_at_all(tmp_path: Path) -> None:
         (f"- {{id: a, sha256: '{HASH.upper()}'}}", "entry 1: .*sha256"),
         (f"- {{id: 'a b', sha256: '{HASH}'}}", "entry 1: .*id"),
         (f"- {{sha256: '{HASH}'}}", "entry 1: .*`id`"),
-        (f"- {{id: a, sha256: '{HASH}', priority: 1}}", "entry 1: .*unknown field `priority`"),
+        (f"- {{id: a, sha256: '{HASH}', urgency: 1}}", "entry 1: .*unknown field `urgency`"),
         (f"- {{id: a, sha256: '{HASH}', scopes: [root]}}", "entry 1: .*'root'"),
         (f"- {{id: a, sha256: '{HASH}', concurrency: 0}}", "entry 1: .*concurrency"),
         (f"- {{id: a, sha256: '{HASH}', expires: '2030-01-02T03:04:05'}}", "entry 1: .*timezone"),

@@ -67,6 +67,13 @@ async def test_defaults(rig: Rig) -> None:
     assert [asked.sampling.max_tokens for asked in rig.generator.requests] == [128, 6]
 
 
+async def test_a_higher_priority_goes_first_here(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    for priority in (3, -3, 0):
+        assert (await rig.post("/generate", {"text": "Hello", "priority": priority}))[0] == 200
+    assert [asked.priority for asked in rig.generator.requests] == [-3, 3, 0]
+
+
 @pytest.mark.parametrize("prompts", [{"text": ["a", "b"]}, {"input_ids": [[5, 6], [7]]}])
 async def test_several_prompts_give_a_list(rig: Rig, prompts: dict[str, Any]) -> None:
     rig.generator.will(*one_by_one(HELLO))
