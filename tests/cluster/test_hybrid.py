@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import tokenizers
 import torch
-import transformers
-import yaml
 from rich.progress import Progress
 
 from deploy.eval_cli import Exam, hold
@@ -19,11 +16,11 @@ from deploy.tiny_models.mixture import checkpoint
 from deploy.tiny_models.mixture.mtp_head import MtpHead
 from deploy.tiny_models.mixture.shapes import FAMILIES
 from router.tokenizer import Tokenizer
+from tests.cluster.check_families import generated, shipped
 from tests.cluster.harness import ROOT, Client, RunningCluster
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 
-FILE = ROOT / "deploy" / "clusters" / "local-hybrid.yaml"
 MODEL = ROOT / "deploy" / "tiny_models" / "tiny-hybrid"
 STEPS = 3
 SAID = 24  # tokens per answer
@@ -32,17 +29,9 @@ BORDER = 64  # tokens at whose multiples states are saved
 STATE_BYTES = 4 * 4 * (3 * 512 + 8 * 32 * 32)
 
 
-def shipped() -> dict[str, Any]:
-    """Return the sections of the cluster file, with absolute paths."""
-    sections: dict[str, Any] = yaml.safe_load(FILE.read_text())
-    for section, key in (("model", "path"), ("speculation", "draft_model_path")):
-        sections[section][key] = str((FILE.parent / sections[section][key]).resolve())
-    return sections
-
-
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    with RunningCluster(tmp_path_factory.mktemp("hybrid"), config=shipped()) as running:
+    with RunningCluster(tmp_path_factory.mktemp("hybrid"), config=shipped("hybrid")) as running:
         yield running
 
 
@@ -52,18 +41,6 @@ def trained() -> tuple[LanguageModel, MtpHead]:
     model, module = checkpoint.load(MODEL, FAMILIES["hybrid"])
     assert module is not None
     return model, module
-
-
-@torch.inference_mode()
-def generated(model: LanguageModel, prompt: list[int], count: int) -> list[int]:
-    """Return the greedy continuation by transformers."""
-    settings = transformers.GenerationConfig(
-        max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    untyped: Any = model  # the stubs of transformers refuse `generate` on this class
-    out = untyped.generate(torch.tensor([prompt]), generation_config=settings)
-    ids: list[int] = out[0, len(prompt) :].tolist()
-    return ids
 
 
 async def counters(client: Client) -> dict[str, int]:

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(240),
 ]
 SHAPES = [(32, 2, 128, 128), (6, 3, 64, 96)]  # value heads, those of a key head, key and value width
-SLOTS = 6
+SLOTS = 8
 
 
 class Layer:
@@ -80,15 +80,21 @@ def test_delta_extend(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> N
     counts, before = torch.tensor([[130, 1, 65, 0, 1000], [64, 0, 0, 0, 128]], device="cuda").unbind()
     slots = torch.tensor([1, 2, 3, 0, 5], device="cuda")
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+    saves = torch.zeros(5, 2, 2, dtype=torch.int64, device="cuda")  # states inside the prompts
+    saves[0, 1] = torch.tensor([6, 128])
+    saves[4] = torch.tensor([[4, 512], [7, 960]])
     projected = layer.tokens(int(counts.sum()) + 5)
     projected[-5:] = torch.nan
     results = []
     for run in (delta_extend_reference, delta_extend):
         planes = layer.conv.clone(), layer.recurrent.clone()
-        out = run(projected, *layer.weights, *planes, slots, starts, (before + counts).int())
+        out = run(projected, *layer.weights, *planes, slots, starts, (before + counts).int(), saves)
         results.append((out, *planes))
     for actual, expected in zip(results[1], results[0], strict=True):
         close(actual, expected)
+    for actual, expected in zip(results[1][1:], results[0][1:], strict=True):
+        for slot in (4, 6, 7):
+            close(actual[slot], expected[slot])
     assert not results[1][0][-5:].any()
     assert not any(plane[0].any() for plane in results[1][1:])
 
