@@ -140,7 +140,7 @@ class ServingModel:
         return self.draft.runner(pool, attention), pool
 
     def describe(self, pool_bytes: int, transport: str, max_rows: int) -> dict[str, ConfigValue]:
-        """Return the fields of this node for /server_info."""
+        """Return the fields of this node for /server_info. `pool_bytes`: of pages and state slots together."""
         return {
             "device": str(self.placement.device),
             "dtype": self.dtype_name,
@@ -148,7 +148,7 @@ class ServingModel:
             "vision": "none" if self.config.vision is None else self.config.vision.architecture,
             "pool_pages": self.num_pages - 1,
             "pool_bytes": pool_bytes,
-            "memory_plan": str(replace(self.plan, pool=pool_bytes))
+            "memory_plan": str(replace(self.plan, pool=self.num_pages * self.spec.page_bytes))
             if self.placement.device.type == "cuda"
             else "",
             "sampling_bytes": adjustment_bytes(max_rows, self.config.vocab_size),

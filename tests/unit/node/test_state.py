@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common.checkpoint.families import FAMILIES
 from common.config.resolve_node import node_plan
@@ -21,6 +22,7 @@ from common.config.schema import (
     Speculation,
 )
 from common.engine.host_memory import GIB
+from common.engine.layers.placement import Placement
 from common.errors import ConfigError
 from common.kv_cache.layer_kinds import MIXERS
 from common.kv_cache.radix_cache import RadixCache
@@ -127,6 +129,17 @@ def test_a_required_prefix_cache_needs_snapshots(path: Path) -> None:
     served = load(path, "prefill", snapshots=0, cache=True)
     with pytest.raises(ConfigError, match=r"prefill\.prefix_cache: .*prefill\.state_snapshots above 0"):
         page_space(served, True)
+
+
+def test_the_reported_plan_counts_states_once(path: Path) -> None:
+    """The pool's memory holds pages and states; the plan on a GPU names them separately."""
+    served, plan = load(path, "prefill"), MemoryPlan(GIB, 0, 0, state=2 * GIB, snapshots=GIB)
+    on_gpu = Placement(torch.float32, torch.device("cuda"))
+    served = replace(served, plan=plan, placement=on_gpu, num_pages=1 << 22, state_slots=1 << 21)
+    pages = (1 << 22) * served.page_size * served.spec.token_bytes
+    told = served.describe(served.layout.total_bytes, "tcp", 5)
+    assert told["memory_plan"] == str(replace(plan, pool=pages))
+    assert served.layout.total_bytes > pages + GIB
 
 
 def test_trees_and_drafts_with_a_state_are_refused(path: Path) -> None:
