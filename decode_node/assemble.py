@@ -10,12 +10,12 @@ from common.engine.graphs import node_graphs
 from common.engine.state.draft_row import DraftShape
 from common.engine.state.relay_state import RelayState
 from common.engine.state.state_rows import WindowShape
+from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.kv_cache.page_space import PageSpace
 from common.node.overlap import Completion
 from decode_node.backups import Backups
 from decode_node.batch_rows import BatchRows
 from decode_node.forwards import Forwards
-from decode_node.grammar_masks import NO_GRAMMARS, Grammars
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
 from decode_node.parts import Links, Observation, Scheduling

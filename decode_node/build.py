@@ -21,8 +21,8 @@ from common.engine.forward.rotary_places import rotary_places
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.state.relay_state import RelayState
-from common.errors import ModelError
-from common.grammar.model_tokenizer import compiler_for, has_tokenizer
+from common.grammar.grammars import grammars_for
+from common.grammar.model_tokenizer import has_tokenizer
 from common.ipc import LinkSecurity, check_bind
 from common.ipc.from_config import link_security
 from common.messages import decode_inbox
@@ -39,7 +39,6 @@ from decode_node import node as decode
 from decode_node.assemble import Computation, assemble
 from decode_node.draft_watch import DraftWatch, FirstDraftWatch, NoWatch, causes_of
 from decode_node.forwards import step_forwards
-from decode_node.grammar_masks import Grammars, NoGrammars
 from decode_node.limits import DecodeLimits
 from decode_node.parts import Links, Observation
 from decode_node.peers import PeerConnections
@@ -160,7 +159,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         bounds,
         section.backup_mib * MIB,
         Observation(log, drafts=watch, events=events),
-        grammars=_grammars(resolved.model_path, served, log),
+        grammars=grammars_for(resolved.model_path, served.config, log),
     )
     return BuiltDecodeNode(assembly.node, link, peers, receiver, security, context, events)
 
@@ -179,15 +178,6 @@ def step_sizes(cluster: Cluster, constrains: bool = True) -> StepSizes:
         adaptive=speculation.adaptive != "none",
         forced_drafts=speculation.forced_tokens and constrains,
     )
-
-
-def _grammars(path: Path, served: ServingModel, log: Log) -> Grammars:
-    """Return what compiles grammars. A model whose tokenizer it cannot read still serves other requests."""
-    try:
-        return compiler_for(path, served.config)
-    except ModelError as error:
-        log.warning("constrained answers are refused", reason=str(error))
-        return NoGrammars(str(error))
 
 
 def _draft_watch(served: ServingModel, path: Path | None, log: Log) -> DraftWatch:

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from common.errors import InvalidGrammar, RequestError
-from common.grammar import Compilation, mask_width
+from common.errors import RequestError
+from common.grammar import mask_width
 from decode_node.request import DecodeRequest
 from decode_node.step_plan import Masks
 from decode_node.step_result import Trees
 
 # Seconds for one mask of the most complex grammar that the limits of common/grammar allow, on a busy core.
 SLOWEST_MASK = 0.02
-
-
-class Grammars(Protocol):
-    """Starts to compile grammars; common.grammar.GrammarCompiler is one."""
-
-    def start(self, grammar: str, now: Callable[[], float], /) -> Compilation:
-        """Compile in a thread. Raises RequestError if too many wait already."""
-        ...
-
-
-class NoGrammars:
-    """Refuses every grammar, for a reason."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def start(self, grammar: str, now: Callable[[], float], /) -> Compilation:
-        raise InvalidGrammar(f"this cluster cannot constrain answers: {self._reason}")
-
-
-NO_GRAMMARS = NoGrammars("this model has no tokenizer.json")
 
 
 def follow_compiled(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.kv_cache.page_space import PageSpace
 from common.messages.decode_inbox import DecodeMessage
 from common.messages.identity import GraphTotals
@@ -16,7 +17,6 @@ from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from decode_node.batch_rows import BatchRows
 from decode_node.draft_watch import DraftWatch, NoWatch
-from decode_node.grammar_masks import NO_GRAMMARS, Grammars
 from decode_node.limits import DecodeLimits
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction

@@ -10,6 +10,7 @@ from common.engine.forward.rotary_places import RotaryPlaces
 from common.engine.graphs import node_graphs
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.draft_row import HiddenDtype
+from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.kv_cache.page_space import PageSpace
 from common.node.overlap import Completion
 from prefill_node.forwards import Forwards
@@ -54,12 +55,14 @@ def assemble(
     observation: Observation,
     wrap: Callable[[Worker], Worker] = lambda worker: worker,
     wrap_orders: Callable[[Orders], Orders] = lambda orders: orders,
+    grammars: Grammars = NO_GRAMMARS,
 ) -> Assembly:
     """Compose a node that has not started.
 
     Args:
         wrap: returns the worker that the node talks to; by default the node talks to the device worker itself.
         wrap_orders: returns what the worker asks for send orders during a forward; by default it asks the node.
+        grammars: compiles the grammars of requests; by default they are refused.
     """
     parts, forwards = computation, computation.forwards
     page_size, device = forwards.layout.page_size, forwards.runner.pool.device
@@ -81,7 +84,7 @@ def assemble(
     node = PrefillNode(
         incarnation,
         links,
-        Scheduling(space, forwards.draft.rules, limits),
+        Scheduling(space, forwards.draft.rules, limits, grammars),
         wrap(DeviceWorker(step, sending, forwards.runner.pool, parts.completion)),
         orders,
         replace(observation, graphs=node_graphs.totals(*forwards.graphs)),

@@ -19,6 +19,7 @@ from common.engine.graphs.rules import PhaseSwitch
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.errors import ConfigError
+from common.grammar.grammars import grammars_for
 from common.ipc import Dealer, LinkSecurity, RouterSocket, check_bind
 from common.ipc.from_config import link_security
 from common.kv_cache.layer_kinds import prompt_grid
@@ -177,6 +178,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         computation,
         bounds,
         Observation(log, events=events),
+        grammars=grammars_for(resolved.model_path, served.config, log),
     )
     return BuiltPrefillNode(assembly.node, link, peers, sender, vision.images, security, context, events)
 

@@ -10,7 +10,6 @@ import time
 
 import zmq
 
-from common.engine.sampling.sampling_plan import finish_reason
 from common.errors import (
     DeadlineExceeded,
     InternalError,
@@ -29,6 +28,7 @@ from common.node.announced_work import AnnouncedWork
 from common.node.life import NodeLife
 from common.node.overlap import OverlapLoop
 from kv_transfer.sender import Delivered, SlotsGranted, TransferLost
+from prefill_node.grammar_state import compiled
 from prefill_node.images import ARRIVAL_SECONDS
 from prefill_node.parts import Links, Observation, Scheduling
 from prefill_node.peer_frames import take_peer_frames
@@ -65,6 +65,7 @@ class PrefillNode:
         self._space = scheduling.space
         self._rules = scheduling.rules
         self._limits = scheduling.limits
+        self._grammars = scheduling.grammars
         self._worker = worker
         self._orders = orders
         self._events = observation.events
@@ -106,6 +107,7 @@ class PrefillNode:
         self._move_transfers()
         self._images.receive()
         self._claim_images()
+        self._claim_grammars(now)
         self.life.look_after(self, len(self.queues), now)
         self._admit(now)
         refused = self._link.refused_messages + self._images.refused_messages
@@ -147,7 +149,8 @@ class PrefillNode:
         time.sleep(WATCH_INTERVAL)
 
     def _idle(self) -> None:
-        self._poller.poll(BUSY_WAIT_MS if self._sender.writing or self._images.busy else IDLE_WAIT_MS)
+        busy = self._sender.writing or self._images.busy or self.queues.compiling
+        self._poller.poll(BUSY_WAIT_MS if busy else IDLE_WAIT_MS)
 
     # -- duties ----------------------------------------------------------------------------------------------
 
@@ -156,6 +159,8 @@ class PrefillNode:
             keys = self._check(message)
             self._images.check(message.images, self._waiting_images() if message.images else ())
             with_images(keys, message.images)  # raises InvalidRequest for spans that do not fit
+            grammar = message.sampling.grammar
+            compilation = self._grammars.start(grammar, self._clock) if grammar else None
             self._sender.expect(message.room, now + message.deadline_ms / 1000, (message.decode,))
         except RequestError as error:
             self._link.send(Failed.of(message.room, error))
@@ -172,6 +177,7 @@ class PrefillNode:
             decode=message.decode,
             received=now,
             deadline=now + message.deadline_ms / 1000,
+            compilation=compilation,
         )
         self._report.requests += 1
         self._images.expect(request.room, request.images)
@@ -261,6 +267,13 @@ class PrefillNode:
                 if ready:
                     self.queues.arrived(request)
 
+    def _claim_grammars(self, now: float) -> None:
+        for request, error in compiled(self.queues.compiling.values(), self._limits.vocab_size, now):
+            if error is None:
+                self.queues.compiled(request)
+            else:
+                self._end(request, error.code, str(error))
+
     def _lease(self, request: PrefillRequest) -> PageLease | None:
         """Return pages and a state slot for a prompt, or None if there is not enough room.
 
@@ -284,12 +297,15 @@ class PrefillNode:
         now = self._clock()
         request.mark("prefill_end", now)
         if token is None:
-            self._end(request, InternalError.code, "the model produced non-finite logits")
+            self._end(request, InternalError.code, request.no_token)
             return
         request.lease.commit(self._space.keys(request.contents))
         self._report.generated_tokens += 1
         self._events.add("first_token", request.room, id=token.id)
-        reason = finish_reason(token.id, request.emitted + 1, request.sampling)
+        reason = request.draws(token.id)
+        if request.failure is not None:
+            self._end(request, request.failure.code, str(request.failure))
+            return
         self._link.send(
             FirstToken(
                 room=request.room,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.ipc import RouterSocket
 from common.kv_cache.page_space import PageSpace
 from common.messages.identity import GraphTotals
@@ -36,6 +37,7 @@ class Scheduling:
     space: PageSpace
     rules: PromptRules
     limits: PrefillLimits
+    grammars: Grammars = NO_GRAMMARS
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def _planned(chunk: Chunk, page_size: int, lookahead: int, adjusted: bool) -> Pl
 def _draw(request: PrefillRequest, adjusted: bool) -> FirstDraw:
     adjusted = adjusted and adjustment_facts([request.sampling]) is not None
     text = request.keys.tobytes() if adjusted else b""
-    return FirstDraw(sampling=request.sampling, text=text, outputs=request.emitted)
+    return FirstDraw(sampling=request.sampling, text=text, outputs=request.emitted, mask=request.mask)
 
 
 class Planned(NamedTuple):

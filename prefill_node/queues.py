@@ -21,6 +21,7 @@ class Queues:
         self.handing_over: dict[int, PrefillRequest] = {}
         self.ending: dict[int, PrefillRequest] = {}
         self.arriving: dict[int, PrefillRequest] = {}  # those of `waiting` whose images are not all decoded
+        self.compiling: dict[int, PrefillRequest] = {}  # those of `waiting` whose grammar is not compiled
         self.waiting_tokens = 0
 
     def __len__(self) -> int:
@@ -42,14 +43,24 @@ class Queues:
         self.waiting_tokens += request.num_tokens
         if request.images:
             self.arriving[request.room] = request
+        if request.compilation is not None:
+            self.compiling[request.room] = request
 
     def arrived(self, request: PrefillRequest) -> None:
         """Mark the images of a waiting request as decoded."""
         self.arriving.pop(request.room, None)
 
+    def compiled(self, request: PrefillRequest) -> None:
+        """Mark the grammar of a waiting request as compiled."""
+        self.compiling.pop(request.room, None)
+
     def ready(self) -> Iterator[PrefillRequest]:
-        """Yield the waiting requests whose images are decoded, in order of arrival."""
-        return (each for each in self.waiting.values() if each.room not in self.arriving)
+        """Yield the waiting requests whose images are decoded and whose grammar is compiled, in order of arrival."""
+        return (
+            each
+            for each in self.waiting.values()
+            if each.room not in self.arriving and each.room not in self.compiling
+        )
 
     def admit(self, request: PrefillRequest) -> None:
         """Move a request from `waiting` to `computing`."""
@@ -70,6 +81,7 @@ class Queues:
         del self.waiting[request.room]
         self.waiting_tokens -= request.num_tokens
         self.arriving.pop(request.room, None)
+        self.compiling.pop(request.room, None)
 
     def forget(self, request: PrefillRequest) -> None:
         self.handing_over.pop(request.room, None)

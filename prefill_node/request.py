@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from common.engine.sampling.sampling_plan import finish_reason
 from common.engine.state.draft_row import NO_DRAFT, DraftRow
+from common.errors import RequestError
+from common.grammar import Compilation, Matcher
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
 from common.kv_cache.radix_cache import Keys
-from common.messages.generation import ImageSpan, OutputToken, SamplingParams
+from common.messages.generation import FINISH_STOP, ImageSpan, OutputToken, SamplingParams
 from kv_transfer.handoff_record import HandoffRecord, HiddenDtype
 
 
@@ -33,6 +36,9 @@ class PrefillRequest:
     images: tuple[ImageSpan, ...] = ()  # their pixels stay with the worker
     priority: int = 0  # lower goes first
     salt: bytes = b""  # its pages in the prefix cache are found only with the same salt
+    compilation: Compilation | None = None  # of its grammar, until `matcher` and `mask` are set
+    matcher: Matcher | None = None  # has followed the answer so far
+    mask: bytes = b""  # the tokens that may come first, one row of common.grammar.matcher.Masks; empty: all
     granted: bool = False  # the decode node has reserved its pages
     lease: PageLease | None = None  # pages for the whole prompt, from admission to settlement
     keyed: int = 0  # tokens whose KV depends only on the prompt; a draft also reads later tokens
@@ -68,6 +74,36 @@ class PrefillRequest:
     @property
     def releasable(self) -> bool:
         return self.in_flight == 0 and self.settled
+
+    def draws(self, token: int) -> str | None:
+        """Return the finish reason if the request ends with its first token, else None.
+
+        It ends, too, if nothing may follow in its grammar. If its matcher fails, `failure` says why.
+        """
+        reason = finish_reason(token, self.emitted + 1, self.sampling)
+        if (
+            reason is None
+            and self.matcher is not None
+            and self.matcher.accept((token,))
+            and self.matcher.stopped
+        ):
+            return FINISH_STOP
+        return reason
+
+    @property
+    def failure(self) -> RequestError | None:
+        """Why the matcher of its grammar cannot go on, which ends the request."""
+        return None if self.matcher is None else self.matcher.failure
+
+    @property
+    def no_token(self) -> str:
+        """Explains a draw without a result."""
+        if self.matcher is None:
+            return "the model produced non-finite logits"
+        return (
+            "no token could be drawn: logit_bias or min_tokens leaves none of those that the grammar allows, or the "
+            "model produced non-finite logits"
+        )
 
     def complete_pages(self, computed: int, page_size: int) -> int:
         """Return how many leading logical pages no later forward writes once `computed` tokens are computed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from common.engine.forward.batch import ForwardBatch, ForwardOutput
@@ -13,6 +14,7 @@ from common.engine.forward.rotary_places import RotaryPlaces
 from common.engine.graphs.outputs import map_tensors
 from common.engine.host_copies import on_host, send
 from common.engine.sampling.logit_adjustments import AdjustmentRows
+from common.engine.sampling.logit_masks import LogitMasks
 from common.engine.sampling.sampler import SampleOutput, read_tokens, sample
 from common.engine.sampling.sampling_plan import SamplingVariant
 from common.engine.state.draft_row import NO_DRAFT
@@ -102,4 +104,13 @@ class PrefillStep:
         if variant.adjust is not None:
             for row, draw in enumerate(draws, start=1):
                 self._adjustments.write(row, draw.sampling, draw.tokens(), draw.outputs)
-        return sample(output.logits, HostDraws.on_device(sent, variant, self._adjustments))
+        batch = HostDraws.on_device(sent, variant, self._adjustments)
+        if variant.masked:
+            batch.masks = _masks(draws, self._device)
+        return sample(output.logits, batch)
+
+
+def _masks(draws: Sequence[FirstDraw], device: torch.device) -> LogitMasks:
+    rows = [row for row, draw in enumerate(draws) if draw.mask]
+    words = np.stack([np.frombuffer(draws[row].mask, dtype=np.int32) for row in rows])
+    return LogitMasks.on_device(words, rows, len(draws), device)

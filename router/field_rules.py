@@ -45,7 +45,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "disagg_prefill_dp_rank": (),
     "ec_transfer_params": (),
     "extra_key": (),
-    "guided_whitespace_pattern": (),
     "images_config": ({},),
     "input_ids": (),
     "kv_transfer_params": ({},),

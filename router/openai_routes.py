@@ -135,6 +135,7 @@ class OpenAiRoutes:
         top = check_logprobs(body.top_logprobs or 0, "top_logprobs")
         logprobs = top if body.logprobs else None
         max_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        grammar = await self._texts.grammar(body, model)
         client = request[client_key]
         rendered = await self._prompts.render(body, chat, model, client, model.max_model_len)
         memory.release()
@@ -142,7 +143,7 @@ class OpenAiRoutes:
         check_prompt(prompt, model, "messages")
         kept = model.answers.kept if chat.parsed else frozenset[int]()
         choices = self._choices(
-            request, body, model, prompt, 0, max_field, logprobs, Batch(), rendered.placed, kept
+            request, body, model, prompt, 0, max_field, logprobs, grammar, Batch(), rendered.placed, kept
         )
         identity = CHAT_ID + request[request_id_key]
         head = (identity, model.name, int(time.time()), self._names(body), logprobs)
@@ -188,11 +189,14 @@ class OpenAiRoutes:
                 "prompts in several requests",
                 param="prompt",
             )
+        grammar = await self._texts.grammar(body, model)
         encoded = await self._encoded(given, body, model)
         memory.release()
         for index, (name, ids) in enumerate(encoded.items()):
             check_prompt(ids, model, name)
-            choices += self._choices(request, body, model, list(ids), index, "max_tokens", logprobs, batch)
+            choices += self._choices(
+                request, body, model, list(ids), index, "max_tokens", logprobs, grammar, batch
+            )
             await asyncio.sleep(0)  # let other tasks run between many prompts
         identity = COMPLETION_ID + request[request_id_key]
         form = CompletionFormat(identity, model.name, int(time.time()), self._names(body), logprobs)
@@ -233,6 +237,7 @@ class OpenAiRoutes:
         index: int,
         max_field: str,
         logprobs: int | None,
+        grammar: str,
         batch: Batch,
         images: tuple[PromptImage, ...] = (),
         kept: frozenset[int] = frozenset(),
@@ -244,7 +249,7 @@ class OpenAiRoutes:
         wanted = getattr(body, max_field)
         if wanted is None and body.default_tokens is not None:
             wanted = min(body.default_tokens, model.max_model_len - len(prompt))
-        sampling = sampling_params(body, len(prompt), model, wanted, max_field, logprobs)
+        sampling = sampling_params(body, len(prompt), model, wanted, max_field, logprobs, grammar)
         client = request[client_key]
         count = choice_count(body)
         priority = check_priority(body.priority, client.most_urgent)
@@ -265,7 +270,8 @@ class OpenAiRoutes:
             )
             decoder = self._tokenizer.stream(body.skip_special_tokens is not False, prompt, kept)
             include_stop = bool(body.include_stop_str_in_output)
-            text = TextStream(decoder, check_stops(body), include_stop, sampling.min_tokens)
+            ends = own.stop_token_ids if grammar else None
+            text = TextStream(decoder, check_stops(body), include_stop, own.min_tokens, ends)
             choices.append(Choice(asked, text))
         return choices
 

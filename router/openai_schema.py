@@ -18,6 +18,8 @@ from common.errors import InvalidRequest
 from common.messages.generation import MAX_BIASES
 from router.chat.request_fields import Identity, NamedChoice, Tool, ToolCall
 from router.field_rules import refuse_unless_neutral
+from router.grammar.constraint import read_constraint, with_schema_texts
+from router.grammar.fields import ConstraintFields
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
@@ -66,7 +68,7 @@ class Message(msgspec.Struct, frozen=True):
     audio: Any = None
 
 
-class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
+class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     """Fields of both endpoints."""
 
     default_tokens: ClassVar[int | None] = None  # without max_tokens; None: what the context leaves
@@ -99,16 +101,6 @@ class SharedFields(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None  # as in vLLM, and the next one
     return_tokens_as_token_ids: bool | None = None
     # not supported yet: see NOT_YET
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_grammar: Any = None
-    guided_choice: Any = None
-    guided_decoding_backend: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    json_schema: Any = None
     prompt_logprobs: Any = None
     echo: Any = None
     use_beam_search: Any = None
@@ -160,16 +152,6 @@ class CompletionRequest(SharedFields, frozen=True, kw_only=True):
 
 # field -> values that have no effect
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_grammar": (),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
     "prompt_logprobs": (),
     "echo": (False,),
     "use_beam_search": (False,),
@@ -257,7 +239,7 @@ def compact_chat(request: ChatRequest) -> ChatRequest:
             f"the messages have {parts} parts; the limit is {MAX_PARTS}: join adjacent text parts",
             param="messages",
         )
-    return request
+    return with_schema_texts(request)
 
 
 def compact_completion(request: Completion) -> Completion:
@@ -273,12 +255,13 @@ def compact_completion(request: Completion) -> Completion:
             if isinstance(item, list):
                 _check_ids(item, len(item))
         prompt = [item if isinstance(item, str) else _packed(item) for item in given]
-    return msgspec.structs.replace(request, prompt=prompt)
+    return msgspec.structs.replace(with_schema_texts(request), prompt=prompt)
 
 
 def _check_sizes(request: SharedFields) -> None:
     """Refuse unsupported fields and lists that are too long, without looking at their items."""
     refuse_unsupported(request)
+    read_constraint(request)
     check_stops(request)
     if len(request.stop_token_ids or ()) > MAX_STOP_TOKENS:
         raise InvalidRequest(

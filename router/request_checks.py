@@ -70,14 +70,23 @@ def sampling_params(
     max_tokens: int | None,
     max_field: str,
     logprobs: int | None,
+    grammar: str = "",
 ) -> SamplingParams:
-    """Check the fields and fill in defaults. `max_field` is the name under which the client sent `max_tokens`."""
+    """Check the fields and fill in defaults.
+
+    `max_field` is the name under which the client sent `max_tokens`; `grammar` comes from `TextService.grammar`.
+    """
     defaults = model.defaults
     room = model.max_model_len - prompt_tokens
     _check_max_tokens(max_tokens, room, prompt_tokens, model, max_field)
-    stop_tokens = _stop_tokens(request, model)
+    stop_tokens = _stop_tokens(request, model, bool(grammar))
     if request.seed is not None and not -(2**63) <= request.seed < 2**63:
         raise InvalidRequest("seed must fit in 64 bits", param="seed")
+    if grammar and request.min_tokens:
+        raise InvalidRequest(
+            "min_tokens cannot be combined with structured output: the grammar decides where the answer may end",
+            param="min_tokens",
+        )
     most = room if max_tokens is None else max_tokens
     return SamplingParams(
         max_tokens=most,
@@ -95,6 +104,7 @@ def sampling_params(
         seed=secrets.randbits(63) if request.seed is None else request.seed & (2**63 - 1),
         stop_token_ids=tuple(sorted(stop_tokens)),
         logprobs=logprobs,
+        grammar=grammar,
     )
 
 
@@ -111,14 +121,15 @@ def _check_max_tokens(
         )
 
 
-def _stop_tokens(request: SharedFields, model: ServedModel) -> set[int]:
+def _stop_tokens(request: SharedFields, model: ServedModel, constrained: bool) -> set[int]:
+    """Return the tokens that end the answer. A constrained one ends with its grammar, whatever `ignore_eos` says."""
     stop_tokens = set(request.stop_token_ids or [])
     if len(stop_tokens) > MAX_STOP_TOKENS or not all(0 <= t < model.vocab_size for t in stop_tokens):
         raise InvalidRequest(
             f"stop_token_ids may have at most {MAX_STOP_TOKENS} ids, each from 0 to {model.vocab_size - 1}",
             param="stop_token_ids",
         )
-    if request.ignore_eos:
+    if request.ignore_eos and not constrained:
         return stop_tokens
     return stop_tokens | {token for token in model.eos_token_ids if token < model.vocab_size}
 

@@ -61,13 +61,21 @@ class Detokenize(msgspec.Struct, frozen=True, array_like=True, tag=6):
     vocab_size: int
 
 
+class CompileGrammar(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Payload: a Constraint as msgpack. Answer: the text of its grammar, which compiles."""
+
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    field: str  # the name of the constraint in error messages
+
+
 class ReadTask(msgspec.Struct, frozen=True, array_like=True, tag=16):
     """Payload: the body of an API that is translated. Answer: its task as msgpack, see router.apis.tasks."""
 
     api: str  # key of READERS
 
 
-Job = ReadTask | ReadChat | ReadCompletion | RenderChat | EncodeTexts | Tokenize | Detokenize
+Job = ReadTask | ReadChat | ReadCompletion | RenderChat | EncodeTexts | Tokenize | Detokenize | CompileGrammar
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -106,4 +114,6 @@ def too_costly(job: Job) -> tuple[str, str | None]:
             return "encoding the prompt takes too much time or memory; shorten it", "prompt"
         case Detokenize():
             return "decoding the tokens takes too much time or memory; send fewer", "tokens"
+        case CompileGrammar():
+            return "the grammar takes too much time or memory to compile; send a simpler one", job.field
     return "reading the body takes too much time or memory; send a smaller one", None

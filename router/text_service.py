@@ -11,11 +11,15 @@ import msgspec
 from router.apis.tasks import TaskReader
 from router.chat.chat_input import ChatInput
 from router.field_rules import UnknownFields
+from router.grammar.constraint import Constraint, read_constraint
+from router.grammar.fields import ConstraintFields
+from router.grammar.known_grammars import KnownGrammars
 from router.openai_schema import ChatRequest, CompletionRequest
 from router.prompt_end import PromptEnd
-from router.request_checks import check_length
+from router.request_checks import ServedModel, check_length
 from router.text_jobs import (
     Answer,
+    CompileGrammar,
     Detokenize,
     EncodeTexts,
     Job,
@@ -49,6 +53,7 @@ class TextService:
         self._workers = workers
         self._tokenizer = tokenizer
         self._unknown = unknown
+        self._grammars = KnownGrammars()
 
     async def read_chat(self, raw: bytearray) -> ChatRequest:
         """Parse a chat body. Raises InvalidRequest, which names the field."""
@@ -112,6 +117,24 @@ class TextService:
     async def detokenize(self, raw: bytearray, vocab_size: int) -> Payload:
         """The JSON response of /detokenize."""
         return await self._run(Detokenize(vocab_size), raw)
+
+    async def grammar(self, fields: ConstraintFields, model: ServedModel) -> str:
+        """Return the grammar of a request's answer; "" if it is free. Raises InvalidRequest with the field."""
+        constraint = read_constraint(fields)
+        return "" if constraint is None else await self.compiled(constraint, model)
+
+    async def compiled(self, constraint: Constraint, model: ServedModel) -> str:
+        """Return the grammar of a constraint, which compiles on the nodes. Raises InvalidGrammar with the field.
+
+        Always in a worker, except for constraints of recent requests.
+        """
+        payload = msgspec.msgpack.encode(constraint)
+        known = self._grammars.get(payload)
+        if known is None:
+            job = CompileGrammar(model.vocab_size, model.eos_token_ids, constraint.field)
+            known = (await self._run(job, payload)).decode()
+            self._grammars.add(payload, known)
+        return known
 
     async def _tokens(self, job: Job, payload: bytes) -> list[list[int]]:
         answer, packed = await self._workers.run(job, payload)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from common.messages.generation import FINISH_STOP, OutputToken
 from router.detokenizer import IncrementalDecoder
@@ -12,19 +12,27 @@ from router.stop_strings import StopMatcher
 class TextStream:
     """The text of one choice: `push` tokens as they arrive; `finish_reason` is set when the answer is over.
 
-    A stop token (the last token when `finish_reason` is "stop") yields no text unless stops are included. A stop string
-    counts only if a token past the first `min_tokens` completes it. Log-probabilities are returned by the push that
-    brings their token, even while its text is held back.
+    A stop token (the last token when `finish_reason` is "stop") yields no text unless stops are included. An answer
+    whose grammar is complete may stop with another token, which does. A stop string counts only if a token past the
+    first `min_tokens` completes it. Log-probabilities are returned by the push that brings their token, even while its
+    text is held back.
     """
 
     def __init__(
-        self, decoder: IncrementalDecoder, stops: Sequence[str], include_stop: bool, min_tokens: int = 0
+        self,
+        decoder: IncrementalDecoder,
+        stops: Sequence[str],
+        include_stop: bool,
+        min_tokens: int = 0,
+        stop_ids: Collection[int] | None = None,
     ) -> None:
+        """`stop_ids`: the stop tokens; None: the last token of an answer that stops is always one."""
         self._step = decoder.step
         self._flush = decoder.flush
         self._stops = StopMatcher(stops, include_stop) if stops else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
+        self._stop_ids = stop_ids
         self._decoded = 0  # characters returned or held back
         self.completion_tokens = 0
         # for the last push, per counted token: characters of the answer that precede it
@@ -42,7 +50,7 @@ class TextStream:
         for index, token in enumerate(tokens):
             self.completion_tokens += 1
             self.offsets.append(self._decoded)
-            silent = index == last and finish_reason == FINISH_STOP and not self._include_stop
+            silent = index == last and finish_reason == FINISH_STOP and self._is_silent_stop(token.id)
             text += self._advance("" if silent else self._step(token.id))
             if self.finish_reason is not None:
                 return text, tokens[: index + 1]
@@ -52,6 +60,9 @@ class TextStream:
                 text += self._stops.flush() if self._stops else ""
                 self.finish_reason = finish_reason
         return text, tokens
+
+    def _is_silent_stop(self, token: int) -> bool:
+        return not self._include_stop and (self._stop_ids is None or token in self._stop_ids)
 
     def _advance(self, piece: str) -> str:
         """Add text and return what is certain. Sets finish_reason when a stop string is complete."""

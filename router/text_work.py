@@ -19,6 +19,8 @@ from router.chat.chat_rules import check_chat_fields
 from router.chat.request_fields import check_calls, check_tools, template_tools, template_variables
 from router.chat_template import ChatTemplate
 from router.field_rules import undeclared
+from router.grammar.constraint import Constraint
+from router.grammar.grammar_work import GrammarWork
 from router.json_body import decode_json
 from router.openai_schema import (
     ChatRequest,
@@ -32,6 +34,7 @@ from router.prompt_end import prompt_end
 from router.request_checks import check_length, check_tokens_in_vocabulary
 from router.text_jobs import (
     Answer,
+    CompileGrammar,
     Detokenize,
     EncodeTexts,
     Job,
@@ -50,6 +53,7 @@ TOKEN_BYTES = array("i").itemsize
 READ_SECONDS = 10.0  # CPU time for a body
 RENDER_SECONDS = 1.0  # for a chat template
 ENCODE_SECONDS = 20.0  # for the texts of one request
+COMPILE_SECONDS = 1.0  # for a grammar; what is within its limits takes at most some 50 ms
 MAX_DETOKENIZE = 1 << 20  # token ids in one request
 _chat = msgspec.json.Decoder(ChatRequest)
 _completion = msgspec.json.Decoder(CompletionRequest)
@@ -58,6 +62,7 @@ _COMPLETION_FIELDS = frozenset(CompletionRequest.__struct_fields__)
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
 _detokenize = msgspec.json.Decoder(DetokenizeRequest)
 _chat_input = msgspec.msgpack.Decoder(ChatInput)
+_constraint = msgspec.msgpack.Decoder(Constraint)
 _texts = msgspec.msgpack.Decoder(list[str])
 Payload = bytes | bytearray
 Done = tuple[Answer, Payload]
@@ -89,6 +94,7 @@ class TextWork:
         self._tokenizer = tokenizer
         self._template = template
         self._limit = limit
+        self._grammars = GrammarWork(tokenizer)
 
     @classmethod
     def load(
@@ -141,6 +147,11 @@ class TextWork:
                 return Answer(), self.tokenize(payload, job.max_model_len, job.template_variables)
             case Detokenize():
                 return Answer(), self.detokenize(payload, job.vocab_size)
+            case CompileGrammar():
+                self._grammars.prepare(job.vocab_size, job.eos_ids)
+                self._limit(COMPILE_SECONDS)
+                constraint = _constraint.decode(payload)
+                return Answer(), self._grammars.compile(constraint, job.vocab_size, job.eos_ids).encode()
 
     def tokenize(self, raw: Payload, max_model_len: int, variables: Iterable[str] = ()) -> bytes:
         """Return the response body of /tokenize. Raises InvalidRequest."""

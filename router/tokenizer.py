@@ -38,6 +38,11 @@ class Tokenizer:
         self._bytes = TokenBytes(self._tokenizer) if TokenBytes.fit(self._tokenizer) else None
         self._longest = longest_token(self._tokenizer)
 
+    def json(self) -> str:
+        """Return the tokenizer as the text of a tokenizer.json."""
+        text: str = self._tokenizer.to_str()
+        return text
+
     @property
     def vocab_size(self) -> int:
         """The largest token id plus one."""

@@ -25,6 +25,7 @@ from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.pool import KvPool
 from common.engine.state.relay_state import RelayState
 from common.engine.state.state_rows import NO_WINDOW, WindowShape
+from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.ipc import RouterSocket
 from common.kv_cache.layer_kinds import prompt_grid, window_widths
 from common.kv_cache.page_space import PageSpace
@@ -48,7 +49,6 @@ from decode_node.backups import Backups
 from decode_node.batch_rows import BatchRows
 from decode_node.draft_watch import DraftWatch, NoWatch
 from decode_node.forwards import step_forwards
-from decode_node.grammar_masks import NO_GRAMMARS, Grammars
 from decode_node.graphs import step_graphs
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
@@ -589,6 +589,7 @@ class NodeCluster:
             prefill_parts.Observation(Log(name), clock=self.clock),
             WirePromptWorker,
             wired,
+            shape.grammars,
         )
         ref = NodeRef(
             name=name, role="prefill", incarnation=incarnation, peer_address=f"inproc://{incarnation}"

@@ -1,0 +1,43 @@
+"""What a node compiles the grammars of its requests with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from common.checkpoint.model_config import ModelConfig
+from common.errors import InvalidGrammar, ModelError
+from common.grammar.compiler import Compilation
+from common.grammar.model_tokenizer import compiler_for
+from common.observability.logs import Log
+
+
+class Grammars(Protocol):
+    """Starts to compile grammars; GrammarCompiler is one."""
+
+    def start(self, grammar: str, now: Callable[[], float], /) -> Compilation:
+        """Compile in a thread. Raises RequestError if too many wait already."""
+        ...
+
+
+class NoGrammars:
+    """Refuses every grammar, for a reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def start(self, grammar: str, now: Callable[[], float], /) -> Compilation:
+        raise InvalidGrammar(f"this cluster cannot constrain answers: {self._reason}")
+
+
+NO_GRAMMARS = NoGrammars("this model has no tokenizer.json")
+
+
+def grammars_for(path: Path, config: ModelConfig, log: Log) -> Grammars:
+    """Return what compiles grammars. A model whose tokenizer it cannot read still serves other requests."""
+    try:
+        return compiler_for(path, config)
+    except ModelError as error:
+        log.warning("constrained answers are refused", reason=str(error))
+        return NoGrammars(str(error))

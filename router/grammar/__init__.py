@@ -1,0 +1,1 @@
+"""Turns a request's fields for structured output into one grammar."""

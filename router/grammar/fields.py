@@ -1,0 +1,56 @@
+"""Fields of requests for structured output, as clients of OpenAI, vLLM and SGLang send them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True):
+    """`response_format.json_schema`. `name`, `description` and `strict` have no effect: every schema is enforced."""
+
+    schema: Any = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """OpenAI's `response_format`: text, json_object or json_schema."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+    schema: Any = None  # of json_object, as in llama.cpp
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """vLLM's `structured_outputs`: one of the constraints, and options for `json` and `json_object`."""
+
+    json: Any = None  # a schema, or its text
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None  # EBNF or Lark
+    json_object: bool | None = None
+    structural_tag: Any = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+
+class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
+    """All fields of a request that constrain its answer; at most one may be given. See `read_constraint`."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # vLLM's older names
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None  # there is one backend: no effect
+    # SGLang's names
+    json_schema: Any = None
+    regex: str | None = None
+    ebnf: str | None = None

@@ -1,0 +1,100 @@
+"""Writes constraints as grammars of llguidance. The cost depends on the client: only for text workers and tests."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from common.errors import InvalidGrammar
+from router.grammar.constraint import Choice, Constraint, Ebnf, End, Form, JsonSchema, Lark, Regex
+
+_dumps = partial(json.dumps, ensure_ascii=False)
+ANSWER = "constrained_answer"  # name of the grammar that follows free text
+
+
+def grammar_text(constraint: Constraint) -> str:
+    """Return the grammar of a constraint. It may not compile. Raises InvalidGrammar with the field."""
+    try:
+        text = _text(constraint.form)
+        if constraint.after is not None:
+            text = _after(constraint.after, text)
+        text.encode()  # lone surrogates are no text
+        return text
+    except (ValueError, RecursionError) as error:
+        raise InvalidGrammar(
+            f"{constraint.field} cannot be read: {str(error)[:500]}", param=constraint.field
+        ) from error
+
+
+def _text(form: Form) -> str:
+    match form:
+        case JsonSchema():
+            schema = _closed(_parsed(form.schema)) if form.closed else _parsed(form.schema)
+            return _dumps({"grammars": [{"json_schema": _with_layout(schema, form)}]})
+        case Regex():
+            return LLMatcher.grammar_from_regex(form.pattern)
+        case Choice():
+            # Lark's strings have the escapes of JSON.
+            return "start: " + " | ".join(_dumps(option) for option in form.options)
+        case Lark():
+            layout = JsonSchema("", any_whitespace=not form.compact)
+            named = [
+                {"name": name, "json_schema": _with_layout(_parsed(schema), layout)}
+                for name, schema in form.schemas.items()
+            ]
+            return _dumps({"grammars": [{"lark_grammar": form.text}, *named]}) if named else form.text
+        case Ebnf():
+            return _lark(form.text)
+
+
+def _parsed(schema: str) -> Any:
+    """Parse with the standard library, which keeps integers of any size."""
+    parsed = json.loads(schema)
+    if not isinstance(parsed, dict | bool):
+        raise ValueError("a schema must be a JSON object")
+    return parsed if isinstance(parsed, dict) else ({} if parsed else {"not": {}})
+
+
+def _with_layout(schema: dict[str, Any], form: JsonSchema) -> dict[str, Any]:
+    """Set llguidance's options for whitespace, over those that the schema itself may have."""
+    options: dict[str, Any] = {}
+    if not form.any_whitespace:
+        options["whitespace_flexible"] = False
+    if form.whitespace_pattern is not None:
+        options["whitespace_pattern"] = form.whitespace_pattern
+    given = schema.get("x-guidance")
+    return {**schema, "x-guidance": {**(given if isinstance(given, dict) else {}), **options}}
+
+
+def _closed(value: Any) -> Any:
+    """Forbid properties that an object's schema does not name."""
+    if isinstance(value, list):
+        return [_closed(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    inner = {name: _closed(each) for name, each in value.items()}
+    if "properties" in inner or "patternProperties" in inner:
+        inner["additionalProperties"] = False
+    return inner
+
+
+def _lark(ebnf: str) -> str:
+    try:
+        lark: str = gbnf_to_lark(ebnf)
+    except Exception as error:  # the converter raises plain exceptions of several types
+        raise ValueError(f"not a grammar in EBNF: {error}") from error
+    return lark
+
+
+def _after(end: End, grammar: str) -> str:
+    """Return a grammar of free text up to `end`, then `grammar`."""
+    if end.token is None:
+        start = f"start: free @{ANSWER}\nfree[suffix={_dumps(end.text)}]: /(?s:.*)/"
+    else:
+        start = f"start: /(?s:.*)/ <[{end.token}]> @{ANSWER}"
+    parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    return _dumps({"grammars": [{"lark_grammar": start}, {**parts[0], "name": ANSWER}, *parts[1:]]})

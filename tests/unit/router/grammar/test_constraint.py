@@ -1,0 +1,209 @@
+"""Fields for structured output become one constraint and one grammar that compiles; errors name the field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from common.errors import InvalidGrammar, InvalidRequest
+from common.grammar import GrammarCompiler
+from common.messages.generation import MAX_GRAMMAR
+from router.grammar.constraint import (
+    Constraint,
+    End,
+    Form,
+    JsonSchema,
+    Lark,
+    Regex,
+    read_constraint,
+    with_schema_texts,
+)
+from router.grammar.fields import ConstraintFields
+from router.grammar.grammar_text import grammar_text
+from router.grammar.grammar_work import GrammarWork
+from router.grammar.known_grammars import KnownGrammars
+from router.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(Path("deploy/tiny_models/tiny-target"))
+VOCAB, EOS = 704, (2,)
+WORK = GrammarWork(TOKENIZER)
+COMPILER = GrammarCompiler(TOKENIZER.json(), VOCAB, EOS)
+AGE: dict[str, Any] = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+EBNF = 'root ::= "a" | "b" [0-9]+'
+LARK = 'start: "a" | "b" /[0-9]+/'
+
+
+def _fields(body: dict[str, Any]) -> ConstraintFields:
+    return msgspec.json.decode(json.dumps(body), type=ConstraintFields)
+
+
+def _accepts(grammar: str, text: str, token: int | None = None, rest: str = "") -> bool:
+    """Whether a grammar accepts a text as a whole, or a text, a special token and another text."""
+    tokens = COMPILER.tokenize(text) + ([] if token is None else [token]) + COMPILER.tokenize(rest)
+    return COMPILER.matcher(grammar).accept([*tokens, EOS[0]])
+
+
+def _compiled(body: dict[str, Any]) -> str:
+    constraint = read_constraint(_fields(body))
+    assert constraint is not None
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(constraint), type=Constraint)
+    WORK.prepare(VOCAB, EOS)
+    return WORK.compile(sent, VOCAB, EOS)
+
+
+@pytest.mark.parametrize(
+    ("body", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"x": [1, null]}', "[1]"),
+        ({"response_format": {"type": "json_object", "schema": AGE}}, '{"age":1}', "{}"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": AGE}}},
+            '{"age": 1, "x": 2}',
+            '{"age":"1"}',
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": AGE, "strict": True}}},
+            '{ "age" : 1 }',
+            '{"ages":1}',
+        ),
+        ({"structured_outputs": {"json": AGE}}, '{"age": 1}', "{}"),
+        ({"structured_outputs": {"json": json.dumps(AGE)}}, '{"age": 1}', "{}"),
+        ({"structured_outputs": {"json": AGE, "disable_any_whitespace": True}}, '{"age":1}', '{"age": 1}'),
+        ({"structured_outputs": {"json": AGE, "whitespace_pattern": " "}}, '{"age": 1}', '{"age":  1}'),
+        (
+            {"structured_outputs": {"json": AGE, "disable_additional_properties": True}},
+            '{"age":1}',
+            '{"age":1,"x":2}',
+        ),
+        ({"structured_outputs": {"json_object": True}}, "{}", "1"),
+        ({"structured_outputs": {"regex": "a+b"}}, "aab", "aabb"),
+        ({"structured_outputs": {"choice": ["yes", 'n"o\n']}}, 'n"o\n', "no"),
+        ({"structured_outputs": {"grammar": EBNF}}, "b12", "b"),
+        ({"structured_outputs": {"grammar": LARK}}, "b12", "b"),
+        ({"guided_json": AGE, "guided_decoding_backend": "outlines"}, '{"age":1}', "{}"),
+        ({"guided_json": AGE, "guided_whitespace_pattern": ""}, '{"age":1}', '{"age": 1}'),
+        ({"guided_regex": "a|b"}, "b", "ab"),
+        ({"guided_choice": ["a", "b"]}, "b", "ab"),
+        ({"guided_grammar": EBNF}, "a", "b"),
+        ({"json_schema": json.dumps(AGE)}, '{"age":1}', "{}"),
+        ({"json_schema": AGE, "response_format": {"type": "text"}}, '{"age":1}', "{}"),
+        ({"regex": "ä+"}, "ää", "a"),
+        ({"ebnf": EBNF}, "b1", "c"),
+    ],
+)
+def test_each_field_constrains(body: dict[str, Any], good: str, bad: str) -> None:
+    grammar = _compiled(body)
+    assert _accepts(grammar, good)
+    assert not _accepts(grammar, bad)
+    assert not _accepts(grammar, "")
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"response_format": {"type": "text"}}, {"guided_decoding_backend": "x"}]
+)
+def test_free_answers(body: dict[str, Any]) -> None:
+    assert read_constraint(_fields(body)) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"regex": "a", "guided_regex": "a"}, "regex", "guided_regex and regex both constrain"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs.choice", "both"),
+        ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
+        (
+            {"structured_outputs": {"structural_tag": {}}},
+            "structured_outputs.structural_tag",
+            "not supported",
+        ),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "1 to"),
+        ({"guided_choice": ["a" * MAX_GRAMMAR]}, "guided_choice", "too long"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs"),
+        ({"json_schema": "x" * (MAX_GRAMMAR + 1)}, "json_schema", "limit"),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " " * 257}},
+            "structured_outputs.whitespace_pattern",
+            "256",
+        ),
+    ],
+)
+def test_fields_are_refused_by_name(body: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        read_constraint(_fields(body))
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"json_schema": "{"}, "cannot be read"),
+        ({"json_schema": "[]"}, "must be a JSON object"),
+        ({"json_schema": {"type": "strin"}}, "Invalid type"),
+        ({"json_schema": False}, "Unsatisfiable|cannot be compiled"),
+        ({"json_schema": "[" * 60_000}, "cannot be read"),
+        ({"json_schema": '{"const":"\\ud800"}'}, "cannot be read"),
+        ({"json_schema": {"properties": {f"p{i}": {} for i in range(600)}}}, "over 512 properties"),
+        ({"json_schema": {"multipleOf": 999_983}}, "least common multiple"),
+        ({"regex": "a("}, "unclosed group"),
+        ({"ebnf": "root = 1"}, "cannot be read"),
+        ({"ebnf": "x ::= y"}, "unknown name|cannot be"),
+        ({"structured_outputs": {"grammar": "start: foo"}}, "unknown name"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": "("}}, "cannot be compiled"),
+    ],
+)
+def test_grammars_that_do_not_compile_name_the_field(body: dict[str, Any], words: str) -> None:
+    [field] = body
+    with pytest.raises(InvalidGrammar, match=words) as caught:
+        _compiled(body)
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(field)
+
+
+def test_integers_of_any_size_survive() -> None:
+    fields = _fields({"guided_json": {"const": 2**70}})
+    with_texts = with_schema_texts(fields)
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(with_texts), type=ConstraintFields)
+    assert read_constraint(sent) == read_constraint(fields)
+    constraint = read_constraint(sent)
+    assert constraint is not None
+    assert str(2**70) in grammar_text(constraint)
+
+
+@pytest.mark.parametrize("form", [Regex("a+"), JsonSchema(json.dumps(AGE)), Lark('start: "x"')])
+def test_free_text_may_come_first(form: Form) -> None:
+    """Reasoning ends with a text or with a special token; only what follows is constrained."""
+    answer = {"Regex": "aa", "JsonSchema": '{"age": 7}', "Lark": "x"}[type(form).__name__]
+    text = grammar_text(Constraint("f", form, after=End("</think>")))
+    assert _accepts(text, "I th<ink{ </thin </think>" + answer)
+    assert _accepts(text, "</think>" + answer)
+    assert not _accepts(text, answer)
+    assert not _accepts(text, "</think>?" + answer)
+    special = grammar_text(Constraint("f", form, after=End("<pad>", token=1)))
+    assert _accepts(special, "I think </think>", 1, answer)
+    assert not _accepts(special, "I think </think>" + answer)
+
+
+def test_lark_may_refer_to_schemas() -> None:
+    lark = 'start: call ("\\n" call)*\ncall: "<call>" @first "</call>" | "<call>" @second "</call>"'
+    schemas = {"first": json.dumps(AGE), "second": json.dumps({"const": "b"})}
+    text = grammar_text(Constraint("tools", Lark(lark, schemas, compact=True)))
+    assert _accepts(text, '<call>{"age":1}</call>\n<call>"b"</call>')
+    assert not _accepts(text, '<call>{"age": 1}</call>')
+    after = grammar_text(Constraint("tools", Lark(lark, schemas), after=End("</think>")))
+    assert _accepts(after, 'x</think><call>{"age": 1}</call>')
+
+
+def test_known_grammars_are_bounded() -> None:
+    known = KnownGrammars()
+    for number in range(300):
+        known.add(b"%d" % number, "g")
+        assert known.get(b"0") == "g", "what is used stays"
+    assert known.get(b"299") == "g"
+    assert known.get(b"1") is None
+    known.add(b"large", "x" * (8 << 20))
+    assert known.get(b"large") is None
