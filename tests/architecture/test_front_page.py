@@ -10,6 +10,7 @@ import pytest
 from common.checkpoint.families import FAMILIES
 from common.config.transports import TRANSPORTS
 from common.speculation.table import ALGORITHMS
+from router.grammar.fields import ConstraintFields
 from router.openai_schema import NOT_YET
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,13 +59,13 @@ def test_the_support_matrix_names_what_the_tables_have() -> None:
 
 
 def test_what_the_matrix_says_no_to_is_refused() -> None:
-    assert {
-        "response_format",
-        "json_schema",
-        "ebnf",
-        "use_beam_search",
-    } <= NOT_YET.keys()
-    assert supported("structured output") == "-"
+    assert {"use_beam_search", "lora_path", "prompt_embeds"} <= NOT_YET.keys()
+
+
+def test_fields_of_structured_output_are_served() -> None:
+    assert not set(ConstraintFields.__struct_fields__) & NOT_YET.keys()
+    for name in ("JSON schema", "regex", "choice", "EBNF", "Lark"):
+        assert name in supported("structured output")
 
 
 def test_docs_name_every_row_of_their_tables() -> None:
