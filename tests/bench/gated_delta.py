@@ -4,7 +4,8 @@
 
 The layers follow each other in one graph, each with states of its own, so no state is in a cache. The floor of a step
 is one read and one write of every state and window, and one read of the inputs, divided by the copy bandwidth of the
-same run. The floor of a prompt is the operations of its chunks divided by the rate of large products.
+same run. The floor of a prompt is the operations of its chunks divided by the rate of large products. The times of the
+kernels are from the profiler, without a graph.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common.engine.ops.delta_chunks import CHUNK
 from common.engine.ops.delta_extend import delta_extend
 from common.engine.ops.delta_step import delta_step
+from common.engine.ops.delta_tiles import CHUNK
 from tests.bench.environment import describe
-from tests.bench.timing import copy_bandwidth, graph_us, matmul_rate, wake
+from tests.bench.timing import copy_bandwidth, graph_us, kernels_us, matmul_rate, wake
 
 KEY_HEADS, HEADS, KEY, VALUE = 16, 32, 128, 128
 CHANNELS = 2 * KEY_HEADS * KEY + HEADS * VALUE
@@ -37,6 +38,7 @@ class Row:
     size: int  # requests of a step, tokens of a prompt
     us: float  # of a layer
     floor_us: float
+    kernels: dict[str, float]  # of it, each kernel
 
 
 def made(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -66,7 +68,8 @@ def step(rows: int, window: int, layers: int, bandwidth: float) -> Row:
 
     conv, recurrent, windows = kept[0]
     moved = 2 * sum(each[1:].nbytes for each in (conv, recurrent, windows)) + projected.nbytes
-    return Row("step", rows, graph_us([run], 1) / layers, 1e6 * moved / bandwidth)
+    floor = 1e6 * moved / bandwidth
+    return Row("step", rows, graph_us([run], 1) / layers, floor, kernels_us(run, layers))
 
 
 def prompt(tokens: int, layers: int, rate: float) -> Row:
@@ -81,7 +84,8 @@ def prompt(tokens: int, layers: int, rate: float) -> Row:
 
     # Per token and head: two products with the state, its update, three inside the chunk, and two of the solution.
     each = 2 * (3 * KEY * VALUE + CHUNK * (2 * KEY + VALUE) + CHUNK * (KEY + VALUE))
-    return Row("prompt", tokens, graph_us([run], 1) / layers, 1e6 * tokens * HEADS * each / rate)
+    floor = 1e6 * tokens * HEADS * each / rate
+    return Row("prompt", tokens, graph_us([run], 1) / layers, floor, kernels_us(run, layers))
 
 
 def main() -> None:
@@ -104,7 +108,8 @@ def main() -> None:
         found.append(row)
         times = row.us / row.floor_us
         print(
-            f"{row.what:6s} {row.size:5d} {row.us:9.1f} us, {times:7.3f} of the floor of {row.floor_us:.1f} us"
+            f"{row.what:6s} {row.size:5d} {row.us:9.1f} us, {times:7.3f} of the floor of {row.floor_us:.1f} us:",
+            ", ".join(f"{name} {us:.1f}" for name, us in row.kernels.items()),
         )
     if options.json:
         report = {"environment": describe(), "options": vars(options), "rows": [asdict(row) for row in found]}

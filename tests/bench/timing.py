@@ -33,6 +33,21 @@ def graph_us(calls: Sequence[Callable[[], object]], count: int = CALLS) -> float
     return 1000 * statistics.median(times[2:]) / count
 
 
+def kernels_us(call: Callable[[], object], count: int) -> dict[str, float]:
+    """Return the microseconds of each kernel that `call` launches, divided by `count`, by name.
+
+    Kernels whose launches overlap are counted for as long as each was resident, so the sum may exceed `graph_us`.
+    """
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(REPLAYS):
+            call()
+        torch.cuda.synchronize()
+    found = {each.key: each.self_device_time_total / REPLAYS / count for each in profile.key_averages()}
+    return {name: us for name, us in found.items() if us > 0}
+
+
 def wake(seconds: float = 1.0) -> None:
     """Keep the GPU busy before a short measurement: after idling, its clocks are low and take a while to rise."""
     a = torch.randn(4096, 4096, device="cuda").to(torch.bfloat16)

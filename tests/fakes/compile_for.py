@@ -29,7 +29,8 @@ import common.engine.ops
 from common.engine.ops import expert_products, linear, linear_norm
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.delta_chunks import delta_extend_triton
-from common.engine.ops.delta_step import delta_step_triton
+from common.engine.ops.delta_tiles import ChunkTiles
+from common.engine.ops.delta_tokens import delta_step_triton
 from common.engine.ops.expert_products import expert_parts_triton
 from common.engine.ops.expert_tiles import ExpertTiles
 from common.engine.ops.extend_attention import extend_triton
@@ -135,6 +136,8 @@ def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: Sh
         return ExpertTiles(
             options["COLUMNS"], options["BLOCK_K"], rows, options["num_warps"], options["num_stages"]
         ).shared_bytes(itemsize, options["GATED"])
+    if kernel in ("delta_solve_kernel", "delta_scan_kernel", "delta_outputs_kernel"):
+        return chunk_bytes(kernel, options, itemsize)
     if kernel in ("_decode_kernel", "_verify_kernel", "_extend_kernel"):
         rows = options["ROWS"] if "ROWS" in options else options["TOKENS"] * options["GROUP"]
         keys = (
@@ -142,6 +145,18 @@ def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: Sh
         )
         return attention_bytes(rows, keys, options["num_stages"], options["D"], itemsize, room)
     return None
+
+
+def chunk_bytes(kernel: str, options: dict[str, Any], itemsize: int) -> int:
+    stages = options.get("num_stages", 1)
+    part, step = options.get("PART", 16), options.get("STEP", 16)
+    sizes = options["BLOCK_K"], options["BLOCK_V"], options["CHUNK"]
+    tiles = ChunkTiles(*sizes, part=part, scan_stages=stages, step=step, output_stages=stages)
+    return {
+        "delta_solve_kernel": tiles.solve_bytes,
+        "delta_scan_kernel": tiles.scan_bytes,
+        "delta_outputs_kernel": tiles.output_bytes,
+    }[kernel](itemsize)
 
 
 def kernel_modules() -> list[Any]:
@@ -188,6 +203,7 @@ def tight(gpu: Gpu) -> None:
     x, weights = torch.zeros(128, HIDDEN, dtype=BF16), torch.empty(4 * size, HIDDEN, dtype=BF16)
     linear._linear_cuda(x, weights[: 2 * size], None)
     linear._gated_linear_cuda(x[:16], weights, None)
+    gated_delta(BF16)
     gate_up, down = torch.empty(8, 256, 512, dtype=BF16), torch.empty(8, 512, 128, dtype=BF16)
     for tokens in (64, 1024):
         x, shares = torch.zeros(tokens, 512, dtype=BF16), torch.zeros(tokens, 8)
@@ -260,10 +276,11 @@ def experts(dtype: torch.dtype) -> None:
     route_triton(x, rows, correction, None, 0, chosen, 1, True, True, 8, 4, True, 1e-20, 2.5)
 
 
-def gated_delta(dtype: torch.dtype) -> None:
-    """Launch the prompt form and the step of a gated delta layer of Qwen3.5-35B-A3B."""
-    heads, key, value = 32, 128, 128
-    channels = 2 * 16 * key + heads * value
+def gated_delta(
+    dtype: torch.dtype, heads: int = 32, served: int = 2, key: int = 128, value: int = 128
+) -> None:
+    """Launch the prompt form and the step of a gated delta layer, by default of Qwen3.5-35B-A3B."""
+    channels = 2 * heads // served * key + heads * value
     inputs = channels + 2 * heads
     decay, bias = torch.zeros(2, heads)
     weights = torch.zeros(channels, 4, dtype=dtype), decay, bias, torch.zeros(value)
@@ -345,6 +362,7 @@ def main(capabilities: list[int]) -> None:
     attention(64, torch.float32, None, tokens=64, requests=1)
     body(BF16)
     gated_delta(BF16)
+    gated_delta(BF16, heads=6, served=3, key=64, value=96)
     experts(BF16)
     drawing()
     pages()

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.engine.ops.delta_chunks import CHUNK, SHARED_BYTES, delta_extend_triton
+from common.engine.ops.delta_chunks import delta_extend_triton
 from common.engine.ops.delta_heads import DeltaHeads, convolve, delta_heads, gated_norm
+from common.engine.ops.delta_tiles import CHUNK
 from common.engine.ops.registration import register_op
-from common.engine.ops.shared_memory import room_of
 
 
 def delta_extend_reference(
@@ -197,30 +197,10 @@ def _fake(
     return projected.new_empty((projected.shape[0], recurrent.shape[1] * recurrent.shape[3]))
 
 
-def _cuda(
-    projected: Tensor,
-    taps: Tensor,
-    a_log: Tensor,
-    dt_bias: Tensor,
-    norm: Tensor,
-    eps: float,
-    conv: Tensor,
-    recurrent: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    lengths: Tensor,
-    saves: Tensor | None = None,
-) -> Tensor:
-    """Run the kernels, or the reference on a GPU whose shared memory does not hold their tiles."""
-    room = room_of(projected.device).shared_bytes
-    run = delta_extend_triton if room >= SHARED_BYTES else delta_extend_reference
-    return run(projected, taps, a_log, dt_bias, norm, eps, conv, recurrent, slots, starts, lengths, saves)
-
-
 delta_extend = register_op(
     "delta_extend",
     delta_extend_reference,
     mutates=("conv", "recurrent"),
     fake=_fake,
-    cuda=_cuda,
+    cuda=delta_extend_triton,
 )

@@ -7,25 +7,25 @@ from common.engine.ops.triton_kernel import kernel, tl
 
 @kernel
 def save_columns(  # type: ignore[no-untyped-def]
-    place,  # of some channels of the chunk's first token
+    projected_ptr,  # [T, ...] with the channels first
     row_stride,
     conv_ptr,  # [slots, C, 3]
     saves_ptr,  # [B, SAVES, 2]
     request,
-    before,  # new tokens of the request before this chunk
+    begin,  # first token of the request
     channel,
     channels,
     SAVES: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
-    """Store the last three inputs of a whole chunk in the slots that save the state after it."""
+    """Store the last three inputs of some channels in each slot that saves a state of the request."""
     for index in tl.static_range(SAVES):
         save = saves_ptr + (request * SAVES + index) * 2
         slot = tl.load(save)
-        if (slot > 0) & (tl.load(save + 1) == before + CHUNK):
+        if slot > 0:
+            last = projected_ptr + (begin + tl.load(save + 1) - 3) * row_stride + channel
             columns = conv_ptr + slot * channels * 3 + channel * 3
             for column in tl.static_range(3):
-                x = tl.load(place + (CHUNK - 3 + column) * row_stride, mask=channel < channels, other=0.0)
+                x = tl.load(last + column * row_stride, mask=channel < channels, other=0.0)
                 tl.store(columns + column, x, mask=channel < channels)
 
 

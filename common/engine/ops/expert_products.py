@@ -157,6 +157,7 @@ def _few_pairs_kernel(  # type: ignore[no-untyped-def]
     CUT: tl.constexpr,
     BULK: tl.constexpr,
     FEW: tl.constexpr,
+    ONE: tl.constexpr,  # there is one token
     TOKENS: tl.constexpr,  # at least `tokens`
     BLOCK_C: tl.constexpr,  # at least CHOSEN
     COLUMNS: tl.constexpr,
@@ -167,14 +168,20 @@ def _few_pairs_kernel(  # type: ignore[no-untyped-def]
     await_previous(CHAINED)
     first, asked = tl.program_id(0) * COLUMNS, tl.program_id(1)
     token, rank = tl.arange(0, TOKENS), tl.arange(0, BLOCK_C)
-    listed = token[:, None] * CHOSEN + rank[None, :]
-    exists = (token < tokens)[:, None] & (rank < CHOSEN)[None, :]
     expert = tl.load(experts_ptr + asked)
-    same = exists & (tl.load(experts_ptr + listed, mask=exists, other=-1) == expert)
-    leader = tl.min(tl.min(tl.where(same, listed, TOKENS * CHOSEN), axis=1), axis=0)
+    leader = asked
+    if not ONE:
+        listed = token[:, None] * CHOSEN + rank[None, :]
+        exists = (token < tokens)[:, None] & (rank < CHOSEN)[None, :]
+        same = exists & (tl.load(experts_ptr + listed, mask=exists, other=-1) == expert)
+        leader = tl.min(tl.min(tl.where(same, listed, TOKENS * CHOSEN), axis=1), axis=0)
     if (expert >= 0) & (leader == asked):
-        has = tl.max(same.to(tl.int32), axis=1)
-        pair = tl.sum(tl.where(same, listed, 0), axis=1)
+        if ONE:
+            has = (token == 0).to(tl.int32)
+            pair = has * asked
+        else:
+            has = tl.max(same.to(tl.int32), axis=1)
+            pair = tl.sum(tl.where(same, listed, 0), axis=1)
         count = tl.sum(has, axis=0)
         if TOKENS > FEW and count <= FEW:
             # Gather the expert's tokens into the smallest tile.
@@ -256,6 +263,7 @@ def few_pairs_triton(
             CUT=rows.shape[1] % tiles.depth != 0,
             BULK=bulk,
             FEW=FEW,
+            ONE=tokens == 1,
             TOKENS=tiles.rows,
             BLOCK_C=next_power_of_2(chosen),
             COLUMNS=tiles.columns,

@@ -47,15 +47,19 @@ def choose_few(
         used: the most experts that these tokens may use.
         size: output columns of an expert.
     """
-    columns = COLUMNS if used * cdiv(size, COLUMNS) >= processors else NARROW
+    columns = COLUMNS if 2 * used * cdiv(size, COLUMNS) >= processors else NARROW
     rows = max(FEW, next_power_of_2(tokens))
     tiles = ExpertTiles(columns, STEP if rows == FEW else STEP // 2, rows, 4, MOST_STAGES)
     return tiles.fitted(itemsize, gated, shared // 2)
 
 
 def choose_many(pairs: int, experts: int, itemsize: int, gated: bool, shared: int) -> ExpertTiles:
-    """Choose tiles for many tokens: as many rows as an expert has pairs on average."""
+    """Choose tiles for many tokens: as many rows as an expert has pairs on average.
+
+    The largest tile, of two weights and 128 rows, has a multiprocessor for itself; two of the others share one.
+    """
     rows = min(max(next_power_of_2(cdiv(pairs, experts)), FEW), MOST_ROWS)
-    columns = COLUMNS if gated else 2 * COLUMNS
-    tiles = ExpertTiles(columns, STEP // 2, rows, 8 if rows > COLUMNS else 4, MOST_STAGES)
-    return tiles.fitted(itemsize, gated, shared if rows > COLUMNS else shared // 2)
+    large = rows == MOST_ROWS
+    columns = 2 * COLUMNS if large or not gated else COLUMNS
+    tiles = ExpertTiles(columns, STEP // 2, rows, 8 if large else 4, MOST_STAGES)
+    return tiles.fitted(itemsize, gated, shared if large and gated else shared // 2)

@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from common.engine.ops import delta_chunks
 from common.engine.ops.delta_chunks import delta_extend_triton
 from common.engine.ops.delta_extend import delta_extend_reference
-from common.engine.ops.delta_step import delta_step_reference, delta_step_triton
+from common.engine.ops.delta_step import delta_step_reference
+from common.engine.ops.delta_tiles import choose_chunks
+from common.engine.ops.delta_tokens import StepTiles, choose_step, delta_step_triton
+from common.engine.ops.shared_memory import H200, SharedMemory
 from common.engine.ops.triton_kernel import tl
 
 pytestmark = [
@@ -22,8 +26,9 @@ EPS = 1e-3
 SLOTS = 7
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
-    limit = 4e-3 if expected.dtype == torch.float16 else 2e-5
+def close(actual: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> None:
+    """`dtype`: of the operands of products, if it is not that of the tensors."""
+    limit = 4e-3 if (dtype or expected.dtype) == torch.float16 else 2e-5
     torch.testing.assert_close(actual, expected, atol=limit, rtol=limit, equal_nan=True)
 
 
@@ -134,6 +139,17 @@ def test_states_inside_a_prompt_are_saved() -> None:
         assert not planes[1][0].any()
 
 
+def test_a_program_of_a_step_keeps_its_part_of_a_state_in_registers() -> None:
+    """Half of a thread's registers at most hold the state, which it reads and writes once."""
+    for heads, window in ((32, 1), (32, 4), (2048, 1), (2048, 4)):
+        for key, value in ((128, 128), (256, 256), (64, 128), (16, 16), (8192, 16)):
+            tiles = choose_step(heads, window, key, value, 132)
+            assert value % tiles.part == 0
+            if tiles.part > 1:
+                assert 2 * key * tiles.part <= 32 * tiles.warps * tiles.registers
+    assert choose_step(64 * 32, 1, 128, 128, 132) == StepTiles(64, 4, 128)
+
+
 # (new tokens, tokens before them, slot) of each request
 BATCHES = [
     [(1, 0, 3)],
@@ -167,7 +183,38 @@ def test_delta_extend(
         out = run(projected, *layer.weights, *planes, slots, starts, (before + counts).int())
         results.append((out, *planes))
     for ours, theirs in zip(results[1], results[0], strict=True):
-        close(ours, theirs)
+        close(ours, theirs, dtype)
     assert not results[1][0][-3:].any(), "padding returns zeros"
     assert not results[1][1][0].any()
     assert not results[1][2][0].any()
+
+
+@pytest.mark.parametrize("shared", [99 << 10, 163 << 10, H200.shared_bytes])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("keys", "values"), [(16, 16), (64, 128), (128, 128), (256, 64), (256, 256)])
+def test_tiles_of_prompts_fit_the_gpu(keys: int, values: int, itemsize: int, shared: int) -> None:
+    tiles = choose_chunks(keys, values, itemsize, shared)
+    assert tiles.fit(itemsize, shared)
+    assert min(tiles.chunk, tiles.part, tiles.step) >= 16
+    if shared == H200.shared_bytes and itemsize == 2 and max(keys, values) <= 128:
+        assert tiles == choose_chunks(keys, values, itemsize, 1 << 30), "nothing is reduced"
+
+
+def test_heads_that_no_tile_fits_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="4096 keys and 16 values of 4 bytes do not fit the 101376 bytes"):
+        choose_chunks(4096, 16, 4, 99 << 10)
+
+
+def test_shorter_chunks_give_the_same_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with little shared memory computes fewer tokens together."""
+    layer = Layer(3, 3, 8, 12, torch.float32)
+    starts, slots = torch.tensor([0, 70, 73], dtype=torch.int32), torch.tensor([2, 4])
+    projected, lengths = layer.tokens(75), torch.tensor([70, 67], dtype=torch.int32)
+    planes = layer.conv.clone(), layer.recurrent.clone()
+    expected = delta_extend_reference(projected, *layer.weights, *planes, slots, starts, lengths)
+    monkeypatch.setattr(delta_chunks, "room_of", lambda device: SharedMemory(16 << 10, False))
+    assert choose_chunks(16, 16, 4, 16 << 10).chunk < 64
+    found = layer.conv.clone(), layer.recurrent.clone()
+    close(delta_extend_triton(projected, *layer.weights, *found, slots, starts, lengths), expected)
+    for ours, theirs in zip(found, planes, strict=True):
+        close(ours, theirs)

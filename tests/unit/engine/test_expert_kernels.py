@@ -280,7 +280,7 @@ def test_tiles_fit_the_gpu(shared: int, itemsize: int, gated: bool) -> None:
             assert few.rows >= tokens
             assert few.stages >= 2
             assert few.shared_bytes(itemsize, gated) <= shared // (2 if itemsize == 2 else 1)
-            assert few.columns == (NARROW if used * 768 // COLUMNS < 132 else COLUMNS)
+            assert few.columns == (NARROW if 2 * used * 768 // COLUMNS < 132 else COLUMNS)
     for pairs, rows in ((65, 16), (2048, 16), (8192, 64), (1 << 16, 128)):
         many = choose_many(pairs, 128, itemsize, gated, shared)
         assert many.rows == rows
