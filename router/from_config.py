@@ -23,6 +23,7 @@ from router.auth_keys import KeyFile, KeyRing
 from router.auth_limits import Quotas
 from router.auth_origin import Cors, HostRule
 from router.chat.answer_style import AnswerStyle, find_template
+from router.chat.call_formats import CALL_FORMATS
 from router.client import View
 from router.connections import ConnectionLimit
 from router.http_errors import error_middleware
@@ -148,7 +149,8 @@ def answer_style(resolved: Resolved, tokenizer: Tokenizer, log: Log) -> AnswerSt
     return AnswerStyle(
         template,
         short_ids=family is not None and family.short_ids,
-        kept=frozenset[int]() if template is None else tokenizer.special_tokens_in(template.text),
+        special={} if template is None else tokenizer.special_tokens_in(template.text),
+        calls=None if family is None else CALL_FORMATS.get(family.name),
         template_variables=frozenset(section.chat_template_kwargs),
         reasoning_fields=resolved.cluster.router.reasoning_fields,
     )

@@ -14,12 +14,13 @@ from common.errors import ClientGone, InternalError, InvalidRequest, RequestErro
 from common.observability.logs import Log
 from router.answer_form import AnswerForm, ShowChat, ShowCompletion
 from router.auth import admission_key
-from router.chat.assistant_format import chat_format
+from router.chat.chat_answer import ChatAnswer
 from router.chat.chat_rules import check_chat
 from router.chat_prompts import ChatPrompts
 from router.choice_count import choice_count, samplings
 from router.client import cache_salt, client_key
 from router.generation import AnswerComplete, Batch, GenerationRequest, Generator, PromptImage
+from router.grammar.constraint import read_constraint
 from router.http_errors import body_of, defect, request_id_key
 from router.images import Images
 from router.json_answer import WRITE_TIMEOUT, send_json
@@ -40,15 +41,14 @@ from router.openai_schema import (
     check_stops,
     prompt_names,
     prompts,
-    refuse_unsupported,
 )
 from router.request_body import Received, received
 from router.request_checks import (
     ServedModel,
     check_logprobs,
-    check_model,
     check_priority,
     check_prompt,
+    check_request,
     sampling_params,
 )
 from router.shared_prompt import shares
@@ -135,19 +135,29 @@ class OpenAiRoutes:
         top = check_logprobs(body.top_logprobs or 0, "top_logprobs")
         logprobs = top if body.logprobs else None
         max_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        grammar = await self._texts.grammar(body, model)
         client = request[client_key]
         rendered = await self._prompts.render(body, chat, model, client, model.max_model_len)
         memory.release()
         prompt = rendered.tokens
         check_prompt(prompt, model, "messages")
-        kept = model.answers.kept if chat.parsed else frozenset[int]()
+        answer = ChatAnswer(chat, model.answers, prompt, self._tokenizer)
+        grammar = await self._texts.grammar(answer.constraint(read_constraint(body)), model)
         choices = self._choices(
-            request, body, model, prompt, 0, max_field, logprobs, grammar, Batch(), rendered.placed, kept
+            request,
+            body,
+            model,
+            prompt,
+            0,
+            max_field,
+            logprobs,
+            grammar,
+            Batch(),
+            rendered.placed,
+            answer.kept,
         )
         identity = CHAT_ID + request[request_id_key]
         head = (identity, model.name, int(time.time()), self._names(body), logprobs)
-        form = chat_format(head, chat, model.answers, prompt, self._tokenizer, len(choices))
+        form = answer.format(head, len(choices))
         shown = show(form, prompt_lengths(choices))
         if body.return_token_ids:
             shown = FormWithIds(shown, form, [prompt] * len(choices), chat=True)
@@ -189,7 +199,7 @@ class OpenAiRoutes:
                 "prompts in several requests",
                 param="prompt",
             )
-        grammar = await self._texts.grammar(body, model)
+        grammar = await self._texts.grammar(read_constraint(body), model)
         encoded = await self._encoded(given, body, model)
         memory.release()
         for index, (name, ids) in enumerate(encoded.items()):
@@ -387,11 +397,3 @@ class OpenAiRoutes:
                     return
         if text.finish_reason is None:
             raise InternalError("the token stream ended without a finish reason")
-
-
-def check_request(body: SharedFields, model: ServedModel) -> None:
-    """Apply the checks that need no prompt."""
-    refuse_unsupported(body)
-    check_model(body, model)
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options needs stream: true", param="stream_options")

@@ -11,7 +11,7 @@ from common.checkpoint.vision_config import VisionConfig
 from common.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from common.messages.generation import MAX_BIASES, MAX_PRIORITY, SamplingParams, TokenBias
 from router.chat.answer_style import PLAIN, AnswerStyle
-from router.openai_schema import MAX_STOP_TOKENS, TOP_LOGPROBS, SharedFields, TokenIds
+from router.openai_schema import MAX_STOP_TOKENS, TOP_LOGPROBS, SharedFields, TokenIds, refuse_unsupported
 
 MAX_NAME_SHOWN = 1000  # characters of a model name in an error message
 MAX_BIAS = 100.0  # largest absolute bias of one token
@@ -30,6 +30,14 @@ class ServedModel:
     defaults: DefaultSampling
     vision: VisionConfig | None = None  # None for a text-only model
     answers: AnswerStyle = PLAIN
+
+
+def check_request(body: SharedFields, model: ServedModel) -> None:
+    """Apply the checks that need no prompt."""
+    refuse_unsupported(body)
+    check_model(body, model)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
 
 
 def check_model(request: SharedFields, model: ServedModel) -> None:

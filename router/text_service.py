@@ -11,8 +11,7 @@ import msgspec
 from router.apis.tasks import TaskReader
 from router.chat.chat_input import ChatInput
 from router.field_rules import UnknownFields
-from router.grammar.constraint import Constraint, read_constraint
-from router.grammar.fields import ConstraintFields
+from router.grammar.constraint import Constraint
 from router.grammar.known_grammars import KnownGrammars
 from router.openai_schema import ChatRequest, CompletionRequest
 from router.prompt_end import PromptEnd
@@ -118,16 +117,13 @@ class TextService:
         """The JSON response of /detokenize."""
         return await self._run(Detokenize(vocab_size), raw)
 
-    async def grammar(self, fields: ConstraintFields, model: ServedModel) -> str:
-        """Return the grammar of a request's answer; "" if it is free. Raises InvalidRequest with the field."""
-        constraint = read_constraint(fields)
-        return "" if constraint is None else await self.compiled(constraint, model)
+    async def grammar(self, constraint: Constraint | None, model: ServedModel) -> str:
+        """Return the grammar of a constraint, which compiles on the nodes; "" without one.
 
-    async def compiled(self, constraint: Constraint, model: ServedModel) -> str:
-        """Return the grammar of a constraint, which compiles on the nodes. Raises InvalidGrammar with the field.
-
-        Always in a worker, except for constraints of recent requests.
+        Always in a worker, except for constraints of recent requests. Raises InvalidGrammar with the field.
         """
+        if constraint is None:
+            return ""
         payload = msgspec.msgpack.encode(constraint)
         known = self._grammars.get(payload)
         if known is None:

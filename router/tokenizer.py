@@ -86,9 +86,10 @@ class Tokenizer:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
-    def special_tokens_in(self, text: str) -> frozenset[int]:
+    def special_tokens_in(self, text: str) -> dict[str, int]:
         """The special tokens whose text is part of `text`."""
-        return frozenset(each for each in self._special if self.token_text(each) in text)
+        named = {self.token_text(each): each for each in sorted(self._special)}
+        return {name: each for name, each in named.items() if name and name in text}
 
     def stream(
         self,

@@ -17,9 +17,9 @@ from router.chat.chat_rules import check_chat
 from router.chat_prompts import ChatPrompts
 from router.client import client_key
 from router.http_errors import json_response, request_id_key
-from router.openai_routes import OpenAiRoutes, check_request
+from router.openai_routes import OpenAiRoutes
 from router.request_body import received
-from router.request_checks import ServedModel
+from router.request_checks import ServedModel, check_request
 from router.text_service import TextService
 
 MAX_COUNTED = 1 << 24  # tokens; text workers stop long before

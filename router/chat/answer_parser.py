@@ -108,6 +108,11 @@ class AnswerParser:
         self._content.end()
         return self._taken()
 
+    @property
+    def reasoning_is_open(self) -> bool:
+        """Whether the text so far ends inside a reasoning section."""
+        return self._region is not None and self._region.name in REASONING
+
     # the receiver of calls, for the readers
 
     def open(self, name: str) -> None:

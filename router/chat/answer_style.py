@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ from common.checkpoint.chat_template_file import find_chat_template
 from common.checkpoint.model_directory import MAX_TOKENIZER_CONFIG_BYTES
 from common.checkpoint.model_files import read_json
 from common.errors import InternalError, ModelError
+from router.chat.answer_parser import AnswerParser
+from router.chat.call_formats import CallFormat
+from router.chat.call_grammar import Thought
 from router.chat.families import BY_NAME, Family, family_of
-from router.chat.response_template import ResponseTemplate, compile_template
+from router.chat.response_template import REASONING, ResponseTemplate, compile_template
 
 AUTO, NONE = "auto", "none"
 # tokens at the end of a prompt in which the beginning of the answer's message is searched
@@ -29,16 +32,41 @@ class AnswerStyle:
     Attributes:
         template: None if the model's formats are not known: answers are plain text.
         short_ids: call ids have nine letters and digits.
-        kept: special tokens that markers consist of, which the parser must see.
+        special: ids of the special tokens that markers consist of, which the parser must see.
         template_variables: variables of the chat template that clients may set.
         reasoning_fields: names under which answers show reasoning.
+        calls: how calls are written, where a grammar can force them.
     """
 
     template: ResponseTemplate | None = None
     short_ids: bool = False
-    kept: frozenset[int] = frozenset()
+    special: Mapping[str, int] = field(default_factory=dict)
     template_variables: frozenset[str] = frozenset()
     reasoning_fields: tuple[str, ...] = ("reasoning_content",)
+    calls: CallFormat | None = None
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Special tokens that the parser must see."""
+        return frozenset(self.special.values())
+
+    @property
+    def think(self) -> tuple[str, str] | None:
+        """The markers around reasoning, if both are one literal."""
+        for region in self.template.regions if self.template is not None else ():
+            if region.name in REASONING and region.open is not None and region.close is not None:
+                begin, end = region.open.only, region.close.only
+                return None if begin is None or end is None else (begin, end)
+        return None
+
+    def thought(self, prefix: str) -> Thought:
+        """Where the answer's message is after `prefix`."""
+        if self.template is None or not self.template.reasons:
+            return Thought.NONE
+        parser = AnswerParser(self.template, prefix, [], True, self.new_id)
+        if parser.reasoning_is_open:
+            return Thought.OPEN
+        return Thought.NONE if prefix.strip() else Thought.POSSIBLE
 
     def new_id(self) -> str:
         """Make the id of a tool call."""

@@ -10,11 +10,8 @@ import msgspec
 
 from router.chat.answer_events import CallArguments, CallOpened, Content, Event, Reasoning
 from router.chat.answer_parser import AnswerParser
-from router.chat.answer_style import AnswerStyle
-from router.chat.chat_rules import ChatRules
 from router.openai_responses import ChatFormat, Piece, chunk
 from router.token_names import TokenNames
-from router.tokenizer import Tokenizer
 
 _encode = msgspec.json.Encoder().encode
 # id, model, time of creation, names of tokens, number of log-probabilities: see ChatFormat
@@ -153,31 +150,3 @@ class AssistantFormat(ChatFormat):
             case CallArguments(index, text):
                 call = {"index": index, "function": {"arguments": text}}
         return _encode({"tool_calls": [call]})
-
-
-def chat_format(
-    head: AnswerHead,
-    rules: ChatRules,
-    style: AnswerStyle,
-    prompt: Sequence[int],
-    tokenizer: Tokenizer,
-    choices: int,
-) -> ChatFormat:
-    """Return the format of a chat's answer: with a parser for each choice only if there may be something to parse."""
-    if not rules.parsed:
-        return ChatFormat(*head)
-    assert style.template is not None
-    prefix = style.prefix(prompt, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
-    parsers = [
-        AnswerParser(style.template, prefix, rules.tools, rules.reasoning, style.new_id)
-        for _ in range(choices)
-    ]
-    return AssistantFormat(
-        head,
-        parsers,
-        Shown(
-            style.reasoning_fields if rules.shows_reasoning else (),
-            rules.parallel,
-            streams_reasoning=rules.streams_reasoning,
-        ),
-    )

@@ -7,6 +7,7 @@ from typing import Any
 
 from common.errors import InvalidRequest
 from router.chat.answer_style import AnswerStyle
+from router.chat.call_grammar import CallGrammar, CallGrammars
 from router.chat.request_fields import (
     NamedChoice,
     check_calls,
@@ -29,6 +30,9 @@ class ChatRules:
         shows_reasoning: separated reasoning is part of the answer.
         streams_reasoning: a stream shows reasoning while it is generated.
         parallel: more than one call is passed on.
+        forced: the functions of which the answer must call one; empty if the model chooses freely.
+        named: tool_choice names the function.
+        strict: names of functions whose arguments must have their schema.
     """
 
     tools: list[dict[str, Any]]
@@ -38,14 +42,29 @@ class ChatRules:
     shows_reasoning: bool
     streams_reasoning: bool
     parallel: bool
+    forced: list[dict[str, Any]]
+    named: bool
+    strict: frozenset[str]
+
+    def call_grammar(self, style: AnswerStyle, prefix: str) -> tuple[str, CallGrammar] | None:
+        """Return the field that constrains the calls of the answer, and the grammar; None if nothing does."""
+        if not self.forced and not self.strict:
+            return None
+        assert style.calls is not None
+        grammars = CallGrammars(style.calls, style.think if self.reasoning else None, style.special)
+        thought = style.thought(prefix)
+        if self.forced:
+            return "tool_choice", grammars.forced(self.forced, thought, self.parallel and not self.named)
+        grammar = grammars.triggered(self.tools, self.strict, thought)
+        return None if grammar is None else ("tools", grammar)
 
 
 def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
     """Raises InvalidRequest, which names the field."""
     check_chat_fields(request)
     tools = request.tools or []
-    _check_choice(request)
-    if tools and request.tool_choice != "none":
+    choice = _choice(request, style)
+    if tools and choice != "none":
         if style.template is None or not style.template.calls:
             raise InvalidRequest(
                 "the format in which this model calls tools is not known; leave tools out, send tool_choice none, or "
@@ -54,10 +73,12 @@ def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
             )
     else:
         tools = []
+    known = template_tools(tools)
+    strict = frozenset(tool.function.name for tool in tools if tool.function.strict)
     reasons = style.template is not None and style.template.reasons
     separate = reasons and request.separate_reasoning is not False
     return ChatRules(
-        tools=template_tools(tools),
+        tools=known,
         variables=template_variables(
             request.chat_template_kwargs, request.reasoning_effort, style.template_variables
         ),
@@ -66,6 +87,9 @@ def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
         shows_reasoning=request.include_reasoning is not False,
         streams_reasoning=request.stream_reasoning is not False,
         parallel=request.parallel_tool_calls is not False,
+        forced=[tool for tool in known if choice == "required" or choice == _name(tool)],
+        named=choice not in ("none", "auto", "required"),
+        strict=strict,
     )
 
 
@@ -76,15 +100,40 @@ def check_chat_fields(request: ChatRequest) -> None:
         check_calls(message.tool_calls or [], f"messages[{index}].tool_calls")
 
 
-def _check_choice(request: ChatRequest) -> None:
-    choice = request.tool_choice
-    if isinstance(choice, NamedChoice) or choice == "required":
-        raise InvalidRequest("tool_choice can be none or auto in this version of tandem", param="tool_choice")
-    if choice not in (None, "none", "auto"):
+def _choice(request: ChatRequest, style: AnswerStyle) -> str:
+    """Return none, auto, required, or `function NAME` for a function that must be called. Raises InvalidRequest."""
+    given, tools = request.tool_choice, request.tools or []
+    if isinstance(given, NamedChoice):
+        if given.type != "function":
+            raise InvalidRequest("tool_choice.type must be function", param="tool_choice.type")
+        if all(tool.function.name != given.function.name for tool in tools):
+            raise InvalidRequest(
+                f"tool_choice names {given.function.name[:100]!r}, which is not among the tools",
+                param="tool_choice.function.name",
+            )
+        choice = f"function {given.function.name}"
+    elif given in (None, "auto", "none", "required"):
+        choice = given or "auto"
+    else:
         raise InvalidRequest(
             "tool_choice must be none, auto, required or an object that names a function", param="tool_choice"
         )
-    for index, tool in enumerate(request.tools or []):
-        if tool.function.strict:
-            where = f"tools[{index}].function.strict"
-            raise InvalidRequest(f"{where} is not supported by this version of tandem", param=where)
+    if choice not in ("none", "auto") and (not tools or style.calls is None):
+        raise InvalidRequest(
+            "tool_choice can force a call only with tools, and with a model whose format of calls is known; send auto",
+            param="tool_choice",
+        )
+    if choice == "auto" and (style.calls is None or style.calls.trigger is None):
+        for index, tool in enumerate(tools):
+            if tool.function.strict:
+                where = f"tools[{index}].function.strict"
+                raise InvalidRequest(
+                    f"{where}: this model marks no calls, so that only tool_choice required or a named function can "
+                    "enforce a schema; leave strict out",
+                    param=where,
+                )
+    return choice
+
+
+def _name(tool: dict[str, Any]) -> str:
+    return f"function {tool['function']['name']}"

@@ -20,7 +20,7 @@ _NAMED: dict[str, Any] = {
     "type": "function",
     "function": {"name": "{name}", "arguments": "{content}"},
 }
-_QWEN_END = {"close_pattern": r"\s*(?:<\|im_end\|>|<\|endoftext\|>)", "content": "text"}
+_QWEN_END = {"close": ["<|im_end|>", "<|endoftext|>"], "content": "text"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ class Marker:
     literal: bool  # a complete match cannot become longer
     first: frozenset[str] | None  # the characters with which it can begin, where they are known
     seconds: float | None  # limit for one search
+    only: str | None = None  # the literal that it is, if there is only one
 
     @property
     def ahead(self) -> bool:
@@ -146,12 +147,13 @@ def _marker(
     if pattern is None:
         return None
     if literals is not None:
-        return Marker(pattern, not can_extend, frozenset(literal[0] for literal in literals), seconds)
+        first = frozenset(literal[0] for literal in literals)
+        return Marker(pattern, not can_extend, first, seconds, literals[0] if len(literals) == 1 else None)
     # Blanks around markers are dropped by the parser: searching for them would read held blanks again and again.
     source = _lookahead_as_group(_LEADING_BLANKS.sub("", pattern.pattern))
     start = None if "|" in _ESCAPED.sub("", source) else _PLAIN_START.match(source)
-    first = None if start is None else frozenset((start[1] or start[2],))
-    return Marker(regex.compile(source, regex.DOTALL), False, first, seconds)
+    begin = None if start is None else frozenset((start[1] or start[2],))
+    return Marker(regex.compile(source, regex.DOTALL), False, begin, seconds)
 
 
 def _lookahead_as_group(source: str) -> str:

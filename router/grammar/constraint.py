@@ -62,6 +62,9 @@ class End(msgspec.Struct, frozen=True, array_like=True):
 
     text: str
     token: int | None = None  # if `text` is a special token: its id
+    # The marker with which the free text begins, if there may be none; None: there always is free text.
+    begin: str | None = None
+    begin_token: int | None = None  # if `begin` is a special token: its id
 
 
 class Constraint(msgspec.Struct, frozen=True, array_like=True):

@@ -92,9 +92,14 @@ def _lark(ebnf: str) -> str:
 
 def _after(end: End, grammar: str) -> str:
     """Return a grammar of free text up to `end`, then `grammar`."""
-    if end.token is None:
-        start = f"start: free @{ANSWER}\nfree[suffix={_dumps(end.text)}]: /(?s:.*)/"
-    else:
-        start = f"start: /(?s:.*)/ <[{end.token}]> @{ANSWER}"
+    free, rule = "free", f"\nfree[suffix={_dumps(end.text)}]: /(?s:.*)/"
+    if end.token is not None:
+        free, rule = f"/(?s:.*)/ <[{end.token}]>", ""
+    # Models write blanks after their reasoning.
+    free += r" /[ \n]{0,4}/"
+    if end.begin is not None:
+        begin = _dumps(end.begin) if end.begin_token is None else f"<[{end.begin_token}]>"
+        free = rf"(/[ \n]{{0,4}}/ {begin} {free})?"
+    start = f"start: {free} @{ANSWER}{rule}"
     parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     return _dumps({"grammars": [{"lark_grammar": start}, {**parts[0], "name": ANSWER}, *parts[1:]]})

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from common.grammar import GrammarCompiler
 from router.chat.answer_style import AnswerStyle
+from router.chat.call_formats import CALL_FORMATS
 from router.tokenizer import Tokenizer
-from tests.unit.router.chat.wire_formats import OBJECT_CALLS, THOUGHT, TOOLS, template_of
-from tests.unit.router.conftest import SERVED, Rig, Serve
+from tests.unit.router.chat.wire_formats import CLOCK, OBJECT_CALLS, THOUGHT, TOOLS, WEATHER, template_of
+from tests.unit.router.conftest import SERVED, TINY, Rig, Serve
 from tests.unit.router.scripted_generator import one_by_one
 
 CHAT = "/v1/chat/completions"
@@ -217,3 +219,75 @@ async def test_a_model_without_a_known_format_takes_no_tools(serve: Serve, token
     answers(rig, tokenizer, THOUGHT + "It rains.")
     _, answer, _ = await rig.post(CHAT, ASK | {"tools": TOOLS, "tool_choice": "none"})
     assert answer["choices"][0]["message"]["content"] == THOUGHT + "It rains."
+
+
+async def test_a_forced_call(serve: Serve, tokenizer: Tokenizer) -> None:
+    """The grammar that nodes get forces the call; a named call ends with `stop`, as in OpenAI's API."""
+    rig = await serve(served=replace(SERVED, answers=replace(STYLE, calls=CALL_FORMATS["qwen3"])))
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    answers(rig, tokenizer, call, "stop")
+    named = {"type": "function", "function": {"name": "clock"}}
+    for choice, reason, refused in (
+        ("required", "tool_calls", "It rains."),
+        (named, "stop", call.replace("clock", "weather")),
+    ):
+        _, answer, _ = await rig.post(CHAT, ASK | {"tools": TOOLS, "tool_choice": choice})
+        [found] = answer["choices"]
+        assert found["finish_reason"] == reason
+        assert [each["function"]["name"] for each in found["message"]["tool_calls"]] == ["clock"]
+        grammar = rig.generator.requests[-1].sampling.grammar
+        matcher = GrammarCompiler((TINY / "tokenizer.json").read_text(), 704, [2]).matcher(grammar)
+        for text, legal in ((call, True), (f"<think>hm</think>\n\n{call}", True), (refused, False)):
+            assert matcher.fork().accept([*tokenizer.encode(text, False), 2]) is legal, text
+
+
+async def test_strict_functions(serve: Serve, tokenizer: Tokenizer) -> None:
+    rig = await serve(served=replace(SERVED, answers=replace(STYLE, calls=CALL_FORMATS["qwen3"])))
+    answers(rig, tokenizer, "It rains.")
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    status, answer, _ = await rig.post(CHAT, ASK | {"tools": [strict, CLOCK]})
+    assert status == 200, answer
+    assert "piece*" in rig.generator.requests[-1].sampling.grammar
+    await rig.post(CHAT, ASK | {"tools": TOOLS})
+    assert rig.generator.requests[-1].sampling.grammar == ""
+
+
+async def test_structured_output_begins_after_the_reasoning(serve: Serve, tokenizer: Tokenizer) -> None:
+    rig = await serve(served=replace(SERVED, answers=replace(STYLE, calls=CALL_FORMATS["qwen3"])))
+    answers(rig, tokenizer, "{}")
+    body = ASK | {"response_format": {"type": "json_object"}}
+    status, answer, _ = await rig.post(CHAT, body)
+    assert status == 200, answer
+    grammar = rig.generator.requests[-1].sampling.grammar
+    matcher = GrammarCompiler((TINY / "tokenizer.json").read_text(), 704, [2]).matcher(grammar)
+    for text, legal in (("{}", True), ("<think>\nhm</think>{}", True), ("hm", False), ("<think>{}", False)):
+        assert matcher.fork().accept([*tokenizer.encode(text, False), 2]) is legal, text
+    status, answer, _ = await rig.post(CHAT, body | {"tools": TOOLS, "tool_choice": "required"})
+    assert (status, answer["error"]["param"]) == (400, "response_format")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice.function.name",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "tool", "function": {"name": "clock"}}},
+            "tool_choice.type",
+        ),
+    ],
+)
+async def test_choices_that_cannot_be_forced(rig: Rig, fields: dict[str, Any], param: str) -> None:
+    status, answer, _ = await rig.post(CHAT, ASK | fields)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_a_model_whose_calls_cannot_be_forced(rig: Rig) -> None:
+    status, answer, _ = await rig.post(CHAT, ASK | {"tools": TOOLS, "tool_choice": "required"})
+    assert (status, answer["error"]["param"]) == (400, "tool_choice")
+    strict = {"type": "function", "function": {"name": "a", "strict": True}}
+    status, answer, _ = await rig.post(CHAT, ASK | {"tools": [strict]})
+    assert (status, answer["error"]["param"]) == (400, "tools[0].function.strict")

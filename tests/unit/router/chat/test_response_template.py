@@ -140,11 +140,11 @@ def test_a_pattern_of_a_checkpoint_that_takes_too_long_ends_the_request() -> Non
 
 def test_special_tokens_of_markers_are_kept(tokenizer: Tokenizer) -> None:
     kept = tokenizer.special_tokens_in("<|assistant|>\n ... <|end|>")
-    assert {tokenizer.token_text(each) for each in kept} == {"<|assistant|>", "<|end|>"}
+    assert set(kept) == {"<|assistant|>", "<|end|>"}
     user, assistant = (tokenizer.token_to_id(each) for each in ("<|user|>", "<|assistant|>"))
     assert user is not None
     assert assistant is not None
-    decoder = tokenizer.stream(True, (), kept)
+    decoder = tokenizer.stream(True, (), frozenset(kept.values()))
     assert decoder.step(user) + decoder.step(assistant) == "<|assistant|>"
 
 

@@ -1,0 +1,52 @@
+"""How each family writes a call, so that a grammar can force it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """The text around calls; `{name}` is the function and `{key}` an argument.
+
+    Attributes:
+        begin, end: around the arguments of one call.
+        between: between two calls.
+        opening, closing: around all calls.
+        trigger: the marker with which calls begin inside text; None if nothing tells them from text.
+        argument: around the value of one argument; None if the arguments are one JSON object.
+    """
+
+    begin: str
+    end: str
+    between: str
+    trigger: str | None
+    opening: str = ""
+    closing: str = ""
+    argument: tuple[str, str] | None = None
+
+
+OBJECT = CallFormat('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n", "<tool_call>")
+CALL_FORMATS = {
+    "qwen2_5": OBJECT,
+    "qwen3": OBJECT,
+    "qwen3_5": CallFormat(
+        "<tool_call>\n<function={name}>\n",
+        "</function>\n</tool_call>",
+        "\n",
+        "<tool_call>",
+        argument=("<parameter={key}>\n", "\n</parameter>\n"),
+    ),
+    "glm4_5": CallFormat(
+        "<tool_call>{name}\n",
+        "</tool_call>",
+        "\n",
+        "<tool_call>",
+        argument=("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    "llama3": CallFormat('{"name": "{name}", "parameters": ', "}", "; ", None),
+    "mistral_v3": CallFormat(
+        '{"name": "{name}", "arguments": ', "}", ", ", "[TOOL_CALLS]", opening="[TOOL_CALLS] [", closing="]"
+    ),
+    "mistral_v11": CallFormat("[TOOL_CALLS]{name}[ARGS]", "", "", "[TOOL_CALLS]"),
+}

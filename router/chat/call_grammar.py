@@ -1,0 +1,176 @@
+"""Writes grammars that force tool calls in the model's own format: for tool_choice required or named, and strict tools.
+
+A grammar is a text in llguidance's dialect of Lark that refers to JSON schemas by names. It is written here and
+compiled in a text worker.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from router.chat.call_formats import CallFormat
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_TEXT = "/(?s:.*)/"
+_BLANKS = r"/[ \n]{0,4}/"
+
+
+class Thought(Enum):
+    """Where the answer's message is when the model begins to write."""
+
+    NONE = auto()  # past its reasoning, or the model does not reason
+    POSSIBLE = auto()  # it may begin with a reasoning section
+    OPEN = auto()  # inside a reasoning section that the prompt opens
+
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """A Lark text and the JSON texts of the schemas that it names as @name."""
+
+    lark: str
+    schemas: dict[str, str]
+
+
+class CallGrammars:
+    """Writes grammars for one model."""
+
+    def __init__(self, calls: CallFormat, think: tuple[str, str] | None, special: Mapping[str, int]) -> None:
+        """
+        Args:
+            think: the markers that open and close a reasoning section; None for a model without one.
+            special: ids of the special tokens that markers consist of, which ordinary text cannot match.
+        """
+        self._calls = calls
+        self._think = think
+        self._special = dict(special)
+        self._pattern = re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
+
+    def forced(self, tools: Sequence[dict[str, Any]], thought: Thought, several: bool) -> CallGrammar:
+        """The answer is a call of one of the tools; with `several`, one call or more."""
+        rules, schemas = list[str](), dict[str, str]()
+        names = [
+            self._call(index, tool["function"], True, rules, schemas) for index, tool in enumerate(tools)
+        ]
+        start = _sequence(self._thought(thought, rules), self._listed(self._calls.opening, several))
+        return _grammar([f"start: {start}", f"call: {' | '.join(names)}", *rules], schemas)
+
+    def triggered(
+        self, tools: Sequence[dict[str, Any]], strict: frozenset[str], thought: Thought
+    ) -> CallGrammar | None:
+        """Any text with calls in it, in which the arguments of the tools in `strict` have their schema.
+
+        None if the format has no marker that tells calls from text.
+        """
+        form = self._calls
+        if form.trigger is None:
+            return None
+        rules, schemas = list[str](), dict[str, str]()
+        names = [
+            self._call(
+                index, tool["function"], tool["function"]["name"] in strict, rules, schemas, form.trigger
+            )
+            for index, tool in enumerate(tools)
+        ]
+        rest = self._listed(form.opening.removeprefix(form.trigger), several=bool(form.opening))
+        rules.append(f"piece: {_sequence(self._until('begin', form.trigger, rules), rest)}")
+        start = _sequence(self._thought(thought, rules), f"piece* {_TEXT}")
+        return _grammar([f"start: {start}", f"call: {' | '.join(names)}", *rules], schemas)
+
+    def _listed(self, opening: str, several: bool) -> str:
+        again = f"({_sequence(self._literal(self._calls.between), 'call')})*" if several else ""
+        return _sequence(self._literal(opening), "call", again, self._literal(self._calls.closing))
+
+    def _call(
+        self,
+        index: int,
+        function: Mapping[str, Any],
+        typed: bool,
+        rules: list[str],
+        schemas: dict[str, str],
+        skip: str = "",
+    ) -> str:
+        """Add the rules of the calls of one tool, without their beginning `skip`. Return the name of the rule."""
+        form = self._calls
+        begin = form.begin.replace("{name}", function["name"]).removeprefix(skip)
+        parameters = function.get("parameters") if typed else None
+        end = self._literal(form.end)
+        if form.argument is None:
+            schemas[f"args_{index}"] = json.dumps(parameters or ANY_OBJECT)
+            arguments = f"@args_{index}"
+        elif typed:
+            arguments = self._tags(index, parameters or {}, rules, schemas)
+        else:
+            arguments, end = self._until(f"args_{index}", form.end, rules), ""
+        rules.append(f"call_{index}: {_sequence(self._literal(begin), arguments, end)}")
+        return f"call_{index}"
+
+    def _tags(
+        self, index: int, parameters: Mapping[str, Any], rules: list[str], schemas: dict[str, str]
+    ) -> str:
+        """One tag for each argument, in the order of the schema."""
+        assert self._calls.argument is not None
+        before, after = self._calls.argument
+        properties = parameters.get("properties")
+        required = parameters.get("required")
+        found = []
+        for number, (key, schema) in enumerate(properties.items() if isinstance(properties, dict) else ()):
+            name = f"value_{index}_{number}"
+            if _is_text(schema):
+                value = self._until(name, after, rules)
+            else:
+                schemas[name] = json.dumps(schema)
+                value = _sequence(f"@{name}", self._literal(after))
+            tag = _sequence(self._literal(before.replace("{key}", key)), value)
+            needed = isinstance(required, list) and key in required
+            found.append(tag if needed else f"({tag})?")
+        return " ".join(found)
+
+    def _until(self, rule: str, end: str, rules: list[str]) -> str:
+        """Any text up to and including `end`."""
+        special = self._special.get(end)
+        if special is not None:
+            return f"{_TEXT} <[{special}]>"
+        rules.append(f"{rule}[suffix={json.dumps(end)}]: {_TEXT}")
+        return rule
+
+    def _thought(self, thought: Thought, rules: list[str]) -> str:
+        if self._think is None or thought is Thought.NONE:
+            return ""
+        begin, end = self._think
+        inside = _sequence(self._until("thought", end, rules), _BLANKS)
+        if thought is Thought.OPEN:
+            return inside
+        return f"({_sequence(_BLANKS, self._literal(begin), inside)})?"
+
+    def _literal(self, text: str) -> str:
+        """Exactly this text; special tokens in it by their ids."""
+        parts, start = list[str](), 0
+        for match in self._pattern.finditer(text):
+            parts += [_quoted(text[start : match.start()]), f"<[{self._special[match[0]]}]>"]
+            start = match.end()
+        return _sequence(*parts, _quoted(text[start:]))
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether a tag holds the value as plain text: a string of any content."""
+    if not isinstance(schema, dict):
+        return True
+    return schema.get("type") == "string" and not {"enum", "const", "pattern", "format"} & schema.keys()
+
+
+def _grammar(lines: list[str], schemas: dict[str, str]) -> CallGrammar:
+    return CallGrammar("\n".join(lines), schemas)
+
+
+def _sequence(*parts: str) -> str:
+    return " ".join(part for part in parts if part)
+
+
+def _quoted(text: str) -> str:
+    """A literal of Lark, whose strings have the escapes of JSON."""
+    return json.dumps(text, ensure_ascii=False) if text else ""

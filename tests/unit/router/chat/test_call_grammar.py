@@ -1,0 +1,117 @@
+"""Grammars that force calls: what they accept is what the parser reads, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from common.grammar import GrammarCompiler
+from router.chat.call_formats import CALL_FORMATS
+from router.chat.call_grammar import CallGrammar, CallGrammars, Thought
+from tests.unit.router.chat.wire_formats import CLOCK, TOOLS, WEATHER, WELL_FORMED, Meaning, parse
+from tests.unit.router.conftest import TINY
+
+THINK = ("<think>", "</think>")
+EOS = 2
+STRICT = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler((TINY / "tokenizer.json").read_text(), 704, [EOS])
+
+
+def grammars(family: str, thinks: bool = True) -> CallGrammars:
+    return CallGrammars(CALL_FORMATS[family], THINK if thinks else None, {})
+
+
+def accepts(compiler: GrammarCompiler, grammar: CallGrammar, text: str) -> bool:
+    named = [{"name": name, "json_schema": json.loads(schema)} for name, schema in grammar.schemas.items()]
+    whole = json.dumps({"grammars": [{"lark_grammar": grammar.lark}, *named]})
+    return compiler.matcher(whole).accept([*compiler.tokenize(text), EOS])
+
+
+def calls_of(family: str) -> list[tuple[str, Meaning]]:
+    return [(text, meaning) for name, text, meaning in WELL_FORMED if name == family and meaning.calls]
+
+
+@pytest.mark.parametrize("family", CALL_FORMATS)
+def test_calls_in_the_format_of_the_family_are_accepted(family: str, compiler: GrammarCompiler) -> None:
+    forced = grammars(family).forced([STRICT, CLOCK], Thought.POSSIBLE, several=True)
+    form = CALL_FORMATS[family]
+
+    def call(name: str, arguments: str, *tags: tuple[str, str]) -> str:
+        if form.argument is not None:
+            arguments = "".join(
+                form.argument[0].replace("{key}", key) + value + form.argument[1] for key, value in tags
+            )
+        return form.begin.replace("{name}", name) + arguments + form.end
+
+    weather = call("weather", '{"city": "Paris", "days": 3}', ("city", "Paris"), ("days", "3"))
+    clock = call("clock", "{}")
+    text = form.opening + weather + form.between + clock + form.closing
+    expected = Meaning(calls=(("weather", '{"city": "Paris", "days": 3}'), ("clock", "{}")))
+    assert parse(family, text) == expected
+    assert accepts(compiler, forced, text)
+    assert accepts(compiler, forced, f"<think>\nhm {{}}</think>\n\n{text}")
+    wrong: Sequence[str] = (
+        "",
+        "hello",
+        f"hello {text}",
+        f"{text} and more",
+        text.replace("weather", "wether"),
+        text.replace("days", "dayz"),
+        text.replace("3", "x"),
+    )
+    assert [each for each in wrong if accepts(compiler, forced, each)] == []
+    one = grammars(family).forced([STRICT], Thought.NONE, several=False)
+    assert accepts(compiler, one, form.opening + weather + form.closing)
+    assert not accepts(compiler, one, text)
+    assert not accepts(compiler, one, form.opening + clock + form.closing)
+    assert not accepts(compiler, one, f"<think>x</think>{form.opening}{weather}{form.closing}")
+
+
+def test_a_section_that_the_prompt_opens_comes_first(compiler: GrammarCompiler) -> None:
+    forced = grammars("qwen3").forced([CLOCK], Thought.OPEN, several=False)
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    assert accepts(compiler, forced, f"hm <tool_call></think>\n\n{call}")
+    assert not accepts(compiler, forced, call)
+
+
+@pytest.mark.parametrize("family", [name for name, form in CALL_FORMATS.items() if form.trigger])
+def test_strict_tools_are_constrained_from_their_marker_on(family: str, compiler: GrammarCompiler) -> None:
+    grammar = grammars(family).triggered([STRICT, CLOCK], frozenset({"weather"}), Thought.POSSIBLE)
+    assert grammar is not None
+    assert accepts(compiler, grammar, "")
+    assert accepts(compiler, grammar, "just <text> [and] {more}")
+    for text, _ in calls_of(family):
+        assert accepts(compiler, grammar, text.lstrip()), text
+        assert not accepts(compiler, grammar, text.replace("days", "dayz")), text
+        assert not accepts(compiler, grammar, text.replace("weather", "wether")), text
+        assert accepts(compiler, grammar, text.replace("clock", "clock").lstrip()), text
+
+
+def test_a_format_without_a_marker_cannot_be_triggered() -> None:
+    assert grammars("llama3").triggered([STRICT], frozenset({"weather"}), Thought.NONE) is None
+
+
+def test_special_tokens_are_named_by_their_ids() -> None:
+    written = CallGrammars(CALL_FORMATS["mistral_v11"], None, {"[TOOL_CALLS]": 9, "[ARGS]": 32})
+    forced = written.forced([WEATHER], Thought.NONE, several=True)
+    assert 'call_0: <[9]> "weather" <[32]> @args_0' in forced.lark
+    triggered = written.triggered(TOOLS, frozenset(), Thought.NONE)
+    assert triggered is not None
+    assert "piece: /(?s:.*)/ <[9]> call" in triggered.lark
