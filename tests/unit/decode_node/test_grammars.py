@@ -9,9 +9,9 @@ import pytest
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
 from decode_node.grammar_masks import SLOWEST_MASK
-from tests.fakes.node_cluster import Call, NodeCluster, Shape, with_forced_tokens
+from tests.fakes.node_cluster import Call, MakeStep, NodeCluster, Shape, autoregressive, with_forced_tokens
 from tests.fakes.sampling_cases import EVERYTHING
-from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
+from tests.fakes.scenarios import SAMPLED, expect_reference, lose_decode, prompt_of
 from tests.fakes.tiny_grammar import EOS, GRAMMARS, NUMBERS, HeldCompiler, regex, tiny_compiler
 
 RANDOM: dict[str, Any] = {"temperature": 1.3}
@@ -72,6 +72,18 @@ def test_retracted_requests_keep_their_place_in_the_grammar(completion: type[Com
         expect_reference(*calls)
         assert cluster.decode.link.counters.retractions > 0
         cluster.settle()
+
+
+@pytest.mark.parametrize("step", [autoregressive, with_forced_tokens])
+def test_another_node_continues_in_the_grammar(step: MakeStep) -> None:
+    """The lost node's tokens are replayed from the end of the new prompt."""
+    for said in (1, 4, 9):
+        shape = Shape(page_size=4, decodes=2, grammars=tiny_compiler(), step=step)
+        with NodeCluster(shape) as cluster:
+            call = submit(cluster, "record", 17, seed=5, **RANDOM)
+            cluster.run(until=lambda call=call, said=said: len(call.output) >= said)  # type: ignore[misc]
+            lose_decode(cluster, call)
+            assert call.base >= said
 
 
 @pytest.mark.parametrize("sampling", [{}, RANDOM])
