@@ -1,7 +1,8 @@
-"""The limits of chats and completions hold for the translated APIs, because they run as those."""
+"""Limits and structured output of chats and completions hold for the translated APIs, because they run as those."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -52,3 +53,29 @@ async def test_a_key_at_its_limit_is_refused(serve: Serve, path: str) -> None:
 async def test_a_draining_router_refuses(rig: Rig, path: str) -> None:
     rig.refusal = Unavailable("draining")
     assert (await rig.post(path, BODIES[path]))[0] == 503
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+async def test_a_schema_constrains_the_answers_of_all_routes(rig: Rig) -> None:
+    """The generator gets the same grammar whatever the form of the request."""
+    rig.generator.will(*one_by_one([331, 300, 301]))
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [USER], "response_format": wanted}),
+        ("/v1/responses", {"input": "Hello", "text": text}),
+        ("/generate", {"text": "Hello", "sampling_params": {"json_schema": json.dumps(SCHEMA)}}),
+    ):
+        status, answer, _ = await rig.post(path, body)
+        assert status == 200, answer
+    grammars = {asked.sampling.grammar for asked in rig.generator.requests}
+    assert len(grammars) == 1
+    assert grammars != {""}
+    for path, body, param in (
+        ("/generate", {"text": "x", "sampling_params": {"regex": "("}}, "sampling_params.regex"),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "x"}}}, "text.format.type"),
+    ):
+        status, answer, _ = await rig.post(path, body)
+        assert (status, answer["error"]["param"]) == (400, param)
