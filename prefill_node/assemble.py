@@ -19,6 +19,7 @@ from prefill_node.node import PrefillNode
 from prefill_node.page_sending import ByChunk, ByLayer, PageSending
 from prefill_node.parts import Links, Observation, Scheduling
 from prefill_node.peer_frames import take_peer_frames
+from prefill_node.prompt_scores import PromptScorer
 from prefill_node.send_orders import SendOrder, SendOrders
 from prefill_node.step import PrefillStep
 from prefill_node.step_result import Worker
@@ -76,6 +77,8 @@ def assemble(
         device,
         parts.completion,
     )
+    model = forwards.runner.model
+    step.score_with(PromptScorer(model.compute_logits, model.config.vocab_size))
     listen = functools.partial(take_peer_frames, links.peers, links.sender)
     orders = SendOrders(links.sender, page_size, parts.hidden_dtype, listen)
     sending: PageSending = ByChunk(links.sender)

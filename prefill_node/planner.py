@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from common.engine.sampling.sampling_plan import adjustment_facts, sampling_variant
+from common.messages.generation import PromptLogprob
 from common.node.announced_work import Work
 from prefill_node.parts import Scheduling
 from prefill_node.queues import Queues
@@ -41,6 +42,9 @@ def _planned(chunk: Chunk, page_size: int, lookahead: int, adjusted: bool) -> Pl
     request, end = chunk.request, chunk.start + chunk.length
     assert request.lease is not None
     state = request.lease.state
+    scored = request.sampling.prompt_logprobs
+    if scored is not None:
+        lookahead = max(lookahead, 1)
     return PlannedChunk(
         key=request.room,
         start=chunk.start,
@@ -54,6 +58,7 @@ def _planned(chunk: Chunk, page_size: int, lookahead: int, adjusted: bool) -> Pl
         ),
         cached=request.lease.cached_tokens,
         images=request.images,
+        scored=scored,
         draw=_draw(request, adjusted) if end == request.num_tokens else None,
     )
 
@@ -76,6 +81,8 @@ class PromptProgress(NamedTuple):
 
     request: PrefillRequest
     drawn: Drawn | None  # None unless this was its last chunk
+    first_scored: int = 0  # index in the prompt of the first of `scores`
+    scores: Sequence[PromptLogprob] = ()  # of the prompt's tokens that this plan predicted
 
 
 class Planner:
@@ -118,13 +125,16 @@ class Planner:
     def read(self, launched: Launched) -> list[PromptProgress]:
         """Apply the results of the oldest unread plan, which must be complete."""
         plan, chunks = self._unread.popleft()
-        drawn = iter(launched.read().drawn)
+        result = launched.read()
+        drawn = iter(result.drawn)
         progress = []
-        for chunk in chunks:
+        for index, chunk in enumerate(chunks):
             request = chunk.request
             request.in_flight -= 1
             request.computed, request.computed_by = chunk.start + chunk.length, plan.generation
-            progress.append(PromptProgress(request, next(drawn) if chunk.final else None))
+            scores = result.scores[index] if result.scores else ()
+            token = next(drawn) if chunk.final else None
+            progress.append(PromptProgress(request, token, chunk.start + 1, scores))
         return progress
 
     def ended(self, request: PrefillRequest) -> None:

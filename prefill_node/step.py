@@ -22,6 +22,7 @@ from common.engine.state.relay_state import draft_rows
 from common.node.overlap import Completion
 from prefill_node.draft import PrefillDraft
 from prefill_node.host_batch import HostBatch, HostDraws
+from prefill_node.prompt_scores import PromptScorer, Scores
 from prefill_node.step_plan import FirstDraw, PromptPlan
 from prefill_node.step_result import Drawn, PromptResult
 from prefill_node.vision import PromptEmbeds
@@ -35,15 +36,19 @@ class LaunchedPrefill:
     sampled: SampleOutput | None  # None without draws
     draft: EagleDraftInput | None  # None without draws, and without a draft model
     completion: Completion
+    scores: Sequence[Scores | None] = ()  # per chunk; empty if no chunk is scored
 
     def read(self) -> PromptResult:
+        return PromptResult(self._drawn(), [() if each is None else each.read() for each in self.scores])
+
+    def _drawn(self) -> list[Drawn]:
         if self.sampled is None:
-            return PromptResult()
+            return []
         tokens = read_tokens(self.sampled, [draw.sampling.logprobs for draw in self.draws])
         if self.draft is None:
-            return PromptResult([Drawn(token, NO_DRAFT) for token in tokens])
+            return [Drawn(token, NO_DRAFT) for token in tokens]
         rows = draft_rows(self.draft.probs, self.draft.ids, self.draft.hidden)
-        return PromptResult([Drawn(token, row) for token, row in zip(tokens, rows, strict=True)])
+        return [Drawn(token, row) for token, row in zip(tokens, rows, strict=True)]
 
 
 class PrefillStep:
@@ -69,6 +74,11 @@ class PrefillStep:
         self._page_size = page_size
         self._device = device
         self._completion = completion
+        self._scorer: PromptScorer | None = None
+
+    def score_with(self, scorer: PromptScorer) -> None:
+        """Serve plans that have chunks to score."""
+        self._scorer = scorer
 
     def forget(self, keys: Sequence[int]) -> None:
         """Drop what is kept for prompts that end before their last chunk."""
@@ -86,13 +96,21 @@ class PrefillStep:
         batch = host.on_device(sent[: len(host.arrays)], self._draft.hidden_mode)
         embeds = self._embeds(chunks, batch)
         output = self._forward(batch, None if embeds is None else embeds.rows)
+        scores = self._scores(plan, output)
         sampled = None
         if plan.sampling is not None:
             sampled = self._sample(draws, output, sent[len(host.arrays) :], plan.sampling)
         draft = self._draft.extend(chunks, batch, output, sampled, embeds)
         copied = None if sampled is None else sampled.on_host()
         state = None if draft is None else map_tensors(draft, on_host)
-        return LaunchedPrefill(draws, copied, state, self._completion())
+        return LaunchedPrefill(draws, copied, state, self._completion(), scores)
+
+    def _scores(self, plan: PromptPlan, output: ForwardOutput) -> Sequence[Scores | None]:
+        if all(chunk.scored is None for chunk in plan.chunks):
+            return ()
+        assert self._scorer is not None
+        assert output.last is not None
+        return self._scorer.score(plan.chunks, output.last)
 
     def _sample(
         self,

@@ -37,7 +37,7 @@ class PlannedChunk(msgspec.Struct, frozen=True, kw_only=True):
     key: int  # the request's room: workers store data that outlives a forward under this key
     start: int
     end: int
-    # Token ids in int64: the chunk's, then as many of the prompt's next ones as the draft reads.
+    # Token ids in int64: the chunk's, then as many of the prompt's next ones as the draft reads (if scored, one).
     ids: bytes
     pages: tuple[int, ...]  # the pages of positions 0 .. end
     slot: int = 0  # of per-request state, which holds the tokens before `start`; 0: the model keeps none
@@ -46,6 +46,7 @@ class PlannedChunk(msgspec.Struct, frozen=True, kw_only=True):
     saves: tuple[tuple[int, int], ...] = ()
     cached: int = 0  # tokens whose KV came from the prefix cache
     images: tuple[ImageSpan, ...] = ()  # of the whole prompt; pixels and rows stay with the worker
+    scored: int | None = None  # prompt_logprobs of the request
     draw: FirstDraw | None = None  # set only in the last chunk of a prompt
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from common.engine.state.draft_row import NO_DRAFT, DraftRow
-from common.messages.generation import OutputToken
+from common.messages.generation import OutputToken, PromptLogprob
 from common.node.overlap import Completion
 from prefill_node.send_orders import SendOrder
 from prefill_node.step_plan import PromptPlan
@@ -25,6 +25,7 @@ class PromptResult:
     """The results of a plan: one entry for each final chunk, in the plan's order."""
 
     drawn: Sequence[Drawn] = ()
+    scores: Sequence[Sequence[PromptLogprob]] = ()  # per chunk; empty if no chunk is scored
 
 
 class Launched(Protocol):

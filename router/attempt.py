@@ -6,8 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 
 from common.errors import DeadlineExceeded, InternalError, NodeLost, RequestError
-from common.messages.generation import OutputToken
-from common.messages.router_inbox import FirstToken, TokenRun
+from common.messages.generation import OutputToken, PromptLogprob
+from common.messages.router_inbox import FirstToken, PromptScores, TokenRun
+from router.generation import TokenDelta
 from router.node_registry import Node
 
 MAX_EARLY_RUNS = 4096  # token runs of a decode node that may arrive before the first token
@@ -30,6 +31,7 @@ class Attempt:
     finish_reason: str | None = None
     error: RequestError | None = None
     cached_tokens: int = 0
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     prefill_over: bool = False  # the pages are handed over or the prefill failed: no abort is needed there
     decode_over: bool = False
     transferred: bool = False  # the prefill node has handed over the pages
@@ -40,6 +42,19 @@ class Attempt:
     def said(self) -> int:
         """Tokens of the answer so far over all attempts, including those in `pending`."""
         return self.emitted + self.next_offset
+
+    def on_prompt_scores(self, message: PromptScores) -> None:
+        """Add log-probabilities of the prompt, which arrive in order before the first token."""
+        if message.start != len(self.prompt_logprobs) + 1:
+            self.fail(InternalError("the prefill node left out log-probabilities of the prompt"))
+        elif self.finish_reason is None:
+            self.prompt_logprobs += message.tokens
+
+    def delta(self, tokens: list[OutputToken], done: str | None, first: bool) -> TokenDelta:
+        """Return what the reader gets. `first`: nothing was yielded before, in this attempt or an earlier one."""
+        if first:
+            return TokenDelta(tokens, done, self.cached_tokens, self.prompt_logprobs)
+        return TokenDelta(tokens, done, None)
 
     def on_first_token(self, message: FirstToken) -> None:
         self.cached_tokens = message.cached_tokens

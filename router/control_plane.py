@@ -24,6 +24,7 @@ from common.messages.router_inbox import (
     Goodbye,
     Heartbeat,
     PrefillDone,
+    PromptScores,
     Register,
     RouterMessage,
     TokenRun,
@@ -228,6 +229,13 @@ class ControlPlane:
                 attempt.prefill.rooms[message.room] = 0
                 attempt.prefill_over = attempt.prefill_over or message.finish_reason is not None
                 attempt.on_first_token(message)
+        elif isinstance(message, PromptScores):
+            attempt = self._dispatcher.attempt(message.room)
+            if attempt is not None and attempt.prefill.incarnation == identity:
+                self.rules.check_scores(message.tokens)
+                # The prompt bounds how many there are; after the first token the room counts none.
+                if message.start + len(message.tokens) <= attempt.prefill.rooms[message.room]:
+                    attempt.on_prompt_scores(message)
         elif isinstance(message, PrefillDone):
             attempt = self._dispatcher.attempt(message.room)
             if attempt is not None and attempt.prefill.incarnation == identity:

@@ -288,7 +288,7 @@ class Dispatcher:
                     self.poison.progressed(flight, attempt.said, trial)
                 done = attempt.finish_reason if not attempt.pending else None
                 if tokens or done:
-                    yield TokenDelta(tokens, done, attempt.cached_tokens if first else None)
+                    yield attempt.delta(tokens, done, first)
                     first = False
                 if done:
                     return

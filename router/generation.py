@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from common.messages.generation import ImageSpan, OutputToken, SamplingParams
+from common.messages.generation import ImageSpan, OutputToken, PromptLogprob, SamplingParams
 from router.shared_prompt import UNSHARED, PromptShare
 
 FINISH_ABORT = "abort"  # finish reason of a request that /abort_request has ended
@@ -51,6 +51,7 @@ class TokenDelta:
     tokens: list[OutputToken]
     finish_reason: str | None  # set on the last delta
     cached_tokens: int | None  # set on the first delta: prompt tokens found in the prefill node's cache
+    prompt_logprobs: Sequence[PromptLogprob] = ()  # in the first delta, from the prompt's second token on
 
 
 class AnswerComplete(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import msgspec
+from msgspec.structs import replace
 
 from common.errors import InvalidRequest
 from common.messages.decode_inbox import Reserve
@@ -22,6 +23,9 @@ def placement_messages(
     prefill, decode = attempt.prefill, attempt.decode
     emitted = len(tokens) - len(request.token_ids)
     spans = tuple(image.span for image in request.images)
+    sampling = request.sampling
+    if emitted and sampling.prompt_logprobs is not None:
+        sampling = replace(sampling, prompt_logprobs=None)  # the client has them
     yield (
         decode.routing_id,
         decode,
@@ -30,7 +34,7 @@ def placement_messages(
             request_id=request.request_id,
             token_ids=tokens,
             emitted=emitted,
-            sampling=request.sampling,
+            sampling=sampling,
             prefill=prefill.register.node,
             deadline_ms=remaining_ms,
             salt=request.salt,
@@ -50,7 +54,7 @@ def placement_messages(
             request_id=request.request_id,
             token_ids=tokens,
             emitted=emitted,
-            sampling=request.sampling,
+            sampling=sampling,
             decode=decode.incarnation,
             deadline_ms=remaining_ms,
             salt=request.salt,

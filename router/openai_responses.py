@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from common.messages.generation import OutputToken
+from common.messages.generation import OutputToken, PromptLogprob
 from router.chat.answer_events import Content, Event
 from router.token_names import TokenNames
 
@@ -51,6 +51,8 @@ class Piece:
     finish_reason: str | None
     cached_tokens: int | None = None  # in the first piece: prompt tokens found in the prefix cache
     stop_string: str | None = None  # the stop string that has ended the text
+    # Of the prompt from its second token on; in the first piece.
+    prompt_logprobs: Sequence[PromptLogprob] = ()
 
 
 class Format(ABC):

@@ -6,20 +6,21 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass
 
 from aiohttp import web
 
 from common.errors import ClientGone, InternalError, InvalidRequest, RequestError
 from common.observability.logs import Log
+from router.answer_details import with_details
 from router.answer_form import AnswerForm, ShowChat, ShowCompletion
 from router.auth import admission_key
 from router.chat.chat_answer import ChatAnswer
 from router.chat.chat_rules import check_chat
 from router.chat_prompts import ChatPrompts
-from router.choice_count import choice_count, samplings
-from router.client import cache_salt, client_key
-from router.generation import AnswerComplete, Batch, GenerationRequest, Generator, PromptImage
+from router.choice_count import choice_count
+from router.choices import Choice, ChoiceMaker, prompt_lengths
+from router.client import client_key
+from router.generation import AnswerComplete, Batch, Generator
 from router.grammar.constraint import read_constraint
 from router.http_errors import body_of, defect, request_id_key
 from router.images import Images
@@ -38,40 +39,22 @@ from router.openai_schema import (
     CompletionRequest,
     SharedFields,
     TokenIds,
-    check_stops,
     prompt_names,
     prompts,
 )
+from router.prompt_pieces import EchoFormat, with_prompt
 from router.request_body import Received, received
 from router.request_checks import (
     ServedModel,
     check_logprobs,
-    check_priority,
     check_prompt,
     check_request,
-    sampling_params,
 )
-from router.shared_prompt import shares
 from router.sse import SseWriter
 from router.text_service import TextService
-from router.text_stream import TextStream
-from router.token_ids import FormWithIds
 from router.token_names import IdNames, TokenNames
 from router.tokenizer import Tokenizer
 from router.turns import Turns
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One answer of a request, ready to be generated."""
-
-    request: GenerationRequest
-    text: TextStream
-
-
-def prompt_lengths(choices: Sequence[Choice]) -> list[int]:
-    """The number of prompt tokens of each choice."""
-    return [len(choice.request.token_ids) for choice in choices]
 
 
 class OpenAiRoutes:
@@ -94,6 +77,7 @@ class OpenAiRoutes:
         """
         self._generator = generator
         self._tokenizer = tokenizer
+        self._maker = ChoiceMaker(tokenizer)
         self._texts = texts
         self._model = model
         self._images = images
@@ -142,7 +126,7 @@ class OpenAiRoutes:
         check_prompt(prompt, model, "messages")
         answer = ChatAnswer(chat, model.answers, prompt, self._tokenizer)
         grammar = await self._texts.grammar(answer.constraint(read_constraint(body)), model)
-        choices = self._choices(
+        choices = self._maker.make(
             request,
             body,
             model,
@@ -158,9 +142,8 @@ class OpenAiRoutes:
         identity = CHAT_ID + request[request_id_key]
         head = (identity, model.name, int(time.time()), self._names(body), logprobs)
         form = answer.format(head, len(choices))
-        shown = show(form, prompt_lengths(choices))
-        if body.return_token_ids:
-            shown = FormWithIds(shown, form, [prompt] * len(choices), chat=True)
+        ids = [prompt] * len(choices)
+        shown = with_details(show(form, prompt_lengths(choices)), form, body, ids, self._tokenizer)
         with self._images.hold(rendered.images):
             return await self._answer(request, body, shown, choices)
 
@@ -204,15 +187,16 @@ class OpenAiRoutes:
         memory.release()
         for index, (name, ids) in enumerate(encoded.items()):
             check_prompt(ids, model, name)
-            choices += self._choices(
-                request, body, model, list(ids), index, "max_tokens", logprobs, grammar, batch
+            text = prompt if isinstance(prompt := given[index], str) else None
+            choices += self._maker.make(
+                request, body, model, list(ids), index, "max_tokens", logprobs, grammar, batch, text=text
             )
             await asyncio.sleep(0)  # let other tasks run between many prompts
         identity = COMPLETION_ID + request[request_id_key]
-        form = CompletionFormat(identity, model.name, int(time.time()), self._names(body), logprobs)
-        shown = show(form, prompt_lengths(choices))
-        if body.return_token_ids:
-            shown = FormWithIds(shown, form, [each.request.token_ids for each in choices], chat=False)
+        kind = EchoFormat if body.echo else CompletionFormat
+        form = kind(identity, model.name, int(time.time()), self._names(body), logprobs)
+        told = [choice.request.token_ids for choice in choices]
+        shown = with_details(show(form, prompt_lengths(choices)), form, body, told, self._tokenizer)
         return await self._answer(request, body, shown, choices)
 
     @contextmanager
@@ -237,53 +221,6 @@ class OpenAiRoutes:
 
     def _names(self, body: SharedFields) -> TokenNames:
         return IdNames(self._tokenizer) if body.return_tokens_as_token_ids else self._tokenizer
-
-    def _choices(
-        self,
-        request: web.Request,
-        body: SharedFields,
-        model: ServedModel,
-        prompt: list[int],
-        index: int,
-        max_field: str,
-        logprobs: int | None,
-        grammar: str,
-        batch: Batch,
-        images: tuple[PromptImage, ...] = (),
-        kept: frozenset[int] = frozenset(),
-    ) -> list[Choice]:
-        """Return the choices of one prompt, which is number `index` of the request.
-
-        `kept`: special tokens that are never skipped.
-        """
-        wanted = getattr(body, max_field)
-        if wanted is None and body.default_tokens is not None:
-            wanted = min(body.default_tokens, model.max_model_len - len(prompt))
-        sampling = sampling_params(body, len(prompt), model, wanted, max_field, logprobs, grammar)
-        client = request[client_key]
-        count = choice_count(body)
-        priority = check_priority(body.priority, client.most_urgent)
-        choices = []
-        drawn = zip(samplings(sampling, count), shares(count), strict=True)
-        for number, (own, share) in enumerate(drawn, start=index * count):
-            asked = GenerationRequest(
-                request[request_id_key] if number == 0 else f"{request[request_id_key]}-{number}",
-                prompt,
-                own,
-                images=images,
-                client=client.name,
-                weight=client.weight,
-                salt=cache_salt(client.tenant, body.cache_salt),
-                priority=priority,
-                batch=batch,
-                share=share,
-            )
-            decoder = self._tokenizer.stream(body.skip_special_tokens is not False, prompt, kept)
-            include_stop = bool(body.include_stop_str_in_output)
-            ends = own.stop_token_ids if grammar else None
-            text = TextStream(decoder, check_stops(body), include_stop, own.min_tokens, ends)
-            choices.append(Choice(asked, text))
-        return choices
 
     async def _answer(
         self, request: web.Request, body: SharedFields, form: AnswerForm, choices: Sequence[Choice]
@@ -338,7 +275,7 @@ class OpenAiRoutes:
     async def _pieces(self, choices: Sequence[Choice], usage: Usage) -> AsyncGenerator[Piece, None]:
         """Yield pieces of all choices as they arrive. Closing it, or an error in one choice, ends all of them."""
         if len(choices) == 1:
-            async with aclosing(self._run(0, choices[0], usage)) as pieces:
+            async with aclosing(self._shown(0, choices[0], usage)) as pieces:
                 async for piece in pieces:
                     yield piece
             return
@@ -346,7 +283,7 @@ class OpenAiRoutes:
 
         async def pump(index: int, choice: Choice) -> None:
             try:
-                async with aclosing(self._run(index, choice, usage)) as pieces:
+                async with aclosing(self._shown(index, choice, usage)) as pieces:
                     async for piece in pieces:
                         await queue.put(piece)
                 await queue.put(None)
@@ -370,6 +307,10 @@ class OpenAiRoutes:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _shown(self, index: int, choice: Choice, usage: Usage) -> AsyncGenerator[Piece, None]:
+        pieces = self._run(index, choice, usage)
+        return pieces if choice.shown is None else with_prompt(pieces, choice.shown)
+
     async def _run(self, index: int, choice: Choice, usage: Usage) -> AsyncGenerator[Piece, None]:
         """Run one choice to its end. Raises InternalError if its tokens end without a finish reason."""
         text = choice.text
@@ -392,6 +333,7 @@ class OpenAiRoutes:
                     text.finish_reason,
                     delta.cached_tokens,
                     text.stop_string,
+                    delta.prompt_logprobs,
                 )
                 if stopped:
                     return

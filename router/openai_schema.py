@@ -101,8 +101,7 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     return_token_ids: bool | None = None  # as in vLLM, and the next one
     return_tokens_as_token_ids: bool | None = None
     # not supported yet: see NOT_YET
-    prompt_logprobs: Any = None
-    echo: Any = None
+    prompt_logprobs: int | None = None  # alternatives listed with each token of the prompt
     use_beam_search: Any = None
     length_penalty: Any = None
     bad_words: Any = None
@@ -147,13 +146,12 @@ class CompletionRequest(SharedFields, frozen=True, kw_only=True):
     # one text, several texts, token ids, or lists of token ids: see `prompts`; `compact_completion` packs ids
     prompt: Text | list[Any]
     logprobs: int | None = None
+    echo: bool | None = None  # the prompt precedes the answer
     suffix: Any = None
 
 
 # field -> values that have no effect
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (),
-    "echo": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "bad_words": ([],),

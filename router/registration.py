@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from common.errors import HandshakeRefused, ProtocolError
-from common.messages.generation import OutputToken
+from common.messages.generation import OutputToken, PromptLogprob
 from common.messages.identity import Role
 from common.messages.protocol import version_mismatch
 from common.messages.router_inbox import Register
@@ -74,6 +74,11 @@ class RegistrationRules:
                 logprob is not None and any(each >= self.vocab_size for each in logprob.top_ids)
             ):
                 raise ProtocolError(f"a token is outside the vocabulary of {self.vocab_size} tokens")
+
+    def check_scores(self, tokens: Sequence[PromptLogprob]) -> None:
+        """Raises ProtocolError for a token outside the vocabulary."""
+        if any(each >= self.vocab_size for token in tokens for each in token.top_ids):
+            raise ProtocolError(f"a token is outside the vocabulary of {self.vocab_size} tokens")
 
     def _check_sizes(self, name: str, message: Register, expected: ExpectedNode) -> None:
         if message.page_size != self.page_size:

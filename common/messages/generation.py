@@ -81,6 +81,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: TokenBiases = ()  # each id once
     min_tokens: Count = 0  # output tokens before any of stop_token_ids
     stop_token_ids: StopTokens = ()  # eos ids included unless ignore_eos
+    # None: none; n: of the prompt's tokens and the n likeliest ones in their places. The prompt is then computed whole.
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=32)] | None = None
     logprobs: int | None = None  # None: none; n: for the drawn token and the n likeliest ones (n may be 0)
     # What the answer must match, as `LLMatcher.grammar_from_*` of llguidance return it; "": anything.
     grammar: Grammar = ""
@@ -114,6 +116,15 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probabilities under the raw logits (before temperature and filters), as in vLLM."""
 
     logprob: Logprob
+    top_ids: Annotated[tuple[TokenId, ...], TopTokens] = ()
+    top_logprobs: Annotated[tuple[Logprob, ...], TopTokens] = ()
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities of a prompt token under the raw logits, given the tokens that precede it."""
+
+    logprob: Logprob
+    rank: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]  # 1 for the likeliest token
     top_ids: Annotated[tuple[TokenId, ...], TopTokens] = ()
     top_logprobs: Annotated[tuple[Logprob, ...], TopTokens] = ()
 

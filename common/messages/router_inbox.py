@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import RequestError
-from common.messages.generation import FINISH_LENGTH, FINISH_STOP, Count, OutputToken
+from common.messages.generation import FINISH_LENGTH, FINISH_STOP, Count, OutputToken, PromptLogprob
 from common.messages.identity import (
     MANY,
     MAX_ROOM,
@@ -85,6 +85,14 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     cached_tokens: Count
 
 
+class PromptScores(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Log-probabilities of consecutive prompt tokens. The runs of a prompt are sent in order, before FirstToken."""
+
+    room: Room
+    start: Count  # index in the prompt of the first of them; a prompt's first token has none
+    tokens: Annotated[list[PromptLogprob], Meta(max_length=MAX_RUN)]
+
+
 class PrefillDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Pages and record were handed over to the decode node: the prefill part is over and its pages are unlocked."""
 
@@ -131,5 +139,5 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     incarnation: Label
 
 
-RouterMessage = Register | Heartbeat | FirstToken | PrefillDone | Tokens | Failed | Goodbye
+RouterMessage = Register | Heartbeat | PromptScores | FirstToken | PrefillDone | Tokens | Failed | Goodbye
 codec: InboxCodec[RouterMessage] = InboxCodec(RouterMessage, "router inbox")

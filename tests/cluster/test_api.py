@@ -12,10 +12,12 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from openai import AsyncOpenAI
+from transformers import AutoModelForCausalLM
 
 from deploy.tiny_models.word_problems import take
-from tests.cluster.harness import ENV, ROOT, Client, RunningCluster
+from tests.cluster.harness import ENV, MODEL, ROOT, Client, RunningCluster
 from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)
@@ -111,6 +113,29 @@ async def test_choices_share_one_computed_prompt(cluster: RunningCluster, stream
     assert len(set(texts.values())) > 1
     assert after[0] - before[0] == length + (count - 1) * (length - shared), "tokens computed"
     assert after[1] - before[1] == (count - 1) * shared, "tokens in pages that the decode node shares"
+
+
+async def test_log_probabilities_of_prompts_equal_transformers(cluster: RunningCluster) -> None:
+    """The request with which lm-eval measures likelihoods, for several prompts at once; also when they are cached."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    prompts = [
+        [5 + (7 * i + number) % 600 for i in range(length)] for number, length in enumerate((2, 40, 300))
+    ]
+    async with client_of(cluster) as client:
+        for _ in range(2):
+            answer = await client.completions.create(
+                model="tiny", prompt=prompts, max_tokens=1, temperature=0, logprobs=1, echo=True
+            )
+            for prompt, choice in zip(prompts, answer.choices, strict=True):
+                with torch.inference_mode():
+                    rows = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+                wanted = rows[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0]
+                assert choice.logprobs is not None
+                first, *found = choice.logprobs.token_logprobs or []
+                assert first is None
+                torch.testing.assert_close(torch.tensor(found[:-1]), wanted, rtol=1e-3, atol=1e-3)
+                greedy = [next(iter(top)) for top in (choice.logprobs.top_logprobs or [])[1:]]
+                assert len(greedy) == len(prompt)
 
 
 async def test_errors_reach_the_client_in_openais_shape(cluster: RunningCluster) -> None:

@@ -109,7 +109,7 @@ def reference(prompt: tuple[int, ...], sampling: SamplingParams, emitted: int = 
             num_logprobs=None,
         )
         logits = adjusted(
-            _logits(tuple(ids)), prompt[: len(prompt) - emitted], ids[len(prompt) - emitted :], sampling
+            next_logits(tuple(ids)), prompt[: len(prompt) - emitted], ids[len(prompt) - emitted :], sampling
         )
         if matcher is not None:
             logits = allowed_only(logits, matcher)
@@ -155,7 +155,7 @@ def allowed_only(logits: torch.Tensor, matcher: Matcher) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=1 << 15)  # different parameters share prefixes
-def _logits(ids: tuple[int, ...]) -> torch.Tensor:
+def next_logits(ids: tuple[int, ...]) -> torch.Tensor:
     """Return the logits [1, V] after the last of `ids`."""
     return _runner()(one_page(list(ids))).logits
 

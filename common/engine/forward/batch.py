@@ -79,3 +79,5 @@ class ForwardOutput:
     logits: Tensor  # [R, V] float32
     # None, [B, H'] or [T, H'] by hidden_mode; H' = k * H with k aux layers, else H.
     hidden: Tensor | None = None
+    # [T, H] after the last norm, the input of the LM head; a view of memory that the next forward may overwrite
+    last: Tensor | None = None

@@ -50,11 +50,11 @@ class ModelRunner:
         wanted = output.last.index_select(0, batch.logits_rows)
         logits = self.model.compute_logits(wanted)
         if batch.hidden_mode is CaptureHiddenMode.NULL:
-            return ForwardOutput(logits)
+            return ForwardOutput(logits, last=output.last)
         hidden = output.last if output.aux is None else output.aux
         if batch.hidden_mode is CaptureHiddenMode.LAST:
             hidden = hidden.index_select(0, batch.query_start[1:] - 1)
-        return ForwardOutput(logits, hidden)
+        return ForwardOutput(logits, hidden, output.last)
 
 
 def load_model(

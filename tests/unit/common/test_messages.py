@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from common.errors import ProtocolError
 from common.messages import decode_inbox, prefill_inbox, router_inbox
-from common.messages.generation import OutputToken, SamplingParams, TokenLogprob
+from common.messages.generation import OutputToken, PromptLogprob, SamplingParams, TokenLogprob
 from common.messages.identity import (
     MAX_ROOM,
     GraphReport,
@@ -93,6 +93,7 @@ FOR_ROUTER = [
         load=NodeLoad(queued=1, free_pages=2),
         counters=NodeCounters(requests=3, avg_spec_accept_length=2.5),
     ),
+    router_inbox.PromptScores(room=5, start=1, tokens=[PromptLogprob(-0.5, 3, (7, 8), (-0.1, -0.2))]),
     router_inbox.FirstToken(room=5, token=TOKEN, finish_reason=None, cached_tokens=16),
     router_inbox.PrefillDone(room=5, stages={"queued": 0.25}),
     router_inbox.Tokens(

@@ -67,7 +67,7 @@ class Rig:
 
     def read(self, *drawn: Drawn) -> list[tuple[int, Drawn | None]]:
         launched: Any = SimpleNamespace(read=lambda: PromptResult(drawn))
-        return [(request.room, each) for request, each in self.planner.read(launched)]
+        return [(progress.request.room, progress.drawn) for progress in self.planner.read(launched)]
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])

@@ -91,11 +91,11 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
             "regex": ("a(",),
             "json_schema": ("{", {"type": "strin"}),
             "ebnf": ("root = x",),
-            "prompt_logprobs": (1, 0),
+            "prompt_logprobs": (21, -1, True, "1"),
             "prompt_embeds": ("eA==", ["eA=="]),
             "priority": (21, -21, False, "0", HUGE),
             "cache_salt": ("", 5, "x" * 257),
-            "echo": (True, 0, 1),
+            "echo": (0, 1, "true"),
             "use_beam_search": (True, 0),
             "length_penalty": (0.5, True),
             "bad_words": (["x"],),
@@ -119,6 +119,7 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
     *[(path, "stop_token_ids", ["1"], "stop_token_ids[0]") for path in BOTH],
     *[(path, "stop_token_ids", [True], "stop_token_ids[0]") for path in BOTH],
     (CHAT, "max_completion_tokens", 0, SAME),
+    (CHAT, "echo", True, SAME),
     (CHAT, "max_completion_tokens", 4096, SAME),
     (CHAT, "reasoning_effort", "huge", SAME),
     (CHAT, "include_reasoning", 1, SAME),
@@ -166,6 +167,7 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
 
 TAKEN: dict[str, list[Any]] = {
     "n": [1, None, 2, 8],
+    "prompt_logprobs": [None, 0, 20],
     "best_of": [1],
     "presence_penalty": [0, 0.0, -0.0, 2, -2, 0.1, None],
     "frequency_penalty": [0.0, 2, -2, None],
@@ -179,7 +181,6 @@ TAKEN: dict[str, list[Any]] = {
     "guided_decoding_backend": ["outlines"],
     "regex": ["a+"],
     "priority": [0, 20, -20, None],
-    "echo": [False],
     "use_beam_search": [False],
     "length_penalty": [1.0],
     "temperature": [0, 2, 0.0, 1e-9],
@@ -201,6 +202,7 @@ TAKEN: dict[str, list[Any]] = {
     "stream": [False, None],
 }
 TAKEN_CHAT: dict[str, list[Any]] = {
+    "echo": [False, None],
     "tools": [[], None],
     "tool_choice": ["none", "auto", None],
     "parallel_tool_calls": [True, False],
@@ -224,6 +226,7 @@ TAKEN_CHAT: dict[str, list[Any]] = {
     ],
 }
 TAKEN_TEXT: dict[str, list[Any]] = {
+    "echo": [False, True, None],
     "suffix": ["", None],
     "logprobs": [None, 0, 20],
     "prompt": ["", [0], [703], [[1], [2]], ["a", [5]], "a\u0000b", [1] * 4095],
