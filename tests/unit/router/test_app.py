@@ -91,7 +91,7 @@ async def test_without_nodes_and_while_draining(cluster: Path) -> None:
             )
             for path, own in (("/v1/chat/completions", "top_logprobs"), ("/v1/completions", "prompt")):
                 assert {"min_p", "logit_bias", "min_tokens", own} < set(info["parameters"][path])
-                assert not {"echo", "suffix", "user"} & set(info["parameters"][path])
+                assert not {"suffix", "user"} & set(info["parameters"][path])
         async with session.post("/v1/chat/completions", json=body) as response:
             assert response.status == 503
             assert "prefill node" in (await response.json())["error"]["message"]
