@@ -145,7 +145,8 @@ class CallGrammars:
         inside = _sequence(self._until("thought", end, rules), _BLANKS)
         if thought is Thought.OPEN:
             return inside
-        return f"({_sequence(_BLANKS, self._literal(begin), inside)})?"
+        # Blanks come before either, so that a model which begins with one is not forced to reason.
+        return f"{_BLANKS} ({_sequence(self._literal(begin), inside)})?"
 
     def _literal(self, text: str) -> str:
         """Exactly this text; special tokens in it by their ids."""

@@ -99,7 +99,8 @@ def _after(end: End, grammar: str) -> str:
     free += r" /[ \n]{0,4}/"
     if end.begin is not None:
         begin = _dumps(end.begin) if end.begin_token is None else f"<[{end.begin_token}]>"
-        free = rf"(/[ \n]{{0,4}}/ {begin} {free})?"
+        # Blanks come before either, so that a model which begins with one is not forced to reason.
+        free = rf"/[ \n]{{0,4}}/ ({begin} {free})?"
     start = f"start: {free} @{ANSWER}{rule}"
     parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     return _dumps({"grammars": [{"lark_grammar": start}, {**parts[0], "name": ANSWER}, *parts[1:]]})

@@ -67,6 +67,7 @@ def test_calls_in_the_format_of_the_family_are_accepted(family: str, compiler: G
     assert parse(family, text) == expected
     assert accepts(compiler, forced, text)
     assert accepts(compiler, forced, f"<think>\nhm {{}}</think>\n\n{text}")
+    assert accepts(compiler, forced, f"\n{text}")
     wrong: Sequence[str] = (
         "",
         "hello",

@@ -260,7 +260,13 @@ async def test_structured_output_begins_after_the_reasoning(serve: Serve, tokeni
     assert status == 200, answer
     grammar = rig.generator.requests[-1].sampling.grammar
     matcher = GrammarCompiler((TINY / "tokenizer.json").read_text(), 704, [2]).matcher(grammar)
-    for text, legal in (("{}", True), ("<think>\nhm</think>{}", True), ("hm", False), ("<think>{}", False)):
+    for text, legal in (
+        ("{}", True),
+        (" {}", True),
+        ("<think>\nhm</think>{}", True),
+        ("hm", False),
+        ("<think>{}", False),
+    ):
         assert matcher.fork().accept([*tokenizer.encode(text, False), 2]) is legal, text
     status, answer, _ = await rig.post(CHAT, body | {"tools": TOOLS, "tool_choice": "required"})
     assert (status, answer["error"]["param"]) == (400, "response_format")
