@@ -3,7 +3,7 @@
     python -m tests.cluster.check_families [hybrid] [moe]
 
 CI has no time for so many clusters: sizes of chunks, transports, two nodes of each role, a killed decode node, a pool
-so small that requests are retracted. Every setting serves the prompts twice, the second time from the prefix cache. It
+too small for all requests at once. Every setting serves the prompts twice, the second time from the prefix cache. It
 prints a line of JSON per setting; the exit code is 1 if any text differs. All settings take some minutes on two cores.
 """
 
