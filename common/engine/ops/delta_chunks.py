@@ -128,7 +128,8 @@ def delta_extend_triton(
         VALUE=value,
         REQUESTS=most,
         STEP=tiles.step,
-        num_warps=8,
+        # Triton 3.6 compiles tiles of 16 values for 8 warps into code that reads outside of its memory.
+        num_warps=8 if min(block_k, block_v) >= 32 else 4,
         num_stages=tiles.output_stages,
         **common,
     )

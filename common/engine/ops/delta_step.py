@@ -42,6 +42,8 @@ def delta_step_reference(
         rows: [R] int64 of `window`; 0: padding.
         pending: [R] int64, accepted tokens of the window: 0 .. M.
     """
+    for each in (slots, rows, pending):
+        assert each.is_contiguous(), "slots, rows and pending tokens must be contiguous"
     count, heads, channels = len(rows), recurrent.shape[1], conv.shape[1]
     shape = (heads, recurrent.shape[2], recurrent.shape[3])
     inputs = projected.view(count, projected.shape[0] // count, -1)

@@ -55,6 +55,8 @@ class StateRows:
         Must be called exactly once for each forward. The forward adds the tokens between what the state holds and
         `seq_len`, so the new window begins at `seq_len`.
         """
+        # The rows of a round are a column of its placements, and kernels read dense indices.
+        rows = rows.contiguous()
         pending = seq_len - self.held.index_select(0, rows)
         self.held.index_copy_(0, rows, torch.where(rows > 0, seq_len, 0))
         return BatchState(self.slots.index_select(0, rows), rows=rows, pending=pending, windows=self.windows)
