@@ -43,7 +43,7 @@ PHASES = {
 }
 SLOTS = {
     "prefill": {"embeds", "positions", "kv_slots", "ids", "hidden", "select"},
-    "decode": {"rows", "placed"},
+    "decode": {"rows", "placed", "drafts"},
 }
 
 

@@ -47,8 +47,10 @@ def test_a_page_is_found_only_where_all_its_tokens_agree(algorithm: str, name: s
     draft = draft_of(algorithm, name)
     served: Any = SimpleNamespace(
         num_pages=33,
-        num_slots=0,
+        request_slots=0,
+        snapshot_slots=range(0),
         page_size=PAGE,
+        config=ModelConfig.load(TARGET),
         draft=None if draft is None else SimpleNamespace(config=draft),
     )
     first = list(range(10, 10 + 3 * PAGE))
