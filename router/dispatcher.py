@@ -180,7 +180,7 @@ class Dispatcher:
         tokens = 0
         try:
             self.poison.check(flight)
-            await request.share.wait()
+            await request.share.wait(timeout)
             async with self._let_in(request, timeout), aclosing(self._attempt_until_done(flight)) as deltas:
                 timeline.mark("admitted", time.monotonic())
                 async for delta in deltas:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Protocol
 
 NO_NODES: frozenset[str] = frozenset()
@@ -28,8 +29,8 @@ class PromptShare(Protocol):
         """Whether usage counts the prompt tokens of this request."""
         ...
 
-    async def wait(self) -> None:
-        """Wait until the prompt is computed, or until nobody computes it any more."""
+    async def wait(self, seconds: float) -> None:
+        """Wait until the prompt is computed, until nobody computes it any more, or for so many seconds."""
         ...
 
     def placed(self, prefill: str, decode: str) -> None:
@@ -51,7 +52,7 @@ class Unshared:
     nodes = NO_NODES
     counted = True
 
-    async def wait(self) -> None:
+    async def wait(self, seconds: float) -> None:
         pass
 
     def placed(self, prefill: str, decode: str) -> None:
@@ -76,7 +77,7 @@ class FirstOfPrompt:
         self.nodes: Collection[str] = NO_NODES
         self.available = asyncio.Event()
 
-    async def wait(self) -> None:
+    async def wait(self, seconds: float) -> None:
         pass
 
     def placed(self, prefill: str, decode: str) -> None:
@@ -101,8 +102,10 @@ class FollowerOfPrompt:
     def nodes(self) -> Collection[str]:
         return self._first.nodes
 
-    async def wait(self) -> None:
-        await self._first.available.wait()
+    async def wait(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._first.available.wait()
 
     def placed(self, prefill: str, decode: str) -> None:
         pass

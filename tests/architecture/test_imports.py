@@ -43,6 +43,8 @@ ONLY_PREFILL = (
     "common.engine.attention.segments",
     "common.engine.attention.whole_prompt",
     "common.engine.models.llava",
+    "common.engine.models.learned_tower",
+    "common.engine.models.patch_attention",
     "common.engine.models.qwen_tower",
     "common.engine.models.qwen_vl",
     "common.engine.models.vision_part",

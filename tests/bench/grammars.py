@@ -42,6 +42,7 @@ from deploy.tiny_models.constructed_shape import Shape
 from tests.bench.drafted_engine import Engine, random_prompts
 from tests.bench.environment import describe
 from tests.bench.shapes import EAGLE3, LLAMA, Pair, config_of, loaded, pair
+from tests.fakes.tiny_grammar import byte_level_json
 
 WARM_UP = 8
 SMALL = Shape(
@@ -124,23 +125,7 @@ def constructed_tokenizer(vocab: int) -> str:
             pieces.append(one + other)
             grown.append(one + other)
             merges.append([one, other])
-    end = {"id": vocab - 1, "content": "<|end|>", "single_word": False, "lstrip": False, "rstrip": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    return json.dumps(
-        {
-            "version": "1.0",
-            "added_tokens": [{**end, "normalized": False, "special": True}],
-            "normalizer": None,
-            "pre_tokenizer": byte_level,
-            "post_processor": None,
-            "decoder": byte_level,
-            "model": {
-                "type": "BPE",
-                "vocab": {piece: index for index, piece in enumerate(pieces)},
-                "merges": merges,
-            },
-        }
-    )
+    return byte_level_json(pieces, merges, (vocab - 1, "<|end|>"))
 
 
 class Constrained:

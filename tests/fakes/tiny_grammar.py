@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from llguidance import LLMatcher
@@ -49,10 +49,9 @@ def _merges() -> list[list[str]]:
     return merges
 
 
-@functools.cache
-def tokenizer_json() -> str:
-    """Return the text of a tokenizer.json: BPE over bytes, of which only CHARACTERS have tokens."""
-    special = {"id": EOS, "content": "<eos>", "single_word": False, "lstrip": False, "rstrip": False}
+def byte_level_json(tokens: Sequence[str], merges: Sequence[Sequence[str]], end: tuple[int, str]) -> str:
+    """Return the text of a tokenizer.json: BPE over bytes, and a special token (id, text) that ends texts."""
+    special = {"id": end[0], "content": end[1], "single_word": False, "lstrip": False, "rstrip": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return json.dumps(
         {
@@ -64,11 +63,17 @@ def tokenizer_json() -> str:
             "decoder": byte_level,
             "model": {
                 "type": "BPE",
-                "vocab": {token: index for index, token in enumerate(TOKENS)},
-                "merges": _merges(),
+                "vocab": {token: index for index, token in enumerate(tokens)},
+                "merges": merges,
             },
         }
     )
+
+
+@functools.cache
+def tokenizer_json() -> str:
+    """Return the text of a tokenizer.json of which only CHARACTERS have tokens."""
+    return byte_level_json(TOKENS, _merges(), (EOS, "<eos>"))
 
 
 @functools.cache

@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.engine.attention.segments import Segments, attend_within
+from common.engine.attention.segments import Segments
 from common.engine.formats.dense import DenseFormat, LibraryLinear
 from common.engine.layers.activations import Activations
 from common.engine.layers.linear import Embedding, WeightFormat
 from common.engine.layers.norm import LayerNorm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
-from common.engine.ops.rotary_kv_write import rotary_qk
+from common.engine.models.patch_attention import PatchAttention
 
 EPS = 1e-6
 CORNERS = 4  # learned positions around an interpolated one
@@ -35,11 +35,9 @@ class LearnedBlock(nn.Module):
 
     def __init__(self, name: str, width: int, inner: int, heads: int, weights: WeightFormat) -> None:
         super().__init__()
-        self.heads = heads
         self.norm1 = LayerNorm(f"{name}.norm1", width, EPS, weights.placement)
         self.norm2 = LayerNorm(f"{name}.norm2", width, EPS, weights.placement)
-        self.qkv = weights.linear(width, {f"{name}.attn.qkv": 3 * width}, True)
-        self.proj = weights.linear(width, {f"{name}.attn.proj": width}, True)
+        self.attention = PatchAttention(name, width, heads, weights)
         self.up = weights.linear(width, {f"{name}.mlp.linear_fc1": inner}, True)
         self.down = weights.linear(inner, {f"{name}.mlp.linear_fc2": width}, True)
 
@@ -48,21 +46,13 @@ class LearnedBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return (x, residual) after the block; the stream is x + residual (None: only x) [N, C]."""
         stream = x if residual is None else x + residual
-        stream = stream + self._attended(self.norm1(stream), turn, segments)
+        stream = stream + self.attention(self.norm1(stream), turn, segments)
         inner = F.gelu(self.up.product(Activations(self.norm2(stream))), approximate="tanh")
         return self.down.product(Activations(inner)), stream
 
     def pieces(self) -> Iterator[Piece]:
-        for part in (self.norm1, self.norm2, self.qkv, self.proj, self.up, self.down):
+        for part in (self.norm1, self.norm2, self.attention, self.up, self.down):
             yield from part.pieces()
-
-    def _attended(self, x: Tensor, turn: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
-        """Return [N, C]. Query, key and value are released before the next layer needs as much memory again."""
-        qkv = self.qkv.product(Activations(x)).view(len(x), 3, self.heads, -1)
-        rotary_qk(qkv, *turn)
-        query, key, value = qkv.unbind(1)
-        attended = attend_within(query, key, value, segments)
-        return self.proj.product(Activations(attended.flatten(1)))
 
 
 class TowerSizes(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.engine.attention.segments import Segments, attend_within
+from common.engine.attention.segments import Segments
 from common.engine.encoder_sizes import aligned_width
 from common.engine.formats.dense import DenseFormat, LibraryLinear
 from common.engine.layers.activations import Activations
@@ -20,7 +20,7 @@ from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
-from common.engine.ops.rotary_kv_write import rotary_qk
+from common.engine.models.patch_attention import PatchAttention
 
 EPS = 1e-6
 
@@ -54,11 +54,9 @@ class VisionBlock(nn.Module):
 
     def __init__(self, name: str, width: int, inner: int, heads: int, weights: WeightFormat) -> None:
         super().__init__()
-        self.heads = heads
         self.norm1 = RmsNorm(f"{name}.norm1", width, EPS, weights.placement)
         self.norm2 = RmsNorm(f"{name}.norm2", width, EPS, weights.placement)
-        self.qkv = weights.linear(width, {f"{name}.attn.qkv": 3 * width}, True)
-        self.proj = weights.linear(width, {f"{name}.attn.proj": width}, True)
+        self.attention = PatchAttention(name, width, heads, weights)
         self.mlp = VisionMlp(f"{name}.mlp", width, inner, weights)
 
     def forward(
@@ -66,20 +64,12 @@ class VisionBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return (x, residual) after the block; the stream is x + residual (None: only x) [N, C]."""
         normed, residual = (self.norm1(x), x) if residual is None else self.norm1.add(x, residual)
-        normed, residual = self.norm2.add(self._attended(normed, turn, segments), residual)
+        normed, residual = self.norm2.add(self.attention(normed, turn, segments), residual)
         return self.mlp(normed), residual
 
     def pieces(self) -> Iterator[Piece]:
-        for part in (self.norm1, self.norm2, self.qkv, self.proj, self.mlp):
+        for part in (self.norm1, self.norm2, self.attention, self.mlp):
             yield from part.pieces()
-
-    def _attended(self, x: Tensor, turn: tuple[Tensor, Tensor], segments: Segments) -> Tensor:
-        """Return [N, C]. Query, key and value are released before the next layer needs as much memory again."""
-        qkv = self.qkv.product(Activations(x)).view(len(x), 3, self.heads, -1)
-        rotary_qk(qkv, *turn)
-        query, key, value = qkv.unbind(1)
-        attended = attend_within(query, key, value, segments)
-        return self.proj.product(Activations(attended.flatten(1)))
 
 
 class VisionTower(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -17,7 +18,7 @@ from router.generation import GenerationRequest
 from router.openai_schema import CompletionRequest
 from router.shared_prompt import PromptShare, shares
 from tests.fakes.router_rig import Client, RouterRig, legs, router_rig
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.conftest import Rig
 from tests.unit.router.scripted_generator import delta, one_by_one
 from tests.unit.router.test_dispatcher import first_token
@@ -167,3 +168,8 @@ async def test_the_end_of_one_choice_on_a_client_that_left_ends_all(rig: Rig) ->
     async with rig.session.post(f"{rig.url}/v1/completions", json=body) as response:
         await response.content.readline()
     await rig.settled(3)
+
+
+async def test_a_choice_waits_for_the_first_one_no_longer_than_its_own_time() -> None:
+    async with asyncio.timeout(PATIENCE):
+        await shares(2)[1].wait(0.01)
