@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from deploy.tiny_models.greedy_eval import Score
-from deploy.tiny_models.trainer import Outcome
+from deploy.tiny_models.training_loop import Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,8 @@ def main(argv: list[str] | None = None) -> None:
     from deploy.tiny_models import checkpoint, model_card, tokenizer
     from deploy.tiny_models.feeder import feed
     from deploy.tiny_models.greedy_eval import evaluate
-    from deploy.tiny_models.trainer import Replay, Settings, train
+    from deploy.tiny_models.trainer import Replay, train
+    from deploy.tiny_models.training_loop import Settings
 
     cuda = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
     device = torch.device("cuda" if cuda else "cpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from deploy.tiny_models.drafts.measure import Acceptance
 from deploy.tiny_models.drafts.shapes import Kind
-from deploy.tiny_models.trainer import Outcome
+from deploy.tiny_models.training_loop import Outcome
 
 _WHAT: dict[Kind, str] = {
     "eagle3": """An EAGLE-3 head: `fc` fuses the residual stream entering three of the target's layers (see

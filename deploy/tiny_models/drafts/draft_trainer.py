@@ -1,14 +1,12 @@
-"""The training loop of a draft: soft cross-entropy against the frozen target, averaged over the unrolled steps.
+"""Trains a draft: soft cross-entropy against the frozen target, averaged over the unrolled steps.
 
-Optimizers and schedule are those of the target (Muon and AdamW, a learning rate that follows the clock). The target
-solves every problem, so on answers the corpus is its greedy text and nothing has to be generated.
+The target solves every problem, so on answers the corpus is its greedy text and nothing has to be generated.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -19,8 +17,7 @@ from deploy.tiny_models.corpus import Windows
 from deploy.tiny_models.drafts.features import Features, Shared, target_features
 from deploy.tiny_models.drafts.heads import Eagle3Head, Head, Prediction
 from deploy.tiny_models.language_model import LanguageModel
-from deploy.tiny_models.muon import Muon, is_matrix
-from deploy.tiny_models.trainer import PRINT_EVERY, SYNC_EVERY, Outcome, Settings, rate_at
+from deploy.tiny_models.training_loop import Outcome, Settings, autocast, optimizers, train_for
 
 
 class Reading(NamedTuple):
@@ -71,54 +68,20 @@ def soft_cross_entropy(
     return (losses * weight.flatten()).sum() / weight.sum().clamp(min=1e-6)
 
 
-def optimizers(head: Head, lr: float) -> list[torch.optim.Optimizer]:
+def draft_optimizers(head: Head, lr: float) -> list[torch.optim.Optimizer]:
     """Muon for the inner matrices, AdamW for norms, embedding and head."""
-    outside = ("lm_head", "embed_tokens")
-    named = list(head.named_parameters())
-    inside = [p for name, p in named if is_matrix(p) and not any(part in name for part in outside)]
-    chosen = {id(p) for p in inside}
-    rest = [p for _, p in named if id(p) not in chosen]
-    opts: list[torch.optim.Optimizer] = [Muon(inside, lr=lr)]
-    return [*opts, torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
+    return optimizers(head, lr, lambda name: "lm_head" not in name and "embed_tokens" not in name)
 
 
 def train(
     head: Head, target: LanguageModel, batches: Iterator[Reading], settings: Settings, steps: int
 ) -> Outcome:
-    """Train in place for `settings.seconds`, unrolling `steps` draft steps."""
+    """Train in place for `settings.seconds`, unrolling `steps` draft steps. The clock starts after an untimed pass."""
     head.to(settings.device).train()
     objective = _Objective(head, target, settings.device, steps)
-    opts = optimizers(head, settings.lr)
-    # untimed: warms up the device
+    opts = draft_optimizers(head, settings.lr)
     objective(next(batches)).backward()  # type: ignore[no-untyped-call]
-    start = printed = settings.clock()
-    taken = tokens = 0
-    loss_value = first_loss = float("nan")
-    while (progress := (settings.clock() - start) / settings.seconds) < 1.0:
-        for opt in opts:
-            opt.zero_grad(set_to_none=True)
-            for group in opt.param_groups:
-                group["lr"] = settings.lr * rate_at(progress)
-        batch = next(batches)
-        loss = objective(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        for opt in opts:
-            opt.step()
-        taken += 1
-        tokens += batch.ids.numel()
-        if taken % SYNC_EVERY == 1 or settings.device.type == "cpu":
-            loss_value = loss.item()
-            first_loss = loss_value if taken == 1 else first_loss
-            if loss_value != loss_value:
-                raise FloatingPointError(f"the loss is not a number at step {taken}: lower --lr")
-            now = settings.clock()
-            if now - printed >= 2 * PRINT_EVERY:
-                printed = now
-                line = f"{now - start:6.1f} s  step {taken:6d}  {tokens / 1e6:7.2f} M tokens  loss {loss_value:.4f}"
-                print(line, flush=True)
-    head.train(False)
-    return Outcome(settings.clock() - start, taken, tokens, loss_value, first_loss)
+    return train_for(head, opts, batches, objective, lambda batch: batch.ids.numel(), settings)
 
 
 class _Objective:
@@ -131,8 +94,7 @@ class _Objective:
         self._drafted = head.t2d.nonzero().flatten() if isinstance(head, Eagle3Head) else None
 
     def __call__(self, batch: Reading) -> Tensor:
-        cuda = self._device.type == "cuda"
-        with torch.autocast("cuda", torch.bfloat16) if cuda else nullcontext():
+        with autocast(self._device):
             features: Features = target_features(self._target, batch.ids, batch.embeds)
             predictions = self._head.unroll(self._shared, features, batch.ids, self._steps)
         losses = [soft_cross_entropy(p, features.logits, batch.weights, self._drafted) for p in predictions]

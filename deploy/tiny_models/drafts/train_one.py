@@ -31,7 +31,8 @@ from deploy.tiny_models.drafts.shapes import (
     draft_config,
 )
 from deploy.tiny_models.feeder import feed
-from deploy.tiny_models.trainer import Replay, Settings
+from deploy.tiny_models.trainer import Replay
+from deploy.tiny_models.training_loop import Settings
 
 OUT = TARGET.parent
 MEASURE_SHARE = 0.2  # share of the time that is kept for start-up, measuring and saving

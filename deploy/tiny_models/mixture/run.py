@@ -31,7 +31,8 @@ from deploy.tiny_models.mixture.shapes import (
     eagle3_config,
     new_model,
 )
-from deploy.tiny_models.trainer import Outcome, Replay, Settings, train
+from deploy.tiny_models.trainer import Replay, train
+from deploy.tiny_models.training_loop import Outcome, Settings
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import datetime
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.tiny_models.trainer import Outcome
+from deploy.tiny_models.training_loop import Outcome
 from deploy.tiny_models.vision.measure import Score
 
 

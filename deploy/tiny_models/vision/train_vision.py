@@ -27,11 +27,11 @@ from deploy.tiny_models.drafts.draft_trainer import train as train_draft
 from deploy.tiny_models.drafts.features import Shared
 from deploy.tiny_models.drafts.heads import Eagle3Head
 from deploy.tiny_models.drafts.shapes import CHAINED_STEPS, draft_config
-from deploy.tiny_models.trainer import Outcome, Settings
+from deploy.tiny_models.training_loop import Outcome, Settings, autocast
 from deploy.tiny_models.vision import cards, checkpoint, measure
 from deploy.tiny_models.vision.batches import Batch, Sampler, merged_embeddings
 from deploy.tiny_models.vision.examples import Examples, make_all
-from deploy.tiny_models.vision.trainer import autocast, train
+from deploy.tiny_models.vision.trainer import train
 
 OUT = Path(__file__).parent.parent
 TARGET, DRAFT = "tiny-vision", "tiny-vision-eagle3"

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from deploy.tiny_models.corpus import DocumentSource, WindowKind, Windows
 from deploy.tiny_models.drafts import draft_card, files
 from deploy.tiny_models.drafts.draft_trainer import (
+    draft_optimizers,
     frequent_tokens,
-    optimizers,
     readings,
     soft_cross_entropy,
     train,
@@ -26,7 +26,7 @@ from deploy.tiny_models.drafts.heads import Eagle3Head, Prediction
 from deploy.tiny_models.drafts.measure import Acceptance
 from deploy.tiny_models.drafts.shapes import KINDS, Kind, draft_config
 from deploy.tiny_models.drafts.train_one import arguments, unrolled_steps
-from deploy.tiny_models.trainer import Outcome, Settings
+from deploy.tiny_models.training_loop import Outcome, Settings
 
 OUTCOME = Outcome(seconds=10.0, steps=5, tokens=2_000_000, loss=0.1, first_loss=6.0)
 
@@ -72,7 +72,9 @@ def _tokenizer() -> Tokenizer:
 def test_every_parameter_has_one_optimizer() -> None:
     for kind in KINDS:
         head = files.new_head(draft_config(kind, files.load_config(TARGET)), seed=1)
-        given = [p for opt in optimizers(head, 1e-3) for group in opt.param_groups for p in group["params"]]
+        given = [
+            p for opt in draft_optimizers(head, 1e-3) for group in opt.param_groups for p in group["params"]
+        ]
         assert len(given) == len({id(p) for p in given}) == len(list(head.parameters()))
 
 

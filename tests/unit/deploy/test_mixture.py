@@ -22,7 +22,8 @@ from deploy.tiny_models.mixture import checkpoint
 from deploy.tiny_models.mixture.mtp_head import MtpHead
 from deploy.tiny_models.mixture.shapes import FAMILIES, SMOKE_SHAPE, Shape, eagle3_config, new_model
 from deploy.tiny_models.muon import is_matrix, orthogonalize
-from deploy.tiny_models.trainer import Settings, train
+from deploy.tiny_models.trainer import train
+from deploy.tiny_models.training_loop import Settings
 
 SHAPE = replace(SMOKE_SHAPE, num_hidden_layers=3, num_experts=3, moe_intermediate_size=32)
 MODELS = Path(tokenizer.__file__).parent

@@ -19,7 +19,8 @@ from deploy.tiny_models.model_card import Card
 from deploy.tiny_models.model_card import write as write_card
 from deploy.tiny_models.muon import orthogonalize
 from deploy.tiny_models.train_target import arguments, suites
-from deploy.tiny_models.trainer import Outcome, Replay, Settings, rate_at, train
+from deploy.tiny_models.trainer import Replay, train
+from deploy.tiny_models.training_loop import Outcome, Settings, rate_at
 
 SHAPE = checkpoint.Shape(
     hidden_size=64,

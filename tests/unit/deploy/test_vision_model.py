@@ -19,7 +19,7 @@ from deploy.tiny_models.vision.batches import Sampler, merged_embeddings, normal
 from deploy.tiny_models.vision.digits import LEVELS, digits
 from deploy.tiny_models.vision.examples import make, prompt
 from deploy.tiny_models.vision.questions import Question, facts, is_right, questions
-from deploy.tiny_models.vision.trainer import optimizers
+from deploy.tiny_models.vision.trainer import vision_optimizers
 
 MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
 TARGET, DRAFT = MODELS / "tiny-vision", MODELS / "tiny-vision-eagle3"
@@ -101,7 +101,9 @@ def test_every_parameter_is_saved_under_a_published_name_and_trained_once(tmp_pa
     vocabulary = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     config = checkpoint.llava_config(checkpoint.SMOKE_SHAPE, vocabulary)
     fresh = checkpoint.new_model(config, seed=1)
-    given = [p for opt in optimizers(fresh, 1e-3) for group in opt.param_groups for p in group["params"]]
+    given = [
+        p for opt in vision_optimizers(fresh, 1e-3) for group in opt.param_groups for p in group["params"]
+    ]
     assert len(given) == len({id(p) for p in given}) == len(list(fresh.parameters()))
     checkpoint.save(tmp_path, fresh, config, vocabulary)
     loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float32)
