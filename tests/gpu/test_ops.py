@@ -75,8 +75,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 CUDA = "cuda"
 
 
-def close(actual: Tensor, expected: Tensor) -> None:
-    limit = TOLERANCE[actual.dtype]
+def close(actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
+    limit = scale * TOLERANCE[actual.dtype]
     torch.testing.assert_close(actual.double(), expected.double(), atol=limit, rtol=limit, equal_nan=True)
 
 
@@ -103,12 +103,11 @@ def test_rms_norm_and_silu_mul(dtype: torch.dtype, rows: int) -> None:
     close(add_rms_norm(x, residual, offset, 1e-5)[0], rms_norm_reference(total, offset, 1e-5))
     for gain in (weight, offset):
         pair = add_normed_rms_norm(x, residual, gain, gain, 1e-5)
-        for found, expected in zip(pair, add_normed_rms_norm_reference(x, residual, gain, gain, 1e-5)):
-            close(found, expected)
-        close(
-            add_normed(x, residual, gain, 1e-5),
-            add_normed_rms_norm_reference(x, residual, gain, gain, 1e-5)[1],
-        )
+        # A normed value of up to 16 is rounded before it is added, and the sum may be near zero.
+        expected_pair = add_normed_rms_norm_reference(x, residual, gain, gain, 1e-5)
+        for found, expected in zip(pair, expected_pair):
+            close(found, expected, scale=4)
+        close(add_normed(x, residual, gain, 1e-5), expected_pair[1], scale=4)
         ours, theirs = merged.clone(), merged.clone()
         token_norm(ours, gain, gain, 1e-5)
         token_norm_reference(theirs, gain, gain, 1e-5)
