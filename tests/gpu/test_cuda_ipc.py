@@ -17,6 +17,7 @@ import torch
 from kv_transfer.events import Arrived, PagesFree, RoomFailed
 from kv_transfer.pair_plan import Side, pair_plan
 from kv_transfer.transport.base import DeviceMemory, Region, Target, WriteState
+from kv_transfer.transport.cuda.blocks import move_parts
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 from kv_transfer.transport.cuda.pool_memory import as_memory
@@ -24,6 +25,7 @@ from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription
 from kv_transfer.transport.cuda_ipc.receiver import CudaIpcReceiver
 from kv_transfer.transport.cuda_ipc.sender import CudaIpcSender
 from kv_transfer.transport.page_digest import as_digests
+from tests.fakes.part_pools import SIZES, noisy_pool, pairs
 from tests.fakes.transfer_child import build_layout, pattern
 from tests.fakes.transfer_rig import SEED, Rig, start_child
 
@@ -117,6 +119,26 @@ def test_the_sums_of_both_gpus_and_the_reference_agree(rig: Rig) -> None:
     source = PagedMemory(rig.src, pattern(rig.src.total_bytes, SEED, "cpu"), cpu)
     move_pages(source, None, page_list([1, 2, 3], device=cpu), sums, range(len(rig.src.planes)), 8)
     assert rig.endpoint.page_digests(pair_plan(rig.src, rig.dst).dst, [4, 5, 6]) == as_digests(sums.tolist())
+
+
+@pytest.mark.parametrize(("src_size", "dst_size"), SIZES)
+def test_parts_of_pages_and_states_equal_the_reference(src_size: int, dst_size: int) -> None:
+    for plan in pairs(src_size, dst_size):
+        pages = [part for plane in plan.planes for part in plane]
+        for parts, items in ((pages, ([3, 1, 6], [8, 2, 5])), (plan.state, ([2], [3]))):
+            found = []
+            for device in (torch.device("cpu"), torch.device("cuda:0")):
+                a, b = (
+                    noisy_pool(side.layout, 1 + n).to(device) for n, side in enumerate((plan.src, plan.dst))
+                )
+                index = page_list(*items, device=device)
+                sums, only = (torch.zeros(len(items[0]), dtype=torch.int64, device=device) for _ in range(2))
+                move_parts(a, b, parts, index, sums, 264)
+                move_parts(a, None, parts, index, only, 8)
+                assert torch.equal(sums, only)
+                found.append((b.cpu(), sums.cpu()))
+            assert torch.equal(found[0][0], found[1][0])
+            assert torch.equal(found[0][1], found[1][1])
 
 
 def test_an_abort_frees_pages_once_the_sender_acknowledges(rig: Rig) -> None:

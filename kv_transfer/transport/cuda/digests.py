@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from common.kv_cache.pool_layout import PoolLayout
-from kv_transfer.pair_plan import Block, Side
+from kv_transfer.pair_plan import Block, Part, Side, pair_plan
 from kv_transfer.transport.base import DeviceMemory
-from kv_transfer.transport.cuda.blocks import add_sums
+from kv_transfer.transport.cuda.blocks import move_parts
 from kv_transfer.transport.cuda.cudart import CudaRuntime, Mark
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 from kv_transfer.transport.page_digest import as_digests
@@ -56,8 +56,10 @@ class GpuDigests:
         self._planes = range(len(layout.planes))
         with self._lane.entered():
             self._pages = PagedMemory(layout, self._memory, self._memory.device)
-            # This compiles the kernel before the first request.
-            self._whole(page_list([0], device=self._memory.device)).cpu()
+            # This compiles the kernels before the first request.
+            padding = page_list([0], device=self._memory.device)
+            self._whole(padding).cpu()
+            self._parts(pair_plan(layout, layout).src.state, padding).cpu()
 
     def start(self, side: Side, pages: Sequence[int]) -> tuple[LaterDigests, Mark]:
         """Return the checksums and the mark after which they can be read.
@@ -90,5 +92,5 @@ class GpuDigests:
 
     def _parts(self, blocks: Sequence[Block], index: Tensor) -> Tensor:
         sums = torch.zeros(index.size(1), dtype=torch.int64, device=self._memory.device)
-        add_sums(self._memory, blocks, index[0], sums)
+        move_parts(self._memory, None, [Part(block, block) for block in blocks], index, sums, _BLOCKS)
         return sums

@@ -12,7 +12,7 @@ so blocks add to it as they finish, and the sums of pages that are sent plane by
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
@@ -165,9 +165,7 @@ def _launch(
     max_blocks: int,
 ) -> None:
     words = group.page_words
-    block = min(_MAX_BLOCK, words & -words)
-    if block < 128:
-        block = min(_MAX_BLOCK, triton.next_power_of_2(words))
+    block = block_words(words)
     num_pages = pages.size(1)
     items = num_pages * count * -(-words // block)
     _pages_kernel[(min(items, max_blocks),)](
@@ -193,13 +191,26 @@ def _launch(
     )
 
 
-def _jit(function: Any) -> Any:
-    if triton is None:
-        return function
-    return triton.jit(function, do_not_specialize=["first_plane", "num_planes", "num_pages"])
+def block_words(count: int) -> int:
+    """Return the words that a thread block takes of `count`: a power of two that divides it, if that is enough."""
+    block = min(_MAX_BLOCK, count & -count)
+    return block if block >= 128 else min(_MAX_BLOCK, 1 << (count - 1).bit_length())
 
 
-@_jit
+def jit(*varying: str) -> Callable[[Any], Any]:
+    """Compile a kernel, but not anew for values of the arguments `varying`; does nothing without Triton."""
+    return lambda function: triton.jit(function, do_not_specialize=list(varying)) if triton else function
+
+
+@jit()
+def word_terms(data, number, ROW: tl.constexpr, MIXER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the terms of the checksum of words, as `mixed_words` does; as int64."""
+    mixed = data.to(tl.int64).to(tl.uint64) ^ (number.to(tl.uint64) * ROW)
+    mixed = (mixed ^ (mixed >> 32)) * MIXER
+    return (mixed ^ (mixed >> 32)).to(tl.int64)
+
+
+@jit("first_plane", "num_planes", "num_pages")
 def _pages_kernel(  # type: ignore[no-untyped-def]
     src,
     dst,
@@ -241,10 +252,7 @@ def _pages_kernel(  # type: ignore[no-untyped-def]
             else:
                 tl.store(dst + target + inside, data, mask=live)
         if SUM:
-            number = (tl.load(positions + plane) + at + inside).to(tl.uint64)
-            mixed = data.to(tl.int64).to(tl.uint64) ^ (number * ROW)
-            mixed = (mixed ^ (mixed >> 32)) * MIXER
-            mixed = (mixed ^ (mixed >> 32)).to(tl.int64)
+            mixed = word_terms(data, tl.load(positions + plane) + at + inside, ROW, MIXER)
             if not EVEN:
                 mixed = tl.where(live, mixed, 0)
             tl.atomic_add(sums + page, tl.sum(mixed), sem="relaxed")

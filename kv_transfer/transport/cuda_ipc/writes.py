@@ -11,9 +11,9 @@ from torch import Tensor
 
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.copy_plan import Copy, copies, runs, single_rows, state_copies
-from kv_transfer.pair_plan import PairPlan
+from kv_transfer.pair_plan import PairPlan, Part
 from kv_transfer.transport.base import DeviceMemory, PeerMemory, Target, Ticket, WriteState
-from kv_transfer.transport.cuda.blocks import add_sums, copy_parts, words
+from kv_transfer.transport.cuda.blocks import move_parts, words
 from kv_transfer.transport.cuda.cudart import CudaRuntime, Lane, Mark
 from kv_transfer.transport.cuda.digests import to_host
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
@@ -169,15 +169,10 @@ class PageWriter:
         Returns [1] its checksum, which is being copied to the host.
         """
         index = self.page_list([slots[0]], [slots[1]])
-        if peer.memory is not None:
-            copy_parts(self.memory, peer.memory, plan.state, index)
-        else:
+        sums = self.no_sums(1) if checksums else None
+        if not self._move_parts(peer, plan.state, index, sums):
             self.copy(peer, peer.lane, state_copies(plan, *slots))
-        if not checksums:
-            return None
-        sums = self.no_sums(1)
-        add_sums(self.memory, plan.src.state, index[0], sums)
-        return to_host(sums)
+        return None if sums is None else to_host(sums)
 
     def _launch_parts(
         self,
@@ -192,12 +187,18 @@ class PageWriter:
         """Launch like `launch`, if the two ranks hold different heads."""
         parts = [part for plane in plan.planes[planes.start : planes.stop] for part in plane]
         before = [part.src for plane in plan.planes[: planes.start] for part in plane]
-        if sums is not None:
-            add_sums(self.memory, [part.src for part in parts], index[0], sums, words(before))
-        if peer.memory is not None:
-            copy_parts(self.memory, peer.memory, parts, index)
-        else:
+        if not self._move_parts(peer, parts, index, sums, words(before)):
             self.copy(peer, lane, copies(plan, runs(*pages), slice(planes.start, planes.stop)))
+
+    def _move_parts(
+        self, peer: Mapped, parts: Sequence[Part], index: Tensor, sums: Tensor | None, first: int = 0
+    ) -> bool:
+        """Add checksums of parts to `sums` and copy them; return whether they are copied, or the driver has to."""
+        direct = peer.memory is not None
+        if direct or sums is not None:
+            blocks = self.remote_blocks if direct and peer.remote else self.local_blocks
+            move_parts(self.memory, peer.memory, parts, index, sums, blocks, first)
+        return direct
 
     def view(self, peer: Mapped, dst: PoolLayout) -> PagedMemory | None:
         """Return the peer's pool by its layout; None if the driver copies.

@@ -25,12 +25,12 @@ def memory(layout: PoolLayout, seed: int = 0) -> torch.Tensor:
     return torch.frombuffer(noise(layout.total_bytes, seed), dtype=torch.uint8)
 
 
-def by_hand(data: bytes, word: int) -> int:
-    """Compute the docstring's definition in Python integers."""
+def by_hand(data: bytes, word: int, first: int = 0) -> int:
+    """Compute the docstring's definition in Python integers, for words that are numbered from `first` on."""
     mask, total = (1 << 64) - 1, 0
     for i in range(len(data) // word):
         value = int.from_bytes(data[i * word : (i + 1) * word], "little", signed=word > 1)
-        mixed = (value & mask) ^ (i * POSITION & mask)
+        mixed = (value & mask) ^ ((first + i) * POSITION & mask)
         mixed = (mixed ^ (mixed >> 32)) * MIX & mask
         total += mixed ^ (mixed >> 32)
     return total & mask

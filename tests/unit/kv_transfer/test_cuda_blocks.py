@@ -1,0 +1,123 @@
+"""Tests the kernel that moves parts of pages and states: its reference by hand, and itself in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kv_transfer.copy_plan import copies, runs, single_rows, state_copies
+from kv_transfer.pair_plan import Block
+from kv_transfer.transport.cuda.blocks import move_parts, words
+from kv_transfer.transport.cuda.pages import page_list
+from kv_transfer.transport.page_digest import as_digests
+from tests.fakes.part_pools import SIZES, noisy_pool, pairs
+from tests.unit.kv_transfer.test_cuda_pages import by_hand
+
+ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+
+
+def item_bytes(memory: torch.Tensor, blocks: tuple[Block, ...], item: int) -> list[bytes]:
+    """Return the bytes of each block of an item, row after row."""
+    found = []
+    for offset, size, length, rows, stride in blocks:
+        starts = [offset + item * size + row * stride for row in range(rows)]
+        found.append(b"".join(bytes(memory[at : at + length].tolist()) for at in starts))
+    return found
+
+
+def sum_by_hand(blocks: list[bytes]) -> int:
+    """Sum up the words of each block, numbered over all blocks."""
+    total = first = 0
+    for data in blocks:
+        word = next(each for each in (8, 4, 2, 1) if len(data) % each == 0)
+        total += by_hand(data, word, first)
+        first += len(data) // word
+    return total % (1 << 64)
+
+
+@pytest.mark.parametrize(("src_size", "dst_size"), SIZES)
+def test_parts_and_checksums_of_any_pair(src_size: int, dst_size: int) -> None:
+    for plan in pairs(src_size, dst_size):
+        a, b = noisy_pool(plan.src.layout, 1), noisy_pool(plan.dst.layout, 2)
+        expected = b.clone()
+        pages, slots = ([3, 1, 6], [8, 2, 5]), ([2], [3])
+        wanted = [*copies(plan, runs(*pages)), *state_copies(plan, 2, 3)]
+        for copy in single_rows(wanted):
+            expected[copy.dst : copy.dst + copy.length] = a[copy.src : copy.src + copy.length]
+        parts = [part for plane in plan.planes for part in plane]
+        page_sums, slot_sums = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        move_parts(a, b, parts, page_list(*pages, device=CPU), page_sums, 8)
+        move_parts(a, b, plan.state, page_list(*slots, device=CPU), slot_sums, 8)
+        assert torch.equal(b, expected)
+        assert as_digests(page_sums.tolist()) == [
+            sum_by_hand(item_bytes(a, plan.src.pages, page)) for page in pages[0]
+        ]
+        assert as_digests(slot_sums.tolist()) == [sum_by_hand(item_bytes(a, plan.src.state, 2))]
+
+
+def test_sums_of_planes_sent_one_after_another_add_up() -> None:
+    (plan,) = pairs(1, 1)
+    pool, index = noisy_pool(plan.src.layout, 3), page_list([1, 4], device=CPU)
+    whole, parts = torch.zeros(2, dtype=torch.int64), [part for plane in plan.planes for part in plane]
+    move_parts(pool, None, parts, index, whole, 8)
+    apart = torch.zeros(2, dtype=torch.int64)
+    for first, last in ((0, 3), (3, 5), (5, len(parts))):
+        before = words([part.src for part in parts[:first]])
+        move_parts(pool, None, parts[first:last], index, apart, 8, before)
+    assert torch.equal(whole, apart)
+    assert whole.count_nonzero() == 2
+
+
+INTERPRETED = """
+import torch
+from kv_transfer.transport.cuda import blocks
+from kv_transfer.transport.cuda.pages import page_list
+from tests.fakes.part_pools import SIZES, noisy_pool, pairs
+cpu, seen = torch.device("cpu"), set()
+for sizes in SIZES:
+    for plan in pairs(*sizes):
+        a = noisy_pool(plan.src.layout, 1)
+        for parts, items in (
+            ([part for plane in plan.planes for part in plane], ([5, 1, 2], [8, 3, 1])),
+            (plan.state, ([2], [3])),
+        ):
+            index = page_list(*items, device=cpu)
+            for group in blocks._groups(tuple(parts), cpu):
+                if group.word_bytes != group.sum_bytes:
+                    continue
+                seen.add((group.word_bytes, group.unit, group.rows > 1))
+                found = []
+                for launch in (blocks._reference, blocks._launch):
+                    b = torch.zeros(plan.dst.layout.total_bytes, dtype=torch.uint8)
+                    sums, only = (torch.zeros(len(items[0]), dtype=torch.int64) for _ in range(2))
+                    launch(a, b, group, index, sums, 3, 5)
+                    launch(a, None, group, index, only, 2, 5)
+                    assert torch.equal(sums, only)
+                    found.append((b, sums))
+                    launch(a, b.zero_(), group, index, None, 7, 0)
+                    assert torch.equal(b, found[0][0])
+                assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+                assert found[0][1].count_nonzero()
+assert {word for word, _, _ in seen} >= {8, 4, 2} and {rows for _, _, rows in seen} == {True, False}, seen
+print("equal")
+"""
+
+
+def test_the_kernel_equals_its_reference() -> None:
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", INTERPRETED],
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.stdout.strip() == "equal", done.stderr[-3000:]
