@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,12 +34,20 @@ ROPE = {
 }
 
 
-def build(experts: bool = False, **tower: Any) -> Any:
-    """Build a model whose parameters are all random, so that each affects the output."""
+def build(
+    experts: bool = False,
+    outer: Mapping[str, int] = OUTER,
+    text: Mapping[str, Any] = MappingProxyType({}),
+    **tower: Any,
+) -> Any:
+    """Build a model whose parameters are all random, so that each affects the output.
+
+    `outer`: ids of special tokens; `text`, `tower`: values of the nested configs over the defaults.
+    """
     name, more = ("Qwen3_5Moe", families.SHARED) if experts else ("Qwen3_5", {})
-    text = {**families.BASE, **families.HYBRID, **more, "rope_parameters": ROPE}
+    values = {**families.BASE, **families.HYBRID, **more, "rope_parameters": ROPE, **text}
     config = getattr(transformers, f"{name}Config")(
-        text_config=copy.deepcopy(text), vision_config={**TOWER, **tower}, **OUTER
+        text_config=copy.deepcopy(values), vision_config={**TOWER, **tower}, **outer
     )
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     generator = torch.Generator().manual_seed(5)
