@@ -1,4 +1,7 @@
-"""Qwen3.5 with experts and images on real processes: the greedy texts of transformers, with states, chunks and drafts."""
+"""Qwen3.5 with experts and images on real processes: greedy texts equal those of transformers.
+
+States and images cross the cut, prompts come in chunks, and drafts are verified.
+"""
 
 from __future__ import annotations
 
