@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from common.errors import DeadlineExceeded, InternalError, NodeLost, RequestError
 from common.messages.generation import OutputToken, PromptLogprob
 from common.messages.router_inbox import FirstToken, PromptScores, TokenRun
-from router.generation import TokenDelta
+from router.generation import TakeNow, TokenDelta
 from router.node_registry import Node
 
 MAX_EARLY_RUNS = 4096  # token runs of a decode node that may arrive before the first token
 # Tokens that go to the client in one turn of the event loop. With log-probabilities a token costs 27 us.
 MAX_TAKEN = 128
+# Tokens of one run that may go to the client in the turn in which they arrive: a hundred runs share that turn.
+MAX_DIRECT = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +39,8 @@ class Attempt:
     transferred: bool = False  # the prefill node has handed over the pages
     blamed: set[str] = field(default_factory=set)  # incarnations that the next attempt should avoid
     woken: asyncio.Event = field(default_factory=asyncio.Event)
+    # Takes the tokens of a run at once; None unless the reader's task waits and has nothing to do.
+    direct: TakeNow | None = None
 
     @property
     def said(self) -> int:
@@ -74,19 +78,28 @@ class Attempt:
             else:
                 self.early[run.offset] = run
             return
+        if (
+            self.direct is not None
+            and not self.early
+            and run.finish_reason is None
+            and run.offset == self.next_offset
+            and len(run.tokens) <= MAX_DIRECT
+            and self.direct(run.tokens)
+        ):
+            return
         self._append(run)
         if self.early:
             for offset in sorted(self.early):
                 if self.finish_reason is not None or offset > self.next_offset:
                     break
                 self._append(self.early.pop(offset))
-        self.woken.set()
+        self._wake()
 
     def fail(self, error: RequestError) -> None:
         """End the attempt with `error`, unless it has already failed or finished."""
         if self.error is None and self.finish_reason is None:
             self.error = error
-        self.woken.set()
+        self._wake()
 
     def lose(self, node: Node, reason: str) -> None:
         """End the attempt because one of its nodes is lost."""
@@ -106,6 +119,11 @@ class Attempt:
         if not self.pending:
             self.woken.clear()
         return tokens
+
+    def _wake(self) -> None:
+        """Let the reader's task run. Until it waits again, later tokens have to queue up after those in `pending`."""
+        self.direct = None
+        self.woken.set()
 
     def _append(self, run: TokenRun) -> None:
         fresh = run.tokens[self.next_offset - run.offset :]

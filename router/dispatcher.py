@@ -29,15 +29,23 @@ from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from router.admission import Admission, NodeRoom
 from router.attempt import Attempt
-from router.decode_pace import DecodePace
+from router.delivery import Delivery
 from router.dispatch_limits import DispatchLimits
-from router.generation import FINISH_ABORT, AnswerComplete, GenerationRequest, TokenDelta
+from router.generation import (
+    FINISH_ABORT,
+    AnswerComplete,
+    GenerationRequest,
+    TakeNow,
+    TokenDelta,
+    take_nothing,
+)
 from router.in_flight import InFlight
 from router.isolation import Trial
 from router.legs import check_length, placement_messages
 from router.metrics import RouterMetrics
 from router.node_health import NodeHealth
 from router.node_registry import Node, NodeRegistry
+from router.pair_wait import PairWait
 from router.placement import PlacementPolicy
 from router.placer import Placer, unavailable
 from router.poison_watch import PoisonWatch, poison_error
@@ -76,12 +84,12 @@ class Dispatcher:
         self._attempts: dict[int, Attempt] = {}  # room -> current attempt
         self._flights: dict[int, InFlight] = {}  # room -> request of the attempt
         self.poison = PoisonWatch(self.health.clock, limits.max_crashes)
-        self._changed = asyncio.Event()  # replaced at every change of the registry
         room = NodeRoom(lambda: registry, limits.requests_per_node)
         self.admission = Admission(room, limits.reserved_tokens, limits.queue_wait, time.monotonic)
         metrics.placement.waiting.set_function(lambda: self.admission.waiting)
         self._budget = RetryBudget(limits.retry_ratio, self.health.clock)
         self._turns = Turns()  # spreads placements over turns of the event loop
+        self._pairs = PairWait(self._placer, registry, limits, metrics.placement, self._turns)
         self._losses = Turns(LOSSES_PER_TURN)
         self._active = 0
         self._ended = asyncio.Event()
@@ -101,8 +109,7 @@ class Dispatcher:
     def nodes_changed(self) -> None:
         """Wake every request that waits for a node."""
         self.poison.look_for_survivors(self._registry)
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._pairs.nodes_changed()
 
     def node_lost(self, node: Node, reason: str) -> None:
         self.health.lost(node)
@@ -154,12 +161,15 @@ class Dispatcher:
         """End every request, including those that wait for a node, with `error`, which must not be `retryable`."""
         self._ending = error
         self._ended.set()
+        self._pairs.end_all(error)
         self.admission.open_all()
         self.nodes_changed()
         for attempt in list(self._attempts.values()):
             attempt.fail(error)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(
+        self, request: GenerationRequest, take_now: TakeNow = take_nothing
+    ) -> AsyncGenerator[TokenDelta, None]:
         """Yield tokens as they arrive. Raises RequestError. Closing the generator at any point frees both nodes."""
         if self._ending is not None:
             self._metrics.request_refused(self._ending.code)
@@ -171,13 +181,13 @@ class Dispatcher:
         timeout = min(request.timeout_s or self._limits.request_timeout, self._limits.request_timeout)
         timeline = Timeline(request.request_id, time.monotonic(), request.client)
         self.timelines.add(timeline)
-        flight = InFlight(request, timeline, loop.time() + timeout, asyncio.current_task())
+        task = asyncio.current_task()
+        flight = InFlight(request, timeline, loop.time() + timeout, task, take_now=take_now)
         self.running.add(flight)
         self._active += 1
         self._budget.request()
         self._events.add("received", request=request.request_id, prompt=len(request.token_ids))
         finished: str | None = None
-        tokens = 0
         try:
             self.poison.check(flight)
             await request.share.wait(timeout)
@@ -185,8 +195,6 @@ class Dispatcher:
                 timeline.mark("admitted", time.monotonic())
                 async for delta in deltas:
                     finished = delta.finish_reason
-                    self._events.add_tokens("delivered", tokens, delta.tokens, request=request.request_id)
-                    tokens += len(delta.tokens)
                     yield delta
             timeline.outcome = finished or "aborted"
         except AnswerComplete:
@@ -206,6 +214,7 @@ class Dispatcher:
                 ended = "sibling failed" if request.batch.failed else "client gone"
                 timeline.outcome = finished or ended
             timeline.mark("finished", time.monotonic())
+            tokens = len(flight.said)
             self._events.add("ended", request=request.request_id, outcome=timeline.outcome, tokens=tokens)
             self._metrics.request_finished(timeline, len(request.token_ids), tokens)
             self._log.info("request finished", tokens=tokens, **timeline.report())
@@ -226,7 +235,6 @@ class Dispatcher:
                 # Close it here rather than in the garbage collector: a client that leaves must free both nodes at once.
                 async with aclosing(self._attempt(flight)) as deltas:
                     async for delta in deltas:
-                        flight.said.extend(token.id for token in delta.tokens)
                         yield delta
                 self.poison.completed(flight)
                 return
@@ -275,17 +283,16 @@ class Dispatcher:
             trial.release()
             raise
         first = not flight.said
-        pace = DecodePace(attempt, self.health)
+        delivery = Delivery(flight, attempt, trial, self.health, self.poison, self._events)
         deadline = asyncio.get_running_loop().call_at(flight.deadline, attempt.expire)
         try:
             while True:
+                if not (first or attempt.woken.is_set()):
+                    attempt.direct = delivery.take_now
                 await attempt.woken.wait()
                 tokens = attempt.take()
                 if tokens:
-                    now = time.monotonic()
-                    flight.timeline.mark("first_token", now)
-                    pace.measure(now)
-                    self.poison.progressed(flight, attempt.said, trial)
+                    delivery.record(tokens)
                 done = attempt.finish_reason if not attempt.pending else None
                 if tokens or done:
                     yield attempt.delta(tokens, done, first)
@@ -311,7 +318,7 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         tokens = flight.tokens
         while True:
-            prefill, decode = await self._pair(flight, trial, started)
+            prefill, decode = await self._pairs.find(flight, partial(self._avoided, flight, trial), started)
             self.poison.check(flight)
             check_length(flight.request, self._registry.max_model_len)
             attempt = Attempt(new_room(), prefill, decode, emitted=len(flight.said))
@@ -324,49 +331,18 @@ class Dispatcher:
                     # The message to the decode node is sent first, so only that node can hold state of this attempt.
                     attempt.prefill_over, attempt.decode_over = True, node is decode
                     self._close(attempt)
-                    if loop.time() >= self._wait_until(flight, started):
+                    if loop.time() >= self._pairs.until(flight, started):
                         raise unavailable(node.role)
                     break
             else:
                 return attempt
 
-    async def _pair(self, flight: InFlight, trial: Trial, started: float) -> tuple[Node, Node]:
-        """Wait for a pair: a retry waits for `placement_wait`; a new request waits only if a node is expected back."""
-        loop = asyncio.get_running_loop()
-        waited: Role | None = None
-        while True:
-            if self._ending is not None:
-                raise self._ending
-            changed = self._changed
-            avoid = flight.avoid | self._suspect_nodes(flight, trial)
-            found = self._placer.choose(avoid, flight.request.share.nodes)
-            if not isinstance(found, str):
-                return found
-            if waited != found:
-                waited = found
-                self._metrics.placement.waited.labels(found).inc()
-            until = self._wait_until(flight, started)
-            if flight.attempts == 1:
-                until = min(until, loop.time() + self._registry.expected_within(found))
-            if loop.time() >= until:
-                self._metrics.placement.refused.labels(found).inc()
-                raise unavailable(found)
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(until):
-                    await changed.wait()
-            # A thousand requests may wait for the same node.
-            await self._turns.wait()
-
-    def _wait_until(self, flight: InFlight, started: float) -> float:
-        return min(started + self._limits.placement_wait, flight.deadline)
-
-    def _suspect_nodes(self, flight: InFlight, trial: Trial) -> set[str]:
-        """Incarnations that a request on trial avoids."""
+    def _avoided(self, flight: InFlight, trial: Trial) -> set[str]:
+        """Incarnations to blame for failed attempts and, for a request on trial, those on which other suspects run."""
         if not trial.isolated:
-            return set()
-        return self.poison.avoided_by(
-            flight, ((attempt, self._flights[room]) for room, attempt in self._attempts.items())
-        )
+            return flight.avoid
+        others = ((attempt, self._flights[room]) for room, attempt in self._attempts.items())
+        return flight.avoid | self.poison.avoided_by(flight, others)
 
     def _open(self, attempt: Attempt, flight: InFlight, tokens: int) -> None:
         """Register the attempt: both nodes count it until `_close`."""

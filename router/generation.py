@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -58,6 +58,16 @@ class AnswerComplete(Exception):
     """Thrown into a generator by its reader when the text is complete, for example at a stop string."""
 
 
+# Takes tokens in the turn of the event loop in which they arrive, so that the reader's task need not run. Returns False
+# if it cannot take them now; then the generator yields them. It never raises.
+TakeNow = Callable[[Sequence[OutputToken]], bool]
+
+
+def take_nothing(tokens: Sequence[OutputToken]) -> bool:
+    """A reader that gets every token from the generator."""
+    return False
+
+
 class Generator(Protocol):
     """Generates the answer to a request. Raises RequestError.
 
@@ -65,4 +75,11 @@ class Generator(Protocol):
     `athrow(AnswerComplete())` means that the answer is complete. Either way both nodes are freed.
     """
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]: ...
+    def generate(
+        self, request: GenerationRequest, take_now: TakeNow = take_nothing
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Yield the answer. After the first delta, tokens may go to `take_now` instead.
+
+        It is called only while the reader waits for the next delta, and never with the last tokens.
+        """
+        ...

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.errors import ClientGone
 from router.attempt import Attempt
-from router.generation import GenerationRequest
+from router.generation import GenerationRequest, TakeNow, take_nothing
 from router.timeline import Timeline
 
 
@@ -27,6 +27,7 @@ class InFlight:
     shared_trial: bool = False  # the latest attempt ran in isolation together with other suspects
     attempt: Attempt | None = None  # the attempt that nodes are working on
     aborted: bool = False
+    take_now: TakeNow = take_nothing  # of the reader of the answer
 
     @property
     def tokens(self) -> list[int]:

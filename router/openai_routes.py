@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from aiohttp import web
 
-from common.errors import ClientGone, InternalError, InvalidRequest, RequestError
+from common.errors import InvalidRequest
 from common.observability.logs import Log
 from router.answer_details import with_details
 from router.answer_form import AnswerForm, ShowChat, ShowCompletion
+from router.answer_stream import Answering
 from router.auth import admission_key
 from router.chat.chat_answer import ChatAnswer
 from router.chat.chat_rules import check_chat
@@ -20,19 +21,17 @@ from router.chat_prompts import ChatPrompts
 from router.choice_count import choice_count
 from router.choices import Choice, ChoiceMaker, prompt_lengths
 from router.client import client_key
-from router.generation import AnswerComplete, Batch, Generator
+from router.generation import Batch, Generator
 from router.grammar.constraint import read_constraint
-from router.http_errors import body_of, defect, request_id_key
+from router.http_errors import request_id_key
 from router.images import Images
-from router.json_answer import WRITE_TIMEOUT, send_json
+from router.json_answer import WRITE_TIMEOUT
 from router.openai_form import OpenAiForm
 from router.openai_responses import (
     CHAT_ID,
     COMPLETION_ID,
     CompletionFormat,
-    Piece,
     Usage,
-    usage_field,
 )
 from router.openai_schema import (
     ChatRequest,
@@ -42,7 +41,7 @@ from router.openai_schema import (
     prompt_names,
     prompts,
 )
-from router.prompt_pieces import EchoFormat, with_prompt
+from router.prompt_pieces import EchoFormat
 from router.request_body import Received, received
 from router.request_checks import (
     ServedModel,
@@ -50,7 +49,6 @@ from router.request_checks import (
     check_prompt,
     check_request,
 )
-from router.sse import SseWriter
 from router.text_service import TextService
 from router.token_names import IdNames, TokenNames
 from router.tokenizer import Tokenizer
@@ -75,7 +73,6 @@ class OpenAiRoutes:
 
         `max_requests`: prompts in flight, of all clients.
         """
-        self._generator = generator
         self._tokenizer = tokenizer
         self._maker = ChoiceMaker(tokenizer)
         self._texts = texts
@@ -83,8 +80,7 @@ class OpenAiRoutes:
         self._images = images
         self._prompts = ChatPrompts(texts, images)
         self._max_requests = max_requests
-        self._log = log
-        self._write_timeout = write_timeout
+        self._answering = Answering(generator, write_timeout, log)
         self._turns = Turns()  # spreads the start of requests over turns of the event loop
         self.active = 0  # requests in progress, from reading their texts and images to the end of the answer
 
@@ -228,114 +224,5 @@ class OpenAiRoutes:
         usage = Usage(sum(len(each.request.token_ids) for each in choices if each.request.share.counted))
         request[admission_key].begin(len(choices), usage)
         if body.stream:
-            return await self._stream(request, body, form, choices, usage)
-        whole = form.collector(len(choices))
-        async with aclosing(self._pieces(choices, usage)) as pieces:
-            async for piece in pieces:
-                whole.add(piece)
-        return await send_json(request, await whole.parts(usage), self._write_timeout)
-
-    async def _stream(
-        self,
-        request: web.Request,
-        body: SharedFields,
-        form: AnswerForm,
-        choices: Sequence[Choice],
-        usage: Usage,
-    ) -> web.StreamResponse:
-        options = body.stream_options
-        every = bool(options and options.continuous_usage_stats)
-        at_end = bool(options and options.include_usage)
-        reported = b',"usage":null' if at_end else b""
-        writer = SseWriter(request, self._write_timeout)
-        try:
-            async with aclosing(self._pieces(choices, usage)) as pieces:
-                try:
-                    # An error before the first token is an ordinary HTTP error.
-                    async for piece in pieces:
-                        if every:
-                            reported = usage_field(usage)
-                        events = form.events(piece, reported)
-                        if not writer.started:
-                            await writer.start()
-                            events = form.opening(len(choices), reported) + events
-                        await writer.send(events)
-                    return await writer.finish(form.ending(usage, at_end))
-                except ClientGone:
-                    raise
-                except Exception as error:
-                    if not writer.started:
-                        raise
-                    known = error if isinstance(error, RequestError) else defect(self._log, request)
-                    return await writer.finish(form.failure(body_of(known)))
-        except ClientGone as error:
-            self._log.info(str(error), request_id=request[request_id_key])
-            return writer.abandon()
-
-    async def _pieces(self, choices: Sequence[Choice], usage: Usage) -> AsyncGenerator[Piece, None]:
-        """Yield pieces of all choices as they arrive. Closing it, or an error in one choice, ends all of them."""
-        if len(choices) == 1:
-            async with aclosing(self._shown(0, choices[0], usage)) as pieces:
-                async for piece in pieces:
-                    yield piece
-            return
-        queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(maxsize=4 * len(choices))
-
-        async def pump(index: int, choice: Choice) -> None:
-            try:
-                async with aclosing(self._shown(index, choice, usage)) as pieces:
-                    async for piece in pieces:
-                        await queue.put(piece)
-                await queue.put(None)
-            except Exception as error:
-                await queue.put(error)
-
-        tasks = [asyncio.create_task(pump(i, choice)) for i, choice in enumerate(choices)]
-        try:
-            running = len(tasks)
-            while running:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    choices[0].request.batch.failed = True
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _shown(self, index: int, choice: Choice, usage: Usage) -> AsyncGenerator[Piece, None]:
-        pieces = self._run(index, choice, usage)
-        return pieces if choice.shown is None else with_prompt(pieces, choice.shown)
-
-    async def _run(self, index: int, choice: Choice, usage: Usage) -> AsyncGenerator[Piece, None]:
-        """Run one choice to its end. Raises InternalError if its tokens end without a finish reason."""
-        text = choice.text
-        async with aclosing(self._generator.generate(choice.request)) as deltas:
-            async for delta in deltas:
-                if delta.cached_tokens and choice.request.share.counted:
-                    usage.cached_tokens += delta.cached_tokens
-                before = text.completion_tokens
-                new, tokens = text.push(delta.tokens, delta.finish_reason)
-                usage.completion_tokens += text.completion_tokens - before
-                stopped = text.finish_reason is not None and delta.finish_reason is None
-                if stopped:
-                    with suppress(AnswerComplete, StopAsyncIteration):
-                        await deltas.athrow(AnswerComplete())  # frees the nodes
-                yield Piece(
-                    index,
-                    new,
-                    tokens,
-                    text.offsets,
-                    text.finish_reason,
-                    delta.cached_tokens,
-                    text.stop_string,
-                    delta.prompt_logprobs,
-                )
-                if stopped:
-                    return
-        if text.finish_reason is None:
-            raise InternalError("the token stream ended without a finish reason")
+            return await self._answering.stream(request, body, form, choices, usage)
+        return await self._answering.collect(request, form, choices, usage)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from common.errors import ClientGone
 from router.http_errors import REQUEST_ID, request_id_key
@@ -30,17 +30,42 @@ class SseWriter:
         self._timeout = write_timeout
         self.response = web.StreamResponse(headers={**HEADERS, REQUEST_ID: request[request_id_key]})
         self.started = False
+        self._transport: asyncio.Transport | None = None  # once the head of the answer was sent
 
     async def start(self) -> None:
         self.started = True
+        if self._request.version == HttpVersion11:
+            self.response.enable_chunked_encoding()
         async with self._watched():
             await self.response.prepare(self._request)
+
+    def has_room(self) -> bool:
+        """Whether `write_now` may be called: events have been sent, and the client keeps up with them."""
+        transport = self._transport
+        return (
+            transport is not None
+            and not transport.is_closing()
+            and transport.get_write_buffer_size() < UNWATCHED
+        )
+
+    @property
+    def buffered(self) -> int:
+        """Bytes of events that this process holds for the client."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def write_now(self, events: bytes) -> None:
+        """Write events without waiting; b"" writes nothing. Only while `has_room`, so the buffer stays bounded."""
+        if events:
+            assert self._transport is not None
+            self._transport.write(
+                b"%x\r\n%b\r\n" % (len(events), events) if self.response.chunked else events
+            )
 
     async def send(self, events: bytes) -> None:
         """Send events in one write; b"" sends nothing."""
         if not events:
             return
-        transport = self._request.transport
+        self._transport = transport = self._request.transport
         if transport is not None and transport.get_write_buffer_size() + len(events) < UNWATCHED:
             try:  # without a timeout: a timer per token would cost more than the write
                 await self.response.write(events)

@@ -27,6 +27,7 @@ from router.client import View
 from router.connections import ConnectionLimit
 from router.control_routes import ControlRoutes
 from router.field_rules import UnknownFields
+from router.generation import Generator
 from router.http_errors import error_middleware
 from router.http_server import http_runner
 from router.images import Images, NoImages
@@ -115,7 +116,10 @@ async def spawner() -> AsyncIterator[Spawner]:
 
 @pytest.fixture
 async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
-    """Start servers: `await serve(write_timeout=..., ...)`. Without `workers`, texts are processed in this process."""
+    """Start servers: `await serve(write_timeout=..., ...)`.
+
+    Without `workers`, texts are processed in this process. `source` replaces the scripted generator.
+    """
     runners: list[web.AppRunner] = []
     sessions: list[aiohttp.ClientSession] = []
 
@@ -131,6 +135,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         cors: Cors | None = None,
         limit: ConnectionLimit | None = None,
         strict_fields: bool = False,
+        source: Generator | None = None,
     ) -> Rig:
         log = Log("test")
         open_gate = OpenGate(HostRule(("x",), Cors(())), View.CLUSTER, open_metrics=False)
@@ -157,7 +162,8 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         generator = ScriptedGenerator()
         work = workers or InProcess(TextWork(text, ChatTemplate(Path(served.path))))
         texts = TextService(work, text, UnknownFields(log, strict_fields))
-        routes = OpenAiRoutes(generator, text, texts, admit, images, max_requests, log, write_timeout)
+        answers = source or generator
+        routes = OpenAiRoutes(answers, text, texts, admit, images, max_requests, log, write_timeout)
         routes.add_to(app)
         GenerateRoutes(routes, texts, text).add_to(app)
         ResponsesRoutes(routes, texts, served.name).add_to(app)

@@ -7,14 +7,17 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from common.messages.generation import OutputToken, TokenLogprob
-from router.generation import GenerationRequest, TokenDelta
+from router.generation import GenerationRequest, TakeNow, TokenDelta, take_nothing
 
 Step = TokenDelta | float | BaseException  # tokens; seconds to wait; an error to raise
 
 
 @dataclass
 class ScriptedGenerator:
-    """Requests take scripts in order; the last script serves all later ones."""
+    """Requests take scripts in order; the last script serves all later ones.
+
+    After the first delta, every other one is offered to `take_now`, so that answers mix both ways of reading.
+    """
 
     scripts: list[Sequence[Step]] = field(default_factory=list)
     requests: list[GenerationRequest] = field(default_factory=list)
@@ -24,17 +27,23 @@ class ScriptedGenerator:
     def will(self, *steps: Step) -> None:
         self.scripts.append(steps)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenDelta, None]:
+    async def generate(
+        self, request: GenerationRequest, take_now: TakeNow = take_nothing
+    ) -> AsyncGenerator[TokenDelta, None]:
         script = self.scripts.pop(0) if len(self.scripts) > 1 else self.scripts[0]
         self.requests.append(request)
         self.active += 1
         whole = False
+        deltas = 0
         try:
             for step in script:
                 if isinstance(step, BaseException):
                     raise step
                 if isinstance(step, TokenDelta):
-                    yield step
+                    deltas += 1
+                    offered = step.finish_reason is None and deltas % 2 == 0
+                    if not (offered and take_now(step.tokens)):
+                        yield step
                 else:
                     await asyncio.sleep(step)
             whole = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from hypothesis import given
@@ -84,6 +85,74 @@ def test_an_early_run_that_was_reached_in_part_still_counts() -> None:
     made.on_run(run(0, [10, 11, 12, 13]))
     assert (ids(made), made.finish_reason) == ([10, 11, 12, 13, 14], "stop")
     assert not made.early
+
+
+class Taker:
+    """Takes tokens at once while it is `willing`."""
+
+    def __init__(self) -> None:
+        self.willing = True
+        self.ids: list[int] = []
+
+    def __call__(self, tokens: Sequence[OutputToken]) -> bool:
+        if self.willing:
+            self.ids += [token.id for token in tokens]
+        return self.willing
+
+
+def waiting_reader() -> tuple[Attempt, Taker]:
+    """An attempt whose reader has the first token and waits, as the dispatcher sets it up."""
+    made, taker = attempt(), Taker()
+    made.on_first_token(first(10))
+    assert ids(made) == [10]
+
+    def take_now(tokens: Sequence[OutputToken]) -> bool:
+        if not taker(tokens):
+            return False
+        made.next_offset += len(tokens)
+        return True
+
+    made.direct = take_now
+    return made, taker
+
+
+def test_a_waiting_reader_gets_runs_at_once() -> None:
+    made, taker = waiting_reader()
+    made.on_run(run(1, [11]))
+    made.on_run(run(2, [12, 13]))
+    assert taker.ids == [11, 12, 13]
+    assert made.said == 4
+    assert not made.pending
+    assert not made.woken.is_set()
+
+
+def test_after_tokens_for_the_task_nothing_overtakes_them() -> None:
+    made, taker = waiting_reader()
+    taker.willing = False
+    made.on_run(run(1, [11]))
+    taker.willing = True
+    made.on_run(run(2, [12]))
+    assert made.woken.is_set()
+    assert (taker.ids, ids(made)) == ([], [11, 12])
+
+
+def test_the_task_gets_the_end_and_what_was_early_repeated_or_long() -> None:
+    made, taker = waiting_reader()
+    made.on_run(run(3, [13]))
+    made.on_run(run(1, [11, 12]))
+    assert (taker.ids, ids(made)) == ([], [11, 12, 13])
+    for odd in (run(0, [10, 11]), run(1, list(range(11, 11 + module.MAX_DIRECT + 1))), run(1, [11], "stop")):
+        made, taker = waiting_reader()
+        made.on_run(odd)
+        assert not taker.ids
+        assert ids(made) == [each.id for each in odd.tokens if each.id > 10]
+
+
+def test_a_failed_attempt_gives_nothing_to_the_reader_directly() -> None:
+    made, taker = waiting_reader()
+    made.fail(NodeLost("b"))
+    made.on_run(run(1, [11]))
+    assert not taker.ids
 
 
 def test_nothing_comes_after_the_end() -> None:

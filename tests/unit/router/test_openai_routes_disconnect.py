@@ -18,10 +18,14 @@ async def connect(
     rig: Rig, path: str, body: dict[str, Any]
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection(rig.host, rig.port)
-    raw = json.dumps(body).encode()
-    writer.write(_head(path, raw) + raw)
+    writer.write(request_bytes(path, body))
     await writer.drain()
     return reader, writer
+
+
+def request_bytes(path: str, body: dict[str, Any]) -> bytes:
+    raw = json.dumps(body).encode()
+    return _head(path, raw) + raw
 
 
 def _head(path: str, raw: bytes) -> bytes:
@@ -93,8 +97,7 @@ async def test_only_the_slow_reader_is_dropped(serve: Serve) -> None:
     asleep.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(asleep, (rig.host, rig.port))
-    raw = json.dumps({"prompt": "a", "stream": True}).encode()
-    await loop.sock_sendall(asleep, _head("/v1/completions", raw) + raw)
+    await loop.sock_sendall(asleep, request_bytes("/v1/completions", {"prompt": "a", "stream": True}))
     await running(rig, 1)
     other = asyncio.create_task(rig.raw("/v1/completions", {"prompt": "b", "stream": True}))
     await eventually(lambda: rig.generator.closed)

@@ -1,0 +1,107 @@
+"""Streams an answer to its client, and collects one that is not streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from aiohttp import web
+
+from common.errors import ClientGone, RequestError
+from common.observability.logs import Log
+from router.answer_form import AnswerForm, Collector
+from router.answer_reader import AnswerReader
+from router.choices import Choice
+from router.generation import Generator
+from router.http_errors import body_of, defect, request_id_key
+from router.json_answer import send_json
+from router.openai_responses import Piece, Usage, usage_field
+from router.openai_schema import SharedFields
+from router.sse import SseWriter
+
+
+class _Collected:
+    """A complete answer as a PieceSink. It never makes a piece wait."""
+
+    def __init__(self, collector: Collector) -> None:
+        self.add = collector.add
+
+    def ready(self) -> bool:
+        return True
+
+
+class _Streamed:
+    """A stream of events as a PieceSink. It takes pieces once it has started, while the client keeps up."""
+
+    def __init__(self, form: AnswerForm, writer: SseWriter, usage: Usage, body: SharedFields) -> None:
+        options = body.stream_options
+        self._form = form
+        self._writer = writer
+        self._usage = usage
+        self._every = bool(options and options.continuous_usage_stats)
+        self.at_end = bool(options and options.include_usage)
+        self._constant = b',"usage":null' if self.at_end else b""
+        self.ready = writer.has_room
+
+    def events(self, piece: Piece) -> bytes:
+        return self._form.events(piece, self.reported())
+
+    def add(self, piece: Piece) -> None:
+        self._writer.write_now(self._form.events(piece, self.reported()))
+
+    def reported(self) -> bytes:
+        """The usage member of an event."""
+        return usage_field(self._usage) if self._every else self._constant
+
+
+class Answering:
+    """Answers requests whose choices are ready to be generated."""
+
+    def __init__(self, generator: Generator, write_timeout: float, log: Log) -> None:
+        self._generator = generator
+        self._write_timeout = write_timeout
+        self._log = log
+
+    async def collect(
+        self, request: web.Request, form: AnswerForm, choices: Sequence[Choice], usage: Usage
+    ) -> web.StreamResponse:
+        """Answer with one JSON object."""
+        whole = form.collector(len(choices))
+        reader = AnswerReader(self._generator, choices, usage, _Collected(whole))
+        async with aclosing(reader.pieces()) as pieces:
+            async for piece in pieces:
+                whole.add(piece)
+        return await send_json(request, await whole.parts(usage), self._write_timeout)
+
+    async def stream(
+        self,
+        request: web.Request,
+        body: SharedFields,
+        form: AnswerForm,
+        choices: Sequence[Choice],
+        usage: Usage,
+    ) -> web.StreamResponse:
+        """Answer with server-sent events. An error before the first token is an ordinary HTTP error."""
+        writer = SseWriter(request, self._write_timeout)
+        sink = _Streamed(form, writer, usage, body)
+        reader = AnswerReader(self._generator, choices, usage, sink)
+        try:
+            async with aclosing(reader.pieces()) as pieces:
+                try:
+                    async for piece in pieces:
+                        events = sink.events(piece)
+                        if not writer.started:
+                            await writer.start()
+                            events = form.opening(len(choices), sink.reported()) + events
+                        await writer.send(events)
+                    return await writer.finish(form.ending(usage, sink.at_end))
+                except ClientGone:
+                    raise
+                except Exception as error:
+                    if not writer.started:
+                        raise
+                    known = error if isinstance(error, RequestError) else defect(self._log, request)
+                    return await writer.finish(form.failure(body_of(known)))
+        except ClientGone as error:
+            self._log.info(str(error), request_id=request[request_id_key])
+            return writer.abandon()
