@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from common.kv_cache.plane import HeadGroup, Plane
-from common.kv_cache.pool_layout import head_range
 from common.kv_cache.pool_spec import PoolSpec
+from common.kv_cache.shard import head_range
 
 
 class Ranks(NamedTuple):

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.checkpoint.model_config import EXPERTS, ModelConfig
-from common.kv_cache.plane import Owner, Plane, attention_layer
+from common.kv_cache.plane import HeadGroup, Owner, Plane, attention_layer
+from common.kv_cache.shard import WHOLE, Shard
 from common.named import named
 
 
@@ -23,8 +24,9 @@ class MixerRecord:
     planes: Callable[[Owner, ModelConfig, int, str], tuple[Plane, ...]]
     engine: str  # "module:attribute" of its class
     # (config, layer) -> values of one new token that a decode node keeps until it knows whether the token was
-    # accepted, in the model's dtype; 0: none. A mixer with a per-request plane needs them (docs/extending.md).
-    window: Callable[[ModelConfig, int], int] = lambda config, layer: 0
+    # accepted, in the model's dtype, as heads that ranks divide; (): none. A mixer with a per-request plane needs
+    # them (docs/extending.md).
+    window: Callable[[ModelConfig, int], tuple[HeadGroup, ...]] = lambda config, layer: ()
     chunk: int = 1  # prompts may be cut only at multiples of so many tokens
 
 
@@ -67,7 +69,10 @@ def state_grid(config: ModelConfig, page_size: int) -> int:
     return math.lcm(page_size, *(mixer_record(config, layer).chunk for layer in range(config.num_layers)))
 
 
-def window_widths(config: ModelConfig) -> dict[int, int]:
-    """Values of each new token that a decode node keeps, by layer; empty for a model without such layers."""
-    widths = {layer: mixer_record(config, layer).window(config, layer) for layer in range(config.num_layers)}
-    return {layer: width for layer, width in widths.items() if width}
+def window_widths(config: ModelConfig, shard: Shard = WHOLE) -> dict[int, int]:
+    """Return the values of each new token that a rank of a decode node keeps, by layer.
+
+    Empty for a model without such layers.
+    """
+    groups = {layer: mixer_record(config, layer).window(config, layer) for layer in range(config.num_layers)}
+    return {layer: shard.width(each, f"window of layer {layer}") for layer, each in groups.items() if each}

@@ -17,6 +17,7 @@ import msgspec
 
 from common.kv_cache.plane import Kept, Owner, Plane, Size
 from common.kv_cache.pool_spec import PoolSpec
+from common.kv_cache.shard import head_range
 
 PLANE_ALIGN: Final = 4096  # bytes; planes start at memory pages, which every transport can register
 
@@ -24,12 +25,6 @@ MAX_RANKS: Final = 64  # per node
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
 Ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
-
-
-def head_range(heads: int, rank: int, ranks: int) -> range:
-    """Return the heads of one rank: an even share, or one replicated head if ranks outnumber heads."""
-    start = rank * heads // ranks
-    return range(start, start + max(1, heads // ranks))
 
 
 @dataclass(frozen=True, slots=True)

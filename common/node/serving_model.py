@@ -14,6 +14,7 @@ from common.checkpoint.model_files import read_weight_files
 from common.engine.attention.backend import MakeAttention
 from common.engine.forward.model_runner import load_model
 from common.engine.layers.placement import Placement
+from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.checkpoint_layout import checkpoint_layout
 from common.engine.sampling.logit_adjustments import adjustment_bytes
@@ -24,10 +25,11 @@ from common.engine.weights import resolve_dtype
 from common.errors import ConfigError
 from common.kv_cache.layer_kinds import state_grid, window_widths
 from common.kv_cache.page_space import PageSpace, keys_with_lookahead
-from common.kv_cache.plane import Kept
+from common.kv_cache.plane import HeadGroup, Kept
 from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.pool_spec import PoolSpec
 from common.kv_cache.radix_cache import NoPrefixCache, RadixCache
+from common.kv_cache.shard import Shard
 from common.kv_cache.snapshots import Snapshots
 from common.messages.router_inbox import ConfigValue
 from common.node.encoder_memory import encoder_bytes
@@ -87,7 +89,15 @@ class ServingModel:
             spec=self.spec,
             num_pages=self.num_pages,
             num_slots=self.num_slots,
+            tp_rank=self.placement.shard.rank,
+            tp_size=self.placement.shard.size,
         )
+
+    @property
+    def heads(self) -> int:
+        """Query heads of an attention layer on this rank."""
+        queries = HeadGroup(self.config.num_heads, self.config.head_dim)
+        return len(self.placement.shard.heads(queries, "queries"))
 
     @property
     def request_slots(self) -> int:
@@ -169,15 +179,17 @@ class ServingModel:
         }
 
 
-def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> ServingModel:
-    """Load weights with progress. Raises ModelError, or ConfigError if the config does not fit the model.
+def load_serving_model(
+    plan: NodePlan, reporter: StartupReporter, log: Log, ranks: Ranks = ONE_RANK
+) -> ServingModel:
+    """Load a rank's weights with progress. Raises ModelError, or ConfigError if the config does not fit the model.
 
     On a GPU the pool is one for a trial of the graphs; `graph_start.sized` replaces it by the one that serves.
     """
     path, device, budget = Path(plan.model.path), _device(plan.device), plan.pool
     draft_config = _draft_config(plan)
     spec = plan.spec
-    window = _check_state(plan, device, spec, log)
+    window = _check_state(plan, device, ranks.shard, log)
     memory, others = _check_memory(plan, device, spec)
     if device.type == "cpu" and plan.threads:
         torch.set_num_threads(plan.threads)
@@ -190,8 +202,9 @@ def load_serving_model(plan: NodePlan, reporter: StartupReporter, log: Log) -> S
         lambda done, total: reporter.report("loading", done, total),
         () if draft_config is None else draft_config.aux_layers,
         wanted,
+        ranks,
     )
-    placement = Placement(resolve_dtype(plan.model.dtype, config.dtype, device), device)
+    placement = model.placement
     if wanted is not None and wanted > config.max_position_embeddings:
         raise ConfigError(
             "model.max_model_len",
@@ -254,19 +267,19 @@ def page_space(served: ServingModel, prefix_cache: bool | Literal["auto"]) -> Pa
     return PageSpace(size, served.num_pages, cache, keys_with_lookahead(lookahead), slots, grid)
 
 
-def _check_state(plan: NodePlan, device: torch.device, spec: PoolSpec, log: Log) -> WindowShape:
+def _check_state(plan: NodePlan, device: torch.device, shard: Shard, log: Log) -> WindowShape:
     """Return the window that the node keeps beside a state per request; empty for models without such a state.
 
     Raises ConfigError for a speculation setting that a state per request does not support.
     """
-    if not spec.state_bytes:
+    if not plan.spec.state_bytes:
         return NO_WINDOW
     if plan.speculation.topk > 1:
         raise ConfigError(
             "speculation.topk",
             "must be 1: this model keeps a state per request, which follows one chain of drafts; trees have branches",
         )
-    for plane in spec.planes:
+    for plane in plan.spec.planes:
         if plane.owner == "draft" and plane.kept is Kept.PER_REQUEST:
             raise ConfigError(
                 "speculation.draft_model_path",
@@ -277,7 +290,7 @@ def _check_state(plan: NodePlan, device: torch.device, spec: PoolSpec, log: Log)
         log.info("prefix cache off", reason=NO_CACHE, role=plan.role)
     config = ModelConfig.load(plan.model.path)
     dtype = resolve_dtype(plan.model.dtype, config.dtype, device)
-    return WindowShape(window_widths(config), plan.round_tokens, dtype)
+    return WindowShape(window_widths(config, shard), plan.round_tokens, dtype)
 
 
 def _draft_config(plan: NodePlan) -> DraftConfig | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from common.checkpoint.weight_formats import StoredWeights
 from common.engine.formats.dense import DenseFormat
 from common.engine.layers.activations import Activations, Quantised, Reads
-from common.engine.layers.linear import Embedding, Linear, Parts, WeightFormat, row_blocks
+from common.engine.layers.linear import Embedding, Linear, WeightFormat
 from common.engine.layers.norm import RmsNorm
+from common.engine.layers.parts import Block
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.ops.rms_norm import add_rms_norm
@@ -45,11 +46,11 @@ def in_forms(values: Tensor, reads: Reads) -> Activations:
 class Int8Linear(Linear):
     reads = Reads(dense=False, form=FORM)
 
-    def __init__(self, in_features: int, parts: Parts, bias: bool, placement: Placement) -> None:
+    def __init__(self, blocks: Sequence[Block], bias: bool, placement: Placement) -> None:
         super().__init__()
-        self._blocks, self._dtype = row_blocks(parts), placement.dtype
+        self._blocks, self._dtype = tuple(blocks), placement.dtype
         rows, device = sum(block.rows for block in self._blocks), placement.device
-        codes = torch.empty(rows, in_features, dtype=torch.int8, device=device)
+        codes = torch.empty(rows, blocks[0].columns.size, dtype=torch.int8, device=device)
         self.codes = nn.Parameter(codes, requires_grad=False)
         self.scales = nn.Parameter(torch.empty(rows, 1, device=device), requires_grad=False)
         bias_values = torch.empty(rows, dtype=placement.dtype, device=device)
@@ -78,10 +79,10 @@ class Int8Linear(Linear):
         start = 0
         for block in self._blocks:
             end = start + block.rows
-            yield block.piece("weight", self.codes[start:end])
-            yield block.piece("weight_scale", self.scales[start:end])
+            yield block.weight(self.codes[start:end])
+            yield block.per_row("weight_scale", self.scales[start:end])
             if self.bias is not None:
-                yield block.piece("bias", self.bias[start:end])
+                yield block.per_row("bias", self.bias[start:end])
             start = end
 
 
@@ -92,13 +93,13 @@ class Int8Format(WeightFormat):
         self._ignored = stored.ignored
         self._dense = DenseFormat(placement)
 
-    def linear(self, in_features: int, parts: Parts, bias: bool) -> Linear:
-        if all(block.name in self._ignored for block in row_blocks(parts)):
-            return self._dense.linear(in_features, parts, bias)
-        return Int8Linear(in_features, parts, bias, self.placement)
+    def make_linear(self, blocks: Sequence[Block], bias: bool) -> Linear:
+        if all(block.name in self._ignored for block in blocks):
+            return self._dense.make_linear(blocks, bias)
+        return Int8Linear(blocks, bias, self.placement)
 
-    def tied_head(self, embedding: Embedding) -> Linear:
-        return self._dense.tied_head(embedding)
+    def make_tied(self, embedding: Embedding) -> Linear:
+        return self._dense.make_tied(embedding)
 
 
 def write_checkpoint(source: Path, target: Path, ignored: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ from common.engine.state.pool import KvPool
 from common.kv_cache.plane import HeadGroup, Kept, Owner, Plane, attention_layer
 from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.pool_spec import PoolSpec, pool_spec
+from common.kv_cache.shard import WHOLE, Shard
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -46,12 +47,22 @@ def model_pool(
 ) -> KvPool:
     """Make a pool for one model. Slots exist only if the model keeps a state per request."""
     spec = pool_spec(config, None, page_size, name_of(placement.dtype))
-    return empty_pool(spec, num_pages, placement.device, num_slots if spec.state_bytes else 0)
+    slots = num_slots if spec.state_bytes else 0
+    return empty_pool(spec, num_pages, placement.device, slots, placement.shard)
 
 
-def empty_pool(spec: PoolSpec, num_pages: int, device: torch.device, num_slots: int = 0) -> KvPool:
-    """Make a target's pool filled with zeros."""
-    layout = PoolLayout(fingerprint="pool", spec=spec, num_pages=num_pages, num_slots=num_slots)
+def empty_pool(
+    spec: PoolSpec, num_pages: int, device: torch.device, num_slots: int = 0, shard: Shard = WHOLE
+) -> KvPool:
+    """Make a target's pool filled with zeros: a rank's share of its planes."""
+    layout = PoolLayout(
+        fingerprint="pool",
+        spec=spec,
+        num_pages=num_pages,
+        num_slots=num_slots,
+        tp_rank=shard.rank,
+        tp_size=shard.size,
+    )
     return KvPool(layout, "target", torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,8 +11,9 @@ from common.checkpoint.experts_config import ExpertsConfig
 from common.checkpoint.weight_formats import StoredWeights
 from common.engine.formats.dense_experts import DenseExperts
 from common.engine.layers.activations import DENSE, Activations, Reads
-from common.engine.layers.linear import Embedding, Linear, Parts, WeightFormat, row_blocks
+from common.engine.layers.linear import Embedding, Linear, WeightFormat
 from common.engine.layers.norm import RmsNorm
+from common.engine.layers.parts import Block
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.engine.ops.linear import gated_linear, linear
@@ -25,16 +26,16 @@ class DenseLinear(Linear):
     Args:
         weight: [out, in].
         bias: [out].
-        parts: where its rows come from; empty for a weight that another module loads.
+        blocks: where its rows come from; empty for a weight that another module loads.
     """
 
     reads = DENSE
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, parts: Parts) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, blocks: Sequence[Block]) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
-        self._blocks = row_blocks(parts)
+        self._blocks = tuple(blocks)
 
     def product(self, x: Activations) -> Tensor:
         return linear(x.tensor(), self.weight, self.bias)
@@ -54,9 +55,9 @@ class DenseLinear(Linear):
     def pieces(self) -> Iterator[Piece]:
         start = 0
         for block in self._blocks:
-            yield block.piece("weight", self.weight[start : start + block.rows])
+            yield block.weight(self.weight[start : start + block.rows])
             if self.bias is not None:
-                yield block.piece("bias", self.bias[start : start + block.rows])
+                yield block.per_row("bias", self.bias[start : start + block.rows])
             start += block.rows
 
 
@@ -78,16 +79,16 @@ class DenseFormat(WeightFormat):
         self.placement = placement
         self._product = product
 
-    def linear(self, in_features: int, parts: Parts, bias: bool) -> DenseLinear:
-        rows = sum(block.rows for block in row_blocks(parts))
-        weight = parameter((rows, in_features), self.placement)
-        return self._product(weight, parameter((rows,), self.placement) if bias else None, parts)
+    def make_linear(self, blocks: Sequence[Block], bias: bool) -> DenseLinear:
+        rows = sum(block.rows for block in blocks)
+        weight = parameter((rows, blocks[0].columns.size), self.placement)
+        return self._product(weight, parameter((rows,), self.placement) if bias else None, blocks)
 
-    def experts(self, name: str, hidden_size: int, experts: ExpertsConfig) -> DenseExperts:
+    def make_experts(self, name: str, hidden_size: int, experts: ExpertsConfig) -> DenseExperts:
         return DenseExperts(name, hidden_size, experts, self.placement)
 
-    def tied_head(self, embedding: Embedding) -> DenseLinear:
-        return self._product(embedding.weight, None, {})
+    def make_tied(self, embedding: Embedding) -> DenseLinear:
+        return self._product(embedding.weight, None, ())
 
 
 def dense_format(stored: StoredWeights, placement: Placement) -> DenseFormat:

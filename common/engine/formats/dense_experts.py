@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.engine.ops.expert_products import expert_parts
+from common.kv_cache.plane import HeadGroup
 
 
 class DenseExperts(ExpertProducts):
@@ -23,7 +24,10 @@ class DenseExperts(ExpertProducts):
         super().__init__()
         self._block = f"{name}.{experts.names.block}"
         self._experts = experts
-        count, inner = experts.count + experts.shared, experts.inner
+        count, divided = experts.count + experts.shared, HeadGroup(experts.inner, 1)
+        # the inner values of every expert that this rank computes
+        self._inner = placement.shard.addends(divided, self._block)
+        inner = len(self._inner)
         self.gate_up = parameter((count, 2 * inner, hidden_size), placement)  # [E, 2 I, H], gates first
         self.down = parameter((count, hidden_size, inner), placement)  # [E, H, I]
 
@@ -32,34 +36,43 @@ class DenseExperts(ExpertProducts):
 
     def pieces(self) -> Iterator[Piece]:
         count, stem = self._experts.count, f"{self._block}.experts"
-        gate_up, down = (
-            Piece.all_of(f"{stem}.{what}_proj", stack[:count])
-            for what, stack in (("gate_up", self.gate_up), ("down", self.down))
+        (gates, ups), downs = self.gate_up[:count].chunk(2, dim=1), self.down[:count]
+        first, inner, hidden = self._inner.start, self._experts.inner, self.down.shape[1]
+        whole, names = (count, 2 * inner, hidden), self._experts.names
+
+        def each(
+            name: str, read: Callable[[str, Tensor, int, int], Piece]
+        ) -> Callable[[Piece], Iterator[Piece]]:
+            """Return what reads a checkpoint with one matrix per expert instead of a stack."""
+            return lambda stack: (
+                read(f"{stem}.{index}.{name}.weight", expert, 0, inner)
+                for index, expert in enumerate(stack.into)
+            )
+
+        gate, up, down = (
+            each(names.gate, self._rows),
+            each(names.up, self._rows),
+            each(names.down, self._columns),
         )
-        yield gate_up._replace(instead=self._gates_and_ups)
-        yield down._replace(instead=self._downs)
+        yield Piece(f"{stem}.gate_up_proj", gates, whole, (0, first, 0), gate)
+        yield Piece(f"{stem}.gate_up_proj", ups, whole, (0, inner + first, 0), up)
+        yield Piece(f"{stem}.down_proj", downs, (count, hidden, inner), (0, 0, first), down)
         yield from self._shared_pieces()
-
-    def _gates_and_ups(self, stack: Piece) -> Iterator[Piece]:
-        """Yield the matrices of a checkpoint without the tensor that `stack` names."""
-        names, stem = self._experts.names, stack.name.removesuffix(".gate_up_proj")
-        for index, both in enumerate(stack.into):
-            gate, up = both.chunk(2)
-            yield Piece.all_of(f"{stem}.{index}.{names.gate}.weight", gate)
-            yield Piece.all_of(f"{stem}.{index}.{names.up}.weight", up)
-
-    def _downs(self, stack: Piece) -> Iterator[Piece]:
-        stem = stack.name.removesuffix(".down_proj")
-        for index, down in enumerate(stack.into):
-            yield Piece.all_of(f"{stem}.{index}.{self._experts.names.down}.weight", down)
 
     def _shared_pieces(self) -> Iterator[Piece]:
         """Cut the shared block into experts: rows of its gate and up projections, columns of its down projection."""
         count, shared, inner = self._experts.count, self._experts.shared, self._experts.inner
-        stem, hidden = f"{self._block}.{self._experts.names.shared}", self.gate_up.shape[-1]
+        stem, whole = f"{self._block}.{self._experts.names.shared}", shared * inner
         for index in range(shared):
-            at, expert = index * inner, count + index
-            gate, up = self.gate_up[expert].chunk(2)
-            yield Piece.rows_of(f"{stem}.gate_proj.weight", gate, at, shared * inner)
-            yield Piece.rows_of(f"{stem}.up_proj.weight", up, at, shared * inner)
-            yield Piece(f"{stem}.down_proj.weight", self.down[expert], (hidden, shared * inner), (0, at))
+            gate, up = self.gate_up[count + index].chunk(2)
+            yield self._rows(f"{stem}.gate_proj.weight", gate, index * inner, whole)
+            yield self._rows(f"{stem}.up_proj.weight", up, index * inner, whole)
+            yield self._columns(f"{stem}.down_proj.weight", self.down[count + index], index * inner, whole)
+
+    def _rows(self, name: str, into: Tensor, expert: int, whole: int) -> Piece:
+        """Return the read of this rank's rows of an expert whose rows begin at `expert` in a matrix of `whole` rows."""
+        return Piece.rows_of(name, into, expert + self._inner.start, whole)
+
+    def _columns(self, name: str, into: Tensor, expert: int, whole: int) -> Piece:
+        """Return the same read of columns."""
+        return Piece(name, into, (len(into), whole), (0, expert + self._inner.start))

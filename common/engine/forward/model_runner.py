@@ -14,6 +14,7 @@ from common.checkpoint.mtp_format import module_prefixes
 from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
 from common.engine.layers.placement import Placement
+from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.engine.models.causal_lm import BodyOutput, CausalLM
 from common.engine.models.checkpoint_layout import checkpoint_layout
 from common.engine.models.model_size import check_model_size
@@ -64,15 +65,17 @@ def load_model(
     progress: Progress | None = None,
     aux_layers: Sequence[int] = (),
     max_tokens: int | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> tuple[CausalLM, ModelConfig]:
     """Build and fill the model of a Hugging Face directory. Raises ModelError if it cannot be served.
 
     Args:
         max_tokens: maximum length of a request; None: as long as the model allows.
+        ranks: says which share of the model is loaded.
     """
     config = ModelConfig.load(path).for_length(max_tokens)
     target = torch.device(device)
-    placement = Placement(resolve_dtype(dtype, config.dtype, target), target)
+    placement = Placement(resolve_dtype(dtype, config.dtype, target), target, ranks)
     check_model_size(Path(path), config, placement.dtype, target)
     model = build_model(config, placement, aux_layers).eval()
     ignore = ("lm_head.weight",) if config.tie_word_embeddings else ()

@@ -10,11 +10,14 @@ from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.backend import AttentionBackend
 from common.engine.layers.activations import Activations
 from common.engine.layers.blocks import Mixer
-from common.engine.layers.linear import Parts, RowBlock, WeightFormat, row_blocks
+from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm, model_norm
+from common.engine.layers.parts import Parts, runs_of
 from common.engine.layers.piece import Piece
 from common.engine.ops.sigmoid_gate import sigmoid_gate
 from common.engine.ops.token_norm import token_norm
+from common.errors import ModelError
+from common.kv_cache.plane import HeadGroup
 
 
 class Attention(Mixer):
@@ -37,20 +40,20 @@ class Attention(Mixer):
     ) -> None:
         super().__init__()
         name, self.layer = f"{name}.self_attn", layer
-        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        query, new = f"{name}.q_proj", {f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
-        parts: Parts = {query: q_size, **new}
-        self.gated = config.output_gate
-        if config.fused:
-            parts = {f"{name}.qkv_proj": q_size + 2 * kv_size}
-        if self.gated:
-            heads = [_rows_of_head(query, config, head) for head in range(config.num_heads)]
-            parts = [*(rows[0] for rows in heads), *row_blocks(new), *(rows[1] for rows in heads)]
+        self.head_dim, self.gated = config.head_dim, config.output_gate
+        queries = HeadGroup(config.num_heads, config.head_dim)
+        keys = HeadGroup(config.num_kv_heads, config.head_dim)
+        shard = weights.placement.shard
+        self.heads, self.kv_heads = len(shard.heads(queries, name)), len(shard.heads(keys, name))
+        parts = _parts(name, config, queries, keys)
         self.qkv_proj = weights.linear(in_features or config.hidden_size, parts, config.qkv_bias)
-        self.o_proj = weights.linear(q_size, {f"{name}.o_proj": config.hidden_size}, config.output_bias)
+        self.o_proj = weights.linear(queries, {f"{name}.o_proj": config.hidden_size}, config.output_bias)
         self.norms_tokens = config.qk_norm_whole
-        widths = (q_size, kv_size) if self.norms_tokens else (config.head_dim, config.head_dim)
+        widths = (config.head_dim, config.head_dim)
+        if self.norms_tokens:
+            widths = (self.heads * self.head_dim, self.kv_heads * self.head_dim)
+            if shard.size > 1:
+                raise ModelError(f"{name}: norms over the heads of all ranks are not supported; use one rank")
         made = (config, weights.placement)
         self.q_norm = model_norm(f"{name}.q_norm", widths[0], *made) if config.qk_norm else None
         self.k_norm = model_norm(f"{name}.k_norm", widths[1], *made) if config.qk_norm else None
@@ -107,8 +110,13 @@ class Attention(Mixer):
             yield from self.k_norm.pieces()
 
 
-def _rows_of_head(name: str, config: ModelConfig, head: int) -> tuple[RowBlock, RowBlock]:
-    """Return the rows of a head's query and of its gate in a q_proj that has both."""
-    size = config.head_dim
-    query = RowBlock(name, size, 2 * head * size, 2 * config.num_heads * size)
-    return query, query._replace(begin=query.begin + size)
+def _parts(name: str, config: ModelConfig, queries: HeadGroup, keys: HeadGroup) -> Parts:
+    """Return the rows of the merged projection: queries, keys, values and, if there are any, gates."""
+    query, key, value = (f"{name}.{each}_proj" for each in "qkv")
+    if config.output_gate:
+        # the checkpoint has the query and the gate of a head together
+        rows, gates = runs_of(query, queries, queries, bundles=queries.heads)
+        return [rows, *runs_of(key, keys), *runs_of(value, keys), gates]
+    if config.fused:
+        return runs_of(f"{name}.qkv_proj", queries, keys, keys)
+    return {query: queries, key: keys, value: keys}

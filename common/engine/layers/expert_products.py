@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from common.engine.layers.activations import Activations, Reads
+from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
+from common.engine.ops.sum_parts import sum_parts
 
 
 class ExpertProducts(nn.Module, ABC):
@@ -28,6 +30,17 @@ class ExpertProducts(nn.Module, ABC):
             experts: [T, K] int32; a token has no expert twice.
             shares: [T, K] float32.
         """
+
+    def product(self, x: Activations, experts: Tensor, shares: Tensor) -> Tensor:
+        """Return the sum of `parts` over the experts of each token [T, H]; zeros for tokens without experts."""
+        return sum_parts(self.parts(x, experts, shares), experts)
+
+    def add_norm(
+        self, x: Activations, experts: Tensor, shares: Tensor, stream: Tensor, norm: RmsNorm
+    ) -> tuple[Activations, Tensor]:
+        """Return (norm(y + stream), y + stream), where y is `product`."""
+        normed, total = norm.add_parts(self.parts(x, experts, shares), experts, stream)
+        return Activations(normed), total
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:

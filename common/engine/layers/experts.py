@@ -14,7 +14,6 @@ from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 from common.engine.layers.router import Router
-from common.engine.ops.sum_parts import sum_parts
 
 
 class Experts(FeedForward):
@@ -30,18 +29,14 @@ class Experts(FeedForward):
 
     def forward(self, x: Activations, slots: TokenSlots | None = None) -> Tensor:
         """Return [T, H]. Padding rows get no expert, so that they read no weights, and zeros."""
-        return sum_parts(*self._parts(x, slots))
+        experts, shares = self.router(x.tensor(), slots)
+        return self.experts.product(x, experts, shares)
 
     def add_norm(
         self, x: Activations, stream: Tensor, norm: RmsNorm, slots: TokenSlots | None = None
     ) -> tuple[Activations, Tensor]:
-        normed, total = norm.add_parts(*self._parts(x, slots), stream)
-        return Activations(normed), total
-
-    def _parts(self, x: Activations, slots: TokenSlots | None) -> tuple[Tensor, Tensor]:
-        """Return what is added up [T, K, H], and of which experts it is [T, K]."""
         experts, shares = self.router(x.tensor(), slots)
-        return self.experts.parts(x, experts, shares), experts
+        return self.experts.add_norm(x, experts, shares, stream, norm)
 
     def pieces(self) -> Iterator[Piece]:
         yield from self.router.pieces()

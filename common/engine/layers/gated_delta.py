@@ -7,19 +7,22 @@ keys and values, and a gated norm per head precedes the output projection.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from common.checkpoint.gated_delta_config import KERNEL, GatedDeltaConfig
+from common.checkpoint.gated_delta_config import KERNEL
 from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.backend import AttentionBackend
 from common.engine.layers.activations import Activations
 from common.engine.layers.blocks import Mixer
-from common.engine.layers.linear import Parts, RowBlock, WeightFormat
+from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm
+from common.engine.layers.parts import Parts, rows_of_parameter, runs_of
 from common.engine.layers.piece import Piece
-from common.engine.layers.placement import Placement, parameter
+from common.engine.layers.placement import parameter
+from common.kv_cache.gated_delta import DeltaHeads, delta_heads
 
 OPERATION = "common.engine.attention.gated_delta:gated_delta"
 
@@ -35,15 +38,18 @@ class GatedDelta(Mixer):
     def __init__(self, name: str, config: ModelConfig, layer: int, weights: WeightFormat) -> None:
         super().__init__()
         assert config.gated_delta is not None
-        name, shape = f"{name}.linear_attn", config.gated_delta
-        self.name, self.layer, self.width, self.eps = name, layer, shape.inner, config.rms_norm_eps
-        rows = grouped_rows(name, shape) if shape.grouped_rows else separate_rows(name, shape)
+        name, shape, shard = f"{name}.linear_attn", config.gated_delta, weights.placement.shard
+        heads = delta_heads(shape)
+        self.name, self.layer, self.shard, self.eps = name, layer, shard, config.rms_norm_eps
+        self.heads, self.width = heads, shard.width((heads.values,), name)
+        rows = grouped_rows(name, heads) if shape.grouped_rows else separate_rows(name, heads)
         self.in_proj = weights.linear(config.hidden_size, rows, bias=False)
-        self.out_proj = weights.linear(shape.inner, {f"{name}.out_proj": config.hidden_size}, bias=False)
-        wide = Placement(torch.float32, weights.placement.device)
-        self.taps = parameter((shape.channels, KERNEL), weights.placement)
-        self.a_log = parameter((shape.value_heads,), wide)
-        self.dt_bias = parameter((shape.value_heads,), wide)
+        self.out_proj = weights.linear(heads.values, {f"{name}.out_proj": config.hidden_size}, bias=False)
+        wide = replace(weights.placement, dtype=torch.float32)
+        states = shard.width((heads.states,), name)
+        self.taps = parameter((shard.width(heads.channels, name), KERNEL), weights.placement)
+        self.a_log = parameter((states,), wide)
+        self.dt_bias = parameter((states,), wide)
         self.norm = parameter((shape.value_dim,), wide)
         self.reads = self.in_proj.reads
 
@@ -68,38 +74,32 @@ class GatedDelta(Mixer):
     def pieces(self) -> Iterator[Piece]:
         yield from self.in_proj.pieces()
         yield from self.out_proj.pieces()
-        yield Piece.all_of(f"{self.name}.conv1d.weight", self.taps.unsqueeze(1))
-        yield Piece.all_of(f"{self.name}.A_log", self.a_log)
-        yield Piece.all_of(f"{self.name}.dt_bias", self.dt_bias)
+        shard, states = self.shard, self.heads.states
+        taps = runs_of(f"{self.name}.conv1d", *self.heads.channels)
+        yield from rows_of_parameter(taps, shard, "weight", self.taps.unsqueeze(1))
+        yield from rows_of_parameter({self.name: states}, shard, "A_log", self.a_log)
+        yield from rows_of_parameter({self.name: states}, shard, "dt_bias", self.dt_bias)
         yield Piece.all_of(f"{self.name}.norm.weight", self.norm)
 
 
-def separate_rows(name: str, shape: GatedDeltaConfig) -> Parts:
+def separate_rows(name: str, heads: DeltaHeads) -> Parts:
     """Return the rows of the input projection in a checkpoint of Qwen3.5."""
-    return {
-        f"{name}.in_proj_qkv": shape.channels,
-        f"{name}.in_proj_b": shape.value_heads,
-        f"{name}.in_proj_a": shape.value_heads,
-        f"{name}.in_proj_z": shape.inner,
-    }
+    return [
+        *runs_of(f"{name}.in_proj_qkv", *heads.channels),
+        *runs_of(f"{name}.in_proj_b", heads.states),
+        *runs_of(f"{name}.in_proj_a", heads.states),
+        *runs_of(f"{name}.in_proj_z", heads.values),
+    ]
 
 
-def grouped_rows(name: str, shape: GatedDeltaConfig) -> Parts:
+def grouped_rows(name: str, heads: DeltaHeads) -> Parts:
     """Return the rows of the input projection in a checkpoint of Qwen3-Next.
 
     Its tensors have the rows of each key head together: [query | key | values | gates] and [b | a].
     """
-    served = shape.value_heads // shape.key_heads
-    values = served * shape.value_dim
-    runs = {"in_proj_qkvz": (shape.key_dim, shape.key_dim, values, values), "in_proj_ba": (served, served)}
-
-    def rows(tensor: str, index: int) -> Iterator[RowBlock]:
-        """Yield the rows of run `index` of all key heads."""
-        run = runs[tensor]
-        size, first = sum(run), sum(run[:index])
-        for head in range(shape.key_heads):
-            yield RowBlock(f"{name}.{tensor}", run[index], head * size + first, shape.key_heads * size)
-
-    order = [("in_proj_qkvz", 0), ("in_proj_qkvz", 1), ("in_proj_qkvz", 2)]
-    order += [("in_proj_ba", 0), ("in_proj_ba", 1), ("in_proj_qkvz", 3)]
-    return [block for tensor, index in order for block in rows(tensor, index)]
+    bundles = heads.keys.heads
+    query, key, values, gates = runs_of(
+        f"{name}.in_proj_qkvz", heads.keys, heads.keys, heads.values, heads.values, bundles=bundles
+    )
+    b, a = runs_of(f"{name}.in_proj_ba", heads.states, heads.states, bundles=bundles)
+    return [query, key, values, b, a, gates]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,33 +13,20 @@ from common.checkpoint.experts_config import ExpertsConfig
 from common.engine.layers.activations import Activations, Reads
 from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.norm import RmsNorm
+from common.engine.layers.parts import (
+    Block,
+    Columns,
+    Features,
+    Parts,
+    declared_runs,
+    head_group,
+    input_columns,
+    rank_blocks,
+)
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.errors import ModelError
-
-
-class RowBlock(NamedTuple):
-    """Consecutive rows of a tensor in the checkpoint that become consecutive rows of a product's weight."""
-
-    name: str  # without `.weight`
-    rows: int
-    begin: int  # index of the first row in the tensor
-    whole: int  # number of rows of the tensor
-
-    def piece(self, suffix: str, into: Tensor) -> Piece:
-        """Return the read of these rows of `NAME.suffix`; `into` has `rows` rows."""
-        return Piece.rows_of(f"{self.name}.{suffix}", into, self.begin, self.whole)
-
-
-# The rows of a product's weight, in order: whole tensors with their number of rows, or blocks of tensors.
-Parts: TypeAlias = Mapping[str, int] | Sequence[RowBlock]
-
-
-def row_blocks(parts: Parts) -> tuple[RowBlock, ...]:
-    """Return the rows of a product's weight as blocks of tensors."""
-    if isinstance(parts, Mapping):
-        return tuple(RowBlock(name, rows, 0, rows) for name, rows in parts.items())
-    return tuple(parts)
+from common.kv_cache.shard import WHOLE, Shard
 
 
 class Linear(nn.Module, ABC):
@@ -83,46 +69,88 @@ class Linear(nn.Module, ABC):
 
 
 class Embedding(nn.Module):
-    """Token embedding, whose weight may also serve as the LM head."""
+    """Token embedding, whose weight may also serve as the LM head.
 
-    def __init__(self, name: str, vocab_size: int, hidden_size: int, placement: Placement) -> None:
+    Args:
+        shard: the share of the vocabulary that it holds.
+    """
+
+    def __init__(
+        self, name: str, vocab_size: int, hidden_size: int, placement: Placement, shard: Shard = WHOLE
+    ) -> None:
         super().__init__()
-        self.name = name
-        self.weight = parameter((vocab_size, hidden_size), placement)  # [V, H]
+        self.name, self.vocab_size = name, vocab_size
+        self.tokens = shard.tokens(vocab_size)
+        self.weight = parameter((len(self.tokens), hidden_size), placement)  # [V, H]
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return [T, H] for ids [T] int64."""
         return F.embedding(ids, self.weight)
 
     def pieces(self) -> Iterator[Piece]:
-        yield Piece.all_of(f"{self.name}.weight", self.weight)
+        yield Piece.rows_of(f"{self.name}.weight", self.weight, self.tokens.start, self.vocab_size)
 
 
 class WeightFormat(ABC):
-    """Makes the products of one model in the format in which its checkpoint stores their weights."""
+    """Makes the products of one model in the format in which its checkpoint stores their weights.
+
+    Layers declare whole products. This class finds the share of this rank and how the ranks combine their results;
+    formats make products from blocks.
+    """
 
     placement: Placement  # of activations, norms and embeddings
 
     @abstractmethod
-    def linear(self, in_features: int, parts: Parts, bias: bool) -> Linear:
+    def make_linear(self, blocks: Sequence[Block], bias: bool) -> Linear:
+        """Make an uninitialised product whose rows are `blocks`, all of the same columns."""
+
+    @abstractmethod
+    def make_tied(self, embedding: Embedding) -> Linear:
+        """Make a product that uses the embedding's weight."""
+
+    def make_experts(self, name: str, hidden_size: int, experts: ExpertsConfig) -> ExpertProducts:
+        """Make this rank's share of the uninitialised experts of a layer. Raises ModelError if the format has none."""
+        raise ModelError(
+            f"{name}: experts are not supported in this weight format; use a checkpoint without it"
+        )
+
+    def linear(self, inputs: Features, parts: Parts, bias: bool) -> Linear:
         """Make an uninitialised product.
 
         Args:
-            parts: where the rows of its weight come from; names are without `.weight`.
+            inputs: the values that it reads. If they are divided by heads, its outputs are summed over the ranks.
+            parts: where the rows of its weight come from; names are without `.weight`. Heads are divided.
         """
+        shard = self.placement.shard
+        columns = input_columns(inputs, shard, next(declared_runs(parts)).name)
+        # the bias of a sum is added once
+        made = self.make_linear(
+            rank_blocks(parts, columns, shard), bias and not (columns.divided and shard.rank)
+        )
+        return made if head_group(inputs).heads == 1 else self.placement.ranks.summed(made)
 
-    @abstractmethod
+    def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
+        """Make an uninitialised embedding, divided by vocabulary."""
+        placement = self.placement
+        made = Embedding(name, vocab_size, hidden_size, placement, placement.shard)
+        return placement.ranks.summed(made)
+
+    def head(self, name: str, hidden_size: int, vocab_size: int) -> Linear:
+        """Make an uninitialised LM head, divided by vocabulary. `name` is without `.weight`."""
+        tokens = self.placement.shard.tokens(vocab_size)
+        block = Block(name, len(tokens), tokens.start, vocab_size, Columns(hidden_size, 0, hidden_size))
+        return self.placement.ranks.gathered(self.make_linear([block], bias=False))
+
     def tied_head(self, embedding: Embedding) -> Linear:
         """Make an LM head that uses the embedding's weight."""
+        return self.placement.ranks.gathered(self.make_tied(embedding))
 
     def experts(self, name: str, hidden_size: int, experts: ExpertsConfig) -> ExpertProducts:
         """Make the uninitialised experts of a layer, whose tensors have the prefix `name` in the checkpoint.
 
         Raises ModelError if the format has none.
         """
-        raise ModelError(
-            f"{name}: experts are not supported in this weight format; use a checkpoint without it"
-        )
+        return self.placement.ranks.summed(self.make_experts(name, hidden_size, experts))
 
 
 def logits(hidden: Tensor, head: Linear) -> Tensor:

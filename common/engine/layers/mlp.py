@@ -12,7 +12,9 @@ from common.engine.layers.activations import Activations
 from common.engine.layers.blocks import FeedForward
 from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm
+from common.engine.layers.parts import Parts, runs_of
 from common.engine.layers.piece import Piece
+from common.kv_cache.plane import HeadGroup
 
 
 class Mlp(FeedForward):
@@ -21,12 +23,13 @@ class Mlp(FeedForward):
     def __init__(self, name: str, config: ModelConfig, weights: WeightFormat) -> None:
         super().__init__()
         size, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        parts = {f"{name}.mlp.gate_proj": inner, f"{name}.mlp.up_proj": inner}
+        divided = HeadGroup(inner, 1)
+        parts: Parts = {f"{name}.mlp.gate_proj": divided, f"{name}.mlp.up_proj": divided}
         if config.fused:
-            parts = {f"{name}.mlp.gate_up_proj": 2 * inner}
+            parts = runs_of(f"{name}.mlp.gate_up_proj", divided, divided)
         self._gelu = config.activation == "gelu_tanh"
         self.gate_up_proj = weights.linear(size, parts, bias)
-        self.down_proj = weights.linear(inner, {f"{name}.mlp.down_proj": size}, bias)
+        self.down_proj = weights.linear(divided, {f"{name}.mlp.down_proj": size}, bias)
         self.reads = self.gate_up_proj.reads
 
     def forward(self, x: Activations) -> Tensor:

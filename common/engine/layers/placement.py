@@ -1,4 +1,4 @@
-"""The dtype and device of a model's parameters."""
+"""The dtype and device of a model's parameters, and the share of the model that is there."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from common.engine.layers.ranks import ONE_RANK, Ranks
+from common.kv_cache.shard import Shard
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """dtype and device of parameters and activations."""
+    """dtype and device of parameters and activations, on one of the node's ranks."""
 
     dtype: torch.dtype
     device: torch.device
+    ranks: Ranks = ONE_RANK
+
+    @property
+    def shard(self) -> Shard:
+        return self.ranks.shard
 
 
 def parameter(shape: tuple[int, ...], placement: Placement) -> nn.Parameter:

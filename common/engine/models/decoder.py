@@ -15,7 +15,7 @@ from common.engine.attention.backend import AttentionBackend
 from common.engine.formats.registry import weight_format
 from common.engine.layers.activations import Activations
 from common.engine.layers.blocks import FeedForward, Mixer
-from common.engine.layers.linear import Embedding, WeightFormat, logits
+from common.engine.layers.linear import WeightFormat, logits
 from common.engine.layers.norm import RmsNorm, model_norm
 from common.engine.layers.output_norm_layer import OutputNormLayer
 from common.engine.layers.piece import Piece
@@ -106,7 +106,7 @@ class Decoder(CausalLM):
         self.placement = placement
         self.aux_layers = tuple(aux_layers)
         weights, size = weight_format(config, placement), config.hidden_size
-        self.embed_tokens = Embedding("model.embed_tokens", config.vocab_size, size, placement)
+        self.embed_tokens = weights.embedding("model.embed_tokens", config.vocab_size, size)
         # The product with the embeddings is exact, then rounded, as that of two values of the dtype.
         self._scale = float(torch.tensor(config.embedding_scale).to(placement.dtype))
         self.rotary = Rotary(config.rope, config.head_dim, placement)
@@ -120,7 +120,7 @@ class Decoder(CausalLM):
         if config.tie_word_embeddings:
             self.lm_head = weights.tied_head(self.embed_tokens)
         else:
-            self.lm_head = weights.linear(size, {"lm_head": config.vocab_size}, bias=False)
+            self.lm_head = weights.head("lm_head", size, config.vocab_size)
 
     def embed(self, ids: Tensor) -> Tensor:
         embeds = super().embed(ids)

@@ -177,7 +177,7 @@ class Eagle3Head(DraftModule):
         self._own_ids = draft.draft_vocab is not None and D2T in own
         self.embed_tokens = target.embed_tokens
         if self._own_embedding:
-            self.embed_tokens = Embedding("embed_tokens", config.vocab_size, size, placement)
+            self.embed_tokens = weights.embedding("embed_tokens", config.vocab_size, size)
         self.rotary = Rotary(config.rope, config.head_dim, placement)
         width = EagleDraftExtendInput.hidden_size_for(draft)
         parts = draft.fc_norms
@@ -192,7 +192,7 @@ class Eagle3Head(DraftModule):
         vocab = draft.draft_vocab or config.vocab_size
         self.lm_head = target.lm_head
         if self._own_head:
-            self.lm_head = weights.linear(size, {"lm_head": vocab}, bias=False)
+            self.lm_head = weights.head("lm_head", size, vocab)
         self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64, device=placement.device))
 
     def project(self, target_hidden: Tensor) -> Tensor:

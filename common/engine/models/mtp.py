@@ -85,13 +85,13 @@ class MtpModule(DraftModule):
 
     def own_embedding(self) -> Embedding:
         """Make an uninitialised embedding of its own."""
-        config = self._config
-        return Embedding(f"{self._prefix}.{EMBEDDING}", config.vocab_size, config.hidden_size, self.placement)
+        config, name = self._config, f"{self._prefix}.{EMBEDDING}"
+        return self._weights.embedding(name, config.vocab_size, config.hidden_size)
 
     def own_head(self) -> Linear:
         """Make an uninitialised LM head of its own."""
-        config, rows = self._config, {f"{self._prefix}.{HEAD}": self._config.vocab_size}
-        return self._weights.linear(config.hidden_size, rows, bias=False)
+        config, name = self._config, f"{self._prefix}.{HEAD}"
+        return self._weights.head(name, config.hidden_size, config.vocab_size)
 
     def body(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend

@@ -24,9 +24,9 @@ def _state_planes(owner: Owner, config: ModelConfig, layer: int, dtype: str) -> 
     return (Plane(owner, layer, "state", Kept.PER_REQUEST, entry, "float32", 0, heads),)
 
 
-def _window(config: ModelConfig, layer: int) -> int:
+def _window(config: ModelConfig, layer: int) -> tuple[HeadGroup, ...]:
     """Return the size of a key, a value and a decay for each head: what a token adds to the state."""
-    return config.num_heads * (KEY + VALUE + 1)
+    return (HeadGroup(config.num_heads, KEY + VALUE + 1),)
 
 
 def _layer_kinds(raw: Mapping[str, Any], layers: int, where: str) -> tuple[LayerKind, ...]:

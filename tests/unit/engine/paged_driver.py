@@ -38,7 +38,7 @@ class Driver:
         for layer in range(model.config.num_layers):
             for plane in self.pool.planes(layer).values():
                 plane[0] = 0
-        window = WindowShape(window_widths(model.config), 1, model.placement.dtype)
+        window = WindowShape(window_widths(model.config, model.placement.shard), 1, model.placement.dtype)
         self.rows = StateRows.allocate(len(sequences), window, model.placement.device)
         for kept in self.rows.windows.values():
             kept[1:] = torch.nan

@@ -18,6 +18,7 @@ ROWS, WIDTH, OUT = 5, 12, 8
 
 def made(product: type[DenseLinear] = DenseLinear, bias: bool = True) -> DenseLinear:
     linear = DenseFormat(PLACEMENT, product).linear(WIDTH, {"a": 3, "b": 5}, bias)
+    assert isinstance(linear, DenseLinear)
     generator = torch.Generator().manual_seed(0)
     for parameter in linear.parameters():
         parameter.normal_(generator=generator)

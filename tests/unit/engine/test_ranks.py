@@ -1,0 +1,63 @@
+"""Models divided among ranks, which are threads here: the same logits and tokens as on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.forward.batch import ForwardMode
+from common.engine.forward.model_runner import load_model
+from common.engine.layers.ranks import ONE_RANK, Ranks
+from tests.fakes.thread_ranks import run_ranks
+from tests.unit.engine.paged_driver import Driver
+
+MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
+PROMPTS = (3, 41, 18)  # tokens
+DRAWN = 12
+CLOSE = 1e-4
+MARGIN = 1e-3  # between the two likeliest tokens, so that sums in another order choose the same
+
+
+def prompts() -> list[Tensor]:
+    """Return prompts with room for the tokens that are drawn."""
+    generator = torch.Generator().manual_seed(5)
+    drawn = torch.zeros(DRAWN, dtype=torch.int64)
+    return [torch.cat((torch.randint(3, 700, (n,), generator=generator), drawn)) for n in PROMPTS]
+
+
+@torch.inference_mode()
+def serve(model: str, ranks: Ranks) -> tuple[list[Tensor], Tensor]:
+    """Run prompts in chunks, then greedy steps: (sequences, logits of all rows [n, V])."""
+    loaded, _ = load_model(MODELS / model, "float32", ranks=ranks)
+    driver = Driver(loaded, prompts(), page_size=8)
+    found: list[Tensor] = []
+    last: dict[int, Tensor] = {}
+    while rows := [row for row, count in enumerate(PROMPTS) if driver.done[row] < count]:
+        lengths = [min(16, PROMPTS[row] - driver.done[row]) for row in rows]
+        logits = driver.run(rows, lengths).logits
+        found.append(logits)
+        for row, part in zip(rows, logits.split(lengths), strict=True):
+            last[row] = part[-1]
+    everyone = list(range(len(PROMPTS)))
+    for step in range(DRAWN):
+        for row in everyone:
+            driver.sequences[row][PROMPTS[row] + step] = last[row].argmax()
+        logits = driver.run(everyone, [1] * len(everyone), ForwardMode.DECODE).logits
+        found.append(logits)
+        last = dict(enumerate(logits))
+    return driver.sequences, torch.cat(found)
+
+
+@pytest.mark.parametrize("model", ["tiny-target", "tiny-moe", "tiny-hybrid"])
+def test_ranks_compute_what_one_rank_computes(model: str) -> None:
+    """Four ranks hold two KV heads, so each head is on two of them."""
+    texts, logits = serve(model, ONE_RANK)
+    best = logits.topk(2).values
+    assert (best[:, 0] - best[:, 1]).min() > MARGIN, "near-ties: choose other prompts"
+    for size in (2, 4):
+        for theirs, found in run_ranks(size, lambda ranks: serve(model, ranks)):
+            assert torch.equal(torch.cat(theirs), torch.cat(texts))
+            assert (found - logits).abs().max() < CLOSE
