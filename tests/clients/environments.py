@@ -1,0 +1,78 @@
+"""Installs each client into an environment of its own, with the ordinary clients of the package registries."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+INSTALL_SECONDS = 1200
+
+
+@dataclass(frozen=True, slots=True)
+class Python:
+    """A virtual environment.
+
+    Attributes:
+        packages: requirements for pip; the client itself first.
+        shared: packages of this Python are visible too: torch, which is too large to be installed again.
+        options: further options for pip.
+    """
+
+    packages: tuple[str, ...]
+    shared: bool = False
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A folder with node_modules. The scripts are copied into it, because that is where Node.js looks for packages."""
+
+    packages: tuple[str, ...]
+
+
+class InstallError(Exception):
+    """A client could not be installed."""
+
+
+def install(wanted: Python | Node, directory: Path) -> None:
+    """Install into `directory`, unless the same packages are there. Raises InstallError with the end of the log."""
+    done = directory / "installed.json"
+    spec = json.dumps([type(wanted).__name__, *wanted.packages])
+    if done.exists() and done.read_text() == spec:
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    if isinstance(wanted, Node):
+        _run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(directory), *wanted.packages])
+    else:
+        _run([sys.executable, "-m", "venv", "--clear", str(directory)])
+        if wanted.shared:
+            [site] = directory.glob("lib/python3.*/site-packages")
+            (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        pip = [str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet", *wanted.options]
+        _run([*pip, *wanted.packages])
+    done.write_text(spec)
+
+
+def version(wanted: Python | Node, directory: Path) -> str:
+    """Return the installed version of the client."""
+    if isinstance(wanted, Node):
+        found = json.loads((directory / "node_modules" / wanted.packages[0] / "package.json").read_text())
+        return str(found["version"])
+    name = wanted.packages[0].partition("[")[0]
+    program = f"import importlib.metadata; print(importlib.metadata.version({name!r}))"
+    return subprocess.run(
+        [str(directory / "bin" / "python"), "-c", program], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def _run(command: list[str]) -> None:
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise InstallError(f"{command[:4]} did not end within {INSTALL_SECONDS} s") from None
+    if ended.returncode:
+        raise InstallError(f"{' '.join(command)} failed: {(ended.stdout + ended.stderr)[-1500:]}")

@@ -1,0 +1,102 @@
+"""Installs and runs one client after another, and collects what each feature did."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from tests.clients import target
+from tests.clients.catalog import Client
+from tests.clients.environments import InstallError, install, version
+from tests.cluster.harness import ENV, ROOT
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of one feature of one client."""
+
+    client: str
+    version: str
+    feature: str
+    passed: bool
+    why: str = ""
+
+
+def run(client: Client, url: str, model: Path, keep: Path) -> list[Result]:
+    """Install a client below `keep` and run its script against `url`. `model`: the directory that is served."""
+    slug = re.sub(r"[^a-z0-9]+", "-", client.name.lower()).strip("-")
+    directory = keep / slug
+    try:
+        install(client.environment, directory)
+    except InstallError as error:
+        return [Result(client.name, "", "install", False, str(error))]
+    installed = version(client.environment, directory)
+    report = directory / "report.jsonl"
+    report.unlink(missing_ok=True)
+    problem = target.problem()
+    environment = {
+        **ENV,
+        "CLIENTS_URL": url,
+        "CLIENTS_MODEL": target.NAME,
+        "CLIENTS_MODEL_PATH": str(model),
+        "CLIENTS_QUESTION": problem.question,
+        "CLIENTS_VALUE": str(problem.value),
+        "CLIENTS_REPORT": str(report),
+        "CLIENTS_DIRECTORY": str(directory),
+    }
+    with (directory / "output.log").open("w") as log:
+        ended = _finish(_command(client, directory), environment, log, client.seconds)
+    lines = report.read_text().splitlines() if report.exists() else []
+    results = [Result(client.name, installed, **json.loads(line)) for line in lines]
+    if ended != 0:
+        why = f"{ended}: {(directory / 'output.log').read_text()[-600:]}"
+        results.append(Result(client.name, installed, "script", False, why))
+    return results
+
+
+def _command(client: Client, directory: Path) -> list[str]:
+    kind = client.script.partition("/")[0]
+    if kind == "javascript":
+        for file in (HERE / "javascript").glob("*.mjs"):
+            shutil.copy(file, directory)
+        return ["node", str(directory / Path(client.script).name)]
+    module = f"tests.clients.{client.script.removesuffix('.py').replace('/', '.')}"
+    python = str(directory / "bin" / "python") if kind == "python" else sys.executable
+    return [python, "-m", module]
+
+
+def _finish(command: list[str], environment: dict[str, str], log: TextIO, seconds: float) -> int | str:
+    """Return the exit status, or that the deadline ended it; nothing that it started is left."""
+    started = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+    )
+    try:
+        return started.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return f"not done after {seconds:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
+
+
+def table(results: list[Result]) -> str:
+    """Return all results as a table in Markdown."""
+    rows = ["| client | version | feature | passed | why |", "|---|---|---|---|---|"]
+    for each in results:
+        why = " ".join(each.why.split())[:300].replace("|", "\\|")
+        rows.append(
+            f"| {each.client} | {each.version} | {each.feature} | {'yes' if each.passed else 'NO'} | {why} |"
+        )
+    return "\n".join(rows)
