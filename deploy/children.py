@@ -101,6 +101,11 @@ class Child:
         return self._process is not None
 
     @property
+    def may_report(self) -> bool:
+        """Whether it may still write reports: its end of the status pipe is open."""
+        return self._status >= 0
+
+    @property
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid

@@ -100,7 +100,7 @@ def up(
     """
     values = _with_port(overrides, port)
     try:
-        cluster = prepare(target, draft, revision, values, _say)
+        cluster = prepare(target, draft, revision, values, say)
     except ConfigError as error:
         _refuse(target, error)
     resolved = _load(cluster, values)
@@ -122,7 +122,7 @@ def up(
     def report(text: str) -> None:
         line = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}"
         own_log.make_room(len(line.encode()) + 1)
-        _say(line, "yellow")
+        say(line, "yellow")
 
     try:
         with StartView() as view:
@@ -131,16 +131,14 @@ def up(
         _refuse(cluster, error)
     except StartError as error:
         _fail(str(error))
-    _say(
-        f"{_served_name(resolved)} answers at {supervisor.url}/v1  (logs: {supervisor.run_dir}/logs)", "bold"
-    )
-    _say("Ctrl-C stops it.")
+    say(f"{_served_name(resolved)} answers at {supervisor.url}/v1  (logs: {supervisor.run_dir}/logs)", "bold")
+    say("Ctrl-C stops it.")
     try:
         supervisor.watch(report)
-        _say("draining ...")
+        say("draining ...")
     finally:
         supervisor.stop()
-    _say("stopped")
+    say("stopped")
 
 
 @app.command(context_settings=HELP)
@@ -160,7 +158,7 @@ def down(target: Target = str(DEFAULT), port: Port = None, overrides: Overrides 
         if time.monotonic() > deadline:
             _fail(f"the supervisor (pid {table.supervisor.pid}) did not stop within {patience:.0f} s")
         time.sleep(0.05)
-    _say("stopped")
+    say("stopped")
 
 
 @app.command(context_settings=HELP)
@@ -177,7 +175,7 @@ def status(target: Target = str(DEFAULT), port: Port = None, overrides: Override
         info = _server_info(resolved)
         if info is not None:
             raise typer.Exit(show_launched(info, _output()))
-        _say("not running")
+        say("not running")
         raise typer.Exit(EXIT_NOT_RUNNING)
     raise typer.Exit(show_status(table, disk_problem(run_dir), _server_info(resolved), _output()))
 
@@ -229,7 +227,7 @@ class StartView:
             )
             if not console.is_terminal and self._said.get(child.name) != at.phase:
                 self._said[child.name] = at.phase
-                _say(f"{child.name}: {at.phase}")
+                say(f"{child.name}: {at.phase}")
 
 
 def _detach(resolved: Resolved, cluster: Path, overrides: list[str]) -> None:
@@ -256,7 +254,7 @@ def _detach(resolved: Resolved, cluster: Path, overrides: list[str]) -> None:
         table = read_table(run_dir)
         if table is not None and table.state == "ready":
             name = _served_name(resolved)
-            _say(f"{name} answers at {table.url}/v1 (supervisor pid {process.pid}, logs: {run_dir}/logs)")
+            say(f"{name} answers at {table.url}/v1 (supervisor pid {process.pid}, logs: {run_dir}/logs)")
             return
         if process.poll() is not None:
             _fail(
@@ -279,7 +277,7 @@ def _cluster_file(target: str, missing_exit: int) -> Path:
     except ConfigError as error:
         _refuse(target, error)
     if not file.exists() and str(file) != target:
-        _say(f"not running: deploy/up {target} has not been run")
+        say(f"not running: deploy/up {target} has not been run")
         raise typer.Exit(missing_exit)
     return file
 
@@ -306,7 +304,7 @@ def _end_launched(resolved: Resolved, run_dir: Path) -> None:
     """End what the launch scripts started on this host; say what is left elsewhere."""
     info, processes = _server_info(resolved), launched(run_dir)
     if not processes and info is None:
-        _say("not running")
+        say("not running")
         return
     remaining = end_launched(processes, resolved.cluster.health.drain_timeout + 5)
     if remaining:
@@ -316,7 +314,7 @@ def _end_launched(resolved: Resolved, run_dir: Path) -> None:
         others = ["the router", *others]
     if others:
         _fail(f"stopped what runs here; end with Ctrl-C or SIGTERM where it was started: {', '.join(others)}")
-    _say("stopped")
+    say("stopped")
 
 
 def _server_info(resolved: Resolved) -> dict[str, Any] | None:
@@ -333,7 +331,7 @@ def _output() -> Console:
     return Console(width=None if sys.stdout.isatty() else 1000)
 
 
-def _say(text: str, style: str | None = None) -> None:
+def say(text: str, style: str | None = None) -> None:
     """Print one line to stderr, without markup and without wrapping paths.
 
     A closed terminal or a log on a full disk must not end a cluster.
@@ -346,12 +344,12 @@ def _say(text: str, style: str | None = None) -> None:
 
 
 def _fail(text: str) -> NoReturn:
-    _say(text, "red")
+    say(text, "red")
     raise typer.Exit(EXIT_FAILED)
 
 
 def _refuse(target: Path | str, error: ConfigError) -> NoReturn:
-    _say(f"{target}: {error}", "red")
+    say(f"{target}: {error}", "red")
     raise typer.Exit(EXIT_REFUSED) from None
 
 
@@ -367,7 +365,7 @@ def main(arguments: list[str]) -> None:
     for word in arguments[1:]:
         answer = option_answer(cluster_schema(), word)
         if answer is not None and word.partition("=")[0] not in own:
-            _say(f"deploy/{arguments[0]}: {word}: {answer}", "red")
+            say(f"deploy/{arguments[0]}: {word}: {answer}", "red")
             sys.exit(EXIT_REFUSED)
     command.main(arguments[1:], prog_name=f"deploy/{arguments[0]}")
 

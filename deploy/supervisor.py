@@ -66,15 +66,20 @@ class Supervisor:
         except OSError as error:
             raise unwritable(self._run_dir, error.strerror or str(error)) from error
         common = ["--cluster", str(resolved.file), *(part for item in overrides for part in ("--set", item))]
-        self.children = [Child("router", ["router", *common], logs / "router.log")]
+        children = [Child("router", ["router", *common], logs / "router.log")]
         for role, nodes in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes)):
             for node in nodes:
                 command = [f"{role}_node", "--name", node.name, *common]
-                self.children.append(Child(node.name, command, logs / f"{node.name}.log"))
-        self._watcher = Watcher(self.children)
+                children.append(Child(node.name, command, logs / f"{node.name}.log"))
         self._stop_requested = False
         self._problems: list[str] = []
         self._table_problem = ""
+        self.supervise(children)
+
+    def supervise(self, children: list[Child]) -> None:
+        """Set the processes of the cluster, the router first, before any is started."""
+        self.children = children
+        self._watcher = Watcher(children)
 
     @property
     def run_dir(self) -> Path:

@@ -72,19 +72,19 @@ class Receiver:
         self._clock = clock
         self._limits = limits
         self._record_slots = record_slots
-        self._links: dict[str, Link] = {}
-        self._rooms = InboundRooms(layout, record_slots)
-        self.signs = ReceiverSigns(self._links, self._rooms, self._say, clock)
+        self.links: dict[str, Link] = {}
+        self.rooms = InboundRooms(layout, record_slots)
+        self.signs = ReceiverSigns(self.links, self.rooms, self._say, clock)
         self._events: list[ReceiverEvent] = []
 
     @property
     def active(self) -> int:
         """Number of rooms that hold record slots: waiting, arrived and not closed, or quarantined."""
-        return len(self._rooms)
+        return len(self.rooms)
 
     @property
     def quarantined_pages(self) -> int:
-        return sum(len(room.pages) for room in self._rooms if room.quarantined)
+        return sum(len(room.pages) for room in self.rooms if room.quarantined)
 
     # ---- called by the decode node
 
@@ -93,13 +93,13 @@ class Receiver:
 
         `send(frame)` must not block and returns False if it did not accept the frame. Raises Overloaded at max_peers.
         """
-        if len(self._links) >= self._limits.max_peers and peer_incarnation not in self._links:
+        if len(self.links) >= self._limits.max_peers and peer_incarnation not in self.links:
             raise Overloaded(
-                f"this decode node is already connected to {len(self._links)} prefill nodes (limit: max_peers)"
+                f"this decode node is already connected to {len(self.links)} prefill nodes (limit: max_peers)"
             )
-        link = self._links.get(peer_incarnation)
+        link = self.links.get(peer_incarnation)
         if link is None:
-            link = self._links[peer_incarnation] = Link(peer_incarnation, send, self._clock())
+            link = self.links[peer_incarnation] = Link(peer_incarnation, send, self._clock())
         link.send, link.greeted_at, link.state = send, self._clock(), LinkState.GREETING
         where = to_wire(self._endpoint.describe(peer_incarnation))
         self._say(link, Hello(self._node, self._layout, where, self._record_slots, self._limits.record_bytes))
@@ -119,17 +119,17 @@ class Receiver:
         to the receiver until Arrived or PagesFree. Raises InvalidRequest (room is active), Overloaded (too few record
         slots), Unavailable (a peer is not connected).
         """
-        if room in self._rooms:
+        if room in self.rooms:
             raise InvalidRequest(f"room {room} is active already", param="room")
         links = [self._connected(each) for each in peers]
-        whole = self._rooms.open(room, links, pages, held_pages, deadline, state_slot, self._clock())
+        whole = self.rooms.open(room, links, pages, held_pages, deadline, state_slot, self._clock())
         for inbound in whole.parts:
             if inbound.link.state is LinkState.READY and inbound.state is ReceiveState.QUEUED:
                 self._send_slots(inbound)
         return whole.parts[-1].generation
 
     def _connected(self, peer: str) -> Link:
-        link = self._links.get(peer)
+        link = self.links.get(peer)
         if link is None or link.state is LinkState.LOST:
             raise Unavailable(f"prefill node {peer} is not connected")
         return link
@@ -140,7 +140,7 @@ class Receiver:
         Also takes back a room that has arrived and is not closed. Unknown rooms are ignored, and so are rooms that
         failed before, whose PagesFree follows in any case.
         """
-        whole = self._rooms.get(room)
+        whole = self.rooms.get(room)
         if whole is None or whole.given_up:
             return
         self.counters.aborted += 1
@@ -150,24 +150,24 @@ class Receiver:
 
     def close(self, room: int) -> None:
         """End a room after Arrived was processed; its record slots become free. Unknown rooms are ignored."""
-        whole = self._rooms.get(room)
+        whole = self.rooms.get(room)
         if whole is None:
             return
         if not whole.arrived:
             raise InternalError(f"room {room} closed while {whole.parts[0].state.value}; abort it instead")
         for inbound in whole.parts:
             inbound.go(ReceiveState.CLOSED)
-        self._rooms.remove(whole)
+        self.rooms.remove(whole)
 
     def peer_lost(self, incarnation: str) -> None:
         """Treat this prefill node as dead. Its pages stay in quarantine until its death is proved or it answers."""
-        link = self._links.get(incarnation)
+        link = self.links.get(incarnation)
         if link is not None:
             self._lose(link, NodeLost.code, f"prefill node {link.node or incarnation} is gone")
 
     def link_lost(self, incarnation: str) -> None:
         """Fail the rooms of a broken connection. The prefill node may be alive; its rooms may be placed elsewhere."""
-        link = self._links.get(incarnation)
+        link = self.links.get(incarnation)
         if link is not None:
             self._lose(
                 link, TransferFailed.code, f"the link to prefill node {link.node or incarnation} is broken"
@@ -175,7 +175,7 @@ class Receiver:
 
     def link_works(self, incarnation: str) -> None:
         """Note that its process is connected, so it is only busy while Hello is unanswered; the router finds hangs."""
-        link = self._links.get(incarnation)
+        link = self.links.get(incarnation)
         if link is not None:
             link.connected_at = self._clock()
 
@@ -186,8 +186,8 @@ class Receiver:
     def poll(self) -> list[ReceiverEvent]:
         """Check every deadline and every quarantine; return the events since the last call."""
         now = self._clock()
-        waiting = {part.link.incarnation for part in self._rooms.parts()}
-        for link in list(self._links.values()):
+        waiting = {part.link.incarnation for part in self.rooms.parts()}
+        for link in list(self.links.values()):
             if link.unanswered(now, self._limits.handshake_timeout):
                 self.counters.timeouts["handshake"] += 1
                 waited = now - link.greeted_at
@@ -195,9 +195,9 @@ class Receiver:
             elif link.state is LinkState.READY and self._endpoint.peer_is_dead(link.incarnation):
                 self._lose(link, NodeLost.code, f"the process of prefill node {link.node} ended")
             elif link.state is LinkState.LOST and link.incarnation not in waiting:
-                del self._links[link.incarnation]
+                del self.links[link.incarnation]
                 self._endpoint.forget(link.incarnation)
-        for inbound in self._rooms.parts():
+        for inbound in self.rooms.parts():
             self._watch(inbound, now)
         events, self._events = self._events, []
         return events
@@ -206,7 +206,7 @@ class Receiver:
 
     def handle(self, peer_incarnation: str, message: bytes) -> None:
         """Process a frame from the socket to that incarnation. No content of it raises."""
-        link = self._links.get(peer_incarnation)
+        link = self.links.get(peer_incarnation)
         if link is None:
             self.counters.stale_incarnation += 1
             return
@@ -241,14 +241,14 @@ class Receiver:
         except (HandshakeRefused, ValueError) as error:
             self._refused(link, str(error))
             return
-        for inbound in self._rooms.parts(link):
+        for inbound in self.rooms.parts(link):
             if inbound.state is ReceiveState.QUEUED:
                 self._send_slots(inbound)
 
     def _handle_room(
         self, link: Link, message: PagesWritten | RecordWritten | SenderFailed | AbortAck
     ) -> None:
-        whole = self._rooms.get(message.room)
+        whole = self.rooms.get(message.room)
         inbound = None if whole is None else whole.part_of(link)
         if inbound is None:
             if not isinstance(message, AbortAck):  # fenced rooms are freed without waiting for it
@@ -293,9 +293,9 @@ class Receiver:
             self._free(inbound, code, str(error))
             return
         inbound.go(ReceiveState.ARRIVED)
-        whole = self._rooms.of(inbound)
+        whole = self.rooms.of(inbound)
         if whole.arrived:
-            self._rooms.release_memory(whole)
+            self.rooms.release_memory(whole)
             self.counters.arrived += 1
             self.counters.pages_received += len(whole.pages)
             self._events.append(Arrived(whole.room, whole.record))
@@ -318,7 +318,7 @@ class Receiver:
 
     def _fail(self, inbound: Inbound, code: str, reason: str) -> None:
         """Fail the whole room."""
-        whole = self._rooms.of(inbound)
+        whole = self.rooms.of(inbound)
         if not whole.given_up:
             self.counters.failed += 1
             self._events.append(RoomFailed(whole.room, code, reason))
@@ -350,15 +350,15 @@ class Receiver:
 
     def _free(self, inbound: Inbound, code: str = "", reason: str = "") -> None:
         """Free a part that has no outstanding write. With a code the room fails, unless it has failed before."""
-        whole = self._rooms.of(inbound)
+        whole = self.rooms.of(inbound)
         if inbound.state is not ReceiveState.QUEUED:
             self._endpoint.revoke(inbound.generation)
         inbound.go(ReceiveState.FREED)
         if code:
             self._fail(inbound, code, reason)
-        if whole.freed and self._rooms.get(whole.room) is whole:
-            self._rooms.remove(whole)
-            self._rooms.release_memory(whole)
+        if whole.freed and self.rooms.get(whole.room) is whole:
+            self.rooms.remove(whole)
+            self.rooms.release_memory(whole)
             self._events.append(PagesFree(whole.room, whole.pages))
 
     def _refused(self, link: Link, reason: str) -> None:
@@ -374,7 +374,7 @@ class Receiver:
             return
         link.state = LinkState.LOST
         self._endpoint.expel(link.incarnation)
-        for inbound in self._rooms.parts(link):
+        for inbound in self.rooms.parts(link):
             if inbound.active:
                 self._fail(inbound, code, reason)
 
@@ -382,7 +382,7 @@ class Receiver:
 
     def _send_slots(self, inbound: Inbound) -> None:
         """Send the destinations to a peer that is ready, unless the room lacks one of the ranks that it needs."""
-        missing = self._rooms.of(inbound).missing(self._layout)
+        missing = self.rooms.of(inbound).missing(self._layout)
         if missing is not None:
             self._fail(inbound, TransferFailed.code, missing)
             return

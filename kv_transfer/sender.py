@@ -57,14 +57,14 @@ class Sender:
         self.counters = SenderCounters()
         self._incarnation = incarnation
         self._node = node
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._send = send
         self._clock = clock
         self._limits = limits
         self._process = process.current()
-        self._rooms: dict[int, OutboundRoom] = {}
+        self.rooms: dict[int, OutboundRoom] = {}
         self._busy: dict[int, OutboundRoom] = {}  # rooms that every poll has to advance
-        self._alarms: list[tuple[float, int]] = []  # heap of (when, room) for the other rooms
+        self.alarms: list[tuple[float, int]] = []  # heap of (when, room) for the other rooms
         self._events: list[SenderEvent] = []
         self.early = EarlySlots(limits, clock)
         self.ended: ExpiringMap[int, tuple[str, str]] = ExpiringMap(
@@ -75,12 +75,12 @@ class Sender:
         )
         self._retired: ExpiringMap[str, str] = ExpiringMap(limits.max_peers, 3600.0, clock)
         self.peers = PeerTable(endpoint, limits, self._retired)
-        self.signs = SenderSigns(self._rooms, self.peers.all, self._say, clock)
+        self.signs = SenderSigns(self.rooms, self.peers.all, self._say, clock)
 
     @property
     def active(self) -> int:
         """Number of rooms that are expected and neither delivered nor lost, draining ones included."""
-        return len(self._rooms)
+        return len(self.rooms)
 
     @property
     def writing(self) -> bool:
@@ -100,10 +100,10 @@ class Sender:
         `deadline` is on the sender's clock. `decodes` are the incarnations that grant slots, one per decode rank that
         this rank sends to, "" for any; when one is lost the room is lost. InvalidRequest if the room is active.
         """
-        if room in self._rooms:
+        if room in self.rooms:
             raise InvalidRequest(f"room {room} is active already", param="room")
         expected = OutboundRoom(room, [self._part(room, deadline, decode) for decode in decodes])
-        self._rooms[room] = expected
+        self.rooms[room] = expected
         self.ended.pop(room)
         aborted = self.aborted.get(room)
         for early in self.early.take_all(room):
@@ -115,11 +115,11 @@ class Sender:
     def _part(self, room: int, deadline: float | None, decode: str) -> Outbound:
         peer = self.peers.find(decode)
         since = self._clock() if peer is None else max(self._clock(), peer.busy_until)
-        return Outbound(room, self._endpoint, self._limits, self.counters, since, deadline, decode)
+        return Outbound(room, self.endpoint, self._limits, self.counters, since, deadline, decode)
 
     def slots(self, room: int) -> GrantedSlots | None:
         """Return the grant; None while a decode rank has not granted, and for a lost room."""
-        expected = self._rooms.get(room)
+        expected = self.rooms.get(room)
         return None if expected is None else expected.granted
 
     def send_pages(self, room: int, src_pages: Sequence[int], first: int) -> None:
@@ -137,9 +137,9 @@ class Sender:
 
         Call `complete` for each room after the forward. Raises InternalError if the transport cannot send layers.
         """
-        if not isinstance(self._endpoint, LayerEndpoint):
-            raise InternalError(f"{type(self._endpoint).__name__} sends whole pages only")
-        return LayerSend(self._endpoint, self._parts, self._limits.verify_checksums, self._clock)
+        if not isinstance(self.endpoint, LayerEndpoint):
+            raise InternalError(f"{type(self.endpoint).__name__} sends whole pages only")
+        return LayerSend(self.endpoint, self._parts, self._limits.verify_checksums, self._clock)
 
     def complete(self, room: int, end: int) -> None:
         """Write the remaining planes of followed pages: logical pages below `end` are complete."""
@@ -158,7 +158,7 @@ class Sender:
 
         Slots that arrive later get the same answer. Unknown and ended rooms are ignored.
         """
-        expected = self._rooms.get(room)
+        expected = self.rooms.get(room)
         if expected is not None:
             expected.give_up(code, reason)
             self._advance(room)
@@ -168,7 +168,7 @@ class Sender:
         peer = self.peers.find(incarnation)
         if peer is not None:
             self._drop(peer, f"decode node {peer.hello.node} is gone")
-        for room in list(self._rooms.values()):
+        for room in list(self.rooms.values()):
             if any(part.decode == incarnation for part in room.parts):
                 room.give_up(NodeLost.code, "the decode node is gone")
                 self._advance(room.room)
@@ -179,8 +179,8 @@ class Sender:
         for room in list(self._busy):
             self._advance(room)
         now = self._clock()
-        while self._alarms and self._alarms[0][0] <= now:
-            due = self._rooms.get(heapq.heappop(self._alarms)[1])
+        while self.alarms and self.alarms[0][0] <= now:
+            due = self.rooms.get(heapq.heappop(self.alarms)[1])
             if due is not None:
                 self._advance(due.room)
                 self._watch(due)
@@ -199,7 +199,7 @@ class Sender:
         """End all rooms and detach all peers; the node shuts down."""
         for peer in self.peers.all():
             self._drop(peer, "this prefill node shuts down")
-        self._endpoint.close()
+        self.endpoint.close()
 
     # ---- messages from decode nodes
 
@@ -244,13 +244,13 @@ class Sender:
             self._refuse(identity, error)
             return
         self.counters.handshakes += 1
-        layout = self._endpoint.layout
+        layout = self.endpoint.layout
         self._say(identity, messages.Welcome(self._node, self._process, layout.tp_rank, layout.tp_size))
 
     def _slots(self, peer: Peer, slots: Slots) -> None:
         """Grant the slots, keep them for a prompt that has not arrived yet, or decline them at once."""
         room = slots.room
-        expected = self._rooms.get(room)
+        expected = self.rooms.get(room)
         who, aborted = self.aborted.get(room) or ("", None)
         rejected = peer.rejects(slots)
         if rejected is not None:
@@ -288,7 +288,7 @@ class Sender:
 
     def _abort(self, identity: bytes, incarnation: str, peer: Peer | None, abort: AbortTransfer) -> None:
         """Acknowledge once no write of that generation is outstanding: at once, unless its room has writes."""
-        expected = self._rooms.get(abort.room)
+        expected = self.rooms.get(abort.room)
         part = None if expected is None or peer is None else expected.part_of(peer)
         if expected is not None and part is not None and part.is_of(peer, abort.generation):
             part.abort_asked = True
@@ -303,7 +303,7 @@ class Sender:
             if expected is not None and part is not None and part.slots is None:
                 expected.give_up(abort.code, abort.reason)  # the abort arrived before its slots
                 self._advance(abort.room)
-        if self._endpoint.writes_ended(incarnation):  # else the decode node asks again
+        if self.endpoint.writes_ended(incarnation):  # else the decode node asks again
             self._say(identity, AbortAck(abort.room, abort.generation))
 
     # ---- state changes and messages to decode nodes
@@ -327,7 +327,7 @@ class Sender:
 
     def _advance(self, number: int) -> None:
         """Advance a room and notify its decode ranks; once a part has failed, all are given up."""
-        room = self._rooms.get(number)
+        room = self.rooms.get(number)
         if room is None:
             return
         self._advance_parts(room)
@@ -341,7 +341,7 @@ class Sender:
             else:
                 self._busy.pop(number, None)
             return
-        del self._rooms[number]
+        del self.rooms[number]
         self._busy.pop(number, None)
         if failure is None:
             self.counters.delivered += 1
@@ -364,14 +364,14 @@ class Sender:
         if room.busy:
             self._busy[room.room] = room
         elif room.alarm < float("inf"):
-            heapq.heappush(self._alarms, (room.alarm, room.room))
-            if len(self._alarms) > 4 * len(self._rooms) + 64:  # drop the alarms of rooms that have ended
-                alive = [(each.alarm, each.room) for each in self._rooms.values()]
-                self._alarms = [alarm for alarm in alive if alarm[0] < float("inf")]
-                heapq.heapify(self._alarms)
+            heapq.heappush(self.alarms, (room.alarm, room.room))
+            if len(self.alarms) > 4 * len(self.rooms) + 64:  # drop the alarms of rooms that have ended
+                alive = [(each.alarm, each.room) for each in self.rooms.values()]
+                self.alarms = [alarm for alarm in alive if alarm[0] < float("inf")]
+                heapq.heapify(self.alarms)
 
     def _drop(self, peer: Peer, reason: str) -> None:
-        rooms = [room for room in self._rooms.values() if any(part.peer is peer for part in room.parts)]
+        rooms = [room for room in self.rooms.values() if any(part.peer is peer for part in room.parts)]
         for room in rooms:
             room.give_up(NodeLost.code, reason)
         self.early.forget(peer)
@@ -394,7 +394,7 @@ class Sender:
 
     def _parts(self, room: int) -> Sequence[Outbound]:
         """Return the parts of a room; none if it was lost. Raises InternalError if it was never expected."""
-        expected = self._rooms.get(room)
+        expected = self.rooms.get(room)
         if expected is None and room not in self.ended:
             raise InternalError(f"room {room} is not expected here")
         return [] if expected is None else expected.parts

@@ -96,7 +96,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     context = zmq.Context[zmq.Socket[bytes]]()
     security = link_security(context, resolved, name)
     check_bind(address, f"prefill.nodes[{name}].peer_address", security)
-    bodies = _bodies(section.compiler, own.device)
+    bodies = compiled_bodies(section.compiler, own.device)
     router = control_address(resolved)
     plan = node_plan(cluster, "prefill", name, resolved.model_path, resolved.draft_path, router)
     served = load_serving_model(plan, reporter, log)
@@ -193,7 +193,7 @@ def _warm_up(forwards: Forwards, served: ServingModel, sizes: PromptSizes, log: 
     log.info("warmed up", encoder_forwards=images_run, seconds=round(time.monotonic() - started, 3))
 
 
-def _bodies(compiler: str | None, device_name: str) -> CompiledBodies:
+def compiled_bodies(compiler: str | None, device_name: str) -> CompiledBodies:
     """Return the compiled bodies that the trial and the final graphs share.
 
     Raises ConfigError if nothing can be compiled.

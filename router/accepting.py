@@ -69,6 +69,11 @@ class Acceptor:
         for task in self._opening:
             task.cancel()
 
+    @property
+    def opening(self) -> int:
+        """Number of connections that are not handed to the server yet, handshakes included."""
+        return len(self._opening)
+
     async def wait_closed(self) -> None:
         """Wait until no handshake is in progress."""
         await asyncio.gather(*self._opening, return_exceptions=True)

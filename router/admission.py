@@ -115,7 +115,22 @@ class Admission:
     @property
     def waiting(self) -> int:
         """Number of waiting requests."""
-        return len(self._queue)
+        return len(self._gates)
+
+    @property
+    def tokens(self) -> int:
+        """The cost of the admitted requests that have not ended."""
+        return self._tokens
+
+    @property
+    def requests(self) -> int:
+        """Number of admitted requests that have not ended."""
+        return self._requests
+
+    @property
+    def clients(self) -> int:
+        """Number of clients that are remembered: those of waiting and of admitted requests."""
+        return self._queue.clients
 
     @asynccontextmanager
     async def let_in(

@@ -103,6 +103,11 @@ class Quota:
         self._requests = self._bucket(self._requests, key.requests_per_minute)
         self._tokens = self._bucket(self._tokens, key.tokens_per_minute)
 
+    @property
+    def running(self) -> int:
+        """Prompts in flight."""
+        return self._running
+
     def admit(self) -> Admission:
         """Count one request. Raises RateLimited; a refused request is not counted."""
         now = self._clock()

@@ -29,6 +29,11 @@ class ConnectionLimit:
     def __len__(self) -> int:
         return len(self._clients)
 
+    @property
+    def idle_connections(self) -> int:
+        """Number of connections without a request in progress."""
+        return len(self._idle)
+
     def has_room(self, client: str, pending: int) -> bool:
         """Whether the client may have another connection besides `pending` ones that are not counted here yet."""
         return self._open[client] + pending < self._per_client

@@ -116,6 +116,11 @@ class ControlPlane:
         # The monitor's edge-triggered descriptor signals only after a read that found it empty.
         self._on_disconnect()
 
+    @property
+    def socket(self) -> RouterSocket:
+        """The socket to which all nodes are connected."""
+        return self._socket
+
     def close(self) -> None:
         self._closed = True
         loop = asyncio.get_running_loop()

@@ -262,9 +262,9 @@ class Dispatcher:
                         pause=round(pause, 3),
                     )
             if pause:
-                await self._pause(pause)
+                await self.pause(pause)
 
-    async def _pause(self, seconds: float) -> None:
+    async def pause(self, seconds: float) -> None:
         """Wait, but no longer than until `end_all`: its error must reach the client before the connection closes."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):

@@ -95,6 +95,16 @@ class FairQueue:
     def __len__(self) -> int:
         return self._waiting
 
+    @property
+    def clients(self) -> int:
+        """Number of clients with a request that waits or is in flight."""
+        return len(self._clients)
+
+    @property
+    def ranks(self) -> int:
+        """Number of entries in its heaps, outdated ones included."""
+        return len(self._order) + len(self._least)
+
     def push(self, waiting: Waiting) -> None:
         client = self._enter(waiting.client, waiting.weight)
         key = waiting.aged_cost + PRIORITY_TOKENS * waiting.priority

@@ -76,7 +76,7 @@ class FetchProcess:
         self._rules = ImageFetcher(hosts, max_bytes, timeout)
         self._settings = Settings(tuple(hosts), max_bytes, timeout)
         self._program = tuple(program)
-        self._seconds = timeout + GRACE_SECONDS
+        self.seconds = timeout + GRACE_SECONDS
         self._child: _Child | None = None
         self._turn = asyncio.Lock()
 
@@ -98,7 +98,7 @@ class FetchProcess:
         self._rules.check(address)
         child = await self._running()
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self.seconds):
                 fetched = await child.ask(address)
         except TimeoutError as error:
             await child.end()

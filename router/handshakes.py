@@ -36,6 +36,15 @@ class Handshakes:
         ] = {}  # client -> turns; the first client is next
         self._look: asyncio.TimerHandle | None = None
 
+    @property
+    def computing(self) -> int:
+        """Number of handshakes that hold a slot."""
+        return self._taken
+
+    def waits(self, client: str) -> bool:
+        """Whether a connection of this client waits for its turn."""
+        return client in self._waiting
+
     def pending(self, client: str) -> int:
         """Connections of a client whose handshake has not ended."""
         return self._by_client[client]

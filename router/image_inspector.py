@@ -53,7 +53,7 @@ _inspections = msgspec.msgpack.Decoder(Inspection)
 
 
 @dataclass(frozen=True, slots=True)
-class _Process:
+class InspectorProcess:
     """A running inspection process and the channel to it."""
 
     child: Child
@@ -70,9 +70,15 @@ class ImageInspector:
     def __init__(self, spawner: Spawner, max_pixels: int, seconds: float = SECONDS) -> None:
         self._spawner = spawner
         self._max_pixels = max_pixels
-        self._seconds = seconds
-        self._process: _Process | None = None
-        self._turn = asyncio.Lock()
+        self.seconds = seconds
+        self._process: InspectorProcess | None = None
+        # Held by the check in progress.
+        self.turn = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """The inspecting process; None while there is none."""
+        return None if self._process is None else self._process.child.pid
 
     async def check(self, data: bytes, media_type: str | None) -> tuple[int, int]:
         """Return (width, height) in pixels.
@@ -83,7 +89,7 @@ class ImageInspector:
         async with self._next():
             process = await self._running()
             try:
-                async with asyncio.timeout(self._seconds):
+                async with asyncio.timeout(self.seconds):
                     process.writer.write(frame)
                     await process.writer.drain()
                     verdict = await process.verdict()
@@ -106,19 +112,19 @@ class ImageInspector:
     async def _next(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(TURN_SECONDS):
-                await self._turn.acquire()
+                await self.turn.acquire()
         except TimeoutError:
             raise Overloaded("the image decoder is busy with other requests; try again later") from None
         try:
             yield
         finally:
-            self._turn.release()
+            self.turn.release()
 
     async def close(self) -> None:
-        async with self._turn:
+        async with self.turn:
             await self._end()
 
-    async def _running(self) -> _Process:
+    async def _running(self) -> InspectorProcess:
         """Return a process that is ready for an image. Raises InternalError."""
         if self._process is None or self._process.child.returncode is not None:
             await self._end()
@@ -135,7 +141,7 @@ class ImageInspector:
                 raise
         return self._process
 
-    async def _start(self) -> _Process:
+    async def _start(self) -> InspectorProcess:
         """Start a process. Raises OSError or InternalError."""
         ours, theirs = socket.socketpair()
         try:
@@ -145,7 +151,7 @@ class ImageInspector:
         except BaseException:
             ours.close()
             raise
-        return _Process(child, reader, writer)
+        return InspectorProcess(child, reader, writer)
 
     async def _end(self) -> None:
         process, self._process = self._process, None

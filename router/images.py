@@ -169,13 +169,13 @@ def _from_data_url(address: str, max_bytes: int) -> tuple[str, bytes]:
         )
     if (len(address) - found.end()) * 3 // 4 > max_bytes + 2:
         raise InvalidRequest(f"the image is larger than {max_bytes} bytes")
-    data = _from_base64(address, found.end())
+    data = from_base64(address, found.end())
     if len(data) > max_bytes:
         raise InvalidRequest(f"the image is larger than {max_bytes} bytes")
     return media_type, data
 
 
-def _from_base64(text: str, start: int) -> bytes:
+def from_base64(text: str, start: int) -> bytes:
     """Decode `text[start:]` in pieces: each piece holds the GIL, and the event loop waits for it."""
     data = bytearray()
     try:

@@ -74,6 +74,11 @@ class Spawner:
         self._numbers = itertools.count(1)
         self._children: dict[int, Child] = {}
 
+    @property
+    def pid(self) -> int | None:
+        """The spawn process; None before the first one was started."""
+        return None if self._process is None else self._process.pid
+
     async def open(self) -> None:
         """Start the spawn process unless it runs. Raises InternalError."""
         async with self._turn:

@@ -14,7 +14,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import zmq
@@ -22,7 +22,7 @@ import zmq
 from common.errors import ConfigError
 from common.ipc.curve import LinkSecurity, Plain, is_loopback, is_tcp
 from common.ipc.disconnects import Disconnects, Monitored
-from common.ipc.handshake_guard import HANDSHAKE_SECONDS, HandshakeGuard
+from common.ipc.handshake_guard import HANDSHAKE_SECONDS, HandshakeGuard, Handshakes
 from common.ipc.inbound_filter import InboundFilter
 from common.ipc.session import SMALL, Frame
 from common.ipc.sessions import Sessions
@@ -73,7 +73,8 @@ class Channel:
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_SECONDS * 1000))
         for option, value in KEEPALIVE.items():
             self._socket.setsockopt(option, value)
-        self._clock = time.monotonic
+        # Times every deadline of this socket.
+        self.clock: Callable[[], float] = time.monotonic
 
     @property
     def socket(self) -> zmq.Socket[bytes]:
@@ -189,7 +190,12 @@ class RouterSocket(Channel):
     def reachable(self, peer: bytes) -> bool:
         """Return whether the peer is connected, as far as ZMQ knows."""
         session = self._sessions.get(peer)
-        return session is not None and self._send_frame(peer, session.probe(self._clock()))
+        return session is not None and self._send_frame(peer, session.probe(self.clock()))
+
+    @property
+    def handshakes(self) -> Handshakes | None:
+        """The connections that may not have finished their handshake; None unless this is a TCP socket."""
+        return None if self._guard is None else self._guard.handshakes
 
     @property
     def disconnects(self) -> Disconnects:
@@ -216,7 +222,7 @@ class RouterSocket(Channel):
         `more` says whether there may be more frames. It is also set after a short read, since a send before the loop
         waits again may consume the edge of the descriptor that announces the next frame.
         """
-        now = self._clock()
+        now = self.clock()
         self._sessions.tend(now)
         received = self._filter.receive(most)
         self.more = bool(received)
@@ -270,7 +276,7 @@ class RouterSocket(Channel):
         # A larger message would make the peer close the connection.
         if session is None or len(payload) > MAX_MESSAGE_BYTES:
             return False
-        frame = session.keep(payload, self._clock())
+        frame = session.keep(payload, self.clock())
         if frame is None:
             return False
         if not self._send_frame(peer, frame) and must_leave:

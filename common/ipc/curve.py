@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import stat
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
@@ -75,7 +76,12 @@ class Curve:
     open_binds = True
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, name: str, admitted: Iterable[str]
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        directory: Path,
+        name: str,
+        admitted: Iterable[str],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`admitted` are the names whose keys may connect to the sockets of this process.
 
@@ -91,7 +97,7 @@ class Curve:
         if secret is None:
             raise ConfigError(KEY, f"{file} is not a key file: it has no secret key")
         self._secret = secret
-        self.allowed = AllowList(directory, admitted)
+        self.allowed = AllowList(directory, admitted, clock)
         self._zap = ZapHandler(context, self.allowed, BoundedLog(Log("links"), "refused a connection"))
 
     def secure_server(self, socket: zmq.Socket[bytes], address: str) -> Gate | None:

@@ -43,14 +43,15 @@ class Dealer(Channel):
         # How often the peer was another process or had forgotten this one; unacknowledged messages were dropped each
         # time.
         self.resets = 0
+        self.dials = 0  # how often a connection was begun
         self.damaged = 0  # frames that do not belong to a session or whose digest is wrong
         self._opens = opens
         self._address = address
         self._identity = identity
-        self._dialled_at = self._clock()
-        self._silence = SilenceWatch(silence or SILENCE_SECONDS, self._clock()) if is_tcp(address) else None
+        self._dialled_at = self.clock()
+        self._silence = SilenceWatch(silence or SILENCE_SECONDS, self.clock()) if is_tcp(address) else None
         self._session = self._new_session()
-        self._watch = ConnectionWatch(self._socket, address, self._clock())
+        self._watch = ConnectionWatch(self._socket, address, self.clock())
         try:
             (security or Plain()).secure_client(self._socket, address, server)
             self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -62,13 +63,13 @@ class Dealer(Channel):
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError("", f"cannot connect to {address}: {error.strerror or error}") from error
-        self._tend(self._clock())
+        self._tend(self.clock())
 
     def send(self, payload: bytes) -> bool:
         """Send now, or when there is a connection. Returns False if too much is waiting."""
         if len(payload) > MAX_MESSAGE_BYTES:
             return False
-        frame = self._session.keep(payload, self._clock())
+        frame = self._session.keep(payload, self.clock())
         if frame is None:
             return False
         self._send_frame(frame)
@@ -80,16 +81,26 @@ class Dealer(Channel):
 
     def disconnected_for(self) -> float:
         """Return the seconds since there was a connection; 0 while there is one."""
-        now = self._clock()
+        now = self.clock()
         self._look_at_connection(now)
         return self._watch.disconnected_for(now)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no frame waits for an acknowledgement, or for being acknowledged."""
+        return self._session.idle
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether the peer of a TCP connection owes an answer, which bounds its silence."""
+        return self._silence is not None and self._silence.awaits_answer
 
     def drain(self, most: int = DRAIN_LIMIT) -> list[bytes]:
         """Return the messages that have arrived, from at most `most` frames; bad frames are counted and dropped."""
         messages: list[bytes] = []
         read = 0
         while not messages and read < most:
-            now = self._clock()
+            now = self.clock()
             self._look_at_connection(now)
             self._tend(now)
             received = self._receive(most)
@@ -157,6 +168,7 @@ class Dealer(Channel):
 
     def _dial(self) -> None:
         """Connect under a new routing id: the listener may not know yet that an earlier connection has ended."""
+        self.dials += 1
         self._socket.setsockopt(zmq.IDENTITY, dial_id(self._identity))
         self._socket.connect(self._address)
 
@@ -173,8 +185,8 @@ class Dealer(Channel):
 
     def _ask(self, frames: Sequence[bytes | zmq.Frame]) -> bool:
         if self._silence is not None:
-            self._silence.asked(self._clock())
+            self._silence.asked(self.clock())
         return self._send(frames)
 
     def _new_session(self) -> Session:
-        return Session(secrets.randbits(64), True, HIGH_WATER_MARK, QUEUED_BYTES, self._clock())
+        return Session(secrets.randbits(64), True, HIGH_WATER_MARK, QUEUED_BYTES, self.clock())

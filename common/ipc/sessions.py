@@ -39,6 +39,11 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
 
+    @property
+    def names(self) -> set[str]:
+        """The names that have a session."""
+        return set(self._of_name)
+
     def get(self, peer: bytes) -> Session | None:
         return self._sessions.get(peer)
 

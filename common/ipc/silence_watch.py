@@ -22,6 +22,11 @@ class SilenceWatch:
         if self._asked_at is None:
             self._asked_at = now
 
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether something was asked that no frame has answered yet."""
+        return self._asked_at is not None
+
     def should_ask(self, now: float) -> bool:
         """Return whether nothing was asked and nothing has been heard for a while."""
         return self._asked_at is None and now - self._heard_at >= self._seconds / 2

@@ -109,6 +109,16 @@ class RouterLink(Generic[M]):
     def registered(self) -> bool:
         return self._router is not None
 
+    @property
+    def last_echo(self) -> tuple[str, float] | None:
+        """Which incarnation of the router answered last, and when; None before the first registration or echo."""
+        return self._echo
+
+    @property
+    def heartbeats(self) -> int:
+        """Number of heartbeats sent so far."""
+        return self._sequence
+
     def start(self) -> None:
         self._thread.start()
 

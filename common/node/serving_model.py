@@ -186,11 +186,11 @@ def load_serving_model(
 
     On a GPU the pool is one for a trial of the graphs; `graph_start.sized` replaces it by the one that serves.
     """
-    path, device, budget = Path(plan.model.path), _device(plan.device), plan.pool
+    path, device, budget = Path(plan.model.path), serving_device(plan.device), plan.pool
     draft_config = _draft_config(plan)
     spec = plan.spec
     window = _check_state(plan, device, ranks.shard, log)
-    memory, others = _check_memory(plan, device, spec)
+    memory, others = check_memory_before_loading(plan, device, spec)
     if device.type == "cpu" and plan.threads:
         torch.set_num_threads(plan.threads)
     wanted = plan.model.max_model_len
@@ -303,7 +303,7 @@ def _draft_config(plan: NodePlan) -> DraftConfig | None:
     return with_steps(draft, speculation.steps)
 
 
-def _device(name: str) -> torch.device:
+def serving_device(name: str) -> torch.device:
     """Return the device of that name, made current. Raises ConfigError if it does not exist."""
     try:
         device = torch.device(name)
@@ -336,7 +336,9 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _check_memory(plan: NodePlan, device: torch.device, spec: PoolSpec) -> tuple[MemoryPlan, int]:
+def check_memory_before_loading(
+    plan: NodePlan, device: torch.device, spec: PoolSpec
+) -> tuple[MemoryPlan, int]:
     """Return the node's GPU memory besides pool and graphs, and the bytes that other nodes take there; 0 on a CPU.
 
     Raises ConfigError if this node, or all nodes of the cluster on this GPU, do not fit on it.

@@ -70,10 +70,10 @@ class SpeculativeStep:
         phase_seconds: dict[str, float],
     ) -> None:
         """`phase_seconds`, from `no_seconds`, accumulates device time; steps may share one."""
-        self._verify = verify
-        self._drafter = drafter
+        self.verify = verify
+        self.drafter = drafter
         self._acceptor = acceptor
-        self._device = device
+        self.device = device
         self._completion = completion
         self._stopwatch = stopwatch
         self.phase_seconds = phase_seconds
@@ -81,7 +81,7 @@ class SpeculativeStep:
     @property
     def tokens_per_step(self) -> int:
         """KV slots that a round may write per request, which also bounds the tokens that it may draw."""
-        return self._drafter.lookahead_slots
+        return self.drafter.lookahead_slots
 
     @property
     def extra_slots(self) -> int:
@@ -91,26 +91,26 @@ class SpeculativeStep:
     @property
     def graphs(self) -> list[NodeGraphs[Any]]:
         """The graphs of all phases, in the order of a round."""
-        phases = [*self._drafter.phases, self._verify.phase]
+        phases = [*self.drafter.phases, self.verify.phase]
         phases.sort(key=lambda phase: PHASES.index(phase.graphs.spec.phase))
         return [phase.node_graphs for phase in phases]
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
-        drafts = self._drafter.nodes - 1
+        drafts = self.drafter.nodes - 1
         call = self._call(plan, drafts)
         watch = self._stopwatch()
-        self._drafter.propose(call)
+        self.drafter.propose(call)
         watch.lap()
         if plan.masked:
             return self._launch_masked(plan, call, watch)
-        return self._finish(plan, call, watch, self._verify(call))
+        return self._finish(plan, call, watch, self.verify(call))
 
     def _launch_masked(self, plan: StepPlan, call: RoundCall, watch: Stopwatch) -> MaskedStep:
         """Launch the target's forward, and before it the copy of the drafts, from which the host computes masks."""
-        tokens, parents = self._drafter.trees(call)
+        tokens, parents = self.drafter.trees(call)
         copied, proposed = on_host(torch.cat((tokens, parents), dim=1)), self._completion()
-        verdict = self._verify.forward(call)
+        verdict = self.verify.forward(call)
 
         def trees() -> Trees:
             proposed.wait()
@@ -118,17 +118,17 @@ class SpeculativeStep:
             return Trees([row[:drafts] for row in both], [row[drafts:] for row in both])
 
         def finish(masks: LogitMasks) -> LaunchedRound:
-            return self._finish(plan, call, watch, self._verify.decide(call, verdict, masks))
+            return self._finish(plan, call, watch, self.verify.decide(call, verdict, masks))
 
-        return MaskedStep(len(plan.rows) * self._drafter.nodes, self._device, trees, finish)
+        return MaskedStep(len(plan.rows) * self.drafter.nodes, self.device, trees, finish)
 
     def _finish(self, plan: StepPlan, call: RoundCall, watch: Stopwatch, emitted: Emitted) -> LaunchedRound:
         copied = emitted.on_host()
         watch.lap()
-        self._drafter.draft_extend(call)
+        self.drafter.draft_extend(call)
         watch.lap()
         done = self._completion()
-        drafted = [len(each) for each in plan.drafts] or [self._drafter.nodes - 1] * len(plan.rows)
+        drafted = [len(each) for each in plan.drafts] or [self.drafter.nodes - 1] * len(plan.rows)
         return LaunchedRound(plan.rows, copied, drafted, done, watch, self.phase_seconds)
 
     def _call(self, plan: StepPlan, drafts: int) -> RoundCall:
@@ -138,7 +138,7 @@ class SpeculativeStep:
         pad = 0 if plan.drafts else -1
         for row, found in zip(told, plan.drafts or plan.forced):
             row.extend((*found, *[pad] * (drafts - len(found))))
-        values = on_device(told, self._device)
+        values = on_device(told, self.device)
         placed, rest = values[:, :2], values[:, 2:]
         if plan.drafts:
             return RoundCall(placed, plan.sampling, drafts=rest)

@@ -58,8 +58,8 @@ class PatchProgram:
     def __init__(self, part: QwenPart, largest: ShapeKey) -> None:
         self._part = part
         device = part.placement.device
-        self._windows = torch.zeros(largest.requests + 1, dtype=torch.int32, device=device)
-        self._images = torch.zeros(ENCODER_BATCH + 1, dtype=torch.int32, device=device)
+        self.windows = torch.zeros(largest.requests + 1, dtype=torch.int32, device=device)
+        self.images = torch.zeros(ENCODER_BATCH + 1, dtype=torch.int32, device=device)
         self._runs: tuple[Segments, Segments] | None = None  # windows and images of the planned batch
 
     def slots(self) -> list[Slot[PatchBatch]]:
@@ -89,10 +89,10 @@ class PatchProgram:
         if groups is batch.groups:
             self._runs = batch.windows, batch.whole
             return
-        windows = self._windows[: most_windows(len(groups)) + 1]
+        windows = self.windows[: most_windows(len(groups)) + 1]
         self._runs = (
             Segments(_loaded(windows, batch.windows.starts), self._part.window),
-            Segments(_loaded(self._images, batch.whole.starts), len(groups) * self._part.group),
+            Segments(_loaded(self.images, batch.whole.starts), len(groups) * self._part.group),
         )
 
     def run(self, inputs: Inputs, variant: str) -> EncodedPatches:

@@ -140,7 +140,7 @@ class ExtendBody:
     def __init__(self, runner: ModelRunner, static: StaticExtend) -> None:
         self._runner = runner
         self._broken = BreakableAttention(runner.attention)
-        self._static = static
+        self.static = static
 
     def slots(self) -> list[Slot[ExtendCall]]:
         placement, config = self._runner.model.placement, self._runner.model.config
@@ -168,12 +168,12 @@ class ExtendBody:
     def plan(self, call: ExtendCall, inputs: Inputs) -> None:
         """Plan attention over the live requests. Keys and values of all rows, padding included, go to `kv_slots`."""
         positions, kv_slots = inputs["positions"], inputs["kv_slots"]
-        batch = self._static.load(call.batch) if self._static.serves(len(positions)) else call.batch
+        batch = self.static.load(call.batch) if self.static.serves(len(positions)) else call.batch
         self._runner.attention.plan(replace(batch, positions=positions, kv_slots=kv_slots))
 
     def run(self, inputs: Inputs, variant: str) -> BodyOutput:
         positions = inputs["positions"]
-        attention = self._runner.attention if self._static.serves(len(positions)) else self._broken
+        attention = self._runner.attention if self.static.serves(len(positions)) else self._broken
         return run_body(self._runner.model, inputs["embeds"], positions, attention)
 
     def _embeds(self, call: ExtendCall) -> Tensor:

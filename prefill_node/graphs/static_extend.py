@@ -30,9 +30,9 @@ class StaticExtend:
     def __init__(self, limit: ShapeKey, max_pages: int, device: torch.device, poisoned: bool = False) -> None:
         self._limit = limit
         self.poisoned = poisoned
-        self._pages = torch.zeros(limit.requests, max_pages, dtype=torch.int32, device=device)
-        self._starts = torch.zeros(limit.requests + 1, dtype=torch.int32, device=device)
-        self._lens = torch.zeros(limit.requests, dtype=torch.int32, device=device)
+        self.pages = torch.zeros(limit.requests, max_pages, dtype=torch.int32, device=device)
+        self.starts = torch.zeros(limit.requests + 1, dtype=torch.int32, device=device)
+        self.lens = torch.zeros(limit.requests, dtype=torch.int32, device=device)
         self._slots = torch.zeros(limit.requests, dtype=torch.int64, device=device)
         self._saves = torch.zeros(limit.requests, SAVES, 2, dtype=torch.int64, device=device)
 
@@ -46,12 +46,12 @@ class StaticExtend:
         if count > self._limit.requests:
             return batch  # an eager run: no graph admits so many requests
         if self.poisoned:
-            self._pages.fill_(worst(self._pages.dtype))
-        self._pages[:count, :width].copy_(batch.page_table)
-        self._starts[: count + 1].copy_(batch.query_start)
-        self._starts[count + 1 :] = batch.query_start[-1]
-        self._lens[:count].copy_(batch.seq_lens)
-        self._lens[count:].zero_()
+            self.pages.fill_(worst(self.pages.dtype))
+        self.pages[:count, :width].copy_(batch.page_table)
+        self.starts[: count + 1].copy_(batch.query_start)
+        self.starts[count + 1 :] = batch.query_start[-1]
+        self.lens[:count].copy_(batch.seq_lens)
+        self.lens[count:].zero_()
         state = None
         if batch.state is not None:
             self._slots[:count].copy_(batch.state.slots)
@@ -60,6 +60,4 @@ class StaticExtend:
             if batch.state.saves is not None:
                 self._saves[:count].copy_(batch.state.saves)
             state = BatchState(self._slots, self._saves)
-        return replace(
-            batch, page_table=self._pages, query_start=self._starts, seq_lens=self._lens, state=state
-        )
+        return replace(batch, page_table=self.pages, query_start=self.starts, seq_lens=self.lens, state=state)

@@ -104,10 +104,10 @@ class TimedVerify:
 
 def watch(step: SpeculativeStep) -> Marks:
     """Add events around the phases of `step`."""
-    marks, drafter = Marks(step._device), step._drafter
+    marks, drafter = Marks(step.device), step.drafter
     drafter.propose = marks.around("draft", drafter.propose)  # type: ignore[method-assign]
     drafter.draft_extend = marks.around("extend", drafter.draft_extend)  # type: ignore[method-assign]
-    step._verify = TimedVerify(step._verify, marks)  # type: ignore[assignment]
+    step.verify = TimedVerify(step.verify, marks)  # type: ignore[assignment]
     return marks
 
 

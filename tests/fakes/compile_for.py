@@ -199,7 +199,9 @@ def tight(gpu: Gpu) -> None:
     extend_triton(query, planes, planes, table, starts, lens, None, 0.1)
     size = 32 * gpu.processors  # one program per processor for each of two parts
     stream, down = torch.zeros(64, size, dtype=BF16), torch.empty(size, INNER, dtype=BF16)
-    linear_norm._cuda(torch.zeros(64, INNER, dtype=BF16), down, None, stream, stream[0], 1e-5)
+    linear_norm.linear_add_rms_norm_cuda(
+        torch.zeros(64, INNER, dtype=BF16), down, None, stream, stream[0], 1e-5
+    )
     x, weights = torch.zeros(128, HIDDEN, dtype=BF16), torch.empty(4 * size, HIDDEN, dtype=BF16)
     linear._linear_cuda(x, weights[: 2 * size], None)
     linear._gated_linear_cuda(x[:16], weights, None)
@@ -254,7 +256,7 @@ def products(dtype: torch.dtype) -> None:
             linear._gated_linear_cuda(x, torch.empty(2 * INNER, HIDDEN, dtype=dtype), None, gelu)
         for depth in (HIDDEN, INNER):
             wide, down = torch.zeros(rows, depth, dtype=dtype), torch.empty(HIDDEN, depth, dtype=dtype)
-            linear_norm._cuda(wide, down, None, x, gain, 1e-5)
+            linear_norm.linear_add_rms_norm_cuda(wide, down, None, x, gain, 1e-5)
 
 
 def experts(dtype: torch.dtype) -> None:

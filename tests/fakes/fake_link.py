@@ -25,11 +25,11 @@ class FakeLink:
         self.counters = NodeCounters()
         self.announced: list[float] = []  # seconds
         self._codec = codec
-        self._inbox: list[bytes] = []
+        self.inbox: list[bytes] = []  # encoded messages that the node has not read
         self._said: list[bytes] = []
 
     def deliver(self, *messages: msgspec.Struct) -> None:
-        self._inbox.extend(encode(message) for message in messages)
+        self.inbox.extend(encode(message) for message in messages)
 
     def taken(self) -> list[RouterMessage]:
         said, self._said = self._said, []
@@ -41,7 +41,7 @@ class FakeLink:
         self._said.append(encode(message))
 
     def drain(self) -> list[AnyNodeMessage]:
-        inbox, self._inbox = self._inbox, []
+        inbox, self.inbox = self.inbox, []
         return control_first([self._codec.decode(frame) for frame in inbox])
 
     def lost(self) -> bool:

@@ -15,14 +15,14 @@ from common.engine.graphs.spec import GraphKey
 
 def capture_late(graphs: GraphRunner[Any, Any]) -> None:
     """Choose graphs as if all had been captured: the first variant that serves the batch."""
-    choose, made = graphs._choose, set[GraphKey]()
+    choose, made = graphs.choose, set[GraphKey]()
 
     def capture_and_choose(facts: BatchFacts) -> Any:
         shape = admit(graphs.spec, facts).shape
         if shape is not None and (key := GraphKey(shape, facts.variants[0])) not in made:
             made.add(key)
-            row = graphs._capture(key)
+            row = graphs.capture_one(key)
             assert not row.error, row
         return choose(facts)
 
-    graphs._choose = capture_and_choose  # type: ignore[method-assign]
+    graphs.choose = capture_and_choose  # type: ignore[method-assign]

@@ -106,7 +106,7 @@ class SlowCluster(NodeCluster):
 
     @property
     def endpoint(self) -> MarkingSender:
-        endpoint = self.prefill.sender._endpoint
+        endpoint = self.prefill.sender.endpoint
         assert isinstance(endpoint, MarkingSender)
         return endpoint
 

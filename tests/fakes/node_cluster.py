@@ -172,6 +172,7 @@ class Shape:
     layers: bool = False  # whether pages are sent layer by layer
     draft: NoDraftModel = field(default_factory=NoDraftModel)
     vision_stage: MakeVisionStage = lambda context, model: VisionStage(NoImages(), TextEmbeds())
+    change_prompts: Callable[[Forwards], Forwards] = lambda forwards: forwards
     prefills: int = 1
     model: ModelConfig = CONFIG
     decodes: int = 1
@@ -211,6 +212,7 @@ class PrefillSide(Side):
     peers: RouterSocket = None  # type: ignore[assignment]
     step: PrefillStep = None  # type: ignore[assignment]
     draft: PrefillDraft = None  # type: ignore[assignment]
+    forwards: Forwards = None  # type: ignore[assignment]
 
 
 @dataclass(slots=True)
@@ -550,7 +552,7 @@ class NodeCluster:
                 assert not [row for row in each.forward.graphs.rows if row.error]
             else:
                 capture_late(each.forward.graphs)
-        return forwards
+        return shape.change_prompts(forwards)
 
     def _prefill(self) -> PrefillSide:
         shape, incarnation = self.shape, self._incarnation()
@@ -594,7 +596,9 @@ class NodeCluster:
         ref = NodeRef(
             name=name, role="prefill", incarnation=incarnation, peer_address=f"inproc://{incarnation}"
         )
-        return PrefillSide(ref, link, space, True, made.node, sender, peers, made.step, forwards.draft)
+        return PrefillSide(
+            ref, link, space, True, made.node, sender, peers, made.step, forwards.draft, forwards
+        )
 
     def _decode(self) -> DecodeSide:
         shape, incarnation = self.shape, self._incarnation()

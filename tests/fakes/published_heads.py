@@ -225,9 +225,7 @@ def _config(kind: type[LlamaConfig] | type[Qwen3Config], form: Form, width: int)
         "attention_bias": form.bias,
         "hidden_act": "silu",
     }
-    config = kind(**{**rest, "num_hidden_layers": 1})
-    config._attn_implementation = "eager"
-    return config
+    return kind(**{**rest, "num_hidden_layers": 1, "attn_implementation": "eager"})
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -96,8 +96,10 @@ def rows_of(number: int) -> Tensor:
 class TinyVision:
     """Makes the vision stage of every prefill node of a NodeCluster, and sends images to all of them."""
 
-    def __init__(self, cache_bytes: int = 1 << 20) -> None:
+    def __init__(self, cache_bytes: int = 1 << 20, reader: Callable[[bytes], Pixels] = read) -> None:
         self.cache_bytes = cache_bytes
+        self.reader = reader
+        self.caches: list[RowCache] = []
         self.sockets: list[RouterSocket] = []
         self.embeds: list[VisionEmbeds] = []
         self.parts: list[TinyPart] = []
@@ -110,9 +112,10 @@ class TinyVision:
         dealer = Dealer(context, address, b"p/images")
         until(lambda: socket.drain() or socket.reachable(b"p/images"))
         cache, prompts = RowCache(self.cache_bytes), PromptImages()
-        intake = ImageIntake(dealer, read, cache, prompts, Log("images"))
+        intake = ImageIntake(dealer, self.reader, cache, prompts, Log("images"))
         part = TinyPart()
         embeds = VisionEmbeds(model.embed, part, cache, prompts)
+        self.caches.append(cache)
         self.prompts.append(prompts)
         self.parts.append(part)
         self.sockets.append(socket)

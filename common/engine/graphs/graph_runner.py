@@ -65,7 +65,7 @@ class GraphRunner(Generic[Batch, Output]):
         self.counters = GraphCounters()
         self.rows: list[CaptureRow] = []  # results of `capture`, in its order
         self._backend = backend
-        self._program = program
+        self.program = program
         self.inputs = inputs
         self._outputs = outputs
         self._recordings: dict[GraphKey, Recording[Output]] = {}
@@ -94,23 +94,24 @@ class GraphRunner(Generic[Batch, Output]):
         """
         for shape in reversed(self.spec.shapes if shapes is None else shapes):
             for variant in self.spec.variants:
-                self.rows.append(self._capture(GraphKey(shape, variant)))
+                self.rows.append(self.capture_one(GraphKey(shape, variant)))
 
     def run_missing(self) -> None:
         """Run failed shapes eagerly once on padding, so that they compile before serving; raises if that fails too."""
         with torch.inference_mode():
             for key in self._missing:
                 inputs = self.inputs.idle(key.shape)
-                self._program.plan(self._program.idle(key.shape), inputs)
-                self._program.run(inputs, key.variant)
+                self.program.plan(self.program.idle(key.shape), inputs)
+                self.program.run(inputs, key.variant)
 
-    def _capture(self, key: GraphKey) -> CaptureRow:
+    def capture_one(self, key: GraphKey) -> CaptureRow:
+        """Capture one graph; the row contains the error if that fails."""
         started, error, nbytes, breaks = time.perf_counter() - self._compiling(), "", 0, 0
         try:
             with torch.inference_mode():
                 inputs = self.inputs.idle(key.shape)
-                self._program.plan(self._program.idle(key.shape), inputs)
-                recording = self._backend.capture(partial(self._program.run, inputs, key.variant))
+                self.program.plan(self.program.idle(key.shape), inputs)
+                recording = self._backend.capture(partial(self.program.run, inputs, key.variant))
             self._outputs.narrow(recording.output, key.shape, key.shape)
             self._recordings[key] = recording
             nbytes, breaks = recording.nbytes, recording.breaks
@@ -139,19 +140,19 @@ class GraphRunner(Generic[Batch, Output]):
 
     def can_run(self, batch: Batch) -> tuple[ShapeKey | None, str]:
         """Return (shape, "") if a graph would serve the batch, else (None, reason). Counts nothing."""
-        key, reason = self._choose(self._program.facts(batch))
+        key, reason = self.choose(self.program.facts(batch))
         return (None, reason) if key is None else (key.shape, "")
 
     def __call__(self, batch: Batch) -> Output:
         """Run the batch and return its live rows. Raises SlotError if it does not fit the declared inputs."""
-        facts = self._program.facts(batch)
-        key, reason = self._choose(facts)
+        facts = self.program.facts(batch)
+        key, reason = self.choose(facts)
         with torch.inference_mode():
             if key is None:
                 self.counters.fallbacks[reason] += 1
                 return self._eager(batch, facts)
             inputs = self.inputs.load(batch, facts.live, key.shape)
-            self._program.plan(batch, inputs)
+            self.program.plan(batch, inputs)
             recording = self._recordings[key]
             recording.replay()
             self.counters.replays[key] += 1
@@ -162,10 +163,11 @@ class GraphRunner(Generic[Batch, Output]):
     def _eager(self, batch: Batch, facts: BatchFacts) -> Output:
         variant = facts.variants[0]
         inputs = self.inputs.live(batch, facts.live)
-        self._program.plan(batch, inputs)
-        return self._program.run(inputs, variant)
+        self.program.plan(batch, inputs)
+        return self.program.run(inputs, variant)
 
-    def _choose(self, facts: BatchFacts) -> tuple[GraphKey | None, str]:
+    def choose(self, facts: BatchFacts) -> tuple[GraphKey | None, str]:
+        """Return the graph that serves such a batch, or None and the reason why none does."""
         admission: Admission = admit(self.spec, facts)
         if admission.shape is None:
             return None, admission.reason

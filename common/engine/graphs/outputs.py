@@ -46,7 +46,7 @@ class OutputSpec(Generic[Output]):
         if unknown := [name for name in declared if name not in names]:
             raise OutputError(f"{kind.__name__} has no field {', '.join(unknown)}")
         self.kind = kind
-        self._declared = dict(declared)
+        self.declared = dict(declared)
 
     def narrow(self, output: Output, captured: ShapeKey, live: ShapeKey) -> Output:
         """Return the live rows of the output of a graph of shape `captured`.
@@ -54,7 +54,7 @@ class OutputSpec(Generic[Output]):
         Raises OutputError on a wrong row count.
         """
         narrowed: dict[str, Any] = {}
-        for name, how in self._declared.items():
+        for name, how in self.declared.items():
             value = getattr(output, name)
             narrowed[name] = None if value is None else self._narrow(name, how, value, captured, live)
         return self.kind(**narrowed)

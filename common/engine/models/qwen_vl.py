@@ -158,7 +158,7 @@ class QwenPart(nn.Module):
         learned = self._corners(order, images)
         *arrays, raw = send((*host, *learned, self._bytes(images)), device)
         places, merged, back, window_starts, image_starts, *positions = arrays
-        embedded = self.tower.embedded(self._patches(raw, images).to(self.placement.dtype))
+        embedded = self.tower.embedded(self.patches(raw, images).to(self.placement.dtype))
         if isinstance(self.tower, LearnedTower):
             # An image is one window, so patches are still in the processor's order.
             embedded = self.tower.placed(embedded, *positions)
@@ -206,7 +206,7 @@ class QwenPart(nn.Module):
     def _bytes(self, images: Sequence[Pixels]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
         return np.concatenate([image.values.numpy().reshape(-1) for image in images])
 
-    def _patches(self, raw: Tensor, images: Sequence[Pixels]) -> Tensor:
+    def patches(self, raw: Tensor, images: Sequence[Pixels]) -> Tensor:
         """Return [N, 3 * frames * patch ** 2] float32, normalised, in groups of merge ** 2 in row-major order."""
         vision, parts = self.config, []
         merge, patch, frames = vision.merge_size, vision.patch_size, vision.temporal_patch_size

@@ -32,7 +32,7 @@ def linear_add_rms_norm_reference(
     return add_rms_norm_reference(F.linear(x, weight, bias), residual, norm_weight, eps)
 
 
-def _cuda(
+def linear_add_rms_norm_cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     size, depth = weight.shape
@@ -53,5 +53,9 @@ def _fake(
 
 
 linear_add_rms_norm = register_op(
-    "linear_add_rms_norm", linear_add_rms_norm_reference, mutates=(), fake=_fake, cuda=_cuda
+    "linear_add_rms_norm",
+    linear_add_rms_norm_reference,
+    mutates=(),
+    fake=_fake,
+    cuda=linear_add_rms_norm_cuda,
 )

@@ -35,7 +35,7 @@ class CudaLayers(LayerWrite):
         self._sent = 0  # planes
         self._all: tuple[list[int], list[int]] = [], []  # pages of all lists; filled at the first layer
         self._index: Tensor | None = None  # `_all` on the device
-        self._sums: Tensor | None = None
+        self.sums: Tensor | None = None
         self._closed: Mark | None = None  # after the last layer that was sent
         self._fault = ""
 
@@ -54,11 +54,11 @@ class CudaLayers(LayerWrite):
                     self._all[0].extend(chain.from_iterable(each.src_pages for each in self._lists))
                     self._all[1].extend(chain.from_iterable(each.dst_pages for each in self._lists))
                     self._index = writer.page_list(*self._all)
-                    self._sums = writer.no_sums(self._bounds[-1]) if self._checksums else None
+                    self.sums = writer.no_sums(self._bounds[-1]) if self._checksums else None
                     # Made after `wait_for`, the view would wait for the forward.
                     writer.view(peer, self._plan.dst.layout)
                 peer.layers.wait_for(stored)
-                writer.launch(peer, peer.layers, self._plan, self._all, self._index, self._sums, planes)
+                writer.launch(peer, peer.layers, self._plan, self._all, self._index, self.sums, planes)
         except RuntimeError as error:
             self._fault = str(error)
             return
@@ -93,19 +93,19 @@ class CudaLayers(LayerWrite):
                 if planes:
                     writer.launch(peer, peer.lane, self._plan, pages, writer.page_list(*pages), sums, planes)
                 sums = None if sums is None else to_host(sums)
-            ticket = LaneTicket.on(peer, peer.lane, left, keep=self._sums)
+            ticket = LaneTicket.on(peer, peer.lane, left, keep=self.sums)
         except RuntimeError as error:
-            return PageWrite(LaneTicket.failed(peer, peer.lane, left, str(error), self._sums), nbytes)
+            return PageWrite(LaneTicket.failed(peer, peer.lane, left, str(error), self.sums), nbytes)
         return PageWrite(ticket, nbytes, () if sums is None else LaterDigests(sums))
 
     def _sums_of(self, number: int) -> Tensor | None:
         """Return a copy of the sums over the sent layers, to be continued on the other lane."""
         if not self._checksums:
             return None
-        if self._sums is None or self._closed is None:
+        if self.sums is None or self._closed is None:
             return self._writer.no_sums(len(self._lists[number].src_pages))
         self._peer.lane.wait_for(self._closed)
-        return self._sums[self._bounds[number] : self._bounds[number + 1]].clone()
+        return self.sums[self._bounds[number] : self._bounds[number + 1]].clone()
 
     def _page_bytes(self, planes: range) -> int:
         parts = (part for plane in planes for part in self._plan.planes[plane])

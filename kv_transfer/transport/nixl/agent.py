@@ -61,7 +61,7 @@ class Operation:
 
 def load_library() -> Any:
     """Return the installed NIXL, preferably for torch's CUDA version. Raises ConfigError if there is none."""
-    wanted = [_load_cu13, _load_cu12]
+    wanted = [load_cu13, load_cu12]
     if str(torch.version.cuda).startswith("12."):
         wanted.reverse()
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read at import, like UCX_ERROR_SIGNALS
@@ -79,14 +79,14 @@ def load_library() -> Any:
     )
 
 
-def _load_cu13() -> Any:
+def load_cu13() -> Any:
     # Imported here because it takes half a second and other transports do not need it.
     import nixl_cu13  # type: ignore[import-not-found, unused-ignore]
 
     return nixl_cu13
 
 
-def _load_cu12() -> Any:
+def load_cu12() -> Any:
     import nixl_cu12  # type: ignore[import-not-found, unused-ignore]
 
     return nixl_cu12
@@ -255,6 +255,10 @@ class ProgressThread:
             self._busy.set()
         else:
             self._busy.clear()
+
+    @property
+    def is_busy(self) -> bool:
+        return self._busy.is_set()
 
     def close(self) -> None:
         self._closing.set()

@@ -34,7 +34,7 @@ _CONNECT_SECONDS: Final = 2.0
 _REFUSED_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 0.2  # interval of the check for overdue strangers
 _PROOF_SECONDS: Final = 10.0
-_MAX_STRANGERS: Final = 64
+MAX_STRANGERS: Final = 64
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 60), (socket.TCP_KEEPCNT, 127))
 
 
@@ -152,7 +152,7 @@ class LivenessListener:
             line.sock = None  # the peer may connect again
 
     def _challenge(self, sock: socket.socket, now: float) -> None:
-        if len(self._strangers) >= _MAX_STRANGERS:
+        if len(self._strangers) >= MAX_STRANGERS:
             # The oldest has had time for its proof, and a sender that connects during a flood of strangers gets time
             # too.
             self._strangers.pop(0).sock.close()

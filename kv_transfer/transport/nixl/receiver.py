@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import time
+from collections.abc import Callable
 from typing import Any
 
 from common.errors import ConfigError
@@ -29,12 +31,13 @@ class NixlReceiver(ReceiverEndpoint):
         *,
         cuda: CudaRuntime | None = None,
         library: Any = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises ConfigError if NIXL is not installed or does not start on these network `devices`."""
         self._device = device
         self._cuda = None if device is None else cuda or CudaRuntime()
         self._agent = NixlAgent(incarnation, devices, library)
-        self._liveness = LivenessListener(host, port)
+        self.liveness = LivenessListener(host, port, clock)
         self._open: set[int] = set()  # generations whose pages may be written
         self._progress: ProgressThread | None = None
         self._flush = False
@@ -80,7 +83,7 @@ class NixlReceiver(ReceiverEndpoint):
             self._kv_block.address,
             -1 if self._device is None else self._device,
             self._records_block.address,
-            self._liveness.describe(incarnation),
+            self.liveness.describe(incarnation),
         )
 
     def announce(self, window: Window) -> None:
@@ -94,17 +97,17 @@ class NixlReceiver(ReceiverEndpoint):
         return False
 
     def peer_is_dead(self, incarnation: str) -> bool:
-        return self._liveness.dead(incarnation)
+        return self.liveness.dead(incarnation)
 
     def forget(self, incarnation: str) -> None:
-        self._liveness.forget(incarnation)
+        self.liveness.forget(incarnation)
 
     def close(self) -> None:
         if self._progress is not None:
             self._progress.close()
             self._progress = None
         self._agent.close()
-        self._liveness.close()
+        self.liveness.close()
 
     def _go(self) -> None:
         if self._progress is not None:

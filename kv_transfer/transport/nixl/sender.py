@@ -43,7 +43,7 @@ from kv_transfer.transport.nixl.writes import (
 )
 
 SETTLE_SECONDS: Final = 2.0  # seconds after a fault during which pieces may still land at the same peer
-_CLOSE_SECONDS: Final = 1.0
+CLOSE_SECONDS: Final = 1.0
 
 
 class NixlSender(SenderEndpoint):
@@ -142,11 +142,16 @@ class NixlSender(SenderEndpoint):
         for write in peer.open:
             write.state = WriteState.FAILED
 
+    @property
+    def busy(self) -> bool:
+        """Whether transfers are running, so that UCX is driven often."""
+        return self._progress is not None and self._progress.is_busy
+
     def close(self) -> None:
         """Wait briefly for running transfers; those that have not ended by then end with the process."""
         for peer in list(self._peers):
             self.detach(peer)
-        until = time.monotonic() + _CLOSE_SECONDS
+        until = time.monotonic() + CLOSE_SECONDS
         while self._peers and time.monotonic() < until:
             time.sleep(0.001)
             self._collect()

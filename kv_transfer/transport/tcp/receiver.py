@@ -22,7 +22,7 @@ from kv_transfer.transport.tcp.kind import TcpDescription, TcpOptions
 from kv_transfer.transport.tcp.windows import Windows
 
 _STEP_BYTES = 1 << 20  # read at once under the lock: bounds how long `revoke` waits
-_MAX_STRANGERS = 64  # connections that have not proved a key yet
+MAX_STRANGERS = 64  # connections that have not proved a key yet
 _MAX_UNSENT_ACKS = 1 << 20  # bytes; a peer that does not read its acks is dropped
 
 
@@ -105,7 +105,7 @@ class TcpReceiver(ReceiverEndpoint):
         if key is not None:
             del self._owners[tcp_frames.key_id(key)]
         self._windows.revoke_all_of(incarnation)
-        self._nudge()  # the I/O thread closes connections that have no key
+        self.nudge()  # the I/O thread closes connections that have no key
 
     def announce(self, window: Window) -> None:
         self._windows.announce(window)
@@ -123,12 +123,12 @@ class TcpReceiver(ReceiverEndpoint):
             return
         self._closing = True
         if self._thread is not None:
-            self._nudge()
+            self.nudge()
             self._thread.join()
         self._listener.close()
         os.close(self._wake)
 
-    def _nudge(self) -> None:
+    def nudge(self) -> None:
         os.eventfd_write(self._wake, 1)
 
     # ---- the I/O thread
@@ -155,7 +155,7 @@ class TcpReceiver(ReceiverEndpoint):
         except OSError:
             return
         strangers = [each for each in self._connections.values() if not each.incarnation]
-        if len(strangers) >= _MAX_STRANGERS:
+        if len(strangers) >= MAX_STRANGERS:
             # The oldest has had time for its proof, and a peer that connects during a flood of strangers gets time too.
             self._drop(strangers[0], "full")
         sock.setblocking(False)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from common.ipc import Dealer, RouterSocket, bad_frames
+from common.ipc import Dealer, RouterSocket
 from common.ipc.bad_frames import LIMIT, MAX_PEERS, WINDOW, BadFrames, peer_of
 from common.ipc.curve import Curve
 from common.ipc.gate import BAN_SECONDS
@@ -57,8 +57,19 @@ def test_the_tables_are_bounded() -> None:
     for number in range(3 * MAX_PEERS):
         for _ in range(LIMIT if number % 2 else 1):
             bad.count(f"n/{number}", "x")
-    assert len(bad._counts) <= MAX_PEERS
-    assert len(bad._cut_off) <= MAX_PEERS
+    assert sum(bad.is_cut_off(f"n/{number}") for number in range(3 * MAX_PEERS)) == MAX_PEERS
+
+
+def test_the_peer_that_was_silent_longest_is_forgotten_first() -> None:
+    bad = counter(Clock())
+    for peer in ("forgotten", "heard again"):
+        for _ in range(LIMIT - 1):
+            bad.count(peer, "x")
+    for number in range(MAX_PEERS - 2):
+        bad.count(f"n/{number}", "x")
+    assert bad.count("heard again", "x"), "as many as fit are remembered"
+    bad.count("one more", "x")
+    assert not bad.count("forgotten", "x"), "it is counted from the beginning"
 
 
 @pytest.mark.parametrize(
@@ -121,13 +132,11 @@ def test_a_key_that_claims_other_names_is_banned_for_a_while(tmp_path: Path) -> 
     keys = tmp_path / "keys"
     make_key_pairs(keys, ["router", "decode-0", "prefill-0"])
     contexts = [Context() for _ in range(3)]
+    clock = Clock()
     ours, theirs, honest = (
-        Curve(context, keys, name, ["decode-0", "prefill-0"])
+        Curve(context, keys, name, ["decode-0", "prefill-0"], clock)
         for context, name in zip(contexts, ("router", "decode-0", "prefill-0"), strict=True)
     )
-    clock = Clock()
-    ours.allowed._clock = clock
-    ours.allowed._checked_at = -100.0
     try:
         server = RouterSocket(contexts[0], "tcp://127.0.0.1:*", ours)
         forger = Dealer(contexts[1], server.address, b"prefill-0/1", "router", theirs, opens=False)
@@ -154,8 +163,8 @@ def test_a_key_that_claims_other_names_is_banned_for_a_while(tmp_path: Path) -> 
             each_context.destroy(linger=0)
 
 
-def test_thousands_of_unknown_routing_ids_leave_no_records(context: Context, tmp_path: Path) -> None:
-    """Their records are bounded, whether they come one after another or at once."""
+def test_thousands_of_unknown_routing_ids_leave_no_sessions(context: Context, tmp_path: Path) -> None:
+    """A session begins with a frame of the peer: nothing is kept for routing ids that only send bad ones."""
     server = RouterSocket(context, f"ipc://{tmp_path}/r.sock")
     for batch in range(30):
         strangers = []
@@ -168,8 +177,7 @@ def test_thousands_of_unknown_routing_ids_leave_no_records(context: Context, tmp
         for stranger in strangers:
             stranger.close(linger=0)
         context.made.clear()
-    assert len(server._filter.bad._counts) <= bad_frames.MAX_PEERS
-    assert len(server._sessions) == 0
+    assert not any(server.post(b"x%d/%d" % (batch, each), b"") for batch in range(30) for each in range(100))
 
 
 def reads(server: RouterSocket, refused: int) -> bool:

@@ -149,24 +149,20 @@ def test_a_flooding_peer_that_dies_does_not_take_the_process_along() -> None:
 
 
 def test_a_connection_that_is_idle_after_an_acknowledgement_is_kept(
-    context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+    context: zmq.Context[zmq.Socket[bytes]],
 ) -> None:
     """Nobody answers an acknowledgement, so the silence after it says nothing about the connection."""
-    dialled: list[float] = []
-    monkeypatch.setattr(Dealer, "_redial", lambda dealer, now: dialled.append(now))
     with closing(RouterSocket(context, "tcp://127.0.0.1:0", Keyless())) as router:
         with closing(Dealer(context, router.address, b"peer", security=Keyless(), silence=3.0)) as dealer:
             dealer.send(b"request")
             until(lambda: dealer.drain() or router.drain())
-            until(lambda: router.drain() or dealer.drain() or dealer._session.idle)
+            until(lambda: router.drain() or dealer.drain() or dealer.idle)
             router.send(b"peer", b"abort")
             until(dealer.drain)
-            until(lambda: router.drain() or dealer.drain() or dealer._session.idle)
-            silence, clock = dealer._silence, Clock(dealer._clock())
-            assert silence is not None
-            dealer._clock = clock
+            until(lambda: router.drain() or dealer.drain() or dealer.idle)
+            dealer.clock = clock = Clock(dealer.clock())
             for _ in range(8):
                 clock.now += 1.0
                 dealer.drain()  # probes when it is due
-                until(lambda: router.drain() or dealer.drain() or silence._asked_at is None or dialled)
-    assert dialled == []
+                until(lambda: router.drain() or dealer.drain() or not dealer.awaits_answer)
+            assert dealer.dials == 1

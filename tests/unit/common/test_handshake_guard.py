@@ -44,10 +44,15 @@ def kernel() -> Kernel:
 
 
 @pytest.fixture
-def handshakes(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> Handshakes:
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def handshakes(kernel: Kernel, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Handshakes:
     monkeypatch.setattr(handshake_guard, "MOST_HANDSHAKES", 5)
     monkeypatch.setattr(handshake_guard, "MOST_OF_A_SOURCE", 3)
-    return Handshakes(kernel, Clock())
+    return Handshakes(kernel, clock)
 
 
 def accept(handshakes: Handshakes, kernel: Kernel, descriptor: int, source: str) -> None:
@@ -70,9 +75,9 @@ def test_the_oldest_of_all_ends_where_sources_are_many(handshakes: Handshakes, k
     assert len(handshakes) == 5
 
 
-def test_finished_closed_and_old_ones_are_not_ended(handshakes: Handshakes, kernel: Kernel) -> None:
-    clock = handshakes._clock
-    assert isinstance(clock, Clock)
+def test_finished_closed_and_old_ones_are_not_ended(
+    handshakes: Handshakes, kernel: Kernel, clock: Clock
+) -> None:
     for descriptor in range(3):
         accept(handshakes, kernel, descriptor, "10.0.0.1")
     kernel.bytes[0] = HANDSHAKE_BYTES
@@ -141,8 +146,8 @@ def test_a_flood_of_half_open_connections_keeps_no_peer_out(
 ) -> None:
     monkeypatch.setattr(handshake_guard, "MOST_OF_A_SOURCE", 20)
     server, honest = curve
-    assert server._guard is not None
-    handshakes = server._guard.handshakes
+    handshakes = server.handshakes
+    assert handshakes is not None
     port = int(server.address.rpartition(":")[2])
     with ExitStack() as stack:
         strangers = [
@@ -177,8 +182,8 @@ def test_the_guard_and_a_watch_on_disconnects_share_one_socket(tmp_path: Path, s
             until(disconnects.take)
         if scheme == "tcp":
             port = int(router.address.rpartition(":")[2])
-            assert router._guard is not None
-            handshakes = router._guard.handshakes
+            handshakes = router.handshakes
+            assert handshakes is not None
             with closing(socket.create_connection(("127.0.0.1", port))):
                 until(lambda: len(handshakes) > 0)
     context.term()

@@ -298,7 +298,7 @@ def test_one_name_pushes_out_its_own_sessions_only(monkeypatch: pytest.MonkeyPat
     assert sessions.get(b"decode-1/7") is not None
     for number in (7, 8):
         sessions.forget(b"decode-1/%d" % number)
-    assert set(sessions._of_name) == {"decode-0"}
+    assert sessions.names == {"decode-0"}
 
 
 def test_peers_that_are_no_longer_vouched_for_are_forgotten_like_others(

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from msgspec import structs
+from torch import Tensor
 
+from common.engine.forward.batch import ForwardBatch, ForwardOutput
 from common.engine.state.pool import KvPool
 from common.messages.node_inbox import Abort, PeerLost
 from common.messages.router_inbox import Failed, FirstToken, Tokens
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
+from decode_node.graphs.decode_graph import DecodeGraphs
+from decode_node.step import AutoregressiveStep
+from decode_node.steps import DecodeSteps
 from kv_transfer.messages import RecordWritten, encode
 from kv_transfer.transport.loopback.endpoints import Fault
+from prefill_node.forwards import Forwards
 from prefill_node.request import PrefillRequest
-from prefill_node.step import PrefillStep
-from tests.fakes.node_cluster import DecodeSide, NodeCluster, PrefillSide, Shape
+from tests.fakes.node_cluster import NodeCluster, Parts, Shape, autoregressive
 from tests.fakes.scenarios import SAMPLED, expect_reference, prompt_of
-from tests.fakes.tiny_model import VOCAB, reference
+from tests.fakes.tiny_model import PLACEMENT, VOCAB, reference
 
 SMALL = Shape(page_size=4, chunk_tokens=8, decode_pool=160, reserved_tokens=4)
 
@@ -263,11 +268,12 @@ def test_logits_that_are_not_finite_end_one_request(
     where: str, sampled: bool, completion: type[Completion]
 ) -> None:
     options: dict[str, Any] = SAMPLED if sampled else {}
-    with NodeCluster(replace(SMALL, completion=completion)) as cluster:
+    poisoned: dict[str, Any] = (
+        {"change_prompts": _poisoned_prompts} if where == "prefill" else {"step": _poisoned_decode}
+    )
+    with NodeCluster(replace(SMALL, completion=completion, **poisoned)) as cluster:
         bad = cluster.submit(prompt_of(9, 1), 12, seed=1, **options)
         others = [cluster.submit(prompt_of(9 + n, 2), 12, seed=n, **options) for n in range(3)]
-        side = cluster.prefill if where == "prefill" else cluster.decode
-        _poison(_step_of(side), rows=1 if where == "prefill" else 5)
         cluster.run()
         assert bad.error is not None
         assert bad.error == Failed(
@@ -281,39 +287,51 @@ def test_logits_that_are_not_finite_end_one_request(
         cluster.settle()
 
 
-def _step_of(side: PrefillSide | DecodeSide) -> Any:
-    return side.step if isinstance(side, PrefillSide) else side.steps.by_width[0]
+@dataclass
+class PoisonedPrompts:
+    """A prompt forward that writes NaN for the first row that it draws, and into its KV, so that graphs read it too."""
 
+    forwards: Forwards
+    done: bool = False
 
-def _poison(step: Any, rows: int) -> None:
-    """Write NaN for the first row of the `rows`-th drawing forward, and into its KV, so that graphs read it too."""
-    seen = 0
-
-    def extend(batch: Any, *embeds: Any) -> Any:
-        nonlocal seen
+    def __call__(self, batch: ForwardBatch, *embeds: Any) -> ForwardOutput:
         with torch.inference_mode():
-            output = inner(batch, *embeds)
-            seen += len(output.logits) > 0
-            if len(output.logits) and seen == rows:
+            output = self.forwards.target.forward(batch, *embeds)
+            if len(output.logits) and not self.done:
+                self.done = True
                 output.logits[0] = torch.nan
-                _spoil(inner._runner.pool, int(batch.kv_slots[batch.logits_rows[0]]))
+                _spoil(self.forwards.runner.pool, int(batch.kv_slots[batch.logits_rows[0]]))
         return output
 
-    def decode(chosen: Any, sampling: Any) -> Any:
-        nonlocal seen
-        seen += 1
-        if seen == rows:
-            program, row = inner._program, int(chosen[0])
-            pool, last = program._runner.pool, int(program._relay.seq_len[row]) - 1
-            page = int(program._pages[row, last // pool.page_size])
-            _spoil(pool, page * pool.page_size + last % pool.page_size)  # the next forward reads it
-        return inner(chosen, sampling)
 
-    inner: Any
-    if isinstance(step, PrefillStep):
-        inner, step._forward = step._forward, extend
-    else:
-        inner, step._decode = step._decode, decode
+@dataclass
+class PoisonedDecode:
+    """Decode graphs of which the fifth call finds NaN in the KV of its first row."""
+
+    graphs: DecodeGraphs
+    parts: Parts
+    calls: int = 0
+
+    def __call__(self, chosen: Tensor, sampling: Any) -> Any:
+        self.calls += 1
+        if self.calls == 5:
+            pool, row = self.parts.runner.pool, int(chosen[0])
+            last = int(self.parts.relay.seq_len[row]) - 1
+            page = int(self.parts.table.pages[row, last // pool.page_size])
+            _spoil(pool, page * pool.page_size + last % pool.page_size)  # the next forward reads it
+        return self.graphs(chosen, sampling)
+
+
+def _poisoned_prompts(forwards: Forwards) -> Forwards:
+    poisoned: Any = PoisonedPrompts(forwards)
+    return replace(forwards, target=replace(forwards.target, forward=poisoned))
+
+
+def _poisoned_decode(parts: Parts) -> DecodeSteps:
+    steps = autoregressive(parts)
+    (graphs,) = steps.graphs
+    poisoned: Any = PoisonedDecode(graphs.forward, parts)
+    return replace(steps, by_width={0: AutoregressiveStep(poisoned, PLACEMENT.device, parts.completion)})
 
 
 def _spoil(pool: KvPool, slot: int) -> None:
@@ -332,10 +350,10 @@ def test_an_abort_that_arrives_together_with_its_request(order: str) -> None:
         call = cluster.submit(prompt_of(30), 60)
         cluster.abort(call)  # in the same drain on both nodes
         if order == "before":
-            cluster.prefill.link._inbox.reverse()
-            cluster.decode.link._inbox.reverse()
+            cluster.prefill.link.inbox.reverse()
+            cluster.decode.link.inbox.reverse()
         elif order == "alone":
-            cluster.decode.link._inbox.clear()
+            cluster.decode.link.inbox.clear()
         cluster.turn(3)
         assert not len(cluster.prefill.node.queues)
         assert not len(cluster.decode.node.queues)

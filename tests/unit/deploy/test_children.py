@@ -41,7 +41,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
     for each in made:
         if each.launched:
             each.stop(0)
-            until(lambda: each.read_progress() and each._status < 0)  # noqa: B023
+            until(lambda: each.read_progress() and not each.may_report)  # noqa: B023
 
 
 def test_progress_is_read_line_by_line(make: Callable[[str], Child], tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_child_can_be_started_again(make: Callable[[str], Child], tmp_path: Pa
         # Its status pipe is not read to the end, so the next start has to close it.
         until(lambda: child.exit_code is not None)
         assert child.log_tail() == "here\n" * round_
-    until(lambda: child.read_progress().phase == "ready" and child._status < 0)
+    until(lambda: child.read_progress().phase == "ready" and not child.may_report)
     assert not set(os.listdir("/proc/self/fd")) - before
 
 

@@ -368,15 +368,20 @@ def test_a_disk_that_is_full_at_the_start_is_one_sentence(
 ) -> None:
     """The message is one sentence whichever fails first: the log directory, the lock, or the table."""
 
-    def full(*arguments: object, **options: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     run_dir = run_directory(load_cluster(directory / "c.yaml"))
-    if call == "lock":
-        monkeypatch.setattr(Supervisor, "_take_lock", full)
-    else:
-        monkeypatch.setattr(Path, call, full)
-        monkeypatch.setattr("common.config.run_directory._own", lambda directory, follow: None)
+    owner, name, failing = {
+        "mkdir": (Path, "mkdir", "logs"),
+        "lock": (os, "open", "lock"),
+        "write_bytes": (Path, "write_bytes", ""),
+    }[call]
+    real = getattr(owner, name)
+
+    def full(path: Path, *arguments: Any, **options: Any) -> Any:
+        if failing in ("", Path(path).name):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(owner, name, full)
     result = run("up", str(directory / "c.yaml"))
     assert result.exit_code == 2
     (line,) = flat(result).splitlines()
@@ -398,7 +403,7 @@ def test_one_supervisor_per_cluster(directory: Path) -> None:
         supervisor(directory)
     result = run("up", str(directory / "c.yaml"))
     assert result.exit_code == 1
-    os.close(first._lock)
+    first.stop()
 
 
 def test_a_running_cluster_whose_lock_was_removed_is_not_disturbed(directory: Path) -> None:
@@ -429,7 +434,7 @@ def test_the_lock_of_a_file_that_was_removed_is_not_enough(
     assert len(opened) == 2
     with pytest.raises(AlreadyRunning):
         supervisor(directory)
-    os.close(first._lock)
+    first.stop()
 
 
 @pytest.mark.parametrize(
@@ -464,7 +469,7 @@ def test_every_process_gets_the_file_and_the_overrides(directory: Path) -> None:
         ["prefill_node", "--name", "b", *tail],
         ["decode_node", "--name", "decode-0", *tail],
     ]
-    os.close(made._lock)
+    made.stop()
 
 
 @pytest.mark.parametrize("command", ["down", "status", "config"])

@@ -26,7 +26,6 @@ from deploy.disk import disk_problem
 from deploy.leftovers import end_leftovers
 from deploy.process_table import ProcessRecord, Table, read_table, table_path, write_table
 from deploy.supervisor import StartError, Supervisor
-from deploy.watcher import Watcher
 from tests.fakes.disks import FullDisk, small_disk
 from tests.fakes.waiting import PATIENCE, until
 
@@ -54,9 +53,9 @@ class Watching:
     def __enter__(self) -> Watching:
         for child in self.supervisor.children:
             child.start()
-        self.supervisor._write("ready")
-        self.thread = threading.Thread(target=self.supervisor.watch, args=(self.said.append,))
+        self.thread = thread = threading.Thread(target=self.supervisor.watch, args=(self.said.append,))
         self.thread.start()
+        until(lambda: not thread.is_alive() or read_table(self.supervisor.run_dir) is not None)
         return self
 
     def __exit__(
@@ -98,11 +97,11 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Watching]]:
                 f"model: {{path: m}}\nprocess: {{run_dir: {where}}}\nhealth: {{drain_timeout: 5.0}}\n"
             )
             supervisor = Supervisor(load_cluster(file), [])
-            supervisor.children = [
+            children = [
                 Child(name, ["scripted", script], supervisor.run_dir / "logs" / f"{name}.log")
                 for name, script in scripts.items()
             ]
-            supervisor._watcher = Watcher(supervisor.children)
+            supervisor.supervise(children)
             return Watching(supervisor, [])
 
         yield cluster
@@ -205,9 +204,9 @@ def test_a_report_that_cannot_be_written_ends_nothing(monkeypatch: pytest.Monkey
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(sys, "stderr", Full())
-    cli._say("decode-0 ended", "yellow")
+    cli.say("decode-0 ended", "yellow")
     monkeypatch.setattr(cli, "console", Console(file=Full(), force_terminal=True))
-    cli._say("decode-0 ended", "yellow")
+    cli.say("decode-0 ended", "yellow")
     monkeypatch.undo()
 
 

@@ -90,7 +90,7 @@ def test_patches_are_those_of_transformers(path: Path) -> None:
     assert [[2 * each.rows, 2 * each.columns] for each in found] == grids[:, 1:].tolist()
     part = QwenPart(vision_of(path), 48, CPU)
     raw = torch.cat([each.values.flatten() for each in found])
-    torch.testing.assert_close(part._patches(raw, found), wanted, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(part.patches(raw, found), wanted, atol=2e-6, rtol=1e-6)
 
 
 @torch.inference_mode()

@@ -7,7 +7,12 @@ import torch
 
 from common.engine.ops.filter_floor import filter_floor_reference, filter_floor_triton
 from common.engine.ops.philox import token_words
-from common.engine.ops.sample_tokens import _gumbel, gumbel, sample_tokens_reference, sample_tokens_triton
+from common.engine.ops.sample_tokens import (
+    gumbel,
+    gumbel_in_kernel,
+    sample_tokens_reference,
+    sample_tokens_triton,
+)
 from common.engine.ops.triton_kernel import kernel, tl
 
 pytestmark = [
@@ -19,7 +24,7 @@ pytestmark = [
 @kernel
 def _noise_kernel(words_ptr, out_ptr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     index = tl.arange(0, COUNT)
-    tl.store(out_ptr + index, _gumbel(tl.load(words_ptr + index).to(tl.uint32)))
+    tl.store(out_ptr + index, gumbel_in_kernel(tl.load(words_ptr + index).to(tl.uint32)))
 
 
 def test_noise_equals_the_reference_over_the_whole_range() -> None:

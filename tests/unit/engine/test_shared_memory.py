@@ -176,7 +176,7 @@ def test_a_product_of_what_fits(
     monkeypatch.setattr(linear_norm, "linear_parts", parts)
     monkeypatch.setattr(linear_norm, "multiprocessors", lambda device: 2)
     monkeypatch.setattr(linear_norm, "room_of", lambda device: SharedMemory(shared_bytes, False))
-    normed, total = linear_norm._cuda(x, weight, None, residual, gain, 1e-5)
+    normed, total = linear_norm.linear_add_rms_norm_cuda(x, weight, None, residual, gain, 1e-5)
     assert launched == ([] if taken is None else [taken])
     expected = linear_norm.linear_add_rms_norm_reference(x, weight, None, residual, gain, 1e-5)
     torch.testing.assert_close((normed, total), expected, atol=4e-3, rtol=4e-3)

@@ -209,11 +209,16 @@ def test_keys_need_all_64_bits() -> None:
     assert get(cache, [(1 << 32) + 7]) == [21]
 
 
+def root(cache: RadixCache) -> Node:
+    """Return the root, which matches a sequence without keys."""
+    return cache.match(as_keys([])).node
+
+
 def damaged(damage: str) -> RadixCache:
     cache = RadixCache(1)
     cache.insert(as_keys([1, 2]), [21, 22])
     cache.match(as_keys([1]))
-    (upper,) = cache._root.children.values()
+    (upper,) = root(cache).children.values()
     (lower,) = upper.children.values()
     if damage == "owned twice":
         lower.pages = [21]
@@ -226,7 +231,7 @@ def damaged(damage: str) -> RadixCache:
     elif damage == "fewer locks":
         lower.locks = 1
     elif damage == "know its parent":
-        lower.parent = cache._root
+        lower.parent = root(cache)
     return cache
 
 
@@ -328,9 +333,9 @@ def test_salts_that_nothing_is_cached_for_take_no_memory() -> None:
         cache.insert(as_keys([1, 2]), [2 * number + 1, 2 * number + 2], salt)
         cache.match(as_keys([1]), salt)
         cache.match(as_keys([9]), b"never used" + salt)
-    assert len(cache._root.children) == 100
+    assert len(root(cache).children) == 100
     assert cache.evict(150)[:3] == [2, 1, 4]  # ordered by last use, across salts
     cache.check_integrity()
-    assert len(cache._root.children) == 25
+    assert len(root(cache).children) == 25
     assert cache.evict(99) != []
-    assert not cache._root.children
+    assert not root(cache).children

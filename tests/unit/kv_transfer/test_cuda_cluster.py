@@ -135,7 +135,7 @@ def test_devices_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, device: st
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9 - 2 * index, 5 * index))
     with pytest.raises(ConfigError, match=says):
-        serving_model._device(device)
+        serving_model.serving_device(device)
 
 
 def test_rocm_is_not_taken_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,8 +161,8 @@ def test_cuda_is_the_first_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8 + index, 0))
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    assert serving_model._device("cuda") == torch.device("cuda", 0)
-    assert serving_model._device("cuda:1") == torch.device("cuda", 1)
+    assert serving_model.serving_device("cuda") == torch.device("cuda", 0)
+    assert serving_model.serving_device("cuda:1") == torch.device("cuda", 1)
     assert current == [0, 1]
 
 
@@ -210,7 +210,7 @@ def check_node(path: Path, given: Cluster, device: torch.device, budget: PoolBud
     """Check the memory as a node with 64 rows does before it loads weights, without a draft."""
     plan = node_plan(given, "decode", "d", path)
     plan = msgspec.structs.replace(plan, pool=budget, max_rows=64)
-    serving_model._check_memory(plan, device, plan.spec)
+    serving_model.check_memory_before_loading(plan, device, plan.spec)
 
 
 def test_other_nodes_on_the_same_gpu_are_counted_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:

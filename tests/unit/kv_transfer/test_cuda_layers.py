@@ -155,8 +155,8 @@ def test_sums_of_layers_live_until_the_other_lane_has_read_them(pair: Pair) -> N
     write.send(range(2))
     write.close()
     assert isinstance(write, CudaLayers)
-    assert write._sums is not None
-    sums = weakref.ref(write._sums)
+    assert write.sums is not None
+    sums = weakref.ref(write.sums)
     lane.held = True
     ticket = write.rest(0).ticket
     del write

@@ -91,7 +91,7 @@ class Transfers(RuleBasedStateMachine):
             raise AssertionError("the fence let something through")
         if region is Region.RECORDS:
             slot = start // LIMITS.record_bytes
-            owners = [room for room in self.decode.receiver._rooms.parts() if room.record_slot == slot]
+            owners = [room for room in self.decode.receiver.rooms.parts() if room.record_slot == slot]
             assert [room.generation for room in owners] == [generation]
             return
         plane = max((p for p in self.decode.layout.planes if p.offset <= start), key=lambda p: p.offset)
@@ -274,14 +274,14 @@ class Transfers(RuleBasedStateMachine):
     def every_page_is_in_one_place(self) -> None:
         held = [page for _, pages in self.held.values() for page in pages]
         assert sorted([*held, *self.free]) == list(range(POOL))
-        rooms = self.decode.receiver._rooms.parts() if hasattr(self, "decode") else ()
+        rooms = self.decode.receiver.rooms.parts() if hasattr(self, "decode") else ()
         quarantined = {
             page for room in rooms if room.state is ReceiveState.QUARANTINED for page in room.pages
         }
         assert quarantined <= set(held)
         if hasattr(self, "decode"):
             taken = [room.record_slot for room in rooms]
-            assert sorted([*taken, *self.decode.receiver._rooms.free_record_slots]) == list(range(SLOTS))
+            assert sorted([*taken, *self.decode.receiver.rooms.free_record_slots]) == list(range(SLOTS))
 
     def settle(self) -> None:
         for _ in range(8):

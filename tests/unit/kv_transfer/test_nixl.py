@@ -45,7 +45,7 @@ class Ends:
         self.sender = NixlSender("0a" * 16, "lo", SMALL, library=self.net, clock=self.clock)
         self.kv = memoryview(noise(LAYOUT.total_bytes))
         self.sender.register(LAYOUT, self.kv)
-        self.receiver = NixlReceiver(DECODE, "lo", library=self.net)
+        self.receiver = NixlReceiver(DECODE, "lo", library=self.net, clock=self.clock)
         self.receiver.allocate(Region.KV, receiving.total_bytes)
         self.receiver.allocate(Region.RECORDS, 4 * 64)
         self.receiver.open(receiving, 64)
@@ -183,10 +183,9 @@ def test_close_with_a_stuck_transfer_leaves_the_liveness_connection_to_the_proce
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end of that connection would claim that nothing is written any more."""
-    monkeypatch.setattr("kv_transfer.transport.nixl.sender._CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr("kv_transfer.transport.nixl.sender.CLOSE_SECONDS", 0.01)
     peer = ends.attach()
-    keeper = ends.receiver._liveness
-    keeper._clock = ends.clock
+    keeper = ends.receiver.liveness
 
     def dead() -> bool:
         return ends.receiver.peer_is_dead("p")
@@ -247,11 +246,10 @@ def test_progress_is_made_often_only_while_something_is_under_way(ends: Ends) ->
     peer = ends.attach()
     ends.net.held = True
     ends.sender.write_pages(peer, PLAN, [1], [1], 1, False)
-    assert ends.sender._progress is not None
-    assert ends.sender._progress._busy.is_set()
+    assert ends.sender.busy
     ends.net.held = False
     assert ends.sender.progress(peer)
-    assert not ends.sender._progress._busy.is_set()
+    assert not ends.sender.busy
     until(lambda: all(agent.rounds for agent in agents))
     assert agents[0].options["enable_listen_thread"] is False
     assert agents[0].options["enable_prog_thread"] is False
@@ -423,8 +421,8 @@ def test_start_up_refuses_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return load
 
-    monkeypatch.setattr(nixl_agent, "_load_cu13", missing("nixl_cu13"))
-    monkeypatch.setattr(nixl_agent, "_load_cu12", missing("nixl_cu12"))
+    monkeypatch.setattr(nixl_agent, "load_cu13", missing("nixl_cu13"))
+    monkeypatch.setattr(nixl_agent, "load_cu12", missing("nixl_cu12"))
     with pytest.raises(
         ConfigError, match=r"nixl is not installed here: run `pip install -e '.\[nixl\]'.*nixl_cu12"
     ):
@@ -432,7 +430,7 @@ def test_start_up_refuses_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="nixl is not installed here"):
         NixlReceiver(DECODE, "lo")
     net = FakeNixl()
-    monkeypatch.setattr(nixl_agent, "_load_cu12", lambda: net)
+    monkeypatch.setattr(nixl_agent, "load_cu12", lambda: net)
     NixlSender("0a" * 16, "lo", LIMITS)  # the other CUDA version is better than none
     with pytest.raises(ConfigError, match="NIXL does not start over UCX on 'lo': NIXL_ERR_NOT_ALLOWED"):
         NixlSender("0a" * 16, "lo", LIMITS)

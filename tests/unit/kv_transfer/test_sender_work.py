@@ -81,4 +81,4 @@ def test_alarms_of_rooms_that_ended_in_time_are_forgotten() -> None:
         decode.poll()
         decode.receiver.close(room)
     assert prefill.sender.counters.delivered == 500
-    assert len(prefill.sender._alarms) <= 70
+    assert len(prefill.sender.alarms) <= 70

@@ -6,6 +6,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from kv_transfer.transport.tcp.receiver import TcpReceiver
 from kv_transfer.transport.tcp.sender import TcpSender
 from tests.fakes.pools import layers_layout
 from tests.fakes.waiting import PATIENCE, until
+from tests.fakes.wire import Wire
 from tests.unit.kv_transfer.rig import LIMITS, Clock, noise
 
 LAYOUT = layers_layout("m", "float32", 2, 8, [(2, 4)])
@@ -293,7 +295,7 @@ def test_silent_and_stuck_peers_are_dropped_and_idle_ones_kept(
         calm.sock.sendall(frame(PAGE, b"y" * PAGE))
         assert len(calm.read(tcp_frames.ACK.size)) == tcp_frames.ACK.size
         clock.now += 1000
-        receiver._nudge()  # makes it check for overdue connections
+        receiver.nudge()  # makes it check for overdue connections
 
 
 def test_an_expelled_peer_is_cut_off_and_needs_a_new_key(receiver: TcpReceiver, sender: TcpSender) -> None:
@@ -315,7 +317,7 @@ def test_an_expelled_peer_is_cut_off_and_needs_a_new_key(receiver: TcpReceiver, 
 def test_strangers_are_bounded(
     receiver: TcpReceiver, raw: Callable[..., Raw], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_transfer.transport.tcp.receiver._MAX_STRANGERS", 3)
+    monkeypatch.setattr("kv_transfer.transport.tcp.receiver.MAX_STRANGERS", 3)
     oldest, *others = [raw() for _ in range(3)]
     newest = raw()
     assert oldest.closed, "the oldest gives way: a peer that comes during a flood gets its time, too"
@@ -327,7 +329,7 @@ def test_strangers_are_bounded(
 def test_a_peer_gets_in_while_strangers_keep_coming(
     receiver: TcpReceiver, sender: TcpSender, raw: Callable[..., Raw], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kv_transfer.transport.tcp.receiver._MAX_STRANGERS", 3)
+    monkeypatch.setattr("kv_transfer.transport.tcp.receiver.MAX_STRANGERS", 3)
     peer = attach(sender, receiver)
     for _ in range(6):
         raw()
@@ -401,14 +403,18 @@ def test_detach_settles_at_once_even_while_connecting_or_stalled(sender: TcpSend
 def test_cancel_drops_what_is_not_sent(receiver: TcpReceiver) -> None:
     sender = TcpSender(msgspec.structs.replace(SMALL, max_frame_bytes=PAGE, max_inflight_bytes=10 * PAGE))
     sender.register(LAYOUT, memoryview(noise(LAYOUT.total_bytes)))
-    peer = attach(sender, receiver)
     announce(receiver, 1)
-    with receiver._windows._lock:  # nothing is acknowledged meanwhile
+    with closing(Wire(description(receiver).port)) as wire:
+        there = msgspec.structs.replace(description(receiver), port=wire.port)
+        peer = sender.attach(Target("0b" * 16, there, LAYOUT.total_bytes, 256))
+        assert settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.DONE
+        wire.withhold()  # nothing is acknowledged meanwhile
         big = sender.write(peer, [Copy(0, PAGE, PAGE)] * 20_000, 1)
         sender.cancel(big)
-    assert settle(sender, big) is WriteState.FAILED
-    assert settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.DONE
-    assert sender.progress(peer) <= 11 * PAGE
+        wire.deliver()
+        assert settle(sender, big) is WriteState.FAILED
+        assert settle(sender, sender.write(peer, [Copy(0, PAGE, PAGE)], 1)) is WriteState.DONE
+        assert sender.progress(peer) <= 12 * PAGE
     sender.close()
 
 

@@ -127,7 +127,7 @@ def test_graphs_that_fit_beside_no_pool_are_refused(monkeypatch: pytest.MonkeyPa
 def test_what_runs_neither_under_a_graph_nor_without_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = build()
     monkeypatch.setattr(TapeRecorder, "begin", _full)
-    monkeypatch.setattr(graphs[0].forward.graphs._program, "run", _full)
+    monkeypatch.setattr(graphs[0].forward.graphs.program, "run", _full)
     with pytest.raises(
         ConfigError, match=r"prefill\.graphs: prefill runs neither under a graph nor .* 20.00 MiB"
     ):

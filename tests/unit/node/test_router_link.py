@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 import zmq
 
-from common.ipc import RouterSocket
+from common.ipc import Dealer, RouterSocket
 from common.messages import prefill_inbox, router_inbox
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeCounters, NodeLoad, NodeRef
@@ -127,7 +128,7 @@ class Rig:
 
     def beat(self) -> Heartbeat:
         """Return a heartbeat that is sent after this call."""
-        made = self.link._sequence
+        made = self.link.heartbeats
         return until(lambda: [beat for beat in self.said(Heartbeat) if beat.sequence > made])[-1]
 
 
@@ -243,7 +244,11 @@ def test_echoes_keep_the_link(rig: Rig) -> None:
     rig.link.start()
     for _ in range(4):
         rig.clock.now += TIMEOUT * 0.75
-        until(lambda: (rig.listen(), rig.link._echo is not None and rig.link._echo[1] == rig.clock.now)[1])
+        until(
+            lambda: (rig.listen(), rig.link.last_echo is not None and rig.link.last_echo[1] == rig.clock.now)[
+                1
+            ]
+        )
         assert not rig.link.lost()
 
 
@@ -273,7 +278,7 @@ def test_a_new_router_on_the_same_address(rig: Rig) -> None:
     rig.known = True
     rig.register()
     beat = rig.beat()
-    until(lambda: (rig.listen(), rig.link._echo is not None and rig.link._echo[0] == "router-b")[1])
+    until(lambda: (rig.listen(), rig.link.last_echo is not None and rig.link.last_echo[0] == "router-b")[1])
     assert beat.incarnation == NODE
     assert not rig.link.lost()
 
@@ -298,7 +303,7 @@ def test_an_old_answer_says_nothing_about_a_new_registration(rig: Rig) -> None:
     rig.register()
     rig.known = False
     rig.echo(early.sequence)
-    until(lambda: rig.link._echo is not None and rig.link._echo[1] == rig.clock.now)
+    until(lambda: rig.link.last_echo is not None and rig.link.last_echo[1] == rig.clock.now)
     rig.known, rig.echoing = True, True
     rig.beat()
     rig.beat()
@@ -374,7 +379,7 @@ def test_closing_ends_the_thread_and_frees_the_context(rig: Rig) -> None:
     rig.link.close()
     rig.node_context.term()
     until(lambda: rig.said(Goodbye))
-    until(lambda: not rig.link._thread.is_alive())
+    until(lambda: all(each.name != "heartbeat" for each in threading.enumerate()))
 
 
 def test_closing_a_link_that_was_never_started(rig: Rig) -> None:
@@ -397,10 +402,14 @@ def test_control_comes_before_work(rig: Rig, monkeypatch: pytest.MonkeyPatch) ->
     for message in sent:
         rig.say(message)
     frames: list[bytes] = []
-    dealer = rig.link._dealer
-    until(lambda: (frames.extend(dealer.drain()), len(frames) == len(sent))[1])
-    monkeypatch.setattr(dealer, "drain", lambda: frames)  # all of them at once
-    got: list[Any] = rig.link.drain()
+    drain = Dealer.drain
+
+    def all_at_once(dealer: Dealer) -> list[bytes]:
+        frames.extend(drain(dealer))
+        return frames if len(frames) == len(sent) else []
+
+    monkeypatch.setattr(Dealer, "drain", all_at_once)
+    got: list[Any] = until(rig.link.drain)
     assert [type(message) for message in got[:2]] == [Abort, PeerLost]
     assert [message.room for message in got[2:]] == [1, 2, 3]
 
@@ -433,7 +442,7 @@ def test_messages_outside_the_inbox_are_counted(rig: Rig) -> None:
 
 
 def test_what_cannot_be_sent_is_counted(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rig.link._dealer, "send", lambda frame: False)
+    monkeypatch.setattr(Dealer, "send", lambda dealer, frame: False)
     rig.link.send(Goodbye(incarnation=NODE))
     rig.link.send(Goodbye(incarnation=NODE))
     assert rig.link.unsent_messages == 2

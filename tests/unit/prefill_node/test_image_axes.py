@@ -109,7 +109,7 @@ def test_a_retracted_request_continues_at_its_position() -> None:
             for parts, call in calls:
                 assert call.error is None
                 assert call.ids == greedy(parts, 16, AXES), (parts, backup)
-            assert cluster.decode.node._resources.retractions > 0
+            assert cluster.decode.link.counters.retractions > 0
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def watched(shape: Shape) -> Iterator[tuple[NodeCluster, Diary]]:
     with NodeCluster(shape) as cluster:
         diary = Diary(cluster)
         cluster.fabric.observers.append(diary.landed)
-        pool = cluster.prefill.step._forward._runner.pool  # type: ignore[attr-defined]
+        pool = cluster.prefill.forwards.runner.pool
         forward = PagedAttention.forward
 
         def spied(self: PagedAttention, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ compared with an eager recompute over embeddings that are assembled one by one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,10 +16,10 @@ import pytest
 import torch
 from msgspec import structs
 
+from common.engine.models.vision_part import Pixels
 from common.errors import InvalidRequest
 from common.messages.generation import ImageSpan
 from common.messages.image_inbox import salted_digest
-from prefill_node import image_intake
 from prefill_node.draft import ModelPrefill
 from prefill_node.images import ARRIVAL_SECONDS, NoImages
 from prefill_node.vision import MergedEmbeds, TextEmbeds
@@ -50,8 +50,10 @@ ALL = (TEXT, FIRST, MIDDLE, LAST, TWO)
 
 
 @contextmanager
-def image_cluster(**rest: Any) -> Iterator[tuple[NodeCluster, TinyVision]]:
-    vision = TinyVision()
+def image_cluster(
+    cache_bytes: int = 1 << 20, reader: Callable[[bytes], Pixels] = read, **rest: Any
+) -> Iterator[tuple[NodeCluster, TinyVision]]:
+    vision = TinyVision(cache_bytes, reader)
     cluster = NodeCluster(replace(Shape(), vision_stage=vision, **rest))
     try:
         yield cluster, vision
@@ -223,14 +225,13 @@ def test_the_encoder_runs_before_serving_where_there_is_one() -> None:
         embeds = vision.embeds[0]
         assert embeds.warm_up() == 2
         assert vision.parts[0].forwards == [1, 2]
-        assert embeds.encoded == len(embeds._cache) == 0
+        assert embeds.encoded == len(vision.caches[0]) == 0
     assert TextEmbeds().warm_up() == 0
 
 
 def test_a_continued_prompt_keeps_no_image_rows_that_it_has_read() -> None:
     """Otherwise prompts in flight would hold device memory in addition to the cache, and only the cache is counted."""
-    with image_cluster(chunk_tokens=3) as (cluster, vision):
-        vision.embeds[0]._cache._max_bytes = 0
+    with image_cluster(cache_bytes=0, chunk_tokens=3) as (cluster, vision):
         vision.send(4, 5)
         call = submit(cluster, TWO)
         request = None
@@ -251,8 +252,8 @@ def test_a_continued_prompt_keeps_no_image_rows_that_it_has_read() -> None:
 
 
 def test_a_hit_that_holds_the_whole_image_needs_no_encoder() -> None:
-    with image_cluster(page_size=1) as (cluster, vision):
-        vision.embeds[0]._cache._max_bytes = 0  # nothing is cached: a repeated encoding is counted
+    # No rows are cached: a repeated encoding is counted.
+    with image_cluster(cache_bytes=0, page_size=1) as (cluster, vision):
         vision.send(1)
         for parts in ((1, (1,), 2, 3), (1, (1,), 2, 4)):
             submit(cluster, parts)
@@ -292,13 +293,15 @@ def test_images_that_never_come_end_the_wait() -> None:
         cluster.settle()
 
 
-def test_images_that_wait_for_a_decoder_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_wait_for_a_decoder_have_come() -> None:
     """Waiting for a decoder is not limited by ARRIVAL_SECONDS; the request's own deadline still applies."""
     held, pace = threading.Event(), ARRIVAL_SECONDS / 50
-    monkeypatch.setattr(
-        image_intake.ImageIntake, "_decode", lambda self, image: held.wait(PATIENCE) and read(image.data)
-    )
-    with image_cluster() as (cluster, vision), ExitStack() as at_end:
+
+    def reader(data: bytes) -> Pixels:
+        assert held.wait(PATIENCE)
+        return read(data)
+
+    with image_cluster(reader=reader) as (cluster, vision), ExitStack() as at_end:
         at_end.callback(held.set)
         vision.send(2)
         slow, never = submit(cluster, MIDDLE), submit(cluster, FIRST)

@@ -99,7 +99,7 @@ async def test_a_handshake_that_never_ends_is_cut_off(tmp_path: Path) -> None:
         reader, writer = await asyncio.open_connection(*listener.getsockname())
         assert await reader.read() == b""
         writer.close()
-        await eventually(lambda: not acceptor._opening)
+        await eventually(lambda: acceptor.opening == 0)
 
 
 class Exhausted(socket.socket):

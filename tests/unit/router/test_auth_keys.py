@@ -26,7 +26,8 @@ class Watched:
         self.path = path
         self.write("a")
         self.ring = KeyRing(read_api_keys(path), lambda: 0.0)
-        self.file = KeyFile(path, read_api_keys, self.ring.replace, Log("test"))
+        self.read = read_api_keys
+        self.file = KeyFile(path, lambda path: self.read(path), self.ring.replace, Log("test"))
         self.task = asyncio.create_task(self.file.watch())
 
     def write(self, *names: str) -> None:
@@ -99,7 +100,7 @@ async def test_a_file_that_could_not_be_read_for_a_moment_is_read_again(
             raise failures.pop()
         return read_api_keys(path)
 
-    watched.file._read = read
+    watched.read = read
     watched.write("b")
     await eventually(lambda: watched.knows("b"))
     assert caplog.text.count("cannot reload the API keys") == 1

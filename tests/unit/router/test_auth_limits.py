@@ -84,7 +84,7 @@ def test_concurrency_counts_prompts() -> None:
     third, fourth = limited.admit(), limited.admit()
     for each in (second, third, fourth):
         each.release()
-    assert limited._running == 0
+    assert limited.running == 0
 
 
 def test_a_refused_request_uses_nothing() -> None:

@@ -81,11 +81,11 @@ async def test_silent_clients_and_incomplete_heads_make_room_for_others(serve: S
     working[1].write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
     await eventually(lambda: len(limit) == 4)
     working[1].write(b"Content-Length: 100\r\n\r\n{")
-    await eventually(lambda: len(limit._idle) == 3)
+    await eventually(lambda: limit.idle_connections == 3)
     used[1].write(HEAD + b"\r\n")
     async with asyncio.timeout(PATIENCE):
         assert (await used[0].readline()).startswith(b"HTTP/1.1 200")
-    await eventually(lambda: len(limit._idle) == 3)
+    await eventually(lambda: limit.idle_connections == 3)
     others = []
     for reader, _ in (silent, partial):
         others.append(await asyncio.open_connection(rig.host, rig.port))

@@ -7,7 +7,9 @@ import hashlib
 import os
 import select
 import time
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,7 +18,6 @@ import zmq
 
 from common.errors import InvalidRequest, NodeLost, Unavailable
 from common.ipc import Dealer, bad_frames
-from common.ipc.disconnects import DisconnectSignal
 from common.messages import decode_inbox
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams
@@ -30,7 +31,6 @@ from common.messages.router_inbox import (
     Goodbye,
     Heartbeat,
     PrefillDone,
-    RouterMessage,
     TokenRun,
     Tokens,
 )
@@ -206,18 +206,18 @@ async def test_what_arrives_while_an_answer_is_sent_is_read_at_once(monkeypatch:
     monkeypatch.setattr(control_plane, "SWEEP_INTERVAL", 3600.0)
     async with router_rig() as rig:
         first, second = await rig.pair()
-        handle, spoke = rig.control._on_message, False
+        handle, spoke = rig.registry.heartbeat, False
 
-        def interrupted(speaker: control_plane.Speaker, message: RouterMessage, nbytes: int) -> None:
+        def interrupted(message: Heartbeat) -> bool:
             nonlocal spoke
-            if isinstance(message, Heartbeat) and not spoke:
+            if not spoke:
                 spoke = True
                 second.beat()
-                assert select.select([rig.control._socket.fileno()], [], [], PATIENCE)[0]
+                assert select.select([rig.control.socket.fileno()], [], [], PATIENCE)[0]
                 time.sleep(0.01)  # ZMQ processes commands about once per millisecond
-            handle(speaker, message, nbytes)
+            return handle(message)
 
-        monkeypatch.setattr(rig.control, "_on_message", interrupted)
+        monkeypatch.setattr(rig.registry, "heartbeat", interrupted)
         first.beat()
         assert (await first.echo()).known
         assert (await second.echo()).known
@@ -502,26 +502,38 @@ async def test_last_messages_of_a_leaving_node_arrive(attempt: int, monkeypatch:
 
 async def test_many_sockets_that_close_cost_one_row_of_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that connects and disconnects a thousand times a second must not fill the loop with timers."""
+    monkeypatch.setattr(control_plane, "PROBE_PAUSES", (3600.0, 7200.0))
+    loop = asyncio.get_running_loop()
+    call_later, timers = loop.call_later, list[tuple[float, Callable[[], object]]]()
+
+    def noted(delay: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+        if delay in control_plane.PROBE_PAUSES:
+            timers.append((delay, partial(callback, *args)))
+        return call_later(delay, callback, *args)
+
+    monkeypatch.setattr(loop, "call_later", noted)
     async with router_rig() as rig:
-        begun: list[tuple[float, ...]] = []
-        monkeypatch.setattr(rig.control, "_probe_after", begun.append)
+        noticed = 0
 
-        disconnects = DisconnectSignal()
-        real = rig.control._disconnects
-        monkeypatch.setattr(rig.control, "_disconnects", disconnects)
+        def notice() -> None:
+            nonlocal noticed
+            noticed += 1
 
-        def close_one() -> None:
-            disconnects.tell()
-            rig.control._on_disconnect()
+        monkeypatch.setattr(rig.control.freed_memory, "connection_ended", notice)
 
-        for _ in range(50):
-            close_one()
-        assert begun == [control_plane.PROBE_PAUSES]
-        rig.control._probe(control_plane.PROBE_PAUSES[1:])
-        close_one()
-        assert begun[1:] == [control_plane.PROBE_PAUSES[1:], control_plane.PROBE_PAUSES]
-        monkeypatch.setattr(rig.control, "_disconnects", real)
-        disconnects.close()
+        async def close_one() -> None:
+            before = noticed
+            with closing(Dealer(rig.context, rig.control.address, b"stranger/1")) as stranger:
+                stranger.datagram(b"x")
+                await eventually(lambda: rig.control.refused_messages > before)
+            await eventually(lambda: noticed > before)
+
+        for _ in range(5):
+            await close_one()
+        assert [delay for delay, _ in timers] == [3600.0]
+        timers[0][1]()  # the first probe: the next is scheduled, and a further end begins a row of its own
+        await close_one()
+        assert [delay for delay, _ in timers] == [3600.0, 7200.0, 3600.0]
 
 
 async def test_images_that_wait_for_a_stalled_node_are_bounded() -> None:
@@ -537,7 +549,7 @@ async def test_images_that_wait_for_a_stalled_node_are_bounded() -> None:
 
             async def place() -> BaseException | None:
                 client = Client(rig.dispatcher.generate(asked))
-                await eventually(lambda: client.task.done() or rig.dispatcher._attempts)
+                await eventually(lambda: client.task.done() or any(node.rooms for node in rig.registry))
                 await asyncio.sleep(0.01)
                 await client.leave()
                 return client.error
@@ -599,7 +611,7 @@ async def test_a_node_that_sends_garbage_is_lost_and_its_successor_is_served() -
         await client.leave()
 
 
-async def test_a_flood_leaves_the_loop_its_turns() -> None:
+async def test_a_flood_leaves_the_loop_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much one node sends, other callbacks run between two batches of it, and other nodes are heard."""
     async with router_rig() as rig:
         flood, other = await rig.node("decode", "decode-0"), await rig.node("decode", "decode-1")
@@ -618,14 +630,14 @@ async def test_a_flood_leaves_the_loop_its_turns() -> None:
         other.beat(load=NodeLoad(running=3))
         counting = asyncio.create_task(count())
         read: list[int] = []
-        drain = rig.control._socket.drain
+        drain = rig.control.socket.drain
 
         def counted(most: int) -> list[tuple[bytes, bytes]]:
             batch = drain(most)
             read.append(len(batch))
             return batch
 
-        rig.control._socket.drain = counted  # type: ignore[method-assign, assignment]
+        monkeypatch.setattr(rig.control.socket, "drain", counted)
         await eventually(lambda: sum(read) >= 5_001)
         done.set()
         await counting

@@ -558,13 +558,13 @@ async def test_a_router_stall_costs_no_attempt() -> None:
         reserve, _ = await legs(prefill, decode)
         first_token(prefill, reserve.room, 50)
         await client.until(1)
-        send, sends = rig.dispatcher._send, []
+        send, sends = rig.send, []
 
-        def no_socket(address: str, message: object) -> bool:
+        def no_socket(address: str, message: Any) -> bool:
             sends.append(address)
             return False
 
-        rig.dispatcher._send = no_socket
+        rig.send = no_socket
         decode.say(Failed(room=reserve.room, code="node_lost", message="the router of this request is gone"))
         newcomer = rig.client([2])
         await eventually(lambda: {node.role for node in rig.registry.eligible()} == {"prefill"})
@@ -574,7 +574,7 @@ async def test_a_router_stall_costs_no_attempt() -> None:
         await asyncio.sleep(0.02)
         assert not client.task.done()
         assert not newcomer.task.done(), "nodes that are out of reach come back or are lost"
-        rig.dispatcher._send = send
+        rig.send = send
         other_decode.beat()
         for _ in range(2):
             reserve = await other_decode.expect(Reserve)
@@ -595,7 +595,7 @@ async def test_attempts_are_spaced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async with router_rig(max_attempts=3) as rig:
         prefill, decode = await rig.pair()
-        monkeypatch.setattr(rig.dispatcher, "_pause", note)
+        monkeypatch.setattr(rig.dispatcher, "pause", note)
         client = rig.client()
         for _ in range(3):
             reserve, _ = await legs(prefill, decode)
@@ -732,8 +732,8 @@ async def test_a_node_that_cannot_be_reached_while_placing() -> None:
     async with router_rig() as rig:
         prefill, decode = await rig.pair(0)
         spare = await rig.node("decode", "decode-1")
-        send = rig.dispatcher._send
-        rig.dispatcher._send = lambda peer, message: peer != decode.link_id and send(peer, message)
+        send = rig.send
+        rig.send = lambda peer, message: peer != decode.link_id and send(peer, message)
         client = rig.client()
         prompt = await prefill.expect(Prefill)
         assert prompt.decode == spare.ref.incarnation
@@ -749,8 +749,8 @@ async def test_an_unreachable_pair_is_not_tried_for_ever(bound: str) -> None:
     limits: dict[str, Any] = {"placement_wait": 300.0, "request_timeout": 600.0, bound: 0.2}
     async with router_rig(**limits) as rig:
         prefill, _ = await rig.pair()
-        send = rig.dispatcher._send
-        rig.dispatcher._send = lambda peer, message: peer != prefill.link_id and send(peer, message)
+        send = rig.send
+        rig.send = lambda peer, message: peer != prefill.link_id and send(peer, message)
         client = rig.client()
         async with asyncio.timeout(PATIENCE):
             while not client.task.done():

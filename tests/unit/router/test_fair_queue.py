@@ -115,7 +115,7 @@ def test_cancelled_requests_are_skipped_and_their_clients_forgotten() -> None:
     assert (len(queue), queue.tokens_before("b"), queue.tokens_before("c")) == (1, 2, 0)
     assert served(queue) == [stays]
     queue.leave("b")
-    assert queue._clients == {}
+    assert queue.clients == 0
     assert queue.head() is None
 
 
@@ -242,5 +242,4 @@ def test_clients_that_have_left_are_forgotten_while_another_stays() -> None:
     for number in range(10_000):
         queue.let_in(f"client-{number}", 5)
         queue.leave(f"client-{number}")
-    assert len(queue._least) < 1000
-    assert len(queue._order) < 1000
+    assert queue.ranks < 1000

@@ -95,7 +95,7 @@ async def test_a_process_that_dies_floods_or_hangs_costs_only_its_current_fetche
         await eventually(lambda: played.under_way)
         if end == "hang":
             os.kill(child, signal.SIGSTOP)
-            played._seconds = 0.1
+            played.seconds = 0.1
         for each in (played.fetch(f"{HOST}/{end}"), others):
             with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
                 await each

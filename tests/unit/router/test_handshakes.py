@@ -144,7 +144,7 @@ async def test_a_few_compute_at_a_time_and_clients_take_turns() -> None:
         await crowd.begun_are(SLOTS)
         crowd.add("one", first)
         # it has read the hello and waits
-        await eventually(lambda: "one" in handshakes._waiting)
+        await eventually(lambda: handshakes.waits("one"))
         assert handshakes.pending("many") == 2 * SLOTS
         for number in range(2):
             crowd.let_go(number)
@@ -155,7 +155,7 @@ async def test_a_few_compute_at_a_time_and_clients_take_turns() -> None:
         assert sorted(crowd.begun[SLOTS:]) == ["many", "one"]
         await crowd.end()
     assert handshakes.pending("many") == 0
-    assert handshakes._taken == 0
+    assert handshakes.computing == 0
 
 
 async def test_silent_connections_hold_no_slot() -> None:

@@ -162,7 +162,7 @@ async def _serve(tls: ssl.SSLContext | None = None) -> tuple[web.AppRunner, int]
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
     await site.start()
-    port: int = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+    port: int = runner.addresses[0][1]
     return runner, port
 
 

@@ -58,12 +58,16 @@ class Fetched:
 
 
 @pytest.fixture
-async def loader(spawner: Spawner) -> AsyncIterator[ImageLoader]:
-    inspector = ImageInspector(spawner, max_pixels=1_000, seconds=PATIENCE)
+async def inspector(spawner: Spawner) -> ImageInspector:
+    return ImageInspector(spawner, max_pixels=1_000, seconds=PATIENCE)
+
+
+@pytest.fixture
+async def loader(inspector: ImageInspector) -> AsyncIterator[ImageLoader]:
     made = ImageLoader(LIMITS, VISION, inspector, Fetched())
     yield made
     await made.close()
-    assert inspector._process is None
+    assert inspector.pid is None
 
 
 async def test_every_kind_is_taken_in_order(loader: ImageLoader) -> None:
@@ -118,7 +122,7 @@ def test_base64_is_decoded_piece_by_piece_as_in_one(piece: int, monkeypatch: pyt
     )
     for length in range(40):
         data = os.urandom(length)
-        assert images._from_base64(f"xy{in_base64(data)}", 2) == data
+        assert images.from_base64(f"xy{in_base64(data)}", 2) == data
     assert max(longest) <= piece
     for broken in (
         "AAA",
@@ -132,7 +136,7 @@ def test_base64_is_decoded_piece_by_piece_as_in_one(piece: int, monkeypatch: pyt
         "=AAA",
     ):
         with pytest.raises(InvalidRequest, match="not valid base64"):
-            images._from_base64(broken, 0)
+            images.from_base64(broken, 0)
 
 
 def in_base64(data: bytes) -> str:
@@ -142,9 +146,11 @@ def in_base64(data: bytes) -> str:
 QWEN = QwenVision("", "{}", 6, 7, 4, 2, 2, 256, 1920, 1 / 255, (0.5,) * 3, (0.5,) * 3)
 
 
-async def test_an_image_takes_as_many_tokens_as_its_size_says(loader: ImageLoader) -> None:
+async def test_an_image_takes_as_many_tokens_as_its_size_says(
+    loader: ImageLoader, inspector: ImageInspector
+) -> None:
     """The size is that after EXIF rotation; an image that is too narrow is refused with the name of its part."""
-    loader._vision = QWEN
+    loader = ImageLoader(LIMITS, QWEN, inspector, Fetched())
     exif = Pil.Exif()
     exif[0x0112] = 6  # rotate by 90 degrees
     turned = url(file("JPEG", (40, 16), exif=exif), "image/jpeg")
@@ -184,10 +190,12 @@ async def test_what_requests_hold_together_is_bounded(loader: ImageLoader) -> No
     assert loader.held_bytes == 0
 
 
-async def test_images_that_wait_for_the_inspector_count_as_held(loader: ImageLoader) -> None:
+async def test_images_that_wait_for_the_inspector_count_as_held(
+    loader: ImageLoader, inspector: ImageInspector
+) -> None:
     """Otherwise a few small pictures that decode slowly would let large bodies pile up."""
     large = file() + bytes(4_000)  # 5,500 characters of base64
-    async with loader._inspector._turn:  # type: ignore[attr-defined]
+    async with inspector.turn:
         waiting = [asyncio.create_task(loader.load(asking(url(large)))) for _ in range(2)]
         await eventually(lambda: loader.held_bytes > 10_000)
         with pytest.raises(Overloaded, match="images of other requests"):
@@ -220,16 +228,16 @@ async def test_a_decoder_that_dies_or_hangs_costs_one_image(spawner: Spawner) ->
     inspector = ImageInspector(spawner, max_pixels=1_000, seconds=PATIENCE)
     try:
         await inspector.check(file(), "image/png")
-        assert inspector._process is not None
-        os.kill(inspector._process.child.pid, signal.SIGKILL)
+        assert inspector.pid is not None
+        os.kill(inspector.pid, signal.SIGKILL)
         with pytest.raises(InvalidRequest, match="too much time or memory"):
             await inspector.check(file(), "image/png")
         await inspector.check(file(), "image/png")
-        inspector._seconds = 0.3
-        os.kill(inspector._process.child.pid, signal.SIGSTOP)
+        inspector.seconds = 0.3
+        os.kill(inspector.pid, signal.SIGSTOP)
         with pytest.raises(InvalidRequest, match="too much time or memory"):
             await inspector.check(file(), "image/png")
-        inspector._seconds = PATIENCE
+        inspector.seconds = PATIENCE
         await inspector.check(file(), "image/png")
     finally:
         await inspector.close()
@@ -240,7 +248,7 @@ async def test_how_long_an_image_waits_for_others_is_bounded(
 ) -> None:
     monkeypatch.setattr(image_inspector, "TURN_SECONDS", 0.01)
     inspector = ImageInspector(spawner, max_pixels=1_000)
-    async with inspector._turn:
+    async with inspector.turn:
         with pytest.raises(Overloaded, match="the image decoder is busy"):
             await inspector.check(file(), None)
     await inspector.check(file(), None)
@@ -275,7 +283,7 @@ async def test_a_defect_of_ours_is_an_answer_for_the_log_and_not_the_end(
 
     inspector = ImageInspector(spawner, max_pixels=1_000)
     await inspector.check(file(), None)
-    monkeypatch.setattr(image_inspector._Process, "verdict", answered)
+    monkeypatch.setattr(image_inspector.InspectorProcess, "verdict", answered)
     with pytest.raises(RuntimeError, match="KeyError: 'MPO'"):  # a 500, like every bug
         await inspector.check(file(), None)
     await inspector.close()

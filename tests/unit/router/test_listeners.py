@@ -259,7 +259,7 @@ async def test_one_address_has_so_many_connections(serve: Serve) -> None:
     limit = ConnectionLimit(per_client=3, total=100)
     rig = await serve(limit=limit)
     kept = [await asyncio.open_connection(rig.host, rig.port) for _ in range(3)]
-    await eventually(lambda: limit._open["127.0.0.1"] == 3)
+    await eventually(lambda: len(limit) == 3)
     for _ in range(5):
         reader, writer = await asyncio.open_connection(rig.host, rig.port)
         async with asyncio.timeout(PATIENCE):

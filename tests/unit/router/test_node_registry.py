@@ -22,18 +22,19 @@ class Rig:
     configured: dict[Role, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.on_lost = self.note_loss
         self.registry = NodeRegistry(
             "f" * 64,
             3.0,
             5.0,
             self.clock,
             Log("router"),
-            self._lost,
+            lambda node, reason: self.on_lost(node, reason),
             self._changed,
             ReturnWatch(self.configured, 60.0, self.clock),
         )
 
-    def _lost(self, node: Node, reason: str) -> None:
+    def note_loss(self, node: Node, reason: str) -> None:
         self.lost.append((node.name, reason))
 
     def _changed(self) -> None:
@@ -260,14 +261,13 @@ def test_a_callback_may_change_the_registry() -> None:
     rig = Rig()
     for name in ("a", "b", "c"):
         rig.registry.register(register("prefill", name))
-    inner = rig.registry._on_lost
 
     def lose_the_next(node: Node, reason: str) -> None:
-        inner(node, reason)
+        rig.note_loss(node, reason)
         for other in rig.registry:
             rig.registry.lose(other, "with it", "hung")
 
-    rig.registry._on_lost = lose_the_next
+    rig.on_lost = lose_the_next
     rig.clock.now += 4
     rig.registry.sweep()
     assert sorted(name for name, _ in rig.lost) == ["a", "b", "c"]

@@ -80,8 +80,8 @@ async def test_a_program_that_cannot_run_is_an_error(spawner: Spawner) -> None:
 async def test_the_death_of_the_process_that_starts_others_ends_nothing_else(spawner: Spawner) -> None:
     child, channel = await started(spawner, ECHO)
     with channel:
-        assert spawner._process is not None
-        first = spawner._process.pid
+        first = spawner.pid
+        assert first is not None
         os.kill(first, signal.SIGKILL)
         # The process that could report its end is dead.
         assert await child.wait() == -signal.SIGKILL
@@ -91,13 +91,13 @@ async def test_the_death_of_the_process_that_starts_others_ends_nothing_else(spa
     child, channel = await started(spawner, "pass")
     channel.close()
     assert await child.wait() == 0
-    assert spawner._process.pid != first
+    assert spawner.pid != first
 
 
 async def test_one_that_hangs_is_replaced(spawner: Spawner, monkeypatch: pytest.MonkeyPatch) -> None:
     await spawner.open()
-    assert spawner._process is not None
-    os.kill(spawner._process.pid, signal.SIGSTOP)
+    assert spawner.pid is not None
+    os.kill(spawner.pid, signal.SIGSTOP)
     monkeypatch.setattr(spawner_module, "START_SECONDS", 0.05)
     with pytest.raises(OSError, match="did not answer"):
         await started(spawner, ECHO)
@@ -110,10 +110,9 @@ async def test_one_that_hangs_is_replaced(spawner: Spawner, monkeypatch: pytest.
 async def test_it_ends_with_the_router() -> None:
     spawner = Spawner()
     child, channel = await started(spawner, "import socket; socket.socket(fileno=0).recv(1)")
-    process = spawner._process
+    process = spawner.pid
     await spawner.close()
     await spawner.close()
-    assert process is not None
-    assert process.returncode is not None
+    assert not os.path.exists(f"/proc/{process}")
     channel.close()
     await eventually(lambda: not os.path.exists(f"/proc/{child.pid}/exe"))

@@ -42,8 +42,8 @@ def test_a_field_that_is_not_declared_fails_at_construction() -> None:
 
 def test_the_outputs_of_our_graphs_are_declared_whole() -> None:
     """Row C3 for the types that graphs return; a new field already fails at import."""
-    assert set(BodyOutput._fields) == set(prefill_extend.OUTPUTS._declared)
-    assert set(decode_graph.DecodeResult.__dataclass_fields__) == set(decode_graph.OUTPUTS._declared)
+    assert set(BodyOutput._fields) == set(prefill_extend.OUTPUTS.declared)
+    assert set(decode_graph.DecodeResult.__dataclass_fields__) == set(decode_graph.OUTPUTS.declared)
 
 
 def test_each_field_is_narrowed_to_the_live_rows_of_its_axis() -> None:

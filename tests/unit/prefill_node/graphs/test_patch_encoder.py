@@ -21,7 +21,7 @@ from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import Pixels
 from common.observability.logs import Log
 from prefill_node.graphs import prompt_graphs
-from prefill_node.graphs.patch_encoder import PatchEncoderGraphs, patch_spec
+from prefill_node.graphs.patch_encoder import PatchEncoderGraphs, PatchProgram, patch_spec
 
 CPU = Placement(torch.float32, torch.device("cpu"))
 TOWER = {
@@ -80,7 +80,9 @@ def test_a_replay_gives_the_rows_of_the_eager_tower(part: QwenPart) -> None:
         )
     ):
         images = pictures(seed, *grids)
-        for runs in (encoder._program._windows, encoder._program._images):
+        program = encoder.graphs.program
+        assert isinstance(program, PatchProgram)
+        for runs in (program.windows, program.images):
             runs.fill_(torch.iinfo(runs.dtype).max)  # stale values: all of them must be rewritten
         for rows, wanted, grid in zip(encoder(images), part(images), grids, strict=True):
             assert rows.shape == (*grid, 24)

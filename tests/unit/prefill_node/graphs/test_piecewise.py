@@ -272,8 +272,10 @@ def test_a_compiler_that_is_not_there_is_refused_by_name(monkeypatch: pytest.Mon
     assert "install `triton`, or write eager" in missing_compiler("inductor", torch.device("cuda"))
     section = PrefillSection(graphs="piecewise", compiler="inductor")
     with pytest.raises(ConfigError, match="prefill.compiler: inductor needs a C"):
-        prefill_node.build._bodies(section.compiler, "cpu")
-    assert prefill_node.build._bodies(PrefillSection().compiler, "cpu").compilation.compiler == "eager"
+        prefill_node.build.compiled_bodies(section.compiler, "cpu")
+    assert (
+        prefill_node.build.compiled_bodies(PrefillSection().compiler, "cpu").compilation.compiler == "eager"
+    )
 
 
 def test_a_seam_calls_the_attention_of_the_call_in_progress() -> None:

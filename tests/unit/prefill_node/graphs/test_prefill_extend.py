@@ -60,12 +60,12 @@ def test_replay_equals_eager(
     """Rows A1, A6, C3: below, at and above the captured maximum, after shrinking and growing, with poisoned padding."""
     eager = Driver(model(aux), IDS, 4)
     driver, extend = extend_driver(IDS, backend(), BUCKETS, poisoned=poisoned, aux=aux, unbroken=unbroken)
-    static: StaticExtend = extend.graphs._program._static  # type: ignore[attr-defined]
+    static: StaticExtend = extend.graphs.program.static  # type: ignore[attr-defined]
     for rows, lengths in STEPS:
         for_hidden = FULL if sum(lengths) % 2 else LAST
         expected = eager.run(rows, lengths, hidden_mode=for_hidden)
         # KV slots are left out: all of them are rewritten.
-        for stale in (static._pages, static._starts, static._lens):
+        for stale in (static.pages, static.starts, static.lens):
             stale.fill_(BAD_PAGE)
         actual = driver.run(rows, lengths, hidden_mode=for_hidden)
         expect_close(actual.logits, expected.logits)
