@@ -42,7 +42,8 @@ def shipped(family: str) -> Config:
     file = ROOT / "deploy" / "clusters" / f"local-{family}.yaml"
     sections: Config = yaml.safe_load(file.read_text())
     for section, key in (("model", "path"), ("speculation", "draft_model_path")):
-        sections[section][key] = str((file.parent / sections[section][key]).resolve())
+        if key in sections.get(section, {}):
+            sections[section][key] = str((file.parent / sections[section][key]).resolve())
     return sections
 
 

@@ -15,6 +15,7 @@ from deploy.tiny_models.prompts import few_shot_prompt
 from deploy.tiny_models.word_problems import take
 from router.tokenizer import Tokenizer
 from tests.cluster.harness import MODEL, RunningCluster
+from tests.cluster.masked_reference import MaskedReference, shipped_reference
 
 OUTPUT_TOKENS = 12
 LONGEST = 1500
@@ -75,6 +76,11 @@ class Reference:
 @pytest.fixture(scope="session")
 def reference(tokenizer: Tokenizer) -> Reference:
     return Reference(tokenizer)
+
+
+@pytest.fixture(scope="session")
+def masked_reference() -> MaskedReference:
+    return shipped_reference("plain")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import tokenizers
 import torch
 from rich.progress import Progress
 
+from common.checkpoint.model_config import ModelConfig
 from deploy.eval_cli import Exam, hold
 from deploy.tiny_models.drafts import measure, oracle
 from deploy.tiny_models.language_model import LanguageModel
@@ -17,7 +18,9 @@ from deploy.tiny_models.mixture.mtp_head import MtpHead
 from deploy.tiny_models.mixture.shapes import FAMILIES
 from router.tokenizer import Tokenizer
 from tests.cluster.check_families import generated, shipped
+from tests.cluster.constrained_answers import Questions, expect_constrained
 from tests.cluster.harness import ROOT, Client, RunningCluster
+from tests.cluster.masked_reference import MaskedReference
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 
@@ -99,3 +102,13 @@ async def test_tokens_and_accepted_drafts_equal_the_reference(
         config = (await client.node("prefill-0"))["config"]
     assert config["prefix_cache"].startswith("on:")
     assert config["state_snapshot_bytes"] == config["state_snapshots"] * STATE_BYTES > 0
+
+
+async def test_constrained_answers_equal_the_reference(
+    hybrid: RunningCluster, trained: tuple[LanguageModel, MtpHead]
+) -> None:
+    """Random grammars, greedy and seeded, beside free answers; a mask for every node that the module drafts."""
+    reference = MaskedReference(trained[0], MODEL, ModelConfig.load(MODEL))
+    async with Client(hybrid.url) as client:
+        asked = Questions(MODEL).all(["schema/40", "schema/41", "schema/42", "text/40"])
+        await expect_constrained(client, asked, reference)

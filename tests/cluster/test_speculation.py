@@ -15,8 +15,10 @@ from deploy.tiny_models.drafts.reference import load as load_reference
 from deploy.tiny_models.prompts import few_shot_prompt
 from deploy.tiny_models.word_problems import take
 from tests.cluster.conftest import Reference
+from tests.cluster.constrained_answers import Questions, expect_constrained
 from tests.cluster.graph_metrics import graph_series, replay_share
 from tests.cluster.harness import MODEL, Client, RunningCluster
+from tests.cluster.masked_reference import MaskedReference
 from tests.fakes.mtp_models import first_modules
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
@@ -140,10 +142,13 @@ def few_shot_prompts(count: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, tmp_path: Path) -> None:
+async def test_greedy_tokens_and_accept_length(
+    name: str, reference: Reference, masked_reference: MaskedReference, tmp_path: Path
+) -> None:
     """Tokens, and so the score, are those of transformers, and /server_info shows the accept length (rows B9, B10).
 
-    Rounds run under graphs where they have some (rows E1, E4).
+    Rounds run under graphs where they have some (rows E1, E4). Answers under random grammars, greedy and seeded, beside
+    free ones, are those of a reference that masks logits and draws; other grammars for each drafter.
     """
     config, least = CASES[name]
     prompts = few_shot_prompts(8)
@@ -170,6 +175,9 @@ async def test_greedy_tokens_and_accept_length(name: str, reference: Reference, 
                 for phase, model in (("verify", "target"), ("draft_extend", "draft")):
                     assert replay_share(series, phase, model) >= 0.95, series
             print(name, state["avg_spec_accept_length"], drafts, accepted)
+            number = 2 * list(CASES).index(name)
+            names = [f"schema/{number}", f"schema/{number + 1}", f"text/{number}"]
+            await expect_constrained(client, Questions(MODEL).all(names), masked_reference)
 
 
 async def test_mtp_accepts_as_many_drafts_as_the_oracle(reference: Reference, tmp_path: Path) -> None:

@@ -5,19 +5,13 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from common.grammar import GrammarCompiler, mask_width
-from router.grammar.constraint import read_constraint
-from router.grammar.fields import ConstraintFields
-from router.grammar.grammar_text import grammar_text
-from tests.cluster.harness import MODEL, RunningCluster
+from tests.cluster.harness import RunningCluster
+from tests.cluster.masked_reference import MaskedReference, Question
 
 PROMPT = "Ada has 3 apples and buys 4 more. The answer in JSON: "
 PERSON: dict[str, Any] = {
@@ -39,28 +33,6 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 
-def _reference(fields: dict[str, Any], prompt: list[int], most: int) -> list[int]:
-    """Generate greedily under the mask of the grammar; the end of the text is not among the tokens."""
-    constraint = read_constraint(msgspec.convert(fields, ConstraintFields))
-    assert constraint is not None
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    vocab, eos = model.config.vocab_size, [2]
-    compiler = GrammarCompiler((MODEL / "tokenizer.json").read_text(), vocab, eos)
-    matcher = compiler.matcher(grammar_text(constraint))
-    output: list[int] = []
-    while len(output) < most and not matcher.stopped:
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + output])).logits[0, -1]
-        mask = np.zeros((1, mask_width(vocab)), dtype=np.int32)
-        matcher.fill(mask, 0)
-        allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab].astype(bool)
-        token = int(logits.where(torch.from_numpy(allowed), -torch.inf).argmax())
-        assert matcher.accept([token])
-        if token not in eos:
-            output.append(token)
-    return output
-
-
 def _post(cluster: RunningCluster, path: str, body: dict[str, Any]) -> tuple[int, Any]:
     request = urllib.request.Request(
         cluster.url + path, json.dumps(body).encode(), {"content-type": "application/json"}
@@ -74,14 +46,17 @@ def _post(cluster: RunningCluster, path: str, body: dict[str, Any]) -> tuple[int
 
 
 @pytest.mark.timeout(900)
-def test_answers_equal_a_masked_reference(cluster: RunningCluster) -> None:
+def test_answers_equal_a_masked_reference(cluster: RunningCluster, masked_reference: MaskedReference) -> None:
     prompt = _post(cluster, "/tokenize", {"prompt": PROMPT})[1]["tokens"]
     for fields in FIELDS:
         body = {"prompt": prompt, "temperature": 0, "max_tokens": 80, "return_token_ids": True, **fields}
         _, answer = _post(cluster, "/v1/completions", body)
         [choice] = answer["choices"]
-        ids = [token for token in choice["token_ids"] if token != 2]
-        assert ids == _reference(fields, prompt, 80), (fields, choice["text"])
+        question = Question(prompt, fields, 0.0, 0, 80)
+        found = masked_reference.difference(question, choice["token_ids"], choice["finish_reason"])
+        assert found is None, (fields, choice["text"], str(found))
+        free = replace(question, fields={})
+        assert masked_reference.difference(free, choice["token_ids"], choice["finish_reason"]) is not None
     hostile: dict[str, Any] = {"properties": {f"p{i}": {} for i in range(4000)}}
     status, refused = _post(cluster, "/v1/completions", {"prompt": prompt, "json_schema": hostile})
     assert (status, refused["error"]["param"]) == (400, "json_schema")

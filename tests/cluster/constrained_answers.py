@@ -1,0 +1,147 @@
+"""Requests with random constraints, and what is right or wrong about the answers of a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from deploy.tiny_models.prompts import few_shot_prompt
+from deploy.tiny_models.word_problems import take
+from tests.cluster.harness import Client
+from tests.cluster.masked_reference import MaskedReference, Question
+from tests.fakes.random_grammars import Case, schema_case, text_case
+
+SAID = 80  # tokens per answer
+FREE_SAID = 24
+AT_ONCE = 24
+Config = dict[str, Any]
+Answered = tuple[int, Config]  # HTTP status and body
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request and what it is called: `schema/17` or `text/3`, which `--only` takes; "" without a constraint."""
+
+    name: str
+    question: Question
+    case: Case | None
+
+    def body(self) -> Config:
+        asked = self.question
+        return {
+            "prompt": asked.prompt,
+            "max_tokens": asked.max_tokens,
+            "temperature": asked.temperature,
+            "seed": asked.seed,
+            "return_token_ids": True,
+            **asked.fields,
+        }
+
+
+COUNTED = ("answers", "free", "tokens", "cut_off", "invalid", "wrong", "near_ties", "errors")
+
+
+@dataclass
+class Outcome:
+    """What the answers of one cluster were."""
+
+    counts: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(COUNTED, 0)))
+    first_problem: str = ""
+
+    def problem(self, kind: str, asked: Asked, told: str) -> None:
+        self.counts[kind] += 1
+        if not self.first_problem:
+            self.first_problem = f"{kind} {asked.name or 'free'} seed {asked.question.seed}: {told}"
+
+    def judge(self, asked: Asked, choice: Config, reference: MaskedReference) -> None:
+        """Count an answer."""
+        ids, finish = choice["token_ids"], choice["finish_reason"]
+        self.counts["tokens"] += len(ids)
+        self.counts["answers" if asked.case is not None else "free"] += 1
+        if asked.case is not None and finish == "length":
+            self.counts["cut_off"] += 1
+        elif asked.case is not None and not accepted(asked.case, choice["text"]):
+            self.problem("invalid", asked, choice["text"])
+        difference = reference.difference(asked.question, ids, finish)
+        if difference is not None:
+            self.problem("near_ties" if difference.near_tie else "wrong", asked, str(difference))
+
+
+def accepted(case: Case, text: str) -> bool:
+    try:
+        return case.accepts(text)
+    except ValueError:
+        return False
+
+
+class Questions:
+    """Makes the requests of a run, always the same."""
+
+    def __init__(self, directory: Path) -> None:
+        self._encoder = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+    def of(self, name: str) -> list[Asked]:
+        """Return the greedy and the seeded request of a case."""
+        kind, _, number = name.partition("/")
+        case = (schema_case if kind == "schema" else text_case)(int(number))
+        prompt, seed = self._prompt(name), random.Random(name).getrandbits(62)
+        return [
+            Asked(name, Question(prompt, case.fields, temperature, seed, SAID), case)
+            for temperature in (0.0, 1.0)
+        ]
+
+    def free(self, number: int) -> Asked:
+        prompt = self._prompt(f"free/{number}")
+        return Asked("", Question(prompt, {}, float(number % 2), number, FREE_SAID), None)
+
+    def all(self, names: Sequence[str]) -> list[Asked]:
+        """Return the requests of the cases, the second half of them among free ones."""
+        asked = [each for name in names for each in self.of(name)]
+        middle = len(asked) // 2
+        mixed = [each for index, own in enumerate(asked[middle:]) for each in (own, self.free(index))]
+        return [*asked[:middle], *mixed]
+
+    def _prompt(self, name: str) -> list[int]:
+        draw = random.Random(name)
+        *shots, last = take(draw.randint(1, 4), draw.randrange(1000), "heldout")
+        text = few_shot_prompt(shots, last.question) + draw.choice(("", " The answer in JSON: ", ' {"'))
+        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+        return ids[-draw.randint(1, 160) :]
+
+
+async def ask_all(client: Client, asked: Sequence[Asked]) -> list[Answered]:
+    """Return the status and body of every answer, in order."""
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(each: Asked) -> Answered:
+        async with gate, client.session.post("/v1/completions", json=each.body()) as response:
+            return response.status, await response.json()
+
+    return list(await asyncio.gather(*map(one, asked)))
+
+
+def judged(asked: Sequence[Asked], answers: Sequence[Answered], reference: MaskedReference) -> Outcome:
+    """Compare every answer with the reference, and the constrained ones with their constraints."""
+    outcome = Outcome()
+    for each, (status, body) in zip(asked, answers, strict=True):
+        if status == 200:
+            outcome.judge(each, body["choices"][0], reference)
+        else:
+            outcome.problem("errors", each, json.dumps(body)[:300])
+    return outcome
+
+
+async def expect_constrained(client: Client, asked: Sequence[Asked], reference: MaskedReference) -> None:
+    """Ask everything at once and expect the reference's answers, some of which are complete."""
+    outcome = judged(asked, await ask_all(client, asked), reference)
+    wrong = {name: outcome.counts[name] for name in ("invalid", "wrong", "errors") if outcome.counts[name]}
+    assert not wrong, (wrong, outcome.first_problem)
+    assert outcome.counts["cut_off"] < outcome.counts["answers"]
