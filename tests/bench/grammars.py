@@ -3,12 +3,16 @@
     python -m tests.bench.grammars [--batch 1 4 16 32 64] [--steps 200] [--json FILE]
     python -m tests.bench.grammars --small --device cpu --length 32
     python -m tests.bench.grammars --model DIR --draft DIR --device cpu --length 64
+    python -m tests.bench.grammars --drafter eagle3 [--drafts 3]
 
 Three runs per batch size, of the node's own steps: free requests with one step in flight, constrained requests that
 decode one token per step, and constrained requests whose forced tokens are verified as drafts. All constrained requests
 answer with a list of records as compact JSON. Milliseconds are wall-clock time per step. Of constrained steps, `follow`
 is the host's time between two steps (reading tokens, following the grammar, forced tokens), and `masks` the time to
 compute masks, which a GPU's forward hides.
+
+With `--drafter eagle3` rounds of that drafter are measured instead, two runs per batch size: free requests, whose
+rounds overlap, and constrained ones. A constructed head drafts half of the tokens correctly in both.
 
 A constructed target says nothing sensible, so the share of forced tokens in its records is that of the schema: names
 and strings have random lengths up to their bounds. A target of 128k tokens gets a constructed tokenizer: byte pairs of
@@ -22,7 +26,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -90,6 +94,21 @@ class Row:
     free_tokens_per_s: float
     masked_tokens_per_s: float
     forced_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedRow:
+    """The results of rounds of a drafter for one batch size."""
+
+    batch: int
+    free_ms: float
+    json_ms: float
+    json_follow_ms: float
+    json_masks_ms: float
+    free_tokens_per_step: float  # per request
+    json_tokens_per_step: float
+    free_tokens_per_s: float
+    json_tokens_per_s: float
 
 
 @dataclass(slots=True)
@@ -169,7 +188,7 @@ class Constrained:
         rules = self._steps.rules
         for request in requests:
             assert request.matcher is not None
-            request.forced = tuple(request.matcher.forced(FORCED_STEPS)) if self._forced else ()
+            request.forced = tuple(request.matcher.forced(rules.forced_drafts)) if self._forced else ()
         verifies = rules.verifies_forced([len(request.forced) for request in requests])
         return rules.forced_width if verifies else 0
 
@@ -186,58 +205,78 @@ class Constrained:
 
 
 def free_run(steps: DecodeSteps, requests: Sequence[DecodeRequest], count: int) -> Times:
-    """Run plain steps with one in flight, as a node does without constrained requests."""
+    """Run steps with one in flight, as a node does without constrained requests."""
     times, unread = Times(), list[Launched]()
     begin = time.perf_counter()
     for index in range(WARM_UP + count):
-        unread.append(steps.by_width[0].launch(step_plan(requests, steps.rules, index)))
+        plan = step_plan(requests, steps.rules, index)
+        unread.append(steps.by_width[plan.width].launch(plan))
+        drawn = 0
         if len(unread) > 1:
             launched = unread.pop(0)
             launched.completion.wait()
-            launched.read()
+            drawn = sum(len(row.tokens) for row in launched.read().rows)
         ended = time.perf_counter()
         times.steps.append(ended - begin)
-        times.tokens += len(requests) * (index >= WARM_UP)
+        times.tokens += drawn * (index >= WARM_UP)
         begin = ended
     unread[0].completion.wait()
     return times
 
 
-def measure(
-    engine: Engine, steps: DecodeSteps, compiler: GrammarCompiler, batch: int, length: int, count: int
-) -> Row:
-    most = (WARM_UP + count + 1) * (FORCED_STEPS + 1) + 1
+class Bench:
+    """Measures the steps of an engine."""
 
-    def with_requests(run: Callable[[list[DecodeRequest]], Times]) -> Times:
-        requests = engine.start(random_prompts(engine.pair, batch, length, seed=batch), most, drafting=False)
-        times = run(requests)
-        engine.end(requests)
+    def __init__(self, engine: Engine, steps: DecodeSteps, compiler: GrammarCompiler, length: int) -> None:
+        self._engine = engine
+        self._steps = steps
+        self._compiler = compiler
+        self._length = length
+
+    def _run(self, batch: int, count: int, drafting: bool, forced: bool | None) -> Times:
+        """Run `count` steps of fresh requests, free ones if `forced` is None."""
+        most = (WARM_UP + count + 1) * self._steps.rules.most_tokens + 1
+        prompts = random_prompts(self._engine.pair, batch, self._length, seed=batch)
+        requests = self._engine.start(prompts, most, drafting)
+        if forced is None:
+            times = free_run(self._steps, requests, count)
+        else:
+            bench = Constrained(self._steps, self._compiler, forced)
+            bench.start(requests)
+            times = bench.run(requests, count)
+        self._engine.end(requests)
         return times
 
-    def constrained(forced: bool) -> Callable[[list[DecodeRequest]], Times]:
-        def run(requests: list[DecodeRequest]) -> Times:
-            bench = Constrained(steps, compiler, forced)
-            bench.start(requests)
-            return bench.run(requests, count)
+    def plain(self, batch: int, count: int) -> Row:
+        free, masked, forced = (self._run(batch, count, False, forced) for forced in (None, False, True))
+        return Row(
+            batch=batch,
+            free_ms=free.ms(free.steps),
+            masked_ms=masked.ms(masked.steps),
+            forced_ms=forced.ms(forced.steps),
+            masked_follow_ms=masked.ms(masked.follow),
+            masked_masks_ms=masked.ms(masked.masks),
+            forced_follow_ms=forced.ms(forced.follow),
+            forced_masks_ms=forced.ms(forced.masks),
+            tokens_per_step=forced.tokens / count / batch,
+            free_tokens_per_s=free.tokens_per_s,
+            masked_tokens_per_s=masked.tokens_per_s,
+            forced_tokens_per_s=forced.tokens_per_s,
+        )
 
-        return run
-
-    free = with_requests(lambda requests: free_run(steps, requests, count))
-    masked, forced = with_requests(constrained(False)), with_requests(constrained(True))
-    return Row(
-        batch=batch,
-        free_ms=free.ms(free.steps),
-        masked_ms=masked.ms(masked.steps),
-        forced_ms=forced.ms(forced.steps),
-        masked_follow_ms=masked.ms(masked.follow),
-        masked_masks_ms=masked.ms(masked.masks),
-        forced_follow_ms=forced.ms(forced.follow),
-        forced_masks_ms=forced.ms(forced.masks),
-        tokens_per_step=forced.tokens / count / batch,
-        free_tokens_per_s=free.tokens_per_s,
-        masked_tokens_per_s=masked.tokens_per_s,
-        forced_tokens_per_s=forced.tokens_per_s,
-    )
+    def drafted(self, batch: int, count: int) -> DraftedRow:
+        free, forced = (self._run(batch, count, True, forced) for forced in (None, True))
+        return DraftedRow(
+            batch=batch,
+            free_ms=free.ms(free.steps),
+            json_ms=forced.ms(forced.steps),
+            json_follow_ms=forced.ms(forced.follow),
+            json_masks_ms=forced.ms(forced.masks),
+            free_tokens_per_step=free.tokens / count / batch,
+            json_tokens_per_step=forced.tokens / count / batch,
+            free_tokens_per_s=free.tokens_per_s,
+            json_tokens_per_s=forced.tokens_per_s,
+        )
 
 
 def main() -> None:
@@ -248,7 +287,9 @@ def main() -> None:
     parser.add_argument(
         "--model", type=Path, help="directory of a target to load instead of a constructed one"
     )
-    parser.add_argument("--draft", type=Path, help="directory of a draft for it, which is not used")
+    parser.add_argument("--draft", type=Path, help="directory of an EAGLE-3 head for it")
+    parser.add_argument("--drafter", choices=("none", EAGLE3), default="none")
+    parser.add_argument("--drafts", type=int, default=3, help="drafts per round of a drafter")
     parser.add_argument(
         "--small", action="store_true", help="construct a small target of 128k tokens, for CPUs"
     )
@@ -258,25 +299,27 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
+    plain = options.drafter == "none"
+    drafts = FORCED_STEPS if plain else options.drafts
     models: Pair
     if options.model is None:
         raw = SMALL.config() if options.small else config_of(LLAMA)
-        models = pair(raw, EAGLE3, Drafting(0.5), FORCED_STEPS, 0, device)
+        models = pair(raw, EAGLE3, Drafting(0.5), drafts, 0, device)
         tokenizer = constructed_tokenizer(models.model.config.vocab_size)
         ends = [models.model.config.vocab_size - 1]
     else:
-        models = loaded(options.model, options.draft, FORCED_STEPS, device)
+        models = loaded(options.model, options.draft, drafts, device)
         tokenizer = (options.model / "tokenizer.json").read_text()
         ends = list(models.model.config.eos_token_ids)
     began = time.perf_counter()
     compiler = GrammarCompiler(tokenizer, models.model.config.vocab_size, ends)
     print(f"tokenizer of {compiler.vocab_size} tokens read in {time.perf_counter() - began:.1f} s")
-    most = options.length + (WARM_UP + options.steps + 2) * (FORCED_STEPS + 1) + 1
-    engine = Engine(models, max(options.batch), most, FORCED_STEPS)
-    steps = engine.step("none", constrains=True)
-    rows = []
+    most = options.length + (WARM_UP + options.steps + 2) * (drafts + 1) + 1
+    engine = Engine(models, max(options.batch), most, drafts)
+    bench = Bench(engine, engine.step(options.drafter, constrains=True), compiler, options.length)
+    rows: list[Row | DraftedRow] = []
     for batch in options.batch:
-        rows.append(measure(engine, steps, compiler, batch, options.length, options.steps))
+        rows.append((bench.plain if plain else bench.drafted)(batch, options.steps))
         print(json.dumps({key: round(value, 3) for key, value in asdict(rows[-1]).items()}))
     if options.json is not None:
         environment = describe()

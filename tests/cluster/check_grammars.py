@@ -3,8 +3,8 @@
     python -m tests.cluster.check_grammars [--schemas 100] [--first 0] [--drafter none ...] [--setting 1p1d ...]
 
 Every random schema (tests/fakes/random_grammars.py) is asked for twice, greedily and with a seed at temperature 1; one
-regex, choice, Lark or EBNF grammar comes with every eight schemas. In the second half of a run as many requests without
-a constraint are between them. The settings: 1p1d; 2p2d; retraction, where decode pools are too small for all requests
+regex, choice, Lark or EBNF grammar comes with every eight schemas. In every second block of requests as many without a
+constraint are between them. The settings: 1p1d; 2p2d; retraction, where decode pools are too small for all requests
 at once; kill, where nodes of both roles are killed in turn and started again until all answers are there. It prints a
 line of JSON per cluster, with the first problem and how to run only that; the exit code is 1 if there is one.
 """
@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import sys
 import tempfile
 import time
@@ -68,8 +69,8 @@ async def kill_in_turn(cluster: RunningCluster, client: Client, kills: Counter[s
 
 
 async def serve(
-    config: Config, nodes: int, kill: bool, asked: Sequence[Asked]
-) -> tuple[list[Answered], Config]:
+    config: Config, nodes: int, kill: bool, asked: Sequence[Asked], limit: float
+) -> tuple[list[tuple[Asked, Answered]], Config]:
     """Start a cluster, ask everything, and return the answers and what the nodes counted."""
     kills: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as directory:
@@ -77,7 +78,7 @@ async def serve(
             async with Client(cluster.url) as client:
                 began = time.monotonic()
                 killing = asyncio.create_task(kill_in_turn(cluster, client, kills)) if kill else None
-                answers = await ask_all(client, asked)
+                answers = await ask_all(client, asked, limit)
                 seconds = time.monotonic() - began
                 if killing is not None:
                     if killing.done():
@@ -114,14 +115,15 @@ def config_of(drafter: str, setting: str) -> Config:
     return sections
 
 
-def run(drafter: str, setting: str, names: Sequence[str]) -> Config:
+def run(drafter: str, setting: str, names: Sequence[str], limit: float) -> Config:
     """Return the results of one cluster."""
     file = DRAFTERS[drafter][0]
     asked = Questions(Path(shipped(file)["model"]["path"])).all(names)
     nodes = 2 if setting in ("2p2d", "kill") else 1
-    answers, shown = asyncio.run(serve(config_of(drafter, setting), nodes, setting == "kill", asked))
-    outcome = judged(asked, answers, shipped_reference(file))
-    result = {"drafter": drafter, "setting": setting, **outcome.counts, **shown}
+    answers, shown = asyncio.run(serve(config_of(drafter, setting), nodes, setting == "kill", asked, limit))
+    outcome = judged(answers, shipped_reference(file))
+    cases = len({each.name for each, _ in answers} - {""})
+    result = {"drafter": drafter, "setting": setting, "cases": cases, **outcome.counts, **shown}
     if outcome.first_problem:
         name = outcome.first_problem.split()[1]
         only = f" --only {name}" if "/" in name else ""
@@ -146,11 +148,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="names of cases, instead of these schemas")
     parser.add_argument("--drafter", nargs="+", choices=list(DRAFTERS), default=list(DRAFTERS))
     parser.add_argument("--setting", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="send nothing after that, per cluster"
+    )
     options = parser.parse_args()
     names = options.only or list(names_of(options.first, options.schemas))
     failed = False
     for drafter, setting in itertools.product(options.drafter, options.setting):
-        result = run(drafter, setting, names)
+        result = run(drafter, setting, names, options.seconds)
         print(json.dumps(result, ensure_ascii=False), flush=True)
         failed = failed or any(result.get(kind) for kind in ("invalid", "wrong", "errors"))
     return 1 if failed else 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from tests.fakes.random_grammars import Case, schema_case, text_case
 SAID = 80  # tokens per answer
 FREE_SAID = 24
 AT_ONCE = 24
+BLOCK = 40  # more than are answered at once
 Config = dict[str, Any]
 Answered = tuple[int, Config]  # HTTP status and body
 
@@ -103,11 +106,12 @@ class Questions:
         return Asked("", Question(prompt, {}, float(number % 2), number, FREE_SAID), None)
 
     def all(self, names: Sequence[str]) -> list[Asked]:
-        """Return the requests of the cases, the second half of them among free ones."""
+        """Return the requests of the cases. In every second block of them, free ones are in between."""
         asked = [each for name in names for each in self.of(name)]
-        middle = len(asked) // 2
-        mixed = [each for index, own in enumerate(asked[middle:]) for each in (own, self.free(index))]
-        return [*asked[:middle], *mixed]
+        block, mixed = min(BLOCK, len(asked) // 2), list[Asked]()
+        for index, own in enumerate(asked):
+            mixed += (own, self.free(index)) if index // block % 2 else (own,)
+        return mixed
 
     def _prompt(self, name: str) -> list[int]:
         draw = random.Random(name)
@@ -117,21 +121,26 @@ class Questions:
         return ids[-draw.randint(1, 160) :]
 
 
-async def ask_all(client: Client, asked: Sequence[Asked]) -> list[Answered]:
-    """Return the status and body of every answer, in order."""
-    gate = asyncio.Semaphore(AT_ONCE)
+async def ask_all(
+    client: Client, asked: Sequence[Asked], seconds: float = math.inf
+) -> list[tuple[Asked, Answered]]:
+    """Return the status and body of every answer, in order. No request is sent after `seconds`."""
+    gate, began = asyncio.Semaphore(AT_ONCE), time.monotonic()
 
-    async def one(each: Asked) -> Answered:
-        async with gate, client.session.post("/v1/completions", json=each.body()) as response:
-            return response.status, await response.json()
+    async def one(each: Asked) -> tuple[Asked, Answered] | None:
+        async with gate:
+            if time.monotonic() - began > seconds:
+                return None
+            async with client.session.post("/v1/completions", json=each.body()) as response:
+                return each, (response.status, await response.json())
 
-    return list(await asyncio.gather(*map(one, asked)))
+    return [each for each in await asyncio.gather(*map(one, asked)) if each is not None]
 
 
-def judged(asked: Sequence[Asked], answers: Sequence[Answered], reference: MaskedReference) -> Outcome:
+def judged(answers: Sequence[tuple[Asked, Answered]], reference: MaskedReference) -> Outcome:
     """Compare every answer with the reference, and the constrained ones with their constraints."""
     outcome = Outcome()
-    for each, (status, body) in zip(asked, answers, strict=True):
+    for each, (status, body) in answers:
         if status == 200:
             outcome.judge(each, body["choices"][0], reference)
         else:
@@ -141,7 +150,7 @@ def judged(asked: Sequence[Asked], answers: Sequence[Answered], reference: Maske
 
 async def expect_constrained(client: Client, asked: Sequence[Asked], reference: MaskedReference) -> None:
     """Ask everything at once and expect the reference's answers, some of which are complete."""
-    outcome = judged(asked, await ask_all(client, asked), reference)
+    outcome = judged(await ask_all(client, asked), reference)
     wrong = {name: outcome.counts[name] for name in ("invalid", "wrong", "errors") if outcome.counts[name]}
     assert not wrong, (wrong, outcome.first_problem)
     assert outcome.counts["cut_off"] < outcome.counts["answers"]

@@ -22,9 +22,12 @@ def test_forced_tokens_give_several_tokens_per_step() -> None:
     tokenizer, ends = (target / "tokenizer.json").read_text(), pair.model.config.eos_token_ids
     compiler = GrammarCompiler(tokenizer, pair.model.config.vocab_size, ends)
     engine = Engine(pair, 2, 256, FORCED_STEPS)
-    row = grammars.measure(engine, engine.step("none", constrains=True), compiler, 2, 20, 12)
-    assert row.tokens_per_step > 1.5
-    assert row.batch == 2
+    plain = grammars.Bench(engine, engine.step("none", constrains=True), compiler, 20).plain(2, 12)
+    assert plain.tokens_per_step > 1.5
+    assert plain.batch == 2
+    drafted = grammars.Bench(engine, engine.step("eagle3", constrains=True), compiler, 20).drafted(2, 12)
+    assert drafted.json_tokens_per_step > 1.5
+    assert drafted.free_tokens_per_step > 1.0
 
 
 def test_the_constructed_tokenizer_constrains() -> None:
