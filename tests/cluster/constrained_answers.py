@@ -125,11 +125,11 @@ async def ask_all(
     client: Client, asked: Sequence[Asked], seconds: float = math.inf
 ) -> list[tuple[Asked, Answered]]:
     """Return the status and body of every answer, in order. No request is sent after `seconds`."""
-    gate, began = asyncio.Semaphore(AT_ONCE), time.monotonic()
+    gate, deadline = asyncio.Semaphore(AT_ONCE), time.monotonic() + seconds
 
     async def one(each: Asked) -> tuple[Asked, Answered] | None:
         async with gate:
-            if time.monotonic() - began > seconds:
+            if time.monotonic() > deadline:
                 return None
             async with client.session.post("/v1/completions", json=each.body()) as response:
                 return each, (response.status, await response.json())
