@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,16 @@ class Windows:
 
     ids: NDArray[np.uint16]  # [rows, window + 1]
     weights: NDArray[np.uint8]  # [rows, window + 1], tenths
+
+
+class Source(Protocol):
+    """Makes training batches in a worker process."""
+
+    def __init__(self, tokenizer: Tokenizer, seed: int) -> None: ...
+
+    def batches(self, batch_tokens: int) -> Iterator[Windows]:
+        """Yield endless batches of about `batch_tokens` tokens."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +141,8 @@ class DocumentSource:
         return self.chat(turns, system)
 
     def windows(self, kind: WindowKind, rows: int) -> Windows:
-        """Pack rows of documents. Every row starts with a new document, and only its last document is cut."""
-        width = kind.window + 1
-        ids = np.zeros((rows, width), dtype=np.uint16)
-        weights = np.zeros((rows, width), dtype=np.uint8)
-        for row in range(rows):
-            row_ids: list[int] = []
-            row_weights: list[int] = []
-            while len(row_ids) < width:
-                doc_ids, doc_weights = self.document(kind)
-                row_ids += doc_ids
-                row_weights += doc_weights
-            ids[row] = row_ids[:width]
-            weights[row] = row_weights[:width]
-        return Windows(ids, weights)
+        """Draw one batch of a window kind."""
+        return packed(lambda: self.document(kind), kind.window, rows)
 
     def batches(self, batch_tokens: int, kinds: tuple[WindowKind, ...] = WINDOW_KINDS) -> Iterator[Windows]:
         """Yield endless batches of about `batch_tokens` tokens, one window kind each."""
@@ -151,6 +150,23 @@ class DocumentSource:
         while True:
             (kind,) = self._rng.choices(kinds, shares)
             yield self.windows(kind, max(1, batch_tokens // kind.window))
+
+
+def packed(document: Callable[[], Document], window: int, rows: int) -> Windows:
+    """Pack rows of documents. Every row starts with a new document, and only its last document is cut."""
+    width = window + 1
+    ids = np.zeros((rows, width), dtype=np.uint16)
+    weights = np.zeros((rows, width), dtype=np.uint8)
+    for row in range(rows):
+        row_ids: list[int] = []
+        row_weights: list[int] = []
+        while len(row_ids) < width:
+            doc_ids, doc_weights = document()
+            row_ids += doc_ids
+            row_weights += doc_weights
+        ids[row] = row_ids[:width]
+        weights[row] = row_weights[:width]
+    return Windows(ids, weights)
 
 
 class _Builder:

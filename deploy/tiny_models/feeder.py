@@ -13,22 +13,28 @@ from multiprocessing.queues import Queue
 
 from tokenizers import Tokenizer
 
-from deploy.tiny_models.corpus import DocumentSource, Windows
+from deploy.tiny_models.corpus import DocumentSource, Source, Windows
 
 QUEUED_BATCHES = 64
 FIRST_BATCH_SECONDS = 60.0
 
 
-def _work(tokenizer_json: str, seed: int, batch_tokens: int, out: Queue[Windows]) -> None:
+def _work(
+    kind: type[Source], tokenizer_json: str, seed: int, batch_tokens: int, out: Queue[Windows]
+) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process: there are several processes
-    source = DocumentSource(Tokenizer.from_str(tokenizer_json), seed)
+    source = kind(Tokenizer.from_str(tokenizer_json), seed)
     for batch in source.batches(batch_tokens):
         out.put(batch)
 
 
 @contextmanager
 def feed(
-    tokenizer: Tokenizer, seed: int, batch_tokens: int, workers: int
+    tokenizer: Tokenizer,
+    seed: int,
+    batch_tokens: int,
+    workers: int,
+    source: type[Source] = DocumentSource,
 ) -> Iterator[Iterator[Windows | None]]:
     """Yield batches from `workers` processes, which end with the context; None when no batch is waiting.
 
@@ -39,7 +45,9 @@ def feed(
     batches: Queue[Windows] = context.Queue(QUEUED_BATCHES)
     processes = [
         context.Process(
-            target=_work, args=(tokenizer.to_str(), seed * 1000 + index, batch_tokens, batches), daemon=True
+            target=_work,
+            args=(source, tokenizer.to_str(), seed * 1000 + index, batch_tokens, batches),
+            daemon=True,
         )
         for index in range(workers)
     ]

@@ -1,0 +1,1 @@
+"""The tiny model that calls tools and thinks before it answers: its conversations, tokenizer, training and drafts."""
