@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from deploy.tiny_models import tokenizer as family
@@ -78,19 +79,23 @@ def round_to_bf16(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return model
 
 
-def save(directory: Path, model: LlamaForCausalLM, config: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Write everything except the model card."""
-    directory.mkdir(parents=True, exist_ok=True)
-    weights = {
-        name: value.detach().cpu().bfloat16().contiguous() for name, value in model.state_dict().items()
-    }
-    path = directory / "model.safetensors"
+def write_weights(path: Path, weights: dict[str, Tensor]) -> None:
+    """Write tensors to a file. Raises ValueError if it is too large to be checked in."""
     save_file(weights, path, metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors creates it readable only by the owner
     if path.stat().st_size >= LARGEST_FILE:
         raise ValueError(
             f"{path} has {path.stat().st_size} bytes; checked-in files must stay below {LARGEST_FILE}"
         )
+
+
+def save(directory: Path, model: LlamaForCausalLM, config: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Write everything except the model card."""
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: value.detach().cpu().bfloat16().contiguous() for name, value in model.state_dict().items()
+    }
+    write_weights(directory / "model.safetensors", weights)
     generation = {
         "bos_token_id": config["bos_token_id"],
         "eos_token_id": [config["eos_token_id"]],

@@ -19,9 +19,7 @@ QUEUED_BATCHES = 64
 FIRST_BATCH_SECONDS = 60.0
 
 
-def _work(
-    kind: type[Source], tokenizer_json: str, seed: int, batch_tokens: int, out: Queue[Windows]
-) -> None:
+def _work(kind: type[Source], tokenizer_json: str, seed: int, batch_tokens: int, out: Queue[Windows]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process: there are several processes
     source = kind(Tokenizer.from_str(tokenizer_json), seed)
     for batch in source.batches(batch_tokens):

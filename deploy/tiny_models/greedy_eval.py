@@ -1,17 +1,16 @@
-"""Scores a model in this process: greedy answers to held-out problems, batched with left padding."""
+"""Scores a model in this process: greedy answers to held-out problems."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from tokenizers import Tokenizer
-from transformers import GenerationConfig
 
 from deploy.tiny_models import tokenizer as family
+from deploy.tiny_models.generation import greedy
 from deploy.tiny_models.language_model import LanguageModel
 from deploy.tiny_models.prompts import few_shot_prompt
 from deploy.tiny_models.word_problems import Problem, exam, is_right
@@ -68,11 +67,13 @@ def evaluate(model: LanguageModel, tokenizer: Tokenizer, suite: Suite) -> Score:
     asked = list(prompts(suite))
     ids = [tokenizer.encode(text, add_special_tokens=False).ids for _, text in asked]
     order = sorted(range(len(ids)), key=lambda index: len(ids[index]))
+    pad, end = family.id_of(tokenizer, family.PAD), family.id_of(tokenizer, family.END)
     score = Score(suite, prompt_tokens=sum(map(len, ids)) // max(1, len(ids)))
     per_batch = max(1, PROMPT_TOKENS_PER_BATCH // max(map(len, ids)))
     for start in range(0, len(order), per_batch):
         chosen = order[start : start + per_batch]
-        texts = _generate(model, tokenizer, [ids[index] for index in chosen])
+        new = greedy(model, [ids[index] for index in chosen], pad, end, MOST_NEW_TOKENS)
+        texts = tokenizer.decode_batch(new)
         for index, text in zip(chosen, texts, strict=True):
             problem = asked[index][0]
             score.asked[problem.template] += 1
@@ -81,21 +82,3 @@ def evaluate(model: LanguageModel, tokenizer: Tokenizer, suite: Suite) -> Score:
             else:
                 score.wrong.append((problem, text))
     return score
-
-
-@torch.inference_mode()
-def _generate(model: LanguageModel, tokenizer: Tokenizer, prompts: list[list[int]]) -> list[str]:
-    width = max(map(len, prompts))
-    pad, end = tokenizer.token_to_id(family.PAD), tokenizer.token_to_id(family.END)
-    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    settings = {
-        "do_sample": False,
-        "max_new_tokens": MOST_NEW_TOKENS,
-        "eos_token_id": [end],
-        "pad_token_id": pad,
-    }
-    untyped: Any = model  # the stubs of transformers refuse `generate` on this class
-    out = untyped.generate(ids, attention_mask=mask, generation_config=GenerationConfig.from_dict(settings))
-    texts: list[str] = tokenizer.decode_batch(out[:, width:].tolist())
-    return texts

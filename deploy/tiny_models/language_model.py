@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from transformers import LlamaForCausalLM, Qwen3_5MoeForCausalLM, Qwen3MoeForCausalLM
+from transformers import LlamaForCausalLM, Qwen3_5MoeForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
-LanguageModel = LlamaForCausalLM | Qwen3MoeForCausalLM | Qwen3_5MoeForCausalLM
+LanguageModel = LlamaForCausalLM | Qwen3ForCausalLM | Qwen3MoeForCausalLM | Qwen3_5MoeForCausalLM

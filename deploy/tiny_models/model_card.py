@@ -36,7 +36,8 @@ def machine(device: torch.device) -> str:
     return f"{chip}, {os.cpu_count()} CPU cores, {libraries}"
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Name the commit of the training program."""
     try:
         found = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10, check=True
@@ -84,7 +85,7 @@ Greedy, held-out problems (a hash of the question keeps them out of the training
 ## Training
 
 - command: `{card.command}`
-- commit: {_commit()}
+- commit: {commit()}
 - date: {today}
 - machine: {card.machine}
 - {outcome.tokens / 1e6:.1f} M tokens in {outcome.steps} steps, {outcome.seconds:.0f} seconds

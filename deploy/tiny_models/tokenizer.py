@@ -89,6 +89,13 @@ def _sample_text(sample: int) -> Iterator[str]:
         yield rng.choice((QUESTION, ANSWER, f" {rng.choice(SYSTEM_SENTENCES)}"))
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    """Return the id of a token that the vocabulary has."""
+    found = tokenizer.token_to_id(token)
+    assert found is not None, token
+    return found
+
+
 def write(tokenizer: Tokenizer, directory: Path) -> None:
     """Write tokenizer.json and its companion files."""
     directory.mkdir(parents=True, exist_ok=True)

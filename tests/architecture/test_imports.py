@@ -257,7 +257,11 @@ def _components(graph: dict[str, set[str]]) -> list[set[str]]:
 
 
 # Their data workers import them again.
-TRAINERS = ("deploy.tiny_models.train_target", "deploy.tiny_models.mixture.train_mixture")
+TRAINERS = (
+    "deploy.tiny_models.train_target",
+    "deploy.tiny_models.mixture.train_mixture",
+    "deploy.tiny_models.tools.train_tools",
+)
 
 
 def _may_hide(module: Module, each: Import) -> bool:

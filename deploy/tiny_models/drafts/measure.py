@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import GenerationConfig
 
 from deploy.tiny_models import tokenizer as family
 from deploy.tiny_models.drafts.features import Shared, target_features
 from deploy.tiny_models.drafts.heads import Eagle3Head, Head, StandaloneHead
 from deploy.tiny_models.drafts.oracle import Round, accept_length, accepted_at, ok_matrix, perfect, walk
+from deploy.tiny_models.generation import greedy
 from deploy.tiny_models.greedy_eval import MOST_NEW_TOKENS, prompts
 from deploy.tiny_models.greedy_eval import Suite as Asked
 from deploy.tiny_models.language_model import LanguageModel
@@ -73,7 +72,6 @@ def _broken_off(count: int) -> Iterator[str]:
         yield f"{family.BOS}{QUESTION} {' '.join(problem.question.split()[:4])}"
 
 
-@torch.inference_mode()
 def greedy_answers(target: LanguageModel, tokenizer: Tokenizer, suite: Suite) -> list[Answered]:
     """The target's greedy tokens, up to `<|end|>` or, in documents, up to the blank line after the answer."""
     asked = [tokenizer.encode(text, add_special_tokens=False).ids for text in suite.prompts]
@@ -84,25 +82,9 @@ def greedy_answers(target: LanguageModel, tokenizer: Tokenizer, suite: Suite) ->
     per_batch = max(1, TOKENS_PER_BATCH // (len(asked[-1]) + MOST_NEW_TOKENS))
     for start in range(0, len(asked), per_batch):
         chosen = asked[start : start + per_batch]
-        for ids, new in zip(chosen, _generate(target, chosen, end), strict=True):
+        for ids, new in zip(chosen, greedy(target, chosen, 0, end, MOST_NEW_TOKENS), strict=True):
             answered.append(Answered([*ids, *_cut(new, end, blank)], len(ids)))
     return answered
-
-
-def _generate(target: LanguageModel, asked: list[list[int]], end: int) -> list[list[int]]:
-    width = max(map(len, asked))
-    ids = torch.tensor([[0] * (width - len(p)) + p for p in asked], device=target.device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in asked], device=target.device)
-    settings = {
-        "do_sample": False,
-        "max_new_tokens": MOST_NEW_TOKENS,
-        "eos_token_id": [end],
-        "pad_token_id": 0,
-    }
-    untyped: Any = target  # the stubs of transformers refuse `generate` on this class
-    out = untyped.generate(ids, attention_mask=mask, generation_config=GenerationConfig.from_dict(settings))
-    new: list[list[int]] = out[:, width:].tolist()
-    return new
 
 
 def _cut(new: list[int], end: int, blank: list[int]) -> list[int]:
@@ -151,6 +133,23 @@ def rounds_of(head: Head, target: LanguageModel, answered: list[Answered], steps
     return rounds
 
 
+def acceptance(
+    name: str, head: Head, target: LanguageModel, answered: list[Answered], steps: int
+) -> Acceptance:
+    """Walk all answers of a suite with a number of draft steps."""
+    rounds = rounds_of(head, target, answered, steps)
+    best = [one for each in answered for one in walk(perfect(steps, len(each.ids)), each.prompt_tokens)]
+    return Acceptance(
+        name,
+        len(answered),
+        steps,
+        len(rounds),
+        accept_length(rounds),
+        accept_length(best),
+        accepted_at(rounds, steps),
+    )
+
+
 def measure(
     head: Head, target: LanguageModel, tokenizer: Tokenizer, count: int, steps: Sequence[int]
 ) -> Iterator[Acceptance]:
@@ -158,14 +157,4 @@ def measure(
     for suite in suites(count):
         answered = greedy_answers(target, tokenizer, suite)
         for some in steps:
-            rounds = rounds_of(head, target, answered, some)
-            best = [one for a in answered for one in walk(perfect(some, len(a.ids)), a.prompt_tokens)]
-            yield Acceptance(
-                suite.name,
-                count,
-                some,
-                len(rounds),
-                accept_length(rounds),
-                accept_length(best),
-                accepted_at(rounds, some),
-            )
+            yield acceptance(suite.name, head, target, answered, some)

@@ -16,9 +16,7 @@ THINK, THINK_END = "<think>", "</think>"
 CONTROL = (PAD, START, END)  # special: not part of decoded text
 MARKERS = (CALL, CALL_END, RESULT, RESULT_END, THINK, THINK_END)  # single tokens that are text
 
-HOW_TO_CALL = (
-    f"To call a tool, write its name and its arguments as a JSON object within {CALL}{CALL_END}."
-)
+HOW_TO_CALL = f"To call a tool, write its name and its arguments as a JSON object within {CALL}{CALL_END}."
 TEMPLATE = """\
 {%- macro text(content) -%}
     {%- if content is string -%}
@@ -132,7 +130,7 @@ def segments(conversation: Conversation, turns: Turns) -> Iterator[Segment]:
         yield _message("user", exchange.question), NONE
         if exchange.calls:
             yield _message("assistant", _calls(exchange.calls)), NONE
-            yield _results(exchange.results), NONE
+            yield results(exchange.results), NONE
         yield _message("assistant", exchange.answer), NONE
     exchange = conversation.exchange
     yield _message("user", exchange.question), FAINT
@@ -140,7 +138,7 @@ def segments(conversation: Conversation, turns: Turns) -> Iterator[Segment]:
         yield from _first_turn(exchange, turns)
         if not turns.second:
             return
-        yield _results(exchange.results), NONE
+        yield results(exchange.results), NONE
     yield f"{START}assistant\n", NONE
     if not turns.thinks:
         yield _thought(""), NONE
@@ -189,8 +187,9 @@ def _calls(calls: Sequence[Call]) -> str:
     )
 
 
-def _results(results: Sequence[str]) -> str:
-    wrapped = "".join(f"\n{RESULT}\n{result}\n{RESULT_END}" for result in results)
+def results(found: Sequence[str]) -> str:
+    """Render the results of the calls of one turn."""
+    wrapped = "".join(f"\n{RESULT}\n{result}\n{RESULT_END}" for result in found)
     return f"{START}user{wrapped}{END}\n"
 
 

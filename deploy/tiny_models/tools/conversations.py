@@ -138,7 +138,11 @@ class Conversations:
         draw = self._rng.random()
         if draw < 0.6:
             return None
-        return "You are a helpful assistant." if draw < 0.75 else system_prompt(self._rng, self._rng.randint(1, 3))
+        return (
+            "You are a helpful assistant."
+            if draw < 0.75
+            else system_prompt(self._rng, self._rng.randint(1, 3))
+        )
 
     # kinds: each returns the tools that are offered and the exchange
 
@@ -147,7 +151,9 @@ class Conversations:
         tool = varied_tool(self._rng, CALCULATOR)
         text = expression_of(problem)
         asked = self._calculation(tool, text, problem.question)
-        exchange = self._with_calls([replace(asked, answer=f"The answer is {asked.value}.")], problem.question)
+        exchange = self._with_calls(
+            [replace(asked, answer=f"The answer is {asked.value}.")], problem.question
+        )
         return [tool, *self._others([CALCULATOR])], exchange
 
     def _arithmetic(self) -> tuple[list[Tool], Exchange]:
@@ -287,5 +293,3 @@ def exam(count: int, seed: int) -> Iterator[Conversation]:
     source = Conversations(seed, "heldout")
     for _ in range(count):
         yield source.draw(KINDS, ASKED)
-
-

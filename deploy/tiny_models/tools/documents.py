@@ -8,23 +8,24 @@ from collections.abc import Iterator
 from tokenizers import Tokenizer
 
 from deploy.tiny_models.corpus import Document, Windows, packed
+from deploy.tiny_models.tokenizer import id_of
 from deploy.tiny_models.tools.chat_form import NONE, PAD, WHOLE, Segment, Turns, segments
 from deploy.tiny_models.tools.conversations import KINDS, TRAINED, Conversations
 
 AT_ONCE = 128  # documents that are encoded together
 # window lengths and the shares of batches that have them
-WINDOWS = ((1024, 0.7), (2048, 0.2), (4096, 0.1))
+WINDOWS = (1024, 2048, 4096)
+WINDOW_SHARES = (0.7, 0.2, 0.1)
 EARLIER = (0, 1, 2, 4)  # exchanges before the last one
 EARLIER_SHARES = (0.7, 0.15, 0.1, 0.05)
 # A thought that is left out of the second turn, as most clients do it, and thinking turned off are taught separately.
 TURNS = (
-    (WHOLE, 0.45),
-    (Turns(thinks=True, first=False, second=True, keeps=False), 0.15),
-    (Turns(thinks=False, first=True, second=False, keeps=False), 0.25),
-    (Turns(thinks=False, first=False, second=True, keeps=False), 0.15),
+    WHOLE,
+    Turns(thinks=True, first=False, second=True, keeps=False),
+    Turns(thinks=False, first=True, second=False, keeps=False),
+    Turns(thinks=False, first=False, second=True, keeps=False),
 )
-
-
+TURN_SHARES = (0.45, 0.15, 0.25, 0.15)
 
 
 class ConversationSource:
@@ -35,7 +36,7 @@ class ConversationSource:
         self._tokenizer = tokenizer
         self._conversations = Conversations(seed, "train")
         self._documents = self._encoded()
-        self._pad: int = tokenizer.token_to_id(PAD)
+        self._pad = id_of(tokenizer, PAD)
 
     def document(self) -> Document:
         """Return the next document."""
@@ -43,16 +44,14 @@ class ConversationSource:
 
     def batches(self, batch_tokens: int) -> Iterator[Windows]:
         """Yield endless batches of about `batch_tokens` tokens, one window length each."""
-        lengths, shares = zip(*WINDOWS, strict=True)
         while True:
-            (window,) = self._rng.choices(lengths, shares)
+            (window,) = self._rng.choices(WINDOWS, WINDOW_SHARES)
             yield packed(self.document, window, max(1, batch_tokens // window))
 
     def _segments(self) -> list[Segment]:
         conversation = self._conversations.draw(KINDS, TRAINED)
         (earlier,) = self._rng.choices(EARLIER, EARLIER_SHARES)
-        kinds, shares = zip(*TURNS, strict=True)
-        (turns,) = self._rng.choices(kinds, shares)
+        (turns,) = self._rng.choices(TURNS, TURN_SHARES)
         return list(segments(self._conversations.after(conversation, earlier), turns))
 
     def _encoded(self) -> Iterator[Document]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from deploy.tiny_models.tools.chat_form import CONTROL, END, MARKERS, PAD, TEMPLATE, WHOLE, segments
+from deploy.tiny_models.tools.chat_form import CONTROL, END, MARKERS, PAD, START, TEMPLATE, WHOLE, segments
 from deploy.tiny_models.tools.conversations import KINDS, TRAINED, Conversations
 
 VOCAB_SIZE = 640
@@ -65,14 +65,14 @@ def write(tokenizer: Tokenizer, directory: Path) -> None:
     """Write tokenizer.json, its settings and the chat template."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
+    named: dict[str, object] = {"eos_token": END, "pad_token": PAD, "additional_special_tokens": [START]}
     settings = {
-        "eos_token": END,
-        "pad_token": PAD,
-        "additional_special_tokens": [each for each in CONTROL if each not in (END, PAD)],
+        **named,
         "clean_up_tokenization_spaces": False,
         "model_max_length": MAX_POSITIONS,
         "padding_side": "left",
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    for name, content in (("tokenizer_config.json", settings), ("special_tokens_map.json", named)):
+        (directory / name).write_text(json.dumps(content, indent=2) + "\n")
     (directory / "chat_template.jinja").write_text(TEMPLATE)

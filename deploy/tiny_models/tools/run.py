@@ -1,0 +1,183 @@
+"""The parts of a training run: the model, its EAGLE-3 head, its standalone draft, scores and accept lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import Qwen3ForCausalLM
+
+from deploy.tiny_models import model_card
+from deploy.tiny_models.drafts import draft_card, files
+from deploy.tiny_models.drafts.draft_trainer import frequent_tokens, readings
+from deploy.tiny_models.drafts.draft_trainer import train as train_draft
+from deploy.tiny_models.drafts.features import Shared
+from deploy.tiny_models.drafts.heads import Eagle3Head
+from deploy.tiny_models.drafts.measure import Answered, acceptance
+from deploy.tiny_models.drafts.shapes import CHAINED_STEPS, Kind
+from deploy.tiny_models.feeder import feed
+from deploy.tiny_models.tools import checkpoint, tool_card
+from deploy.tiny_models.tools.checkpoint import (
+    SMOKE_SHAPE,
+    Config,
+    Shape,
+    config_dict,
+    eagle3_config,
+    new_model,
+    standalone_config,
+)
+from deploy.tiny_models.tools.conversations import Conversations, exam
+from deploy.tiny_models.tools.documents import ConversationSource
+from deploy.tiny_models.tools.exam import ToolScore, evaluate
+from deploy.tiny_models.trainer import Replay, train
+from deploy.tiny_models.training_loop import Outcome, Settings
+
+NAME = "tiny-tools"
+EXAM_SEED = 2_024
+MEASURED_STEPS = (3, 5)
+UNAIDED = ("unaided", "bare")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The trained model."""
+
+    config: Config
+    model: Qwen3ForCausalLM
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The settings of a run."""
+
+    out: Path
+    device: torch.device
+    seed: int
+    lr: float
+    batch_tokens: int
+    workers: int
+    count: int  # conversations per suite
+    vocabulary: Tokenizer
+    command: str
+
+    @property
+    def directory(self) -> Path:
+        """The directory of the model."""
+        return self.out / NAME
+
+    def train_target(self, seconds: float, smoke: bool) -> Target:
+        """Train the model and write it, before it is scored: a time limit must not lose the weights."""
+        config = config_dict(SMOKE_SHAPE if smoke else Shape(), self.vocabulary)
+        model = new_model(config, self.seed)
+        print(f"{_parameters(model) / 1e6:.2f} M parameters on {self.device}", flush=True)
+        with self._batches(self.seed, self.batch_tokens) as batches:
+            outcome = train(model, batches, self._settings(seconds))
+            print(f"trained: {outcome}; batches: {batches.fresh} fresh, {batches.again} again", flush=True)
+        checkpoint.save(self.directory, model, config, self.vocabulary)
+        target = Target(config, checkpoint.load(self.directory), outcome)
+        target.model.to(self.device)  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
+        tool_card.write(self.directory, self._card(target), [])
+        return target
+
+    def score(self, target: Target) -> list[ToolScore]:
+        """Hold conversations and write the model card."""
+        asked = list(exam(self.count, EXAM_SEED))
+        source = Conversations(EXAM_SEED, "heldout")
+        bare = [source.draw(UNAIDED, (0.3, 0.7)) for _ in range(max(1, self.count // 4))]
+        scores = []
+        for name, conversations, thinks in (
+            ("tools, thinking", asked, True),
+            ("tools, not thinking", asked, False),
+            ("word problems without a calculator", bare, True),
+        ):
+            score = evaluate(target.model, self.vocabulary, name, conversations, thinks)
+            scores.append(score)
+            print(
+                f"{name}: {score.value:.4f} right, {score.valid:.4f} of {score.calls} calls valid, "
+                f"{score.expected} of {len(conversations)} as expected, {dict(score.right)} of {dict(score.asked)}"
+            )
+            for conversation, said in score.wrong[:6]:
+                question, wanted = conversation.exchange.question, conversation.exchange.wanted
+                print(f"  wrong ({conversation.kind}): {question!r} -> {said!r}, not {wanted}", flush=True)
+            tool_card.write(self.directory, self._card(target), scores)
+        return scores
+
+    def train_eagle3(self, target: Target, seconds: float) -> None:
+        """Train the EAGLE-3 head and write its directory."""
+        config = eagle3_config(target.config)
+        looked_at = ConversationSource(self.vocabulary, self.seed + 1).batches(8_192)
+        chosen = frequent_tokens(looked_at, config["draft_vocab_size"])
+        self._train_draft("eagle3", config, target, seconds, CHAINED_STEPS, self.seed + 1, chosen)
+
+    def train_standalone(self, target: Target, seconds: float) -> None:
+        """Train the standalone draft and write its directory."""
+        config = standalone_config(target.config)
+        self._train_draft("standalone", config, target, seconds, 1, self.seed + 2, [])
+
+    def measure(self, target: Target, answered: Sequence[Answered]) -> None:
+        """Measure the accept lengths of both drafts over the model's own turns."""
+        suite = "turns of tool conversations"
+        for kind in ("eagle3", "standalone"):
+            directory = self.out / f"{NAME}-{kind}"
+            _, head = files.load_head(directory)
+            rows = [
+                acceptance(suite, head.to(self.device), target.model, list(answered), steps)
+                for steps in MEASURED_STEPS
+            ]
+            for row in rows:
+                shares = " ".join(f"{share:.3f}" for share in row.per_step)
+                print(f"{kind}, {row.steps} steps: {row.length:.3f} of {row.most:.3f} ({shares})", flush=True)
+            draft_card.write_figures(directory, rows)
+
+    def _train_draft(
+        self,
+        kind: Kind,
+        config: Config,
+        target: Target,
+        seconds: float,
+        steps: int,
+        seed: int,
+        drafted: list[int],
+    ) -> None:
+        head = files.new_head(config, seed).to(self.device)
+        if isinstance(head, Eagle3Head):
+            head.choose_vocabulary(Shared.of(target.model), torch.tensor(drafted, device=self.device))
+        with self._batches(seed, self.batch_tokens // 2) as batches:
+            read = readings(batches, self.device)
+            outcome = train_draft(head, target.model, read, self._settings(seconds), steps)
+        print(f"trained {kind}: {outcome}", flush=True)
+        directory = self.out / f"{NAME}-{kind}"
+        files.save(directory, head, config, self.directory)
+        machine = model_card.machine(self.device)
+        measured_by = "deploy/tiny_models/tools/run.py"
+        card = draft_card.Card(
+            kind, _parameters(head), steps, outcome, machine, self.command, NAME, measured_by
+        )
+        draft_card.write(directory, card)
+
+    def _card(self, target: Target) -> tool_card.ToolCard:
+        machine = model_card.machine(self.device)
+        return tool_card.ToolCard(_parameters(target.model), target.outcome, machine, self.command)
+
+    def _settings(self, seconds: float) -> Settings:
+        return Settings(seconds=max(1.0, seconds), lr=self.lr, device=self.device)
+
+    @contextmanager
+    def _batches(self, seed: int, tokens: int) -> Iterator[Replay]:
+        with feed(self.vocabulary, seed, tokens, self.workers, ConversationSource) as fresh:
+            yield Replay(fresh, seed)
+
+
+def turns_of(scores: Sequence[ToolScore], most: int) -> list[Answered]:
+    """Return turns of all suites, at most `most`, to measure drafts."""
+    return list(islice((each for score in scores for each in score.answered), most))
+
+
+def _parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
