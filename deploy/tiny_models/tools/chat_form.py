@@ -112,12 +112,14 @@ class Turns:
         first: the turn with the calls counts.
         second: the document goes on with the results and the answer.
         keeps: the thought of the first turn is still there in the second.
+        singly: each turn has one call only, although the question needs several.
     """
 
     thinks: bool
     first: bool
     second: bool
     keeps: bool
+    singly: bool = False
 
 
 WHOLE = Turns(thinks=True, first=True, second=True, keeps=True)
@@ -134,7 +136,9 @@ def segments(conversation: Conversation, turns: Turns) -> Iterator[Segment]:
         yield _message("assistant", exchange.answer), NONE
     exchange = conversation.exchange
     yield _message("user", exchange.question), FAINT
-    if exchange.calls:
+    if turns.singly:
+        yield from _one_by_one(exchange, turns.thinks)
+    elif exchange.calls:
         yield from _first_turn(exchange, turns)
         if not turns.second:
             return
@@ -170,6 +174,21 @@ def _first_turn(exchange: Exchange, turns: Turns) -> Iterator[Segment]:
         yield _thought(""), NONE
     yield f"{_calls(exchange.calls)}{END}", FULL if turns.first else NONE
     yield "\n", NONE
+
+
+def _one_by_one(exchange: Exchange, thinks: bool) -> Iterator[Segment]:
+    """One turn per call. The first one does not count: the model makes all calls at once if it may."""
+    for index, (call, need, result) in enumerate(
+        zip(exchange.calls, exchange.needs, exchange.results, strict=True)
+    ):
+        weight = FULL if index else NONE
+        yield f"{START}assistant\n", NONE
+        if index and not thinks:
+            yield _thought(""), NONE
+        said = _thought(f"I need {need}.") if index and thinks else ""
+        yield f"{said}{_calls([call])}{END}", weight
+        yield "\n", NONE
+        yield results([result]), NONE
 
 
 def _message(role: str, content: str) -> str:

@@ -20,9 +20,10 @@ from deploy.tiny_models.tools.expressions import (
     expression_of,
     in_words,
     shown,
+    small,
     spaced,
 )
-from deploy.tiny_models.word_problems import Problem, Split, problems, split_of
+from deploy.tiny_models.word_problems import Split, problems, split_of
 
 UNAIDED = "No tool helps. I compute it."
 NEEDLESS = "No tool is needed."
@@ -50,6 +51,7 @@ class Exchange:
     answer: str
     wanted: tuple[str, ...] = ()  # what the answer must say to be right; without calls: all of it
     calls: tuple[Call, ...] = ()
+    needs: tuple[str, ...] = ()  # what the thought says about each call
     results: tuple[str, ...] = ()  # of the calls
     conclusion: str = ""  # the thought before the answer, after calls
 
@@ -117,8 +119,10 @@ class Conversations:
         make: Callable[[], tuple[Sequence[Tool], Exchange]] = getattr(self, f"_{kind}")
         while True:
             tools, exchange = make()
-            # word problems are of this split already
-            if exchange.question in SMALL_TALK or split_of(exchange.question) == self._split:
+            names = {tool.name for tool in tools}
+            if len(names) == len(tools) and (
+                exchange.question in SMALL_TALK or split_of(exchange.question) == self._split
+            ):
                 break
         shuffled = list(tools)
         self._rng.shuffle(shuffled)
@@ -183,12 +187,12 @@ class Conversations:
         return [*tools, *self._others(topics)], self._with_calls(asked, question)
 
     def _unaided(self) -> tuple[list[Tool], Exchange]:
-        """A word problem without a calculator."""
-        return self._others([CALCULATOR], least=1), self._computed(next(self._problems))
+        """A word problem or a small calculation without a calculator."""
+        return self._others([CALCULATOR], least=1), self._computed()
 
     def _bare(self) -> tuple[list[Tool], Exchange]:
-        """A word problem without tools."""
-        return [], self._computed(next(self._problems))
+        """The same without tools."""
+        return [], self._computed()
 
     def _small_talk(self) -> tuple[list[Tool], Exchange]:
         tools = self._others([]) if self._rng.random() < 0.7 else []
@@ -218,9 +222,7 @@ class Conversations:
 
     def _plain(self, tool: Tool) -> _Asked:
         text = drawn(self._rng)
-        shape = self._rng.choices((str, spaced, in_words), (0.3, 0.5, 0.2))[0]
-        question = self._rng.choice(PLAIN_QUESTIONS).format(shape(text))
-        return self._calculation(tool, text, question)
+        return self._calculation(tool, text, self._worded(text))
 
     def _calculation(self, tool: Tool, text: str, question: str) -> _Asked:
         found = evaluate(text)
@@ -252,15 +254,15 @@ class Conversations:
         return " ".join([first, *(f"And {other[0].lower()}{other[1:]}" for other in others)])
 
     def _with_calls(self, asked: Sequence[_Asked], question: str) -> Exchange:
-        needs = " and ".join(f"{each.need} by {each.call.tool.name}" for each in asked)
-        results = [each.result for each in asked]
+        needs = tuple(f"{each.need} by {each.call.tool.name}" for each in asked)
         exchange = Exchange(
             question,
-            f"I need {needs}.",
+            f"I need {' and '.join(needs)}.",
             " ".join(each.answer for each in asked),
             tuple(each.value for each in asked),
             tuple(each.call for each in asked),
-            tuple(results),
+            needs,
+            tuple(each.result for each in asked),
             ANSWERED if len(asked) == 1 else SEVERAL_ANSWERED,
         )
         return self._failed(exchange) if len(asked) == 1 and self._rng.random() < 0.02 else exchange
@@ -275,8 +277,20 @@ class Conversations:
             wanted=(reason,),
         )
 
-    def _computed(self, problem: Problem) -> Exchange:
-        return Exchange(problem.question, UNAIDED, problem.answer, (f"#### {problem.value}",))
+    def _computed(self) -> Exchange:
+        rng = self._rng
+        if rng.random() < 0.75:
+            problem = next(self._problems)
+            return Exchange(problem.question, UNAIDED, problem.answer, (f"#### {problem.value}",))
+        text = small(rng)
+        value = evaluate(text)
+        assert value is not None
+        mark = f"#### {shown(value)}"
+        return Exchange(self._worded(text), UNAIDED, f"{spaced(text)} = {shown(value)}\n{mark}", (mark,))
+
+    def _worded(self, text: str) -> str:
+        shape = self._rng.choices((str, spaced, in_words), (0.3, 0.5, 0.2))[0]
+        return self._rng.choice(PLAIN_QUESTIONS).format(shape(text))
 
     def _talk(self) -> Exchange:
         question, answer = self._rng.choice(list(SMALL_TALK.items()))

@@ -32,6 +32,13 @@ CALCULATOR = Topic(
 )
 STANDARD_SHARE = 0.45  # of calculators: the name `calculator` and the argument `expression`
 RANDOM_SHARE = 0.2  # of names that say nothing: only the description tells what the tool is for
+OPTIONAL_SHARE = 0.12  # of tools that have an argument which calls leave out
+OPTIONAL: Mapping[str, Mapping[str, Any]] = {
+    "unit": {"type": "string", "enum": ["metric", "imperial"]},
+    "format": {"type": "string", "enum": ["short", "long"]},
+    "limit": {"type": "integer", "minimum": 1},
+    "verbose": {"type": "boolean", "default": False},
+}
 TYPES: Mapping[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
     "integer": lambda value: type(value) is int,
@@ -51,7 +58,8 @@ class Tool:
         """Return whether arguments fit the declared schema."""
         return (
             isinstance(arguments, dict)
-            and arguments.keys() == set(self.keys)
+            and arguments.keys() >= set(self.keys)
+            and arguments.keys() <= self.declaration["function"]["parameters"]["properties"].keys()
             and all(
                 TYPES[argument.type](arguments[key])
                 for key, argument in zip(self.keys, self.topic.arguments, strict=True)
@@ -87,16 +95,20 @@ def varied_tool(rng: random.Random, topic: Topic) -> Tool:
 
 def _parameters(rng: random.Random, arguments: Sequence[Argument], keys: Sequence[str]) -> dict[str, Any]:
     titled, described = rng.random() < 0.15, rng.random() < 0.6
-    properties = {}
+    properties: dict[str, dict[str, Any]] = {}
     for key, argument in zip(keys, arguments, strict=True):
-        schema = {"type": argument.type}
+        schema: dict[str, Any] = {"type": argument.type}
         if described:
             schema["description"] = argument.about
         if titled:
             schema = {"title": key.title(), **schema}
         properties[key] = _shuffled(rng, schema)
+    optional = rng.random() < OPTIONAL_SHARE
+    if optional:
+        extra = rng.choice(list(OPTIONAL))
+        properties[extra] = dict(OPTIONAL[extra])
     whole: dict[str, Any] = {"type": "object", "properties": properties}
-    if rng.random() < 0.9:
+    if optional or rng.random() < 0.9:
         whole["required"] = list(keys)
     if rng.random() < 0.25:
         whole["additionalProperties"] = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tokenizers import Tokenizer
 
@@ -26,6 +27,8 @@ TURNS = (
     Turns(thinks=False, first=False, second=True, keeps=False),
 )
 TURN_SHARES = (0.45, 0.15, 0.25, 0.15)
+SINGLY_SHARE = 0.1  # of parallel calls
+WITHOUT_TOOLS_SHARE = 0.05  # of second turns: clients leave the tools out when they want an answer
 
 
 class ConversationSource:
@@ -52,7 +55,12 @@ class ConversationSource:
         conversation = self._conversations.draw(KINDS, TRAINED)
         (earlier,) = self._rng.choices(EARLIER, EARLIER_SHARES)
         (turns,) = self._rng.choices(TURNS, TURN_SHARES)
-        return list(segments(self._conversations.after(conversation, earlier), turns))
+        conversation = self._conversations.after(conversation, earlier)
+        if len(conversation.exchange.calls) > 1 and self._rng.random() < SINGLY_SHARE:
+            turns = replace(turns, singly=True)
+        elif not turns.first and self._rng.random() < WITHOUT_TOOLS_SHARE:
+            conversation = replace(conversation, tools=())
+        return list(segments(conversation, turns))
 
     def _encoded(self) -> Iterator[Document]:
         while True:

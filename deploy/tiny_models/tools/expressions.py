@@ -6,6 +6,7 @@ import ast
 import random
 from fractions import Fraction
 
+from deploy.tiny_models.templates import LARGEST
 from deploy.tiny_models.word_problems import Problem
 
 # Per template of `templates`: the expression over the operands of the lines of its answer, a0 op b0 = ..., a1 op b1 ...
@@ -57,6 +58,19 @@ def _drawn(rng: random.Random) -> str:
 
 def _number(rng: random.Random) -> int:
     return rng.randint(0, 10 ** rng.randint(1, len(str(MOST))) - 1)
+
+
+def small(rng: random.Random) -> str:
+    """Draw one operation on numbers that the model can compute itself, as in the answers of word problems."""
+    operator = rng.choices("+-*/", (0.3, 0.4, 0.15, 0.15))[0]
+    if operator == "*":
+        a = rng.randint(1, 30)
+        return f"{a}*{rng.randint(1, LARGEST // a)}"
+    if operator == "/":
+        b = rng.randint(2, 10)
+        return f"{b * rng.randint(1, LARGEST // b)}/{b}"
+    a = rng.randint(0, LARGEST)
+    return f"{a}+{rng.randint(0, LARGEST - a)}" if operator == "+" else f"{a}-{rng.randint(0, a)}"
 
 
 def spaced(text: str) -> str:

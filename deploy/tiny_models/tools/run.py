@@ -104,7 +104,9 @@ class Run:
             )
             for conversation, said in score.wrong[:6]:
                 question, wanted = conversation.exchange.question, conversation.exchange.wanted
-                print(f"  wrong ({conversation.kind}): {question!r} -> {said!r}, not {wanted}", flush=True)
+                print(
+                    f"  wrong ({conversation.kind}): {question!r} -> {said[:300]!r}, not {wanted}", flush=True
+                )
             tool_card.write(self.directory, self._card(target), scores)
         return scores
 
