@@ -1,8 +1,10 @@
 """deploy/eval: scores a running OpenAI-compatible server on fresh, held-out word problems.
 
 The problems are generated from the seed, the temperature is 0, and only the number after `####` counts. With --vision
-the questions are about pictures drawn from the seed, and the numbers, colours and shapes of an answer count. A failed
-request counts as a wrong answer and as an error. Any error makes the exit code 1, an unreachable server makes it 2.
+the questions are about pictures drawn from the seed, and the numbers, colours and shapes of an answer count. With
+--tools each problem is a conversation: the program carries out the model's calls and scores the answer after them. A
+failed request counts as a wrong answer and as an error. Any error makes the exit code 1, an unreachable server makes
+it 2.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from deploy.tiny_models.vision.questions import Question, questions
 from deploy.tiny_models.vision.questions import is_right as is_right_about
 from deploy.tiny_models.vision.scenes import Pixels
 from deploy.tiny_models.word_problems import Problem, exam, is_right
+from deploy.tool_exam import Calls, conversations
 
 Mode = Literal["chat", "completions"]
 
@@ -57,6 +60,7 @@ class Exam:
     shots: int = 0
     mode: Mode = "chat"
     vision: bool = False
+    tools: bool = False
     concurrency: int = 16
     model: str | None = None  # None: the first model that the server lists
     timeout: float = 120.0  # seconds for one request
@@ -87,6 +91,10 @@ class Report:
     model: str
     url: str
     seconds: float
+    tools: bool
+    calls: int  # tool calls that the model made
+    valid_calls: int  # those that an offered tool takes
+    accept_length: float | None  # of the server, if it reports one
 
 
 def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
@@ -106,10 +114,16 @@ class Asked:
 
     body: dict[str, Any]  # without the model name
     right: Callable[[str], bool]
+    # the request that follows a reply; None if the reply is the answer
+    follow: Callable[[Any], dict[str, Any] | None] = lambda reply: None
 
 
-def asked(exam_: Exam) -> Iterator[Asked]:
-    """Yield the requests of an exam."""
+def asked(exam_: Exam, calls: Calls) -> Iterator[Asked]:
+    """Yield the requests of an exam; `calls` counts the tool calls in replies."""
+    if exam_.tools:
+        for each in conversations(exam_.count, exam_.seed, calls):
+            yield Asked(each.body, each.is_right, each.follow)
+        return
     if exam_.vision:
         for question in islice(questions(exam_.seed, "heldout"), exam_.count):
             yield Asked(picture_body(question), partial(is_right_about, question))
@@ -166,10 +180,12 @@ async def hold(exam_: Exam, progress: Progress) -> Report:
     connector = aiohttp.TCPConnector(limit=exam_.concurrency)
     async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
         model = exam_.model or await _first_model(session, exam_.base)
-        room = _Room(asked(exam_), progress, exam_.count)
+        calls = Calls()
+        room = _Room(asked(exam_, calls), progress, exam_.count)
         async with asyncio.TaskGroup() as group:
             for _ in range(min(exam_.concurrency, exam_.count)):
                 group.create_task(_candidate(session, exam_, model, room))
+        accept_length = await _accept_length(session, exam_.base)
     low, high = wilson(room.right, exam_.count)
     return Report(
         score=room.right / exam_.count,
@@ -186,6 +202,10 @@ async def hold(exam_: Exam, progress: Progress) -> Report:
         model=model,
         url=exam_.url,
         seconds=time.monotonic() - start,
+        tools=exam_.tools,
+        calls=calls.made,
+        valid_calls=calls.valid,
+        accept_length=accept_length,
     )
 
 
@@ -231,9 +251,11 @@ async def _candidate(session: aiohttp.ClientSession, exam_: Exam, model: str, ro
     for question in room.questions:
         if room.given_up:
             return
-        body = {"model": model, **question.body}
         try:
-            text = answer_text(exam_.mode, await _call(session, "POST", exam_.base + path, body))
+            reply = await _call(session, "POST", exam_.base + path, {"model": model, **question.body})
+            while (body := question.follow(reply)) is not None:
+                reply = await _call(session, "POST", exam_.base + path, {"model": model, **body})
+            text = answer_text(exam_.mode, reply)
         except BadAnswer as error:
             room.failed(str(error))
         else:
@@ -250,6 +272,16 @@ async def _first_model(session: aiohttp.ClientSession, base: str) -> str:
         raise Unreachable(str(error)) from None
     except (KeyError, IndexError, TypeError):
         raise Unreachable(f"{base}/models lists no model: is this an OpenAI-compatible server?") from None
+
+
+async def _accept_length(session: aiohttp.ClientSession, base: str) -> float | None:
+    """Return the accept length that the server reports; None if it reports none."""
+    try:
+        info = await _call(session, "GET", f"{base.removesuffix('/v1')}/server_info", None)
+        lengths = [float(state["avg_spec_accept_length"]) for state in info["internal_states"]]
+    except (BadAnswer, KeyError, TypeError, ValueError):
+        return None
+    return max(lengths, default=None)
 
 
 async def _call(session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None) -> Any:
@@ -274,6 +306,7 @@ def run(
     shots: Annotated[int, typer.Option(min=0, help="solved problems shown before each question")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
     vision: Annotated[bool, typer.Option("--vision", help="questions about freshly drawn pictures")] = False,
+    tools: Annotated[bool, typer.Option("--tools", help="conversations with tools to call")] = False,
     mode: Annotated[
         Mode | None, typer.Option(help="default: chat without shots, completions with shots")
     ] = None,
@@ -284,9 +317,13 @@ def run(
 ) -> None:
     """Score a running server on fresh word problems; prints the share of right answers."""
     chosen: Mode = mode or ("completions" if shots else "chat")
-    if vision and (shots or mode == "completions"):
-        raise typer.BadParameter("--vision uses chat without shots: leave out --shots and --mode")
-    exam_ = Exam(url, count, seed, shots, chosen, vision, concurrency, model, timeout, api_key)
+    if vision and tools:
+        raise typer.BadParameter("--vision and --tools are two exams: leave out one of them")
+    if (vision or tools) and (shots or mode == "completions"):
+        raise typer.BadParameter(
+            f"--{'vision' if vision else 'tools'} uses chat without shots: leave out --shots and --mode"
+        )
+    exam_ = Exam(url, count, seed, shots, chosen, vision, tools, concurrency, model, timeout, api_key)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
@@ -297,11 +334,14 @@ def run(
         raise typer.Exit(2) from None
     if json_file is not None:
         json_file.write_text(json.dumps(asdict(report), indent=2) + "\n")
-    what = "pictures" if vision else f"{chosen}, {shots} shots"
+    what = "pictures" if vision else "tools" if tools else f"{chosen}, {shots} shots"
     typer.echo(
         f"{report.score:.3f} ({report.right} of {count} right, 95 % interval {report.ci_low:.3f} to "
         f"{report.ci_high:.3f}), {what}, seed {seed}, {report.seconds:.1f} s"
     )
+    if tools:
+        length = "" if report.accept_length is None else f", accept length {report.accept_length:.2f}"
+        typer.echo(f"{report.valid_calls} of {report.calls} calls valid{length}")
     if report.errors:
         typer.echo(
             f"deploy/eval: {report.errors} of {count} requests failed, the first with: {report.first_error}",

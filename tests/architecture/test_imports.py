@@ -260,7 +260,7 @@ def _components(graph: dict[str, set[str]]) -> list[set[str]]:
 TRAINERS = (
     "deploy.tiny_models.train_target",
     "deploy.tiny_models.mixture.train_mixture",
-    "deploy.tiny_models.tools.train_tools",
+    "deploy.tiny_models.tool_calls.train_tools",
 )
 
 

@@ -1,6 +1,6 @@
 """Trains the tiny model that calls tools, its EAGLE-3 head and its standalone draft, and writes them with scores.
 
-    python3 -m deploy.tiny_models.tools.train_tools --device cuda --minutes 6 --out DIR
+    python3 -m deploy.tiny_models.tool_calls.train_tools --device cuda --minutes 6 --out DIR
 
 Needs torch, transformers, tokenizers, safetensors and numpy. `--minutes` is the duration of the whole run, including
 the measurements. torch is imported inside `main`, because the worker processes import this file and do not need it.
@@ -43,8 +43,8 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     from deploy.tiny_models.drafts.train_one import device_of
-    from deploy.tiny_models.tools import vocabulary
-    from deploy.tiny_models.tools.run import Run, turns_of
+    from deploy.tiny_models.tool_calls import vocabulary
+    from deploy.tiny_models.tool_calls.run import Run, turns_of
 
     torch.set_float32_matmul_precision("high")
     device = device_of(args.device)
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
         workers=args.workers or max(1, min(12, (os.cpu_count() or 2) - 2)),
         count=args.count or (500 if cuda else 8),
         vocabulary=vocabulary.build(),
-        command=shlex.join(["python3", "-m", "deploy.tiny_models.tools.train_tools", *given]),
+        command=shlex.join(["python3", "-m", "deploy.tiny_models.tool_calls.train_tools", *given]),
     )
     target = run.train_target(seconds * TARGET_SHARE, args.smoke)
     scores = run.score(target)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.tiny_models.tools.catalogue import Argument, Topic, word
+from deploy.tiny_models.tool_calls.catalogue import Argument, Topic, word
 
 CALCULATOR = Topic(
     "calculator",

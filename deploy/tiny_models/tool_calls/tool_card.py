@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.tiny_models import model_card
-from deploy.tiny_models.tools.exam import ToolScore
+from deploy.tiny_models.tool_calls.exam import ToolScore
 from deploy.tiny_models.training_loop import Outcome
 
 

@@ -15,7 +15,7 @@ from deploy.tiny_models.drafts.measure import Answered
 from deploy.tiny_models.generation import greedy
 from deploy.tiny_models.language_model import LanguageModel
 from deploy.tiny_models.tokenizer import id_of
-from deploy.tiny_models.tools.chat_form import (
+from deploy.tiny_models.tool_calls.chat_form import (
     CALL,
     CALL_END,
     END,
@@ -28,7 +28,7 @@ from deploy.tiny_models.tools.chat_form import (
     results,
     segments,
 )
-from deploy.tiny_models.tools.conversations import Conversation
+from deploy.tiny_models.tool_calls.conversations import Conversation
 
 MOST_NEW_TOKENS = 192
 PROMPT_TOKENS_PER_BATCH = 100_000

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from deploy.tiny_models.prompts import system_prompt
-from deploy.tiny_models.tools.catalogue import NO_TOOL, SMALL_TALK, TOPICS, Topic, Value
-from deploy.tiny_models.tools.declarations import CALCULATOR, Tool, varied_tool
-from deploy.tiny_models.tools.expressions import (
+from deploy.tiny_models.tool_calls.catalogue import NO_TOOL, SMALL_TALK, TOPICS, Topic, Value
+from deploy.tiny_models.tool_calls.declarations import CALCULATOR, Tool, varied_tool
+from deploy.tiny_models.tool_calls.expressions import (
     drawn,
     evaluate,
     expression_of,

@@ -13,8 +13,17 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from deploy.tiny_models.tools.chat_form import CONTROL, END, MARKERS, PAD, START, TEMPLATE, WHOLE, segments
-from deploy.tiny_models.tools.conversations import KINDS, TRAINED, Conversations
+from deploy.tiny_models.tool_calls.chat_form import (
+    CONTROL,
+    END,
+    MARKERS,
+    PAD,
+    START,
+    TEMPLATE,
+    WHOLE,
+    segments,
+)
+from deploy.tiny_models.tool_calls.conversations import KINDS, TRAINED, Conversations
 
 VOCAB_SIZE = 640
 MAX_POSITIONS = 4096

@@ -21,8 +21,8 @@ from deploy.tiny_models.drafts.heads import Eagle3Head
 from deploy.tiny_models.drafts.measure import Answered, acceptance
 from deploy.tiny_models.drafts.shapes import CHAINED_STEPS, Kind
 from deploy.tiny_models.feeder import feed
-from deploy.tiny_models.tools import checkpoint, tool_card
-from deploy.tiny_models.tools.checkpoint import (
+from deploy.tiny_models.tool_calls import checkpoint, tool_card
+from deploy.tiny_models.tool_calls.checkpoint import (
     SMOKE_SHAPE,
     Config,
     Shape,
@@ -31,9 +31,9 @@ from deploy.tiny_models.tools.checkpoint import (
     new_model,
     standalone_config,
 )
-from deploy.tiny_models.tools.conversations import Conversations, exam
-from deploy.tiny_models.tools.documents import ConversationSource
-from deploy.tiny_models.tools.exam import ToolScore, evaluate
+from deploy.tiny_models.tool_calls.conversations import Conversations, exam
+from deploy.tiny_models.tool_calls.documents import ConversationSource
+from deploy.tiny_models.tool_calls.exam import ToolScore, evaluate
 from deploy.tiny_models.trainer import Replay, train
 from deploy.tiny_models.training_loop import Outcome, Settings
 
@@ -157,7 +157,7 @@ class Run:
         directory = self.out / f"{NAME}-{kind}"
         files.save(directory, head, config, self.directory)
         machine = model_card.machine(self.device)
-        measured_by = "deploy/tiny_models/tools/run.py"
+        measured_by = "deploy/tiny_models/tool_calls/run.py"
         card = draft_card.Card(
             kind, _parameters(head), steps, outcome, machine, self.command, NAME, measured_by
         )

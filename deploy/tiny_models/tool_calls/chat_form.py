@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.tiny_models.tools.conversations import Call, Conversation, Exchange
+from deploy.tiny_models.tool_calls.conversations import Call, Conversation, Exchange
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"

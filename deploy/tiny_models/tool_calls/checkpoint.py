@@ -15,8 +15,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from deploy.tiny_models.checkpoint import write_weights
 from deploy.tiny_models.drafts.shapes import draft_config
 from deploy.tiny_models.tokenizer import id_of
-from deploy.tiny_models.tools import vocabulary
-from deploy.tiny_models.tools.chat_form import END, PAD
+from deploy.tiny_models.tool_calls import vocabulary
+from deploy.tiny_models.tool_calls.chat_form import END, PAD
 
 Config = dict[str, Any]
 WEIGHTS = "model.safetensors"

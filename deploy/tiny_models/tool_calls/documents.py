@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from deploy.tiny_models.corpus import Document, Windows, packed
 from deploy.tiny_models.tokenizer import id_of
-from deploy.tiny_models.tools.chat_form import NONE, PAD, WHOLE, Segment, Turns, segments
-from deploy.tiny_models.tools.conversations import KINDS, TRAINED, Conversations
+from deploy.tiny_models.tool_calls.chat_form import NONE, PAD, WHOLE, Segment, Turns, segments
+from deploy.tiny_models.tool_calls.conversations import KINDS, TRAINED, Conversations
 
 AT_ONCE = 128  # documents that are encoded together
 # window lengths and the shares of batches that have them
