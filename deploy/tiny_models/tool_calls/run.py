@@ -150,7 +150,7 @@ class Run:
         head = files.new_head(config, seed).to(self.device)
         if isinstance(head, Eagle3Head):
             head.choose_vocabulary(Shared.of(target.model), torch.tensor(drafted, device=self.device))
-        with self._batches(seed, self.batch_tokens // 2) as batches:
+        with self._batches(seed, self.batch_tokens // 4) as batches:
             read = readings(batches, self.device)
             outcome = train_draft(head, target.model, read, self._settings(seconds), steps)
         print(f"trained {kind}: {outcome}", flush=True)
