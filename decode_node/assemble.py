@@ -77,11 +77,12 @@ def assemble(
     parts, forwards, steps = computation, computation.forwards, computation.forwards.steps
     rows, backups = BatchRows(limits.max_running), Backups(forwards.pools, parts.relay)
     retraction = Retraction(space, rows, parts.rotary, parts.page_bytes, backup_bytes, parts.state_bytes)
+    rules = replace(steps.rules, hidden_states=limits.hidden_states)
     worker = DeviceWorker(steps.by_width, forwards.table, parts.relay, backups, parts.completion)
     node = DecodeNode(
         incarnation,
         links,
-        Scheduling(space, rows, retraction, steps.rules, limits, grammars),
+        Scheduling(space, rows, retraction, rules, limits, grammars),
         wrap(worker),
         parts.draft,
         replace(observation, graphs=node_graphs.totals(*forwards.graphs), phase_seconds=steps.phase_seconds),

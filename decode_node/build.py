@@ -149,6 +149,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         reserved_tokens=section.reserved_tokens,
         skip_ahead=section.skip_ahead,
         drain_timeout=cluster.health.drain_timeout,
+        hidden_states=cluster.model.return_hidden_states,
     )
     watch = _draft_watch(served, resolved.draft_path, log)
     assembly = assemble(
@@ -177,6 +178,7 @@ def step_sizes(cluster: Cluster, constrains: bool = True) -> StepSizes:
         nodes=speculation.nodes,
         adaptive=speculation.adaptive != "none",
         forced_drafts=speculation.forced_tokens and constrains,
+        hidden_states=cluster.model.return_hidden_states,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from common.errors import InvalidRequest
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageSpace
+from common.node.hidden_states import check_states
 from decode_node.request import DecodeRequest
 
 
@@ -22,6 +23,7 @@ class DecodeLimits:
     reserved_tokens: int
     skip_ahead: int
     drain_timeout: float
+    hidden_states: bool = False  # requests may ask for hidden states
 
     def check(self, request: DecodeRequest, space: PageSpace, extra_slots: int) -> None:
         """Raise InvalidRequest for a request that can never fit. `extra_slots`: KV slots past the last token."""
@@ -31,6 +33,7 @@ class DecodeLimits:
             raise InvalidRequest(f"token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
         if not request.sampling.fits(self.vocab_size):
             raise InvalidRequest(f"token ids must be from 0 to {self.vocab_size - 1}", param="logit_bias")
+        check_states(request.sampling, self.hidden_states)
         with_images(request.prompt, request.images)  # raises for image spans that do not fit
         most = len(request.prompt) + request.max_output
         if most > self.max_model_len:

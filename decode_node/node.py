@@ -28,6 +28,7 @@ from common.messages.decode_inbox import Reserve
 from common.messages.generation import OutputToken
 from common.messages.router_inbox import Failed, TokenRun, Tokens
 from common.node.announced_work import AnnouncedWork
+from common.node.hidden_states import send_states
 from common.node.life import NodeLife
 from common.node.overlap import OverlapLoop
 from decode_node.batch_resources import BatchResources
@@ -354,6 +355,9 @@ class DecodeNode:
                 return None
             if reason is not None:
                 break
+        if emission.states is not None:
+            start = len(request.prompt) + offset - 1
+            send_states(self._link, request.room, start, emission.states[: len(tokens)])
         self._report.speculation.count(emission, len(tokens))
         self._report.generated_tokens += len(tokens)
         self._events.add_tokens("tokens", offset, tokens, request.room, finish=reason)

@@ -47,6 +47,13 @@ def step_plan(
             for request, own, found in zip(batch, forced, drafts)
         ),
         forced=() if drafts or not any(forced) else forced,
+        states=_with_states(batch) if rules.hidden_states else (),
+    )
+
+
+def _with_states(batch: Sequence[DecodeRequest]) -> tuple[int, ...]:
+    return tuple(
+        index for index, request in enumerate(batch) if request.sampling.hidden_states_from is not None
     )
 
 
@@ -104,7 +111,7 @@ class Planner:
         # What pads forced tokens is no draft.
         no_drafts = self._rules.forced_width > 0
         emissions = [
-            Emission(request, row.tokens, 0 if count or no_drafts else row.drafted, count)
+            Emission(request, row.tokens, 0 if count or no_drafts else row.drafted, count, row.states)
             for request, row, count in zip(batch, result.rows, forced, strict=True)
         ]
         # Drafts past the end of an answer and forced tokens say nothing about acceptance.

@@ -15,6 +15,7 @@ from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
 from common.messages.generation import FINISH_STOP, ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeRef
+from common.node.hidden_states import StateRows
 
 
 class BackupSize(NamedTuple):
@@ -177,3 +178,6 @@ class Emission:
     tokens: list[OutputToken | None]  # at least one entry; None if the logits were not finite
     drafted: int = 0  # draft tokens that the step verified, except forced ones
     forced: int = 0  # tokens forced by a grammar that the step verified as drafts
+    states: StateRows | None = (
+        None  # per token, the hidden state that it was drawn from, if the router gets them
+    )

@@ -13,6 +13,7 @@ from common.engine.sampling.sampler import SampleOutput, read_tokens
 from common.engine.sampling.sampling_plan import SamplingVariant
 from common.node.overlap import Completion
 from decode_node.graphs.decode_graph import DecodeGraphs
+from decode_node.hidden_states import StepStates, step_states
 from decode_node.masked_step import MaskedStep
 from decode_node.step_plan import PlannedRow, StepPlan
 from decode_node.step_result import Launched, RowTokens, StepResult, Trees
@@ -38,10 +39,14 @@ class LaunchedAutoregressive:
     rows: Sequence[PlannedRow]
     sampled: SampleOutput
     completion: Completion
+    states: StepStates | None = None
 
     def read(self) -> StepResult:
         tokens = read_tokens(self.sampled, [row.logprobs for row in self.rows])
-        return StepResult([RowTokens([token]) for token in tokens])
+        results = [RowTokens([token]) for token in tokens]
+        if self.states is not None:
+            self.states.attach(results)
+        return StepResult(results)
 
 
 class AutoregressiveStep:
@@ -59,17 +64,21 @@ class AutoregressiveStep:
         rows = on_device([planned.row for planned in plan.rows], self._device)
         if plan.masked:
             return self._launch_masked(plan, rows, plan.sampling)
-        return self._launched(plan, self._decode(rows, plan.sampling))
+        sampled = self._decode(rows, plan.sampling)
+        return self._launched(plan, sampled, step_states(sampled.hidden, plan.states))
 
     def _launch_masked(self, plan: StepPlan, rows: torch.Tensor, sampling: SamplingVariant) -> MaskedStep:
-        logits = self._decode.forward(rows, sampling)
+        result = self._decode.forward(rows, sampling)
+        states = step_states(result.hidden, plan.states)
         count = len(plan.rows)
         return MaskedStep(
             count,
             self._device,
             lambda: roots(count),
-            lambda masks: self._launched(plan, self._decode.draw(rows, logits, sampling, masks)),
+            lambda masks: self._launched(plan, self._decode.draw(rows, result, sampling, masks), states),
         )
 
-    def _launched(self, plan: StepPlan, sampled: SampleOutput) -> LaunchedAutoregressive:
-        return LaunchedAutoregressive(plan.rows, sampled.on_host(), self._completion())
+    def _launched(
+        self, plan: StepPlan, sampled: SampleOutput, states: StepStates | None
+    ) -> LaunchedAutoregressive:
+        return LaunchedAutoregressive(plan.rows, sampled.on_host(), self._completion(), states)

@@ -85,6 +85,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     drafts: tuple[tuple[int, ...], ...] = ()  # host drafts of each row; empty if the host proposes none
     # Tokens of each row that replace the first drafts of a draft model, because a grammar forces them; empty: none.
     forced: tuple[tuple[int, ...], ...] = ()
+    states: tuple[int, ...] = ()  # indices of the rows whose hidden states the router gets
 
     @property
     def masked(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from common.messages.generation import OutputToken
+from common.node.hidden_states import StateRows
 from common.node.overlap import Completion
 from decode_node.step_plan import Masks, StepPlan
 
@@ -16,6 +17,9 @@ class RowTokens(NamedTuple):
 
     tokens: list[OutputToken | None]  # at least one entry; None if the logits were not finite
     drafted: int = 0  # draft tokens that the step verified
+    states: StateRows | None = (
+        None  # per token, the hidden state that it was drawn from, if the router gets them
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,8 @@ class StepRules:
     forced_width: int = 0
     # its largest batch
     forced_batch: int = 0
+    # requests may ask for hidden states
+    hidden_states: bool = False
 
     @property
     def most_tokens(self) -> int:

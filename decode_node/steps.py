@@ -50,6 +50,7 @@ class StepSizes:
     nodes: int = 0
     adaptive: bool = False
     forced_drafts: bool = False  # tokens that a grammar forces are drafts
+    hidden_states: bool = False  # steps can return hidden states
 
     @property
     def lookahead_slots(self) -> int:
@@ -86,7 +87,13 @@ def decode_steps(
     completion = sizes.completion(device)
     if not algorithm(sizes.algorithm).drafts:
         graphs = step_graphs.decode_graphs(
-            runner, relay, table, sizes.wanted, sizes.max_running, served.max_model_len
+            runner,
+            relay,
+            table,
+            sizes.wanted,
+            sizes.max_running,
+            served.max_model_len,
+            sizes.hidden_states,
         )
         step = AutoregressiveStep(graphs.forward, device, completion)
         plain = DecodeSteps({0: step}, StepRules(), [graphs], {})
@@ -98,7 +105,7 @@ def decode_steps(
         capture = step_graphs.round_plans(runner, sizes.wanted, largest, buckets=decode_request_buckets)
         longest, slots = served.max_model_len, sizes.lookahead_slots
         rounds = Rounds(relay, table, served.page_size, longest, slots, capture)
-        return with_forced_drafts(plain, runner, rounds, largest, completion)
+        return with_forced_drafts(plain, runner, rounds, largest, completion, sizes.hidden_states)
     seconds = no_seconds()
 
     def of_width(width: int, batches: tuple[int, int]) -> SpeculativeStep:
@@ -118,7 +125,7 @@ def decode_steps(
         if sizes.topk > 1:
             deepest = drafter.state.walk.ids.shape[1] - 1
             acceptor = TreeAcceptor(drafter.lookahead_slots, deepest, (runner.pool,))
-        verify = Verify(runner, rounds, drafter, acceptor)
+        verify = Verify(runner, rounds, drafter, acceptor, hidden_states=sizes.hidden_states)
         watch = stopwatch_for(device)
         return SpeculativeStep(verify, drafter, acceptor, device, completion, watch, seconds)
 
@@ -142,13 +149,14 @@ def with_forced_drafts(
     rounds: Rounds,
     largest: int,
     completion: Callable[[], Completion],
+    hidden_states: bool = False,
 ) -> DecodeSteps:
     """Add a step to plain decoding that verifies the tokens that grammars force, in batches of up to `largest`."""
     device = runner.pool.device
     drafter, acceptor = NgramDrafter(rounds, FORCED_STEPS), ChainAcceptor()
     # Every batch with forced tokens is masked, and so served by the variant of logits. Capturing another one compiles
     # the kernels that follow the logits, for each number of requests.
-    verify = Verify(runner, rounds, drafter, acceptor, (GREEDY, LOGITS))
+    verify = Verify(runner, rounds, drafter, acceptor, (GREEDY, LOGITS), hidden_states)
     watch = stopwatch_for(device)
     step = SpeculativeStep(verify, drafter, acceptor, device, completion, watch, no_seconds())
     rules = replace(plain.rules, forced_drafts=FORCED_STEPS, forced_width=FORCED_STEPS, forced_batch=largest)

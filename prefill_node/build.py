@@ -123,6 +123,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         max_batch=section.max_batch,
         layers=plan.transfer.layers,
         algorithm=plan.speculation.algorithm,
+        hidden_states=cluster.model.return_hidden_states,
     )
     served = graph_start.sized(served, lambda: prompt_forwards(sizes, served, make_stage, bodies).graphs)
     space = page_space(served, section.prefix_cache)
@@ -170,6 +171,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         max_model_len=served.max_model_len,
         vocab_size=served.config.vocab_size,
         drain_timeout=cluster.health.drain_timeout,
+        hidden_states=cluster.model.return_hidden_states,
     )
     assembly = assemble(
         incarnation,

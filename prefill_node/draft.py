@@ -154,7 +154,9 @@ class ModelPrefill:
     ) -> EagleDraftInput | None:
         if embeds is not None:  # serving_draft.py already refuses this at start-up
             raise ValueError("this draft model reads only token ids and cannot use image embeddings")
-        self._forward(replace(batch, logits_rows=batch.logits_rows[:0]))
+        # The batch may ask for hidden states, which are the target's.
+        own = replace(batch, logits_rows=batch.logits_rows[:0], hidden_mode=self.hidden_mode)
+        self._forward(own)
         return None
 
     def forget(self, keys: Iterable[int]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.prompt_attention import PromptAttention
+from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.graphs.node_graphs import NodeGraphs
@@ -35,6 +36,7 @@ class PromptSizes:
     max_batch: int
     layers: bool  # pages are sent layer by layer
     algorithm: str  # speculative algorithm
+    hidden_states: bool = False  # requests may ask for hidden states
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,9 @@ def prompt_forwards(
     signalled = SignalledAttention(attention) if sizes.layers else None
     runner = ModelRunner(served.model, pool, signalled or attention)
     drafting = _draft(sizes, served, runner)
+    hidden = CaptureHiddenMode.FULL if sizes.hidden_states else drafting.draft.hidden_mode
     target = prompt_graphs.prefill_graphs(
-        runner, sizes.wanted, sizes.chunk_tokens, sizes.max_batch, drafting.draft.hidden_mode, bodies
+        runner, sizes.wanted, sizes.chunk_tokens, sizes.max_batch, hidden, bodies
     )
     vision = make_stage(sizes.wanted)
     graphs: list[NodeGraphs[Any]] = [target, *drafting.graphs, *vision.graphs]

@@ -8,6 +8,7 @@ from common.errors import InvalidRequest
 from common.kv_cache.page_space import PageSpace, as_keys
 from common.kv_cache.radix_cache import Keys
 from common.messages.prefill_inbox import Prefill
+from common.node.hidden_states import check_states
 
 
 def whole_chunks(chunk_tokens: int, grid: int) -> int:
@@ -26,6 +27,7 @@ class PrefillLimits:
     vocab_size: int
     drain_timeout: float
     grid: int = 1  # prompts are cut only at multiples of it, and `chunk_tokens` is one
+    hidden_states: bool = False  # requests may ask for hidden states
 
     def check(self, message: Prefill, space: PageSpace) -> Keys:
         """Return the prompt's keys, as the batch uses them. Raises InvalidRequest for a prompt that can never fit."""
@@ -44,4 +46,5 @@ class PrefillLimits:
             raise InvalidRequest(f"token ids must be from 0 to {self.vocab_size - 1}", param="prompt")
         if not message.sampling.fits(self.vocab_size):
             raise InvalidRequest(f"token ids must be from 0 to {self.vocab_size - 1}", param="logit_bias")
+        check_states(message.sampling, self.hidden_states)
         return keys

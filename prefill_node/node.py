@@ -25,6 +25,7 @@ from common.messages.generation import ImageSpan, OutputToken
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import MAX_RUN, Failed, FirstToken, PrefillDone, PromptScores
 from common.node.announced_work import AnnouncedWork
+from common.node.hidden_states import send_states
 from common.node.life import NodeLife
 from common.node.overlap import OverlapLoop
 from kv_transfer.sender import Delivered, SlotsGranted, TransferLost
@@ -128,8 +129,10 @@ class PrefillNode:
 
     def _finish(self, launched: Launched) -> None:
         """Send the pages that this launch has completed, and finish the prompts whose last chunk it ran."""
-        for request, drawn, start, scores in self._planner.read(launched):
+        for request, drawn, start, scores, states in self._planner.read(launched):
             if not request.ended:
+                if states is not None:
+                    send_states(self._link, request.room, request.computed - len(states), states)
                 for at in range(0, len(scores), MAX_RUN):
                     run = list(scores[at : at + MAX_RUN])
                     self._link.send(PromptScores(room=request.room, start=start + at, tokens=run))
@@ -289,7 +292,7 @@ class PrefillNode:
         # At least one token must be computed: its logits give the first output token.
         keys, pages = self._space.keys(request.contents), self._space.pages_for(request.num_tokens)
         request.keyed, request.rewrites = len(keys), self._rules.rewrites
-        cached = request.num_tokens - 1 if request.sampling.prompt_logprobs is None else 0
+        cached = request.most_cached
         lease = self._space.lease(keys, pages, max_cached_tokens=cached, salt=request.salt)
         if lease is not None and not request.granted and not self._space.has_room(self._longest):
             lease.release()

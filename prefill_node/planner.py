@@ -9,6 +9,7 @@ from typing import NamedTuple
 from common.engine.sampling.sampling_plan import adjustment_facts, sampling_variant
 from common.messages.generation import PromptLogprob
 from common.node.announced_work import Work
+from common.node.hidden_states import StateRows
 from prefill_node.parts import Scheduling
 from prefill_node.queues import Queues
 from prefill_node.request import PrefillRequest
@@ -45,6 +46,7 @@ def _planned(chunk: Chunk, page_size: int, lookahead: int, adjusted: bool) -> Pl
     scored = request.sampling.prompt_logprobs
     if scored is not None:
         lookahead = max(lookahead, 1)
+    first = request.sampling.hidden_states_from
     return PlannedChunk(
         key=request.room,
         start=chunk.start,
@@ -59,6 +61,7 @@ def _planned(chunk: Chunk, page_size: int, lookahead: int, adjusted: bool) -> Pl
         cached=request.lease.cached_tokens,
         images=request.images,
         scored=scored,
+        states=0 if first is None else max(end - max(chunk.start, first), 0),
         draw=_draw(request, adjusted) if end == request.num_tokens else None,
     )
 
@@ -83,6 +86,7 @@ class PromptProgress(NamedTuple):
     drawn: Drawn | None  # None unless this was its last chunk
     first_scored: int = 0  # index in the prompt of the first of `scores`
     scores: Sequence[PromptLogprob] = ()  # of the prompt's tokens that this plan predicted
+    states: StateRows | None = None  # hidden states of the last positions that this plan computed
 
 
 class Planner:
@@ -134,7 +138,8 @@ class Planner:
             request.computed, request.computed_by = chunk.start + chunk.length, plan.generation
             scores = result.scores[index] if result.scores else ()
             token = next(drawn) if chunk.final else None
-            progress.append(PromptProgress(request, token, chunk.start + 1, scores))
+            states = result.states[index] if result.states else None
+            progress.append(PromptProgress(request, token, chunk.start + 1, scores, states))
         return progress
 
     def ended(self, request: PrefillRequest) -> None:

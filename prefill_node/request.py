@@ -68,6 +68,14 @@ class PrefillRequest:
         return with_images(self.keys, self.images) if self.images else self.keys
 
     @property
+    def most_cached(self) -> int:
+        """Return how many tokens the prefix cache may supply: those whose hidden states nothing reads."""
+        if self.sampling.prompt_logprobs is not None:
+            return 0
+        first = self.sampling.hidden_states_from
+        return self.num_tokens - 1 if first is None else min(first, self.num_tokens - 1)
+
+    @property
     def remaining(self) -> int:
         return len(self.keys) - self.scheduled
 

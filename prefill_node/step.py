@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from common.engine.forward.batch import ForwardBatch, ForwardOutput
+from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
 from common.engine.forward.draft_inputs import EagleDraftInput
 from common.engine.forward.rotary_places import RotaryPlaces
 from common.engine.graphs.outputs import map_tensors
@@ -23,7 +23,7 @@ from common.node.overlap import Completion
 from prefill_node.draft import PrefillDraft
 from prefill_node.host_batch import HostBatch, HostDraws
 from prefill_node.prompt_scores import PromptScorer, Scores
-from prefill_node.step_plan import FirstDraw, PromptPlan
+from prefill_node.step_plan import FirstDraw, PlannedChunk, PromptPlan
 from prefill_node.step_result import Drawn, PromptResult
 from prefill_node.vision import PromptEmbeds
 
@@ -37,9 +37,13 @@ class LaunchedPrefill:
     draft: EagleDraftInput | None  # None without draws, and without a draft model
     completion: Completion
     scores: Sequence[Scores | None] = ()  # per chunk; empty if no chunk is scored
+    # per chunk [n, H] float32, the hidden states of its last n positions; empty if no chunk sends any
+    states: Sequence[torch.Tensor | None] = ()
 
     def read(self) -> PromptResult:
-        return PromptResult(self._drawn(), [() if each is None else each.read() for each in self.scores])
+        scores = [() if each is None else each.read() for each in self.scores]
+        states = [None if each is None else each.numpy() for each in self.states]
+        return PromptResult(self._drawn(), scores, states)
 
     def _drawn(self) -> list[Drawn]:
         if self.sampled is None:
@@ -93,17 +97,20 @@ class PrefillStep:
         host = HostBatch.of(chunks, self._page_size, self._rotary)
         drawn_with = HostDraws.of(draws, [chunk.end for chunk in chunks if chunk.final])
         sent = send((*host.arrays, *drawn_with.arrays), self._device)
-        batch = host.on_device(sent[: len(host.arrays)], self._draft.hidden_mode)
+        returned = any(chunk.states for chunk in chunks)
+        mode = CaptureHiddenMode.FULL if returned else self._draft.hidden_mode
+        batch = host.on_device(sent[: len(host.arrays)], mode)
         embeds = self._embeds(chunks, batch)
         output = self._forward(batch, None if embeds is None else embeds.rows)
         scores = self._scores(plan, output)
+        states = _states(chunks, output) if returned else ()
         sampled = None
         if plan.sampling is not None:
             sampled = self._sample(draws, output, sent[len(host.arrays) :], plan.sampling)
         draft = self._draft.extend(chunks, batch, output, sampled, embeds)
         copied = None if sampled is None else sampled.on_host()
         state = None if draft is None else map_tensors(draft, on_host)
-        return LaunchedPrefill(draws, copied, state, self._completion(), scores)
+        return LaunchedPrefill(draws, copied, state, self._completion(), scores, states)
 
     def _scores(self, plan: PromptPlan, output: ForwardOutput) -> Sequence[Scores | None]:
         if all(chunk.scored is None for chunk in plan.chunks):
@@ -126,6 +133,18 @@ class PrefillStep:
         if variant.masked:
             batch.masks = _masks(draws, self._device)
         return sample(output.logits, batch)
+
+
+def _states(chunks: Sequence[PlannedChunk], output: ForwardOutput) -> list[torch.Tensor | None]:
+    """Copy the hidden states that the router gets: the next forward overwrites their memory."""
+    assert output.last is not None
+    found: list[torch.Tensor | None] = []
+    end = 0
+    for chunk in chunks:
+        end += chunk.length
+        rows = output.last[end - chunk.states : end]
+        found.append(on_host(rows.to(torch.float32, copy=True)) if chunk.states else None)
+    return found
 
 
 def _masks(draws: Sequence[FirstDraw], device: torch.device) -> LogitMasks:

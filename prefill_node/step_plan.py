@@ -47,6 +47,7 @@ class PlannedChunk(msgspec.Struct, frozen=True, kw_only=True):
     cached: int = 0  # tokens whose KV came from the prefix cache
     images: tuple[ImageSpan, ...] = ()  # of the whole prompt; pixels and rows stay with the worker
     scored: int | None = None  # prompt_logprobs of the request
+    states: int = 0  # how many of its last positions send their hidden states to the router
     draw: FirstDraw | None = None  # set only in the last chunk of a prompt
 
     @property

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 from common.engine.state.draft_row import NO_DRAFT, DraftRow
 from common.messages.generation import OutputToken, PromptLogprob
+from common.node.hidden_states import StateRows
 from common.node.overlap import Completion
 from prefill_node.send_orders import SendOrder
 from prefill_node.step_plan import PromptPlan
@@ -26,6 +27,8 @@ class PromptResult:
 
     drawn: Sequence[Drawn] = ()
     scores: Sequence[Sequence[PromptLogprob]] = ()  # per chunk; empty if no chunk is scored
+    # per chunk: hidden states of its last positions, if it sends any; empty if no chunk does
+    states: Sequence[StateRows | None] = ()
 
 
 class Launched(Protocol):

@@ -1,19 +1,22 @@
-"""Details of answers that vLLM's clients ask for: `return_token_ids` and `prompt_logprobs`.
+"""Details of answers that vLLM's and SGLang's clients ask for: token ids, `prompt_logprobs` and hidden states.
 
 With `return_token_ids` every choice, complete or in a chunk, has its `token_ids`. The ids of the prompt are
 `prompt_token_ids`: of the answer and its first chunks for a chat, of each choice and its first chunk for a completion.
-`prompt_logprobs` belong to the answer of a chat and to each choice of a completion. What other requests send does not
-pass through this module.
+`prompt_logprobs` belong to the answer of a chat and to each choice of a completion. `hidden_states` of a choice are, as
+in SGLang, those that its last token was drawn from; a stream sends them in an event after the last one of the choice.
+What other requests send does not pass through this module.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from router.answer_form import AnswerForm, Collector
+from router.answer_states import AnswerStates
 from router.openai_responses import LOWEST_LOGPROB, Format, Piece, Usage
 from router.openai_schema import CompletionRequest, SharedFields
 from router.prompt_pieces import PromptPiece
@@ -29,13 +32,15 @@ def with_details(
     shown: AnswerForm, form: Format, body: SharedFields, prompts: Sequence[Sequence[int]], names: TokenNames
 ) -> AnswerForm:
     """Return `shown` with the details that a request asks for; `prompts` are the ids of each choice's prompt."""
-    if not body.return_token_ids and body.prompt_logprobs is None:
+    if body.native or not (
+        body.return_token_ids or body.prompt_logprobs is not None or body.return_hidden_states
+    ):
         return shown
     return FormWithDetails(shown, form, body, prompts, names)
 
 
 class FormWithDetails:
-    """Adds details to the answers of OpenAI's API. Only token ids are streamed."""
+    """Adds details to the answers of OpenAI's API. Log-probabilities of prompts are not streamed."""
 
     def __init__(
         self,
@@ -54,20 +59,37 @@ class FormWithDetails:
         self._chat = not isinstance(body, CompletionRequest)
         self._waiting: dict[int, list[int]] = {}  # choice -> ids of tokens whose event is still to come
         self._begun: set[int] = set()  # choices whose prompt ids were sent
+        self._tokens: Counter[int] = Counter()  # of each choice
 
     def opening(self, choices: int, usage: bytes) -> bytes:
-        return b"".join(
-            _event({**event, "prompt_token_ids": self._prompts[0]})
-            for event in _events(self._shown.opening(choices, usage))
-        )
+        sent = self._shown.opening(choices, usage)
+        if not self._body.return_token_ids:
+            return sent
+        return b"".join(_event({**event, "prompt_token_ids": self._prompts[0]}) for event in _events(sent))
 
     def events(self, piece: Piece, usage: bytes) -> bytes:
         """Return the events of a piece. Each token's id is in the first event of its choice from its piece on."""
+        sent = self._shown.events(piece, usage)
+        if not isinstance(piece, PromptPiece):
+            self._tokens[piece.index] += len(piece.tokens)
+        made = self._with_ids(piece, sent) if self._body.return_token_ids else sent
+        if piece.finish_reason is None or piece.states is None:
+            return made
+        return made + self._last_state(piece, piece.states, _events(sent)[-1])
+
+    def _last_state(self, piece: Piece, states: AnswerStates, last: dict[str, Any]) -> bytes:
+        """Return the event with a choice's hidden states. `last`: its event before."""
+        found = states.last(self._tokens[piece.index])
+        shown = {"delta": {"hidden_states": found}} if self._chat else {"text": "", "hidden_states": found}
+        choice = {"index": piece.index, **shown, "logprobs": None, "finish_reason": None}
+        return _event({**last, "choices": [choice]})
+
+    def _with_ids(self, piece: Piece, sent: bytes) -> bytes:
         waiting = self._waiting.setdefault(piece.index, [])
         if not isinstance(piece, PromptPiece):
             waiting += [token.id for token in piece.tokens]
         made = b""
-        for event in _events(self._shown.events(piece, usage)):
+        for event in _events(sent):
             for choice in event["choices"]:
                 choice["token_ids"] = list(waiting)
                 waiting.clear()
@@ -110,6 +132,8 @@ class AnswerWithDetails:
                 ChoiceWithIds(choice, None if chat else ids)
                 for choice, ids in zip(self._choices, prompts, strict=True)
             ]
+        if body.return_hidden_states:
+            self._choices = [ChoiceWithState(choice) for choice in self._choices]
         if body.prompt_logprobs is not None:
             scores = [ScoreList(ids, body.prompt_logprobs, names) for ids in prompts]
             if chat:
@@ -151,6 +175,29 @@ class ChoiceWithIds:
         if self._prompt is not None:
             members += [b',"prompt_token_ids":', _encode(self._prompt)]
         return extended(self._choice.parts(), members)
+
+
+class ChoiceWithState:
+    """Adds the hidden state of its last token to a choice of a complete answer."""
+
+    def __init__(self, choice: AnswerChoice) -> None:
+        self._choice = choice
+        self._tokens = 0
+        self._states: AnswerStates | None = None
+
+    def add(self, piece: Piece) -> None:
+        self._choice.add(piece)
+        if not isinstance(piece, PromptPiece):
+            self._tokens += len(piece.tokens)
+            self._states = piece.states
+
+    @property
+    def characters(self) -> int:
+        return self._choice.characters
+
+    def parts(self) -> list[bytes]:
+        found = None if self._states is None else self._states.last(self._tokens)
+        return extended(self._choice.parts(), [b',"hidden_states":', _encode(found)])
 
 
 class ScoreList:

@@ -37,7 +37,7 @@ from router.dispatcher import Dispatcher
 from router.fetch_process import FetchProcess
 from router.field_rules import UnknownFields
 from router.flush import flush_caches
-from router.from_config import answer_style, http_listeners, registration_rules
+from router.from_config import answer_style, http_listeners, registration_rules, state_limit
 from router.http_listeners import HttpListeners
 from router.image_inspector import ImageInspector
 from router.images import ImageLimits, ImageLoader, Images, NoImages
@@ -211,6 +211,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
         defaults=config.default_sampling,
         vision=config.vision,
         answers=answer_style(resolved, tokenizer, log),
+        states=state_limit(cluster.model, config.hidden_size),
     )
     context = zmq.Context[zmq.Socket[bytes]]()
     security = link_security(context, resolved, "router")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from common.errors import DeadlineExceeded, InternalError, NodeLost, RequestError
 from common.messages.generation import OutputToken, PromptLogprob
-from common.messages.router_inbox import FirstToken, PromptScores, TokenRun
+from common.messages.router_inbox import FirstToken, HiddenStates, PromptScores, TokenRun
+from router.answer_states import AnswerStates
 from router.generation import TakeNow, TokenDelta
 from router.node_registry import Node
 
@@ -34,6 +35,7 @@ class Attempt:
     error: RequestError | None = None
     cached_tokens: int = 0
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    states: AnswerStates | None = None  # collects the hidden states that the client asks for
     prefill_over: bool = False  # the pages are handed over or the prefill failed: no abort is needed there
     decode_over: bool = False
     transferred: bool = False  # the prefill node has handed over the pages
@@ -53,6 +55,17 @@ class Attempt:
             self.fail(InternalError("the prefill node left out log-probabilities of the prompt"))
         elif self.finish_reason is None:
             self.prompt_logprobs += message.tokens
+
+    def on_states(self, message: HiddenStates, incarnation: str) -> None:
+        """Add hidden states from one of the nodes, the one with this incarnation."""
+        decoded = incarnation == self.decode.incarnation
+        known = decoded or incarnation == self.prefill.incarnation
+        if self.states is None or not known or self.error is not None:
+            return
+        try:
+            self.states.add(message.start, message.states, decoded)
+        except InternalError as error:
+            self.fail(error)
 
     def delta(self, tokens: list[OutputToken], done: str | None, first: bool) -> TokenDelta:
         """Return what the reader gets. `first`: nothing was yielded before, in this attempt or an earlier one."""

@@ -12,6 +12,7 @@ from common.errors import InvalidRequest
 from router.choice_count import choice_count, samplings
 from router.client import cache_salt, client_key
 from router.generation import Batch, GenerationRequest, PromptImage
+from router.hidden_states import answer_states
 from router.http_errors import request_id_key
 from router.openai_schema import CompletionRequest, SharedFields, check_stops
 from router.prompt_pieces import PromptOnly, ShownPrompt
@@ -95,6 +96,7 @@ class ChoiceMaker:
                 priority=priority,
                 batch=batch,
                 share=share,
+                states=answer_states(body, model.states, len(prompt), own.max_tokens),
             )
             decoder = self._tokenizer.stream(body.skip_special_tokens is not False, prompt, kept)
             include_stop = bool(body.include_stop_str_in_output)

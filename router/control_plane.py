@@ -23,6 +23,7 @@ from common.messages.router_inbox import (
     FirstToken,
     Goodbye,
     Heartbeat,
+    HiddenStates,
     PrefillDone,
     PromptScores,
     Register,
@@ -241,6 +242,10 @@ class ControlPlane:
                 # The prompt bounds how many there are; after the first token the room counts none.
                 if message.start + len(message.tokens) <= attempt.prefill.rooms[message.room]:
                     attempt.on_prompt_scores(message)
+        elif isinstance(message, HiddenStates):
+            attempt = self._dispatcher.attempt(message.room)
+            if attempt is not None:
+                attempt.on_states(message, identity)
         elif isinstance(message, PrefillDone):
             attempt = self._dispatcher.attempt(message.room)
             if attempt is not None and attempt.prefill.incarnation == identity:

@@ -16,7 +16,7 @@ from common.config.admin_listener import admin_listeners
 from common.config.api_keys import read_api_keys
 from common.config.http_exposure import is_loopback
 from common.config.run_directory import peer_address
-from common.config.schema import DecodeSection, PrefillSection
+from common.config.schema import DecodeSection, Model, PrefillSection
 from common.observability.logs import Log
 from router.auth import Entrance, Gate, KeyGate, OpenGate, OwnerGate
 from router.auth_keys import KeyFile, KeyRing
@@ -26,6 +26,7 @@ from router.chat.answer_style import AnswerStyle, find_template
 from router.chat.call_formats import CALL_FORMATS
 from router.client import View
 from router.connections import ConnectionLimit
+from router.hidden_states import StateLimit
 from router.http_errors import error_middleware
 from router.http_listeners import HttpListeners
 from router.http_server import http_runner
@@ -125,6 +126,13 @@ def http_listeners(
         keys,
         limit,
     )
+
+
+def state_limit(section: Model, hidden_size: int) -> StateLimit | None:
+    """Return the limit of hidden states; None if the cluster file does not allow them."""
+    if not section.return_hidden_states:
+        return None
+    return StateLimit(hidden_size, section.hidden_states_mib << 20)
 
 
 def answer_style(resolved: Resolved, tokenizer: Tokenizer, log: Log) -> AnswerStyle:

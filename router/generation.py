@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.messages.generation import ImageSpan, OutputToken, PromptLogprob, SamplingParams
+from router.answer_states import AnswerStates
 from router.shared_prompt import UNSHARED, PromptShare
 
 FINISH_ABORT = "abort"  # finish reason of a request that /abort_request has ended
@@ -42,6 +43,7 @@ class GenerationRequest:
     salt: bytes = b""  # cached pages are shared only between requests with the same salt
     batch: Batch = field(default_factory=Batch)
     share: PromptShare = UNSHARED  # of the computation of a prompt with several choices
+    states: AnswerStates | None = None  # collects the hidden states; None: the client asks for none
 
 
 @dataclass(slots=True)

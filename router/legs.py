@@ -26,6 +26,10 @@ def placement_messages(
     sampling = request.sampling
     if emitted and sampling.prompt_logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=None)  # the client has them
+    if request.states is not None:
+        attempt.states = request.states
+        request.states.resume(len(tokens))
+        sampling = replace(sampling, hidden_states_from=request.states.wanted_from)
     yield (
         decode.routing_id,
         decode,

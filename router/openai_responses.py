@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from common.messages.generation import OutputToken, PromptLogprob
+from router.answer_states import AnswerStates
 from router.chat.answer_events import Content, Event
 from router.token_names import TokenNames
 
@@ -53,6 +54,7 @@ class Piece:
     stop_string: str | None = None  # the stop string that has ended the text
     # Of the prompt from its second token on; in the first piece.
     prompt_logprobs: Sequence[PromptLogprob] = ()
+    states: AnswerStates | None = None  # the hidden states of the choice, complete with its last piece
 
 
 class Format(ABC):

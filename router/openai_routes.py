@@ -23,6 +23,7 @@ from router.choices import Choice, ChoiceMaker, prompt_lengths
 from router.client import client_key
 from router.generation import Batch, Generator
 from router.grammar.constraint import read_constraint
+from router.hidden_states import StateMemory
 from router.http_errors import request_id_key
 from router.images import Images
 from router.json_answer import WRITE_TIMEOUT
@@ -81,6 +82,7 @@ class OpenAiRoutes:
         self._prompts = ChatPrompts(texts, images)
         self._max_requests = max_requests
         self._answering = Answering(generator, write_timeout, log)
+        self._states = StateMemory()
         self._turns = Turns()  # spreads the start of requests over turns of the event loop
         self.active = 0  # requests in progress, from reading their texts and images to the end of the answer
 
@@ -222,7 +224,8 @@ class OpenAiRoutes:
         self, request: web.Request, body: SharedFields, form: AnswerForm, choices: Sequence[Choice]
     ) -> web.StreamResponse:
         usage = Usage(sum(len(each.request.token_ids) for each in choices if each.request.share.counted))
-        request[admission_key].begin(len(choices), usage)
-        if body.stream:
-            return await self._answering.stream(request, body, form, choices, usage)
-        return await self._answering.collect(request, form, choices, usage)
+        with self._states.hold([each.request.states for each in choices if each.request.states is not None]):
+            request[admission_key].begin(len(choices), usage)
+            if body.stream:
+                return await self._answering.stream(request, body, form, choices, usage)
+            return await self._answering.collect(request, form, choices, usage)

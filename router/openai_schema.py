@@ -72,6 +72,9 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     """Fields of both endpoints."""
 
     default_tokens: ClassVar[int | None] = None  # without max_tokens; None: what the context leaves
+    native: ClassVar[bool] = (
+        False  # whether it comes from SGLang's own route, whose answers have their own form
+    )
 
     model: str | None = None
     max_tokens: int | None = None
@@ -100,6 +103,7 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     best_of: int | None = None  # only 1 or n: see choice_count
     return_token_ids: bool | None = None  # as in vLLM, and the next one
     return_tokens_as_token_ids: bool | None = None
+    return_hidden_states: bool | None = None  # as in SGLang
     # not supported yet: see NOT_YET
     prompt_logprobs: int | None = None  # alternatives listed with each token of the prompt
     use_beam_search: Any = None

@@ -11,6 +11,7 @@ from common.checkpoint.vision_config import VisionConfig
 from common.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from common.messages.generation import MAX_BIASES, MAX_PRIORITY, SamplingParams, TokenBias
 from router.chat.answer_style import PLAIN, AnswerStyle
+from router.hidden_states import StateLimit
 from router.openai_schema import MAX_STOP_TOKENS, TOP_LOGPROBS, SharedFields, TokenIds, refuse_unsupported
 
 MAX_NAME_SHOWN = 1000  # characters of a model name in an error message
@@ -30,6 +31,7 @@ class ServedModel:
     defaults: DefaultSampling
     vision: VisionConfig | None = None  # None for a text-only model
     answers: AnswerStyle = PLAIN
+    states: StateLimit | None = None  # None: requests may not ask for hidden states
 
 
 def check_request(body: SharedFields, model: ServedModel) -> None:

@@ -98,7 +98,7 @@ FOREIGN: tuple[Foreign, ...] = (
         16,
     ),
     Foreign(("enable_two_batch_overlap", "enable_dbo"), f"batches in two overlapping halves: {NONE_HERE}"),
-    Foreign(("enable_return_hidden_states",), f"answers with hidden states: {NONE_HERE}"),
+    Foreign(("enable_return_hidden_states",), "write model.return_hidden_states: true"),
     Foreign(("tp", "tp_size", "tensor_parallel_size"), f"layers split over devices: {NONE_HERE}"),
     # memory and batches
     Foreign(

@@ -53,6 +53,10 @@ class Model(Section, frozen=True, kw_only=True):
     # How answers mark reasoning and tool calls; auto: the checkpoint's response template or its family's.
     response_template: Annotated[str, Meta(min_length=1)] = "auto"
     manifest: str | None = None  # list of SHA-256 sums against which the files of `path` are checked at start
+    # Whether requests may ask for hidden states (return_hidden_states).
+    return_hidden_states: bool = False
+    # Hidden states of one answer, in float32; a request that may need more is refused.
+    hidden_states_mib: Annotated[int, Meta(ge=1, le=256)] = 32
     # Directories that must contain model and draft after links are resolved; (): anywhere.
     allowed_roots: tuple[str, ...] = ()
 

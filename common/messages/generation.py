@@ -83,6 +83,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: StopTokens = ()  # eos ids included unless ignore_eos
     # None: none; n: of the prompt's tokens and the n likeliest ones in their places. The prompt is then computed whole.
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=32)] | None = None
+    # None: none; n: the nodes send the hidden states of the positions n, n + 1, ... to the router.
+    hidden_states_from: Count | None = None
     logprobs: int | None = None  # None: none; n: for the drawn token and the n likeliest ones (n may be 0)
     # What the answer must match, as `LLMatcher.grammar_from_*` of llguidance return it; "": anything.
     grammar: Grammar = ""

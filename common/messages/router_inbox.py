@@ -31,6 +31,7 @@ ConfigValue = str | int | float | bool | None
 FinishReason = Annotated[str, Meta(pattern=rf"^({FINISH_STOP}|{FINISH_LENGTH})\Z")]
 MAX_RUNS = 16_384  # per message; a node runs at most 4,096 requests at once
 MAX_RUN = 4_096  # tokens of one request per message
+MAX_STATE_BYTES = 1 << 20  # hidden states per message
 MAX_MESSAGE = 4_096  # characters of an error message
 Stages = Annotated[dict[Label, Finite], MANY]  # stage name -> seconds since this node received the request
 
@@ -93,6 +94,17 @@ class PromptScores(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     tokens: Annotated[list[PromptLogprob], Meta(max_length=MAX_RUN)]
 
 
+class HiddenStates(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Hidden states of consecutive positions of one request, in order.
+
+    A position's state precedes the token that was drawn from it: FirstToken or the run of Tokens with it.
+    """
+
+    room: Room
+    start: Count  # the first position
+    states: Annotated[bytes, Meta(max_length=MAX_STATE_BYTES)]  # float32 rows, little-endian
+
+
 class PrefillDone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Pages and record were handed over to the decode node: the prefill part is over and its pages are unlocked."""
 
@@ -139,5 +151,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     incarnation: Label
 
 
-RouterMessage = Register | Heartbeat | PromptScores | FirstToken | PrefillDone | Tokens | Failed | Goodbye
+RouterMessage = (
+    Register | Heartbeat | PromptScores | HiddenStates | FirstToken | PrefillDone | Tokens | Failed | Goodbye
+)
 codec: InboxCodec[RouterMessage] = InboxCodec(RouterMessage, "router inbox")

@@ -60,6 +60,7 @@ class DecodeResult:
     token_ids: Tensor | None = None  # [R] int64
     invalid: Tensor | None = None  # [R] bool, as in SampleOutput
     logits: Tensor | None = None  # [R, V] float32
+    hidden: Tensor | None = None  # [R, H] the hidden states that the LM head read, if the node returns them
 
 
 # The host reads the tokens one step later, while the next replay runs, so these outputs are kept.
@@ -69,17 +70,21 @@ OUTPUTS = OutputSpec(
         "token_ids": OutField(Axis.REQUEST, kept=True),
         "invalid": OutField(Axis.REQUEST, kept=True),
         "logits": OutField(Axis.REQUEST),
+        "hidden": OutField(Axis.REQUEST),
     },
 )
 
 
-def decode_spec(request_buckets: Sequence[int], variants: Sequence[str] = VARIANTS) -> CaptureSpec:
-    """The captured shapes and variants of plain decoding."""
+def decode_spec(
+    request_buckets: Sequence[int], variants: Sequence[str] = VARIANTS, hidden_states: bool = False
+) -> CaptureSpec:
+    """The captured shapes and variants of plain decoding. `hidden_states`: the graphs return them."""
     return CaptureSpec(
         model="target",
         phase="decode",
         mode=ForwardMode.DECODE,
         shapes=request_shapes(tuple(request_buckets)),
+        hidden=CaptureHiddenMode.FULL if hidden_states else CaptureHiddenMode.NULL,
         variants=tuple(variants),
         tokens_per_request=1,
     )
@@ -96,12 +101,20 @@ class DecodeProgram:
     """One decode step over device state. `max_seq_len` bounds the length of every request on this node."""
 
     def __init__(
-        self, runner: ModelRunner, relay: RelayState, table: PageTable, max_rows: int, max_seq_len: int
+        self,
+        runner: ModelRunner,
+        relay: RelayState,
+        table: PageTable,
+        max_rows: int,
+        max_seq_len: int,
+        hidden_states: bool = False,
     ) -> None:
+        """`hidden_states`: a step returns the states that its tokens are drawn from."""
         self._runner = runner
         self._relay = relay
         self._pages = table.pages
         self._max_seq_len = max_seq_len
+        self._hidden_states = hidden_states
         self._steps = torch.arange(max_rows + 1, device=relay.seq_len.device)
         self._steps32 = self._steps.to(torch.int32)
 
@@ -124,12 +137,13 @@ class DecodeProgram:
     def run(self, inputs: Inputs, variant: str) -> DecodeResult:
         rows = inputs["rows"]
         batch = self._gather(rows)
-        logits = self._runner(batch).logits
+        output = self._runner(batch)
+        logits, hidden = output.logits, output.last if self._hidden_states else None
         if variant == LOGITS:
-            return DecodeResult(logits=logits)
+            return DecodeResult(logits=logits, hidden=hidden)
         facts = SamplingVariant(variant == GREEDY, variant == FILTERED, None)
         sampled = self._draw(rows, batch.seq_lens, logits, facts)
-        return DecodeResult(sampled.token_ids, sampled.invalid)
+        return DecodeResult(sampled.token_ids, sampled.invalid, hidden=hidden)
 
     def draw(
         self, rows: Tensor, logits: Tensor, sampling: SamplingVariant, masks: LogitMasks | None = None
@@ -193,34 +207,36 @@ class DecodeGraphs:
         backend: Backend,
         max_seq_len: int,
         poisoned: bool = False,
+        hidden_states: bool = False,
     ) -> None:
         device = relay.seq_len.device
         largest = spec.largest if spec.shapes else ShapeKey(0, 0)
         max_rows = max(len(relay.seq_len), largest.requests)
-        self._program = DecodeProgram(runner, relay, table, max_rows, max_seq_len)
+        self._program = DecodeProgram(runner, relay, table, max_rows, max_seq_len, hidden_states)
         inputs = StaticInputs(self._program.slots(), largest, device, poisoned)
         self.graphs = GraphRunner(spec, backend, self._program, inputs, OUTPUTS)
 
     @torch.inference_mode()
-    def forward(self, rows: Tensor, sampling: SamplingVariant) -> Tensor:
-        """Run a masked step up to its logits [R, V], for `draw`; nothing else may run on the device in between."""
+    def forward(self, rows: Tensor, sampling: SamplingVariant) -> DecodeResult:
+        """Run a masked step up to its logits, for `draw`; nothing else may run on the device in between."""
         assert sampling.masked, "other steps draw in their graph"
-        logits = self.graphs(DecodeCall(rows, sampling)).logits
-        assert logits is not None
-        return logits
+        return self.graphs(DecodeCall(rows, sampling))
 
     @torch.inference_mode()
     def draw(
-        self, rows: Tensor, logits: Tensor, sampling: SamplingVariant, masks: LogitMasks
+        self, rows: Tensor, result: DecodeResult, sampling: SamplingVariant, masks: LogitMasks
     ) -> SampleOutput:
-        return self._program.draw(rows, logits, sampling, masks)
+        assert result.logits is not None
+        return self._program.draw(rows, result.logits, sampling, masks)
 
     @torch.inference_mode()
     def __call__(self, rows: Tensor, sampling: SamplingVariant) -> SampleOutput:
         """Run one step for rows [R] int64 on the device; `PageTable.write` must have been called before."""
         result = self.graphs(DecodeCall(rows, sampling))
         if result.logits is not None:
-            return self._program.draw(rows, result.logits, sampling)
+            sampled = self._program.draw(rows, result.logits, sampling)
+            sampled.hidden = result.hidden
+            return sampled
         assert result.token_ids is not None
         assert result.invalid is not None
-        return SampleOutput(result.token_ids, result.invalid)
+        return SampleOutput(result.token_ids, result.invalid, hidden=result.hidden)

@@ -29,12 +29,16 @@ def decode_graphs(
     wanted: PhaseSwitch,
     max_running: int,
     max_model_len: int,
+    hidden_states: bool = False,
 ) -> NodeGraphs[DecodeGraphs]:
-    """Build the target's decode step, not captured yet."""
+    """Build the target's decode step, not captured yet. `hidden_states`: it returns them."""
     decision = decided(Phase.DECODE, runner.model.placement, wanted)
-    spec = decode_spec(decode_request_buckets(max_running) if decision.backend != NONE else ())
+    buckets = decode_request_buckets(max_running) if decision.backend != NONE else ()
+    spec = decode_spec(buckets, hidden_states=hidden_states)
     backend = step_backend(decision.backend, runner.model.placement.device)
-    forward = DecodeGraphs(runner, relay, page_table, spec, backend, max_model_len, wanted.poisoned)
+    forward = DecodeGraphs(
+        runner, relay, page_table, spec, backend, max_model_len, wanted.poisoned, hidden_states
+    )
     return NodeGraphs(forward, decision)
 
 

@@ -14,6 +14,7 @@ from common.engine.host_copies import on_device, on_host
 from common.engine.sampling.logit_masks import LogitMasks
 from common.engine.sampling.sampler import read_tokens
 from common.node.overlap import Completion
+from decode_node.hidden_states import StepStates, step_states
 from decode_node.masked_step import MaskedStep
 from decode_node.speculative.drafters.drafter import Drafter
 from decode_node.speculative.rounds import RoundCall
@@ -41,6 +42,7 @@ class LaunchedRound:
     completion: Completion
     watch: Stopwatch
     phase_seconds: dict[str, float]  # totals to which this round is added
+    states: StepStates | None = None
 
     def read(self) -> StepResult:
         laps = self.watch.seconds()
@@ -53,6 +55,8 @@ class LaunchedRound:
             RowTokens(drawn[index * depth : index * depth + count], drafted)
             for index, (count, drafted) in enumerate(zip(counts, self.drafted, strict=True))
         ]
+        if self.states is not None:
+            self.states.attach(rows)
         return StepResult(rows, sum(laps))
 
 
@@ -123,13 +127,13 @@ class SpeculativeStep:
         return MaskedStep(len(plan.rows) * self.drafter.nodes, self.device, trees, finish)
 
     def _finish(self, plan: StepPlan, call: RoundCall, watch: Stopwatch, emitted: Emitted) -> LaunchedRound:
-        copied = emitted.on_host()
+        copied, states = emitted.on_host(), step_states(emitted.states, plan.states)
         watch.lap()
         self.drafter.draft_extend(call)
         watch.lap()
         done = self._completion()
         drafted = [len(each) for each in plan.drafts] or [self.drafter.nodes - 1] * len(plan.rows)
-        return LaunchedRound(plan.rows, copied, drafted, done, watch, self.phase_seconds)
+        return LaunchedRound(plan.rows, copied, drafted, done, watch, self.phase_seconds, states)
 
     def _call(self, plan: StepPlan, drafts: int) -> RoundCall:
         """Copy rows, page counts and host drafts or forced tokens, padded to `drafts`, to the device at once."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from common.engine.forward.batch import ForwardMode
+from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
 from common.engine.forward.draft_inputs import EagleVerifyInput
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.outputs import OutField, OutputSpec
@@ -41,11 +41,14 @@ class Emitted:
     """The output of a round: the tokens drawn after the nodes of each accepted path, at most D."""
 
     packed: Tensor  # [R, 2 * D + 1] int64: tokens, whether each is invalid, number of emitted tokens
+    # [R, D, H] the hidden states that the tokens were drawn from, if the node returns them; they stay on the device
+    states: Tensor | None = None
     drawn: SampleOutput | None = None  # [R * D], with logprobs; None if none were requested
 
     def on_host(self) -> Emitted:
         """Start the copy to the host, as SampleOutput.on_host does."""
-        return Emitted(on_host(self.packed), None if self.drawn is None else self.drawn.on_host())
+        drawn = None if self.drawn is None else self.drawn.on_host()
+        return Emitted(on_host(self.packed), drawn=drawn)
 
     def read(self) -> tuple[SampleOutput, list[int]]:
         """Return (tokens [R * D], number of emitted tokens per request). Call it after the completion."""
@@ -64,6 +67,7 @@ class Verdict:
     packed: Tensor | None = None  # [R, 2 * D + 1] int64, see Emitted
     logits: Tensor | None = None  # [R * N, V] float32
     hidden: Tensor | None = None  # [R * N, H'], according to the drafter's hidden_mode
+    states: Tensor | None = None  # as in Emitted; before acceptance [R, N, H], of every node
 
 
 # The host reads `packed` one step later, while the next replay runs, so it is kept.
@@ -73,6 +77,7 @@ OUTPUTS = OutputSpec(
         "packed": OutField(Axis.REQUEST, kept=True),
         "logits": OutField(Axis.TOKEN),
         "hidden": OutField(Axis.TOKEN),
+        "states": OutField(Axis.REQUEST),
     },
 )
 
@@ -87,12 +92,15 @@ class Verify:
         drafter: Drafter,
         acceptor: Acceptor,
         variants: Sequence[str] = VARIANTS,
+        hidden_states: bool = False,
     ) -> None:
+        """`hidden_states`: a round returns the states that its tokens are drawn from."""
         self._runner = runner
         self._rounds = rounds
         self._relay = rounds.relay
         self._drafter = drafter
         self._acceptor = acceptor
+        self._hidden_states = hidden_states
         self.phase = rounds.phase(
             Phase.VERIFY,
             "target",
@@ -100,7 +108,7 @@ class Verify:
             OUTPUTS,
             ForwardMode.VERIFY,
             nodes=drafter.nodes,
-            hidden=drafter.hidden_mode,
+            hidden=CaptureHiddenMode.FULL if hidden_states else drafter.hidden_mode,
             variants=variants,
             serving=serving_variants,
             slots=drafter.slots,
@@ -108,7 +116,9 @@ class Verify:
 
     def __call__(self, call: RoundCall) -> Emitted:
         verdict = self.forward(call)
-        return self.decide(call, verdict) if verdict.packed is None else Emitted(verdict.packed)
+        return (
+            self.decide(call, verdict) if verdict.packed is None else Emitted(verdict.packed, verdict.states)
+        )
 
     @torch.inference_mode()
     def forward(self, call: RoundCall) -> Verdict:
@@ -120,7 +130,7 @@ class Verify:
         """Sample from the logits of a verdict, accept drafts and update the relay rows."""
         assert verdict.logits is not None
         batch = self._rounds.gather(call.placed)
-        return self._decide(batch, verdict.logits, verdict.hidden, call.sampling, masks)
+        return self._decide(batch, verdict.logits, verdict.hidden, call.sampling, masks, verdict.states)
 
     def _run(self, batch: Round, inputs: Inputs, variant: str) -> Verdict:
         tree = self._tree(batch)
@@ -131,10 +141,15 @@ class Verify:
         if self._relay.state is not None:
             forward.state = self._relay.state.open_window(batch.rows, batch.seq_len)
         output = self._runner(forward)
+        states = None
+        if self._hidden_states:
+            assert output.last is not None
+            states = output.last.view(*tree.tokens.shape, -1)
         if variant == LOGITS:
-            return Verdict(logits=output.logits, hidden=output.hidden)
+            return Verdict(logits=output.logits, hidden=output.hidden, states=states)
         facts = SamplingVariant(variant == GREEDY, variant == FILTERED, None)
-        return Verdict(self._decide(batch, output.logits, output.hidden, facts).packed)
+        emitted = self._decide(batch, output.logits, output.hidden, facts, states=states)
+        return Verdict(emitted.packed, states=emitted.states)
 
     def _decide(
         self,
@@ -143,8 +158,9 @@ class Verify:
         hidden: Tensor | None,
         sampling: SamplingVariant,
         masks: LogitMasks | None = None,
+        states: Tensor | None = None,
     ) -> Emitted:
-        """Sample, accept and scatter: logits [R * N, V], hidden [R * N, H']."""
+        """Sample, accept and scatter: logits [R * N, V], hidden [R * N, H'], states [R, N, H]."""
         tree, acceptor = self._tree(batch), self._acceptor
         count, nodes = tree.tokens.shape
         sampled = self._draw(batch, tree, logits, sampling, masks)
@@ -165,8 +181,10 @@ class Verify:
         last, lengths = ids.gather(1, accepted.drafts[:, None])[:, 0], (batch.seq_len + said).to(torch.int32)
         advance_rows(batch.rows, last, lengths, self._relay.last_token, self._relay.seq_len)
         packed = torch.cat((ids, invalid.to(torch.int64), said[:, None]), dim=1)
+        if states is not None:
+            states = acceptor.along(accepted, states)
         if sampling.num_logprobs is None:
-            return Emitted(packed)
+            return Emitted(packed, states)
 
         def on_path(values: Tensor | None) -> Tensor:
             assert values is not None
@@ -175,6 +193,7 @@ class Verify:
 
         return Emitted(
             packed,
+            states,
             SampleOutput(
                 ids.flatten(),
                 invalid.flatten(),

@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 
 from common.messages.generation import FINISH_LENGTH, FINISH_STOP, OutputToken
+from router.answer_states import AnswerStates
 from router.apis.generate_request import GenerateTask
+from router.generation import FINISH_ABORT
 from router.openai_responses import LOWEST_LOGPROB, Piece, Usage, error_event
 from router.sse import DONE
 from router.tokenizer import Tokenizer
@@ -34,6 +36,7 @@ class _Choice:
         self.finish: dict[str, Any] | None = None
         self.seconds = 0.0  # until its end
         self.sent = 0  # tokens in the last event
+        self.states: AnswerStates | None = None
 
 
 class GenerateForm:
@@ -78,12 +81,18 @@ class GenerateForm:
 
     async def parts(self, usage: Usage) -> list[bytes]:
         if not self._listed:
-            return self._parts(0)
+            return await self._whole(0)
         parts: list[bytes] = []
         for index in range(len(self._choices)):
-            parts += [b"," if parts else b"[", *self._parts(index)]
+            parts += [b"," if parts else b"[", *await self._whole(index)]
             await asyncio.sleep(0)  # long texts are encoded in turns of their own
         return [*parts, b"]"]
+
+    async def _whole(self, index: int) -> list[bytes]:
+        choice, parts = self._choices[index], self._parts(index)
+        if choice.states is None:
+            return parts
+        return [*parts[:-1], b',"hidden_states":', *await choice.states.encoded(len(choice.ids)), parts[-1]]
 
     def _add(self, piece: Piece) -> _Choice:
         choice = self._choices[piece.index]
@@ -95,6 +104,8 @@ class GenerateForm:
             for token in piece.tokens:
                 self._add_logprobs(choice, token)
         if piece.finish_reason is not None:
+            aborted = piece.finish_reason == FINISH_ABORT and not choice.ids
+            choice.states = None if aborted else piece.states
             choice.finish = _finish(piece, choice)
             choice.seconds = self._clock() - self._started
         return choice

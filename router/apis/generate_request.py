@@ -92,13 +92,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None  # higher first
     extra_key: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     model: str | None = None
+    return_hidden_states: bool | None = None
     # refused unless they have no effect: see _NEUTRAL
     image_data: Any = None
     video_data: Any = None
     audio_data: Any = None
     input_embeds: Any = None
     token_ids_logprob: Any = None
-    return_hidden_states: Any = None
     return_routed_experts: Any = None
     lora_path: Any = None
     session_params: Any = None
@@ -115,7 +115,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio_data": (),
     "input_embeds": (),
     "token_ids_logprob": (),
-    "return_hidden_states": (False,),
     "return_routed_experts": (False,),
     "lora_path": (),
     "session_params": ({},),
@@ -138,6 +137,7 @@ class PromptsOfGenerate(CompletionRequest, frozen=True, kw_only=True):
     """A completions request with the default length of /generate."""
 
     default_tokens: ClassVar[int | None] = DEFAULT_TOKENS
+    native: ClassVar[bool] = True
 
 
 class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,8 +167,13 @@ def read_generate(raw: bytes | bytearray) -> GenerateTask:
             "logprob_start_len must be -1: log-probabilities of the prompt are not supported here",
             param="logprob_start_len",
         )
+    if request.return_hidden_states and request.stream:
+        raise InvalidRequest(
+            "return_hidden_states is not streamed here; send stream: false", param="return_hidden_states"
+        )
     completion = PromptsOfGenerate(
         model=request.model,
+        return_hidden_states=request.return_hidden_states,
         prompt=prompt,
         max_tokens=sampling.max_new_tokens,
         min_tokens=sampling.min_new_tokens,

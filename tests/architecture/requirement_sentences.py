@@ -31,6 +31,7 @@ DEMANDS = {
     "A10": "A prefill node captures no decode graphs and a decode node no prompt graphs, whatever the other "
     "switches say.",
     "A11": "Plain decoding, other algorithms and nodes without graphs behave as if graphs did not exist.",
+    "A12": "Hidden states can be returned to a client: graphs captured at FULL serve it, over both legs.",
     "B1": "Speculation alone never turns prompt graphs off; whether a batch may replay is decided for each "
     "batch.",
     "B2": "The testing switch that enforces prompt graphs wins over every rule that would turn them off.",

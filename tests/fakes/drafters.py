@@ -68,7 +68,7 @@ def speculative(
             parts.relay, parts.table, parts.page_size, parts.max_len, LOOKAHEAD_SLOTS, plans(buckets)
         )
         drafter, acceptor = make_drafter(Bench(parts, rounds)), make_acceptor(parts.runner)
-        verify = Verify(parts.runner, rounds, drafter, acceptor)
+        verify = Verify(parts.runner, rounds, drafter, acceptor, hidden_states=parts.hidden_states)
         seconds = no_seconds()
         step = SpeculativeStep(
             verify, drafter, acceptor, PLACEMENT.device, parts.completion, HostStopwatch, seconds

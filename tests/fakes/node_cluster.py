@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import zmq
 
 import decode_node.node
@@ -36,7 +37,7 @@ from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeRef
 from common.messages.node_inbox import Abort, PeerLost
 from common.messages.prefill_inbox import Prefill
-from common.messages.router_inbox import Failed, FirstToken, PrefillDone, Tokens
+from common.messages.router_inbox import Failed, FirstToken, HiddenStates, PrefillDone, Tokens
 from common.node.completion import Deferred, Immediate
 from common.node.memory import MemoryPlan
 from common.node.overlap import Completion
@@ -78,6 +79,7 @@ from prefill_node.node import PrefillNode
 from prefill_node.step import PrefillStep
 from prefill_node.vision import TextEmbeds
 from prefill_node.vision_stage import VisionStage
+from router.answer_states import AnswerStates
 from tests.fakes.clock import Clock
 from tests.fakes.fake_link import FakeLink
 from tests.fakes.late_graphs import capture_late
@@ -99,6 +101,7 @@ class Parts:
     page_size: int
     max_len: int
     completion: MakeCompletion
+    hidden_states: bool = False
 
     @property
     def draft_pool(self) -> KvPool:
@@ -128,7 +131,9 @@ RETRYABLE = ("node_lost", "transfer_failed", "checksum_failed", "preempted")
 
 def autoregressive(parts: Parts) -> DecodeSteps:
     """Return plain decoding, with tape graphs for up to three requests; larger batches run eagerly."""
-    graphs = step_graphs.decode_graphs(parts.runner, parts.relay, parts.table, WANTED, 3, MAX_LEN)
+    graphs = step_graphs.decode_graphs(
+        parts.runner, parts.relay, parts.table, WANTED, 3, MAX_LEN, parts.hidden_states
+    )
     capture_late(graphs.forward.graphs)
     step = AutoregressiveStep(graphs.forward, PLACEMENT.device, parts.completion)
     return DecodeSteps({0: step}, StepRules(), [graphs], {})
@@ -138,7 +143,8 @@ def with_forced_tokens(parts: Parts) -> DecodeSteps:
     """Return plain decoding that verifies forced tokens, with tape graphs for up to two requests."""
     capture = step_graphs.round_plans(parts.runner, WANTED, 2)
     rounds = Rounds(parts.relay, parts.table, parts.page_size, parts.max_len, LOOKAHEAD_SLOTS, capture)
-    steps = with_forced_drafts(autoregressive(parts), parts.runner, rounds, 8, parts.completion)
+    plain = autoregressive(parts)
+    steps = with_forced_drafts(plain, parts.runner, rounds, 8, parts.completion, parts.hidden_states)
     capture_late(steps.graphs[-1].forward.graphs)
     return steps
 
@@ -170,6 +176,7 @@ class Shape:
     grammars: Grammars = NO_GRAMMARS
     prompt_graphs: str = "breakable"
     layers: bool = False  # whether pages are sent layer by layer
+    hidden_states: bool = False  # whether requests may ask for hidden states
     draft: NoDraftModel = field(default_factory=NoDraftModel)
     vision_stage: MakeVisionStage = lambda context, model: VisionStage(NoImages(), TextEmbeds())
     change_prompts: Callable[[Forwards], Forwards] = lambda forwards: forwards
@@ -249,6 +256,7 @@ class Call:
     prefill_stages: dict[str, float] | None = None
     decode_stages: dict[str, float] | None = None
     aborted: bool = False
+    states: AnswerStates | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -330,6 +338,9 @@ class NodeCluster:
         """Submit a request. `legs`: the messages to send, in order: d for the reservation, p for the prompt."""
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})  # type: ignore[arg-type]
         call = Call(list(prompt), params, images, salt)
+        if params.hidden_states_from is not None:
+            size = self.shape.model.hidden_size
+            call.states = AnswerStates(params.hidden_states_from, len(prompt), max_tokens, size)
         self.calls.append(call)
         self.place(call, prefill, decode, deadline, legs)
         return call
@@ -343,6 +354,10 @@ class NodeCluster:
         call.base, call.early, call.error = len(call.output), {}, None
         call.attempts += 1
         self.by_room[call.room] = call
+        if call.states is not None:
+            call.states.resume(len(call.prompt) + call.base)
+            first = call.states.wanted_from
+            call.sampling = msgspec.structs.replace(call.sampling, hidden_states_from=first)
         for leg in legs:
             self.send_leg(call, leg, deadline)
 
@@ -474,6 +489,11 @@ class NodeCluster:
                     if call is not None:
                         call.decode_stages = run.stages or call.decode_stages
                         self._tokens(call, run.offset, run.tokens, run.finish_reason)
+            elif isinstance(message, HiddenStates):
+                call = self.by_room.get(message.room)
+                if call is not None:
+                    assert call.states is not None, "hidden states that nobody asked for"
+                    call.states.add(message.start, message.states, isinstance(side, DecodeSide))
             elif isinstance(message, PrefillDone):
                 call = self.by_room.get(message.room)
                 if call is not None:
@@ -542,7 +562,12 @@ class NodeCluster:
     def _prompt_forwards(self, served: ServingModel) -> Forwards:
         shape = self.shape
         sizes = PromptSizes(
-            PhaseSwitch(shape.prompt_graphs, poisoned=True), 32, 8, shape.layers, shape.draft.algorithm
+            PhaseSwitch(shape.prompt_graphs, poisoned=True),
+            32,
+            8,
+            shape.layers,
+            shape.draft.algorithm,
+            shape.hidden_states,
         )
         stage = shape.vision_stage(self.context, served.model)
         forwards = prompt_forwards(sizes, served, lambda wanted: stage, BODIES)
@@ -580,6 +605,7 @@ class NodeCluster:
             vocab_size=VOCAB,
             drain_timeout=10.0,
             grid=prompt_grid(shape.model, shape.page_size),
+            hidden_states=shape.hidden_states,
         )
         link = FakeLink(self.context, prefill_inbox.codec)  # type: ignore[arg-type]
         made = prefill_assemble.assemble(
@@ -618,7 +644,10 @@ class NodeCluster:
             relay: RelayState,
         ) -> DecodeSteps:
             longest = served.max_model_len
-            return shape.step(Parts(runner, draft, table, relay, served.page_size, longest, shape.completion))
+            page_size, hidden = served.page_size, shape.hidden_states
+            return shape.step(
+                Parts(runner, draft, table, relay, page_size, longest, shape.completion, hidden)
+            )
 
         # As many lookahead slots as any drafter of a test takes.
         sizes = StepSizes(WANTED, shape.max_running, False, "ngram", nodes=LOOKAHEAD_SLOTS)
@@ -652,6 +681,7 @@ class NodeCluster:
             reserved_tokens=shape.reserved_tokens,
             skip_ahead=shape.skip_ahead,
             drain_timeout=10.0,
+            hidden_states=shape.hidden_states,
         )
         made = assemble(
             incarnation,

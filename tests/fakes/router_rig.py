@@ -20,6 +20,7 @@ from common.messages.identity import Role
 from common.messages.node_inbox import Registered
 from common.messages.prefill_inbox import Prefill
 from common.observability.logs import Log
+from router.answer_states import AnswerStates
 from router.control_plane import ControlPlane
 from router.dispatch_limits import DispatchLimits
 from router.dispatcher import Dispatcher
@@ -136,10 +137,12 @@ class RouterRig:
         prompt: list[int] | None = None,
         timeout_s: float | None = None,
         batch: Batch | None = None,
+        states: AnswerStates | None = None,
         **sampling: Any,
     ) -> Client:
         params = SamplingParams(**{"max_tokens": 10, "temperature": 0.0, **sampling})
-        asked = GenerationRequest("r1", prompt or [1, 2, 3], params, timeout_s, batch=batch or Batch())
+        ids = prompt or [1, 2, 3]
+        asked = GenerationRequest("r1", ids, params, timeout_s, batch=batch or Batch(), states=states)
         return Client(self.dispatcher.generate(asked))
 
     def nothing_left(self) -> None:

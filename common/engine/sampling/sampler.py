@@ -46,6 +46,8 @@ class SampleOutput:
     logprobs: Tensor | None = None  # [R] float32
     top_ids: Tensor | None = None  # [R, n] int64, likeliest first
     top_logprobs: Tensor | None = None  # [R, n] float32
+    # [R, H] the hidden states that the logits were computed from, where a step returns them; stays on the device
+    hidden: Tensor | None = None
 
     def on_host(self) -> SampleOutput:
         """Return copies in host memory, readable once the stream reaches this point; nothing waits."""

@@ -11,7 +11,7 @@ from common import messages
 from common.messages.protocol import PROTOCOL_VERSION
 from kv_transfer.schema_hash import schema_hash
 
-SCHEMAS = {7: "09753b605199131b"}  # version -> hash of every struct of common/messages
+SCHEMAS = {8: "d6a3acc7a327f5dc"}  # version -> hash of every struct of common/messages
 
 
 def _structs() -> list[type[msgspec.Struct]]:

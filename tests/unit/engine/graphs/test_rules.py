@@ -145,7 +145,7 @@ def test_enforce_and_none_contradict_each_other(tmp_path: Path) -> None:
         ("decode: {enforce_eager: true}", "write prefill.graphs: none and decode.graphs: none"),
         ("prefill: {disable_piecewise_cuda_graph: true}", "write prefill.graphs: none"),
         ("prefill: {enforce_piecewise_cuda_graph: true}", "write prefill.enforce_graphs"),
-        ("prefill: {enable_return_hidden_states: true}", "answers with hidden states: tandem has none"),
+        ("prefill: {enable_return_hidden_states: true}", "write model.return_hidden_states: true"),
         ("decode: {tp_size: 2}", "layers split over devices: tandem has none"),
         ("decode: {enable_two_batch_overlap: true}", "two overlapping halves: tandem has none"),
     ],

@@ -1,0 +1,207 @@
+"""Hidden states on their way from the nodes to the client: in order, each once, over attempts and in every answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.errors import InternalError
+from common.messages.node_inbox import Abort
+from common.messages.router_inbox import Goodbye, HiddenStates
+from router import answer_states
+from router.answer_states import AnswerStates
+from router.generation import GenerationRequest, TokenDelta
+from router.hidden_states import StateLimit, StateMemory
+from tests.fakes.router_rig import legs, router_rig
+from tests.unit.router.conftest import SERVED, Rig, Serve
+from tests.unit.router.scripted_generator import delta, one_by_one
+from tests.unit.router.test_dispatcher import first_token
+
+SIZE = 2
+CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
+
+
+def rows(*values: float) -> bytes:
+    """The states of positions whose values are [value, -value]."""
+    return np.array([[value, -value] for value in values], dtype="<f4").tobytes()
+
+
+def states_of(collected: AnswerStates, tokens: int) -> list[float]:
+    return [row[0] for block in collected.blocks(0, collected.count(tokens)) for row in block]
+
+
+async def test_a_lost_node_repeats_and_loses_none() -> None:
+    """States that came before their tokens are dropped with the attempt, and computed again by the next one."""
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair(0)
+        collected = AnswerStates(0, 3, 10, SIZE)
+        client = rig.client([1, 2, 3], states=collected)
+        reserve, prompt = await legs(prefill, decode)
+        assert reserve.sampling.hidden_states_from == prompt.sampling.hidden_states_from == 0
+        decode.say(HiddenStates(room=prompt.room, start=3, states=rows(3, 4)))
+        prefill.say(HiddenStates(room=prompt.room, start=0, states=rows(0, 1)))
+        prefill.say(HiddenStates(room=prompt.room, start=2, states=rows(2)))
+        first_token(prefill, prompt.room, 50)
+        decode.tokens(prompt.room, 1, [51])
+        await client.until(2)
+        other = await rig.pair(1)
+        decode.say(Goodbye(incarnation=decode.ref.incarnation))
+        reserve, again = await legs(*other)
+        assert (again.token_ids, again.sampling.hidden_states_from) == ([1, 2, 3, 50, 51], 4)
+        other[0].say(HiddenStates(room=again.room, start=4, states=rows(40)))
+        first_token(other[0], again.room, 52)
+        other[1].say(HiddenStates(room=again.room, start=5, states=rows(5)))
+        other[1].tokens(again.room, 1, [53], "stop")
+        await client.done()
+        assert client.ids == [50, 51, 52, 53]
+        assert states_of(collected, 4) == [0, 1, 2, 3, 40, 5]
+        rig.nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("start", "data"), [(1, rows(1)), (0, rows(0, 1, 2, 3)), (0, rows(0) + b"x"), (0, b"")]
+)
+async def test_states_that_do_not_follow_end_the_attempt(start: int, data: bytes) -> None:
+    async with router_rig(max_attempts=1) as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client([1, 2, 3], states=AnswerStates(0, 3, 10, SIZE))
+        _, prompt = await legs(prefill, decode)
+        prefill.say(HiddenStates(room=prompt.room, start=start, states=data))
+        await client.done()
+        assert "hidden states of other positions" in str(client.error)
+        assert (await prefill.expect(Abort)).room == prompt.room
+        rig.nothing_left()
+
+
+async def test_states_that_nobody_asked_for_are_dropped() -> None:
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        client = rig.client([1, 2, 3])
+        _, prompt = await legs(prefill, decode)
+        assert prompt.sampling.hidden_states_from is None
+        prefill.say(HiddenStates(room=prompt.room, start=0, states=rows(0)))
+        first_token(prefill, prompt.room, 50, "stop")
+        await client.done()
+        assert client.finish == "stop"
+
+
+def test_no_node_sends_more_than_the_answer_can_have() -> None:
+    collected = AnswerStates(0, 2, 2, SIZE)
+    collected.resume(2)
+    collected.add(0, rows(0, 1), decoded=False)
+    collected.add(2, rows(2, 3), decoded=True)
+    with pytest.raises(InternalError):
+        collected.add(4, rows(4), decoded=True)
+    with pytest.raises(InternalError, match="left out"):
+        collected.count(4)
+
+
+@pytest.fixture
+async def rig(serve: Serve) -> Rig:
+    """A server that allows hidden states of up to 40 positions, and whose generator sends them."""
+    made = await serve(served=replace(SERVED, states=StateLimit(SIZE, 40 * SIZE * 4)))
+    scripted = made.generator.generate
+
+    async def generate(request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+        if request.states is not None:
+            tokens = len(request.token_ids)
+            request.states.resume(tokens)
+            positions = range(request.states.first, tokens + request.sampling.max_tokens - 1)
+            split = tokens - request.states.first
+            request.states.add(positions[0], rows(*positions[:split]), decoded=False)
+            if positions[split:]:
+                request.states.add(tokens, rows(*positions[split:]), decoded=True)
+        async for each in scripted(request):
+            yield each
+
+    made.generator.generate = generate  # type: ignore[method-assign, assignment]
+    return made
+
+
+def state(position: int) -> list[float]:
+    return [float(position), -float(position)]
+
+
+async def test_the_native_route_has_all_positions(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in SGLang: a list of the prompt's states, then those of the tokens but the last; in small blocks here."""
+    monkeypatch.setattr(answer_states, "ENCODED", 4)
+    rig.generator.will(*one_by_one([331, 300, 301]))
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3}, "return_hidden_states": True}
+    status, answer, _ = await rig.post(NATIVE, body)
+    assert status == 200
+    assert answer["meta_info"]["hidden_states"] == [[state(0), state(1), state(2)], state(3), state(4)]
+    rig.generator.will(delta([331], "stop"))
+    body |= {"input_ids": [[5], [6, 7]], "sampling_params": {"max_new_tokens": 1}}
+    rig.generator.scripts.pop(0)
+    _, listed, _ = await rig.post(NATIVE, body)
+    found = [each["meta_info"]["hidden_states"] for each in listed]
+    assert found == [[[state(0)]], [[state(0), state(1)]]]
+    _, plain, _ = await rig.post(NATIVE, {"input_ids": [5]})
+    assert "hidden_states" not in plain["meta_info"]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_the_other_routes_have_the_last_position(path: str, rig: Rig) -> None:
+    """As in SGLang, also at a stop string, and in an event of its own after the last one of the choice."""
+    rig.generator.will(*one_by_one([331, 300, 301]))
+    prompt: dict[str, Any] = (
+        {"messages": [{"role": "user", "content": "Hi"}]} if path == CHAT else {"prompt": "Hi"}
+    )
+    asked = {**prompt, "max_tokens": 3, "return_hidden_states": True}
+    _, answer, _ = await rig.post(path, asked)
+    tokens = answer["usage"]["prompt_tokens"]
+    assert answer["choices"][0]["hidden_states"] == state(tokens + 1)
+    _, both, _ = await rig.post(path, {**asked, "return_token_ids": True, "n": 2, "temperature": 1})
+    assert [each["hidden_states"] for each in both["choices"]] == [state(tokens + 1)] * 2
+    assert both["choices"][1]["token_ids"] == [331, 300, 301]
+    sent = (await rig.raw(path, {**asked, "stream": True})).decode().split("\n\n")
+    *chunks, last = [
+        json.loads(event.removeprefix("data: ")) for event in sent if event.startswith("data: {")
+    ]
+    shown = last["choices"][0]["delta"] if path == CHAT else last["choices"][0]
+    assert shown["hidden_states"] == state(tokens + 1)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert not any(
+        "hidden_states" in json.dumps(chunk) or "token_ids" in json.dumps(chunk) for chunk in chunks
+    )
+    text = rig.tokenizer.decode([331, 300], True)
+    _, stopped, _ = await rig.post(path, {**asked, "stop": text[-1]})
+    used = stopped["usage"]["completion_tokens"]
+    assert stopped["choices"][0]["hidden_states"] == state(tokens + used - 2)
+
+
+async def test_refusals_name_the_key_and_the_arithmetic(rig: Rig, serve: Serve) -> None:
+    body = {"input_ids": [5] * 30, "sampling_params": {"max_new_tokens": 12}, "return_hidden_states": True}
+    status, answer, _ = await rig.post(NATIVE, body)
+    assert (status, answer["error"]["param"]) == (400, "return_hidden_states")
+    assert "30 tokens in the prompt and 12 tokens" in answer["error"]["message"]
+    assert "41 * 2 * 4 = 328 bytes; the limit is 320 (model.hidden_states_mib)" in answer["error"]["message"]
+    status, answer, _ = await rig.post(TEXT, {"prompt": "x", "max_tokens": 41, "return_hidden_states": True})
+    assert (status, "41 * 2 * 4 = 328 bytes" in answer["error"]["message"]) == (400, True)
+    status, answer, _ = await rig.post(NATIVE, {**body, "stream": True})
+    assert (status, answer["error"]["param"]) == (400, "return_hidden_states")
+    closed = await serve()
+    for path, asked in ((NATIVE, body), (TEXT, {"prompt": "x", "return_hidden_states": True})):
+        status, answer, _ = await closed.post(path, asked)
+        assert (status, answer["error"]["param"]) == (400, "return_hidden_states")
+        assert "model.return_hidden_states" in answer["error"]["message"]
+
+
+def test_the_memory_of_all_answers_is_bounded() -> None:
+    memory = StateMemory(100)
+    # 6 positions of 8 bytes
+    one = AnswerStates(0, 3, 4, SIZE)
+    with memory.hold([one, one]):
+        assert memory.held == 96
+        with pytest.raises(Exception, match="try again later"), memory.hold([one]):
+            pass
+        with memory.hold([]):
+            pass
+    assert memory.held == 0
+    with pytest.raises(Exception, match="ask for fewer answers"), memory.hold([one] * 3):
+        pass
