@@ -15,7 +15,7 @@ from common.messages.node_inbox import Abort
 from common.messages.router_inbox import Goodbye, HiddenStates
 from router import answer_states
 from router.answer_states import AnswerStates
-from router.generation import GenerationRequest, TokenDelta
+from router.generation import GenerationRequest, TakeNow, TokenDelta, take_nothing
 from router.hidden_states import StateLimit, StateMemory
 from tests.fakes.router_rig import legs, router_rig
 from tests.unit.router.conftest import SERVED, Rig, Serve
@@ -107,7 +107,9 @@ async def rig(serve: Serve) -> Rig:
     made = await serve(served=replace(SERVED, states=StateLimit(SIZE, 40 * SIZE * 4)))
     scripted = made.generator.generate
 
-    async def generate(request: GenerationRequest) -> AsyncIterator[TokenDelta]:
+    async def generate(
+        request: GenerationRequest, take_now: TakeNow = take_nothing
+    ) -> AsyncIterator[TokenDelta]:
         if request.states is not None:
             tokens = len(request.token_ids)
             request.states.resume(tokens)
@@ -116,7 +118,7 @@ async def rig(serve: Serve) -> Rig:
             request.states.add(positions[0], rows(*positions[:split]), decoded=False)
             if positions[split:]:
                 request.states.add(tokens, rows(*positions[split:]), decoded=True)
-        async for each in scripted(request):
+        async for each in scripted(request, take_now):
             yield each
 
     made.generator.generate = generate  # type: ignore[method-assign, assignment]
