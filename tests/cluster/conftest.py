@@ -72,6 +72,13 @@ class Reference:
             known = self._made[tuple(prompt)] = output[0, len(prompt) :].tolist()
         return known[:max_tokens]
 
+    @torch.no_grad()
+    def states(self, ids: list[int]) -> torch.Tensor:
+        """Return the hidden states [n, H] after the final norm."""
+        output = self._model(torch.tensor([ids]), output_hidden_states=True)
+        last: torch.Tensor = output.hidden_states[-1][0]
+        return last
+
 
 @pytest.fixture(scope="session")
 def reference(tokenizer: Tokenizer) -> Reference:

@@ -19,6 +19,7 @@ from tests.cluster.constrained_answers import Questions, expect_constrained
 from tests.cluster.graph_metrics import graph_series, replay_share
 from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.cluster.masked_reference import MaskedReference
+from tests.cluster.state_answers import check_hidden_states
 from tests.fakes.mtp_models import first_modules
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
@@ -91,6 +92,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
             "kv": {"page_size": 4},
             "decode": {"read_results": "one_behind", "graphs": "full", "max_running": 4},
             "transfer": {"layers": True},
+            "model": {"return_hidden_states": True},
         },
         4.5,
     ),
@@ -149,6 +151,7 @@ async def test_greedy_tokens_and_accept_length(
 
     Rounds run under graphs where they have some (rows E1, E4). Answers under random grammars, greedy and seeded, beside
     free ones, are those of a reference that masks logits and draws; other grammars for each drafter.
+    Rounds run under graphs where they have some (rows E1, E4). Hidden states are returned where allowed (row A12).
     """
     config, least = CASES[name]
     prompts = few_shot_prompts(8)
@@ -174,6 +177,8 @@ async def test_greedy_tokens_and_accept_length(
                 series = graph_series(text, "decode")
                 for phase, model in (("verify", "target"), ("draft_extend", "draft")):
                     assert replay_share(series, phase, model) >= 0.95, series
+            if "model" in config:
+                await check_hidden_states(client, reference, [prompts[0], [5, 6, 7], *prompts[1:3]], 20)
             print(name, state["avg_spec_accept_length"], drafts, accepted)
             number = 2 * list(CASES).index(name)
             names = [f"schema/{number}", f"schema/{number + 1}", f"text/{number}"]
