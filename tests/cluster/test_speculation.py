@@ -150,8 +150,8 @@ async def test_greedy_tokens_and_accept_length(
     """Tokens, and so the score, are those of transformers, and /server_info shows the accept length (rows B9, B10).
 
     Rounds run under graphs where they have some (rows E1, E4). Answers under random grammars, greedy and seeded, beside
-    free ones, are those of a reference that masks logits and draws; other grammars for each drafter.
-    Rounds run under graphs where they have some (rows E1, E4). Hidden states are returned where allowed (row A12).
+    free ones, are those of a reference that masks logits and draws; other grammars for each drafter. Hidden states are
+    returned where the cluster allows them (row A12).
     """
     config, least = CASES[name]
     prompts = few_shot_prompts(8)
