@@ -1,0 +1,207 @@
+"""Every option that changes what ranks divide: each rank reads its blocks, and all compute the same logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.checkpoint.families import LayerKind
+from common.checkpoint.gated_delta_config import GatedDeltaConfig
+from common.checkpoint.layer_norms import LayerNorms
+from common.checkpoint.model_config import ModelConfig
+from common.engine.formats.dense import DenseFormat
+from common.engine.layers.parts import Columns, rank_blocks, runs_of
+from common.engine.layers.piece import Piece
+from common.engine.layers.placement import Placement
+from common.engine.layers.ranks import ONE_RANK, OneRank, Ranks
+from common.engine.models.registry import build_model
+from common.engine.weights import fill_piece
+from common.errors import ModelError
+from common.kv_cache.plane import HeadGroup
+from common.kv_cache.shard import Shard
+from tests.fakes.int8_format import Int8Format
+from tests.fakes.int8_record import METHOD, Int8Weights
+from tests.fakes.thread_ranks import run_ranks
+from tests.fakes.tiny_model import CONFIG, MIXTURE, PLACEMENT
+from tests.unit.engine.paged_driver import Driver
+
+LENGTHS = (1, 30, 9)
+CPU = torch.device("cpu")
+OUTPUT_NORMS = LayerNorms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+DELTA = GatedDeltaConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=4, grouped_rows=False)
+HYBRID = replace(CONFIG, layer_kinds=(LayerKind("gated_delta"), LayerKind()), gated_delta=DELTA)
+OPTIONS: Mapping[str, ModelConfig] = {
+    "biases": replace(CONFIG, qkv_bias=True, output_bias=True, mlp_bias=True),
+    "tied": replace(CONFIG, tie_word_embeddings=True, embedding_scale=5.5),
+    "a KV head per rank": replace(CONFIG, num_kv_heads=4),
+    "one KV head": replace(CONFIG, num_kv_heads=1),
+    "fused": replace(CONFIG, fused=True),
+    "norms of heads and outputs": replace(CONFIG, qk_norm=True, layer_norms=OUTPUT_NORMS),
+    "gates of heads": replace(CONFIG, output_gate=True),
+    "an odd vocabulary": replace(CONFIG, vocab_size=91),
+    "experts": MIXTURE,
+    "gated delta": HYBRID,
+    "rows by key head": replace(HYBRID, gated_delta=replace(DELTA, grouped_rows=True)),
+}
+
+
+class Tensors:
+    """A checkpoint in memory."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def get_slice(self, name: str) -> Any:
+        return self.tensors[name]
+
+
+def checkpoint(pieces: Iterable[Piece], seed: int = 3) -> dict[str, Tensor]:
+    """Return random tensors of the shapes that the pieces of one rank have in their checkpoint."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {piece.name: piece.whole for piece in pieces}
+    return {
+        name: torch.randn(shape, generator=generator) * 0.3 + ("norm" in name)
+        for name, shape in shapes.items()
+    }
+
+
+def stored_by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the same checkpoint with a matrix per expert instead of stacks."""
+    found = dict(tensors)
+    for name in [name for name in tensors if ".experts." in name and name.endswith("_proj")]:
+        stem, _, what = name.rpartition(".")
+        for index, expert in enumerate(found.pop(name)):
+            parts = {"down_proj": expert}
+            if what == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), expert.chunk(2)))
+            found |= {f"{stem}.{index}.{part}.weight": matrix for part, matrix in parts.items()}
+    return found
+
+
+@torch.inference_mode()
+def logits(config: ModelConfig, tensors: Mapping[str, Tensor], ranks: Ranks) -> list[Tensor]:
+    model = build_model(config, replace(PLACEMENT, ranks=ranks)).eval()
+    for piece in model.pieces():
+        for each in piece.stored_as(tensors):
+            assert each.whole == tensors[each.name].shape
+            fill_piece(each, Tensors(tensors))
+    generator = torch.Generator().manual_seed(7)
+    texts = [torch.randint(config.vocab_size, (n + 3,), generator=generator) for n in LENGTHS]
+    return Driver(model, texts, page_size=4).run_all(None, LENGTHS)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_option_on_several_ranks(option: str, size: int) -> None:
+    config = OPTIONS[option]
+    tensors = checkpoint(build_model(config, PLACEMENT).pieces())
+    expected = torch.cat(logits(config, tensors, ONE_RANK))
+    assert expected.std() > 0.5  # the logits are not trivial
+    for found in run_ranks(size, lambda ranks: logits(config, tensors, ranks)):
+        torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_ranks_read_a_checkpoint_with_a_matrix_per_expert() -> None:
+    tensors = checkpoint(build_model(MIXTURE, PLACEMENT).pieces())
+    single = stored_by_expert(tensors)
+    assert single.keys() != tensors.keys()
+    for found in run_ranks(
+        2, lambda ranks: (logits(MIXTURE, single, ranks), logits(MIXTURE, tensors, ranks))
+    ):
+        assert torch.equal(torch.cat(found[0]), torch.cat(found[1]))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_hold_all_of_a_model_and_no_more_than_their_share(size: int) -> None:
+    """Only norms, routers and KV heads that outnumbered ranks share are on several ranks."""
+    config = replace(MIXTURE, num_kv_heads=4)
+    whole = sum(piece.into.numel() for piece in build_model(config, PLACEMENT).pieces())
+    counts: dict[str, Tensor] = {}
+    for rank in range(size):
+        placement = Placement(torch.float32, CPU, OneRank(Shard(rank, size)))
+        model, held = build_model(config, placement), 0
+        for piece in model.pieces():
+            counts.setdefault(piece.name, torch.zeros(piece.whole))[piece.block] += 1
+            held += piece.into.numel()
+        assert held < 1.1 * whole / size
+    shared = {name for name, count in counts.items() if (count != 1).any()}
+    assert all((counts[name] == size).all() for name in shared)
+    assert all("norm" in name or ".gate." in name or "gate.weight" in name for name in shared), shared
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_weight_format_cuts_its_scales_with_its_rows(size: int) -> None:
+    """A product with divided inputs has the scales of whole rows, and its bias on one rank."""
+    stored = Int8Weights(METHOD, ())
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "p.weight": torch.randint(-99, 99, (8, 16), generator=generator, dtype=torch.int8),
+        "p.weight_scale": torch.rand(8, 1, generator=generator),
+        "p.bias": torch.rand(8, generator=generator),
+    }
+    inputs, outputs = [], []
+    for rank in range(size):
+        made = Int8Format(stored, Placement(torch.float32, CPU, OneRank(Shard(rank, size))))
+        rows = made.linear(16, {"p": HeadGroup(4, 2)}, bias=True)
+        columns = made.linear(HeadGroup(8, 2), {"p": 8}, bias=True)
+        for product in (rows, columns):
+            for piece in product.pieces():
+                fill_piece(piece, Tensors(tensors))
+        outputs.append(rows.dense())
+        inputs.append(columns.dense())
+        assert sum(piece.name == "p.bias" for piece in columns.pieces()) == (rank == 0)
+        assert sum(piece.name == "p.bias" for piece in rows.pieces()) == 1
+    whole = tensors["p.weight"].float() * tensors["p.weight_scale"]
+    assert torch.equal(torch.cat(outputs), whole)
+    assert torch.equal(torch.cat(inputs, dim=1), whole)
+
+
+def test_adjacent_rows_of_a_tensor_are_one_read() -> None:
+    heads = HeadGroup(4, 3)
+    parts, columns = runs_of("t", heads, heads), Columns(5, 0, 5)
+    (one,) = rank_blocks(parts, columns, Shard())
+    assert (one.begin, one.rows, one.whole) == (0, 24, 24)
+    assert [(block.begin, block.rows) for block in rank_blocks(parts, columns, Shard(1, 2))] == [
+        (6, 6),
+        (18, 6),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "said"),
+    [
+        (CONFIG, 3, "q_proj|self_attn: 4 heads cannot be divided among 3 ranks"),
+        (CONFIG, 8, "o_proj: 4 heads cannot be divided evenly among 8 ranks"),
+        (
+            replace(CONFIG, intermediate_size=49),
+            2,
+            "49 heads cannot be divided (evenly )?among 2 ranks",
+        ),
+        (
+            replace(CONFIG, qk_norm=True, qk_norm_whole=True),
+            2,
+            "norms over the heads of all ranks are not supported; use one rank",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(config: ModelConfig, size: int, said: str) -> None:
+    placement = Placement(torch.float32, CPU, OneRank(Shard(0, size)))
+    with pytest.raises(ModelError, match=said):
+        build_model(config, placement)
+
+
+def test_a_format_declares_parts_for_one_rank_as_they_are() -> None:
+    """The bias of a product stays, and its rows are read whole."""
+    product = DenseFormat(PLACEMENT).linear(HeadGroup(4, 2), {"p": 6}, bias=True)
+    assert [(piece.name, piece.is_whole) for piece in product.pieces()] == [
+        ("p.weight", True),
+        ("p.bias", True),
+    ]
