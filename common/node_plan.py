@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from common.kv_cache.pool_spec import PoolSpec
+from common.kv_cache.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,9 @@ class NodeShare(msgspec.Struct, frozen=True):
     max_rows: int  # requests in one step
     state_slots: int = 0  # requests that hold a state at once, where the model keeps one; slot 0 not counted
     round_tokens: int = 0  # new tokens of a request in one decode step, at most; 0 on prefill nodes
-    state_snapshots: int = (
-        0  # saved states of cached prefixes, where the model keeps one; 0: no prefix cache there
-    )
+    # saved states of cached prefixes, where the model keeps one; 0: no prefix cache there
+    state_snapshots: int = 0
+    shard: Shard = WHOLE  # what it holds of model and pool
 
 
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):

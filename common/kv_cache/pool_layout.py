@@ -17,7 +17,7 @@ import msgspec
 
 from common.kv_cache.plane import Kept, Owner, Plane, Size
 from common.kv_cache.pool_spec import PoolSpec
-from common.kv_cache.shard import head_range
+from common.kv_cache.shard import Shard
 
 PLANE_ALIGN: Final = 4096  # bytes; planes start at memory pages, which every transport can register
 
@@ -104,24 +104,15 @@ class PoolLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return [sum(each <= layer for each in layers) for layer in range(max(layers, default=0) + 1)]
 
     def _place(self) -> Iterator[PlacedPlane]:
-        offset = 0
+        offset, shard = 0, Shard(self.tp_rank, self.tp_size)
         for plane in self.spec.planes:
-            entry = self._entry(plane)
+            entry = shard.entry(plane)
             tokens, items = self.spec.page_size, self.num_pages
             if plane.kept is Kept.PER_REQUEST:
                 tokens, items = 1, self.num_slots
             size = tokens * math.prod(entry) * plane.item_bytes
             yield PlacedPlane(plane, offset, items, entry, size)
             offset += _aligned(items * size)
-
-    def _entry(self, plane: Plane) -> tuple[int, ...]:
-        entry = list(plane.entry)
-        if plane.groups:
-            entry[plane.axis] = sum(
-                len(head_range(group.heads, self.tp_rank, self.tp_size)) * group.width
-                for group in plane.groups
-            )
-        return tuple(entry)
 
 
 def _aligned(nbytes: int) -> int:

@@ -12,6 +12,7 @@ import msgspec
 from common.checkpoint.model_config import ModelConfig
 from common.kv_cache.layer_kinds import mixer_record
 from common.kv_cache.plane import Kept, Owner, Plane, Size
+from common.kv_cache.shard import Shard
 
 
 class PoolSpec(msgspec.Struct, frozen=True):
@@ -40,6 +41,12 @@ class PoolSpec(msgspec.Struct, frozen=True):
     def state_bytes(self) -> int:
         """Bytes that a request keeps beside its pages, over all planes and ranks; 0 without per-request planes."""
         return sum(plane.entry_bytes for plane in self.planes if plane.kept is Kept.PER_REQUEST)
+
+    def share(self, shard: Shard) -> PoolSpec:
+        """Return what one rank keeps of it, whose sizes are those of that rank."""
+        replace = msgspec.structs.replace
+        planes = (replace(plane, entry=shard.entry(plane), groups=()) for plane in self.planes)
+        return replace(self, planes=tuple(planes))
 
 
 def pool_spec(target: ModelConfig, draft: ModelConfig | None, page_size: int, dtype: str) -> PoolSpec:

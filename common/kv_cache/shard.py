@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 from common.errors import ModelError
-from common.kv_cache.plane import HeadGroup
+from common.kv_cache.plane import HeadGroup, Plane
 
 
 def head_range(heads: int, rank: int, ranks: int) -> range:
@@ -48,6 +48,13 @@ class Shard(msgspec.Struct, frozen=True):
     def width(self, groups: tuple[HeadGroup, ...], what: str) -> int:
         """Return the number of values that this rank holds of an axis of these groups."""
         return sum(len(self.heads(group, what)) * group.width for group in groups)
+
+    def entry(self, plane: Plane) -> tuple[int, ...]:
+        """Return the shape of one entry of a plane on this rank."""
+        entry = list(plane.entry)
+        if plane.groups:
+            entry[plane.axis] = self.width(plane.groups, plane.where)
+        return tuple(entry)
 
 
 WHOLE: Final = Shard()  # of one rank

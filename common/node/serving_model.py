@@ -10,13 +10,11 @@ import torch
 
 from common.checkpoint.draft_config import DraftConfig, lookahead_for, with_steps
 from common.checkpoint.model_config import ModelConfig
-from common.checkpoint.model_files import read_weight_files
 from common.engine.attention.backend import MakeAttention
 from common.engine.forward.model_runner import load_model
 from common.engine.layers.placement import Placement
 from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.engine.models.causal_lm import CausalLM
-from common.engine.models.checkpoint_layout import checkpoint_layout
 from common.engine.sampling.logit_adjustments import adjustment_bytes
 from common.engine.state.draft_row import DraftShape
 from common.engine.state.pool import KvPool
@@ -32,17 +30,15 @@ from common.kv_cache.radix_cache import NoPrefixCache, RadixCache
 from common.kv_cache.shard import Shard
 from common.kv_cache.snapshots import Snapshots
 from common.messages.router_inbox import ConfigValue
-from common.node.encoder_memory import encoder_bytes
+from common.node.device_memory import check_memory_before_loading
 from common.node.memory import (
     MemoryPlan,
     check_host_pool,
     check_memory,
-    check_share,
     plan_pool,
-    weight_bytes,
 )
 from common.node.serving_draft import ServingDraft, load_serving_draft
-from common.node_plan import NodePlan, NodeShare, PoolBudget
+from common.node_plan import NodePlan, PoolBudget
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.speculation.directory import compare_with_target, load_draft_config
@@ -94,6 +90,11 @@ class ServingModel:
         )
 
     @property
+    def held(self) -> PoolSpec:
+        """What this rank keeps of `spec`."""
+        return self.spec.share(self.placement.shard)
+
+    @property
     def heads(self) -> int:
         """Query heads of an attention layer on this rank."""
         queries = HeadGroup(self.config.num_heads, self.config.head_dim)
@@ -124,12 +125,12 @@ class ServingModel:
         device, plan = self.placement.device, replace(self.plan, graphs=graph_bytes)
         if self.budget.tokens is None:
             total = torch.cuda.mem_get_info(device)[1]
-            pages = plan_pool(total, plan, self.budget, self.spec.page_bytes)
+            pages = plan_pool(total, plan, self.budget, self.held.page_bytes)
         else:
             pages = self.budget.tokens // self.page_size + 1
-            whole = replace(plan, pool=pages * self.spec.page_bytes)
+            whole = replace(plan, pool=pages * self.held.page_bytes)
             held = torch.cuda.memory_reserved(device)
-            check_memory(device, whole, self.beside, self.budget.key, self.spec.token_bytes, held)
+            check_memory(device, whole, self.beside, self.budget.key, self.held.token_bytes, held)
         longest = min(self.max_model_len, (pages - 1) * self.page_size)
         return replace(self, num_pages=pages, max_model_len=longest, plan=plan)
 
@@ -158,7 +159,7 @@ class ServingModel:
             "vision": "none" if self.config.vision is None else self.config.vision.architecture,
             "pool_pages": self.num_pages - 1,
             "pool_bytes": pool_bytes,
-            "memory_plan": str(replace(self.plan, pool=self.num_pages * self.spec.page_bytes))
+            "memory_plan": str(replace(self.plan, pool=self.num_pages * self.held.page_bytes))
             if self.placement.device.type == "cuda"
             else "",
             "sampling_bytes": adjustment_bytes(max_rows, self.config.vocab_size),
@@ -174,7 +175,7 @@ class ServingModel:
         return {
             "state_slots": self.request_slots - 1,
             "state_snapshots": count,
-            "state_snapshot_bytes": count * self.spec.state_bytes,
+            "state_snapshot_bytes": count * self.held.state_bytes,
             "prefix_cache": CACHED if count else NO_CACHE,
         }
 
@@ -190,7 +191,7 @@ def load_serving_model(
     draft_config = _draft_config(plan)
     spec = plan.spec
     window = _check_state(plan, device, ranks.shard, log)
-    memory, others = check_memory_before_loading(plan, device, spec)
+    memory, others = check_memory_before_loading(plan, device, ranks.shard)
     if device.type == "cpu" and plan.threads:
         torch.set_num_threads(plan.threads)
     wanted = plan.model.max_model_len
@@ -244,8 +245,9 @@ def load_serving_model(
             served, state_slots=plan.state_slots, window=window, state_snapshots=plan.state_snapshots
         )
     if device.type == "cpu":
-        nbytes = num_pages * spec.page_bytes + served.num_slots * spec.state_bytes
-        check_host_pool(nbytes, spec.token_bytes, budget.key)
+        held = served.held
+        nbytes = num_pages * held.page_bytes + served.num_slots * held.state_bytes
+        check_host_pool(nbytes, held.token_bytes, budget.key)
     return served
 
 
@@ -334,51 +336,3 @@ def serving_device(name: str) -> torch.device:
         )
     torch.cuda.set_device(index)  # kernels are launched on the current device
     return torch.device("cuda", index)
-
-
-def check_memory_before_loading(
-    plan: NodePlan, device: torch.device, spec: PoolSpec
-) -> tuple[MemoryPlan, int]:
-    """Return the node's GPU memory besides pool and graphs, and the bytes that other nodes take there; 0 on a CPU.
-
-    Raises ConfigError if this node, or all nodes of the cluster on this GPU, do not fit on it.
-    """
-    if device.type != "cuda":
-        return MemoryPlan(0, 0, 0), 0
-    path, budget, draft = Path(plan.model.path), plan.pool, plan.speculation.draft_path
-    config = ModelConfig.load(path)
-    dtype = resolve_dtype(plan.model.dtype, config.dtype, device)
-    layout = checkpoint_layout(config, path)
-    files = [read_weight_files(each) for each in {path, Path(draft or path)}]
-    names = (str(device), "cuda") if device.index == 0 else (str(device),)
-
-    widths = window_widths(config)
-
-    def taken(share: NodeShare) -> tuple[MemoryPlan, int]:
-        """Return (the plan with an empty pool, bytes in total)."""
-        pool = share.pool
-        window = WindowShape(widths, share.round_tokens, dtype)
-        without = () if pool.runs_vision else layout.vision_prefixes
-        memory = MemoryPlan(
-            weights=sum(weight_bytes(each, dtype, without) for each in files),
-            pool=0,
-            sampling=adjustment_bytes(share.max_rows, config.vocab_size),
-            state=(share.state_slots + 1) * spec.state_bytes + window.nbytes(share.max_rows),
-            snapshots=share.state_snapshots * spec.state_bytes,
-        )
-        if config.vision is not None and pool.runs_vision:
-            encoder = encoder_bytes(config.vision, config.hidden_size, dtype)
-            memory = replace(memory, images=pool.image_bytes, encoder=encoder)
-        if pool.tokens is None:
-            return memory, int(torch.cuda.mem_get_info(device)[1] * pool.fraction)
-        return memory, memory.total + (pool.tokens + spec.page_size) * spec.token_bytes
-
-    there = [taken(each)[1] for each in plan.shares if each.device in names]
-    slots = plan.state_slots, plan.round_tokens, plan.state_snapshots
-    memory, own = taken(NodeShare(plan.device, budget, plan.max_rows, *slots))
-    beside = sum(there) - own
-    if budget.tokens is None:
-        check_share(device, memory, beside, budget, spec.page_bytes)
-    else:
-        check_memory(device, replace(memory, pool=own - memory.total), beside, budget.key, spec.token_bytes)
-    return memory, beside

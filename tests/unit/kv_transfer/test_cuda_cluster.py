@@ -27,11 +27,14 @@ from common.config.transport_choice import choose_transport
 from common.engine.forward.model_runner import load_model
 from common.engine.host_memory import GIB
 from common.engine.layers.placement import Placement
+from common.engine.layers.ranks import OneRank
 from common.engine.models.llava import load_llava
+from common.engine.models.registry import build_model
 from common.engine.sampling.logit_adjustments import adjustment_bytes
 from common.errors import ConfigError
 from common.kv_cache.pool_layout import PoolLayout
-from common.node import memory, serving_model
+from common.kv_cache.shard import WHOLE, Shard
+from common.node import device_memory, memory, serving_model
 from common.node.encoder_memory import encoder_bytes
 from common.node.memory import MemoryPlan, check_memory, check_share, plan_pool
 from common.node_plan import PoolBudget
@@ -206,16 +209,18 @@ def test_memory_of_a_killed_predecessor_is_waited_for(monkeypatch: pytest.Monkey
     assert slept == [0.25, 0.25]
 
 
-def check_node(path: Path, given: Cluster, device: torch.device, budget: PoolBudget) -> None:
+def check_node(
+    path: Path, given: Cluster, device: torch.device, budget: PoolBudget, shard: Shard = WHOLE
+) -> None:
     """Check the memory as a node with 64 rows does before it loads weights, without a draft."""
     plan = node_plan(given, "decode", "d", path)
     plan = msgspec.structs.replace(plan, pool=budget, max_rows=64)
-    serving_model.check_memory_before_loading(plan, device, plan.spec)
+    device_memory.check_memory_before_loading(plan, device, shard)
 
 
 def test_other_nodes_on_the_same_gpu_are_counted_before_they_start(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(serving_model, "check_memory", lambda *given: asked.append(given))
+    monkeypatch.setattr(device_memory, "check_memory", lambda *given: asked.append(given))
     given = cluster("cuda", "cuda:0")
     budget = PoolBudget(65_536, 0.9, "decode")
     check_node(MODEL, given, torch.device("cuda", 0), budget)
@@ -230,9 +235,35 @@ def test_other_nodes_on_the_same_gpu_are_counted_before_they_start(monkeypatch: 
     assert nobody == -plan.total
 
 
+@pytest.mark.parametrize("model", ["tiny-target", "tiny-moe", "tiny-hybrid"])
+def test_a_rank_counts_its_share(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights, planes and windows; the KV heads of four ranks are on two of them each."""
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(device_memory, "check_memory", lambda *given: asked.append(given))
+    path, budget, gpu = MODEL.parent / model, PoolBudget(64, 0.9, "decode"), torch.device("cuda", 1)
+    for size in (1, 2, 4):
+        check_node(path, cluster("cuda", "cuda:0"), gpu, budget, Shard(size - 1, size))
+    config = ModelConfig.load(path)
+    (_, one, _, _, per_token), *_ = asked
+    for size, (_, plan, _, _, found) in zip((1, 2, 4), asked, strict=True):
+        assert one.weights - plan.weights == weights_of(config, WHOLE) - weights_of(
+            config, Shard(size - 1, size)
+        )
+        heads = min(size, config.num_kv_heads)
+        assert (plan.pool, found) == (one.pool // heads, per_token // heads)
+        assert plan.state <= one.state * 1.05 / size
+    assert one.weights > 1.7 * asked[1][1].weights
+
+
+def weights_of(config: ModelConfig, shard: Shard) -> int:
+    """Return the bytes of a rank's weights in bfloat16."""
+    nowhere = Placement(torch.bfloat16, torch.device("meta"), OneRank(shard))
+    return sum(piece.into.nbytes for piece in build_model(config, nowhere).pieces())
+
+
 def test_a_cache_of_images_is_counted_where_the_model_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(serving_model, "check_memory", lambda *given: asked.append(given))
+    monkeypatch.setattr(device_memory, "check_memory", lambda *given: asked.append(given))
     given = cluster("cuda", "cuda:0")
     gpu, budget = torch.device("cuda", 0), pool_budget("prefill", given.prefill, "cuda")
     for path in (MODEL, MODEL.parent / "tiny-vision"):
@@ -249,7 +280,7 @@ def test_a_cache_of_images_is_counted_where_the_model_reads_them(monkeypatch: py
 def test_the_vision_part_is_counted_only_on_prefill_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its weights and the memory of its forward are counted, also if another node on the GPU asks."""
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(serving_model, "check_memory", lambda *given: asked.append(given))
+    monkeypatch.setattr(device_memory, "check_memory", lambda *given: asked.append(given))
     given, path, gpu = cluster("cuda", "cuda:0"), MODEL.parent / "tiny-vision", torch.device("cuda", 0)
     config = ModelConfig.load(path)
     assert config.vision is not None
