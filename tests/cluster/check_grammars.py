@@ -30,7 +30,7 @@ from tests.cluster.masked_reference import shipped_reference
 from tests.fakes.waiting import PATIENCE
 
 TEXT_EVERY = 8
-SMALL_POOL = 64 * 16  # tokens: some of the requests at once
+SMALL_POOL = 512  # tokens: some of the requests at once
 TREE = {"topk": 4, "draft_tokens": 16}
 # Name -> name of deploy/clusters/local-NAME.yaml, and what differs from it.
 DRAFTERS: dict[str, tuple[str, Config]] = {
@@ -48,7 +48,7 @@ DRAFTERS: dict[str, tuple[str, Config]] = {
 SETTINGS: dict[str, Config] = {
     "1p1d": {},
     "2p2d": {"router": {"placement": {"prefill": "round_robin", "decode": "round_robin"}}},
-    "retraction": {"decode": {"pool_tokens": SMALL_POOL, "reserved_tokens": 0}},
+    "retraction": {"kv": {"page_size": 4}, "decode": {"pool_tokens": SMALL_POOL, "reserved_tokens": 0}},
     # A request may meet more kills here than in a cluster.
     "kill": {"router": {"max_crashes": 0, "max_attempts": 10}},
 }
