@@ -97,11 +97,10 @@ class BatchResources:
 
     def _forced_width(self, candidates: Sequence[DecodeRequest]) -> int:
         """Find what grammars force next, and return the width of a plain step that verifies it; 0: a usual step."""
-        most = self._rules.forced_drafts
+        most = self._rules.most_forced(len(candidates))
         for request in candidates:
             request.forced = tuple(request.matcher.forced(most)) if most and request.matcher else ()
-        verifies = self._rules.verifies_forced([len(request.forced) for request in candidates])
-        return self._rules.forced_width if verifies else 0
+        return self._rules.forced_width([len(request.forced) for request in candidates])
 
     def settle_retractions(self) -> list[DecodeRequest]:
         """Remove victims that no step writes to any more. Return those whose KV could not be kept."""

@@ -109,7 +109,7 @@ class Planner:
         result = launched.read()
         self._resources.read(plan.generation)
         # What pads forced tokens is no draft.
-        no_drafts = self._rules.forced_width > 0
+        no_drafts = bool(self._rules.forced_steps)
         emissions = [
             Emission(request, row.tokens, 0 if count or no_drafts else row.drafted, count, row.states)
             for request, row, count in zip(batch, result.rows, forced, strict=True)

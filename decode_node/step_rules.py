@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from decode_node.request import DecodeRequest
 
@@ -60,6 +60,13 @@ class NoTextDrafts:
         return ()
 
 
+class ForcedStep(NamedTuple):
+    """A step that verifies forced tokens where steps have no drafts otherwise."""
+
+    width: int  # the most tokens per request
+    batch: int  # its largest batch
+
+
 @dataclass(frozen=True, slots=True)
 class StepRules:
     """How the steps of a node are planned."""
@@ -72,26 +79,31 @@ class StepRules:
     drafts: TextDrafts = field(default_factory=NoTextDrafts)
     # the most tokens forced by a grammar that a step verifies as drafts; 0: none
     forced_drafts: int = 0
-    # width of the step that verifies them where steps have no drafts otherwise; 0: each step can verify them
-    forced_width: int = 0
-    # its largest batch
-    forced_batch: int = 0
+    # widest first, so that each takes larger batches than the one before; empty: each step can verify forced tokens
+    forced_steps: tuple[ForcedStep, ...] = ()
     # requests may ask for hidden states
     hidden_states: bool = False
 
     @property
     def most_tokens(self) -> int:
         """KV slots that any step may write per request."""
-        return self.tokens_of(self.forced_width)
+        return self.tokens_of(max((step.width for step in self.forced_steps), default=0))
 
     def tokens_of(self, width: int) -> int:
         """KV slots that a step of this width may write per request."""
         return max(self.tokens_per_step, width + 1)
 
-    def verifies_forced(self, forced: Sequence[int]) -> bool:
-        """Whether a plain step verifies forced tokens, of which `forced` counts those of each request.
+    def most_forced(self, batch: int) -> int:
+        """Return how many forced tokens per request a step of so many requests can verify."""
+        if not self.forced_steps:
+            return self.forced_drafts
+        return next((step.width for step in self.forced_steps if batch <= step.batch), 0)
 
-        All requests of the batch take part with as many tokens, so the step has to gain enough of them.
+    def forced_width(self, forced: Sequence[int]) -> int:
+        """Return the width of the plain step that verifies forced tokens; 0: a usual step.
+
+        All requests of the batch take part with as many tokens, so the step has to gain enough of them. `forced` counts
+        the tokens of each request, at most `most_forced`.
         """
         enough = FORCED_SHARE * sum(forced) >= len(forced)
-        return self.forced_width > 0 and any(forced) and enough and len(forced) <= self.forced_batch
+        return self.most_forced(len(forced)) if self.forced_steps and any(forced) and enough else 0

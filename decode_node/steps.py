@@ -29,12 +29,13 @@ from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAccept
 from decode_node.speculative.verify import Verify
 from decode_node.speculative.width_policy import WidthPolicy, batches_of, classes_up_to
 from decode_node.step import AutoregressiveStep, DecodeStep
-from decode_node.step_rules import FixedWidth, StepRules, TextDrafts, Widths
+from decode_node.step_rules import FixedWidth, ForcedStep, StepRules, TextDrafts, Widths
 from decode_node.stopwatch import stopwatch_for
 
-# Forced tokens that a step of plain decoding verifies per request, and the most tokens of its forward. Up to there the
+# Forced tokens that steps of plain decoding verify per request, and the most tokens of their forwards. Up to there a
 # forward takes hardly longer than for one token per request; its logits take 4 bytes per token and vocabulary entry.
 FORCED_STEPS, FORCED_TOKENS = 7, 256
+FORCED_WIDTHS = (FORCED_STEPS, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +101,15 @@ def decode_steps(
         if not sizes.forced_drafts or relay.state is not None:
             # The windows of models with a state per request have room for one token.
             return plain
-        largest = min(sizes.max_running, FORCED_TOKENS // (FORCED_STEPS + 1))
-        # Few graphs, since every node captures them and only constrained requests use them.
-        capture = step_graphs.round_plans(runner, sizes.wanted, largest, buckets=decode_request_buckets)
         longest, slots = served.max_model_len, sizes.lookahead_slots
-        rounds = Rounds(relay, table, served.page_size, longest, slots, capture)
-        return with_forced_drafts(plain, runner, rounds, largest, completion, sizes.hidden_states)
+
+        def rounds_of(smallest: int, largest: int) -> Rounds:
+            # Few graphs, since every node captures them and only constrained requests use them.
+            capture = step_graphs.round_plans(runner, sizes.wanted, largest, smallest, decode_request_buckets)
+            return Rounds(relay, table, served.page_size, longest, slots, capture)
+
+        forced = forced_steps(sizes.max_running)
+        return with_forced_drafts(plain, runner, rounds_of, forced, completion, sizes.hidden_states)
     seconds = no_seconds()
 
     def of_width(width: int, batches: tuple[int, int]) -> SpeculativeStep:
@@ -143,29 +147,44 @@ def decode_steps(
     )
 
 
+def forced_steps(max_running: int) -> tuple[ForcedStep, ...]:
+    """Return the steps for forced tokens: for larger batches, fewer per request."""
+    steps: list[ForcedStep] = []
+    for width in FORCED_WIDTHS:
+        batch = min(max_running, FORCED_TOKENS // (width + 1))
+        if not steps or batch > steps[-1].batch:
+            steps.append(ForcedStep(width, batch))
+    return tuple(steps)
+
+
 def with_forced_drafts(
     plain: DecodeSteps,
     runner: ModelRunner,
-    rounds: Rounds,
-    largest: int,
+    rounds_of: Callable[[int, int], Rounds],
+    forced: Sequence[ForcedStep],
     completion: Callable[[], Completion],
     hidden_states: bool = False,
 ) -> DecodeSteps:
-    """Add a step to plain decoding that verifies the tokens that grammars force, in batches of up to `largest`."""
+    """Add steps to plain decoding that verify the tokens that grammars force.
+
+    `rounds_of` returns the rounds of batches from a smallest to a largest number of requests.
+    """
     device = runner.pool.device
-    drafter, acceptor = NgramDrafter(rounds, FORCED_STEPS), ChainAcceptor()
-    # Every batch with forced tokens is masked, and so served by the variant of logits. Capturing another one compiles
-    # the kernels that follow the logits, for each number of requests.
-    verify = Verify(runner, rounds, drafter, acceptor, (GREEDY, LOGITS), hidden_states)
-    watch = stopwatch_for(device)
-    step = SpeculativeStep(verify, drafter, acceptor, device, completion, watch, no_seconds())
-    rules = replace(plain.rules, forced_drafts=FORCED_STEPS, forced_width=FORCED_STEPS, forced_batch=largest)
-    return replace(
-        plain,
-        by_width={**plain.by_width, FORCED_STEPS: step},
-        rules=rules,
-        graphs=[*plain.graphs, *step.graphs],
-    )
+    by_width, graphs = dict(plain.by_width), list(plain.graphs)
+    smallest = 1
+    for width, largest in forced:
+        drafter, acceptor = NgramDrafter(rounds := rounds_of(smallest, largest), width), ChainAcceptor()
+        # Every batch with forced tokens is masked, and so served by the variant of logits. Capturing another one
+        # compiles the kernels that follow the logits, for each number of requests.
+        verify = Verify(runner, rounds, drafter, acceptor, (GREEDY, LOGITS), hidden_states)
+        step = SpeculativeStep(
+            verify, drafter, acceptor, device, completion, stopwatch_for(device), no_seconds()
+        )
+        by_width[width] = step
+        graphs += step.graphs
+        smallest = largest + 1
+    rules = replace(plain.rules, forced_drafts=forced[0].width, forced_steps=tuple(forced))
+    return replace(plain, by_width=by_width, rules=rules, graphs=graphs)
 
 
 def speculative_steps(

@@ -186,11 +186,11 @@ class Constrained:
 
     def _width(self, requests: Sequence[DecodeRequest]) -> int:
         rules = self._steps.rules
+        most = rules.most_forced(len(requests)) if self._forced else 0
         for request in requests:
             assert request.matcher is not None
-            request.forced = tuple(request.matcher.forced(rules.forced_drafts)) if self._forced else ()
-        verifies = rules.verifies_forced([len(request.forced) for request in requests])
-        return rules.forced_width if verifies else 0
+            request.forced = tuple(request.matcher.forced(most))
+        return rules.forced_width([len(request.forced) for request in requests])
 
     def _follow(self, requests: Sequence[DecodeRequest], launched: Launched) -> int:
         total = 0

@@ -59,7 +59,7 @@ from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
 from decode_node.speculative.rounds import Rounds
 from decode_node.step import AutoregressiveStep
-from decode_node.step_rules import StepRules
+from decode_node.step_rules import ForcedStep, StepRules
 from decode_node.steps import DecodeSteps, StepSizes, with_forced_drafts
 from kv_transfer.handoff_record import record_bytes
 from kv_transfer.limits import TransferLimits
@@ -140,12 +140,21 @@ def autoregressive(parts: Parts) -> DecodeSteps:
 
 
 def with_forced_tokens(parts: Parts) -> DecodeSteps:
-    """Return plain decoding that verifies forced tokens, with tape graphs for up to two requests."""
-    capture = step_graphs.round_plans(parts.runner, WANTED, 2)
-    rounds = Rounds(parts.relay, parts.table, parts.page_size, parts.max_len, LOOKAHEAD_SLOTS, capture)
+    """Return plain decoding that verifies up to 7 forced tokens, or 3 in batches of more than 5.
+
+    Tape graphs serve batches of 1, 2 and 6.
+    """
+
+    def rounds_of(smallest: int, largest: int) -> Rounds:
+        captured = min(2 if smallest == 1 else 6, len(parts.relay.seq_len) - 1)
+        capture = step_graphs.round_plans(parts.runner, WANTED, captured, smallest)
+        return Rounds(parts.relay, parts.table, parts.page_size, parts.max_len, LOOKAHEAD_SLOTS, capture)
+
+    forced = ForcedStep(7, 5), ForcedStep(3, 8)
     plain = autoregressive(parts)
-    steps = with_forced_drafts(plain, parts.runner, rounds, 8, parts.completion, parts.hidden_states)
-    capture_late(steps.graphs[-1].forward.graphs)
+    steps = with_forced_drafts(plain, parts.runner, rounds_of, forced, parts.completion, parts.hidden_states)
+    for graphs in steps.graphs[1:]:
+        capture_late(graphs.forward.graphs)
     return steps
 
 

@@ -172,7 +172,7 @@ def test_plain_decoding_verifies_forced_tokens(completion: type[Completion]) -> 
     with NodeCluster(shape) as cluster:
         free = cluster.submit(prompt_of(9), 20)
         cluster.run()
-        decode, verify = (graphs.forward.graphs.counters for graphs in cluster.decode.steps.graphs)
+        decode, verify, _ = (graphs.forward.graphs.counters for graphs in cluster.decode.steps.graphs)
         assert not verify.replays
         assert not verify.fallbacks
         calls = [submit(cluster, "record", 9), submit(cluster, "record", 17, seed=5, **RANDOM)]
@@ -189,6 +189,25 @@ def test_plain_decoding_verifies_forced_tokens(completion: type[Completion]) -> 
     assert decode.replays.total() > 20
     assert alone.steps - 19 < max(len(call.ids) for call in calls[:2]) - 10
     assert counters.spec_forced_tokens >= counters.spec_accepted_forced > 20
+    assert counters.spec_drafts == counters.spec_draft_tokens == 0
+
+
+@pytest.mark.parametrize("completion", [Immediate, Deferred])
+def test_larger_batches_verify_fewer_forced_tokens(completion: type[Completion]) -> None:
+    """More than five requests: up to three tokens each, and more once requests have ended."""
+    shape = Shape(completion=completion, grammars=tiny_compiler(), page_size=4, step=with_forced_tokens)
+    with NodeCluster(shape) as cluster:
+        calls = [submit(cluster, "record", 9 + n) for n in range(3)]
+        calls += [submit(cluster, "record", 9 + n, seed=n, **RANDOM) for n in range(2)]
+        calls += [cluster.submit(prompt_of(9), 60), cluster.submit(prompt_of(9), 60, seed=3, **RANDOM)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+        _, wide, narrow = (graphs.forward.graphs.counters for graphs in cluster.decode.steps.graphs)
+        counters = cluster.decode.link.counters
+    assert narrow.replays.total() + narrow.fallbacks.total() > 0
+    assert wide.replays.total() + wide.fallbacks.total() > 0
+    assert counters.spec_accepted_forced > 20
     assert counters.spec_drafts == counters.spec_draft_tokens == 0
 
 
