@@ -1,8 +1,8 @@
 """Rules for fields of a request body that the schema in `openai_schema` does not declare.
 
-Three kinds of names: fields that never change an answer are ignored silently; fields of vLLM and SGLang that tandem
-does not serve are refused by name, because ignoring them would change the answer; unknown names are ignored with one
-warning per name, or refused if the cluster file sets `router.strict_fields`.
+Three kinds of names: fields that never change an answer are ignored silently; fields of OpenAI, vLLM and SGLang that
+tandem does not serve are refused by name, because ignoring them would change the answer; unknown names are ignored with
+one warning per name, or refused if the cluster file sets `router.strict_fields`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,30 @@ MAX_WARNED = 256  # names that one router process warns about
 MAX_REPORTED = 16  # unknown names of one request that are looked at
 MAX_NAME = 64  # characters of a name in a warning or an error
 
-# OpenAI's labels and hints: billing, storage and cache routing.
+# OpenAI's labels and hints: billing, storage, cache routing, and the length that answers should have.
 IGNORED = frozenset(
     {
         "metadata",
         "prediction",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "service_tier",
         "store",
         "user",
+        "verbosity",
     }
 )
 
-# Field of vLLM or SGLang -> values that have no effect; null never has one.
+# Field of OpenAI, vLLM or SGLang -> values that have no effect; null never has one.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    "access_programs": (),
+    "background_options": ({},),
     "bootstrap_host": (),
     "bootstrap_port": (),
     "bootstrap_room": (),
+    "context_management": ([],),
     "custom_labels": ({},),
     "custom_logit_processor": (),
     "custom_params": ({},),
@@ -46,6 +51,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "echo": (False,),  # of a chat
     "ec_transfer_params": (),
     "extra_key": (),
+    "image": ({},),
     "images_config": ({},),
     "input_ids": (),
     "kv_transfer_params": ({},),
@@ -53,6 +59,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "media_io_kwargs": ({},),
     "min_dynamic_patch": (),
     "mm_processor_kwargs": ({},),
+    "moderation": (),
     "ngram_corpus_id": (),
     "no_stop_trim": (False,),
     "repetition_detection": (),

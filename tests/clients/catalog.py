@@ -23,6 +23,10 @@ class Client:
     seconds: float = 900.0
 
 
+# What the benchmark clients of vLLM and SGLang import; neither is installed with its dependencies.
+VLLM_IMPORTS = ("cbor2", "psutil", "openai-harmony", "cloudpickle", "pybase64", "cachetools", "py-cpuinfo")
+SGLANG_IMPORTS = ("orjson", "psutil", "pybase64", "starlette", "ipython", "datasets")
+
 CLIENTS = (
     Client("openai (Python)", Python(("openai",)), "python/openai_client.py"),
     Client("openai (JavaScript)", Node(("openai", "zod")), "javascript/openai.mjs"),
@@ -32,4 +36,21 @@ CLIENTS = (
     Client("llama-index", Python(("llama-index-llms-openai-like",)), "python/llama_index_client.py"),
     Client("instructor", Python(("instructor",)), "python/instructor_client.py"),
     Client("pydantic-ai", Python(("pydantic-ai-slim[openai]",)), "python/pydantic_ai_client.py"),
+    Client("dspy", Python(("dspy",)), "python/dspy_client.py"),
+    Client("smolagents", Python(("smolagents[openai]",)), "python/smolagents_client.py", seconds=1500),
+    Client("openai-agents", Python(("openai-agents",)), "python/openai_agents_client.py"),
+    Client("anthropic (Python)", Python(("anthropic",)), "python/anthropic_client.py"),
+    Client("anthropic (JavaScript)", Node(("@anthropic-ai/sdk",)), "javascript/anthropic.mjs"),
+    Client(
+        "Vercel AI SDK",
+        Node(("ai", "@ai-sdk/openai-compatible", "@ai-sdk/openai", "zod")),
+        "javascript/vercel_ai.mjs",
+    ),
+    Client("aiperf", Python(("aiperf",)), "programs/aiperf.py"),
+    Client("guidellm", Python(("guidellm",), shared=True), "programs/guidellm.py"),
+    Client("vllm bench", Python(VLLM_IMPORTS, shared=True, alone="vllm"), "programs/vllm_bench.py"),
+    Client("sglang bench", Python(SGLANG_IMPORTS, shared=True, alone="sglang"), "programs/sglang_bench.py"),
+    Client("lm-eval", Python(("lm-eval[api]",), shared=True), "programs/lm_eval.py", seconds=1800),
+    Client("vllm-router", Python(("vllm-router",)), "programs/vllm_router.py"),
+    Client("smg", Python(("smg",)), "programs/smg.py"),
 )

@@ -19,12 +19,13 @@ class Python:
     Attributes:
         packages: requirements for pip; the client itself first.
         shared: packages of this Python are visible too: torch, which is too large to be installed again.
-        options: further options for pip.
+        alone: a client that is installed without its dependencies, because they include libraries for GPUs; `packages`
+            are then those that its commands import.
     """
 
-    packages: tuple[str, ...]
+    packages: tuple[str, ...] = ()
     shared: bool = False
-    options: tuple[str, ...] = ()
+    alone: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class InstallError(Exception):
 def install(wanted: Python | Node, directory: Path) -> None:
     """Install into `directory`, unless the same packages are there. Raises InstallError with the end of the log."""
     done = directory / "installed.json"
-    spec = json.dumps([type(wanted).__name__, *wanted.packages])
+    spec = repr(wanted)
     if done.exists() and done.read_text() == spec:
         return
     directory.mkdir(parents=True, exist_ok=True)
@@ -52,7 +53,9 @@ def install(wanted: Python | Node, directory: Path) -> None:
         if wanted.shared:
             [site] = directory.glob("lib/python3.*/site-packages")
             (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        pip = [str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet", *wanted.options]
+        pip = [str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        if wanted.alone:
+            _run([*pip, "--no-deps", wanted.alone])
         _run([*pip, *wanted.packages])
     done.write_text(spec)
 
@@ -62,7 +65,7 @@ def version(wanted: Python | Node, directory: Path) -> str:
     if isinstance(wanted, Node):
         found = json.loads((directory / "node_modules" / wanted.packages[0] / "package.json").read_text())
         return str(found["version"])
-    name = wanted.packages[0].partition("[")[0]
+    name = wanted.alone or wanted.packages[0].partition("[")[0]
     program = f"import importlib.metadata; print(importlib.metadata.version({name!r}))"
     return subprocess.run(
         [str(directory / "bin" / "python"), "-c", program], check=True, capture_output=True, text=True

@@ -1,0 +1,26 @@
+"""Runs the commands of a client, each with a deadline."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+DIRECTORY = Path(os.environ.get("CLIENTS_DIRECTORY", "."))
+MODEL_PATH = os.environ.get("CLIENTS_MODEL_PATH", "")
+BIN = DIRECTORY / "bin"
+
+
+def run(program: str, *arguments: str, seconds: float = 280) -> str:
+    """Return the output of a program of the client's environment. Raises AssertionError with its end if it fails."""
+    ended = subprocess.run(
+        [str(BIN / program), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+        cwd=DIRECTORY,
+    )
+    print(ended.stdout)
+    assert ended.returncode == 0, f"exit {ended.returncode}: {ended.stdout[-400:]}"
+    return ended.stdout

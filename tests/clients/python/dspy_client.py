@@ -1,0 +1,82 @@
+"""dspy: predictions with its chat and JSON adapters, chains of thought, typed signatures, streams and agents."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import dspy
+from pydantic import BaseModel, Field
+
+from tests.clients.features import KEY, MODEL, PENALTY, QUESTION, V1, Features, solved
+
+features = Features()
+case = features.case
+link: dict[str, Any] = {"api_base": V1, "api_key": KEY, "cache": False, "num_retries": 0}
+plain = dspy.LM(f"openai/{MODEL}", **link, temperature=0, max_tokens=300)
+typed = dspy.LM(f"openai/{MODEL}", **link, temperature=0, max_tokens=600, frequency_penalty=PENALTY)
+
+
+class Forecast(BaseModel):
+    city: Literal["Paris", "Oslo"]
+    days: int = Field(ge=1, le=7)
+
+
+class Weather(dspy.Signature):
+    """Write a forecast."""
+
+    question: str = dspy.InputField()
+    forecast: Forecast = dspy.OutputField()
+
+
+@case("model called directly")
+def direct() -> None:
+    [text] = plain(messages=[{"role": "user", "content": QUESTION}])
+    solved(text if isinstance(text, str) else text["text"])
+
+
+@case("asynchronous call")
+async def asynchronous() -> None:
+    [text] = await plain.acall(messages=[{"role": "user", "content": QUESTION}])
+    solved(text if isinstance(text, str) else text["text"])
+
+
+@case("several answers")
+def several() -> None:
+    unsure = [{"role": "user", "content": "Hello"}]
+    assert len(plain(messages=unsure, n=3, temperature=1.5, max_tokens=16)) == 3
+
+
+@case("Predict with the JSON adapter: json_schema")
+def json_adapter() -> None:
+    with dspy.context(lm=typed, adapter=dspy.JSONAdapter()):
+        assert isinstance(dspy.Predict(Weather)(question=QUESTION).forecast, Forecast)
+
+
+@case("ChainOfThought with the JSON adapter")
+def chain_of_thought() -> None:
+    class Reasoned(dspy.Signature):
+        """Choose a city."""
+
+        question: str = dspy.InputField()
+        city: Literal["Paris", "Oslo"] = dspy.OutputField()
+
+    with dspy.context(lm=typed, adapter=dspy.JSONAdapter()):
+        found = dspy.Predict(Reasoned)(question=QUESTION)
+    assert found.city in ("Paris", "Oslo")
+
+
+@case("responses")
+def responses() -> None:
+    lm = dspy.LM(f"openai/{MODEL}", **link, temperature=0, model_type="responses")
+    [answer] = lm(messages=[{"role": "user", "content": QUESTION}])
+    solved(answer if isinstance(answer, str) else answer["text"])
+
+
+@case("text completion")
+def text_completion() -> None:
+    lm = dspy.LM(f"text-completion-openai/{MODEL}", **link, max_tokens=8, model_type="text")
+    assert lm(prompt=QUESTION[: len(QUESTION) // 2])
+
+
+if __name__ == "__main__":
+    features.run()
