@@ -65,7 +65,6 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "request_id": (),
     "return_cached_tokens_details": (False,),
-    "return_hidden_states": (False,),
     "return_meta_info": (False,),
     "return_prompt_token_ids": (False,),
     "return_routed_experts": (False,),
