@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from common.errors import Overloaded
@@ -132,8 +131,7 @@ class Admission:
         """Number of clients that are remembered: those of waiting and of admitted requests."""
         return self._queue.clients
 
-    @asynccontextmanager
-    async def let_in(
+    async def enter(
         self,
         client: str,
         prompt_tokens: int,
@@ -141,10 +139,11 @@ class Admission:
         patience: float,
         weight: int = 1,
         priority: int = 0,
-    ) -> AsyncIterator[None]:
-        """Wait for room; inside the context the request counts as in flight. `weight` and `priority`: see FairQueue.
+    ) -> int:
+        """Wait for room. The request counts as in flight until `leave`, which takes the returned cost.
 
-        Raises Overloaded if the request would wait, or has waited, longer than `patience` or the configured limit.
+        `weight` and `priority`: see FairQueue. Raises Overloaded if the request would wait, or has waited, longer than
+        `patience` or the configured limit.
         """
         cost = prompt_tokens + min(max_tokens, self._reserved)
         if not len(self._queue) and self._fits(cost):
@@ -153,14 +152,15 @@ class Admission:
         else:
             waiting = Waiting(client, cost, self._clock(), weight, priority=priority)
             await self._wait(waiting, min(patience, self._longest_wait))
-        try:
-            yield
-        finally:
-            self._tokens -= cost
-            self._requests -= 1
-            self._finished.add(cost)
-            self._queue.leave(client)
-            self._open_gates()
+        return cost
+
+    def leave(self, client: str, cost: int) -> None:
+        """Count the end of a request, and admit others."""
+        self._tokens -= cost
+        self._requests -= 1
+        self._finished.add(cost)
+        self._queue.leave(client)
+        self._open_gates()
 
     def open_all(self) -> None:
         """Admit every waiting request: the router is shutting down, and each request ends with its own error."""

@@ -82,10 +82,14 @@ class RouterApp:
     incarnation: str
     events: EventLog
     # set last: `openai` and the handlers of `http` call this object
+    limited: ServedModel = field(init=False)  # the model as it was served last
     openai: OpenAiRoutes = field(init=False)
     http: HttpListeners = field(init=False)
     draining: bool = False
     paused: bool = False  # refuses new requests as `draining` does, but an operator can resume it
+
+    def __post_init__(self) -> None:
+        self.limited = self.model
 
     async def start(self) -> None:
         """Listen for nodes, start the text workers, then listen for clients. Raises ConfigError or ModelError."""
@@ -125,11 +129,12 @@ class RouterApp:
     def served(self) -> ServedModel:
         """The served model, with the context length that every node supports."""
         limit = self.registry.max_model_len
-        return (
-            self.model
-            if limit is None
-            else replace(self.model, max_model_len=min(limit, self.model.max_model_len))
-        )
+        if limit is None:
+            return self.model
+        limit = min(limit, self.model.max_model_len)
+        if self.limited.max_model_len != limit:
+            self.limited = replace(self.model, max_model_len=limit)
+        return self.limited
 
     def admitting(self) -> ServedModel:
         """Return `served()` for a request that generates. Raises Unavailable while draining or paused."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -20,6 +21,8 @@ EXPOSED = "X-Request-Id, Retry-After, X-Should-Retry, " + ", ".join(
     f"X-RateLimit-{what}-{of}" for what in ("Limit", "Remaining", "Reset") for of in ("Requests", "Tokens")
 )
 MAX_AGE_SECONDS = 600
+MAX_REMEMBERED = 255  # characters of a Host header whose parts are remembered
+LONGEST_ADDRESS = 64  # characters, with a zone
 _REQUEST_HEADER = re.compile(
     r"(authorization|content-type|accept|user-agent|x-api-key|x-request-id|(openai|anthropic|x-stainless)-[a-z-]+)"
 )
@@ -94,20 +97,32 @@ class HostRule:
     def _is_ours(self, host: str, request: web.Request) -> bool:
         if host in self._allowed or host == "localhost" or host.endswith(".localhost"):
             return True
-        try:
-            address = ipaddress.ip_address(host)
-        except ValueError:
+        if len(host) > LONGEST_ADDRESS or (loopback := _is_loopback(host)) is None:
             return False
         bound = request.transport.get_extra_info("sockname") if request.transport is not None else None
-        return address.is_loopback or (bound is not None and host == _plain(bound[0]))
+        return loopback or (bound is not None and host == _plain(bound[0]))
 
 
 def _host_of(header: str) -> str:
     """The host name of the Host header, without port; "" if it cannot be parsed."""
+    return _parsed_host(header) if len(header) <= MAX_REMEMBERED else _parsed_host.__wrapped__(header)
+
+
+@lru_cache(maxsize=1024)
+def _parsed_host(header: str) -> str:
     try:
         return _plain(urlsplit(f"//{header}").hostname or "")
     except ValueError:
         return ""
+
+
+@lru_cache(maxsize=1024)
+def _is_loopback(host: str) -> bool | None:
+    """Whether an address is a loopback address; None for what is no address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return None
 
 
 def _plain(host: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from contextlib import aclosing, suppress
 from functools import partial
 
 import msgspec
@@ -191,11 +191,15 @@ class Dispatcher:
         try:
             self.poison.check(flight)
             await request.share.wait(timeout)
-            async with self._let_in(request, timeout), aclosing(self._attempt_until_done(flight)) as deltas:
+            cost = await self._enter(request, timeout)
+            try:
                 timeline.mark("admitted", time.monotonic())
-                async for delta in deltas:
-                    finished = delta.finish_reason
-                    yield delta
+                async with aclosing(self._attempt_until_done(flight)) as deltas:
+                    async for delta in deltas:
+                        finished = delta.finish_reason
+                        yield delta
+            finally:
+                self.admission.leave(request.client, cost)
             timeline.outcome = finished or "aborted"
         except AnswerComplete:
             timeline.outcome = FINISH_STOP
@@ -219,10 +223,11 @@ class Dispatcher:
             self._metrics.request_finished(timeline, len(request.token_ids), tokens)
             self._log.info("request finished", tokens=tokens, **timeline.report())
 
-    def _let_in(self, request: GenerationRequest, patience: float) -> AbstractAsyncContextManager[None]:
+    async def _enter(self, request: GenerationRequest, patience: float) -> int:
+        """Wait for room; return the cost that the request occupies."""
         prompt, wanted = len(request.token_ids), request.sampling.max_tokens
         order = request.weight, request.priority
-        return self.admission.let_in(request.client, prompt, wanted, patience, *order)
+        return await self.admission.enter(request.client, prompt, wanted, patience, *order)
 
     async def _attempt_until_done(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
         loop = asyncio.get_running_loop()

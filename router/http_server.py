@@ -7,8 +7,7 @@ before any middleware runs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -82,16 +81,14 @@ class _Protocol(web.RequestHandler):
         if transport is not None:
             transport.abort()
 
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """A request is being answered in this context: the connection is not idle."""
-        if self._limit is None:
-            yield
-            return
-        self._limit.busy(self)
-        try:
-            yield
-        finally:
+    def busy(self) -> None:
+        """A request is being answered: the connection is not idle."""
+        if self._limit is not None:
+            self._limit.busy(self)
+
+    def idle(self) -> None:
+        """The request has been answered."""
+        if self._limit is not None:
             self._limit.idle(self)
 
     def data_received(self, data: bytes) -> None:
@@ -179,8 +176,11 @@ def _checked(handler: Handler) -> Handler:
         if request.headers.get(hdrs.EXPECT, "100-continue").lower() != "100-continue":
             return refused_connection(417, "the only supported Expect is 100-continue")
         assert isinstance(request.protocol, _Protocol)
-        with request.protocol.answering():
+        request.protocol.busy()
+        try:
             return await handler(request)
+        finally:
+            request.protocol.idle()
 
     return handle
 

@@ -8,6 +8,7 @@ import os
 import socket
 import ssl
 import stat
+from functools import lru_cache
 from pathlib import Path
 
 from common.errors import ConfigError
@@ -99,6 +100,7 @@ def peer_of(transport: asyncio.BaseTransport | None) -> str | None:
     return client_address(str(peer[0])) if isinstance(peer, tuple) else None
 
 
+@lru_cache(maxsize=4096)
 def client_address(text: str) -> str:
     """One name per client: for IPv6 its /64 network, because one host may have all addresses of it."""
     try:

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from common.messages.generation import FINISH_LENGTH, FINISH_STOP
 from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
 from router.node_health import Condition
 from router.node_registry import Node
@@ -135,6 +136,7 @@ class RouterMetrics(Collector):
             ("model_name", "finished_reason"),
             registry=self._registry,
         )
+        self._ended: dict[str, Counter] = {}  # finish reason -> its series, once it was counted
         self._errors = Counter(
             "tandem_request_errors", "Requests by error", ("code",), registry=self._registry
         )
@@ -149,8 +151,11 @@ class RouterMetrics(Collector):
         first = timeline.stages.get("first_token")
         if first is not None:
             self._ttft.observe(first)
-        if timeline.outcome in ("stop", "length"):
-            self._success.labels(self._model, timeline.outcome).inc()
+        if timeline.outcome in (FINISH_STOP, FINISH_LENGTH):
+            ended = self._ended.get(timeline.outcome)
+            if ended is None:
+                ended = self._ended[timeline.outcome] = self._success.labels(self._model, timeline.outcome)
+            ended.inc()
             self._e2e.observe(timeline.stages["finished"])
             self._prompt.observe(prompt_tokens)
             self._generated.observe(generated_tokens)

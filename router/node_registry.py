@@ -49,23 +49,16 @@ class Node:
     lost_by: LossCause | None = None  # set when it is lost
     # incarnation -> when it first asked for the name
     contenders: dict[str, float] = field(default_factory=dict)
+    # of its registration
+    name: str = field(init=False)
+    incarnation: str = field(init=False)
+    role: Role = field(init=False)
+    routing_id: str = field(init=False)  # of its control link
 
-    @property
-    def name(self) -> str:
-        return self.register.node.name
-
-    @property
-    def incarnation(self) -> str:
-        return self.register.node.incarnation
-
-    @property
-    def routing_id(self) -> str:
-        """The routing id of its control link."""
-        return self.register.link_id()
-
-    @property
-    def role(self) -> Role:
-        return self.register.node.role
+    def __post_init__(self) -> None:
+        ref = self.register.node
+        self.name, self.incarnation, self.role = ref.name, ref.incarnation, ref.role
+        self.routing_id = self.register.link_id()
 
     @property
     def eligible(self) -> bool:

@@ -77,6 +77,7 @@ class Format(ABC):
         self._head = {"id": identity, "created": created, "model": model, "system_fingerprint": FINGERPRINT}
         self._names = names
         self._logprobs = logprobs
+        self._before: dict[int, bytes] = {}  # choice -> an event with text only, up to the text
         self._open = b"data: " + _encode({"object": self.part, **self._head})[:-1] + b',"choices":['
 
     @property
@@ -155,6 +156,20 @@ class ChatFormat(Format):
         return b"".join(self._event(chunk(i, delta, b"null", b"null"), usage) for i in range(choices))
 
     def events(self, piece: Piece, usage: bytes) -> bytes:
+        if self._logprobs is None and piece.finish_reason is None:
+            if not piece.text:
+                return b""
+            before = self._before.get(piece.index)
+            if before is None:
+                before = self._before[piece.index] = b'%b{"index":%d,"delta":{"content":' % (
+                    self._open,
+                    piece.index,
+                )
+            return b'%b%b},"logprobs":null,"finish_reason":null}]%b}\n\n' % (
+                before,
+                _encode(piece.text),
+                usage,
+            )
         events = b""
         if piece.text or (self._logprobs is not None and piece.tokens):
             logprobs = b"null" if self._logprobs is None else _encode(self._listed([piece]))
@@ -201,6 +216,17 @@ class CompletionFormat(Format):
         return b'{"index":%d,"text":' % index
 
     def events(self, piece: Piece, usage: bytes) -> bytes:
+        if self._logprobs is None and piece.finish_reason is None:
+            if not piece.text:
+                return b""
+            before = self._before.get(piece.index)
+            if before is None:
+                before = self._before[piece.index] = b'%b{"index":%d,"text":' % (self._open, piece.index)
+            return b'%b%b,"logprobs":null,"finish_reason":null}]%b}\n\n' % (
+                before,
+                _encode(piece.text),
+                usage,
+            )
         listed = self._listed([piece])
         if not (piece.text or piece.finish_reason or (listed is not None and piece.tokens)):
             return b""

@@ -189,7 +189,9 @@ class OpenAiRoutes:
             choices += self._maker.make(
                 request, body, model, list(ids), index, "max_tokens", logprobs, grammar, batch, text=text
             )
-            await asyncio.sleep(0)  # let other tasks run between many prompts
+            if len(encoded) > 1:
+                # Other requests run between many prompts.
+                await asyncio.sleep(0)
         identity = COMPLETION_ID + request[request_id_key]
         kind = EchoFormat if body.echo else CompletionFormat
         form = kind(identity, model.name, int(time.time()), self._names(body), logprobs)

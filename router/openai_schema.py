@@ -337,6 +337,9 @@ _PROMPT_KINDS = (
 )
 
 
+_INTS = frozenset((int,))
+
+
 def _check_ids(ids: list[Any], max_tokens: int) -> None:
-    if len(ids) <= max_tokens and not all(type(each) is int for each in ids):
+    if len(ids) <= max_tokens and not {*map(type, ids)} <= _INTS:
         raise InvalidRequest(_PROMPT_KINDS, param="prompt")

@@ -90,6 +90,8 @@ class LeastLoaded:
         self._shares = Shares()
 
     def choose(self, candidates: Sequence[Candidate]) -> Candidate:
+        if len(candidates) == 1:
+            return candidates[0]
         full, due = self._shares.split(candidates)
         ranked = [((self._cost(c) / max(c.weight, LEAST_WEIGHT), c.assigned), c) for c in (*full, *due)]
         least = min(rank for rank, _ in ranked)

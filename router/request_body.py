@@ -106,6 +106,10 @@ async def received(request: web.Request) -> AsyncIterator[Received]:
 
 
 async def _fill(body: Received, request: web.Request) -> None:
+    if request.content.is_eof() and (request.content_length or 0) <= SMALL_BODY:
+        # A small body that has arrived with the head: nothing has to be awaited, so no timer is needed.
+        await body.add(request.content.read_nowait())
+        return
     turns, first = request.app[pieces_key], True
     waiting = True
     try:

@@ -30,6 +30,7 @@ class SseWriter:
         self._timeout = write_timeout
         self.response = web.StreamResponse(headers={**HEADERS, REQUEST_ID: request[request_id_key]})
         self.started = False
+        self._chunked = False
         self._transport: asyncio.Transport | None = None  # once the head of the answer was sent
 
     async def start(self) -> None:
@@ -38,6 +39,7 @@ class SseWriter:
             self.response.enable_chunked_encoding()
         async with self._watched():
             await self.response.prepare(self._request)
+        self._chunked = self.response.chunked
 
     def has_room(self) -> bool:
         """Whether `write_now` may be called: events have been sent, and the client keeps up with them."""
@@ -57,9 +59,7 @@ class SseWriter:
         """Write events without waiting; b"" writes nothing. Only while `has_room`, so the buffer stays bounded."""
         if events:
             assert self._transport is not None
-            self._transport.write(
-                b"%x\r\n%b\r\n" % (len(events), events) if self.response.chunked else events
-            )
+            self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
 
     async def send(self, events: bytes) -> None:
         """Send events in one write; b"" sends nothing."""

@@ -101,7 +101,8 @@ class Tokenizer:
 
         `kept`: special tokens that are never skipped.
         """
-        skip = self._special - kept if skip_special_tokens else frozenset[int]()
+        special = self._special - kept if kept else self._special
+        skip = special if skip_special_tokens else frozenset[int]()
         if self._bytes is not None:
             return ByteDecoder(self._bytes, skip, prompt)
         return WindowDecoder(

@@ -55,6 +55,9 @@ class Kind(enum.IntEnum):
     RESET = 5
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """The header of a frame with a correct digest."""
@@ -74,8 +77,8 @@ def read_header(header: bytes, payload: bytes) -> Header:
     """Parse a header. Raises ProtocolError for a frame that is damaged or does not belong to a session."""
     try:
         kind, epoch, number, acknowledged, digest = HEADER.unpack(header)
-        known = Kind(kind)
-    except (struct.error, ValueError):
+        known = _KINDS[kind]
+    except (struct.error, KeyError):
         raise ProtocolError("not a frame of a session") from None
     if digest != _digest(kind, epoch, number, acknowledged, payload):
         raise ProtocolError("a damaged frame")

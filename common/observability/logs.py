@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -18,15 +19,19 @@ from common.observability.stderr_file import STDERR, StderrFile
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
+@lru_cache(maxsize=4)
+def _second(seconds: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+
+
 class _JsonFormatter(logging.Formatter):
     def __init__(self, node: str) -> None:
         super().__init__()
         self._node = node
 
     def format(self, record: logging.LogRecord) -> str:
-        wall = time.gmtime(record.created)
         line: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", wall) + f".{int(record.msecs):03d}Z",
+            "time": f"{_second(int(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "node": self._node,
             "event": record.getMessage(),
@@ -99,7 +104,10 @@ class Log:
 
     def _emit(self, level: int, event: str, fields: dict[str, object]) -> None:
         if self._logger.isEnabledFor(level):
-            self._logger.log(level, event, extra={"fields": fields})
+            # Not by `log`, which looks for the file and line of the caller: nothing shows them.
+            logger = self._logger
+            record = logger.makeRecord(logger.name, level, "", 0, event, (), None, extra={"fields": fields})
+            logger.handle(record)
 
 
 def configure(node: str, level: str, max_bytes: int | None = None) -> None:
@@ -109,6 +117,8 @@ def configure(node: str, level: str, max_bytes: int | None = None) -> None:
     """
     handler = _StderrHandler(None if max_bytes is None else StderrFile(max_bytes))
     handler.setFormatter(_JsonFormatter(node))
+    # Nothing shows the thread and process of a record.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

@@ -41,9 +41,12 @@ class Rig:
         self.leave[name] = asyncio.Event()
 
         async def run() -> None:
-            async with self.admission.let_in(client, prompt, max_tokens, patience, priority=priority):
+            cost = await self.admission.enter(client, prompt, max_tokens, patience, priority=priority)
+            try:
                 self.inside.append(name)
                 await self.leave[name].wait()
+            finally:
+                self.admission.leave(client, cost)
 
         self.tasks[name] = asyncio.create_task(run())
 
