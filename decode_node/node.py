@@ -24,6 +24,7 @@ from common.errors import (
     TransferFailed,
     Unavailable,
 )
+from common.grammar.token_rules import constraint_of
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import OutputToken
 from common.messages.router_inbox import Failed, TokenRun, Tokens
@@ -179,8 +180,8 @@ class DecodeNode:
                 priority=message.priority,
             )
             self._check(request)
-            if request.sampling.grammar:
-                request.compilation = self._grammars.start(request.sampling.grammar, self._clock)
+            vocab_size = self._limits.vocab_size
+            request.compilation = constraint_of(request.sampling, self._grammars, vocab_size, self._clock)
             self._peers.ensure(message.prefill)
         except RequestError as error:
             self._link.send(Failed.of(message.room, error))

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from common.engine.sampling.sampling_plan import finish_reason
 from common.engine.state.draft_row import NO_DRAFT, DraftRow
 from common.errors import RequestError
-from common.grammar import Compilation, Matcher
+from common.grammar.token_rules import Follower, Waiting
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
 from common.messages.generation import FINISH_STOP, ImageSpan, OutputToken, SamplingParams
@@ -59,8 +59,8 @@ class DecodeRequest:
     trusted: bool = True  # False after non-finite logits: the prefix cache must not keep its KV
     retract: bool = False  # leaves the batch as soon as nothing is in flight
     backup: BackupSize | None = None
-    compilation: Compilation | None = None  # of its grammar, until `matcher` is set
-    matcher: Matcher | None = None  # has followed the answer so far
+    compilation: Waiting | None = None  # of its grammar, until `matcher` is set
+    matcher: Follower | None = None  # has followed the answer so far
     forced: tuple[int, ...] = ()  # the next tokens that its grammar forces, as drafts of its next step
     draft: DraftRow = NO_DRAFT  # initial draft state of its row, after hand-over or resume
     stages: dict[str, float] = field(default_factory=dict)
@@ -143,8 +143,8 @@ class DecodeRequest:
         if self.matcher is None:
             return "the model produced non-finite logits"
         return (
-            "no token could be drawn: logit_bias or min_tokens leaves none of those that the grammar allows, or the "
-            "model produced non-finite logits"
+            "no token could be drawn: logit_bias or min_tokens leaves none of those that the grammar, "
+            "allowed_token_ids and bad_words allow, or the model produced non-finite logits"
         )
 
     @property

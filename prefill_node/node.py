@@ -18,6 +18,7 @@ from common.errors import (
     RequestError,
     TransferFailed,
 )
+from common.grammar.token_rules import constraint_of
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
 from common.kv_cache.radix_cache import Keys
@@ -166,8 +167,8 @@ class PrefillNode:
             keys = self._check(message)
             self._images.check(message.images, self._waiting_images() if message.images else ())
             with_images(keys, message.images)  # raises InvalidRequest for spans that do not fit
-            grammar = message.sampling.grammar
-            compilation = self._grammars.start(grammar, self._clock) if grammar else None
+            vocab_size = self._limits.vocab_size
+            compilation = constraint_of(message.sampling, self._grammars, vocab_size, self._clock)
             self._sender.expect(message.room, now + message.deadline_ms / 1000, (message.decode,))
         except RequestError as error:
             self._link.send(Failed.of(message.room, error))

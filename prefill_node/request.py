@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from common.engine.sampling.sampling_plan import finish_reason
 from common.engine.state.draft_row import NO_DRAFT, DraftRow
 from common.errors import RequestError
-from common.grammar import Compilation, Matcher
+from common.grammar.token_rules import Follower, Waiting
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
 from common.kv_cache.radix_cache import Keys
@@ -36,8 +36,8 @@ class PrefillRequest:
     images: tuple[ImageSpan, ...] = ()  # their pixels stay with the worker
     priority: int = 0  # lower goes first
     salt: bytes = b""  # its pages in the prefix cache are found only with the same salt
-    compilation: Compilation | None = None  # of its grammar, until `matcher` and `mask` are set
-    matcher: Matcher | None = None  # has followed the answer so far
+    compilation: Waiting | None = None  # of its grammar, until `matcher` and `mask` are set
+    matcher: Follower | None = None  # has followed the answer so far
     mask: bytes = b""  # the tokens that may come first, one row of common.grammar.matcher.Masks; empty: all
     granted: bool = False  # the decode node has reserved its pages
     lease: PageLease | None = None  # pages for the whole prompt, from admission to settlement
@@ -109,8 +109,8 @@ class PrefillRequest:
         if self.matcher is None:
             return "the model produced non-finite logits"
         return (
-            "no token could be drawn: logit_bias or min_tokens leaves none of those that the grammar allows, or the "
-            "model produced non-finite logits"
+            "no token could be drawn: logit_bias or min_tokens leaves none of those that the grammar, "
+            "allowed_token_ids and bad_words allow, or the model produced non-finite logits"
         )
 
     def complete_pages(self, computed: int, page_size: int) -> int:

@@ -9,6 +9,7 @@ from aiohttp import web
 from msgspec.structs import replace
 
 from common.errors import InvalidRequest
+from common.messages.generation import TokenRules
 from router.choice_count import choice_count, samplings
 from router.client import cache_salt, client_key
 from router.generation import Batch, GenerationRequest, PromptImage
@@ -58,6 +59,7 @@ class ChoiceMaker:
         images: tuple[PromptImage, ...] = (),
         kept: frozenset[int] = frozenset(),
         text: str | None = None,
+        rules: TokenRules | None = None,
     ) -> list[Choice]:
         """Return the choices of one prompt, which is number `index` of the request. Raises InvalidRequest.
 
@@ -71,6 +73,8 @@ class ChoiceMaker:
         if prompt_only:
             wanted = 1  # the prefill node draws a token, which is dropped
         sampling = sampling_params(body, len(prompt), model, wanted, max_field, logprobs, grammar)
+        if rules is not None:
+            sampling = replace(sampling, token_rules=rules)
         scores = _prompt_logprobs(body, logprobs, len(prompt))
         if scores is not None:
             sampling = replace(sampling, prompt_logprobs=scores)

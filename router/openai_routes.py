@@ -52,6 +52,7 @@ from router.request_checks import (
 )
 from router.text_service import TextService
 from router.token_names import IdNames, TokenNames
+from router.token_rules import token_rules
 from router.tokenizer import Tokenizer
 from router.turns import Turns
 
@@ -124,6 +125,7 @@ class OpenAiRoutes:
         check_prompt(prompt, model, "messages")
         answer = ChatAnswer(chat, model.answers, prompt, self._tokenizer)
         grammar = await self._texts.grammar(answer.constraint(read_constraint(body)), model)
+        rules = await token_rules(body, model, self._texts)
         choices = self._maker.make(
             request,
             body,
@@ -136,6 +138,7 @@ class OpenAiRoutes:
             Batch(),
             rendered.placed,
             answer.kept,
+            rules=rules,
         )
         identity = CHAT_ID + request[request_id_key]
         head = (identity, model.name, int(time.time()), self._names(body), logprobs)
@@ -181,13 +184,24 @@ class OpenAiRoutes:
                 param="prompt",
             )
         grammar = await self._texts.grammar(read_constraint(body), model)
+        rules = await token_rules(body, model, self._texts)
         encoded = await self._encoded(given, body, model)
         memory.release()
         for index, (name, ids) in enumerate(encoded.items()):
             check_prompt(ids, model, name)
             text = prompt if isinstance(prompt := given[index], str) else None
             choices += self._maker.make(
-                request, body, model, list(ids), index, "max_tokens", logprobs, grammar, batch, text=text
+                request,
+                body,
+                model,
+                list(ids),
+                index,
+                "max_tokens",
+                logprobs,
+                grammar,
+                batch,
+                text=text,
+                rules=rules,
             )
             if len(encoded) > 1:
                 # Other requests run between many prompts.

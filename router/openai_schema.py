@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import InvalidRequest
-from common.messages.generation import MAX_BIASES
+from common.messages.generation import MAX_ALLOWED, MAX_BAD_WORDS, MAX_BIASES
 from router.chat.request_fields import Identity, NamedChoice, Tool, ToolCall
 from router.field_rules import refuse_unless_neutral
 from router.grammar.constraint import read_constraint, with_schema_texts
@@ -26,6 +26,7 @@ MAX_STOP_LENGTH = 256
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 64  # prompts in one completions request
 MAX_STOP_TOKENS = 128
+MAX_BAD_WORD_LENGTH = 256  # characters
 MAX_PARTS = 8192  # content parts over all messages, in a large body
 TOP_LOGPROBS = 20
 
@@ -91,6 +92,8 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     priority: int | None = None  # lower goes first
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[Annotated[str, Meta(max_length=MAX_BAD_WORD_LENGTH)]] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -108,8 +111,6 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None  # alternatives listed with each token of the prompt
     use_beam_search: Any = None
     length_penalty: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
     logits_processors: Any = None
     truncate_prompt_tokens: Any = None
     prompt_embeds: Any = None
@@ -158,8 +159,6 @@ class CompletionRequest(SharedFields, frozen=True, kw_only=True):
 NOT_YET: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "logits_processors": ([],),
     "truncate_prompt_tokens": (),
     "prompt_embeds": (),
@@ -269,11 +268,17 @@ def _check_sizes(request: SharedFields) -> None:
         raise InvalidRequest(
             f"stop_token_ids takes at most {MAX_STOP_TOKENS} token ids", param="stop_token_ids"
         )
+    if len(request.allowed_token_ids or ()) > MAX_ALLOWED:
+        raise InvalidRequest(
+            f"allowed_token_ids takes at most {MAX_ALLOWED} token ids", param="allowed_token_ids"
+        )
+    if len(request.bad_words or ()) > MAX_BAD_WORDS // 2:
+        raise InvalidRequest(f"bad_words takes at most {MAX_BAD_WORDS // 2} words", param="bad_words")
     if len(request.logit_bias or ()) > MAX_BIASES:
         raise InvalidRequest(f"logit_bias takes at most {MAX_BIASES} tokens", param="logit_bias")
     for field in request.__struct_fields__:  # msgpack cannot encode larger integers
         value = getattr(request, field)
-        values = value if field == "stop_token_ids" and value else (value,)
+        values = value if field in ("stop_token_ids", "allowed_token_ids") and value else (value,)
         if any(type(each) is int and not -(2**63) <= each < 2**64 for each in values):
             raise InvalidRequest(f"{field} must fit in 64 bits", param=field)
 

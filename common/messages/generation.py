@@ -56,6 +56,25 @@ class ImageSpan(msgspec.Struct, frozen=True, array_like=True):
 ImageSpans = Annotated[tuple[ImageSpan, ...], msgspec.Meta(max_length=256)]  # ascending, not overlapping
 
 
+MAX_ALLOWED = 16_384  # token ids of allowed_token_ids
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD = 64  # tokens
+BadWord = Annotated[tuple[TokenId, ...], msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD)]
+
+
+class TokenRules(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens that may be drawn, and sequences of them that may not."""
+
+    allowed: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_ALLOWED)] = ()  # (): all
+    # The last token of each is not drawn after the others.
+    bad_words: Annotated[tuple[BadWord, ...], msgspec.Meta(max_length=MAX_BAD_WORDS)] = ()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens that it names."""
+        return (*self.allowed, *(token for word in self.bad_words for token in word))
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens are drawn and when to stop; the router validates it, both nodes apply it.
 
@@ -64,9 +83,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     A token's logit is changed in this order: divided (multiplied if negative) by repetition_penalty if the token is
     in the prompt or output; minus frequency_penalty times its count in the output; minus presence_penalty if that
-    count is not 0; plus its logit_bias; minus infinity if it would end the text before min_tokens, or if the grammar
-    forbids it. Greedy requests take the largest. The others divide by the temperature, drop the tokens excluded by
-    min_p, keep the top_k, then the top_p of the rest.
+    count is not 0; plus its logit_bias; minus infinity if it would end the text before min_tokens, or if the grammar or
+    the token rules forbid it. Greedy requests take the largest. The others divide by the temperature, drop the tokens
+    excluded by min_p, keep the top_k, then the top_p of the rest.
     """
 
     max_tokens: int  # output tokens in total, including the first; >= 1
@@ -88,6 +107,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # None: none; n: for the drawn token and the n likeliest ones (n may be 0)
     # What the answer must match, as `LLMatcher.grammar_from_*` of llguidance return it; "": anything.
     grammar: Grammar = ""
+    token_rules: TokenRules | None = None
 
     @property
     def greedy(self) -> bool:
@@ -110,7 +130,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def fits(self, vocab_size: int) -> bool:
         """Return whether every token that is used as an index on the device is in the vocabulary."""
-        named = (*self.withheld, *(token for token, _ in self.logit_bias))
+        rules = () if self.token_rules is None else self.token_rules.tokens
+        named = (*self.withheld, *(token for token, _ in self.logit_bias), *rules)
         return all(0 <= token < vocab_size for token in named)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.messages.generation import SamplingParams
+from common.messages.generation import SamplingParams, TokenRules
 from tests.fakes.node_cluster import Call, NodeCluster
 from tests.fakes.scenarios import prompt_of
 from tests.fakes.tiny_model import VOCAB
@@ -20,6 +20,11 @@ EVERYTHING: dict[str, Any] = {
     "min_tokens": 6,
     "stop_token_ids": STOPS[1:],
 }
+# A dozen tokens and hardly any pair of them: words of one, two and three tokens forbid some of the likeliest.
+PAIRS = tuple((first, last) for first in range(0, VOCAB, 2) for last in range(0, VOCAB, 8))
+RULES = TokenRules(
+    tuple(range(1, VOCAB, 5)), ((11,), *((first, 16) for first in range(VOCAB)), (21, 26), (6, 6, 6))
+)
 CASES: dict[str, dict[str, Any]] = {
     "repetition-greedy": {"repetition_penalty": 1.3},
     "repetition": {"repetition_penalty": 0.7, **RANDOM},
@@ -31,6 +36,9 @@ CASES: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": BIAS, **RANDOM},
     "min_tokens-greedy": {"min_tokens": 5, "stop_token_ids": STOPS},
     "min_tokens": {"min_tokens": 5, "stop_token_ids": STOPS, **RANDOM},
+    "rules-greedy": {"token_rules": RULES},
+    "rules": {"token_rules": RULES, **RANDOM},
+    "bad_words": {"token_rules": TokenRules(bad_words=PAIRS), "logit_bias": BIAS, **RANDOM},
     "min_p": {"min_p": 0.15, "temperature": 1.5, "seed": 11},
     "everything-greedy": EVERYTHING,
     "everything": {**EVERYTHING, **RANDOM, "min_p": 0.02, "top_p": 0.95, "top_k": 40},

@@ -24,7 +24,7 @@ from common.engine.models.registry import build_model
 from common.engine.sampling.sampler import SamplingBatch, read_tokens, sample
 from common.engine.sampling.sampling_plan import finish_reason
 from common.grammar import Matcher
-from common.messages.generation import FINISH_STOP, SamplingParams
+from common.messages.generation import FINISH_STOP, SamplingParams, TokenRules
 from tests.fakes import tiny_grammar
 from tests.fakes.pools import model_pool
 
@@ -111,6 +111,8 @@ def reference(prompt: tuple[int, ...], sampling: SamplingParams, emitted: int = 
         logits = adjusted(
             next_logits(tuple(ids)), prompt[: len(prompt) - emitted], ids[len(prompt) - emitted :], sampling
         )
+        if sampling.token_rules is not None:
+            logits = ruled(logits, ids[len(prompt) - emitted :], sampling.token_rules)
         if matcher is not None:
             logits = allowed_only(logits, matcher)
         token = read_tokens(sample(logits, batch), [None])[0]
@@ -140,6 +142,17 @@ def adjusted(
         out[token] += bias
     if len(output) < sampling.min_tokens:
         out[list(sampling.stop_token_ids)] = -torch.inf
+    return out[None]
+
+
+def ruled(logits: torch.Tensor, output: list[int], rules: TokenRules) -> torch.Tensor:
+    """Return logits [1, V] in which every token that the rules forbid is -inf, word by word."""
+    out = logits[0].clone()
+    if rules.allowed:
+        out[[token for token in range(VOCAB) if token not in rules.allowed]] = -torch.inf
+    for *begin, last in rules.bad_words:
+        if not begin or output[-len(begin) :] == begin:
+            out[last] = -torch.inf
     return out[None]
 
 

@@ -34,7 +34,7 @@ class SamplingVariant:
     any_filter: bool
     num_logprobs: int | None
     adjust: AdjustmentFacts | None = None  # None: no logit is adjusted
-    masked: bool = False  # some request has a grammar, so the draws wait for its mask
+    masked: bool = False  # some request has a grammar or token rules, so the draws wait for its mask
 
 
 def sampling_variant(params: Iterable[SamplingParams]) -> SamplingVariant:
@@ -46,7 +46,7 @@ def sampling_variant(params: Iterable[SamplingParams]) -> SamplingVariant:
         any_filter=any(p.filtered for p in params),
         num_logprobs=max(wanted) if wanted else None,
         adjust=adjustment_facts(params),
-        masked=any(p.grammar for p in params),
+        masked=any(p.grammar or p.token_rules for p in params),
     )
 
 

@@ -31,7 +31,7 @@ DRAFTERS: dict[str, tuple[Made, float]] = {  # with the accept length that each 
     "eagle3": (observed("eagle3", 3, 0.7, [], (1, 3)), 1.5),
     "eagle3-tree": (branching("eagle3", 3, 4, 8, None, (2, 4)), 1.01),
     "mtp": (mtp_models.observed("mtp", 3, 0.7, [], (3,)), 1.5),
-    "standalone": (drafting("standalone", 3, (4,)), 1.5),
+    "standalone": (drafting("standalone", 3, (4,)), 1.4),
 }
 
 

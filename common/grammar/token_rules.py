@@ -1,0 +1,182 @@
+"""Tokens that a request allows or forbids whatever the text means: `allowed_token_ids` and `bad_words`.
+
+They act like a grammar: masks at every draw, also at each node of a tree of drafts and at the first token, and a replay
+of the answer on another node. A request may have both; then a token has to pass both.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from common.errors import InvalidRequest, RequestError
+from common.grammar.grammars import Grammars
+from common.grammar.matcher import ALL, Masks, Matcher, mask_width
+from common.messages.generation import SamplingParams, TokenRules
+
+Words = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+
+
+class Follower(Protocol):
+    """Follows one answer and says which tokens may come next; see `Matcher`, the one of a grammar alone."""
+
+    @property
+    def failure(self) -> RequestError | None: ...
+    @property
+    def end_token(self) -> int: ...
+    @property
+    def stopped(self) -> bool: ...
+    def accept(self, tokens: Sequence[int]) -> bool: ...
+    def forced(self, limit: int) -> list[int]: ...
+    def fill(self, masks: Masks, row: int) -> None: ...
+    def fill_tree(
+        self, masks: Masks, first_row: int, tokens: Sequence[int], parents: Sequence[int]
+    ) -> None: ...
+
+
+class Waiting(Protocol):
+    """A follower that may still have to be compiled; see `Compilation`."""
+
+    def ready(self, now: float) -> bool: ...
+    def matcher(self) -> Follower: ...
+
+
+class RuleFollower:
+    """Follows an answer under rules, and under a grammar if it has one.
+
+    A bad word of several tokens is forbidden by masking its last token where the answer ends with the others, as in
+    vLLM. The prompt does not count.
+    """
+
+    def __init__(self, rules: TokenRules, grammar: Matcher | None, vocab_size: int) -> None:
+        self._grammar = grammar
+        self._always = _allowed(rules, vocab_size)
+        # last token of the beginning of a bad word -> (beginning, last token) of each such word
+        self._words: dict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
+        for word in rules.bad_words:
+            if len(word) > 1:
+                self._words[word[-2]].append((word[:-1], word[-1]))
+        self._longest = max((len(word) for word in rules.bad_words), default=1) - 1
+        self._said: list[int] = []  # the last tokens of the answer, as many as a word can begin with
+        self._empty: RequestError | None = None
+
+    @property
+    def failure(self) -> RequestError | None:
+        return self._empty or (None if self._grammar is None else self._grammar.failure)
+
+    @property
+    def end_token(self) -> int:
+        """A token that ends the text; without a grammar any token, since only drafts are padded with it."""
+        return 0 if self._grammar is None else self._grammar.end_token
+
+    @property
+    def stopped(self) -> bool:
+        return self._grammar is not None and self._grammar.stopped
+
+    def accept(self, tokens: Sequence[int]) -> bool:
+        if self._longest:
+            self._said = [*self._said, *tokens][-self._longest :]
+        return self._grammar is None or self._grammar.accept(tokens)
+
+    def forced(self, limit: int) -> list[int]:
+        return [] if self._grammar is None else self._grammar.forced(limit)
+
+    def fill(self, masks: Masks, row: int) -> None:
+        """As `Matcher.fill`. `failure` is set if no token is left."""
+        if self._grammar is None:
+            masks[row] = ALL
+        else:
+            self._grammar.fill(masks, row)
+        self._apply(masks, row, self._said)
+        self._check(masks, row)
+
+    def fill_tree(self, masks: Masks, first_row: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """As `Matcher.fill_tree`. `failure` is set if no token is left at the root."""
+        if self._grammar is None:
+            masks[first_row : first_row + len(tokens)] = ALL
+        else:
+            self._grammar.fill_tree(masks, first_row, tokens, parents)
+        for node in range(len(tokens)):
+            path, at = list[int](), node
+            while at > 0 and len(path) < self._longest:
+                path.append(tokens[at])
+                at = parents[at]
+            said = [*self._said, *reversed(path)] if self._words else []
+            self._apply(masks, first_row + node, said)
+        self._check(masks, first_row)
+
+    def _apply(self, masks: Masks, row: int, said: Sequence[int]) -> None:
+        """Forbid what the rules forbid after an answer that ends with `said`."""
+        masks[row] &= self._always
+        for begin, last in self._words.get(said[-1], ()) if said else ():
+            if tuple(said[-len(begin) :]) == begin:
+                masks[row, last // 32] &= ~_bit(last)
+
+    def _check(self, masks: Masks, row: int) -> None:
+        if self.failure is None and not masks[row].any():
+            masks[row] = ALL
+            self._empty = InvalidRequest(
+                "bad_words, allowed_token_ids and the grammar together leave no token that could come next",
+                param="bad_words",
+            )
+
+
+class _Ready:
+    """Rules without a grammar: nothing is compiled."""
+
+    def __init__(self, follower: RuleFollower) -> None:
+        self._follower = follower
+
+    def ready(self, now: float) -> bool:
+        return True
+
+    def matcher(self) -> RuleFollower:
+        return self._follower
+
+
+class _WithRules:
+    """Rules beside a grammar that is being compiled."""
+
+    def __init__(self, compilation: Waiting, rules: TokenRules, vocab_size: int) -> None:
+        self._compilation = compilation
+        self._rules = rules
+        self._vocab_size = vocab_size
+
+    def ready(self, now: float) -> bool:
+        return self._compilation.ready(now)
+
+    def matcher(self) -> RuleFollower:
+        matcher = self._compilation.matcher()
+        assert isinstance(matcher, Matcher)
+        return RuleFollower(self._rules, matcher, self._vocab_size)
+
+
+def constraint_of(
+    sampling: SamplingParams, grammars: Grammars, vocab_size: int, clock: Callable[[], float]
+) -> Waiting | None:
+    """Begin to prepare what masks the tokens of a request; None if nothing does. Raises RequestError."""
+    compilation = grammars.start(sampling.grammar, clock) if sampling.grammar else None
+    rules = sampling.token_rules
+    if rules is None:
+        return compilation
+    if compilation is None:
+        return _Ready(RuleFollower(rules, None, vocab_size))
+    return _WithRules(compilation, rules, vocab_size)
+
+
+def _allowed(rules: TokenRules, vocab_size: int) -> Words:
+    """Return the mask of the tokens that the rules allow after any text."""
+    allowed = np.full(32 * mask_width(vocab_size), not rules.allowed, dtype=np.bool_)
+    allowed[list(rules.allowed)] = True
+    allowed[[word[0] for word in rules.bad_words if len(word) == 1]] = False
+    allowed[vocab_size:] = False
+    words: Words = np.packbits(allowed, bitorder="little").view(np.int32)
+    return words
+
+
+def _bit(token: int) -> np.int32:
+    bit = token % 32
+    return np.int32(1 << bit if bit < 31 else -(1 << 31))
