@@ -59,6 +59,29 @@ class CallGrammars:
         start = _sequence(self._thought(thought, rules), self._listed(self._calls.opening, several))
         return _grammar([f"start: {start}", f"call: {' | '.join(names)}", *rules], schemas)
 
+    def or_json(
+        self,
+        tools: Sequence[dict[str, Any]],
+        strict: frozenset[str],
+        schema: str,
+        thought: Thought,
+        several: bool,
+    ) -> CallGrammar:
+        """The answer is calls as in `forced`, or JSON that `schema` accepts.
+
+        The arguments of the tools in `strict` have their schema. The format of calls must have a marker: llguidance's
+        lexer cannot choose between JSON and a call that begins like it.
+        """
+        assert self._calls.trigger is not None
+        rules, schemas = list[str](), {"answer": schema}
+        names = [
+            self._call(index, tool["function"], tool["function"]["name"] in strict, rules, schemas)
+            for index, tool in enumerate(tools)
+        ]
+        either = f"({self._listed(self._calls.opening, several)} | @answer)"
+        start = _sequence(self._thought(thought, rules), either)
+        return _grammar([f"start: {start}", f"call: {' | '.join(names)}", *rules], schemas)
+
     def triggered(
         self, tools: Sequence[dict[str, Any]], strict: frozenset[str], thought: Thought
     ) -> CallGrammar | None:

@@ -12,7 +12,7 @@ from router.chat.answer_style import AnswerStyle
 from router.chat.assistant_format import AnswerHead, AssistantFormat, Shown
 from router.chat.call_grammar import Thought
 from router.chat.chat_rules import ChatRules
-from router.grammar.constraint import Constraint, End, Lark
+from router.grammar.constraint import Constraint, End, JsonSchema, Lark
 from router.openai_responses import ChatFormat
 from router.tokenizer import Tokenizer
 
@@ -37,8 +37,14 @@ class ChatAnswer:
     def constraint(self, asked: Constraint | None) -> Constraint | None:
         """Return what the answer must match; `asked` is what the fields for structured output ask for.
 
-        Raises InvalidRequest if both tools and `asked` constrain it.
+        As in OpenAI's API, response_format concerns text: an answer may call tools instead, and a forced call is no
+        text. Raises InvalidRequest if both tools and another `asked` constrain the answer.
         """
+        if asked is not None and asked.field.startswith("response_format"):
+            if self._rules.forced:
+                asked = None
+            elif self._may_call:
+                return self._calls_or_json(asked)
         calls = self._rules.call_grammar(self._style, self._prefix)
         if calls is None:
             return asked if asked is None else self._after_reasoning(asked)
@@ -48,6 +54,17 @@ class ChatAnswer:
                 f"{field} and {asked.field} both constrain the answer; send only one", param=asked.field
             )
         return Constraint(field, Lark(grammar.lark, grammar.schemas))
+
+    @property
+    def _may_call(self) -> bool:
+        """Whether the answer may hold calls in a format whose marker tells them from JSON."""
+        calls = self._style.calls
+        return bool(self._rules.tools) and calls is not None and calls.trigger is not None
+
+    def _calls_or_json(self, asked: Constraint) -> Constraint:
+        assert isinstance(asked.form, JsonSchema)
+        grammar = self._rules.calls_or_json(self._style, self._prefix, asked.form.schema)
+        return Constraint(asked.field, Lark(grammar.lark, grammar.schemas))
 
     def format(self, head: AnswerHead, choices: int) -> ChatFormat:
         """Return the format of the answer."""

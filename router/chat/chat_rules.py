@@ -50,13 +50,20 @@ class ChatRules:
         """Return the field that constrains the calls of the answer, and the grammar; None if nothing does."""
         if not self.forced and not self.strict:
             return None
-        assert style.calls is not None
-        grammars = CallGrammars(style.calls, style.think if self.reasoning else None, style.special)
-        thought = style.thought(prefix)
+        grammars, thought = self._grammars(style), style.thought(prefix)
         if self.forced:
             return "tool_choice", grammars.forced(self.forced, thought, self.parallel and not self.named)
         grammar = grammars.triggered(self.tools, self.strict, thought)
         return None if grammar is None else ("tools", grammar)
+
+    def calls_or_json(self, style: AnswerStyle, prefix: str, schema: str) -> CallGrammar:
+        """Return a grammar for calls of the tools, or JSON that `schema` accepts. Only for formats with a marker."""
+        grammars, thought = self._grammars(style), style.thought(prefix)
+        return grammars.or_json(self.tools, self.strict, schema, thought, self.parallel)
+
+    def _grammars(self, style: AnswerStyle) -> CallGrammars:
+        assert style.calls is not None
+        return CallGrammars(style.calls, style.think if self.reasoning else None, style.special)
 
 
 def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:

@@ -50,7 +50,7 @@ CLIENTS = (
     Client("guidellm", Python(("guidellm",), shared=True), "programs/guidellm.py"),
     Client("vllm bench", Python(VLLM_IMPORTS, shared=True, alone="vllm"), "programs/vllm_bench.py"),
     Client("sglang bench", Python(SGLANG_IMPORTS, shared=True, alone="sglang"), "programs/sglang_bench.py"),
-    Client("lm-eval", Python(("lm-eval[api]",), shared=True), "programs/lm_eval.py", seconds=1800),
+    Client("lm-eval", Python(("lm-eval[api,hf]",), shared=True), "programs/lm_eval.py", seconds=2400),
     Client("vllm-router", Python(("vllm-router",)), "programs/vllm_router.py"),
     Client("smg", Python(("smg",)), "programs/smg.py"),
 )

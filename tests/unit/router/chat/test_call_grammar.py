@@ -105,6 +105,29 @@ def test_strict_tools_are_constrained_from_their_marker_on(family: str, compiler
         assert accepts(compiler, grammar, text.replace("clock", "clock").lstrip()), text
 
 
+@pytest.mark.parametrize("family", [name for name, form in CALL_FORMATS.items() if form.trigger])
+def test_typed_text_may_be_replaced_by_calls(family: str, compiler: GrammarCompiler) -> None:
+    schema = json.dumps({"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]})
+    made = grammars(family).or_json(
+        [STRICT, CLOCK], frozenset({"weather"}), schema, Thought.POSSIBLE, several=True
+    )
+    form = CALL_FORMATS[family]
+    clock = form.opening + form.begin.replace("{name}", "clock") + ("" if form.argument else "{}") + form.end
+    assert accepts(compiler, made, '{"sum": 3}')
+    assert accepts(compiler, made, '<think>hm</think>\n{"sum": 3}')
+    assert accepts(compiler, made, clock + form.closing)
+    for text, _ in calls_of(family):
+        assert not accepts(compiler, made, text.replace("days", "dayz")), text
+    wrong = (
+        "",
+        "hello",
+        '{"sum": "x"}',
+        f'{clock}{form.closing}{{"sum": 3}}',
+        clock.replace("clock", "clack"),
+    )
+    assert [each for each in wrong if accepts(compiler, made, each)] == []
+
+
 def test_a_format_without_a_marker_cannot_be_triggered() -> None:
     assert grammars("llama3").triggered([STRICT], frozenset({"weather"}), Thought.NONE) is None
 

@@ -268,8 +268,32 @@ async def test_structured_output_begins_after_the_reasoning(serve: Serve, tokeni
         ("<think>{}", False),
     ):
         assert matcher.fork().accept([*tokenizer.encode(text, False), 2]) is legal, text
-    status, answer, _ = await rig.post(CHAT, body | {"tools": TOOLS, "tool_choice": "required"})
-    assert (status, answer["error"]["param"]) == (400, "response_format")
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+async def test_typed_text_leaves_calls_possible(serve: Serve, tokenizer: Tokenizer, choice: str) -> None:
+    """Agents send the form of their final answer with every request, beside their tools."""
+    rig = await serve(served=replace(SERVED, answers=replace(STYLE, calls=CALL_FORMATS["qwen3"])))
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    answers(rig, tokenizer, call)
+    body = ASK | {"tools": TOOLS, "tool_choice": choice, "response_format": {"type": "json_object"}}
+    status, answer, _ = await rig.post(CHAT, body)
+    assert status == 200, answer
+    assert bool(answer["choices"][0]["message"].get("tool_calls")) == (choice != "none")
+    grammar = rig.generator.requests[-1].sampling.grammar
+    matcher = GrammarCompiler((TINY / "tokenizer.json").read_text(), 704, [2]).matcher(grammar)
+    for text, choices in (("{}", ("auto", "none")), (call, ("auto", "required")), ("hm", ())):
+        assert matcher.fork().accept([*tokenizer.encode(text, False), 2]) == (choice in choices), text
+
+
+async def test_other_constraints_are_not_combined_with_forced_calls(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    rig = await serve(served=replace(SERVED, answers=replace(STYLE, calls=CALL_FORMATS["qwen3"])))
+    answers(rig, tokenizer, "{}")
+    body = ASK | {"tools": TOOLS, "tool_choice": "required", "regex": "a"}
+    status, answer, _ = await rig.post(CHAT, body)
+    assert (status, answer["error"]["param"]) == (400, "regex")
 
 
 @pytest.mark.parametrize(
