@@ -16,6 +16,7 @@ from common.node.overlap import Completion
 from decode_node.backups import Backups
 from decode_node.batch_rows import BatchRows
 from decode_node.forwards import Forwards
+from decode_node.host_lane import HostLane, host_lane
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
 from decode_node.parts import Links, Observation, Scheduling
@@ -34,6 +35,7 @@ class Computation:
     rotary: RotaryPlaces
     draft: DraftShape  # what travels with a request
     window: WindowShape  # of the newest tokens, kept per row
+    lane: HostLane | None = None  # copies pages of retracted requests; None: the usual one of the device
 
     @property
     def page_bytes(self) -> int:
@@ -75,7 +77,9 @@ def assemble(
         grammars: compiles the grammars of requests; by default they are refused.
     """
     parts, forwards, steps = computation, computation.forwards, computation.forwards.steps
-    rows, backups = BatchRows(limits.max_running), Backups(forwards.pools, parts.relay)
+    rows = BatchRows(limits.max_running)
+    lane = parts.lane or host_lane(forwards.pools[0].device)
+    backups = Backups(forwards.pools, parts.relay, lane, observation.clock)
     retraction = Retraction(space, rows, parts.rotary, parts.page_bytes, backup_bytes, parts.state_bytes)
     rules = replace(steps.rules, hidden_states=limits.hidden_states)
     worker = DeviceWorker(steps.by_width, forwards.table, parts.relay, backups, parts.completion)

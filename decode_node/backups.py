@@ -2,64 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from common.engine.state.draft_row import DraftRow
 from common.engine.state.pool import KvPool
 from common.engine.state.relay_state import RelayState
+from common.errors import InternalError
+from common.node.overlap import Completion
+from decode_node.host_lane import HostLane
 from decode_node.step_plan import Load, Save
+
+SAVE_SECONDS = 60.0  # after which a save that has not ended counts as a fault of the device
 
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """The saved data of one retracted request."""
+    """The saved data of one retracted request. It may be read once its save has ended."""
 
     pages: tuple[list[torch.Tensor], ...]  # per pool, as KvPool.copy_pages_out returns them
-    draft: DraftRow
+    draft: list[torch.Tensor]  # as RelayState.copy_draft_out returns it
     # of the target, as KvPool.copy_state_out returns it
     state: list[torch.Tensor] = field(default_factory=list)
     window: list[torch.Tensor] = field(default_factory=list)  # as StateRows.copy_row_out returns it
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield everything that was saved."""
+        for part in (*self.pages, self.draft, self.state, self.window):
+            yield from part
+
+
+class _Copying(NamedTuple):
+    """A save that has not ended."""
+
+    completion: Completion
+    started: float
+
 
 class Backups:
-    """Backups by request key. The scheduler bounds their size (retraction.py)."""
+    """Backups by request key. The scheduler bounds their size (retraction.py).
 
-    def __init__(self, pools: Sequence[KvPool], relay: RelayState) -> None:
+    A save does not wait for the device. What it reads must not be reused before `unsaved` no longer names its key.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[KvPool],
+        relay: RelayState,
+        lane: HostLane,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`pools` share page ids: the target's first, then the draft's if there is one. Only targets keep state."""
         self._pools = tuple(pools)
         self._relay = relay
+        self._lane = lane
+        self._clock = clock
         self._kept: dict[int, Backup] = {}
+        self._copying: dict[int, _Copying] = {}  # also of backups that were forgotten meanwhile
 
     @property
     def nbytes(self) -> int:
         """Host memory of all backups, in bytes."""
-        parts = (part for each in self._kept.values() for part in (*each.pages, each.state, each.window))
-        return sum(tensor.nbytes for part in parts for tensor in part)
+        return sum(tensor.nbytes for each in self._kept.values() for tensor in each.tensors())
 
     def save(self, save: Save) -> None:
-        """Copy to pageable host memory, with no separate limit. Waits for the device: retraction is rare."""
-        pages = tuple(pool.copy_pages_out(save.pages) for pool in self._pools)
-        backup = Backup(pages, self._relay.read_draft(save.row))
-        if self._relay.state is not None:
-            target, rows = self._pools[0], self._relay.state
-            backup = replace(
-                backup, state=target.copy_state_out(save.slot), window=rows.copy_row_out(save.row)
-            )
-        self._kept[save.key] = backup
+        """Start to copy to host memory, which is pinned on a GPU, with no separate limit."""
+        self._kept[save.key], completion = self._lane.start(lambda: self._copy(save))
+        self._copying[save.key] = _Copying(completion, self._clock())
+
+    def unsaved(self) -> Collection[int]:
+        """Return the keys whose save has not ended. Does not wait.
+
+        Raises InternalError if a save takes longer than SAVE_SECONDS: its pages would never be free again.
+        """
+        self._copying = {key: each for key, each in self._copying.items() if not each.completion.ready()}
+        now = self._clock()
+        for key, each in self._copying.items():
+            if now - each.started > SAVE_SECONDS:
+                raise InternalError(
+                    f"the KV pages of request {key} have not been copied to host memory within {SAVE_SECONDS:.0f} s: "
+                    "the device does not make progress; restart this decode node"
+                )
+        return frozenset(self._copying)
 
     def load(self, load: Load) -> None:
+        """Copy a backup to the device, after its save has ended there."""
+        if load.key in self._copying:
+            self._lane.follow()
         backup, last = self._kept[load.key], load.first + len(load.pages)
         for pool, pages in zip(self._pools, backup.pages, strict=True):
             # [planes, pages, ...]
             pool.copy_pages_in(load.pages, [planes[:, load.first : last] for planes in pages])
-        self._relay.write_draft_row(load.row, backup.draft)
+        self._relay.copy_draft_in(load.row, backup.draft)
         if self._relay.state is not None:
             self._pools[0].copy_state_in(load.slot, backup.state)
             self._relay.state.copy_row_in(load.row, backup.window)
 
     def forget(self, keys: Iterable[int]) -> None:
+        """Drop backups. A save in progress goes on, and `unsaved` still names it."""
         for key in keys:
             del self._kept[key]
+
+    def _copy(self, save: Save) -> Backup:
+        pages = tuple(pool.copy_pages_out(save.pages) for pool in self._pools)
+        draft = self._relay.copy_draft_out(save.row)
+        if self._relay.state is None:
+            return Backup(pages, draft)
+        state = self._pools[0].copy_state_out(save.slot)
+        return Backup(pages, draft, state, self._relay.state.copy_row_out(save.row))

@@ -6,7 +6,7 @@ between the queues arrived, running and retracted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from common.kv_cache.page_space import PageLease
@@ -102,8 +102,12 @@ class BatchResources:
             request.forced = tuple(request.matcher.forced(most)) if most and request.matcher else ()
         return self._rules.forced_width([len(request.forced) for request in candidates])
 
-    def settle_retractions(self) -> list[DecodeRequest]:
-        """Remove victims that no step writes to any more. Return those whose KV could not be kept."""
+    def settle_retractions(self, unsaved: Container[int]) -> list[DecodeRequest]:
+        """Remove victims that no step writes to any more. Return those whose KV could not be kept.
+
+        `unsaved`: keys of earlier victims whose save has not ended; the pages of the others become free.
+        """
+        self._retraction.settle(unsaved)
         dropped: list[DecodeRequest] = []
         for request in list(self._queues.running.values()):
             if request.retract and request.in_flight == 0 and not request.ended:
@@ -135,7 +139,7 @@ class BatchResources:
         self._retraction.planned(generation)
 
     def read(self, generation: int) -> None:
-        """Free the pages that a completed plan has saved."""
+        """Note that a plan is complete; the pages that it saves become free when their copies have ended."""
         self._retraction.read(generation)
 
     def leave(self, request: DecodeRequest) -> None:

@@ -107,7 +107,7 @@ class DecodeNode:
         self.life.receive(self, now)
         self._move_transfers(now)
         self.life.look_after(self, len(self.queues), now)
-        for request in self._resources.settle_retractions():
+        for request in self._resources.settle_retractions(self._worker.unsaved()):
             self._fail(request, Preempted.code, "pages and backup memory ran out (decode.backup_mib)")
         self._resources.resume(now)
         self._admit(now)
@@ -158,8 +158,9 @@ class DecodeNode:
         time.sleep(WATCH_INTERVAL)
 
     def _idle(self) -> None:
-        # Requests that have arrived here wait for the compilation of their grammar.
-        busy = self.queues.transferring or self.queues.arrived or self.queues.quarantined
+        # Requests that have arrived here wait for the compilation of their grammar, retracted ones for their save.
+        queues = self.queues
+        busy = queues.transferring or queues.arrived or queues.quarantined or queues.retracted
         self._poller.poll(TRANSFER_WAIT_MS if busy else IDLE_WAIT_MS)
 
     # -- duties ----------------------------------------------------------------------------------------------

@@ -5,11 +5,22 @@ The copies themselves are moves of a plan (step_plan.py); host memory for them i
 
 from __future__ import annotations
 
+from collections.abc import Container
+from typing import NamedTuple
+
 from common.engine.forward.rotary_places import RotaryPlaces
 from common.kv_cache.page_space import PageLease, PageSpace
 from decode_node.batch_rows import BatchRows
 from decode_node.request import BackupSize, DecodeRequest
 from decode_node.step_plan import Join, Load, Save
+
+
+class _Leaving(NamedTuple):
+    """What a retracted request holds until it is saved under `key`."""
+
+    key: int
+    lease: PageLease
+    row: int
 
 
 class Retraction:
@@ -37,10 +48,10 @@ class Retraction:
         self._max_bytes = max_bytes
         self._state_bytes = state_bytes
         self._used = 0
-        self._leaving: list[tuple[PageLease, int]] = []  # saved by the next plan
-        self._saving: dict[
-            int, list[tuple[PageLease, int]]
-        ] = {}  # generation of an unread plan -> saved by it
+        self._leaving: list[_Leaving] = []  # saved by the next plan
+        self._saving: dict[int, list[_Leaving]] = {}  # generation of an unread plan -> saved by it
+        self._copying: list[_Leaving] = []  # their plans are read, their saves may not have ended
+        self._unsaved: Container[int] = ()  # keys of saves that had not ended at the latest `settle`
 
     @property
     def used_bytes(self) -> int:
@@ -49,8 +60,8 @@ class Retraction:
 
     @property
     def frees_pages(self) -> bool:
-        """Whether pages of retracted requests become free once the plans that save them are read."""
-        return bool(self._leaving or self._saving)
+        """Whether pages of retracted requests become free once they are saved."""
+        return bool(self._leaving or self._saving or self._copying)
 
     def save(self, request: DecodeRequest) -> bool:
         """Save and free a request's pages and row; nothing of it may be in flight. False: its KV was dropped."""
@@ -68,7 +79,7 @@ class Retraction:
         request.backup = BackupSize(len(pages), size)
         self._used += size
         self._rows.save(Save(request.room, request.row, tuple(pages), request.lease.slot))
-        self._leaving.append((request.lease, request.row))
+        self._leaving.append(_Leaving(request.room, request.lease, request.row))
         request.lease, request.row = None, 0
         return True
 
@@ -78,14 +89,27 @@ class Retraction:
             self._saving[generation], self._leaving = self._leaving, []
 
     def read(self, generation: int) -> None:
-        """Free the pages and rows that a finished plan has saved."""
-        for lease, row in self._saving.pop(generation, ()):
-            lease.release()
-            self._rows.give(row)
+        """Note that a plan has been read: `settle` frees the pages and rows that it saves."""
+        self._copying += self._saving.pop(generation, ())
+
+    def settle(self, unsaved: Container[int]) -> None:
+        """Free the pages and rows of read plans whose saves have ended; `unsaved` are the keys of the others."""
+        self._unsaved, copying, self._copying = unsaved, self._copying, []
+        for each in copying:
+            if each.key in unsaved:
+                self._copying.append(each)
+            else:
+                each.lease.release()
+                self._rows.give(each.row)
 
     def restore(self, request: DecodeRequest) -> bool:
-        """Give a request pages and a row with its saved KV. Return False if there are not enough pages yet."""
+        """Give a request pages and a row with its saved KV.
+
+        Return False if there are not enough pages yet, or it is still being saved: the step would wait for the copy.
+        """
         assert request.backup is not None
+        if request.room in self._unsaved:
+            return False
         keys = self._space.keys(request.computed())
         lease = self._space.lease(
             keys,

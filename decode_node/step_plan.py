@@ -38,8 +38,8 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
 class Save(msgspec.Struct, frozen=True):
     """Copies pages, per-request state and the rest of a row to host memory, stored under `key`.
 
-    Pages, slot and row must not be reused before the plan has been read, because a peer's writes are not ordered by
-    the device's stream.
+    Pages, slot and row must not be reused before `Worker.unsaved` says that the save has ended, because neither a
+    peer's writes nor later steps wait for it.
     """
 
     key: int  # the request's room

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -56,6 +56,10 @@ class Worker(Protocol):
 
     def apply(self, plan: StepPlan, /) -> Launched:
         """Start everything that the plan contains, in order. A masked step stops before its draws."""
+        ...
+
+    def unsaved(self) -> Collection[int]:
+        """Return the keys of saves that have been applied and not ended, on any of the devices. Does not wait."""
         ...
 
     def trees(self) -> Trees:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from common.engine.state.relay_state import RelayState
@@ -17,7 +17,7 @@ from decode_node.step_result import Launched, StepResult, Trees
 
 @dataclass(frozen=True, slots=True)
 class LaunchedMoves:
-    """A plan without a step. Once it is complete, the pages and rows that it saved may be reused."""
+    """A plan without a step."""
 
     completion: Completion
 
@@ -44,7 +44,7 @@ class DeviceWorker:
         self._undrawn: tuple[int, MaskedStep] | None = None  # generation of its plan
 
     def apply(self, plan: StepPlan) -> Launched:
-        """Start everything that the plan contains, in order. The step does not wait for the device; saves do."""
+        """Start everything that the plan contains, in order, without waiting for the device."""
         assert self._undrawn is None, "the step before waits for its masks"
         moves = plan.moves
         for save in moves.saves:
@@ -63,6 +63,9 @@ class DeviceWorker:
         if isinstance(launched, MaskedStep):
             self._undrawn = plan.generation, launched
         return launched
+
+    def unsaved(self) -> Collection[int]:
+        return self._backups.unsaved()
 
     def trees(self) -> Trees:
         assert self._undrawn is not None, "no step waits for masks"

@@ -95,6 +95,11 @@ def _of_torch(dtype: np.dtype[np.generic]) -> torch.dtype:
     return torch.from_numpy(np.empty(0, dtype=dtype)).dtype
 
 
+def copy_on_host(tensor: Tensor) -> Tensor:
+    """Return a copy in host memory of its own; on a GPU it is readable once the stream reaches this point."""
+    return tensor.clone() if tensor.device.type == "cpu" else on_host(tensor)
+
+
 def on_host(tensor: Tensor) -> Tensor:
     """Return a copy in pinned memory, readable once the stream reaches this point; on a CPU the tensor itself.
 

@@ -51,6 +51,7 @@ from decode_node.batch_rows import BatchRows
 from decode_node.draft_watch import DraftWatch, NoWatch
 from decode_node.forwards import step_forwards
 from decode_node.graphs import step_graphs
+from decode_node.host_lane import HostLane
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
 from decode_node.page_table import PageTable
@@ -173,6 +174,7 @@ class Shape:
     reserved_tokens: int = 16
     skip_ahead: int = 4
     backup_bytes: int = 1 << 24
+    lane: HostLane | None = None  # copies the pages of retracted requests
     prefill_slots: int = 16  # state slots beside slot 0, where the model keeps a state per request
     decode_slots: int = 24
     prefill_snapshots: int = 0  # saved states of cached prefixes
@@ -239,6 +241,8 @@ class DecodeSide(Side):
     retraction: Retraction = None  # type: ignore[assignment]
     steps: DecodeSteps = None  # type: ignore[assignment]
     backups: Backups = None  # type: ignore[assignment]
+    pool: KvPool = None  # type: ignore[assignment]
+    relay: RelayState = None  # type: ignore[assignment]
     rows: BatchRows = None  # type: ignore[assignment]
 
 
@@ -680,6 +684,7 @@ class NodeCluster:
             rotary_places(shape.model.rope),
             served.draft_shape,
             served.window,
+            shape.lane,
         )
         limits = DecodeLimits(
             max_running=shape.max_running,
@@ -706,6 +711,7 @@ class NodeCluster:
         ref = NodeRef(name=name, role="decode", incarnation=incarnation)
         side = DecodeSide(ref, link, space, True, made.node, receiver, peers, made.retraction, forwards.steps)
         side.backups, side.rows = made.backups, made.rows
+        side.pool, side.relay = forwards.pools[0], relay
         return side
 
 

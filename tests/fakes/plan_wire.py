@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -38,6 +38,9 @@ class WireWorker:
 
     def apply(self, plan: StepPlan, /) -> decode_node.step_result.Launched:
         return self._inner.apply(self._plans(plan))
+
+    def unsaved(self) -> Collection[int]:
+        return self._inner.unsaved()
 
     def trees(self) -> decode_node.step_result.Trees:
         return self._inner.trees()

@@ -8,6 +8,7 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
+from common.engine.host_copies import copy_on_host
 from common.kv_cache.plane import Kept, Owner
 from common.kv_cache.pool_layout import PlacedPlane, PoolLayout
 
@@ -72,11 +73,19 @@ class KvPool:
         return self._planes[layer, "v"]
 
     def copy_pages_out(self, pages: Sequence[int] | Tensor) -> list[Tensor]:
-        """Copy pages of all paged planes to the host: [planes, n, page_size, *entry] per group of identical planes."""
-        index = self._index(pages)
-        return [
-            torch.stack([plane.index_select(0, index) for plane in group]).to("cpu") for group in self._groups
-        ]
+        """Copy pages of all paged planes to the host: [planes, n, page_size, *entry] per group of identical planes.
+
+        On a GPU they are readable once the stream reaches this point.
+        """
+        index, pinned = self._index(pages), self.device.type == "cuda"
+        copies: list[Tensor] = []
+        for group in self._groups:
+            shape = (len(group), index.numel(), *group[0].shape[1:])
+            copies.append(torch.empty(shape, dtype=group[0].dtype, pin_memory=pinned))
+            # One plane after the other: the device needs room for the pages of one.
+            for target, plane in zip(copies[-1], group, strict=True):
+                target.copy_(plane.index_select(0, index), non_blocking=True)
+        return copies
 
     def copy_pages_in(self, pages: Sequence[int] | Tensor, backup: Sequence[Tensor]) -> None:
         """Write the result of `copy_pages_out` into `pages`, which may differ from the pages it came from.
@@ -90,17 +99,20 @@ class KvPool:
                 raise ValueError(
                     f"backup is {copies.dtype} {tuple(copies.shape)}, the pages are {group[0].dtype} {wanted}"
                 )
-            for plane, source in zip(group, copies.to(self.device), strict=True):
-                plane.index_copy_(0, index, source)
+            for plane, source in zip(group, copies, strict=True):
+                plane.index_copy_(0, index, source.to(self.device, non_blocking=True))
 
     def copy_state_out(self, slot: int) -> list[Tensor]:
-        """Copy what one request keeps beside its pages to the host: [*entry] of each per-request plane."""
-        return [plane[slot].to("cpu", copy=True) for plane in self._state]
+        """Copy what one request keeps beside its pages to the host: [*entry] of each per-request plane.
+
+        On a GPU it is readable once the stream reaches this point.
+        """
+        return [copy_on_host(plane[slot]) for plane in self._state]
 
     def copy_state_in(self, slot: int, backup: Sequence[Tensor]) -> None:
         """Write what `copy_state_out` returned into `slot`, which may be another slot than it came from."""
         for plane, source in zip(self._state, backup, strict=True):
-            plane[slot] = source.to(self.device)
+            plane[slot].copy_(source, non_blocking=True)
 
     def copy_states(self, source: Tensor, target: Tensor) -> None:
         """Copy what requests keep in slots source[i] to target[i]: [n] int64, disjoint, targets distinct."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from common.engine.forward.draft_inputs import EagleDraftInput
-from common.engine.host_copies import send
+from common.engine.host_copies import copy_on_host, send
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.draft_row import NO_DRAFT, NO_DRAFT_SHAPE, DraftRow, DraftShape, HiddenDtype
 from common.engine.state.state_rows import NO_WINDOW, StateRows, WindowShape
@@ -144,7 +144,11 @@ class RelayState:
         self.draft_p.index_copy_(0, rows, torch.where(live, probs, 0))
         self.draft_ids.index_copy_(0, rows, torch.where(live, ids, 0))
 
-    def read_draft(self, row: int) -> DraftRow:
-        """Return the draft's part of a row; waits for the device."""
-        one = slice(row, row + 1)
-        return draft_rows(self.draft_p[one], self.draft_ids[one], self.draft_hidden[one])[0]
+    def copy_draft_out(self, row: int) -> list[torch.Tensor]:
+        """Copy the draft's part of a row to the host; on a GPU it is readable once the stream reaches this point."""
+        return [copy_on_host(part[row]) for part in (self.draft_p, self.draft_ids, self.draft_hidden)]
+
+    def copy_draft_in(self, row: int, backup: Sequence[torch.Tensor]) -> None:
+        """Write what `copy_draft_out` returned into a row."""
+        for part, source in zip((self.draft_p, self.draft_ids, self.draft_hidden), backup, strict=True):
+            part[row].copy_(source, non_blocking=True)

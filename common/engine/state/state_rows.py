@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from common.engine.forward.batch import BatchState
+from common.engine.host_copies import copy_on_host
 
 
 class WindowShape(NamedTuple):
@@ -62,11 +63,13 @@ class StateRows:
         return BatchState(self.slots.index_select(0, rows), rows=rows, pending=pending, windows=self.windows)
 
     def copy_row_out(self, row: int) -> list[Tensor]:
-        """Copy how many tokens the state holds, and the window, to the host."""
-        parts = [self.held, *self.windows.values()]
-        return [part[row].to("cpu", copy=True) for part in parts]
+        """Copy how many tokens the state holds, and the window, to the host.
+
+        On a GPU they are readable once the stream reaches this point.
+        """
+        return [copy_on_host(part[row]) for part in (self.held, *self.windows.values())]
 
     def copy_row_in(self, row: int, backup: list[Tensor]) -> None:
         """Write what `copy_row_out` returned into a row whose slot is set."""
         for part, source in zip([self.held, *self.windows.values()], backup, strict=True):
-            part[row] = source.to(part.device)
+            part[row].copy_(source, non_blocking=True)

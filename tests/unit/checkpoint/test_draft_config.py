@@ -29,7 +29,7 @@ from common.engine.forward.model_runner import load_model
 from common.engine.layers.placement import Placement
 from common.engine.models.eagle import EMBEDDING, Eagle3Head
 from common.engine.state.draft_row import DraftRow, DraftShape
-from common.engine.state.relay_state import RelayState, hidden_dtype
+from common.engine.state.relay_state import RelayState, draft_rows, hidden_dtype
 from common.errors import ModelError
 from common.messages.generation import SamplingParams
 from common.node.serving_model import load_serving_model
@@ -354,7 +354,7 @@ def test_draft_state_travels_bit_by_bit(dtype: torch.dtype) -> None:
     assert row.fits(shape)
     relay.write_row(1, [1, 2, 3, 4, 5, 4], 1, SamplingParams(max_tokens=1), row)
     assert torch.equal(relay.draft_hidden[1], hidden)
-    assert relay.read_draft(1) == row
+    assert draft_rows(relay.draft_p[1:], relay.draft_ids[1:], relay.draft_hidden[1:])[0] == row
     for wrong in (DraftRow(), DraftRow((0.5, 0.25), (7, 9), row.hidden), DraftRow((0.5,), (7,), row.hidden)):
         assert not wrong.fits(shape)
     assert DraftRow().fits(DraftShape())

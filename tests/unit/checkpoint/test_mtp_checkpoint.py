@@ -32,7 +32,7 @@ from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.mtp import MtpModules, build_mtp
 from common.engine.state.draft_row import DraftRow, DraftShape
-from common.engine.state.relay_state import RelayState
+from common.engine.state.relay_state import RelayState, draft_rows
 from common.errors import ModelError
 from common.messages.generation import SamplingParams
 from common.node.serving_draft import draft_shape
@@ -119,7 +119,7 @@ def test_widths(steps: int, target: CausalLM) -> None:
     assert row.fits(shape)
     assert not DraftRow((0.5,), (1,), state).fits(shape) or steps == 1
     relay.write_row(1, [4, 5], 1, SamplingParams(max_tokens=1), row)
-    assert relay.read_draft(1) == row
+    assert draft_rows(relay.draft_p[1:], relay.draft_ids[1:], relay.draft_hidden[1:])[0] == row
 
 
 def test_idle_state_has_no_rows_and_all_widths() -> None:

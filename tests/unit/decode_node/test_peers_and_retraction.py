@@ -280,7 +280,13 @@ def test_a_row_has_the_rotary_delta_of_its_images_after_hand_over_and_resume() -
     assert retraction.save(request)
     retraction.planned(1)
     assert space.free_pages == 5, "a plan that is not read yet may still copy them"
+    retraction.settle(())
+    assert space.free_pages == 5
     retraction.read(1)
+    retraction.settle({1})
+    assert (space.free_pages, rows.free) == (5, 1), "its copy has not ended"
+    assert not retraction.restore(request)
+    retraction.settle(())
     assert (space.free_pages, rows.free) == (8, 2)
     assert retraction.restore(request)
     (joined,) = rows.take_moves().joins
