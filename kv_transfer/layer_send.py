@@ -8,7 +8,8 @@ from functools import partial
 
 from kv_transfer.handshake import Peer
 from kv_transfer.outbound import Outbound, Posted
-from kv_transfer.transport.layers import LayerEndpoint, LayerWrite, PageList
+from kv_transfer.transport.base import PageList
+from kv_transfer.transport.layers import LayerEndpoint, LayerWrite
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from kv_transfer.handshake import Peer
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import AbortAck, PagesWritten, ReceiverInbox, RecordWritten, SenderFailed, Slots
 from kv_transfer.state import SendState, send_step
-from kv_transfer.transport.base import PageWrite, SenderEndpoint, Ticket, WriteState
-from kv_transfer.transport.layers import PageList
+from kv_transfer.transport.base import PageList, PageWrite, SenderEndpoint, Ticket, WriteState
 
 
 @dataclass(slots=True, eq=False)
@@ -107,12 +106,7 @@ class Outbound:
         if pages is None or self.peer is None:
             return
         write = self.endpoint.write_pages(
-            self.peer.memory,
-            self.peer.plan,
-            pages.src_pages,
-            pages.dst_pages,
-            pages.generation,
-            self.limits.verify_checksums,
+            self.peer.memory, self.peer.plan, pages, self.limits.verify_checksums
         )
         posted = Posted(first, len(src_pages))
         posted.add(write)

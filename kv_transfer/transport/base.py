@@ -107,6 +107,15 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
+class PageList:
+    """Pages of one room: src_pages[i] of the own pool is dst_pages[i] of the peer's."""
+
+    src_pages: Sequence[int]
+    dst_pages: Sequence[int]
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class PageWrite:
     """A posted write of pages, or of the state of one request."""
 
@@ -159,19 +168,11 @@ class SenderEndpoint(_OwnPool, ABC):
     def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
         """Start copying from the own pool into the peer's. Writes to one peer are executed in order."""
 
-    def write_pages(
-        self,
-        peer: PeerMemory,
-        plan: PairPlan,
-        src_pages: Sequence[int],
-        dst_pages: Sequence[int],
-        generation: int,
-        checksums: bool,
-    ) -> PageWrite:
-        """Write pages over all planes: src_pages[i] of the own pool to dst_pages[i] of the peer's."""
-        digests = self.page_digests(plan.src, src_pages) if checksums else ()
-        ticket = self.write(peer, copies(plan, runs(src_pages, dst_pages)), generation)
-        return PageWrite(ticket, len(src_pages) * plan.page_bytes, digests)
+    def write_pages(self, peer: PeerMemory, plan: PairPlan, pages: PageList, checksums: bool) -> PageWrite:
+        """Write pages over all planes."""
+        digests = self.page_digests(plan.src, pages.src_pages) if checksums else ()
+        ticket = self.write(peer, copies(plan, runs(pages.src_pages, pages.dst_pages)), pages.generation)
+        return PageWrite(ticket, len(pages.src_pages) * plan.page_bytes, digests)
 
     def write_state(
         self, peer: PeerMemory, plan: PairPlan, slots: tuple[int, int], generation: int, checksums: bool

@@ -11,20 +11,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kv_transfer.copy_plan import copies, runs
 from kv_transfer.pair_plan import PairPlan
-from kv_transfer.transport.base import PageWrite, PeerMemory, SenderEndpoint, Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class PageList:
-    """Pages of one room: src_pages[i] of the own pool is dst_pages[i] of the peer's."""
-
-    src_pages: Sequence[int]
-    dst_pages: Sequence[int]
-    generation: int
+from kv_transfer.transport.base import PageList, PageWrite, PeerMemory, SenderEndpoint, Ticket
 
 
 class LayerWrite(ABC):
@@ -58,17 +48,9 @@ class LayerEndpoint(SenderEndpoint):
     ) -> LayerWrite:
         """Prepare the write; copies nothing yet. A fault is a FAILED ticket of `close` or `rest`."""
 
-    def write_pages(
-        self,
-        peer: PeerMemory,
-        plan: PairPlan,
-        src_pages: Sequence[int],
-        dst_pages: Sequence[int],
-        generation: int,
-        checksums: bool,
-    ) -> PageWrite:
+    def write_pages(self, peer: PeerMemory, plan: PairPlan, pages: PageList, checksums: bool) -> PageWrite:
         """Write complete pages: all planes are the rest of a write of which no layer was sent."""
-        return self.write_layers(peer, plan, [PageList(src_pages, dst_pages, generation)], checksums).rest(0)
+        return self.write_layers(peer, plan, [pages], checksums).rest(0)
 
 
 class HostEndpoint(LayerEndpoint):

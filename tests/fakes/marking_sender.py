@@ -10,7 +10,7 @@ import numpy as np
 
 from kv_transfer.copy_plan import Copy
 from kv_transfer.pair_plan import PairPlan
-from kv_transfer.transport.base import PageWrite, PeerMemory, Ticket, WriteState
+from kv_transfer.transport.base import PageList, PageWrite, PeerMemory, Ticket, WriteState
 from kv_transfer.transport.loopback import endpoints as loopback
 from kv_transfer.transport.loopback.endpoints import Fabric, Fault, LoopbackSender
 from tests.fakes.node_cluster import NodeCluster, Shape
@@ -28,18 +28,10 @@ class MarkingSender(LoopbackSender):
         self._marked: dict[tuple[int, int], bytes] = {}  # (plane, page) -> its marked content
         self._given: dict[tuple[int, int], set[Ticket]] = {}  # (plane, page) -> unsettled writes
 
-    def write_pages(
-        self,
-        peer: PeerMemory,
-        plan: PairPlan,
-        src_pages: Sequence[int],
-        dst_pages: Sequence[int],
-        generation: int,
-        checksums: bool,
-    ) -> PageWrite:
+    def write_pages(self, peer: PeerMemory, plan: PairPlan, pages: PageList, checksums: bool) -> PageWrite:
         for plane in range(len(self.layout.planes)):
-            self._mark(plane, src_pages)
-        return super().write_pages(peer, plan, src_pages, dst_pages, generation, checksums)
+            self._mark(plane, pages.src_pages)
+        return super().write_pages(peer, plan, pages, checksums)
 
     def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
         given = [(plane, page) for copy in copies for plane, pages in self._pages(copy) for page in pages]

@@ -26,11 +26,11 @@ from kv_transfer.layer_send import RoomPages
 from kv_transfer.limits import TransferLimits
 from kv_transfer.pair_plan import pair_plan
 from kv_transfer.sender import Sender
-from kv_transfer.transport.base import Region, SenderSetup, WriteState
+from kv_transfer.transport.base import PageList, Region, SenderSetup, WriteState
 from kv_transfer.transport.cuda.pool_memory import as_memory
 from kv_transfer.transport.cuda_ipc.receiver import CudaIpcReceiver
 from kv_transfer.transport.cuda_ipc.sender import CudaIpcSender
-from kv_transfer.transport.layers import LayerEndpoint, LayerWrite, PageList
+from kv_transfer.transport.layers import LayerEndpoint, LayerWrite
 from kv_transfer.transport.registry import make_sender
 from tests.fakes.pools import layers_layout
 
@@ -207,14 +207,14 @@ class SenderChild:
         single, host = [], []
         for src, dst in lists:
             began = time.perf_counter()
-            write = self.endpoint.write_pages(peer.memory, peer.plan, src, dst, 0, sums)
+            write = self.endpoint.write_pages(peer.memory, peer.plan, PageList(src, dst, 0), sums)
             host.append(time.perf_counter() - began)
             while self.endpoint.poll(write.ticket) is WriteState.PENDING:
                 time.sleep(0)  # lets the thread of the tcp transport run
             single.append(time.perf_counter() - began)
         began, tickets = time.perf_counter(), []
         for src, dst in lists:
-            write = self.endpoint.write_pages(peer.memory, peer.plan, src, dst, 0, sums)
+            write = self.endpoint.write_pages(peer.memory, peer.plan, PageList(src, dst, 0), sums)
             tickets.append(write.ticket)
         done = [self.endpoint.poll(ticket) for ticket in tickets]
         while WriteState.PENDING in done:
@@ -233,7 +233,9 @@ class SenderChild:
         parent = os.getppid()
         self._reply({"flooding": True})
         while os.getppid() == parent:
-            self.endpoint.write_pages(peer.memory, peer.plan, command["src"], command["dst"], 0, False)
+            self.endpoint.write_pages(
+                peer.memory, peer.plan, PageList(command["src"], command["dst"], 0), False
+            )
 
     def _reply(self, reply: dict[str, Any]) -> None:
         self.commands.send(json.dumps(reply).encode())

@@ -16,7 +16,7 @@ import torch
 
 from kv_transfer.events import Arrived, PagesFree, RoomFailed
 from kv_transfer.pair_plan import Side, pair_plan
-from kv_transfer.transport.base import DeviceMemory, Region, Target, WriteState
+from kv_transfer.transport.base import DeviceMemory, PageList, Region, Target, WriteState
 from kv_transfer.transport.cuda.blocks import move_parts
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
@@ -215,17 +215,19 @@ def test_a_killed_receiver_leaves_the_sender_alive(devices: tuple[str, str]) -> 
         sender = CudaIpcSender()
         sender.register(layout, as_memory(storage))
         peer = sender.attach(Target(config["receiver"], described, dst.total_bytes, 4096))
-        write = sender.write_pages(peer, plan, [1, 2], [5, 6], 1, checksums=True)
+        write = sender.write_pages(peer, plan, PageList([1, 2], [5, 6], 1), checksums=True)
         while sender.poll(write.ticket) is WriteState.PENDING:
             pass
         assert sender.poll(write.ticket) is WriteState.DONE
         child.stdin.write("[5, 6]\n")
         child.stdin.flush()
         assert json.loads(child.stdout.readline()) == list(write.digests)
-        tickets = [sender.write_pages(peer, plan, range(1, 60), range(1, 60), 1, False) for _ in range(200)]
+        tickets = [
+            sender.write_pages(peer, plan, PageList(range(1, 60), range(1, 60), 1), False) for _ in range(200)
+        ]
         child.kill()
         child.wait()
-        tickets += [sender.write_pages(peer, plan, [1, 2], [5, 6], 1, False) for _ in range(20)]
+        tickets += [sender.write_pages(peer, plan, PageList([1, 2], [5, 6], 1), False) for _ in range(20)]
         until = time.monotonic() + 20
         states = {sender.poll(each.ticket) for each in tickets}
         while WriteState.PENDING in states and time.monotonic() < until:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from kv_transfer.pair_plan import PairPlan
-from kv_transfer.transport.base import PageWrite, Ticket, WriteState
+from kv_transfer.transport.base import PageList, PageWrite, Ticket, WriteState
 from kv_transfer.transport.cuda.cudart import Mark
 from kv_transfer.transport.cuda.digests import LaterDigests, to_host
 from kv_transfer.transport.cuda_ipc.writes import LaneTicket, Mapped, PageWriter
-from kv_transfer.transport.layers import LayerWrite, PageList
+from kv_transfer.transport.layers import LayerWrite
 
 
 class CudaLayers(LayerWrite):

@@ -12,6 +12,7 @@ from kv_transfer.pair_plan import PairPlan, pair_plan
 from kv_transfer.transport.base import (
     DeviceMemory,
     Memory,
+    PageList,
     PageWrite,
     PeerMemory,
     SenderSetup,
@@ -27,7 +28,7 @@ from kv_transfer.transport.cuda.pages import PagedMemory, move_pages
 from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription
 from kv_transfer.transport.cuda_ipc.layers import CudaLayers
 from kv_transfer.transport.cuda_ipc.writes import LaneTicket, Mapped, PageWriter
-from kv_transfer.transport.layers import LayerEndpoint, LayerWrite, PageList
+from kv_transfer.transport.layers import LayerEndpoint, LayerWrite
 from kv_transfer.transport.one_host import process
 from kv_transfer.transport.one_host.segment import attach_owned
 

@@ -16,6 +16,7 @@ from kv_transfer.limits import TransferLimits
 from kv_transfer.pair_plan import PairPlan
 from kv_transfer.transport.base import (
     Memory,
+    PageList,
     PageWrite,
     PeerMemory,
     SenderEndpoint,
@@ -166,18 +167,11 @@ class NixlSender(SenderEndpoint):
 
     # ---- writes
 
-    def write_pages(
-        self,
-        peer: PeerMemory,
-        plan: PairPlan,
-        src_pages: Sequence[int],
-        dst_pages: Sequence[int],
-        generation: int,
-        checksums: bool,
-    ) -> PageWrite:
+    def write_pages(self, peer: PeerMemory, plan: PairPlan, pages: PageList, checksums: bool) -> PageWrite:
         assert isinstance(peer, Remote)
         if not plan.whole:
-            return super().write_pages(peer, plan, src_pages, dst_pages, generation, checksums)
+            return super().write_pages(peer, plan, pages, checksums)
+        src_pages = pages.src_pages
         dst, nbytes = plan.dst.layout, len(src_pages) * plan.page_bytes
         if not src_pages:
             return PageWrite(Write(peer, nothing, state=WriteState.DONE), 0)
@@ -194,7 +188,7 @@ class NixlSender(SenderEndpoint):
                 digests = self.page_digests(plan.src, src_pages)
         except (NixlError, HandshakeRefused, RuntimeError) as error:
             return PageWrite(failed(peer, error), nbytes)
-        ours, theirs = numbers(self.layout, src_pages), numbers(dst, dst_pages)
+        ours, theirs = numbers(self.layout, src_pages), numbers(dst, pages.dst_pages)
         sizes = [plane.page_bytes for plane in self.layout.planes]
         lengths = np.repeat(np.array(sizes, dtype=np.int64), len(src_pages))
         write = self._post(peer, (self._own, ours), (peer.pages[1], theirs), lengths, nothing, mark)

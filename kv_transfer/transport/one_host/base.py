@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kv_transfer.transport.base import ReceiverEndpoint, Window
+from abc import abstractmethod
+
+from kv_transfer.transport.base import ReceiverEndpoint, Region, Window
 from kv_transfer.transport.one_host.peer_watch import PeerWatches
 from kv_transfer.transport.one_host.process import ProcessIdentity
 
@@ -30,3 +32,21 @@ class OneHostReceiver(ReceiverEndpoint):
 
     def close(self) -> None:
         self._watches.close()
+
+
+class MappedReceiver(OneHostReceiver):
+    """A receiver whose pool and records are host memory that senders map by its name."""
+
+    kv: memoryview
+
+    @abstractmethod
+    def create(self, region: Region, nbytes: int) -> memoryview:
+        """Make the zeroed memory of a region, which other processes can map."""
+
+    def allocate(self, region: Region, nbytes: int) -> memoryview:
+        view = self.create(region, nbytes)
+        if region is Region.KV:
+            self.kv = view
+        else:
+            self.records = view
+        return view

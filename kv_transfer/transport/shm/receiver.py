@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from kv_transfer.transport.base import ReceiverSetup, Region
 from kv_transfer.transport.one_host import process
-from kv_transfer.transport.one_host.base import OneHostReceiver
+from kv_transfer.transport.one_host.base import MappedReceiver
 from kv_transfer.transport.one_host.segment import OwnSegments, sweep_orphans
 from kv_transfer.transport.shm.kind import ShmDescription
 
 
-class ShmReceiver(OneHostReceiver):
+class ShmReceiver(MappedReceiver):
     """Owns the segments."""
-
-    kv: memoryview
 
     def __init__(self, incarnation: str) -> None:
         super().__init__()
         self._segments = OwnSegments(incarnation)
 
-    def allocate(self, region: Region, nbytes: int) -> memoryview:
-        view = self._segments.create(region, nbytes)
-        if region is Region.KV:
-            self.kv = view
-        else:
-            self.records = view
-        return view
+    def create(self, region: Region, nbytes: int) -> memoryview:
+        return self._segments.create(region, nbytes)
 
     def describe(self, incarnation: str) -> ShmDescription:
         names = self._segments.names

@@ -7,24 +7,19 @@ from pathlib import Path
 
 from kv_transfer.transport.base import ReceiverSetup, Region
 from kv_transfer.transport.one_host import process
-from kv_transfer.transport.one_host.base import OneHostReceiver
+from kv_transfer.transport.one_host.base import MappedReceiver
 from tests.fakes.file_transport.kind import FileDescription, FileOptions
 
 
-class FileReceiver(OneHostReceiver):
+class FileReceiver(MappedReceiver):
     def __init__(self, incarnation: str, directory: Path) -> None:
         self._paths = {region: directory / f"{incarnation}.{region}" for region in Region}
         super().__init__()
 
-    def allocate(self, region: Region, nbytes: int) -> memoryview:
+    def create(self, region: Region, nbytes: int) -> memoryview:
         with self._paths[region].open("w+b") as file:
             file.truncate(nbytes)
-            view = memoryview(mmap.mmap(file.fileno(), nbytes))
-        if region is Region.KV:
-            self.kv = view
-        else:
-            self.records = view
-        return view
+            return memoryview(mmap.mmap(file.fileno(), nbytes))
 
     def describe(self, incarnation: str) -> FileDescription:
         return FileDescription(

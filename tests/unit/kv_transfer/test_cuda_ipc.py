@@ -17,7 +17,7 @@ from kv_transfer.events import Arrived, Delivered, PagesFree, RoomFailed, SlotsG
 from kv_transfer.pair_plan import pair_plan
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
-from kv_transfer.transport.base import DeviceMemory, Region, Target, WriteState
+from kv_transfer.transport.base import DeviceMemory, PageList, Region, Target, WriteState
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.pool_memory import as_memory, as_storage
 from kv_transfer.transport.cuda_ipc import receiver as cuda_ipc_receiver
@@ -319,7 +319,7 @@ def test_tickets_of_a_detached_peer_fail_and_bytes_are_counted_once(pair: Pair) 
     peer = pair.sending.attach(pair.target())
     lane = pair.cuda.lanes[-2]
     lane.held = True
-    write = pair.sending.write_pages(peer, PLAN, [1, 2], [3, 4], 1, checksums=True)
+    write = pair.sending.write_pages(peer, PLAN, PageList([1, 2], [3, 4], 1), checksums=True)
     assert write.nbytes == 2 * SRC.page_bytes
     assert pair.sending.progress(peer) == 0
     lane.held = False
@@ -331,7 +331,7 @@ def test_tickets_of_a_detached_peer_fail_and_bytes_are_counted_once(pair: Pair) 
     assert (write.digests[0], len(write.digests)) == (next(iter(write.digests)), 2)
     pair.sending.detach(peer)
     for ticket in (
-        pair.sending.write_pages(peer, PLAN, [1], [3], 1, checksums=False).ticket,
+        pair.sending.write_pages(peer, PLAN, PageList([1], [3], 1), checksums=False).ticket,
         pair.sending.write(peer, [], 1),
         pair.sending.write_record(peer, 0, b"x", 1),
     ):
@@ -367,7 +367,7 @@ def test_layouts_with_pages_of_several_sizes(monkeypatch: pytest.MonkeyPatch) ->
     peer = pair.sending.attach(pair.target())
     other = layers_layout("tiny", "float32", 2, 6, [(2, 4), (2, 4)])
     # The smaller destination pool has other offsets.
-    write = pair.sending.write_pages(peer, pair_plan(SRC, other), [1], [5], 1, checksums=False)
+    write = pair.sending.write_pages(peer, pair_plan(SRC, other), PageList([1], [5], 1), checksums=False)
     assert pair.sending.poll(write.ticket) is WriteState.DONE
     assert len(write.digests) == 0
     assert page_bytes(pair.pool.numpy().data, other, 5) == page_bytes(pair.source.numpy().data, SRC, 1)

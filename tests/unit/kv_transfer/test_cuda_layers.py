@@ -8,10 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kv_transfer.transport.base import WriteState
+from kv_transfer.transport.base import PageList, WriteState
 from kv_transfer.transport.cuda_ipc.layers import CudaLayers
 from kv_transfer.transport.cuda_ipc.writes import Mapped
-from kv_transfer.transport.layers import PageList
 from tests.unit.kv_transfer.test_cuda_ipc import DST, PLAN, SRC, Pair
 
 LISTS = [PageList([1, 2], [3, 9], 1), PageList([5], [4], 2)]  # of two rooms
@@ -113,7 +112,7 @@ def test_complete_pages_do_not_wait_for_the_next_forward(pair: Pair) -> None:
     layers.held = True
     second.send(range(4))
     ((pending,),) = second.close()
-    whole = pair.sending.write_pages(peer, PLAN, [7], [7], 1, True)
+    whole = pair.sending.write_pages(peer, PLAN, PageList([7], [7], 1), True)
     for write in (first.rest(0), whole):
         assert pair.sending.poll(write.ticket) is WriteState.DONE
     assert pair.sending.poll(pending) is WriteState.PENDING

@@ -16,7 +16,7 @@ from kv_transfer.copy_plan import Copy
 from kv_transfer.events import Arrived, PagesFree, RoomFailed, SlotsGranted, TransferLost
 from kv_transfer.messages import AbortAck
 from kv_transfer.pair_plan import pair_plan
-from kv_transfer.transport.base import DeviceMemory, PeerMemory, Region, Target, WriteState
+from kv_transfer.transport.base import DeviceMemory, PageList, PeerMemory, Region, Target, WriteState
 from kv_transfer.transport.nixl import agent as nixl_agent
 from kv_transfer.transport.nixl.kind import NixlDescription
 from kv_transfer.transport.nixl.liveness import GRACE
@@ -82,7 +82,7 @@ def ends() -> Iterator[Ends]:
 def test_pages_land_in_pieces_that_show_progress(ends: Ends) -> None:
     """Pools of different sizes; a transfer has at most max_inflight_bytes; lists are made once and released."""
     peer = ends.attach()
-    write = ends.sender.write_pages(peer, PLAN, [1, 5, 2], [11, 3, 4], 1, True)
+    write = ends.sender.write_pages(peer, PLAN, PageList([1, 5, 2], [11, 3, 4], 1), True)
     assert ends.sender.poll(write.ticket) is WriteState.DONE
     for a, b in ((1, 11), (5, 3), (2, 4)):
         assert ends.landed(b) == page_bytes(ends.kv, LAYOUT, a)
@@ -110,13 +110,16 @@ def test_copies_of_any_shape(ends: Ends) -> None:
     assert ends.receiver.kv[1000:1005] == ends.kv[3:8]
     assert ends.receiver.kv[7:307] == ends.kv[100:400]
     assert ends.sender.poll(ends.sender.write(peer, [], 1)) is WriteState.DONE
-    assert ends.sender.poll(ends.sender.write_pages(peer, PLAN, [], [], 1, True).ticket) is WriteState.DONE
+    assert (
+        ends.sender.poll(ends.sender.write_pages(peer, PLAN, PageList([], [], 1), True).ticket)
+        is WriteState.DONE
+    )
 
 
 def test_a_write_is_pending_until_its_last_transfer_has_landed(ends: Ends) -> None:
     peer = ends.attach()
     ends.net.held = True
-    write = ends.sender.write_pages(peer, PLAN, [1, 2, 3], [1, 2, 3], 1, False)
+    write = ends.sender.write_pages(peer, PLAN, PageList([1, 2, 3], [1, 2, 3], 1), False)
     assert ends.sender.poll(write.ticket) is WriteState.PENDING
     assert ends.sender.progress(peer) == 0
     ends.net.held = False
@@ -127,7 +130,7 @@ def test_a_fault_settles_only_when_posted_transfers_must_have_landed(ends: Ends)
     """NIXL reports an error while other pieces may be in transfer; meanwhile nothing new is posted."""
     peer = ends.attach()
     ends.net.held = True
-    write = ends.sender.write_pages(peer, PLAN, [1, 2, 3], [1, 2, 3], 1, False)
+    write = ends.sender.write_pages(peer, PLAN, PageList([1, 2, 3], [1, 2, 3], 1), False)
     ends.net.fault, ends.net.held = "NIXL_ERR_REMOTE_DISCONNECT", False
     assert ends.sender.poll(write.ticket) is WriteState.PENDING
     posted = len(ends.net.transfers)
@@ -141,7 +144,7 @@ def test_a_fault_settles_only_when_posted_transfers_must_have_landed(ends: Ends)
     assert ends.sender.last_error(peer) == "NIXL_ERR_REMOTE_DISCONNECT"
     assert not ends.net.under_way
     ends.net.fault = ""  # the next write connects to the peer again
-    write = ends.sender.write_pages(peer, PLAN, [4], [4], 2, False)
+    write = ends.sender.write_pages(peer, PLAN, PageList([4], [4], 2), False)
     assert ends.sender.poll(write.ticket) is WriteState.DONE
     assert ends.landed(4) == page_bytes(ends.kv, LAYOUT, 4)
 
@@ -149,11 +152,11 @@ def test_a_fault_settles_only_when_posted_transfers_must_have_landed(ends: Ends)
 def test_a_transfer_that_nixl_refuses_fails_and_is_never_raised(ends: Ends) -> None:
     peer = ends.attach()
     ends.net.refuse = "NIXL_ERR_INVALID_PARAM"
-    write = ends.sender.write_pages(peer, PLAN, [1], [1], 1, True)
+    write = ends.sender.write_pages(peer, PLAN, PageList([1], [1], 1), True)
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
     assert ends.sender.last_error(peer) == "NIXL_ERR_INVALID_PARAM"
     del ends.net.agents[DECODE]  # it cannot be connected to again either
-    write = ends.sender.write_pages(peer, PLAN, [1], [1], 1, True)
+    write = ends.sender.write_pages(peer, PLAN, PageList([1], [1], 1), True)
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
     too_long = ends.sender.write_record(peer, 0, bytes(LIMITS.record_bytes + 1), 1)
     assert ends.sender.poll(too_long) is WriteState.FAILED
@@ -162,7 +165,7 @@ def test_a_transfer_that_nixl_refuses_fails_and_is_never_raised(ends: Ends) -> N
 def test_what_detach_could_not_stop_keeps_the_peer_out_until_it_has_ended(ends: Ends) -> None:
     peer = ends.attach()
     ends.net.held = True
-    write = ends.sender.write_pages(peer, PLAN, [1], [1], 1, False)
+    write = ends.sender.write_pages(peer, PLAN, PageList([1], [1], 1), False)
     ends.sender.detach(peer)
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
     assert not ends.sender.writes_ended(DECODE)
@@ -173,7 +176,7 @@ def test_what_detach_could_not_stop_keeps_the_peer_out_until_it_has_ended(ends: 
     assert ends.sender.writes_ended(DECODE)
     assert not ends.net.under_way
     assert ends.sender.poll(write.ticket) is WriteState.FAILED
-    late = ends.sender.write_pages(peer, PLAN, [1], [1], 1, False)
+    late = ends.sender.write_pages(peer, PLAN, PageList([1], [1], 1), False)
     assert ends.sender.poll(late.ticket) is WriteState.FAILED
     ends.sender.detach(peer)
     ends.attach()
@@ -192,7 +195,7 @@ def test_close_with_a_stuck_transfer_leaves_the_liveness_connection_to_the_proce
 
     until(lambda: dead() or keeper.connected("p"))
     ends.net.held = True
-    ends.sender.write_pages(peer, PLAN, [1], [1], 1, False)
+    ends.sender.write_pages(peer, PLAN, PageList([1], [1], 1), False)
     ends.sender.close()
     assert not dead()
     assert keeper.connected("p")
@@ -225,7 +228,7 @@ def test_metadata_of_another_peer_does_not_cut_that_one_off(ends: Ends) -> None:
     liar = Target("0c" * 16, ends.receiver.describe("q"), OTHER.total_bytes, 256)
     with pytest.raises(HandshakeRefused, match="agent '0b0b"):
         ends.sender.attach(liar)
-    write = ends.sender.write_pages(peer, PLAN, [1], [1], 1, False)
+    write = ends.sender.write_pages(peer, PLAN, PageList([1], [1], 1), False)
     assert ends.sender.poll(write.ticket) is WriteState.DONE
 
 
@@ -245,7 +248,7 @@ def test_progress_is_made_often_only_while_something_is_under_way(ends: Ends) ->
     agents = [ends.net.agents["0a" * 16], ends.net.agents[DECODE]]
     peer = ends.attach()
     ends.net.held = True
-    ends.sender.write_pages(peer, PLAN, [1], [1], 1, False)
+    ends.sender.write_pages(peer, PLAN, PageList([1], [1], 1), False)
     assert ends.sender.busy
     ends.net.held = False
     assert ends.sender.progress(peer)
@@ -305,7 +308,7 @@ def test_pools_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     for lane in cuda.lanes:
         lane.held = True
     plan = pair_plan(LAYOUT, LAYOUT)
-    write = sender.write_pages(peer, plan, [1, 2], [5, 6], 1, True)
+    write = sender.write_pages(peer, plan, PageList([1, 2], [5, 6], 1), True)
     assert sender.poll(write.ticket) is WriteState.PENDING  # landed, but its checksums are not readable yet
     for lane in cuda.lanes:
         lane.held = False
@@ -317,7 +320,7 @@ def test_pools_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert receiver.record(0)[:1] == b"r"
     assert cuda.flushed == [1]
     cuda.lanes[-1].fault = "CUDA error: an illegal memory access"
-    write = sender.write_pages(peer, plan, [1], [5], 1, True)
+    write = sender.write_pages(peer, plan, PageList([1], [5], 1), True)
     assert sender.poll(write.ticket) is WriteState.FAILED
     assert "illegal memory access" in sender.last_error(peer)
     cuda.lanes[-1].fault = ""
