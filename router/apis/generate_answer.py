@@ -9,11 +9,13 @@ from typing import Any
 
 import msgspec
 
-from common.messages.generation import FINISH_LENGTH, FINISH_STOP, OutputToken
+from common.errors import InvalidRequest
+from common.messages.generation import FINISH_LENGTH, FINISH_STOP, OutputToken, TokenLogprob
 from router.answer_states import AnswerStates
 from router.apis.generate_request import GenerateTask
 from router.generation import FINISH_ABORT
 from router.openai_responses import LOWEST_LOGPROB, Piece, Usage, error_event
+from router.prompt_pieces import PromptPiece
 from router.sse import DONE
 from router.tokenizer import Tokenizer
 
@@ -33,6 +35,9 @@ class _Choice:
         self.ids = array("i")
         self.logprobs: list[bytes] = []  # items of JSON lists
         self.tops: list[bytes] = []
+        self.prompt_logprobs: list[bytes] = []
+        self.prompt_tops: list[bytes] = []
+        self.prompt_seen = 0  # tokens of the prompt in earlier pieces
         self.finish: dict[str, Any] | None = None
         self.seconds = 0.0  # until its end
         self.sent = 0  # tokens in the last event
@@ -50,6 +55,12 @@ class GenerateForm:
         self._logprobs = task.logprobs
         self._top = task.completion.logprobs or 0
         self._with_text = task.with_text
+        self._start = task.start
+        if task.start is not None and task.start > min(prompt_tokens):
+            raise InvalidRequest(
+                f"logprob_start_len is {task.start}; a prompt of the request has {min(prompt_tokens)} tokens",
+                param="logprob_start_len",
+            )
         self._identity = identity
         self._tokenizer = tokenizer
         self._choices = [_Choice(count) for count in prompt_tokens]
@@ -61,6 +72,8 @@ class GenerateForm:
 
     def events(self, piece: Piece, usage: bytes) -> bytes:
         choice = self._add(piece)
+        if isinstance(piece, PromptPiece):
+            return b""
         if choice.finish is None and (len(choice.ids) - choice.sent) * GROWTH < len(choice.ids):
             return b""
         choice.sent = len(choice.ids)
@@ -96,6 +109,9 @@ class GenerateForm:
 
     def _add(self, piece: Piece) -> _Choice:
         choice = self._choices[piece.index]
+        if isinstance(piece, PromptPiece):
+            self._add_prompt(choice, piece.tokens)
+            return choice
         choice.cached_tokens += piece.cached_tokens or 0
         if piece.text:
             choice.text.append(piece.text)
@@ -110,17 +126,36 @@ class GenerateForm:
             choice.seconds = self._clock() - self._started
         return choice
 
+    def _add_prompt(self, choice: _Choice, tokens: Sequence[OutputToken]) -> None:
+        """Add tokens of the prompt. As in SGLang, the first one that is listed has no log-probability."""
+        for token in tokens:
+            place = choice.prompt_seen
+            choice.prompt_seen += 1
+            if self._start is None or place < self._start:
+                continue
+            if place == self._start:
+                choice.prompt_logprobs.append(_encode((None, token.id, self._text_of(token.id))))
+                choice.prompt_tops.append(b"null")
+            elif token.logprob is not None:
+                choice.prompt_logprobs.append(_encode(self._entry(token.logprob.logprob, token.id)))
+                choice.prompt_tops.append(self._listed_tops(token.logprob))
+
     def _add_logprobs(self, choice: _Choice, token: OutputToken) -> None:
         found = token.logprob
         if found is None:
             return
         choice.logprobs.append(_encode(self._entry(found.logprob, token.id)))
+        choice.tops.append(self._listed_tops(found))
+
+    def _listed_tops(self, found: TokenLogprob) -> bytes:
         top = [self._entry(value, each) for each, value in zip(found.top_ids, found.top_logprobs)]
-        choice.tops.append(_encode(top[: self._top] if self._top else None))
+        return _encode(top[: self._top] if self._top else None)
 
     def _entry(self, logprob: float, token: int) -> tuple[float, int, str | None]:
-        text = self._tokenizer.token_text(token) if self._with_text else None
-        return max(LOWEST_LOGPROB, logprob), token, text
+        return max(LOWEST_LOGPROB, logprob), token, self._text_of(token)
+
+    def _text_of(self, token: int) -> str | None:
+        return self._tokenizer.token_text(token) if self._with_text else None
 
     def _parts(self, index: int) -> list[bytes]:
         """The JSON object of a choice, in parts."""
@@ -144,8 +179,14 @@ class GenerateForm:
             _encode(meta)[:-1],
         ]
         if self._logprobs:
+            # Events repeat what came before, so those of the prompt wait for the last one.
+            listed = choice.finish is not None
             parts += [
-                b',"input_token_logprobs":[],"input_top_logprobs":[],"output_token_logprobs":[',
+                b',"input_token_logprobs":[',
+                b",".join(choice.prompt_logprobs) if listed else b"",
+                b'],"input_top_logprobs":[',
+                b",".join(choice.prompt_tops) if listed else b"",
+                b'],"output_token_logprobs":[',
                 b",".join(choice.logprobs),
                 b'],"output_top_logprobs":[',
                 b",".join(choice.tops),

@@ -114,7 +114,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "video_data": (),
     "audio_data": (),
     "input_embeds": (),
-    "token_ids_logprob": (),
     "return_routed_experts": (False,),
     "lora_path": (),
     "session_params": ({},),
@@ -148,6 +147,9 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     rid: str | None
     logprobs: bool
     with_text: bool  # log-probabilities name the text of each token
+    start: int | None = (
+        None  # the first position of the prompt that is listed with its log-probability; None: none
+    )
 
 
 _decoder = msgspec.json.Decoder(GenerateRequest)
@@ -162,11 +164,7 @@ def read_generate(raw: bytes | bytearray) -> GenerateTask:
     prompt, listed = _prompt(request)
     if not request.return_logprob and request.top_logprobs_num:
         raise InvalidRequest("top_logprobs_num needs return_logprob: true", param="top_logprobs_num")
-    if request.logprob_start_len not in (None, -1):
-        raise InvalidRequest(
-            "logprob_start_len must be -1: log-probabilities of the prompt are not supported here",
-            param="logprob_start_len",
-        )
+    start = _first_scored(request)
     if request.return_hidden_states and request.stream:
         raise InvalidRequest(
             "return_hidden_states is not streamed here; send stream: false", param="return_hidden_states"
@@ -197,6 +195,8 @@ def read_generate(raw: bytes | bytearray) -> GenerateTask:
         ebnf=sampling.ebnf,
         stream=request.stream,
         logprobs=(request.top_logprobs_num or 0) if request.return_logprob else None,
+        # The prompt comes back with its log-probabilities; then no answer is needed.
+        echo=start is not None or (sampling.max_new_tokens == 0 and bool(request.return_hidden_states)),
         cache_salt=request.extra_key,
         # completions take lower priorities first
         priority=None if request.priority is None else -request.priority,
@@ -207,7 +207,25 @@ def read_generate(raw: bytes | bytearray) -> GenerateTask:
         rid=request.rid,
         logprobs=bool(request.return_logprob),
         with_text=bool(request.return_text_in_logprobs),
+        start=start,
     )
+
+
+def _first_scored(request: GenerateRequest) -> int | None:
+    """Return the first position of the prompt whose log-probability is wanted; None: of none, as -1 says."""
+    start = request.logprob_start_len
+    if request.token_ids_logprob is not None:
+        raise InvalidRequest(
+            "token_ids_logprob is not supported; top_logprobs_num lists up to 20 likeliest tokens",
+            param="token_ids_logprob",
+        )
+    if start is None or start == -1:
+        return None
+    if start < -1:
+        raise InvalidRequest("logprob_start_len must be at least -1", param="logprob_start_len")
+    if not request.return_logprob:
+        raise InvalidRequest("logprob_start_len needs return_logprob: true", param="logprob_start_len")
+    return start
 
 
 def _prompt(request: GenerateRequest) -> tuple[str | list[Any], bool]:

@@ -143,6 +143,9 @@ async def test_the_native_route_has_all_positions(rig: Rig, monkeypatch: pytest.
     _, listed, _ = await rig.post(NATIVE, body)
     found = [each["meta_info"]["hidden_states"] for each in listed]
     assert found == [[[state(0)]], [[state(0), state(1)]]]
+    _, prompts_only, _ = await rig.post(NATIVE, {**body, "sampling_params": {"max_new_tokens": 0}})
+    assert [each["meta_info"]["hidden_states"] for each in prompts_only] == found
+    assert [each["output_ids"] for each in prompts_only] == [[], []]
     _, plain, _ = await rig.post(NATIVE, {"input_ids": [5]})
     assert "hidden_states" not in plain["meta_info"]
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from common.errors import NodeLost
+from common.messages.generation import PromptLogprob
+from router.generation import TokenDelta
 from tests.unit.router.conftest import Rig
 from tests.unit.router.scripted_generator import delta, one_by_one
 
@@ -160,7 +162,6 @@ async def test_an_error_in_the_stream_ends_it_without_done(rig: Rig) -> None:
         ({"text": "a", "sampling_params": [{}]}, "sampling_params"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
         ({"text": "a", "top_logprobs_num": 2}, "top_logprobs_num"),
-        ({"text": "a", "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "rid": ["a"]}, "rid"),
         ({"text": "a", "model": "other"}, "model"),
@@ -184,3 +185,65 @@ async def test_large_bodies_are_read_by_text_workers_with_the_same_result(rig: R
     assert again == answer
     first, second = rig.generator.requests
     assert list(second.token_ids) == list(first.token_ids)
+
+
+def scored(*ids: int) -> TokenDelta:
+    """The first delta of an answer, with the log-probabilities of a prompt: -0.25 * position."""
+    made = delta([331], "length", 0, 2)
+    made.prompt_logprobs = [
+        PromptLogprob(-0.25 * at, 3, (token + 1, token + 2), (-0.1, -0.2))
+        for at, token in enumerate(ids)
+        if at
+    ]
+    return made
+
+
+@pytest.mark.parametrize("start", [0, 1, 3, 4])
+async def test_log_probabilities_of_the_prompt(start: int, rig: Rig) -> None:
+    """SGLang's form: from the position on, the first without a value; a stream lists them in its last event."""
+    ids = [5, 6, 7, 8]
+    rig.generator.will(scored(*ids))
+    body = {"input_ids": ids, "return_logprob": True, "logprob_start_len": start, "top_logprobs_num": 1}
+    _, answer, _ = await rig.post("/generate", body)
+    meta = answer["meta_info"]
+    values = [None, *(-0.25 * at for at in range(start + 1, 4))][: 4 - start]
+    assert meta["input_token_logprobs"] == [
+        [v, token, None] for v, token in zip(values, ids[start:], strict=True)
+    ]
+    tops = [None, *([[-0.1, token + 1, None]] for token in ids[start + 1 :])][: 4 - start]
+    assert meta["input_top_logprobs"] == tops
+    assert meta["output_token_logprobs"] == [[-0.5, 331, None]]
+    assert (answer["output_ids"], meta["prompt_tokens"], meta["completion_tokens"]) == ([331], 4, 1)
+    assert answer["text"] == rig.tokenizer.decode([331], False)
+    assert rig.generator.requests[-1].sampling.prompt_logprobs == 1
+    streamed = events(await rig.raw("/generate", {**body, "stream": True}))
+    assert streamed[-1]["meta_info"]["input_token_logprobs"] == meta["input_token_logprobs"]
+    assert len(streamed) == 1
+
+
+async def test_a_prompt_is_scored_without_an_answer(rig: Rig) -> None:
+    rig.generator.will(scored(5, 6))
+    body = {"input_ids": [5, 6], "return_logprob": True, "logprob_start_len": 0}
+    _, answer, _ = await rig.post("/generate", {**body, "sampling_params": {"max_new_tokens": 0}})
+    meta = answer["meta_info"]
+    assert meta["input_token_logprobs"] == [[None, 5, None], [-0.25, 6, None]]
+    assert meta["input_top_logprobs"] == [None, None]
+    assert (answer["text"], answer["output_ids"], meta["output_token_logprobs"]) == ("", [], [])
+    assert meta["finish_reason"] == {"type": "length", "length": 0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprob_start_len": -2, "return_logprob": True}, "logprob_start_len"),
+        ({"logprob_start_len": 0}, "logprob_start_len"),
+        ({"logprob_start_len": 3, "return_logprob": True}, "logprob_start_len"),
+        ({"logprob_start_len": [0], "return_logprob": True}, "logprob_start_len"),
+        ({"token_ids_logprob": [5], "return_logprob": True}, "token_ids_logprob"),
+        ({"sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+    ],
+)
+async def test_what_cannot_be_scored_is_refused(fields: dict[str, Any], param: str, rig: Rig) -> None:
+    rig.generator.will(scored(5, 6))
+    status, answer, _ = await rig.post("/generate", {"input_ids": [5, 6], **fields})
+    assert (status, answer["error"]["param"]) == (400, param)
