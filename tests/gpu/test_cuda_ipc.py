@@ -123,6 +123,7 @@ def test_the_sums_of_both_gpus_and_the_reference_agree(rig: Rig) -> None:
 
 @pytest.mark.parametrize(("src_size", "dst_size"), SIZES)
 def test_parts_of_pages_and_states_equal_the_reference(src_size: int, dst_size: int) -> None:
+    torch.cuda.set_device(0)  # earlier tests may have left another one current
     for plan in pairs(src_size, dst_size):
         pages = [part for plane in plan.planes for part in plane]
         for parts, items in ((pages, ([3, 1, 6], [8, 2, 5])), (plan.state, ([2], [3]))):
