@@ -1,4 +1,4 @@
-"""Signs of life between the two ends. They bound every wait: a room that nobody names is lost within seconds.
+"""Signs of life between the two ends. They bound every wait: a room that neither end names is lost within seconds.
 
 A prefill node names the rooms that have slots and are processed or queued (Working, sender_signs.py); a decode node
 names the rooms that wait for pages (Queued, receiver_signs.py). Both announce long work on their loop before they begin

@@ -178,9 +178,9 @@ class MultiLayerPrefill:
             places // self._page_size,
             windows.rows.astype(np.int32),
         )
-        ids, behind, drawn_there, owner, positions, entry, starts = send(arrays, device)
+        ids, drawn_at, drawn_from, owner, positions, entry, starts = send(arrays, device)
         if len(rows):
-            ids[behind] = drawn.flatten()[drawn_there]
+            ids[drawn_at] = drawn.flatten()[drawn_from]
         page = batch.page_table[owner, entry]
         return replace(
             batch,

@@ -85,7 +85,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def undeclared(raw: bytes | bytearray, declared: frozenset[str]) -> tuple[str, ...]:
-    """Return the names in the JSON object `raw` that nobody knows, the first MAX_REPORTED of them.
+    """Return the unknown names in the JSON object `raw`, at most the first MAX_REPORTED of them.
 
     `declared`: the names of the schema. Raises InvalidRequest for a field that is known but not served.
     """

@@ -20,7 +20,7 @@ class Trial:
     """The right to run now. `release` ends the isolation and may be called repeatedly."""
 
     def __init__(self, isolation: Isolation | None = None, companions: int = 0) -> None:
-        """`companions`: other suspects of the same group. Without `isolation`, the request runs beside all others."""
+        """`companions`: other suspects of the same group. Without `isolation`, it runs together with all others."""
         self.companions = companions
         self._isolation = isolation
         self._timer: asyncio.TimerHandle | None = None

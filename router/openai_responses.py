@@ -70,7 +70,7 @@ class Format(ABC):
     def __init__(
         self, identity: str, model: str, created: int, names: TokenNames, logprobs: int | None
     ) -> None:
-        """`names` of tokens stand beside their log-probabilities.
+        """`names` of tokens are returned with their log-probabilities.
 
         `logprobs`: number of top tokens listed with each token; None for no log-probabilities.
         """

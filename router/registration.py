@@ -122,7 +122,7 @@ def peer_address(name: str, expected: str, reported: str) -> str:
 
 
 def _same_host(expected: str, reported: str) -> bool:
-    """Compare an IP address that a node has bound with the file's host. A host name is left to whoever connects."""
+    """Compare an IP address that a node has bound with the file's host. A host name is not resolved here."""
     try:
         found = ipaddress.ip_address(reported.strip("[]"))
     except ValueError:

@@ -30,7 +30,7 @@ class PromptShare(Protocol):
         ...
 
     async def wait(self, seconds: float) -> None:
-        """Wait until the prompt is computed, until nobody computes it any more, or for so many seconds."""
+        """Wait until the prompt is computed or no request computes it any more, at most so many seconds."""
         ...
 
     def placed(self, prefill: str, decode: str) -> None:

@@ -105,7 +105,7 @@ class Suspects:
         return self._get(key) is not None
 
     def needs_isolation(self, key: bytes) -> bool:
-        """Whether the request must not run beside other suspects."""
+        """Whether the request must not run together with other suspects."""
         return self._max_crashes > 0 and self.crashes(key) >= 2
 
     def crashes(self, key: bytes) -> int:

@@ -86,7 +86,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     message: str = ""
     param: str | None = None
     defect: str = ""  # traceback of an unexpected exception, for the log
-    unknown_fields: tuple[str, ...] = ()  # names in a body that nobody knows
+    unknown_fields: tuple[str, ...] = ()  # unknown names in a body
 
     def check(self) -> None:
         """Raise the error that the worker reported, if any."""

@@ -48,7 +48,7 @@ class TextService:
     """Parses bodies and tokenizes messages and texts. Refusals do not depend on where the work runs."""
 
     def __init__(self, workers: Workers, tokenizer: Tokenizer, unknown: UnknownFields) -> None:
-        """`unknown`: what to do about fields that nobody knows."""
+        """`unknown`: what to do about unknown fields."""
         self._workers = workers
         self._tokenizer = tokenizer
         self._unknown = unknown

@@ -69,12 +69,12 @@ Done = tuple[Answer, Payload]
 
 
 def read_chat(raw: Payload) -> tuple[ChatRequest, tuple[str, ...]]:
-    """Parse a chat body. Return it and the field names that nobody knows. Raises InvalidRequest."""
+    """Parse a chat body. Return it and its unknown field names. Raises InvalidRequest."""
     return decode_json(raw, _chat), undeclared(raw, _CHAT_FIELDS)
 
 
 def read_completion(raw: Payload) -> tuple[CompletionRequest, tuple[str, ...]]:
-    """Parse a completion body. Return it and the field names that nobody knows. Raises InvalidRequest."""
+    """Parse a completion body. Return it and its unknown field names. Raises InvalidRequest."""
     return decode_json(raw, _completion), undeclared(raw, _COMPLETION_FIELDS)
 
 

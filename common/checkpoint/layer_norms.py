@@ -1,4 +1,4 @@
-"""The norms of a decoder layer: what stands before and after its two blocks. No torch."""
+"""The norms of a decoder layer, before and after its two blocks. No torch."""
 
 from __future__ import annotations
 

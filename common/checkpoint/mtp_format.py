@@ -95,7 +95,7 @@ def module_config(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], i
     count = positive(flat, MODULES, where, most=MAX_MODULES) if not _has_qwen_form(family) else 1
     if _has_qwen_form(family) and positive(flat, QWEN_COUNT, where, 1) != 1:
         raise ModelError(
-            f"{where}: {QWEN_COUNT} is {flat[QWEN_COUNT]}; modules that share one projection are supported only alone"
+            f"{where}: {QWEN_COUNT} is {flat[QWEN_COUNT]}; only one module with a shared projection is supported"
         )
     full = ["full_attention"] * count if family.gated_delta is not None else None
     # All modules have experts if the target has them.

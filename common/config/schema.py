@@ -119,7 +119,7 @@ class Router(Section, frozen=True, kw_only=True):
         tuple[Literal["reasoning_content", "reasoning"], ...], Meta(min_length=1, max_length=2)
     ] = ("reasoning_content",)
     max_body_bytes: Positive = 10 * 1024 * 1024
-    strict_fields: bool = False  # refuse request fields that nobody knows, instead of ignoring them
+    strict_fields: bool = False  # refuse unknown request fields instead of ignoring them
     max_queued_mib: Positive = 512  # messages waiting for one node, which beyond it counts as unreachable
     images: Images = Images()
     request_timeout: Seconds = 600.0
@@ -280,7 +280,9 @@ class Security(Section, frozen=True, kw_only=True):
     open_metrics: bool = False  # /metrics needs no key
     # router.host is not loopback, without router.tls: a proxy in front terminates TLS.
     plain_http: bool = False
-    open_http: bool = False  # router.host is not loopback, without API keys: whoever reaches it may use it
+    open_http: bool = (
+        False  # router.host is not loopback, without API keys: everyone who can reach it may use it
+    )
     # Directory made by deploy/keygen; without it sockets bind only to loopback, with keys made in the run directory.
     keys: str | None = None
     isolated_network: bool = False  # only these nodes reach transfer.nixl_devices; transport nixl requires it

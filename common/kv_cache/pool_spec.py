@@ -39,7 +39,7 @@ class PoolSpec(msgspec.Struct, frozen=True):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that a request keeps beside its pages, over all planes and ranks; 0 without per-request planes."""
+        """Bytes that a request keeps in addition to pages, over all planes and ranks; 0 without per-request planes."""
         return sum(plane.entry_bytes for plane in self.planes if plane.kept is Kept.PER_REQUEST)
 
     def share(self, shard: Shard) -> PoolSpec:

@@ -13,7 +13,7 @@ import msgspec
 
 # Raise it with every change of a message in this folder; a test compares it with the fields.
 PROTOCOL_VERSION: Final = 9
-UNVERSIONED: Final = 0  # stands for peers whose messages have no version
+UNVERSIONED: Final = 0  # the version of peers whose messages have none
 
 
 class _FirstMessage(msgspec.Struct, frozen=True):

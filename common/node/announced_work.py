@@ -88,7 +88,7 @@ class Announcer(Protocol[Plan_contra]):
 
 
 class Unannounced:
-    """No-op announcer for loops that nobody watches."""
+    """No-op announcer for loops without a watchdog."""
 
     def begin(self, plan: object) -> None:
         pass

@@ -66,7 +66,7 @@ class ServingModel:
     draft: ServingDraft | None = None
     beside: int = 0  # bytes that this cluster's other nodes take of its GPU
     state_slots: int = 0  # requests that hold a state at once; 0: the model keeps none
-    window: WindowShape = NO_WINDOW  # what a decode node keeps of the newest tokens beside the state
+    window: WindowShape = NO_WINDOW  # what a decode node keeps of the newest tokens in addition to the state
     state_snapshots: int = 0  # saved states of cached prefixes; 0: no prefix cache for a model with a state
 
     @property
@@ -270,7 +270,7 @@ def page_space(served: ServingModel, prefix_cache: bool | Literal["auto"]) -> Pa
 
 
 def _check_state(plan: NodePlan, device: torch.device, shard: Shard, log: Log) -> WindowShape:
-    """Return the window that the node keeps beside a state per request; empty for models without such a state.
+    """Return the window that the node keeps in addition to a state per request; empty for models without such a state.
 
     Raises ConfigError for a speculation setting that a state per request does not support.
     """

@@ -1,4 +1,4 @@
-"""The backend that a name stands for on a decode node."""
+"""Makes the graph backend of a decode node from its configured name."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class KvPool:
                 plane.index_copy_(0, index, source.to(self.device, non_blocking=True))
 
     def copy_state_out(self, slot: int) -> list[Tensor]:
-        """Copy what one request keeps beside its pages to the host: [*entry] of each per-request plane.
+        """Copy what one request keeps in addition to its pages to the host: [*entry] of each per-request plane.
 
         On a GPU it is readable once the stream reaches this point.
         """

@@ -125,9 +125,9 @@ def language_model(model: LlavaForConditionalGeneration) -> LlamaForCausalLM:
     """The language model, sharing its weights with the whole: a draft is trained against it."""
     inner: Any = model
     with torch.device("meta"):
-        alone = LlamaForCausalLM(inner.config.text_config)
-    alone.model, alone.lm_head = inner.model.language_model, inner.lm_head
-    return alone
+        language = LlamaForCausalLM(inner.config.text_config)
+    language.model, language.lm_head = inner.model.language_model, inner.lm_head
+    return language
 
 
 def checkpoint_name(name: str) -> str:

@@ -39,7 +39,7 @@ class Mark(Protocol):
 
 
 class Lane(Protocol):
-    """A stream that runs beside the computing stream."""
+    """A stream that runs concurrently with the computing stream."""
 
     @property
     def handle(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Computes checksums of pages of a pool on a GPU, on a lane that runs beside the computing stream."""
+"""Computes checksums of pages of a pool on a GPU, on a lane that runs concurrently with the computing stream."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def block_words(count: int) -> int:
 
 
 def jit(*varying: str) -> Callable[[Any], Any]:
-    """Compile a kernel, but not anew for values of the arguments `varying`; does nothing without Triton."""
+    """Compile a kernel once for all values of the arguments `varying`; does nothing without Triton."""
     return lambda function: triton.jit(function, do_not_specialize=list(varying)) if triton else function
 
 

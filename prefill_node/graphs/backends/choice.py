@@ -1,4 +1,4 @@
-"""The backend that a name stands for on a prefill node."""
+"""Makes the graph backend of a prefill node from its configured name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def prompt_backend(name: str, device: torch.device, bodies: CompiledBodies | Non
     """Return a backend with a memory pool of its own, for one GraphRunner. Raises ValueError for an unknown name.
 
     Args:
-        bodies: compiled bodies for piecewise graphs; None: compiled anew, by `eager`.
+        bodies: compiled bodies for piecewise graphs; None: compile them here, with `eager`.
     """
     if name == NONE:
         return NoGraphs()

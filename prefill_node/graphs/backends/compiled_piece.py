@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from common.engine.ops.registration import REFERENCES, library
 
 OPTIONS = {
-    "compile_threads": 1,  # no compile processes beside the node
+    "compile_threads": 1,  # compile in the node's process, not in others
     "fx_graph_cache": False,
     "fx_graph_remote_cache": False,
     "triton.cudagraphs": False,  # segments are captured by our recorder
