@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from common.errors import InvalidRequest
 from router.apis.renamed_fields import refuse_fields
+from router.grammar.fields import StructuredOutputs
 from router.json_body import decode_json
 from router.openai_schema import CompletionRequest, Text
 
@@ -22,6 +23,7 @@ NAMES = {
     "min_tokens": "sampling_params.min_new_tokens",
     "seed": "sampling_params.sampling_seed",
     "include_stop_str_in_output": "sampling_params.no_stop_trim",
+    "structured_outputs": "sampling_params",
     **{
         name: f"sampling_params.{name}"
         for name in (
@@ -69,8 +71,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     json_schema: Any = None
     regex: str | None = None
     ebnf: str | None = None
-    # refused unless they have no effect: see _SAMPLING_NEUTRAL
     structural_tag: Any = None
+    # refused unless they have no effect: see _SAMPLING_NEUTRAL
     stop_regex: Any = None
     spaces_between_special_tokens: Any = None
     custom_params: Any = None
@@ -124,7 +126,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "data_parallel_rank": (),
 }
 _SAMPLING_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "structural_tag": (),
     "stop_regex": ([],),
     "spaces_between_special_tokens": (True,),
     "custom_params": ({},),
@@ -193,6 +194,9 @@ def read_generate(raw: bytes | bytearray) -> GenerateTask:
         json_schema=sampling.json_schema,
         regex=sampling.regex,
         ebnf=sampling.ebnf,
+        structured_outputs=None
+        if sampling.structural_tag is None
+        else StructuredOutputs(structural_tag=sampling.structural_tag),
         stream=request.stream,
         logprobs=(request.top_logprobs_num or 0) if request.return_logprob else None,
         # The prompt comes back with its log-probabilities; then no answer is needed.

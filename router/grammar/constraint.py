@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from common.errors import InvalidGrammar, InvalidRequest
 from common.messages.generation import MAX_GRAMMAR
 from router.grammar.fields import ConstraintFields, ResponseFormat, StructuredOutputs
+from router.grammar.structural_tags import Tags, read_tags
 
 MAX_CHOICES = 4096
 MAX_PATTERN = 256  # characters of a whitespace pattern
@@ -54,7 +55,7 @@ class Ebnf(msgspec.Struct, frozen=True, array_like=True, tag=5):
     text: str
 
 
-Form = JsonSchema | Regex | Choice | Lark | Ebnf
+Form = JsonSchema | Regex | Choice | Lark | Ebnf | Tags
 
 
 class End(msgspec.Struct, frozen=True, array_like=True):
@@ -102,9 +103,18 @@ def with_schema_texts(fields: FieldsT) -> FieldsT:
         inner = form.json_schema
         if inner is not None:
             inner = replace(inner, schema=_schema_text(inner.schema))
-        form = replace(form, json_schema=inner, schema=_schema_text(form.schema))
+        form = replace(
+            form,
+            json_schema=inner,
+            schema=_schema_text(form.schema),
+            structures=_schema_text(form.structures),
+        )
     if structured is not None:
-        structured = replace(structured, json=_schema_text(structured.json), structural_tag=None)
+        structured = replace(
+            structured,
+            json=_schema_text(structured.json),
+            structural_tag=_schema_text(structured.structural_tag),
+        )
     return replace(
         fields,
         response_format=form,
@@ -125,9 +135,12 @@ def _response_format(given: ResponseFormat | None) -> list[Constraint]:
         if given.schema is None:
             return [Constraint("response_format", JsonSchema(ANY_OBJECT))]
         return [_json("response_format.schema", given.schema)]
+    if given.type == "structural_tag":
+        return [_structural_tag(given)]
     if given.type != "json_schema":
         raise InvalidRequest(
-            f"response_format.type must be text, json_object or json_schema, not {given.type[:40]!r}",
+            "response_format.type must be text, json_object, json_schema or structural_tag, not "
+            f"{given.type[:40]!r}",
             param="response_format.type",
         )
     if given.json_schema is None or given.json_schema.schema is None:
@@ -138,15 +151,23 @@ def _response_format(given: ResponseFormat | None) -> list[Constraint]:
     return [_json("response_format.json_schema", given.json_schema.schema)]
 
 
+def _structural_tag(given: ResponseFormat) -> Constraint:
+    field = "response_format"
+    if given.format is not None:
+        raise InvalidRequest(
+            "response_format.format is not supported; send structures and triggers",
+            param="response_format.format",
+        )
+    structures = _schema_text(given.structures) or "null"
+    triggers = msgspec.json.encode(given.triggers).decode()
+    text = _bounded(f'{{"structures":{structures},"triggers":{triggers}}}', field)
+    return Constraint(field, read_tags(text, field))
+
+
 def _structured_outputs(given: StructuredOutputs | None) -> list[Constraint]:
     if given is None:
         return []
     name = "structured_outputs"
-    if given.structural_tag is not None:
-        raise InvalidRequest(
-            "structured_outputs.structural_tag is not supported; send a grammar",
-            param="structured_outputs.structural_tag",
-        )
     options = JsonSchema(
         ANY_OBJECT,
         any_whitespace=not given.disable_any_whitespace,
@@ -159,9 +180,13 @@ def _structured_outputs(given: StructuredOutputs | None) -> list[Constraint]:
     if given.json_object:
         found.append(Constraint(f"{name}.json_object", options))
     found += _texts(name, ".", given.regex, given.choice, given.grammar)
+    if given.structural_tag is not None:
+        field = f"{name}.structural_tag"
+        text = _bounded(_schema_text(given.structural_tag) or "", field)
+        found.append(Constraint(field, read_tags(text, field)))
     if not found:
         raise InvalidRequest(
-            "structured_outputs needs one of json, regex, choice, grammar and json_object",
+            "structured_outputs needs one of json, regex, choice, grammar, json_object and structural_tag",
             param="structured_outputs",
         )
     return found

@@ -17,11 +17,15 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """OpenAI's `response_format`: text, json_object or json_schema."""
+    """OpenAI's `response_format`: text, json_object or json_schema; vLLM's and SGLang's structural_tag."""
 
     type: str
     json_schema: JsonSchemaFormat | None = None
     schema: Any = None  # of json_object, as in llama.cpp
+    # of structural_tag: begin, schema and end of each tag; a trigger begins one of them
+    structures: Any = None
+    triggers: list[str] | None = None
+    format: Any = None  # xgrammar's other form of structural tags: refused
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
@@ -32,7 +36,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     choice: list[str] | None = None
     grammar: str | None = None  # EBNF or Lark
     json_object: bool | None = None
-    structural_tag: Any = None
+    structural_tag: Any = None  # structures and triggers, or the text of that
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.errors import InvalidGrammar
-from router.grammar.constraint import Choice, Constraint, Ebnf, End, Form, JsonSchema, Lark, Regex
+from router.grammar.constraint import Choice, Constraint, Ebnf, End, JsonSchema, Lark, Regex
+from router.grammar.structural_tags import Tags, tags_grammar
 
 _dumps = partial(json.dumps, ensure_ascii=False)
 ANSWER = "constrained_answer"  # name of the grammar that follows free text
 
 
-def grammar_text(constraint: Constraint) -> str:
-    """Return the grammar of a constraint. It may not compile. Raises InvalidGrammar with the field."""
+def grammar_text(constraint: Constraint, special: Mapping[str, int] = MappingProxyType({})) -> str:
+    """Return the grammar of a constraint. It may not compile. Raises InvalidGrammar with the field.
+
+    `special`: ids of the special tokens in structural tags.
+    """
     try:
-        text = _text(constraint.form)
+        form = constraint.form
+        if isinstance(form, Tags):
+            form = Lark(*tags_grammar(form, special))
+        text = _text(form)
         if constraint.after is not None:
             text = _after(constraint.after, text)
         text.encode()  # lone surrogates are no text
@@ -30,7 +39,7 @@ def grammar_text(constraint: Constraint) -> str:
         ) from error
 
 
-def _text(form: Form) -> str:
+def _text(form: JsonSchema | Regex | Choice | Lark | Ebnf) -> str:
     match form:
         case JsonSchema():
             schema = _closed(_parsed(form.schema)) if form.closed else _parsed(form.schema)

@@ -6,6 +6,7 @@ from common.errors import InvalidGrammar, ModelError
 from common.grammar import GrammarCompiler
 from router.grammar.constraint import Constraint
 from router.grammar.grammar_text import grammar_text
+from router.grammar.structural_tags import Tags
 from router.tokenizer import Tokenizer
 
 
@@ -27,7 +28,9 @@ class GrammarWork:
 
     def compile(self, constraint: Constraint, vocab_size: int, eos_ids: tuple[int, ...]) -> str:
         """Return the grammar of a constraint, which compiles. Raises InvalidGrammar with the field."""
-        text = grammar_text(constraint)
+        form = constraint.form
+        special = self._tokenizer.special_tokens_in(form.markers) if isinstance(form, Tags) else {}
+        text = grammar_text(constraint, special)
         try:
             self._compilers[vocab_size, eos_ids].matcher(text)
         except InvalidGrammar as error:

@@ -118,7 +118,7 @@ def test_free_answers(body: dict[str, Any]) -> None:
         (
             {"structured_outputs": {"structural_tag": {}}},
             "structured_outputs.structural_tag",
-            "not supported",
+            "needs structures",
         ),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "1 to"),
         ({"guided_choice": ["a" * MAX_GRAMMAR]}, "guided_choice", "too long"),

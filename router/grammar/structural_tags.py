@@ -1,0 +1,119 @@
+"""Structural tags: free text in which a trigger begins one of some tags, whose content is JSON of a schema.
+
+The form is the one that vLLM and SGLang take: `structures` of `begin`, `schema` and `end`, and `triggers`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from common.errors import InvalidRequest
+
+MAX_TAGS, MAX_TRIGGERS = 128, 16
+_Marker = Annotated[str, Meta(min_length=1, max_length=256)]
+_TEXT = "/(?s:.*)/"
+
+
+class Tag(msgspec.Struct, frozen=True, array_like=True):
+    """One tag: `begin`, JSON that the schema accepts, `end`."""
+
+    begin: str
+    schema: str  # JSON text
+    end: str
+
+
+class Tags(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Any text with these tags in it. What follows a trigger is the rest of a tag that begins with it."""
+
+    tags: list[Tag]
+    triggers: list[str]
+
+    @property
+    def markers(self) -> str:
+        """All texts in which special tokens count."""
+        return " ".join([*self.triggers, *(part for each in self.tags for part in (each.begin, each.end))])
+
+
+class _Structure(msgspec.Struct, frozen=True):
+    begin: _Marker
+    schema: msgspec.Raw = msgspec.Raw(b"{}")
+    end: Annotated[str, Meta(max_length=256)] = ""
+
+
+class _Given(msgspec.Struct, frozen=True):
+    structures: Annotated[list[_Structure], Meta(min_length=1, max_length=MAX_TAGS)]
+    triggers: Annotated[list[_Marker], Meta(min_length=1, max_length=MAX_TRIGGERS)]
+
+
+_decoder = msgspec.json.Decoder(_Given)
+
+
+def read_tags(text: str, field: str) -> Tags:
+    """Parse the JSON text of a structural tag. Raises InvalidRequest with the field."""
+    try:
+        given = _decoder.decode(text)
+    except (msgspec.MsgspecError, UnicodeEncodeError) as error:
+        raise InvalidRequest(
+            f"{field} needs structures with begin, schema and end, and triggers: {str(error)[:300]}",
+            param=field,
+        ) from error
+    for structure in given.structures:
+        found = [trigger for trigger in given.triggers if structure.begin.startswith(trigger)]
+        if len(found) != 1:
+            raise InvalidRequest(
+                f"{field}: {structure.begin[:80]!r} begins with {len(found)} of the triggers; it must be one",
+                param=field,
+            )
+    if unused := [
+        each for each in given.triggers if not any(s.begin.startswith(each) for s in given.structures)
+    ]:
+        raise InvalidRequest(f"{field}: no structure begins with the trigger {unused[0][:80]!r}", param=field)
+    tags = [Tag(each.begin, bytes(each.schema).decode(), each.end) for each in given.structures]
+    return Tags(tags, list(dict.fromkeys(given.triggers)))
+
+
+def tags_grammar(form: Tags, special: Mapping[str, int]) -> tuple[str, dict[str, str]]:
+    """Return a Lark text and the JSON texts of the schemas that it names as @name. Raises ValueError.
+
+    `special`: ids of the special tokens in the markers, which ordinary text cannot match.
+    """
+    pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    def literal(text: str) -> str:
+        parts, start = list[str](), 0
+        for match in pattern.finditer(text):
+            parts += [_quoted(text[start : match.start()]), f"<[{special[match[0]]}]>"]
+            start = match.end()
+        return " ".join(part for part in (*parts, _quoted(text[start:])) if part)
+
+    rules, schemas = list[str](), dict[str, str]()
+    for number, trigger in enumerate(form.triggers):
+        names = []
+        for index, tag in enumerate(form.tags):
+            if tag.begin.startswith(trigger):
+                names.append(f"tag_{index}")
+                schemas[f"content_{index}"] = tag.schema
+                rest = literal(tag.begin.removeprefix(trigger))
+                rules.append(f"tag_{index}: {rest} @content_{index} {literal(tag.end)}".rstrip())
+        if trigger in special:
+            rules.append(f"begin_{number}: {_TEXT} <[{special[trigger]}]>")
+        elif pattern.search(trigger):
+            raise ValueError(
+                f"the trigger {trigger[:80]!r} has a special token in it; let it be the trigger alone"
+            )
+        else:
+            rules.append(f"begin_{number}[suffix={_quoted(trigger)}]: {_TEXT}")
+        rules.append(f"piece_{number}: begin_{number} ({' | '.join(names)})")
+    pieces = " | ".join(f"piece_{number}" for number in range(len(form.triggers)))
+    return "\n".join([f"start: ({pieces})* {_TEXT}", *rules]), schemas
+
+
+def _quoted(text: str) -> str:
+    """A literal of Lark, whose strings have the escapes of JSON."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
