@@ -72,6 +72,9 @@ class MessagesForm:
         reason = self._items.finish_reason
         if reason == FINISH_STOP and self._items.stop_string is not None:
             return "stop_sequence"
+        if reason == FINISH_STOP and any(item.kind is Kind.CALL for item in self._items.items):
+            # A chat ends with `stop` after a call that tool_choice names; this API has one reason for all calls.
+            reason = FINISH_CALLS
         return None if reason is None else _REASONS.get(reason, reason)
 
     def _message(self, content: list[dict[str, Any]], stop_reason: str | None) -> dict[str, Any]:

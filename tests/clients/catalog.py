@@ -23,9 +23,13 @@ class Client:
     seconds: float = 900.0
 
 
-# What the benchmark clients of vLLM and SGLang import; neither is installed with its dependencies.
-VLLM_IMPORTS = ("cbor2", "psutil", "openai-harmony", "cloudpickle", "pybase64", "cachetools", "py-cpuinfo")
-SGLANG_IMPORTS = ("orjson", "psutil", "pybase64", "starlette", "ipython", "datasets")
+# What the benchmark clients of vLLM and SGLang import; neither is installed with its dependencies. Newer benchmark
+# clients of SGLang import kernels and cannot run without a GPU's libraries.
+VLLM_IMPORTS = (
+    *("cbor2", "psutil", "openai-harmony", "cloudpickle", "pybase64", "cachetools", "py-cpuinfo", "fastapi"),
+    *("partial-json-parser", "uvicorn", "xgrammar", "watchfiles", "orjson", "einops", "datasets"),
+)
+SGLANG_IMPORTS = ("orjson", "psutil", "pybase64", "datasets")
 
 CLIENTS = (
     Client("openai (Python)", Python(("openai",)), "python/openai_client.py"),
@@ -49,7 +53,9 @@ CLIENTS = (
     Client("aiperf", Python(("aiperf",)), "programs/aiperf.py"),
     Client("guidellm", Python(("guidellm",), shared=True), "programs/guidellm.py"),
     Client("vllm bench", Python(VLLM_IMPORTS, shared=True, alone="vllm"), "programs/vllm_bench.py"),
-    Client("sglang bench", Python(SGLANG_IMPORTS, shared=True, alone="sglang"), "programs/sglang_bench.py"),
+    Client(
+        "sglang bench", Python(SGLANG_IMPORTS, shared=True, alone="sglang==0.5.6"), "programs/sglang_bench.py"
+    ),
     Client("lm-eval", Python(("lm-eval[api,hf]",), shared=True), "programs/lm_eval.py", seconds=2400),
     Client("vllm-router", Python(("vllm-router",)), "programs/vllm_router.py"),
     Client("smg", Python(("smg",)), "programs/smg.py"),

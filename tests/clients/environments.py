@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import sysconfig
@@ -65,7 +66,7 @@ def version(wanted: Python | Node, directory: Path) -> str:
     if isinstance(wanted, Node):
         found = json.loads((directory / "node_modules" / wanted.packages[0] / "package.json").read_text())
         return str(found["version"])
-    name = wanted.alone or wanted.packages[0].partition("[")[0]
+    name = re.split(r"[\[=]", wanted.alone or wanted.packages[0])[0]
     program = f"import importlib.metadata; print(importlib.metadata.version({name!r}))"
     return subprocess.run(
         [str(directory / "bin" / "python"), "-c", program], check=True, capture_output=True, text=True

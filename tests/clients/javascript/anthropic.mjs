@@ -32,6 +32,7 @@ feature("stream helper", async () => {
 
 feature("tools forced, and their result", async () => {
   const answer = await client.messages.create(forced);
+  assert.equal(answer.stop_reason, "tool_use");
   const block = answer.content.find((each) => each.type === "tool_use");
   isWeather(block.input);
   const result = { type: "tool_result", tool_use_id: block.id, content: "rain" };
@@ -46,7 +47,8 @@ feature("tools streamed", async () => {
 
 feature("token count", async () => {
   const counted = await client.messages.countTokens({ model: env.model, messages });
-  assert.equal(counted.input_tokens, (await client.messages.create(asked)).usage.input_tokens);
+  const { usage } = await client.messages.create(asked);
+  assert.equal(counted.input_tokens, usage.input_tokens + usage.cache_read_input_tokens);
 });
 
 feature("errors", async () => {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from deploy.tiny_models.prompts import few_shot_prompt
 from deploy.tiny_models.word_problems import take
 from tests.clients.features import MODEL, V1, Features
 from tests.clients.programs.command import DIRECTORY, MODEL_PATH, run
@@ -21,7 +22,7 @@ dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
 output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
+doc_to_text: "{{{{document}}}}"
 doc_to_choice: choices
 doc_to_target: 0
 metric_list: [{{metric: acc}}]
@@ -55,9 +56,11 @@ metric_list: [{{metric: exact_match}}]
 def write_tasks() -> None:
     TASKS.mkdir(exist_ok=True)
     file = TASKS / "problems.jsonl"
+    shots = take(2, 6, "heldout")
     rows = [
         {
             "question": each.question,
+            "document": few_shot_prompt(shots, each.question),
             "value": str(each.value),
             "choices": [each.answer, each.answer[: len(each.answer) // 2], "I do not know"],
         }

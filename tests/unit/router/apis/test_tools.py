@@ -10,6 +10,7 @@ import pytest
 
 from router.apis.messages_request import read_messages
 from router.apis.responses_request import read_responses
+from router.chat.call_formats import CALL_FORMATS
 from router.chat.request_fields import ChosenFunction, NamedChoice
 from router.openai_schema import ChatRequest
 from router.tokenizer import Tokenizer
@@ -49,6 +50,21 @@ async def test_calls_in_responses(rig: Rig) -> None:
     assert [each["type"] for each in done] == ["reasoning", "function_call", "function_call"]
     assert found[-1]["type"] == "response.completed"
     assert found[-1]["response"]["output"] == done
+
+
+async def test_a_named_call_in_messages_ends_like_any_call(serve: Serve, tokenizer: Tokenizer) -> None:
+    """Clients run tools while the reason is tool_use."""
+    rig = await serve(served=replace(SERVED, answers=replace(STYLE, calls=CALL_FORMATS["qwen3"])))
+    answers(rig, tokenizer, OBJECT_CALLS.strip().split("</tool_call>")[0] + "</tool_call>", "stop")
+    tool = {"name": "weather", "description": "x", "input_schema": {"type": "object"}}
+    body = {"max_tokens": 900, "messages": [test_messages.USER], "tools": [tool]}
+    body["tool_choice"] = {"type": "tool", "name": "weather"}
+    status, answer, _ = await rig.post(test_messages.PATH, body)
+    assert status == 200, answer
+    assert ([each["type"] for each in answer["content"]], answer["stop_reason"]) == (["tool_use"], "tool_use")
+    found = test_messages.events(await rig.raw(test_messages.PATH, {**body, "stream": True}))
+    [delta] = [each["delta"] for each in found if each["type"] == "message_delta"]
+    assert delta["stop_reason"] == "tool_use"
 
 
 async def test_calls_in_messages(rig: Rig) -> None:
