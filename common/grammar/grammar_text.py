@@ -11,6 +11,7 @@ import msgspec
 
 from common.errors import InvalidGrammar
 from common.grammar.limits import GrammarLimits
+from common.grammar.schema_intersections import check_intersections
 from common.messages.generation import MAX_GRAMMAR
 
 MAX_DIGITS = 40  # of a `multipleOf`; llguidance refuses fewer
@@ -43,7 +44,15 @@ def check_text(text: str, limits: GrammarLimits) -> None:
         if part.lark_grammar is not None and "%json" in part.lark_grammar:
             # A schema inside the text would not be counted below.
             raise InvalidGrammar("%json is not supported in a Lark grammar; send the schema as a JSON schema")
-    check_schemas([part.json_schema for part in parts if part.json_schema is not None], limits)
+    ampersands = sum((part.lark_grammar or "").count("&") for part in parts)
+    if ampersands > limits.max_ampersands:
+        raise InvalidGrammar(
+            f"the grammar has over {limits.max_ampersands} ampersands; intersect fewer patterns, and write \\x26 in "
+            "the others"
+        )
+    schemas = [part.json_schema for part in parts if part.json_schema is not None]
+    check_schemas(schemas, limits)
+    check_intersections(schemas, limits)
 
 
 def _parts(text: str, limits: GrammarLimits) -> list[Part]:
@@ -59,7 +68,7 @@ def _parts(text: str, limits: GrammarLimits) -> list[Part]:
 
 def check_schemas(schemas: list[Any], limits: GrammarLimits) -> None:
     """Raise InvalidGrammar if the schemas together exceed the limits."""
-    properties = 0
+    properties = patterns = 0
     multiples: set[Decimal] = set()
     for values, (value, depth) in enumerate(_walk(schemas), start=1):
         if values > limits.max_values:
@@ -72,6 +81,12 @@ def check_schemas(schemas: list[Any], limits: GrammarLimits) -> None:
             if properties > limits.max_properties:
                 raise InvalidGrammar(
                     f"the schema has over {limits.max_properties} properties; send a smaller one"
+                )
+            found = value.get("patternProperties")
+            patterns += len(found) if isinstance(found, Mapping) else 0
+            if patterns > limits.max_pattern_properties:
+                raise InvalidGrammar(
+                    f"the schema has over {limits.max_pattern_properties} patternProperties; send a smaller one"
                 )
             multiple = value.get("multipleOf")
             if isinstance(multiple, int | float) and not isinstance(multiple, bool):

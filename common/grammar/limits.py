@@ -11,11 +11,16 @@ from llguidance import LLParserLimits
 class GrammarLimits:
     """What one grammar may cost.
 
-    The time that llguidance needs grows with the square of the number of optional properties, and with the least
-    common multiple of all `multipleOf`; its own limits bound neither, so they are counted before it compiles.
+    The time that llguidance needs grows with the square of the number of optional properties and of patternProperties,
+    and with the least common multiple of all `multipleOf`; it doubles with each pattern that is intersected with
+    others. Its own limits bound none of these, so they are counted before it compiles.
     """
 
     max_properties: int = 512  # in all schemas of a grammar together
+    max_pattern_properties: int = 32  # in all schemas of a grammar together
+    max_intersected: int = 12  # patterns, formats and bounds of lengths that the same text has to match
+    max_intersected_values: int = 1000  # of an enum that is combined with such a one
+    max_ampersands: int = 6  # in a Lark grammar: each may intersect one more pattern
     max_values: int = 20_000  # numbers, texts, lists and objects of all schemas together
     max_depth: int = 64
     max_multiple: int = 4096  # least common multiple of all `multipleOf`, in units of their last decimal

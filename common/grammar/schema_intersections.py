@@ -1,0 +1,136 @@
+"""Bounds what a schema intersects: llguidance's time doubles with each pattern that the same text has to match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from common.errors import InvalidGrammar
+from common.grammar.limits import GrammarLimits
+
+CHILDREN = ("items", "additionalProperties")
+LISTED_CHILDREN = ("prefixItems", "items")
+NAMED_CHILDREN = ("properties", "patternProperties")
+LENGTHS = ("minLength", "maxLength")
+
+
+class Met(NamedTuple):
+    """Upper bounds of what constrains one text, wherever in a value that is."""
+
+    patterns: int = 0  # patterns, formats and bounds of its length
+    literals: int = 0  # values of an enum that are compared with them
+
+
+def check_intersections(schemas: Iterable[Any], limits: GrammarLimits) -> None:
+    """Raise InvalidGrammar if the schemas intersect too many patterns, or patterns with too many values."""
+    for schema in schemas:
+        try:
+            _Intersections(schema, limits).of(schema)
+        except RecursionError as error:
+            raise InvalidGrammar("the references of the schema form too long a chain") from error
+
+
+class _Intersections:
+    """Follows one schema and its references. Each part is visited once."""
+
+    def __init__(self, root: Any, limits: GrammarLimits) -> None:
+        self._root = root
+        self._limits = limits
+        self._known: dict[int, Met] = {}
+
+    def of(self, schema: Any) -> Met:
+        if not isinstance(schema, dict):
+            return Met()
+        if id(schema) not in self._known:
+            # What a schema that refers to itself adds to itself is counted once.
+            self._known[id(schema)] = Met()
+            self._known[id(schema)] = self._visit(schema)
+        return self._known[id(schema)]
+
+    def _visit(self, schema: dict[str, Any]) -> Met:
+        own = _own(schema)
+        inner = _largest([own, *(self.of(child) for child in _children(schema))])
+        parts = [self.of(each) for each in _list(schema.get("allOf"))]
+        parts += [_largest(map(self.of, _list(schema.get(name)))) for name in ("anyOf", "oneOf")]
+        if isinstance(schema.get("$ref"), str):
+            parts.append(self._target(schema["$ref"]))
+        total = Met(
+            inner.patterns + sum(part.patterns for part in parts),
+            max(inner.literals, *(part.literals for part in parts)),
+        )
+        meeting = sum(any(each) for each in (inner, *parts)) > 1 or all(own)
+        self._check(total, meeting)
+        return total
+
+    def _check(self, total: Met, meeting: bool) -> None:
+        limits = self._limits
+        if total.patterns > limits.max_intersected:
+            raise InvalidGrammar(
+                f"allOf and references combine over {limits.max_intersected} patterns, formats and lengths; "
+                "combine fewer"
+            )
+        if meeting and total.patterns and total.literals > limits.max_intersected_values:
+            raise InvalidGrammar(
+                f"an enum of over {limits.max_intersected_values} values is combined with a pattern, format or length; "
+                "leave one of them out"
+            )
+
+    def _target(self, reference: str) -> Met:
+        """Return what a reference may add. llguidance refuses one that is no path, or resolves it in other ways."""
+        if not reference.startswith("#"):
+            return self._everything()
+        found = self._root
+        for name in reference[1:].split("/")[1:]:
+            key = unquote(name).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+                found = found[int(key)]
+            elif isinstance(found, dict) and key in found:
+                found = found[key]
+            else:
+                return Met()  # llguidance refuses it
+        if len(reference) > 1 and reference[1] != "/":
+            return self._everything()
+        return self.of(found)
+
+    def _everything(self) -> Met:
+        """Bound what any part of the schema adds."""
+        patterns = literals = 0
+        waiting = [self._root]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, dict):
+                own = _own(value)
+                patterns, literals = patterns + own.patterns, max(literals, own.literals)
+                waiting.extend(value.values())
+            elif isinstance(value, list):
+                waiting.extend(value)
+        return Met(patterns, literals)
+
+
+def _own(schema: dict[str, Any]) -> Met:
+    """Return what the keywords of a schema itself say about a text."""
+    patterns = ("pattern" in schema) + ("format" in schema) + any(name in schema for name in LENGTHS)
+    return Met(patterns, len(_list(schema.get("enum"))))
+
+
+def _children(schema: dict[str, Any]) -> Iterator[Any]:
+    """Yield the schemas of values inside a value."""
+    yield from (schema.get(name) for name in CHILDREN)
+    for name in LISTED_CHILDREN:
+        yield from _list(schema.get(name))
+    for name in NAMED_CHILDREN:
+        named = schema.get(name)
+        if isinstance(named, dict):
+            yield from named.values()
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _largest(found: Iterable[Met]) -> Met:
+    patterns = literals = 0
+    for each in found:
+        patterns, literals = max(patterns, each.patterns), max(literals, each.literals)
+    return Met(patterns, literals)

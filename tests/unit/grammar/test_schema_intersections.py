@@ -1,0 +1,74 @@
+"""Schemas that intersect patterns: llguidance would need hours and all memory for the ones that are refused here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.errors import InvalidGrammar
+from common.grammar.limits import GrammarLimits
+from common.grammar.schema_intersections import check_intersections
+
+PATTERNS = [{"type": "string", "pattern": f"a.*{i}"} for i in range(13)]
+ENUM = [f"a{i}" for i in range(1001)]
+
+
+def chain(**more: Any) -> dict[str, Any]:
+    """Return schemas that refer to each other, with a pattern each."""
+    links = {f"d{i}": {**each, "$ref": f"#/$defs/d{i + 1}"} for i, each in enumerate(PATTERNS)}
+    return {"$defs": {**links, "d13": {"type": "string"}}, "$ref": "#/$defs/d0", **more}
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"allOf": PATTERNS}, "over 12 patterns"),
+        ({"allOf": [{"properties": {"a": each}} for each in PATTERNS]}, "over 12 patterns"),
+        ({"allOf": [{"items": {"items": each}} for each in PATTERNS]}, "over 12 patterns"),
+        ({"allOf": [{"prefixItems": [each]} for each in PATTERNS]}, "over 12 patterns"),
+        ({"properties": {"a": {"items": {"allOf": PATTERNS}}}}, "over 12 patterns"),
+        ({"allOf": [{"allOf": PATTERNS[:7]}, {"anyOf": [{}, {"allOf": PATTERNS[7:]}]}]}, "over 12 patterns"),
+        ({"allOf": PATTERNS[:12], "maxLength": 5}, "over 12 patterns"),
+        ({"allOf": PATTERNS[:12], "format": "date"}, "over 12 patterns"),
+        (chain(), "over 12 patterns"),
+        ({"$defs": {"a~/b": {"allOf": PATTERNS}}, "$ref": "#/$defs/a~0~1b"}, "over 12 patterns"),
+        ({"anyOf": [{"$ref": "#/$defs/0"}], "$defs": [{"allOf": PATTERNS}]}, "over 12 patterns"),
+        ({"$ref": "#there", "$defs": {"x": {"$anchor": "there", "anyOf": PATTERNS}}}, "over 12 patterns"),
+        ({"allOf": [{"$ref": "https://a/b"}, {}], "$defs": {"x": {"anyOf": PATTERNS}}}, "over 12 patterns"),
+        ({"enum": ENUM, "pattern": "a"}, "over 1000 values"),
+        ({"allOf": [{"enum": ENUM}, {"maxLength": 9}]}, "over 1000 values"),
+        ({"$ref": "#/$defs/x", "format": "date", "$defs": {"x": {"enum": ENUM}}}, "over 1000 values"),
+    ],
+)
+def test_too_much_meets_in_one_text(schema: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidGrammar, match=words):
+        check_intersections([{}, schema], GrammarLimits())
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {"allOf": PATTERNS[:12]},
+        {"anyOf": PATTERNS, "type": "string"},
+        {"properties": {f"p{i}": each for i, each in enumerate(PATTERNS)}},
+        {"prefixItems": PATTERNS},
+        {"properties": {"a": {"enum": ENUM}, "b": PATTERNS[0]}},
+        {"$defs": {"x": {"enum": ENUM}}, "items": {"$ref": "#/$defs/x", "description": "a name"}},
+        {
+            "$defs": {"n": {"pattern": "a", "items": {"$ref": "#/$defs/n"}}},
+            "allOf": [{"$ref": "#/$defs/n"}] * 2,
+        },
+        {"$ref": "#/nowhere/at/all"},
+        {"allOf": 5, "properties": [], "enum": {}, "prefixItems": None, "$ref": 7},
+    ],
+)
+def test_ordinary_schemas_pass(schema: Any) -> None:
+    check_intersections([schema], GrammarLimits())
+
+
+def test_a_long_chain_of_references_is_refused() -> None:
+    links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
+    with pytest.raises(InvalidGrammar, match="too long a chain"):
+        check_intersections([{"$defs": links, "$ref": "#/$defs/d0"}], GrammarLimits())
