@@ -76,7 +76,7 @@ def perform(step: Step) -> None:
         gc.freeze()
 
 
-async def collect_when_quiet(
+async def collect_when_idle(
     connections: Callable[[], int], active: Callable[[], int], interval: float = INTERVAL
 ) -> None:
     """Do what is due every `interval` seconds. Runs until cancelled. `active`: requests in flight."""

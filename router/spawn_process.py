@@ -26,7 +26,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
     arguments: tuple[str, ...]  # of the Python interpreter
     environment: dict[str, str]  # in addition to the router's own
     answers: bool  # the channel is also standard output
-    quiet: bool  # its output goes to /dev/null
+    discard_output: bool  # its output goes to /dev/null
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -66,8 +66,8 @@ class _Processes:
             process = subprocess.Popen(
                 [sys.executable, *asked.arguments],
                 stdin=channel,
-                stdout=channel if asked.answers else subprocess.DEVNULL if asked.quiet else None,
-                stderr=subprocess.DEVNULL if asked.quiet else None,
+                stdout=channel if asked.answers else subprocess.DEVNULL if asked.discard_output else None,
+                stderr=subprocess.DEVNULL if asked.discard_output else None,
                 env=os.environ | asked.environment,
             )
         except (OSError, ValueError) as error:

@@ -102,19 +102,19 @@ class Spawner:
         channel: socket.socket,
         environment: Mapping[str, str] | None = None,
         answers: bool = False,
-        quiet: bool = False,
+        discard_output: bool = False,
     ) -> Child:
         """Run Python with these arguments and `channel` as standard input. Raises OSError or InternalError.
 
         Args:
             environment: variables in addition to those of this process.
             answers: make `channel` standard output, too.
-            quiet: discard the output of the process.
+            discard_output: send the output of the process to /dev/null.
         """
         await self.open()
         number = next(self._numbers)
         child = self._children[number] = Child(self, number)
-        asked = Start(number, tuple(arguments), dict(environment or {}), answers, quiet)
+        asked = Start(number, tuple(arguments), dict(environment or {}), answers, discard_output)
         try:
             self.tell(asked, channel)
             async with asyncio.timeout(START_SECONDS):

@@ -150,7 +150,7 @@ async def start_worker(
     try:
         with theirs:
             # A library that prints something for every malicious text must not fill the router's log.
-            channel._process = await spawner.start(program, theirs, ENVIRONMENT, quiet=True)
+            channel._process = await spawner.start(program, theirs, ENVIRONMENT, discard_output=True)
         await asyncio.get_running_loop().create_connection(lambda: channel, sock=ours)
         answer, _ = await channel.ask(settings, b"", START_SECONDS)
     except (OSError, WorkerEnded, WorkerStuck) as error:

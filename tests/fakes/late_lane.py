@@ -19,9 +19,14 @@ class LateCopy:
     target: Backup
     source: list[torch.Tensor]  # at the start
     again: Callable[[], Backup]
+    asks: int | None  # after so many it ends by itself
     done: bool = False
+    asked: int = 0
 
     def ready(self) -> bool:
+        self.asked += 1
+        if not self.done and self.asks is not None and self.asked > self.asks:
+            self.finish()
         return self.done
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
@@ -38,9 +43,10 @@ class LateCopy:
 
 
 class LateLane:
-    """See the module docstring. `copies` are all that were started."""
+    """See the module docstring. With `asks`, a copy ends by itself once the node has asked for it so many times."""
 
-    def __init__(self) -> None:
+    def __init__(self, asks: int | None = None) -> None:
+        self.asks = asks
         self.copies: list[LateCopy] = []
 
     @property
@@ -49,7 +55,7 @@ class LateLane:
 
     def start(self, copy: Callable[[], Any]) -> tuple[Any, Completion]:
         target = copy()
-        made = LateCopy(target, [tensor.clone() for tensor in target.tensors()], copy)
+        made = LateCopy(target, [tensor.clone() for tensor in target.tensors()], copy, self.asks)
         for tensor in target.tensors():
             tensor.view(torch.uint8).random_() if tensor.dim() else tensor.fill_(1)
         self.copies.append(made)

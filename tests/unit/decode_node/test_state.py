@@ -10,6 +10,7 @@ from torch import Tensor
 from common.checkpoint.families import LayerKind
 from common.kv_cache.layer_kinds import MIXERS
 from tests.fakes.drafters import ngram
+from tests.fakes.late_lane import LateLane
 from tests.fakes.node_cluster import ONE_BEHIND, MakeStep, NodeCluster, Shape, autoregressive
 from tests.fakes.tiny_model import CONFIG, VOCAB, tiny_model
 from tests.fakes.toy_state.record import ROWS
@@ -70,8 +71,11 @@ def test_rounds_of_speculation(buckets: tuple[int, ...], tensors: dict[str, Tens
         assert 20 < said.spec_accepted_tokens < said.spec_draft_tokens
 
 
+@pytest.mark.parametrize("lane", [None, LateLane(asks=4)], ids=["at once", "late"])
 @pytest.mark.parametrize("step", [autoregressive, ngram(STEPS)], ids=["plain", "ngram"])
-def test_a_retracted_request_takes_its_state_along(step: MakeStep, tensors: dict[str, Tensor]) -> None:
+def test_a_retracted_request_takes_its_state_along(
+    step: MakeStep, lane: LateLane | None, tensors: dict[str, Tensor]
+) -> None:
     """It comes back to another slot and row, with tokens in its window that the state does not hold."""
     shape = Shape(
         model=SERVED,
@@ -80,6 +84,7 @@ def test_a_retracted_request_takes_its_state_along(step: MakeStep, tensors: dict
         step=step,
         completion=ONE_BEHIND,
         round_tokens=STEPS + 1,
+        lane=lane,
     )
     with NodeCluster(shape) as cluster:
         check(cluster, tensors, 60, [*PROMPTS, *PROMPTS[:2]])

@@ -16,7 +16,7 @@ from router.collector import (
     MOST_GROWN,
     QUIET_CONNECTIONS,
     Step,
-    collect_when_quiet,
+    collect_when_idle,
     next_step,
 )
 from tests.fakes.waiting import eventually
@@ -51,7 +51,7 @@ async def test_it_collects_while_few_are_connected_and_not_in_a_crowd(full_colle
     # Other tests of this process may have left more pending collections than a crowd tolerates.
     gc.collect()
     full_collections.clear()
-    task = asyncio.create_task(collect_when_quiet(connections, lambda: connected, 0.0))
+    task = asyncio.create_task(collect_when_idle(connections, lambda: connected, 0.0))
     try:
         gc.collect(1)
         await eventually(lambda: asked > 3)

@@ -66,9 +66,9 @@ class Spawned(Spawner):
         channel: socket.socket,
         environment: Mapping[str, str] | None = None,
         answers: bool = False,
-        quiet: bool = False,
+        discard_output: bool = False,
     ) -> Child:
-        child = await super().start(arguments, channel, environment, answers, quiet)
+        child = await super().start(arguments, channel, environment, answers, discard_output)
         self.pids.append(child.pid)
         self.nice.append(NICE.get())
         return child

@@ -19,6 +19,7 @@ from prefill_node.request import PrefillRequest
 from tests.fakes.covering import pairs
 from tests.fakes.draft_models import DraftModel, Watched, drafter, drafting, eager_drafts, observed
 from tests.fakes.drafters import speculative
+from tests.fakes.late_lane import LateLane
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import (
     SAMPLED,
@@ -200,6 +201,17 @@ def test_retraction_keeps_draft_state_and_draft_kv(
     )
     expect_retraction(shape)
     expect_eager(name, seen, 3, least=40)
+
+
+def test_draft_state_is_right_after_a_save_that_takes_several_turns() -> None:
+    seen: Seen = []
+    lane = LateLane(asks=4)
+    shape = shape_of(
+        "eagle3", 3, seen, page_size=4, decode_pool=96, reserved_tokens=4, max_running=4, lane=lane
+    )
+    expect_retraction(shape)
+    assert lane.copies
+    expect_eager("eagle3", seen, 3, least=40)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "mtp-one-module"])
