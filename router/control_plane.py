@@ -133,6 +133,8 @@ class ControlPlane:
 
     def send(self, peer: str, message: msgspec.Struct) -> bool:
         """Send `message` to the node with this routing id; return False if it cannot be reached."""
+        if self._closed:
+            return False
         sent = self._socket.send(peer.encode(), encode(message))
         # Sending may consume a readable edge.
         self._look_soon()

@@ -45,6 +45,7 @@ from router.legs import check_length, placement_messages
 from router.metrics import RouterMetrics
 from router.node_health import NodeHealth
 from router.node_registry import Node, NodeRegistry
+from router.outbox import Outbox
 from router.pair_wait import PairWait
 from router.placement import PlacementPolicy
 from router.placer import Placer, unavailable
@@ -76,7 +77,7 @@ class Dispatcher:
         self._registry = registry
         self.health = health or NodeHealth(0.0, time.monotonic)
         self._placer = Placer(registry, policies, self.health)
-        self._send = send
+        self._outbox = Outbox(send)
         self._limits = limits
         self._metrics = metrics
         self._log = log
@@ -329,18 +330,25 @@ class Dispatcher:
             attempt = Attempt(new_room(), prefill, decode, emitted=len(flight.said))
             self._open(attempt, flight, len(tokens))
             remaining_ms = max(int((flight.deadline - loop.time()) * 1000), 1)
-            for address, node, message in placement_messages(flight.request, attempt, tokens, remaining_ms):
-                if not self._send(address, message):
-                    self._registry.unreachable(node)
-                    self.health.node_failed(node)
-                    # The message to the decode node is sent first, so only that node can hold state of this attempt.
-                    attempt.prefill_over, attempt.decode_over = True, node is decode
-                    self._close(attempt)
-                    if loop.time() >= self._pairs.until(flight, started):
-                        raise unavailable(node.role)
-                    break
-            else:
+            messages = placement_messages(flight.request, attempt, tokens, remaining_ms)
+            pending = self._outbox.put(messages)
+            try:
+                unreached = await pending
+            except BaseException:
+                if pending.cancelled():
+                    # Nothing was sent.
+                    attempt.prefill_over = attempt.decode_over = True
+                self._close(attempt)
+                raise
+            if unreached is None:
                 return attempt
+            self._registry.unreachable(unreached)
+            self.health.node_failed(unreached)
+            # The message to the decode node is sent first, so only that node can hold state of this attempt.
+            attempt.prefill_over, attempt.decode_over = True, unreached is decode
+            self._close(attempt)
+            if loop.time() >= self._pairs.until(flight, started):
+                raise unavailable(unreached.role)
 
     def _avoided(self, flight: InFlight, trial: Trial) -> set[str]:
         """Incarnations to blame for failed attempts and, for a request on trial, those on which other suspects run."""
@@ -378,4 +386,4 @@ class Dispatcher:
         for node, over in ((attempt.prefill, prefill_over), (attempt.decode, attempt.decode_over)):
             node.rooms.pop(attempt.room, None)
             if not over:
-                self._send(node.routing_id, Abort(room=attempt.room, reason=reason))
+                self._outbox.post(node, Abort(room=attempt.room, reason=reason))

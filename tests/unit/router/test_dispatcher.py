@@ -568,9 +568,9 @@ async def test_a_router_stall_costs_no_attempt() -> None:
         decode.say(Failed(room=reserve.room, code="node_lost", message="the router of this request is gone"))
         newcomer = rig.client([2])
         await eventually(lambda: {node.role for node in rig.registry.eligible()} == {"prefill"})
-        assert sorted(sends) == sorted([prefill.link_id, decode.link_id, other_decode.link_id]), (
-            "the abort of the first attempt, and one trial per decode node"
-        )
+        assert sends.count(prefill.link_id) == 1, "the abort of the first attempt"
+        trials = [sends.count(each.link_id) for each in (decode, other_decode)]
+        assert all(1 <= each <= 2 for each in trials), "at most one trial per request and decode node"
         await asyncio.sleep(0.02)
         assert not client.task.done()
         assert not newcomer.task.done(), "nodes that are out of reach come back or are lost"
