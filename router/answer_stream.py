@@ -33,21 +33,24 @@ class _Collected:
 class _Streamed:
     """A stream of events as a PieceSink. It takes pieces once it has started, while the client keeps up."""
 
-    def __init__(self, form: AnswerForm, writer: SseWriter, usage: Usage, body: SharedFields) -> None:
+    def __init__(
+        self, form: AnswerForm, writer: SseWriter, usage: Usage, body: SharedFields, choices: int
+    ) -> None:
         options = body.stream_options
         self._form = form
-        self._writer = writer
         self._usage = usage
         self._every = bool(options and options.continuous_usage_stats)
         self.at_end = bool(options and options.include_usage)
         self._constant = b',"usage":null' if self.at_end else b""
         self.ready = writer.has_room
+        # A step brings at most one run for each choice.
+        self._write = writer.write_now if choices == 1 else writer.write_soon
 
     def events(self, piece: Piece) -> bytes:
         return self._form.events(piece, self.reported())
 
     def add(self, piece: Piece) -> None:
-        self._writer.write_now(self._form.events(piece, self.reported()))
+        self._write(self._form.events(piece, self.reported()))
 
     def reported(self) -> bytes:
         """The usage member of an event."""
@@ -83,7 +86,7 @@ class Answering:
     ) -> web.StreamResponse:
         """Answer with server-sent events. An error before the first token is an ordinary HTTP error."""
         writer = SseWriter(request, self._write_timeout)
-        sink = _Streamed(form, writer, usage, body)
+        sink = _Streamed(form, writer, usage, body, len(choices))
         reader = AnswerReader(self._generator, choices, usage, sink)
         try:
             async with aclosing(reader.pieces()) as pieces:

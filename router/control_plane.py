@@ -234,7 +234,7 @@ class ControlPlane:
             attempt = self._dispatcher.attempt(message.room)
             if attempt is not None and attempt.prefill.incarnation == identity:
                 self.rules.check_tokens([message.token])
-                attempt.prefill.rooms[message.room] = 0
+                attempt.prefill.rooms.computed(message.room)
                 attempt.prefill_over = attempt.prefill_over or message.finish_reason is not None
                 attempt.on_first_token(message)
         elif isinstance(message, PromptScores):
@@ -242,7 +242,7 @@ class ControlPlane:
             if attempt is not None and attempt.prefill.incarnation == identity:
                 self.rules.check_scores(message.tokens)
                 # The prompt bounds how many there are; after the first token the room counts none.
-                if message.start + len(message.tokens) <= attempt.prefill.rooms[message.room]:
+                if message.start + len(message.tokens) <= attempt.prefill.rooms.left(message.room):
                     attempt.on_prompt_scores(message)
         elif isinstance(message, HiddenStates):
             attempt = self._dispatcher.attempt(message.room)
@@ -252,7 +252,7 @@ class ControlPlane:
             attempt = self._dispatcher.attempt(message.room)
             if attempt is not None and attempt.prefill.incarnation == identity:
                 attempt.prefill_over = True
-                attempt.prefill.rooms.pop(message.room, None)
+                attempt.prefill.rooms.remove(message.room)
                 self._dispatcher.transferred(attempt, message.stages)
             # also after the last token: timelines anchor the stages of the node
             self._dispatcher.timelines.anchor(message.room, identity, message.stages)
@@ -289,7 +289,7 @@ class ControlPlane:
             attempt.blamed |= {attempt.prefill.incarnation, attempt.decode.incarnation}
         if node is attempt.prefill:
             attempt.prefill_over = True
-            attempt.prefill.rooms.pop(message.room, None)
+            attempt.prefill.rooms.remove(message.room)
         else:
             attempt.decode_over = True
         self._dispatcher.failed(attempt, node, error)

@@ -364,8 +364,8 @@ class Dispatcher:
         self._flights[attempt.room] = flight
         now = time.monotonic()
         self.timelines.open(attempt.room, timeline, now, prefill.incarnation, decode.incarnation)
-        prefill.rooms[attempt.room] = tokens
-        decode.rooms[attempt.room] = 0
+        prefill.rooms.add(attempt.room, tokens)
+        decode.rooms.add(attempt.room, 0)
         timeline.mark("placed", now)
         pair = {"prefill": prefill.incarnation, "decode": decode.incarnation}
         self._events.add("placed", attempt.room, request=timeline.request_id, tokens=tokens, **pair)
@@ -384,6 +384,6 @@ class Dispatcher:
         # After the last token the prompt has been handed over, and the prefill node is about to report it.
         prefill_over = attempt.prefill_over or finished
         for node, over in ((attempt.prefill, prefill_over), (attempt.decode, attempt.decode_over)):
-            node.rooms.pop(attempt.room, None)
+            node.rooms.remove(attempt.room)
             if not over:
                 self._outbox.post(node, Abort(room=attempt.room, reason=reason))

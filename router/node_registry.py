@@ -19,6 +19,7 @@ from typing import Literal
 from common.messages.identity import NodeCounters, NodeLoad, NodeState, Role
 from common.messages.router_inbox import Heartbeat, Register
 from common.observability.logs import Log
+from router.assigned_rooms import AssignedRooms
 from router.placement import Candidate
 from router.return_watch import ReturnWatch
 
@@ -44,7 +45,7 @@ class Node:
     loop_age: float = 0.0
     announced: float = 0.0  # seconds that its main loop may take for one turn, as the node announced
     as_of: float = 0.0  # Unix seconds on its host at which load and counters were read
-    rooms: dict[int, int] = field(default_factory=dict)  # room -> prompt tokens not computed yet
+    rooms: AssignedRooms = field(default_factory=AssignedRooms)
     reachable: bool = True  # False from a failed send to its next heartbeat or registration
     lost_by: LossCause | None = None  # set when it is lost
     # incarnation -> when it first asked for the name
@@ -66,9 +67,7 @@ class Node:
         return self.state == "up" and self.reachable
 
     def candidate(self, weight: float = 1.0) -> Candidate:
-        return Candidate(
-            self.name, self.incarnation, self.load, len(self.rooms), sum(self.rooms.values()), weight
-        )
+        return Candidate(self.name, self.incarnation, self.load, len(self.rooms), self.rooms.tokens, weight)
 
 
 class NodeRegistry:
@@ -95,6 +94,7 @@ class NodeRegistry:
         self._on_change = on_change
         self._returns = returns or ReturnWatch({}, 0.0, clock)
         self._nodes: dict[str, Node] = {}  # incarnation -> node
+        self.max_model_len: int | None = None  # the smallest limit of all nodes; None without nodes
         self._served_at: dict[Role, float] = dict.fromkeys(ROLES, clock())  # when a node last took requests
 
     def __iter__(self) -> Iterator[Node]:
@@ -154,6 +154,7 @@ class NodeRegistry:
         else:
             now = self._clock()
             self._nodes[node.incarnation] = Node(message, now, now)
+            self._find_limit()
             self._returns.arrived(node.role, node.name)
             self._log.info(
                 "node registered", peer=node.name, role=node.role, incarnation=node.incarnation[:8]
@@ -192,6 +193,7 @@ class NodeRegistry:
     def lose(self, node: Node, reason: str, cause: LossCause) -> None:
         """Remove a node and end the requests that it holds."""
         if self._nodes.pop(node.incarnation, None) is not None:
+            self._find_limit()
             node.lost_by = cause
             self._served(node)
             self._returns.left(node.role, node.name)
@@ -261,7 +263,5 @@ class NodeRegistry:
             node.reachable = True
             self._on_change()
 
-    @property
-    def max_model_len(self) -> int | None:
-        """The smallest limit of all nodes; None without nodes."""
-        return min((node.register.max_model_len for node in self), default=None)
+    def _find_limit(self) -> None:
+        self.max_model_len = min((node.register.max_model_len for node in self), default=None)

@@ -31,6 +31,7 @@ class SseWriter:
         self.response = web.StreamResponse(headers={**HEADERS, REQUEST_ID: request[request_id_key]})
         self.started = False
         self._chunked = False
+        self._gathered: list[bytes] = []  # events that wait for the end of this turn
         self._transport: asyncio.Transport | None = None  # once the head of the answer was sent
 
     async def start(self) -> None:
@@ -61,8 +62,27 @@ class SseWriter:
             assert self._transport is not None
             self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
 
+    def write_soon(self, events: bytes) -> None:
+        """Like `write_now`, at the end of this turn of the event loop, in one write with others of the turn."""
+        if events:
+            if not self._gathered:
+                asyncio.get_running_loop().call_soon(self._write_gathered)
+            self._gathered.append(events)
+
+    def _write_gathered(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self.write_now(self._after_gathered(b""))
+
+    def _after_gathered(self, events: bytes) -> bytes:
+        """Return events that wait for the end of the turn, followed by `events`."""
+        if self._gathered:
+            events = b"".join((*self._gathered, events))
+            self._gathered.clear()
+        return events
+
     async def send(self, events: bytes) -> None:
         """Send events in one write; b"" sends nothing."""
+        events = self._after_gathered(events)
         if not events:
             return
         self._transport = transport = self._request.transport
@@ -78,7 +98,7 @@ class SseWriter:
     async def finish(self, events: bytes) -> web.StreamResponse:
         """Send the last events and end the body."""
         async with self._watched():
-            await self.response.write(events)
+            await self.response.write(self._after_gathered(events))
             await self.response.write_eof()
         return self.response
 

@@ -33,7 +33,8 @@ def fleet(nodes: int, requests: int) -> tuple[NodeRegistry, NodeHealth]:
     for node in registry:
         node.since -= 100.0
         node.load = NodeLoad(running=requests, free_pages=900, total_pages=1000)
-        node.rooms = {room: 100 * (node.role == "prefill") for room in range(requests)}
+        for room in range(requests):
+            node.rooms.add(room, 100 * (node.role == "prefill"))
     return registry, NodeHealth(10.0, time.monotonic)
 
 

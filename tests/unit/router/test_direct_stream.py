@@ -60,15 +60,20 @@ def first(prefill: FakeNode, room: int, token: int) -> None:
     prefill.say(FirstToken(room=room, token=OutputToken(token), finish_reason=None, cached_tokens=0))
 
 
-async def read_to_the_end(reader: asyncio.StreamReader) -> bytes:
-    """Return the events of a chunked response."""
+async def read_chunks(reader: asyncio.StreamReader) -> list[bytes]:
+    """Return the chunks of a response."""
+    found = []
     async with asyncio.timeout(PATIENCE):
         await reader.readuntil(b"\r\n\r\n")
-        body = b""
         while size := int(await reader.readline(), 16):
-            body += await reader.readexactly(size)
+            found.append(await reader.readexactly(size))
             await reader.readexactly(2)
-    return body
+    return found
+
+
+async def read_to_the_end(reader: asyncio.StreamReader) -> bytes:
+    """Return the events of a chunked response."""
+    return b"".join(await read_chunks(reader))
 
 
 def chunks(body: bytes) -> list[Any]:
@@ -132,7 +137,7 @@ async def test_a_stream_continues_on_another_node_without_a_gap(serve: Serve) ->
         await leave(writer)
 
 
-async def test_choices_keep_their_texts_apart(serve: Serve) -> None:
+async def test_choices_keep_their_texts_apart_and_share_writes(serve: Serve) -> None:
     async with router_rig() as cluster:
         prefill, decode = await cluster.pair()
         rig = await serve(source=cluster.dispatcher)
@@ -144,6 +149,9 @@ async def test_choices_keep_their_texts_apart(serve: Serve) -> None:
         said = {0: ids(40), 1: ids(60)[20:]}
         for index, room in rooms.items():
             first(prefill, room, said[index][0])
+        attempts = [cluster.dispatcher.attempt(room) for room in rooms.values()]
+        # Both tasks have passed on the first tokens, and wait.
+        await eventually(lambda: all(each is not None and each.direct is not None for each in attempts))
         for offset in range(1, 40):
             end = "length" if offset == 39 else None
             runs = [
@@ -151,7 +159,9 @@ async def test_choices_keep_their_texts_apart(serve: Serve) -> None:
                 for index, room in rooms.items()
             ]
             decode.say(Tokens(runs=runs))
-        body = await read_to_the_end(reader)
+        sent = await read_chunks(reader)
+        assert max(each.count(b"data: ") for each in sent) > 1, "the runs of one step are written together"
+        body = b"".join(sent)
         for index in rooms:
             assert text_of(body, index) == rig.tokenizer.decode(said[index], True)
         await leave(writer)

@@ -816,7 +816,7 @@ async def test_many_at_once_with_nodes_that_come_and_go() -> None:
 def rooms_of(rig: RouterRig, node: FakeNode) -> dict[int, int]:
     known = rig.registry.get(node.ref.incarnation)
     assert known is not None
-    return known.rooms
+    return {room: known.rooms.left(room) for room in known.rooms}
 
 
 async def test_what_placement_sees_of_a_request() -> None:
