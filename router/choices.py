@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 from aiohttp import web
 from msgspec.structs import replace
 
@@ -25,8 +25,7 @@ from router.tokenizer import Tokenizer
 MAX_SCORES = 1_000_000  # log-probabilities of one prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True, eq=False):
     """One answer of a request, ready to be generated."""
 
     request: GenerationRequest

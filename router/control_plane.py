@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import msgspec
 import zmq
@@ -62,6 +63,7 @@ class Speaker:
     incarnation: str
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def of(cls, routing_id: bytes) -> Speaker:
         """Parse a routing id. Raises ProtocolError if it is malformed."""
         parts = routing_id.decode("ascii").split("/")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from common.messages.generation import ImageSpan, OutputToken, PromptLogprob, SamplingParams
 from router.answer_states import AnswerStates
@@ -28,8 +30,7 @@ class Batch:
     failed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, frozen=True, eq=False):
     """One validated prompt."""
 
     request_id: str
@@ -41,7 +42,7 @@ class GenerationRequest:
     weight: int = 1  # the client's share while clients wait for room
     priority: int = 0  # lower goes first in every queue
     salt: bytes = b""  # cached pages are shared only between requests with the same salt
-    batch: Batch = field(default_factory=Batch)
+    batch: Batch = msgspec.field(default_factory=Batch)
     share: PromptShare = UNSHARED  # of the computation of a prompt with several choices
     states: AnswerStates | None = None  # collects the hidden states; None: the client asks for none
 

@@ -28,6 +28,7 @@ import enum
 import struct
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -58,8 +59,7 @@ class Kind(enum.IntEnum):
 _KINDS = {int(kind): kind for kind in Kind}
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """The header of a frame with a correct digest."""
 
     kind: Kind
