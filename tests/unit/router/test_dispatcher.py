@@ -568,6 +568,7 @@ async def test_a_router_stall_costs_no_attempt() -> None:
         decode.say(Failed(room=reserve.room, code="node_lost", message="the router of this request is gone"))
         newcomer = rig.client([2])
         await eventually(lambda: {node.role for node in rig.registry.eligible()} == {"prefill"})
+        await eventually(lambda: prefill.link_id in sends)
         assert sends.count(prefill.link_id) == 1, "the abort of the first attempt"
         trials = [sends.count(each.link_id) for each in (decode, other_decode)]
         assert all(1 <= each <= 2 for each in trials), "at most one trial per request and decode node"
