@@ -37,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "stop-included": {"stop": [" 1"], "include_stop_str_in_output": True, **GREEDY},
     "late-stops": {"stop": ["he", " 1", "e"], "min_tokens": 25, **GREEDY},
     "min_tokens": {"min_tokens": 60, "max_tokens": 70, **GREEDY},
+    "allowed": {"allowed_token_ids": list(range(2, 704, 3)), **RANDOM},
+    "bad-words": {"bad_words": ["the", "=", "so the", "left"], **GREEDY},
     "stop-tokens": {"stop_token_ids": list(range(200, 320)), "min_tokens": 7, **GREEDY},
     "everything": {
         "repetition_penalty": 1.1,
