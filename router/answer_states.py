@@ -44,7 +44,8 @@ class AnswerStates:
         States of tokens that have not reached the client are dropped: the new attempt computes them again.
         """
         known = tokens - 1 if tokens > self._prompt_tokens else self.first
-        self._prompt += self._decoded
+        if self.wanted_from == self._given:
+            self._prompt += self._decoded
         self._decoded.clear()
         del self._prompt[max(known - self.first, 0) * self._row :]
         self._given = tokens

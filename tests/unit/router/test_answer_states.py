@@ -101,6 +101,17 @@ def test_no_node_sends_more_than_the_answer_can_have() -> None:
         collected.count(4)
 
 
+def test_states_with_a_gap_before_them_are_computed_again() -> None:
+    collected = AnswerStates(0, 3, 10, SIZE)
+    collected.resume(3)
+    collected.add(0, rows(0, 1), decoded=False)
+    collected.add(3, rows(3, 4), decoded=True)
+    collected.resume(5)
+    assert collected.wanted_from == 2
+    collected.add(2, rows(20, 30, 40), decoded=False)
+    assert states_of(collected, 3) == [0, 1, 20, 30, 40]
+
+
 @pytest.fixture
 async def rig(serve: Serve) -> Rig:
     """A server that allows hidden states of up to 40 positions, and whose generator sends them."""
