@@ -244,7 +244,8 @@ def body(dtype: torch.dtype) -> None:
 
 
 def products(dtype: torch.dtype) -> None:
-    """Launch products of few rows, as many as each tile holds."""
+    """Launch products of few rows, as many as each tile holds, and of one row."""
+    linear._linear_cuda(torch.zeros(1, 2048, dtype=dtype), torch.empty(5120, 2048, dtype=dtype), None)
     gain = torch.zeros(HIDDEN, dtype=dtype)
     for rows, sizes in ((4, (VOCAB, 6144)), (128, (6144,))):
         x = torch.zeros(rows, HIDDEN, dtype=dtype)

@@ -175,7 +175,8 @@ def test_rotary_qk(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 4, 16, 17, 64, 100, 129])
 @pytest.mark.parametrize(
-    ("size", "depth"), [(6144, 4096), (4096, 14336), (32000, 4096), (704, 256), (100, 96)]
+    ("size", "depth"),
+    [(6144, 4096), (4096, 14336), (32000, 4096), (5120, 2048), (2048, 4096), (704, 256), (100, 96)],
 )
 def test_linear(dtype: torch.dtype, rows: int, size: int, depth: int) -> None:
     """The first row computed by itself is bit for bit the same where the kernel is this project's own."""
@@ -198,7 +199,7 @@ def test_gated_linear(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 7, 16, 17, 40, 64, 128, 129])
 @pytest.mark.parametrize(
-    ("size", "depth"), [(4096, 4096), (4096, 14336), (2048, 8192), (1024, 3072), (1536, 8960)]
+    ("size", "depth"), [(4096, 4096), (4096, 14336), (2048, 4096), (2048, 8192), (1024, 3072), (1536, 8960)]
 )
 def test_a_product_and_the_norm_after_it(rows: int, size: int, depth: int) -> None:
     x, weight = (

@@ -6,18 +6,21 @@ the tokens are the columns, and a token's result does not depend on the other to
 
 Few tokens: there is a program for every pair and every tile, of which only that of an expert's first pair works. It
 reads its tile of the weight once, for all tokens of the expert; the others end at once, so that no sorting is needed
-and the grid does not depend on the routing. Many tokens: pairs are grouped by expert, and the programs that an expert
-gets follow from the number of its pairs. Neither form waits for the device, and a pair without an expert costs nothing.
+and the grid does not depend on the routing. A single token has a form without matrix units (`expert_vectors`).
+
+Many tokens: pairs are grouped by expert, and the programs that an expert gets follow from the number of its pairs. No
+form waits for the device, and a pair without an expert costs nothing.
 """
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.expert_tiles import FEW, FEW_TOKENS, ExpertTiles, choose_few, choose_many
+from common.engine.ops.expert_vectors import DOWN_VECTORS, UP_VECTORS, check_layout, pair_vectors_triton
 from common.engine.ops.group_pairs import group_pairs_triton
+from common.engine.ops.linear import halves
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import room_of
 from common.engine.ops.silu_mul import silu_mul_reference
@@ -33,6 +36,7 @@ from common.engine.ops.triton_kernel import (
     next_power_of_2,
     tl,
 )
+from common.engine.ops.vector_products import DEPTH
 
 
 def expert_parts_reference(
@@ -319,12 +323,7 @@ def _prepare(
 ) -> tuple[int, Tensor, Tensor, bool]:
     """Check the layout; return the output's width, the stack as a matrix, the output, and how tiles are copied."""
     count, width, depth = stack.shape
-    assert stack.is_contiguous(), "the stack must be contiguous"
-    assert x.dtype == stack.dtype, f"{x.dtype} times {stack.dtype}"
-    assert x.is_contiguous() and x.shape[1] == depth, f"x is {tuple(x.shape)}, the experts take {depth}"  # noqa: PT018
-    assert experts.dtype == torch.int32 and experts.is_contiguous(), "experts are contiguous int32"  # noqa: PT018
-    assert shares.dtype == torch.float32 and shares.is_contiguous(), "shares are contiguous float32"  # noqa: PT018
-    assert shares.shape == experts.shape, "one share per expert"
+    check_layout(x, stack, experts, shares)
     rows = stack.view(count * width, depth)
     size = width // 2 if gated else width
     # As in `linear`, bulk copies do not pay for the smallest tile.
@@ -337,7 +336,10 @@ def expert_parts_triton(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tenso
     gpu = multiprocessors(x.device), room_of(x.device).shared_bytes
     itemsize = x.element_size()
     x = x.contiguous()
-    if tokens <= FEW_TOKENS:
+    if tokens == 1 and max(gate_up.shape[2], down.shape[2]) <= DEPTH and halves(x, gate_up):
+        inner = pair_vectors_triton(x, gate_up, experts, shares, True, UP_VECTORS)
+        out = pair_vectors_triton(inner, down, experts, shares, False, DOWN_VECTORS)
+    elif tokens <= FEW_TOKENS:
         up_tiles = choose_few(
             tokens, min(tokens * chosen, count), gate_up.shape[1] // 2, itemsize, True, *gpu
         )

@@ -11,7 +11,7 @@ FEW = 16  # rows: the minimum of a tile of the matrix units
 FEW_TOKENS = 64  # for more, pairs are grouped by expert
 COLUMNS, NARROW = 64, 32  # output columns of a program
 STEP, LEAST_STEP = 128, 32  # depth of a step
-MOST_STAGES = 4
+MOST_STAGES, FEW_STAGES = 4, 3
 MOST_ROWS = 128
 
 
@@ -49,7 +49,9 @@ def choose_few(
     """
     columns = COLUMNS if 2 * used * cdiv(size, COLUMNS) >= processors else NARROW
     rows = max(FEW, next_power_of_2(tokens))
-    tiles = ExpertTiles(columns, STEP if rows == FEW else STEP // 2, rows, 4, MOST_STAGES)
+    # The depth of a down product has few steps: three programs per multiprocessor are better than more stages.
+    stages = MOST_STAGES if gated or rows > FEW else FEW_STAGES
+    tiles = ExpertTiles(columns, STEP if rows == FEW else STEP // 2, rows, 4, stages)
     return tiles.fitted(itemsize, gated, shared // 2)
 
 

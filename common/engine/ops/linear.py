@@ -33,6 +33,7 @@ from common.engine.ops.triton_kernel import (
     multiprocessors,
     tl,
 )
+from common.engine.ops.vector_products import choose_vectors, vector_linear_triton
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -198,6 +199,9 @@ def rows_of(x: Tensor) -> int:
 
 
 def _linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    vectors = choose_vectors(rows_of(x), *weight.shape)
+    if vectors is not None and halves(x, weight):
+        return vector_linear_triton(x, weight, bias, vectors)
     gpu = multiprocessors(x.device), room_of(x.device).shared_bytes
     tiles = choose_tiles(rows_of(x), weight.shape[0], *gpu)
     if tiles is not None and halves(x, weight):

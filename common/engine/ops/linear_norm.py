@@ -20,6 +20,7 @@ from common.engine.ops.rms_norm import (
 from common.engine.ops.shared_memory import room_of
 from common.engine.ops.tiles import divide_depth
 from common.engine.ops.triton_kernel import multiprocessors
+from common.engine.ops.vector_products import choose_vectors
 
 
 def linear_add_rms_norm_reference(
@@ -38,7 +39,7 @@ def linear_add_rms_norm_cuda(
     size, depth = weight.shape
     gpu = multiprocessors(x.device), room_of(x.device).shared_bytes
     division = divide_depth(rows_of(x), size, depth, *gpu)
-    if division is None or not halves(x, weight):
+    if division is None or choose_vectors(rows_of(x), size, depth) is not None or not halves(x, weight):
         return add_rms_norm_triton(linear(x, weight, bias), residual, norm_weight, eps)
     return add_parts_rms_norm_triton(linear_parts(x, weight, bias, division), residual, norm_weight, eps)
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import rms_norm_reference
+from common.engine.ops.row_norm import normed_row, row_warps
 from common.engine.ops.triton_kernel import await_previous, chained, kernel, next_power_of_2, tl
 
 
@@ -21,14 +22,6 @@ def add_normed_rms_norm_reference(
     """Return (rms_norm(sum), sum) for sum = rms_norm(x) + residual, by the weights `after` and `before`."""
     total = add_normed_reference(x, residual, before, eps)
     return rms_norm_reference(total, after, eps), total
-
-
-@kernel
-def _normed(x, weight, size, eps, ROUNDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the norm of a row in registers; the dtypes are those of `rms_norm`."""
-    wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    return ((wide * scale).to(ROUNDED).to(tl.float32) * weight).to(x.dtype)
 
 
 @kernel
@@ -55,12 +48,12 @@ def _add_normed_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(x_ptr + row * x_stride + column, mask=live, other=0.0)
     residual = tl.load(residual_ptr + row * residual_stride + column, mask=live, other=0.0)
     before = tl.load(before_ptr + column, mask=live, other=0.0).to(tl.float32)
-    normed = _normed(x, before, size, eps, before_ptr.dtype.element_ty)
+    normed = normed_row(x, before, size, eps, before_ptr.dtype.element_ty)
     total = (normed.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
     tl.store(total_ptr + row * size + column, total, mask=live)
     if AFTER:
         after = tl.load(after_ptr + column, mask=live, other=0.0).to(tl.float32)
-        out = _normed(total, after, size, eps, after_ptr.dtype.element_ty)
+        out = normed_row(total, after, size, eps, after_ptr.dtype.element_ty)
         tl.store(out_ptr + row * size + column, out, mask=live)
 
 
@@ -113,7 +106,7 @@ def _launch(
         eps,
         AFTER=after is not None,
         BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=row_warps(block),
         **chained(x.device),
     )
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.registration import register_op
+from common.engine.ops.row_norm import normed_row, row_warps
 from common.engine.ops.triton_kernel import await_previous, chained, kernel, next_power_of_2, tl
 
 
@@ -60,10 +61,8 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=live, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(total_ptr + row * size + column, x, mask=live)
-    wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    normed = (wide * scale).to(weight_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * size + column, (normed * weight).to(x.dtype), mask=live)
+    normed = normed_row(x, weight, size, eps, weight_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * size + column, normed, mask=live)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -128,7 +127,7 @@ def _launch(
         ADD=add,
         PARTS=parts,
         BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=row_warps(block),
         **chained(rows.device),
     )
 

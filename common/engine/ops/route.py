@@ -17,7 +17,9 @@ from common.engine.ops.triton_kernel import (
     next_power_of_2,
     tl,
 )
+from common.engine.ops.vector_products import VectorTiles, choose_vectors, vector_linear_triton
 
+LOGIT_VECTORS = VectorTiles(1, 4)  # of the logits of one row
 # Tiles of the logits of few rows: many small programs, since a router is small (512 KiB in Qwen3-30B-A3B).
 LOGIT_COLUMNS, LOGIT_DEPTH, LOGIT_PARTS = 16, 128, 16
 
@@ -71,15 +73,17 @@ def route_reference(
 
 @kernel_with_varying("part_stride", "num_slots")
 def _route_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr,  # [PARTS, rows, size] float32, to be added up
+    logits_ptr,  # [PARTS, rows, GROUPS * MEMBERS] float32, to be added up
+    x_ptr,  # [rows, DEPTH]; read if GATED
+    gate_ptr,  # [DEPTH]; read if GATED
     correction_ptr,  # [EXPERTS] float32; read if CORRECTED
     slots_ptr,  # [num_slots] int64; read if SLOTS
     experts_ptr,  # [rows, CHOSEN + SHARED] int32
     shares_ptr,  # [rows, CHOSEN + SHARED] float32
+    x_stride,
     part_stride,
     num_slots,
     page_size,
-    size,  # EXPERTS, and one more if GATED
     epsilon,
     scaling,
     PARTS: tl.constexpr,
@@ -96,6 +100,8 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     BLOCK_G: tl.constexpr,  # at least GROUPS
     BLOCK_M: tl.constexpr,  # at least MEMBERS
     BLOCK_C: tl.constexpr,  # at least CHOSEN + SHARED
+    DEPTH: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # at least DEPTH
     CHAINED: tl.constexpr,
 ):
     """One program per row."""
@@ -105,8 +111,18 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     expert = group[:, None] * MEMBERS + member[None, :]
     real = (group < GROUPS)[:, None] & (member < MEMBERS)[None, :]
     logits = tl.zeros((BLOCK_G, BLOCK_M), tl.float32)
-    for part in range(PARTS):
-        logits += tl.load(logits_ptr + part * part_stride + row * size + expert, mask=real, other=0.0)
+    for part in tl.static_range(PARTS):
+        source = part * part_stride + row * (GROUPS * MEMBERS) + expert
+        logits += tl.load(logits_ptr + source, mask=real, other=0.0)
+    slot = page_size
+    if SLOTS:
+        slot = tl.load(slots_ptr + row, mask=row < num_slots, other=0)
+    gate = 1.0
+    if GATED:
+        dim = tl.arange(0, BLOCK_D)
+        x = tl.load(x_ptr + row * x_stride + dim, mask=dim < DEPTH, other=0.0).to(tl.float32)
+        weight = tl.load(gate_ptr + dim, mask=dim < DEPTH, other=0.0).to(tl.float32)
+        gate = 1.0 / (1.0 + tl.exp(-tl.sum(x * weight, axis=0)))
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
@@ -128,30 +144,35 @@ def _route_kernel(  # type: ignore[no-untyped-def]
         )
         kept = tl.sum(ahead.to(tl.int32), axis=1) < KEPT
         left = tl.where(kept[:, None], left, float("-inf"))
+    # Scores as integers of the same order, each with its place: one reduction finds both, and no two are equal.
+    number: tl.constexpr = BLOCK_G * BLOCK_M
+    bits = tl.reshape(left, (number,)).to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    key = (bits.to(tl.int64) << 32) + (number - 1 - tl.arange(0, number))
+    if CORRECTED:
+        scores = tl.reshape(scores, (number,))
     rank = tl.arange(0, BLOCK_C)
-    experts = GROUPS * MEMBERS + rank - CHOSEN
+    keys = tl.zeros((BLOCK_C,), tl.int64)
     shares = tl.zeros((BLOCK_C,), tl.float32)
     for nth in tl.static_range(CHOSEN):
-        best = tl.max(tl.max(left, axis=1), axis=0)
-        found = tl.min(tl.min(tl.where(real & (left == best), expert, GROUPS * MEMBERS), axis=1), axis=0)
-        taken = real & (expert == found)
-        share = tl.sum(tl.sum(tl.where(taken, scores, 0.0), axis=1), axis=0)
-        experts = tl.where(rank == nth, found, experts)
-        shares = tl.where(rank == nth, share, shares)
-        left = tl.where(taken, float("-inf"), left)
+        best = tl.max(key, axis=0)
+        keys = tl.where(rank == nth, best, keys)
+        if CORRECTED:
+            shares = tl.where(rank == nth, tl.sum(tl.where(key == best, scores, 0.0), axis=0), shares)
+        key = tl.where(key == best, -0x7FFFFFFFFFFFFFFF, key)
+    if not CORRECTED:
+        bits = (keys >> 32).to(tl.int32)
+        shares = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+        shares = tl.where(shares < 0.0, float("nan"), shares)  # of a row with NaN
+        shares = tl.where(rank < CHOSEN, shares, 0.0)
     if NORMALISED:
         shares = shares / (tl.sum(shares, axis=0) + epsilon)
-    shares = shares * scaling
-    gate = 1.0
-    if GATED:
-        gate = 0.0
-        for part in range(PARTS):
-            gate += tl.load(logits_ptr + part * part_stride + row * size + size - 1)
-        gate = 1.0 / (1.0 + tl.exp(-gate))
-    shares = tl.where(rank < CHOSEN, shares, gate)
-    if SLOTS:
-        slot = tl.load(slots_ptr + row, mask=row < num_slots, other=0)
-        experts = tl.where(slot < page_size, -1, experts)
+    shares = tl.where(rank < CHOSEN, shares * scaling, gate)
+    at = number - 1 - (keys & (number - 1)).to(tl.int32)
+    experts = tl.where(
+        rank < CHOSEN, at // BLOCK_M * MEMBERS + at % BLOCK_M, GROUPS * MEMBERS + rank - CHOSEN
+    )
+    experts = tl.where(slot < page_size, -1, experts)
     place = row * (CHOSEN + SHARED) + rank
     tl.store(experts_ptr + place, experts, mask=rank < CHOSEN + SHARED)
     tl.store(shares_ptr + place, shares, mask=rank < CHOSEN + SHARED)
@@ -160,6 +181,8 @@ def _route_kernel(  # type: ignore[no-untyped-def]
 def _logits(x: Tensor, rows: Tensor) -> Tensor:
     """Return the logits in parts [parts, T, E] float32, unrounded."""
     count, depth = x.shape
+    if halves(x, rows) and choose_vectors(count, *rows.shape) is not None:
+        return vector_linear_triton(x, rows, None, LOGIT_VECTORS, torch.float32)[None]
     if halves(x, rows) and count <= MOST:
         steps = cdiv(depth, LOGIT_DEPTH)
         parts = cdiv(steps, cdiv(steps, LOGIT_PARTS))
@@ -195,22 +218,26 @@ def route_triton(
     assert correction is None or (correction.shape == (size,) and correction.dtype == torch.float32), (
         "one float32 correction per expert"
     )
+    assert x.stride(1) == 1 and rows.is_contiguous(), "the elements of a row must be adjacent"  # noqa: PT018
     assert slots is None or (slots.is_contiguous() and len(slots) <= count), "one slot per row"
     experts = x.new_empty((count, chosen + shared), dtype=torch.int32)
     shares = x.new_empty((count, chosen + shared), dtype=torch.float32)
     if count == 0:
         return experts, shares
-    logits = _logits(x, rows)
+    # Without the gate: the library multiplies an odd number of rows slowly.
+    logits = _logits(x, rows[:size])
     _route_kernel[(count,)](
         logits,
+        x,
+        rows[-1],
         logits if correction is None else correction,
         experts if slots is None else slots,
         experts,
         shares,
+        x.stride(0),
         logits.stride(0),
         0 if slots is None else len(slots),
         page_size,
-        rows.shape[0],
         epsilon,
         scaling,
         PARTS=logits.shape[0],
@@ -227,6 +254,8 @@ def route_triton(
         BLOCK_G=next_power_of_2(groups),
         BLOCK_M=next_power_of_2(size // groups),
         BLOCK_C=next_power_of_2(chosen + shared),
+        DEPTH=x.shape[1],
+        BLOCK_D=next_power_of_2(x.shape[1]),
         num_warps=1 if size <= 256 else 4,
         **chained(x.device),
     )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import add_rms_norm_reference
+from common.engine.ops.row_norm import normed_row, row_warps
 from common.engine.ops.triton_kernel import (
     await_previous,
     cdiv,
@@ -33,6 +34,19 @@ def sum_parts_reference(parts: Tensor, experts: Tensor) -> Tensor:
 
 
 @kernel
+def _sum_of_parts(  # type: ignore[no-untyped-def]
+    parts_ptr, experts_ptr, row, column, live, size, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the sum of a row's parts, float32; all are loaded, so that no load waits for an expert's index."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        expert = tl.load(experts_ptr + row * PARTS + part)
+        values = tl.load(parts_ptr + (row * PARTS + part) * size + column, mask=live, other=0.0)
+        total += tl.where(expert >= 0, values.to(tl.float32), 0.0)
+    return total
+
+
+@kernel
 def _sum_parts_kernel(  # type: ignore[no-untyped-def]
     parts_ptr,  # [rows, PARTS, size]
     experts_ptr,  # [rows, PARTS] int32
@@ -46,12 +60,7 @@ def _sum_parts_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < size
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(PARTS):
-        expert = tl.load(experts_ptr + row * PARTS + part)
-        end = tl.where(expert >= 0, size, 0)
-        place = parts_ptr + (row * PARTS + part) * size + column
-        total += tl.load(place, mask=column < end, other=0.0).to(tl.float32)
+    total = _sum_of_parts(parts_ptr, experts_ptr, row, column, live, size, PARTS, BLOCK)
     tl.store(out_ptr + row * size + column, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
@@ -110,20 +119,13 @@ def _sum_parts_norm_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK)
     live = column < size
     dtype = out_ptr.dtype.element_ty
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(PARTS):
-        expert = tl.load(experts_ptr + row * PARTS + part)
-        end = tl.where(expert >= 0, size, 0)
-        place = parts_ptr + (row * PARTS + part) * size + column
-        total += tl.load(place, mask=column < end, other=0.0).to(tl.float32)
+    total = _sum_of_parts(parts_ptr, experts_ptr, row, column, live, size, PARTS, BLOCK)
+    weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + row * residual_stride + column, mask=live, other=0.0)
     stream = (total.to(dtype).to(tl.float32) + residual.to(tl.float32)).to(dtype)
     tl.store(total_ptr + row * size + column, stream, mask=live)
-    wide = stream.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    weight = tl.load(weight_ptr + column, mask=live, other=0.0)
-    normed = (wide * scale).to(weight.dtype).to(tl.float32)
-    tl.store(out_ptr + row * size + column, (normed * weight.to(tl.float32)).to(dtype), mask=live)
+    normed = normed_row(stream, weight, size, eps, weight_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * size + column, normed, mask=live)
 
 
 def sum_parts_rms_norm_triton(
@@ -151,7 +153,7 @@ def sum_parts_rms_norm_triton(
             eps,
             PARTS=count,
             BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16),
+            num_warps=row_warps(block),
             **chained(parts.device),
         )
     return out, total

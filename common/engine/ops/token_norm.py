@@ -7,6 +7,7 @@ from torch import Tensor
 
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import rms_norm_reference
+from common.engine.ops.row_norm import normed_row, row_warps
 from common.engine.ops.triton_kernel import await_previous, chained, kernel, next_power_of_2, tl
 
 
@@ -46,10 +47,8 @@ def _token_norm_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(place, mask=live, other=0.0)
     q_weight = tl.load(q_weight_ptr + column, mask=column < from_queries, other=0.0).to(tl.float32)
     k_weight = tl.load(k_weight_ptr + column, mask=column < from_keys, other=0.0).to(tl.float32)
-    wide = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / size + eps)
-    normed = (wide * scale).to(q_weight_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(place, (normed * (q_weight + k_weight)).to(x.dtype), mask=live)
+    normed = normed_row(x, q_weight + k_weight, size, eps, q_weight_ptr.dtype.element_ty)
+    tl.store(place, normed, mask=live)
 
 
 def token_norm_triton(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
@@ -74,7 +73,7 @@ def token_norm_triton(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: floa
         len(k_weight),
         eps,
         BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=row_warps(block),
         **chained(qkv.device),
     )
 

@@ -23,6 +23,7 @@ except ImportError:  # CPU builds of torch do not include it
 __all__ = [
     "COMPILE_ERRORS",
     "await_previous",
+    "await_results",
     "cdiv",
     "chained",
     "copies_in_bulk",
@@ -30,6 +31,7 @@ __all__ = [
     "has_triton",
     "kernel",
     "kernel_with_varying",
+    "launch_next",
     "multiprocessors",
     "next_power_of_2",
     "report_compilations",
@@ -82,8 +84,24 @@ def await_previous(CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
     From this call on the next kernel on the stream may be launched, and this kernel waits until all earlier ones have
     ended. A chained kernel that does not wait would let the next one overlap with the earlier ones.
     """
+    launch_next(CHAINED)
+    await_results(CHAINED)
+
+
+@kernel
+def launch_next(CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel on the stream be launched as soon as all programs of this one have begun."""
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@kernel
+def await_results(CHAINED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until all earlier kernels on the stream have ended.
+
+    Between `launch_next` and this call a kernel may read what no kernel of a step writes, such as weights.
+    """
+    if CHAINED:
         tl.extra.cuda.gdc_wait()
 
 
