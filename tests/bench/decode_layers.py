@@ -139,16 +139,17 @@ class Layer:
         self.gate_up, self.down, self.gain = weights["gate_up"], weights["down"], weights["gain"]
         pages = rows * KEYS // PAGE + 1
         if shape.kv_heads:
-            self.planes = [made(pages, PAGE, shape.kv_heads, DIM) for _ in range(2)]
+            plane = pages, PAGE, shape.kv_heads, DIM
+            self.planes = made(*plane), made(*plane)
             self.table = torch.arange(1, pages, device=DEVICE, dtype=torch.int32).view(rows, -1)
             self.lengths = torch.full((rows,), KEYS, device=DEVICE, dtype=torch.int32)
             self.slots = self.table[:, -1].long() * PAGE + PAGE - 1
-            self.angles = [made(rows, 1, DIM) for _ in range(2)]
+            self.angles = made(rows, 1, DIM), made(rows, 1, DIM)
             self.norm = made(DIM)
         else:
             self.index = torch.arange(1, rows + 1, device=DEVICE)
-            wide = [torch.randn(DELTA_HEADS, device=DEVICE) for _ in range(2)]
-            self.delta = (made(CHANNELS, 4), *wide, torch.randn(DIM, device=DEVICE), EPS)
+            decay, bias = torch.randn(2, DELTA_HEADS, device=DEVICE)
+            self.delta = made(CHANNELS, 4), decay, bias, torch.randn(DIM, device=DEVICE), EPS
             self.conv = made(rows + 1, CHANNELS, 3)
             self.recurrent = torch.randn(rows + 1, DELTA_HEADS, DIM, DIM, device=DEVICE) * 0.1
             self.window = made(rows + 1, 1, CHANNELS + 2 * DELTA_HEADS)
@@ -192,7 +193,7 @@ class Layer:
         return route_triton(x, self.router, *self.rule)
 
     @property
-    def rule(self) -> tuple[object, ...]:
+    def rule(self) -> tuple[None, None, int, int, int, bool, bool, int, int, bool, float, float]:
         shared = self.shape.shared
         return None, None, 0, self.shape.chosen, shared, shared > 0, False, 1, 1, True, 0.0, 1.0
 
