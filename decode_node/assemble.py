@@ -58,6 +58,14 @@ class Assembly:
     backups: Backups
 
 
+def device_worker(computation: Computation, clock: Callable[[], float]) -> DeviceWorker:
+    """Compose what executes the plans of a node on one device; ranks that have no scheduler need only this."""
+    parts, forwards = computation, computation.forwards
+    lane = parts.lane or host_lane(forwards.pools[0].device)
+    backups = Backups(forwards.pools, parts.relay, lane, clock)
+    return DeviceWorker(forwards.steps.by_width, forwards.table, parts.relay, backups, parts.completion)
+
+
 def assemble(
     incarnation: str,
     links: Links,
@@ -77,12 +85,9 @@ def assemble(
         grammars: compiles the grammars of requests; by default they are refused.
     """
     parts, forwards, steps = computation, computation.forwards, computation.forwards.steps
-    rows = BatchRows(limits.max_running)
-    lane = parts.lane or host_lane(forwards.pools[0].device)
-    backups = Backups(forwards.pools, parts.relay, lane, observation.clock)
+    rows, worker = BatchRows(limits.max_running), device_worker(computation, observation.clock)
     retraction = Retraction(space, rows, parts.rotary, parts.page_bytes, backup_bytes, parts.state_bytes)
     rules = replace(steps.rules, hidden_states=limits.hidden_states)
-    worker = DeviceWorker(steps.by_width, forwards.table, parts.relay, backups, parts.completion)
     node = DecodeNode(
         incarnation,
         links,
@@ -91,4 +96,4 @@ def assemble(
         parts.draft,
         replace(observation, graphs=node_graphs.totals(*forwards.graphs), phase_seconds=steps.phase_seconds),
     )
-    return Assembly(node, rows, retraction, backups)
+    return Assembly(node, rows, retraction, worker.backups)

@@ -39,7 +39,7 @@ class DeviceWorker:
         self._steps = dict(steps)
         self._table = table
         self._relay = relay
-        self._backups = backups
+        self.backups = backups
         self._completion = completion
         self._undrawn: tuple[int, MaskedStep] | None = None  # generation of its plan
 
@@ -48,14 +48,14 @@ class DeviceWorker:
         assert self._undrawn is None, "the step before waits for its masks"
         moves = plan.moves
         for save in moves.saves:
-            self._backups.save(save)
+            self.backups.save(save)
         for join in moves.joins:
             self._relay.write_row(
                 join.row, join.text, join.outputs, join.sampling, join.draft, join.rope_delta, join.slot
             )
         for load in moves.loads:
-            self._backups.load(load)
-        self._backups.forget(moves.forget)
+            self.backups.load(load)
+        self.backups.forget(moves.forget)
         self._table.write(moves.cells)
         if not plan.rows:
             return LaunchedMoves(self._completion())
@@ -65,7 +65,7 @@ class DeviceWorker:
         return launched
 
     def unsaved(self) -> Collection[int]:
-        return self._backups.unsaved()
+        return self.backups.unsaved()
 
     def trees(self) -> Trees:
         assert self._undrawn is not None, "no step waits for masks"

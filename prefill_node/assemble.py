@@ -47,6 +47,25 @@ class Assembly:
     step: PrefillStep
 
 
+def prompt_step(computation: Computation) -> PrefillStep:
+    """Compose the step that executes the plans of a node on one device; ranks that have no scheduler need only this."""
+    parts, forwards = computation, computation.forwards
+    page_size, device = forwards.layout.page_size, forwards.runner.pool.device
+    step = PrefillStep(
+        forwards.target.forward,
+        forwards.vision.embeds,
+        forwards.draft,
+        parts.adjustments,
+        parts.rotary,
+        page_size,
+        device,
+        parts.completion,
+    )
+    model = forwards.runner.model
+    step.score_with(PromptScorer(model.compute_logits, model.config.vocab_size))
+    return step
+
+
 def assemble(
     incarnation: str,
     links: Links,
@@ -66,21 +85,9 @@ def assemble(
         grammars: compiles the grammars of requests; by default they are refused.
     """
     parts, forwards = computation, computation.forwards
-    page_size, device = forwards.layout.page_size, forwards.runner.pool.device
-    step = PrefillStep(
-        forwards.target.forward,
-        forwards.vision.embeds,
-        forwards.draft,
-        parts.adjustments,
-        parts.rotary,
-        page_size,
-        device,
-        parts.completion,
-    )
-    model = forwards.runner.model
-    step.score_with(PromptScorer(model.compute_logits, model.config.vocab_size))
+    step = prompt_step(computation)
     listen = functools.partial(take_peer_frames, links.peers, links.sender)
-    orders = SendOrders(links.sender, page_size, parts.hidden_dtype, listen)
+    orders = SendOrders(links.sender, forwards.layout.page_size, parts.hidden_dtype, listen)
     sending: PageSending = ByChunk(links.sender)
     if forwards.signalled is not None:
         sending = ByLayer(forwards.signalled, links.sender, wrap_orders(orders.at_break))

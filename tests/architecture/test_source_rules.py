@@ -308,6 +308,20 @@ def test_only_formats_know_how_products_keep_their_weights() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_forward_code_does_not_know_its_rank() -> None:
+    """A rank's share and the joining of results are chosen where layers are built; layouts and memory name the rank."""
+    builders = {"common/engine/layers/linear.py", "common/engine/layers/attention.py"}
+    wrong = [
+        f"{module.place}:{node.lineno} takes {ast.unparse(node)}"
+        for module in MODULES
+        if module.place.startswith(("common/engine/", "prefill_node/", "decode_node/"))
+        if module.place not in builders
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("rank", "size") and "shard" in ast.unparse(node)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_only_tables_name_a_language_model() -> None:
     """Code that uses a language model calls a `CausalLM` and names no model class."""
     wrong = [

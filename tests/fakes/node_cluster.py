@@ -16,7 +16,9 @@ import msgspec
 import zmq
 
 import decode_node.node
+import decode_node.step_result
 import prefill_node.node
+import prefill_node.step_result
 from common.checkpoint.model_config import ModelConfig
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.forward.rotary_places import rotary_places
@@ -85,7 +87,7 @@ from tests.fakes.clock import Clock
 from tests.fakes.fake_link import FakeLink
 from tests.fakes.late_graphs import capture_late
 from tests.fakes.plan_wire import WirePromptWorker, WireWorker, wired
-from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, VOCAB, tiny_model
+from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, tiny_model
 
 MakeCompletion = Callable[[], Completion]
 LOOKAHEAD_SLOTS = 64  # of the widest drafts of any test
@@ -297,7 +299,7 @@ class NodeCluster:
             patch.start()
         self.shape = shape
         self.clock = Clock()
-        self.fabric = Fabric(self.clock)
+        self.fabric = self.make_fabric()
         self.context = zmq.Context[zmq.Socket[bytes]]()
         self.calls: list[Call] = []
         self.turns = 0
@@ -308,6 +310,10 @@ class NodeCluster:
         self._names = itertools.count()
         self.prefills = [self._prefill() for _ in range(shape.prefills)]
         self.decodes = [self._decode() for _ in range(shape.decodes)]
+
+    def make_fabric(self) -> Fabric:
+        """Return what pages are sent over."""
+        return Fabric(self.clock)
 
     def __enter__(self) -> NodeCluster:
         return self
@@ -569,6 +575,28 @@ class NodeCluster:
             else NO_WINDOW,
         )
 
+    def make_steps(
+        self,
+        sizes: StepSizes,
+        served: ServingModel,
+        runner: ModelRunner,
+        draft: object,
+        table: PageTable,
+        relay: RelayState,
+    ) -> DecodeSteps:
+        """Make the steps of a decode node."""
+        shape, longest, page_size = self.shape, served.max_model_len, served.page_size
+        hidden = shape.hidden_states
+        return shape.step(Parts(runner, draft, table, relay, page_size, longest, shape.completion, hidden))
+
+    def wrap_worker(self, worker: decode_node.step_result.Worker) -> decode_node.step_result.Worker:
+        """Return the worker that a decode node talks to."""
+        return WireWorker(worker)
+
+    def wrap_prompt_worker(self, worker: prefill_node.step_result.Worker) -> prefill_node.step_result.Worker:
+        """Return the worker that a prefill node talks to."""
+        return WirePromptWorker(worker)
+
     def _incarnation(self) -> str:
         return f"{next(self._names) + 1:032x}"
 
@@ -605,7 +633,7 @@ class NodeCluster:
         space = page_space(served, "auto" if shape.prefill_cache else False)
         computation = prefill_assemble.Computation(
             forwards,
-            AdjustmentRows.allocate(shape.prefill_batch, VOCAB, PLACEMENT.device),
+            AdjustmentRows.allocate(shape.prefill_batch, shape.model.vocab_size, PLACEMENT.device),
             rotary_places(shape.model.rope),
             shape.completion,
             served.draft_shape.dtype_name,
@@ -615,7 +643,7 @@ class NodeCluster:
             max_batch=shape.prefill_batch,
             max_queue=shape.max_queue,
             max_model_len=served.max_model_len,
-            vocab_size=VOCAB,
+            vocab_size=shape.model.vocab_size,
             drain_timeout=10.0,
             grid=prompt_grid(shape.model, shape.page_size),
             hidden_states=shape.hidden_states,
@@ -628,7 +656,7 @@ class NodeCluster:
             computation,
             limits,
             prefill_parts.Observation(Log(name), clock=self.clock),
-            WirePromptWorker,
+            self.wrap_prompt_worker,
             wired,
             shape.grammars,
         )
@@ -645,23 +673,8 @@ class NodeCluster:
         served = self._served("decode", shape.decode_pool, shape.decode_slots)
         endpoint = self.fabric.receiver(incarnation, fencing=shape.fencing)
         relay = RelayState.allocate(
-            shape.max_running, VOCAB, PLACEMENT.device, served.draft_shape, served.window
+            shape.max_running, shape.model.vocab_size, PLACEMENT.device, served.draft_shape, served.window
         )
-
-        def make_steps(
-            sizes: StepSizes,
-            served: ServingModel,
-            runner: ModelRunner,
-            draft: object,
-            table: PageTable,
-            relay: RelayState,
-        ) -> DecodeSteps:
-            longest = served.max_model_len
-            page_size, hidden = served.page_size, shape.hidden_states
-            return shape.step(
-                Parts(runner, draft, table, relay, page_size, longest, shape.completion, hidden)
-            )
-
         # As many lookahead slots as any drafter of a test takes.
         sizes = StepSizes(WANTED, shape.max_running, False, "ngram", nodes=LOOKAHEAD_SLOTS)
         forwards = step_forwards(
@@ -669,7 +682,7 @@ class NodeCluster:
             served,
             relay,
             lambda nbytes: as_storage(endpoint.allocate(Region.KV, nbytes)),
-            make_steps,
+            self.make_steps,
         )
         slots = 2 * shape.max_transferring
         receiver = Receiver(incarnation, name, endpoint, forwards.layout, self.clock, shape.transfer, slots)
@@ -691,7 +704,7 @@ class NodeCluster:
             max_transferring=shape.max_transferring,
             max_queue=shape.max_queue,
             max_model_len=served.max_model_len,
-            vocab_size=VOCAB,
+            vocab_size=shape.model.vocab_size,
             reserved_tokens=shape.reserved_tokens,
             skip_ahead=shape.skip_ahead,
             drain_timeout=10.0,
@@ -705,7 +718,7 @@ class NodeCluster:
             limits,
             shape.backup_bytes,
             Observation(Log(name), drafts=shape.watch, clock=self.clock),
-            WireWorker,
+            self.wrap_worker,
             shape.grammars,
         )
         ref = NodeRef(name=name, role="decode", incarnation=incarnation)

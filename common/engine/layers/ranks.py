@@ -42,7 +42,10 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneRank:
-    """A node with one device, which holds all of the model."""
+    """A node with one device, which holds all of the model.
+
+    With another shard it describes the share of a rank without the others, such as its size.
+    """
 
     shard: Shard = WHOLE
 
