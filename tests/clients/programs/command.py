@@ -11,8 +11,11 @@ MODEL_PATH = os.environ.get("CLIENTS_MODEL_PATH", "")
 BIN = DIRECTORY / "bin"
 
 
-def run(program: str, *arguments: str, seconds: float = 280) -> str:
-    """Return the output of a program of the client's environment. Raises AssertionError with its end if it fails."""
+def run(program: str, *arguments: str, seconds: float = 280, without: str = "") -> str:
+    """Return the output of a program of the client's environment. Raises AssertionError with its end if it fails.
+
+    `without`: a variable of the environment that it does not get.
+    """
     ended = subprocess.run(
         [str(BIN / program), *arguments],
         stdout=subprocess.PIPE,
@@ -20,6 +23,7 @@ def run(program: str, *arguments: str, seconds: float = 280) -> str:
         text=True,
         timeout=seconds,
         cwd=DIRECTORY,
+        env={name: value for name, value in os.environ.items() if name != without},
     )
     print(ended.stdout)
     assert ended.returncode == 0, f"exit {ended.returncode}: {ended.stdout[-400:]}"

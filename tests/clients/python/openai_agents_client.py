@@ -97,6 +97,25 @@ def register(api: str) -> None:
             "ToolCallOutputItem",
         ]
 
+    @case(f"{api}: strict tools and typed output together")
+    async def tool_or_answer() -> None:
+        """The model may call the tool or answer at once: the form of the answer must leave both possible."""
+
+        @function_tool
+        def weather(city: Literal["Paris", "Oslo"]) -> Forecast:
+            """Weather of a city."""
+            return Forecast(city=city, days=1)
+
+        agent = Agent(
+            name="a",
+            model=model(api),
+            tools=[weather],
+            tool_use_behavior="stop_on_first_tool",
+            output_type=Forecast,
+            model_settings=typed,
+        )
+        assert isinstance((await Runner.run(agent, QUESTION)).final_output, Forecast)
+
     @case(f"{api}: typed output")
     async def typed_output() -> None:
         agent = Agent(name="a", model=model(api), output_type=Forecast, model_settings=typed)
