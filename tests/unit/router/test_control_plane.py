@@ -85,7 +85,10 @@ async def test_refusals_are_sentences(options: dict[str, object], sentence: str)
 @pytest.mark.parametrize(
     ("frame", "sentence"),
     [
-        ({"type": "Register", "protocol_version": 9, "node": "in another form"}, "speaks version 9 of the"),
+        (
+            {"type": "Register", "protocol_version": PROTOCOL_VERSION + 1, "node": "in another form"},
+            f"speaks version {PROTOCOL_VERSION + 1} of the",
+        ),
         ({"type": "Register", "name": "decode-0"}, "speaks a version from before version 1 of the"),
     ],
 )
