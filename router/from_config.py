@@ -157,7 +157,7 @@ def answer_style(resolved: Resolved, tokenizer: Tokenizer, log: Log) -> AnswerSt
     return AnswerStyle(
         template,
         short_ids=family is not None and family.short_ids,
-        special={} if template is None else tokenizer.special_tokens_in(template.text),
+        special={} if template is None else tokenizer.markers_in(template.text),
         calls=None if family is None else CALL_FORMATS.get(family.name),
         template_variables=frozenset(section.chat_template_kwargs),
         reasoning_fields=resolved.cluster.router.reasoning_fields,

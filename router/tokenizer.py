@@ -32,8 +32,8 @@ class Tokenizer:
         # A truncation length in the file would cut prompts silently.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in self._added.items() if token.special)
         self._texts: dict[int, str] = {}  # token id -> its text in isolation; bounded by the vocabulary
         self._bytes = TokenBytes(self._tokenizer) if TokenBytes.fit(self._tokenizer) else None
         self._longest = longest_token(self._tokenizer)
@@ -86,9 +86,17 @@ class Tokenizer:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
-    def special_tokens_in(self, text: str) -> dict[str, int]:
-        """The special tokens whose text is part of `text`."""
-        named = {self.token_text(each): each for each in sorted(self._special)}
+    def markers_in(self, text: str) -> dict[str, int]:
+        """Return the added tokens whose text is part of `text` and which no other tokens can stand for in a grammar.
+
+        These are the special tokens, and tokens in angle brackets that are not special, such as Qwen3's <tool_call>:
+        llguidance matches both only by their ids.
+        """
+        named = {
+            token.content: token_id
+            for token_id, token in sorted(self._added.items())
+            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+        }
         return {name: each for name, each in named.items() if name and name in text}
 
     def stream(

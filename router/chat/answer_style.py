@@ -32,7 +32,7 @@ class AnswerStyle:
     Attributes:
         template: None if the model's formats are not known: answers are plain text.
         short_ids: call ids have nine letters and digits.
-        special: ids of the special tokens that markers consist of, which the parser must see.
+        special: ids of the added tokens that markers consist of: the parser must see them, and grammars name their ids.
         template_variables: variables of the chat template that clients may set.
         reasoning_fields: names under which answers show reasoning.
         calls: how calls are written, where a grammar can force them.
@@ -47,7 +47,7 @@ class AnswerStyle:
 
     @property
     def kept(self) -> frozenset[int]:
-        """Special tokens that the parser must see."""
+        """Added tokens that the parser must see."""
         return frozenset(self.special.values())
 
     @property

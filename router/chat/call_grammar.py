@@ -43,7 +43,7 @@ class CallGrammars:
         """
         Args:
             think: the markers that open and close a reasoning section; None for a model without one.
-            special: ids of the special tokens that markers consist of, which ordinary text cannot match.
+            special: ids of the added tokens that markers consist of, which ordinary text cannot match.
         """
         self._calls = calls
         self._think = think

@@ -22,10 +22,14 @@ class ToolCard:
     command: str
 
 
+def _share(score: ToolScore) -> str:
+    return f"{score.valid:.3f}" if score.calls else "-"
+
+
 def write(directory: Path, card: ToolCard, scores: Sequence[ToolScore]) -> None:
     """Write README.md."""
     rows = [
-        f"| {score.name} | {score.asked.total()} | {score.calls} | {score.valid:.3f} | {score.value:.3f} |"
+        f"| {score.name} | {score.asked.total()} | {score.calls} | {_share(score)} | {score.value:.3f} |"
         for score in scores
     ]
     table = "\n".join(rows) if rows else "| not evaluated yet | | | | |"

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from deploy.tiny_models.drafts.files import new_head
+from deploy.tiny_models.drafts.files import load_head, new_head
+from deploy.tiny_models.drafts.measure import acceptance
 from deploy.tiny_models.tool_calls import checkpoint, vocabulary
+from deploy.tiny_models.tool_calls.chat_form import TEMPLATE
 from deploy.tiny_models.tool_calls.checkpoint import SMOKE_SHAPE, Shape, eagle3_config, standalone_config
+from deploy.tiny_models.tool_calls.conversations import exam
 from deploy.tiny_models.tool_calls.documents import ConversationSource
+from deploy.tiny_models.tool_calls.exam import evaluate
+from deploy.tiny_models.tool_calls.run import EXAM_SEED
 from deploy.tiny_models.tool_calls.train_tools import arguments
 from deploy.tiny_models.trainer import train
 from deploy.tiny_models.training_loop import Settings
+
+MODELS = Path(vocabulary.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +69,42 @@ def test_the_drafts_fit_the_model(tokenizer: Tokenizer) -> None:
         assert each["eos_token_id"] == config["eos_token_id"]
         parameters = sum(parameter.numel() for parameter in new_head(each, seed=1).parameters())
         assert parameters < 400_000
+
+
+def test_the_checked_in_directories_are_those_of_the_program() -> None:
+    """Configs have the default shapes, tensors are bf16, the template is the current one, and cards are complete."""
+    stored = Tokenizer.from_file(str(MODELS / "tiny-tools" / "tokenizer.json"))
+    config = checkpoint.config_dict(Shape(), stored)
+    made = {"": config, "-eagle3": eagle3_config(config), "-standalone": standalone_config(config)}
+    for suffix, wanted in made.items():
+        directory = MODELS / f"tiny-tools{suffix}"
+        assert json.loads((directory / "config.json").read_text()) == wanted
+        floats = [
+            value
+            for value in load_file(directory / "model.safetensors").values()
+            if value.is_floating_point()
+        ]
+        assert {value.dtype for value in floats} == {torch.bfloat16}
+        card = (directory / "README.md").read_text()
+        assert "tool_calls.train_tools" in card
+        assert "not evaluated yet" not in card
+        assert "not measured yet" not in card
+        if suffix != "-eagle3":
+            assert (directory / "chat_template.jinja").read_text() == TEMPLATE
+
+
+def test_the_model_answers_conversations_and_its_drafts_are_accepted() -> None:
+    """The measurement of the training program, on a few conversations that count for its card, too."""
+    model = checkpoint.load(MODELS / "tiny-tools")
+    stored = Tokenizer.from_file(str(MODELS / "tiny-tools" / "tokenizer.json"))
+    asked = list(exam(5, EXAM_SEED))
+    score = evaluate(model, stored, "tools", asked, thinks=True)
+    assert score.right.total() == score.expected == len(asked)
+    assert score.valid_calls == score.calls == sum(len(each.exchange.calls) for each in asked)
+    assert len(score.answered) == len(asked) + sum(bool(each.exchange.calls) for each in asked)
+    for kind in ("eagle3", "standalone"):
+        _, head = load_head(MODELS / f"tiny-tools-{kind}")
+        assert acceptance("tools", head, model, score.answered, 3).length > 2.5
 
 
 def test_the_defaults() -> None:

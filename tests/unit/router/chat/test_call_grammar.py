@@ -10,9 +10,11 @@ import pytest
 from common.grammar import GrammarCompiler
 from router.chat.call_formats import CALL_FORMATS
 from router.chat.call_grammar import CallGrammar, CallGrammars, Thought
+from router.tokenizer import Tokenizer
 from tests.unit.router.chat.wire_formats import CLOCK, TOOLS, WEATHER, WELL_FORMED, Meaning, parse
 from tests.unit.router.conftest import TINY
 
+TOOLS_MODEL = TINY.parent / "tiny-tools"
 THINK = ("<think>", "</think>")
 EOS = 2
 STRICT = {
@@ -139,3 +141,25 @@ def test_special_tokens_are_named_by_their_ids() -> None:
     triggered = written.triggered(TOOLS, frozenset(), Thought.NONE)
     assert triggered is not None
     assert "piece: /(?s:.*)/ <[9]> call" in triggered.lark
+
+
+def test_markers_that_are_tokens_but_not_special_are_forced_by_their_ids() -> None:
+    """Qwen3's markers: llguidance takes their tokens only where a grammar names the ids."""
+    tokenizer = Tokenizer(TOOLS_MODEL)
+    compiler = GrammarCompiler(tokenizer.json(), tokenizer.vocab_size, [EOS])
+    markers = tokenizer.markers_in("".join((*THINK, "<tool_call></tool_call>")))
+    assert len(markers) == 4
+    made = CallGrammars(CALL_FORMATS["qwen3"], THINK, markers)
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    for thought, before in (
+        (Thought.NONE, ""),
+        (Thought.POSSIBLE, "<think>\nA clock.\n</think>\n\n"),
+        (Thought.OPEN, "A clock.\n</think>\n\n"),
+    ):
+        assert accepts(compiler, made.forced([CLOCK], thought, several=True), f"{before}{call}\n{call}")
+        assert not accepts(compiler, made.forced([CLOCK], thought, several=False), f"{before}{call}\n{call}")
+        triggered = made.triggered([CLOCK], frozenset({"clock"}), thought)
+        assert triggered is not None
+        assert accepts(compiler, triggered, f"{before}{call}")
+        assert accepts(compiler, triggered, f"{before}It is late.")
+        assert not accepts(compiler, triggered, before + call.replace("clock", "bell"))

@@ -16,6 +16,7 @@ from router.chat.families import BY_NAME, FAMILIES, family_of
 from router.chat.response_template import compile_template
 from router.tokenizer import Tokenizer
 from tests.unit.router.chat.wire_formats import Meaning, events_of, meaning_of, parser_of, template_of
+from tests.unit.router.conftest import TINY
 
 ROOT = Path(__file__).parents[4]
 OWN: dict[str, Any] = {
@@ -139,7 +140,7 @@ def test_a_pattern_of_a_checkpoint_that_takes_too_long_ends_the_request() -> Non
 
 
 def test_special_tokens_of_markers_are_kept(tokenizer: Tokenizer) -> None:
-    kept = tokenizer.special_tokens_in("<|assistant|>\n ... <|end|>")
+    kept = tokenizer.markers_in("<|assistant|>\n ... <|end|>")
     assert set(kept) == {"<|assistant|>", "<|end|>"}
     user, assistant = (tokenizer.token_to_id(each) for each in ("<|user|>", "<|assistant|>"))
     assert user is not None
@@ -163,3 +164,12 @@ def test_what_the_prompt_holds_of_the_message(tokenizer: Tokenizer) -> None:
 def test_names_of_families_are_unique() -> None:
     assert len(BY_NAME) == len(FAMILIES)
     assert family_of("") is None
+
+
+def test_markers_in_angle_brackets_count_even_if_they_are_not_special(tokenizer: Tokenizer) -> None:
+    tools = Tokenizer(TINY.parent / "tiny-tools")
+    found = tools.markers_in("<think></think><tool_call>{}</tool_call><|im_end|>")
+    assert set(found) == {"<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>"}
+    decoder = tools.stream(True, (), frozenset(found.values()))
+    assert "".join(map(decoder.step, found.values())) == "".join(found)
+    assert tokenizer.markers_in("<think>") == {}
