@@ -29,7 +29,7 @@ class GrammarWork:
     def compile(self, constraint: Constraint, vocab_size: int, eos_ids: tuple[int, ...]) -> str:
         """Return the grammar of a constraint, which compiles. Raises InvalidGrammar with the field."""
         form = constraint.form
-        special = self._tokenizer.special_tokens_in(form.markers) if isinstance(form, Tags) else {}
+        special = self._tokenizer.markers_in(form.markers) if isinstance(form, Tags) else {}
         text = grammar_text(constraint, special)
         try:
             self._compilers[vocab_size, eos_ids].matcher(text)

@@ -82,7 +82,7 @@ def test_text_is_free_but_in_tags(body: dict[str, Any]) -> None:
 def test_special_tokens_in_tags_are_tokens() -> None:
     """The text of a special token is never drawn as ordinary text."""
     name = TOKENIZER.token_text(SPECIAL)
-    assert TOKENIZER.special_tokens_in(name) == {name: SPECIAL}
+    assert TOKENIZER.markers_in(name) == {name: SPECIAL}
     tags = Tags([Tag(f"{name}a", '{"type":"integer"}', name)], [name])
     WORK.prepare(VOCAB, EOS)
     grammar = WORK.compile(Constraint("f", tags), VOCAB, EOS)
