@@ -1,0 +1,291 @@
+"""A prefill and a decode node of several ranks each: rank 0 has the scheduler, all ranks execute the same plans.
+
+Models, drafts, pools and steps are loaded and composed as at a node's start, from a cluster file. Plans reach the other
+ranks as bytes. Rank r of the prefill node sends to rank r of the decode node: the same pages as rank 0.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import decode_node.assemble
+import decode_node.step_result
+import prefill_node.assemble
+import prefill_node.step_result
+from common.checkpoint.model_config import ModelConfig
+from common.config import load_cluster
+from common.config.resolve_node import node_plan
+from common.engine.forward.model_runner import ModelRunner
+from common.engine.forward.rotary_places import rotary_places
+from common.engine.layers.ranks import ONE_RANK, Ranks
+from common.engine.sampling.logit_adjustments import AdjustmentRows
+from common.engine.state.relay_state import RelayState
+from common.kv_cache.shard import Shard
+from common.node.completion import Immediate
+from common.node.serving_model import ServingModel, load_serving_model
+from common.observability.logs import Log
+from common.observability.startup import StartupReporter
+from decode_node.build import step_sizes
+from decode_node.forwards import step_forwards
+from decode_node.page_table import PageTable
+from decode_node.step_plan import Masks, StepPlan
+from decode_node.steps import DecodeSteps, StepSizes, decode_steps
+from kv_transfer.copy_plan import Copy, single_rows
+from kv_transfer.transport.base import PeerMemory, Ticket
+from kv_transfer.transport.loopback.endpoints import Fabric, LoopbackSender
+from prefill_node.send_orders import SendOrder
+from prefill_node.step_plan import PromptPlan
+from prefill_node.worker import DeviceWorker as PromptWorker
+from tests.fakes.node_cluster import NodeCluster, NoDraftModel, Shape
+from tests.fakes.plan_wire import Wire, WirePromptWorker, WireWorker
+from tests.fakes.thread_ranks import Meeting, ThreadRanks
+from tests.fakes.waiting import PATIENCE
+
+CLUSTERS = Path(__file__).parents[2] / "deploy" / "clusters"
+EAGER = (
+    "prefill.graphs=none",
+    "decode.graphs=none",
+    "prefill.pool_tokens=1024",
+    "decode.pool_tokens=1024",
+    "model.max_model_len=512",
+)
+LOG = Log("ranks")
+
+
+class OtherRanks:
+    """Ranks 1 and up of one node: threads that execute what they are told, in order."""
+
+    def __init__(self, size: int) -> None:
+        self.meeting = Meeting(size)
+        self.ranks = [ThreadRanks(self.meeting, Shard(rank, size)) for rank in range(size)]
+        self.pools: list[torch.Tensor] = []  # storage of their pools
+        self.workers: list[Any] = []
+        self._inboxes: list[queue.Queue[Callable[[], object] | None]] = []
+        self._threads: list[threading.Thread] = []
+        self._done: queue.Queue[BaseException | None] = queue.Queue()
+
+    def start(self, workers: Sequence[Any]) -> None:
+        """Start a thread for each worker."""
+        self.workers = list(workers)
+        for _ in workers:
+            inbox: queue.Queue[Callable[[], object] | None] = queue.Queue()
+            thread = threading.Thread(target=self._run, args=(inbox,), daemon=True)
+            thread.start()
+            self._inboxes.append(inbox)
+            self._threads.append(thread)
+
+    def during(self, tell: Callable[[Any], object], first: Callable[[], Any]) -> Any:
+        """Call `first` on this thread while every other rank calls `tell` with its worker; return its result."""
+        for inbox, worker in zip(self._inboxes, self.workers, strict=True):
+            inbox.put(lambda worker=worker: tell(worker))  # type: ignore[misc]
+        try:
+            return first()
+        except BaseException:
+            self.meeting.barrier.abort()
+            raise
+        finally:
+            failures = [self._done.get(timeout=PATIENCE) for _ in self._inboxes]
+            for failure in failures:
+                if failure is not None and not isinstance(failure, threading.BrokenBarrierError):
+                    raise failure
+
+    def _run(self, inbox: queue.Queue[Callable[[], object] | None]) -> None:
+        while (call := inbox.get()) is not None:
+            try:
+                call()
+                self._done.put(None)
+            except BaseException as error:
+                self.meeting.barrier.abort()
+                self._done.put(error)
+
+    def close(self) -> None:
+        for inbox in self._inboxes:
+            inbox.put(None)
+        for thread in self._threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+
+@dataclass(frozen=True)
+class RankedWorker:
+    """The worker of a decode node with several ranks."""
+
+    first: WireWorker
+    others: OtherRanks
+    wire: Wire[StepPlan]
+
+    def apply(self, plan: StepPlan, /) -> decode_node.step_result.Launched:
+        launched: decode_node.step_result.Launched = self.others.during(
+            lambda worker: worker.apply(self.wire(plan)), lambda: self.first.apply(plan)
+        )
+        return launched
+
+    def unsaved(self) -> Collection[int]:
+        return {key for worker in (self.first, *self.others.workers) for key in worker.unsaved()}
+
+    def trees(self) -> decode_node.step_result.Trees:
+        return self.first.trees()
+
+    def draw(self, masks: Masks, /) -> None:
+        self.others.during(lambda worker: worker.draw(masks), lambda: self.first.draw(masks))
+
+
+@dataclass(frozen=True)
+class RankedPromptWorker:
+    """The worker of a prefill node with several ranks. Rank 0 posts the transfers of all."""
+
+    first: WirePromptWorker
+    others: OtherRanks
+    wire: Wire[PromptPlan]
+
+    def apply(self, plan: PromptPlan, /) -> prefill_node.step_result.Launched:
+        launched: prefill_node.step_result.Launched = self.others.during(
+            lambda worker: worker.apply(self.wire(plan)), lambda: self.first.apply(plan)
+        )
+        return launched
+
+    def send(self, order: SendOrder, /) -> None:
+        self.first.send(order)
+
+
+class NoSending:
+    """The sending of ranks whose pages rank 0 sends along."""
+
+    def during(self, plan: PromptPlan) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def send(self, order: SendOrder) -> None:
+        raise AssertionError("only rank 0 gets send orders")
+
+
+class RankedSender(LoopbackSender):
+    """Sends the pages of every rank."""
+
+    def __init__(self, fabric: RankedFabric, incarnation: str) -> None:
+        super().__init__(fabric, incarnation)
+        self._ranks = fabric
+
+    def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
+        pools = zip(self._ranks.prefill.pools, self._ranks.decode.pools, strict=True)
+        for source, target in pools:
+            for row in single_rows(copies):
+                target[row.dst : row.dst + row.length] = source[row.src : row.src + row.length]
+        return super().write(peer, copies, generation)
+
+
+@dataclass(slots=True)
+class RankedFabric(Fabric):
+    """Connects the pools of equal ranks; their layouts are equal, so rank 0's offsets are those of all."""
+
+    prefill: OtherRanks = None  # type: ignore[assignment]
+    decode: OtherRanks = None  # type: ignore[assignment]
+
+    def sender(self, incarnation: str) -> LoopbackSender:
+        return RankedSender(self, incarnation)
+
+
+class Drafting(NoDraftModel):
+    """Only names the algorithm: the draft is loaded with the model."""
+
+    def __init__(self, algorithm: str) -> None:
+        self.algorithm = algorithm
+
+
+class RankedCluster(NodeCluster):
+    """A pair of nodes for a cluster file of deploy/clusters, with `size` ranks each."""
+
+    def __init__(self, file: str, size: int, overrides: Sequence[str] = ()) -> None:
+        self._resolved = load_cluster(CLUSTERS / file, (*EAGER, *overrides), {})
+        cluster = self._resolved.cluster
+        self._groups = {"prefill": OtherRanks(size), "decode": OtherRanks(size)}
+        self._size = size
+        config = ModelConfig.load(self._resolved.model_path)
+        super().__init__(
+            Shape(
+                model=config,
+                page_size=cluster.kv.page_size,
+                max_running=cluster.decode.max_running,
+                prompt_graphs="none",
+                draft=Drafting(cluster.speculation.algorithm),
+                prefill_cache=not config.gated_delta,
+                decode_cache=not config.gated_delta,
+            )
+        )
+
+    def close(self) -> None:
+        super().close()
+        for group in self._groups.values():
+            group.close()
+
+    def make_fabric(self) -> Fabric:
+        return RankedFabric(self.clock, prefill=self._groups["prefill"], decode=self._groups["decode"])
+
+    def _served(self, section: str, pool_tokens: int, slots: int) -> ServingModel:
+        return self._load(section, self._groups[section].ranks[0] if self._size > 1 else ONE_RANK)
+
+    def _load(self, section: str, ranks: Ranks) -> ServingModel:
+        resolved = self._resolved
+        plan = node_plan(resolved.cluster, section, f"{section}-0", resolved.model_path, resolved.draft_path)
+        return load_serving_model(plan, StartupReporter(None, LOG), LOG, ranks)
+
+    def make_steps(
+        self,
+        sizes: StepSizes,
+        served: ServingModel,
+        runner: ModelRunner,
+        draft: object,
+        table: PageTable,
+        relay: RelayState,
+    ) -> DecodeSteps:
+        sizes = replace(step_sizes(self._resolved.cluster, False), one_behind=False)
+        return decode_steps(sizes, served, runner, draft, table, relay)
+
+    def wrap_worker(self, worker: decode_node.step_result.Worker) -> decode_node.step_result.Worker:
+        group = self._groups["decode"]
+        group.start([self._decode_rank(group, ranks) for ranks in group.ranks[1:]])
+        return RankedWorker(WireWorker(worker), group, Wire(StepPlan))
+
+    def _decode_rank(self, group: OtherRanks, ranks: Ranks) -> decode_node.step_result.Worker:
+        served = self._load("decode", ranks)
+        rows, device, config = self.shape.max_running, served.placement.device, served.config
+        relay = RelayState.allocate(rows, config.vocab_size, device, served.draft_shape, served.window)
+
+        def allocate(nbytes: int) -> torch.Tensor:
+            group.pools.append(torch.zeros(nbytes, dtype=torch.uint8))
+            return group.pools[-1]
+
+        sizes = step_sizes(self._resolved.cluster, False)
+        forwards = step_forwards(sizes, served, relay, allocate, self.make_steps)
+        rotary = rotary_places(config.rope)
+        parts = decode_node.assemble.Computation(
+            forwards, relay, Immediate, rotary, served.draft_shape, served.window
+        )
+        return decode_node.assemble.device_worker(parts, self.clock)
+
+    def wrap_prompt_worker(self, worker: prefill_node.step_result.Worker) -> prefill_node.step_result.Worker:
+        group = self._groups["prefill"]
+        group.start([self._prefill_rank(group, ranks) for ranks in group.ranks[1:]])
+        return RankedPromptWorker(WirePromptWorker(worker), group, Wire(PromptPlan))
+
+    def _prefill_rank(self, group: OtherRanks, ranks: Ranks) -> PromptWorker:
+        served = self._load("prefill", ranks)
+        forwards = self._prompt_forwards(served)
+        pool = forwards.runner.pool
+        group.pools.append(pool.storage)
+        config, rows = served.config, self.shape.prefill_batch
+        parts = prefill_node.assemble.Computation(
+            forwards,
+            AdjustmentRows.allocate(rows, config.vocab_size, pool.device),
+            rotary_places(config.rope),
+            Immediate,
+            served.draft_shape.dtype_name,
+        )
+        return PromptWorker(prefill_node.assemble.prompt_step(parts), NoSending(), pool, Immediate)
