@@ -276,7 +276,8 @@ class RankedCluster(NodeCluster):
         return RankedPromptWorker(WirePromptWorker(worker), group, Wire(PromptPlan))
 
     def _prefill_rank(self, group: OtherRanks, ranks: Ranks) -> PromptWorker:
-        served = self._load("prefill", ranks)
+        # the slots of rank 0, which the copies of pages and states rely on
+        served = replace(self._load("prefill", ranks), state_snapshots=self.shape.prefill_snapshots)
         forwards = self._prompt_forwards(served)
         pool = forwards.runner.pool
         group.pools.append(pool.storage)

@@ -30,7 +30,7 @@ def serve(file: str, size: int) -> tuple[list[list[int]], float, tuple[int, int]
         return [call.ids for call in [*calls, *seeded]], min(margins), counts
 
 
-@pytest.mark.parametrize("file", ["local-eagle3.yaml", "local-moe.yaml"])
+@pytest.mark.parametrize("file", ["local-eagle3.yaml", "local-moe.yaml", "local-hybrid.yaml"])
 def test_nodes_of_two_ranks_answer_as_nodes_of_one(file: str) -> None:
     """Prompts, pages, drafts and rounds, greedy and seeded; draft models are divided, too."""
     texts, margin, counts = serve(file, 1)
