@@ -59,7 +59,7 @@ def gumbel(words: Tensor) -> Tensor:
 
 
 @kernel
-def gumbel_in_kernel(words):  # type: ignore[no-untyped-def]
+def gumbel_of_words(words):  # type: ignore[no-untyped-def]
     """`gumbel` of uint32 words. The fast logarithm has an absolute error, so small v use the series of log1p."""
     v = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * (0.2 + v * 0.16666667)))))
@@ -102,7 +102,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         low = zero + (position & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
         high = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
         words, _, _, _ = tl.philox(seed, token, low, high, zero)
-        choice = choice + gumbel_in_kernel(words)
+        choice = choice + gumbel_of_words(words)
     best, index = tl.max(choice, axis=0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best_ptr + row * blocks + block, best)
     tl.store(token_ptr + row * blocks + block, block * BLOCK + index)

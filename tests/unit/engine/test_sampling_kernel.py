@@ -9,7 +9,7 @@ from common.engine.ops.filter_floor import filter_floor_reference, filter_floor_
 from common.engine.ops.philox import token_words
 from common.engine.ops.sample_tokens import (
     gumbel,
-    gumbel_in_kernel,
+    gumbel_of_words,
     sample_tokens_reference,
     sample_tokens_triton,
 )
@@ -24,7 +24,7 @@ pytestmark = [
 @kernel
 def _noise_kernel(words_ptr, out_ptr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
     index = tl.arange(0, COUNT)
-    tl.store(out_ptr + index, gumbel_in_kernel(tl.load(words_ptr + index).to(tl.uint32)))
+    tl.store(out_ptr + index, gumbel_of_words(tl.load(words_ptr + index).to(tl.uint32)))
 
 
 def test_noise_equals_the_reference_over_the_whole_range() -> None:
