@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from common.engine.host_copies import copy_on_host
+from common.engine.host_copies import copy_on_host, on_device
 from common.kv_cache.plane import Kept, Owner
 from common.kv_cache.pool_layout import PlacedPlane, PoolLayout
 
@@ -72,12 +72,12 @@ class KvPool:
         """Return a [num_pages, page_size, kv_heads, head_dim] view."""
         return self._planes[layer, "v"]
 
-    def copy_pages_out(self, pages: Sequence[int] | Tensor) -> list[Tensor]:
+    def copy_pages_out(self, pages: Sequence[int]) -> list[Tensor]:
         """Copy pages of all paged planes to the host: [planes, n, page_size, *entry] per group of identical planes.
 
         On a GPU they are readable once the stream reaches this point.
         """
-        index, pinned = self._index(pages), self.device.type == "cuda"
+        index, pinned = on_device(pages, self.device), self.device.type == "cuda"
         copies: list[Tensor] = []
         for group in self._groups:
             shape = (len(group), index.numel(), *group[0].shape[1:])
@@ -87,12 +87,12 @@ class KvPool:
                 target.copy_(plane.index_select(0, index), non_blocking=True)
         return copies
 
-    def copy_pages_in(self, pages: Sequence[int] | Tensor, backup: Sequence[Tensor]) -> None:
+    def copy_pages_in(self, pages: Sequence[int], backup: Sequence[Tensor]) -> None:
         """Write the result of `copy_pages_out` into `pages`, which may differ from the pages it came from.
 
         Raises ValueError if the number of pages or the layout of `backup` differs.
         """
-        index = self._index(pages)
+        index = on_device(pages, self.device)
         for group, copies in zip(self._groups, backup, strict=True):
             wanted = (len(group), index.numel(), *group[0].shape[1:])
             if tuple(copies.shape) != wanted or copies.dtype != group[0].dtype:
@@ -144,9 +144,6 @@ class KvPool:
         return [
             flat.as_strided((len(group), slots, values), (spaces.pop() // first.plane.item_bytes, values, 1))
         ]
-
-    def _index(self, pages: Sequence[int] | Tensor) -> Tensor:
-        return torch.as_tensor(pages, dtype=torch.int64).to(self.device)
 
 
 def _alike(planes: Sequence[PlacedPlane]) -> Iterator[list[PlacedPlane]]:

@@ -76,7 +76,7 @@ def test_pages_come_back_from_a_host_backup_into_other_pages(between: tuple[Plan
     assert sum(each.nbytes for each in backup) == 2 * pool.page_bytes
     before = pool.value(1).clone()
     pool.value(1)[3] = 0  # the backup is a copy
-    pool.copy_pages_in(torch.tensor([2, 4]), backup)
+    pool.copy_pages_in([2, 4], backup)
     assert torch.equal(pool.value(1)[2], before[3])
     assert torch.equal(pool.value(1)[4], before[1])
     assert torch.equal(pool.key(0)[2], pool.key(0)[3])
