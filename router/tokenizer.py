@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as HfTokenizer
 
+from common.checkpoint.added_tokens import is_marker
 from common.checkpoint.model_directory import MAX_TOKENIZER_BYTES, read_bytes
 from common.errors import ModelError
 from router.detokenizer import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
@@ -87,15 +88,11 @@ class Tokenizer:
         return found
 
     def markers_in(self, text: str) -> dict[str, int]:
-        """Return the added tokens whose text is part of `text` and which no other tokens can stand for in a grammar.
-
-        These are the special tokens, and tokens in angle brackets that are not special, such as Qwen3's <tool_call>:
-        llguidance matches both only by their ids.
-        """
+        """Return the ids of the tokens whose text is part of `text` and which a grammar matches by their ids only."""
         named = {
             token.content: token_id
             for token_id, token in sorted(self._added.items())
-            if token.special or (token.content.startswith("<") and token.content.endswith(">"))
+            if is_marker(token.content, token.special)
         }
         return {name: each for name, each in named.items() if name and name in text}
 

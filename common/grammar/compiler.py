@@ -15,6 +15,7 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from common.errors import InvalidGrammar, ModelError, Overloaded
 from common.grammar.grammar_text import check_text
+from common.grammar.hidden_markers import hide_markers
 from common.grammar.limits import GrammarLimits
 from common.grammar.matcher import Matcher, mask_width
 
@@ -64,7 +65,9 @@ class GrammarCompiler:
         self._limits = GrammarLimits() if limits is None else limits
         self._parser_limits = self._limits.parser()
         try:
-            self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_ids))
+            self._tokenizer = LLTokenizer(
+                hide_markers(tokenizer_json), n_vocab=vocab_size, eos_token=list(eos_ids)
+            )
         except Exception as error:  # the library raises plain exceptions of several types
             raise ModelError(f"tokenizer.json cannot constrain answers: {error}") from error
         self._eos = frozenset(eos_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
@@ -16,18 +17,22 @@ from router.grammar.constraint import Choice, Constraint, Ebnf, End, JsonSchema,
 from router.grammar.structural_tags import Tags, tags_grammar
 
 _dumps = partial(json.dumps, ensure_ascii=False)
+# Strings, comments and regular expressions of Lark.
+_LITERALS = r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/'
 ANSWER = "constrained_answer"  # name of the grammar that follows free text
 
 
 def grammar_text(constraint: Constraint, special: Mapping[str, int] = MappingProxyType({})) -> str:
     """Return the grammar of a constraint. It may not compile. Raises InvalidGrammar with the field.
 
-    `special`: ids of the special tokens in structural tags.
+    `special`: ids of the special tokens that structural tags or a grammar in Lark name.
     """
     try:
         form = constraint.form
         if isinstance(form, Tags):
             form = Lark(*tags_grammar(form, special))
+        elif isinstance(form, Lark):
+            form = Lark(_with_ids(form.text, special), form.schemas, form.compact)
         text = _text(form)
         if constraint.after is not None:
             text = _after(constraint.after, text)
@@ -58,6 +63,15 @@ def _text(form: JsonSchema | Regex | Choice | Lark | Ebnf) -> str:
             return _dumps({"grammars": [{"lark_grammar": form.text}, *named]}) if named else form.text
         case Ebnf():
             return _lark(form.text)
+
+
+def _with_ids(lark: str, special: Mapping[str, int]) -> str:
+    """Name special tokens by their ids, <[5]> instead of <|user|>: llguidance is told other names."""
+    names = [name for name in special if name.startswith("<") and name.endswith(">")]
+    if not names:
+        return lark
+    pattern = f"({_LITERALS})|({'|'.join(map(re.escape, names))})"
+    return re.sub(pattern, lambda match: match[1] or f"<[{special[match[2]]}]>", lark)
 
 
 def _parsed(schema: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.errors import InvalidGrammar, ModelError
 from common.grammar import GrammarCompiler
-from router.grammar.constraint import Constraint
+from router.grammar.constraint import Constraint, Lark
 from router.grammar.grammar_text import grammar_text
 from router.grammar.structural_tags import Tags
 from router.tokenizer import Tokenizer
@@ -28,8 +28,13 @@ class GrammarWork:
 
     def compile(self, constraint: Constraint, vocab_size: int, eos_ids: tuple[int, ...]) -> str:
         """Return the grammar of a constraint, which compiles. Raises InvalidGrammar with the field."""
-        form = constraint.form
-        special = self._tokenizer.markers_in(form.markers) if isinstance(form, Tags) else {}
+        match constraint.form:
+            case Tags() as form:
+                special = self._tokenizer.markers_in(form.markers)
+            case Lark() as form:
+                special = self._tokenizer.markers_in(form.text)
+            case _:
+                special = {}
         text = grammar_text(constraint, special)
         try:
             self._compilers[vocab_size, eos_ids].matcher(text)

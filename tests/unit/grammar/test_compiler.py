@@ -8,11 +8,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from llguidance import LLMatcher
 
 from common.errors import InvalidGrammar, ModelError, Overloaded
-from common.grammar import Compilation, GrammarCompiler
+from common.grammar import Compilation, GrammarCompiler, mask_width
 from common.messages.generation import MAX_GRAMMAR
 from tests.fakes.waiting import PATIENCE
 
@@ -132,3 +133,30 @@ def test_a_compilation_ends_at_its_deadline() -> None:
 def test_a_tokenizer_that_cannot_be_read_is_the_models_fault() -> None:
     with pytest.raises(ModelError, match="cannot constrain answers"):
         GrammarCompiler("{}", 704, [2])
+
+
+@pytest.mark.parametrize("model", ["tiny-target", "tiny-tools", "tiny-vision"])
+def test_the_text_of_a_marker_is_text(model: str) -> None:
+    """A special token's name in a literal is neither demanded nor drafted as that token, which the grammar forbids."""
+    raw = json.loads((Path("deploy/tiny_models") / model / "tokenizer.json").read_text())
+    markers = {token["content"]: token["id"] for token in raw["added_tokens"]}
+    assert markers
+    compiler = GrammarCompiler(json.dumps(raw), len(raw["model"]["vocab"]), [2])
+    for name, token in markers.items():
+        text = f"x{name}y"
+        for grammar in (_schema({"const": text}), LLMatcher.grammar_from_lark(f"start: {json.dumps(text)}")):
+            matcher = compiler.matcher(grammar)
+            forced = matcher.forced(100)
+            assert token not in forced
+            masks = np.zeros((1, mask_width(compiler.vocab_size)), dtype=np.int32)
+            steps = 0
+            while not matcher.stopped:
+                matcher.fill(masks, 0)
+                allowed = np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little"))
+                assert allowed.size
+                assert token not in allowed
+                assert matcher.accept([int(allowed[0])]), name
+                steps += 1
+            assert steps > len(name) / 4
+        named = compiler.matcher(LLMatcher.grammar_from_lark(f'start: <[{token}]> "y"'))
+        assert named.legal([token]) == (0 if token == 2 else 1)

@@ -207,3 +207,15 @@ def test_known_grammars_are_bounded() -> None:
     assert known.get(b"1") is None
     known.add(b"large", "x" * (8 << 20))
     assert known.get(b"large") is None
+
+
+def test_a_grammar_in_lark_names_special_tokens() -> None:
+    """The names in strings, comments and regular expressions are text."""
+    lark = 'start: <|user|> "<|user|>" // <|user|>\n | /<\\|user\\|>/ <|assistant|>'
+    grammar = _compiled({"structured_outputs": {"grammar": lark}})
+    user, other = (TOKENIZER.markers_in(name)[name] for name in ("<|user|>", "<|assistant|>"))
+    matcher = COMPILER.matcher(grammar)
+    assert matcher.fork().accept([user, *COMPILER.tokenize("<|user|>"), EOS[0]])
+    assert not matcher.fork().accept([user, user])
+    assert matcher.fork().accept([*COMPILER.tokenize("<|user|>"), other, EOS[0]])
+    assert user not in COMPILER.tokenize("<|user|>")

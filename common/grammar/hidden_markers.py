@@ -1,0 +1,38 @@
+"""Hides the names of special tokens and markers from llguidance.
+
+A grammar matches such a token by its id only, but llguidance tokenizes the text that a grammar forces as any text, in
+which it finds the names of these tokens. It then drafts, and even demands, a token that the grammar forbids. So its
+tokenizer gets names that occur in no text.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from common.checkpoint.added_tokens import is_marker
+
+
+def hide_markers(tokenizer_json: str) -> str:
+    """Return tokenizer.json with other names for markers. Their ids, and all other tokens, stay as they are.
+
+    Raises ValueError, KeyError, TypeError or AttributeError for a file that is no tokenizer.
+    """
+    raw = json.loads(tokenizer_json)
+    renamed: dict[str, str] = {}
+    for token in raw.get("added_tokens") or ():
+        if is_marker(token["content"], token["special"]):
+            # Noncharacters of Unicode: UTF-8 text that is exchanged does not have them.
+            renamed[token["content"]] = token["content"] = f"\U0010fffe{token['id']}\U0010fffe"
+    model = raw["model"]
+    model["vocab"] = _renamed(model["vocab"], renamed)
+    if model.get("unk_token") in renamed:
+        model["unk_token"] = renamed[model["unk_token"]]
+    return json.dumps(raw, ensure_ascii=False)
+
+
+def _renamed(vocabulary: Any, renamed: dict[str, str]) -> Any:
+    """Rename entries of {token: id}, or of [[token, score]] as of Unigram models."""
+    if isinstance(vocabulary, dict):
+        return {renamed.get(token, token): token_id for token, token_id in vocabulary.items()}
+    return [[renamed.get(token, token), *score] for token, *score in vocabulary]
