@@ -23,20 +23,28 @@ def test_a_save_waits_for_the_steps_before_it_and_not_for_those_after_it() -> No
     pool = plain_pool(4, 2, 64, 16, 100, torch.bfloat16, device)
     relay = RelayState.allocate(3, 64, device, DraftShape(2, 8, "bfloat16", 64))
     backups = Backups([pool], relay, host_lane(device))
-    # Warms up: kernels are loaded, memory is pinned.
-    backups.save(Save(9, 1, tuple(PAGES)))
-    until(lambda: not backups.unsaved())
-    backups.load(Load(9, 2, 0, tuple(range(50, 90))))
-    backups.forget([9])
-    torch.cuda.synchronize()
-
     index = torch.tensor(PAGES, device=device)
     probabilities = torch.tensor([0.5, 0.25], device=device)
-    torch.cuda._sleep(BUSY)
+
+    def step_before() -> None:
+        for layer in range(4):
+            pool.key(layer)[1:41] = layer + 1
+            pool.value(layer)[1:41] = index[:, None, None, None].to(torch.bfloat16)
+        relay.draft_p[1] = probabilities
+
+    # Loads all kernels, which waits for the device the first time that each is called, and pins memory.
+    step_before()
+    backups.save(Save(9, 1, tuple(PAGES)))
+    until(lambda: not backups.unsaved())
+    backups.load(Load(9, 2, 2, tuple(range(52, 90))))
+    backups.forget([9])
+    torch.cuda.synchronize()
     for layer in range(4):
-        pool.key(layer)[1:41] = layer + 1
-        pool.value(layer)[1:41] = index[:, None, None, None].to(torch.bfloat16)
-    relay.draft_p[1] = probabilities
+        pool.key(layer)[:] = 0
+        pool.value(layer)[:] = 0
+
+    torch.cuda._sleep(BUSY)
+    step_before()
     backups.save(Save(7, 1, tuple(PAGES)))
     assert backups.unsaved() == {7}, "the host waited for the step before"
     torch.cuda._sleep(4 * BUSY)
