@@ -43,9 +43,12 @@ class DenseExperts(ExpertProducts):
         def each(
             name: str, read: Callable[[str, Tensor, int, int], Piece]
         ) -> Callable[[Piece], Iterator[Piece]]:
-            """Return what reads a checkpoint with one matrix per expert instead of a stack."""
+            """Return what reads a checkpoint with one matrix per expert instead of a stack.
+
+            The names follow the stack's, which may have got another prefix.
+            """
             return lambda stack: (
-                read(f"{stem}.{index}.{name}.weight", expert, 0, inner)
+                read(f"{stack.name.rpartition('.')[0]}.{index}.{name}.weight", expert, 0, inner)
                 for index, expert in enumerate(stack.into)
             )
 

@@ -34,6 +34,7 @@ MAIN = f"prefill-0/{NODE}".encode()
 BEAT = MAIN + b"/beat"
 INTERVAL = 0.01  # real seconds between heartbeats
 TIMEOUT = 2.0  # seconds of the test's clock
+LATER = PROTOCOL_VERSION + 1
 
 
 def prefill(room: int) -> Prefill:
@@ -174,9 +175,9 @@ def test_a_rejection_reaches_the_node(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("frame", "version"),
     [
-        (Registered(router_incarnation="router-a", protocol_version=9), "version 9"),
+        (Registered(router_incarnation="router-a", protocol_version=LATER), f"version {LATER}"),
         ({"type": "Registered", "router_incarnation": "router-a"}, "a version from before version 1"),
-        ({"type": "Registered", "protocol_version": 9, "router": "in another form"}, "version 9"),
+        ({"type": "Registered", "protocol_version": LATER, "router": "in another form"}, f"version {LATER}"),
     ],
 )
 def test_a_router_of_another_version_is_refused_with_a_sentence(
