@@ -347,6 +347,7 @@ class Dispatcher:
             # The message to the decode node is sent first, so only that node can hold state of this attempt.
             attempt.prefill_over, attempt.decode_over = True, unreached is decode
             self._close(attempt)
+            flight.check_aborted()
             if loop.time() >= self._pairs.until(flight, started):
                 raise unavailable(unreached.role)
 

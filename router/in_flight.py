@@ -40,10 +40,15 @@ class InFlight:
             return
         self.aborted = True
         if self.attempt is not None:
-            self.attempt.fail(ClientGone("the client aborted the request"))
+            self.attempt.fail(_gone())
         elif self.task is not None:
             # Without an attempt, the task waits inside the dispatcher: for room, a node, or the next attempt.
             self.task.cancel()
+
+    def check_aborted(self) -> None:
+        """Raise ClientGone if `abort` was called: its attempt may have ended in another way at the same moment."""
+        if self.aborted:
+            raise _gone()
 
     def ended_by_abort(self, error: BaseException) -> bool:
         """Whether `error` is the consequence of `abort` only: a client may also leave at the same moment."""
@@ -52,3 +57,7 @@ class InFlight:
         if isinstance(error, asyncio.CancelledError):
             return self.task is not None and self.task.uncancel() == 0
         return True
+
+
+def _gone() -> ClientGone:
+    return ClientGone("the client aborted the request")

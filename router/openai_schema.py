@@ -107,8 +107,8 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     return_token_ids: bool | None = None  # as in vLLM, and the next one
     return_tokens_as_token_ids: bool | None = None
     return_hidden_states: bool | None = None  # as in SGLang
-    # not supported yet: see NOT_YET
     prompt_logprobs: int | None = None  # alternatives listed with each token of the prompt
+    # not supported yet: see NOT_YET
     use_beam_search: Any = None
     length_penalty: Any = None
     logits_processors: Any = None

@@ -45,6 +45,16 @@ class Outbox:
         for messages, unreached in waiting:
             if unreached is not None and unreached.done():
                 continue
-            failed = next((node for peer, node, each in messages if not self._send(peer, each)), None)
+            try:
+                failed = next((node for peer, node, each in messages if not self._send(peer, each)), None)
+            # One message that cannot be sent must not hold up those of other requests.
+            except Exception as error:
+                if unreached is None:
+                    asyncio.get_running_loop().call_exception_handler(
+                        {"message": "a message to a node could not be sent", "exception": error}
+                    )
+                else:
+                    unreached.set_exception(error)
+                continue
             if unreached is not None:
                 unreached.set_result(failed)

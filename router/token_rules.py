@@ -32,6 +32,8 @@ async def token_rules(body: SharedFields, model: ServedModel, texts: TextService
     written = [*plain, *(f" {word}" for word in plain)]
     encoded = await texts.encode(written, False, model.max_model_len, [BAD_WORDS] * len(written))
     found = [tuple(ids) for ids in encoded]
+    if not all(found):
+        raise InvalidRequest("a word of bad_words has no tokens: leave it out", param=BAD_WORDS)
     begins = zip(found[: len(plain)], found[len(plain) :], strict=True)
     other = [late for early, late in begins if late[0] != early[0] and len(late) == len(early)]
     forbidden = tuple(dict.fromkeys([*found[: len(plain)], *other]))

@@ -205,11 +205,14 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(("ssl_keyfile",), "write router.tls.key"),
     Foreign(("ssl_ca_certs",), "write router.tls.client_ca"),
     Foreign(("allowed_origins",), "write router.cors_origins"),
-    Foreign(("tool_call_parser", "enable_auto_tool_choice", "tool_server"), f"tool calls: {NONE_HERE}"),
-    Foreign(("reasoning_parser", "enable_reasoning"), f"reasoning separate from the answer: {NONE_HERE}"),
+    Foreign(
+        ("tool_call_parser", "enable_auto_tool_choice", "reasoning_parser", "enable_reasoning"),
+        "tool calls and reasoning are parsed without it, in the format of the model's family; leave it out",
+    ),
+    Foreign(("tool_server",), f"tools that the server runs: {NONE_HERE}"),
     Foreign(
         ("guided_decoding_backend", "grammar_backend", "structured_outputs_config"),
-        f"structured output: {NONE_HERE}",
+        "llguidance always serves structured output, which is part of a request (`response_format`); leave it out",
     ),
     Foreign(("seed", "random_seed"), "a seed is part of a request (`seed`); leave it out"),
     Foreign(

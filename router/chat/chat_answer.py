@@ -43,8 +43,8 @@ class ChatAnswer:
         if asked is not None and asked.field.startswith("response_format"):
             if self._rules.forced:
                 asked = None
-            elif self._may_call:
-                return self._calls_or_json(asked)
+            elif self._may_call and isinstance(asked.form, JsonSchema):
+                return self._calls_or_json(asked.field, asked.form)
         calls = self._rules.call_grammar(self._style, self._prefix)
         if calls is None:
             return asked if asked is None else self._after_reasoning(asked)
@@ -61,10 +61,9 @@ class ChatAnswer:
         calls = self._style.calls
         return bool(self._rules.tools) and calls is not None and calls.trigger is not None
 
-    def _calls_or_json(self, asked: Constraint) -> Constraint:
-        assert isinstance(asked.form, JsonSchema)
-        grammar = self._rules.calls_or_json(self._style, self._prefix, asked.form.schema)
-        return Constraint(asked.field, Lark(grammar.lark, grammar.schemas))
+    def _calls_or_json(self, field: str, form: JsonSchema) -> Constraint:
+        grammar = self._rules.calls_or_json(self._style, self._prefix, form.schema)
+        return Constraint(field, Lark(grammar.lark, grammar.schemas))
 
     def format(self, head: AnswerHead, choices: int) -> ChatFormat:
         """Return the format of the answer."""

@@ -97,6 +97,11 @@ def tags_grammar(form: Tags, special: Mapping[str, int]) -> tuple[str, dict[str,
         names = []
         for index, tag in enumerate(form.tags):
             if tag.begin.startswith(trigger):
+                for match in pattern.finditer(tag.begin):
+                    if match.start() < len(trigger) < match.end():
+                        raise ValueError(
+                            f"the trigger {trigger[:80]!r} ends inside the special token {match[0]}: let it contain all"
+                        )
                 names.append(f"tag_{index}")
                 schemas[f"content_{index}"] = tag.schema
                 rest = literal(tag.begin.removeprefix(trigger))

@@ -39,8 +39,8 @@ DEMANDS = {
     "others) turns prompt graphs off with a reason, or is refused by name because tandem lacks the "
     "feature.",
     "B4": "Whether a batch may replay is asked in a fixed order: given embeddings, forward mode, hidden "
-    "mode, size; batches with replaced embeddings or prompt log-probabilities cannot occur, since "
-    "requests for them are refused.",
+    "mode, size; batches with replaced embeddings cannot occur, since requests for them are refused, "
+    "and log-probabilities of prompts are computed from the hidden states that a replay returns.",
     "B5": "A draft is never captured by torch.compile; it keeps breakable graphs beside a piecewise target.",
     "B6": "A batch that needs more hidden states than a graph returns runs eagerly; it never gets a wrong "
     "answer.",

@@ -1,6 +1,7 @@
 """Copies and sums up parts of pages and state slots on a GPU: states of requests, and ranks that hold other heads.
 
-The checksum is that of `pages`, over the words of all blocks in order. Nothing in this module waits for the device.
+The checksum is that of `pages`, over the words of all blocks in order. Only the first call for a list of parts waits
+for the device, to which it sends their table.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ WANTED = {
     "max_num_seqs": "decode.max_running",
     "kv_cache_dtype": "none yet",
     "api_key": "deploy/api_key ID FILE",
-    "tool_call_parser": "tool calls: tandem has none yet",
+    "tool_call_parser": "in the format of the model's family; leave it out",
     "trust_remote_code": "never run",
     "block_size": "kv.page_size",
     "chunked_prefill_size": "prefill.chunk_tokens",

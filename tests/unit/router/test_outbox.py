@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
@@ -66,3 +67,25 @@ async def test_a_request_that_is_given_up_in_the_same_turn_sends_nothing() -> No
         await placing
     await asyncio.sleep(0)
     assert sent.rooms == [3]
+
+
+async def test_a_message_that_raises_holds_up_no_other() -> None:
+    """The request that it belongs to gets the error; what nobody waits for is reported to the loop."""
+    sent, reported = Sent(), list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+
+    def send(peer: str, each: msgspec.Struct) -> bool:
+        assert isinstance(each, Abort)
+        if each.room in (1, 3):
+            raise ValueError(f"room {each.room}")
+        return sent(peer, each)
+
+    box = Outbox(send)
+    first = box.put([message(1), message(2)])
+    box.post(DECODE, Abort(room=3, reason="x"))
+    last = box.put([message(4)])
+    with pytest.raises(ValueError, match="room 1"):
+        await first
+    assert await last is None
+    assert sent.rooms == [4]
+    assert [str(each["exception"]) for each in reported] == ["room 3"]

@@ -286,6 +286,29 @@ async def test_typed_text_leaves_calls_possible(serve: Serve, tokenizer: Tokeniz
         assert matcher.fork().accept([*tokenizer.encode(text, False), 2]) == (choice in choices), text
 
 
+@pytest.mark.parametrize("strict", [False, True])
+async def test_structural_tags_beside_tools(serve: Serve, tokenizer: Tokenizer, strict: bool) -> None:
+    """Tags constrain an answer that may call tools; a strict tool constrains it, too, and only one of them can."""
+    rig = await serve(served=replace(SERVED, answers=replace(STYLE, calls=CALL_FORMATS["qwen3"])))
+    answers(rig, tokenizer, "hm")
+    tool = {"type": "function", "function": {**WEATHER["function"], "strict": strict}}
+    tags = {
+        "type": "structural_tag",
+        "structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
+        "triggers": ["<f>"],
+    }
+    status, answer, _ = await rig.post(CHAT, ASK | {"tools": [tool], "response_format": tags})
+    if strict:
+        assert (status, answer["error"]["param"]) == (400, "response_format")
+        return
+    assert status == 200, answer
+    matcher = GrammarCompiler((TINY / "tokenizer.json").read_text(), 704, [2]).matcher(
+        rig.generator.requests[-1].sampling.grammar
+    )
+    for text, legal in (("hm", True), ("hm <f>5</f>", True), ("hm <f>x</f>", False)):
+        assert matcher.fork().accept([*tokenizer.encode(text, False), 2]) is legal, text
+
+
 async def test_other_constraints_are_not_combined_with_forced_calls(
     serve: Serve, tokenizer: Tokenizer
 ) -> None:

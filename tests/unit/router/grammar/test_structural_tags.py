@@ -91,6 +91,9 @@ def test_special_tokens_in_tags_are_tokens() -> None:
     mixed = Constraint("f", Tags([Tag(f"x{name}a", "{}", "")], [f"x{name}"]))
     with pytest.raises(InvalidGrammar, match="the trigger alone"):
         grammar_text(mixed, {name: SPECIAL})
+    within = Constraint("f", Tags([Tag(f"{name}a", "{}", "")], [name[:-1]]))
+    with pytest.raises(InvalidGrammar, match="ends inside the special token"):
+        grammar_text(within, {name: SPECIAL})
 
 
 STRUCTURE = {"begin": "<a>", "schema": {}, "end": "</a>"}
