@@ -22,8 +22,8 @@ def hide_markers(tokenizer_json: str) -> str:
     renamed: dict[str, str] = {}
     for token in raw.get("added_tokens") or ():
         if is_marker(token["content"], token["special"]):
-            # Noncharacters of Unicode: UTF-8 text that is exchanged does not have them.
-            renamed[token["content"]] = token["content"] = f"\U0010fffe{token['id']}\U0010fffe"
+            # A noncharacter of Unicode, which no text that is exchanged has; the brackets mark what is no text.
+            renamed[token["content"]] = token["content"] = f"<\U0010fffe{token['id']}>"
     model = raw["model"]
     model["vocab"] = _renamed(model["vocab"], renamed)
     if model.get("unk_token") in renamed:

@@ -160,3 +160,5 @@ def test_the_text_of_a_marker_is_text(model: str) -> None:
             assert steps > len(name) / 4
         named = compiler.matcher(LLMatcher.grammar_from_lark(f'start: <[{token}]> "y"'))
         assert named.legal([token]) == (0 if token == 2 else 1)
+        free = compiler.matcher(LLMatcher.grammar_from_lark("start: /(?s:.*)/"))
+        assert not free.legal([token]), "a marker is no text"
