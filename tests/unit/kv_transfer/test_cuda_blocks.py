@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -15,10 +10,10 @@ from kv_transfer.pair_plan import Block
 from kv_transfer.transport.cuda.blocks import move_parts, words
 from kv_transfer.transport.cuda.pages import page_list
 from kv_transfer.transport.page_digest import as_digests
+from tests.fakes.interpreted import run_interpreted
 from tests.fakes.part_pools import SIZES, noisy_pool, pairs
 from tests.unit.kv_transfer.test_cuda_pages import by_hand
 
-ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 
 
@@ -110,14 +105,4 @@ print("equal")
 
 
 def test_the_kernel_equals_its_reference() -> None:
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", INTERPRETED],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.stdout.strip() == "equal", done.stderr[-3000:]
+    run_interpreted(INTERPRETED)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.transport.cuda.pages import MIX, POSITION, PagedMemory, move_pages, page_list
 from kv_transfer.transport.page_digest import as_digests
+from tests.fakes.interpreted import run_interpreted
 from tests.fakes.pools import layers_layout
 from tests.unit.kv_transfer.rig import noise, page_bytes
 
-ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 MIXED = [(2, 4), (2, 4), (1, 12), (5, 4)]  # (KV heads, head_dim): page sizes differ between layers
 
@@ -135,14 +130,4 @@ print("equal")
 
 
 def test_the_kernel_equals_its_reference() -> None:
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", INTERPRETED],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.stdout.strip() == "equal", done.stderr[-3000:]
+    run_interpreted(INTERPRETED)
