@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.checkpoint.draft_config import DraftConfig
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
-from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.forward.draft_inputs import DraftInput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.node_graphs import NodeGraphs
@@ -52,7 +52,7 @@ class PrefillDraft(Protocol):
         output: ForwardOutput,
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
-    ) -> EagleDraftInput | None:
+    ) -> DraftInput | None:
         """Return one row of state per final chunk, as `sampled` has.
 
         `embeds`: the target's input if there are images.
@@ -89,7 +89,7 @@ class NoDraft:
         output: ForwardOutput,
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
-    ) -> EagleDraftInput | None:
+    ) -> DraftInput | None:
         return None
 
     def forget(self, keys: Iterable[int]) -> None:
@@ -105,7 +105,7 @@ class EaglePrefill:
     hidden_mode = CaptureHiddenMode.FULL
     rules = PromptRules(lookahead=1)
 
-    def __init__(self, forward: Callable[[ForwardBatch, Tensor, Tensor | None], EagleDraftInput]) -> None:
+    def __init__(self, forward: Callable[[ForwardBatch, Tensor, Tensor | None], DraftInput]) -> None:
         """`forward`: a DraftPrefill, which uses graphs where they fit."""
         self._forward = forward
 
@@ -116,7 +116,7 @@ class EaglePrefill:
         output: ForwardOutput,
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
-    ) -> EagleDraftInput | None:
+    ) -> DraftInput | None:
         assert output.hidden is not None
         following = np.concatenate([_next_tokens(chunk) for chunk in chunks])
         ids = send_one(following, batch.input_ids.device)
@@ -151,7 +151,7 @@ class ModelPrefill:
         output: ForwardOutput,
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
-    ) -> EagleDraftInput | None:
+    ) -> DraftInput | None:
         if embeds is not None:  # serving_draft.py already refuses this at start-up
             raise ValueError("this draft model reads only token ids and cannot use image embeddings")
         # The batch may ask for hidden states, which are the target's.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
-from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.forward.draft_inputs import DraftInput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.mtp_runner import Module, MultiLayerRunner
 from common.engine.host_copies import send, send_one
@@ -109,7 +109,7 @@ class MultiLayerPrefill:
         output: ForwardOutput,
         sampled: SampleOutput | None,
         embeds: MergedEmbeds | None = None,
-    ) -> EagleDraftInput | None:
+    ) -> DraftInput | None:
         if embeds is not None:  # serving_draft.py already refuses this at start-up
             raise ValueError("these MTP modules read only token ids and cannot use image embeddings")
         hidden = output.hidden
@@ -141,7 +141,7 @@ class MultiLayerPrefill:
         if sampled is None:
             return None
         finals = send_one(np.flatnonzero([chunk.final for chunk in chunks]), hidden.device)
-        return EagleDraftInput(torch.cat(probs, 1), drawn[1:].T, keep.index_select(0, finals).flatten(1))
+        return DraftInput(torch.cat(probs, 1), drawn[1:].T, keep.index_select(0, finals).flatten(1))
 
     def forget(self, keys: Iterable[int]) -> None:
         for key in keys:
@@ -201,5 +201,5 @@ def module_draft(setup: DraftSetup) -> BuiltDraft:
     assert setup.config is not None
     graphs = draft_module_graphs(setup.runner, setup.config, setup.plan)
     page_size = setup.plan.target.pool.page_size
-    modules, carried = [each.forward for each in graphs], EagleDraftInput.hidden_size_for(setup.config)
+    modules, carried = [each.forward for each in graphs], DraftInput.hidden_size_for(setup.config)
     return BuiltDraft(MultiLayerPrefill(modules, page_size, carried), graphs)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
-from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.forward.draft_inputs import DraftInput
 from common.engine.forward.rotary_places import RotaryPlaces
 from common.engine.graphs.outputs import map_tensors
 from common.engine.host_copies import on_host, send
@@ -34,7 +34,7 @@ class LaunchedPrefill:
 
     draws: Sequence[FirstDraw]
     sampled: SampleOutput | None  # None without draws
-    draft: EagleDraftInput | None  # None without draws, and without a draft model
+    draft: DraftInput | None  # None without draws, and without a draft model
     completion: Completion
     scores: Sequence[Scores | None] = ()  # per chunk; empty if no chunk is scored
     # per chunk [n, H] float32, the hidden states of its last n positions; empty if no chunk sends any

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.checkpoint.draft_config import DraftConfig, draft_fingerprint, proposals_for
 from common.engine.attention.backend import MakeAttention
-from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.forward.draft_inputs import DraftInput
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.state.draft_row import DraftShape
@@ -61,7 +61,7 @@ def draft_shape(config: DraftConfig, topk: int, placement: Placement) -> DraftSh
     """Return the per-request state by the width functions; nothing for a draft without hidden states."""
     if not config.target_hidden:
         return DraftShape()
-    width, dtype = EagleDraftInput.carried_size_for(config), EagleDraftInput.dtype_for(placement)
+    width, dtype = DraftInput.carried_size_for(config), DraftInput.dtype_for(placement)
     return DraftShape(proposals_for(config, topk), width, hidden_dtype(dtype), config.model.vocab_size)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleVerifyInput
+from common.engine.forward.draft_inputs import DraftExtendInput, TreeVerifyInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +17,8 @@ class RoundState:
     chains write only tokens: parents, depth and mask are initialized to a chain.
     """
 
-    tree: EagleVerifyInput
-    walk: EagleDraftExtendInput
+    tree: TreeVerifyInput
+    walk: DraftExtendInput
 
     def drafts(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and parents [count, nodes - 1] of the first trees without their roots."""
@@ -37,6 +37,6 @@ class RoundState:
     ) -> RoundState:
         """Allocate for trees of `nodes`, at most `depth` per path; the draft reads `hidden` values of each node."""
         return cls(
-            EagleVerifyInput.zeros(rows, nodes, device),
-            EagleDraftExtendInput.zeros(rows, depth, hidden, dtype, device),
+            TreeVerifyInput.zeros(rows, nodes, device),
+            DraftExtendInput.zeros(rows, depth, hidden, dtype, device),
         )

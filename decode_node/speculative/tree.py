@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.forward.draft_inputs import EagleVerifyInput
+from common.engine.forward.draft_inputs import TreeVerifyInput
 
 
-def tree(tokens: Tensor, parents: Tensor, depth: int) -> EagleVerifyInput:
+def tree(tokens: Tensor, parents: Tensor, depth: int) -> TreeVerifyInput:
     """Build the verify input from tokens and parents [B, N]; `depth` bounds the depth of every node."""
     batch, nodes = tokens.shape
     index = torch.arange(nodes, device=tokens.device)
@@ -17,7 +17,7 @@ def tree(tokens: Tensor, parents: Tensor, depth: int) -> EagleVerifyInput:
     for _ in range(depth):
         mask = mask | (up[:, :, None] == index)  # -1 equals no node index
         up = torch.where(up < 0, up, parents.gather(1, up.clamp(min=0)))
-    return EagleVerifyInput(tokens, parents, mask.sum(-1) - 1, mask)
+    return TreeVerifyInput(tokens, parents, mask.sum(-1) - 1, mask)
 
 
 def replace_drafts(drafts: Tensor, forced: Tensor) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.engine.forward.draft_inputs import EagleVerifyInput
+from common.engine.forward.draft_inputs import TreeVerifyInput
 from common.engine.state.pool import KvPool
 from decode_node.speculative.rounds import Round
 
@@ -36,7 +36,7 @@ class Acceptor(Protocol):
         """The largest offset between a node's slot and its position."""
         ...
 
-    def accept(self, drafts: EagleVerifyInput, drawn: Tensor) -> Accepted:
+    def accept(self, drafts: TreeVerifyInput, drawn: Tensor) -> Accepted:
         """Find the accepted paths. drawn [B, N] int64: the token that the target draws after each node."""
         ...
 
@@ -54,7 +54,7 @@ class ChainAcceptor:
 
     extra_slots = 0
 
-    def accept(self, drafts: EagleVerifyInput, drawn: Tensor) -> Accepted:
+    def accept(self, drafts: TreeVerifyInput, drawn: Tensor) -> Accepted:
         hits = drafts.tokens[:, 1:] == drawn[:, :-1]
         return Accepted(drafts.depth, hits.long().cumprod(1).sum(1))
 
@@ -73,7 +73,7 @@ class TreeAcceptor:
         self._depth = depth
         self._pools = pools
 
-    def accept(self, drafts: EagleVerifyInput, drawn: Tensor) -> Accepted:
+    def accept(self, drafts: TreeVerifyInput, drawn: Tensor) -> Accepted:
         node = torch.zeros_like(drafts.tokens[:, :1])  # [B, 1]
         alive = torch.ones_like(node, dtype=torch.bool)
         path, count = [node], torch.zeros_like(node)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
-from common.engine.forward.draft_inputs import EagleVerifyInput
+from common.engine.forward.draft_inputs import TreeVerifyInput
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.outputs import OutField, OutputSpec
 from common.engine.graphs.rules import Phase
@@ -206,7 +206,7 @@ class Verify:
     def _draw(
         self,
         batch: Round,
-        tree: EagleVerifyInput,
+        tree: TreeVerifyInput,
         logits: Tensor,
         sampling: SamplingVariant,
         masks: LogitMasks | None,
@@ -218,5 +218,5 @@ class Verify:
         path = None if sampling.adjust is None else tree.paths().flatten(0, 1)
         return sample(logits, sampling_batch(self._relay, rows, position, sampling, path, masks))
 
-    def _tree(self, batch: Round) -> EagleVerifyInput:
+    def _tree(self, batch: Round) -> TreeVerifyInput:
         return self._drafter.state.tree.first(batch.count)

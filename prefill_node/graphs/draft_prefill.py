@@ -15,7 +15,7 @@ from torch import Tensor
 
 from common.checkpoint.draft_config import DraftConfig
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch
-from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
+from common.engine.forward.draft_inputs import DraftExtendInput, DraftInput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.graphs.admission import BatchFacts
 from common.engine.graphs.backends.base import Backend
@@ -59,7 +59,7 @@ class DraftBody:
         self._attention = BreakableAttention(runner.attention)
 
     def slots(self) -> list[Slot[DraftPrefillCall]]:
-        extend, placement = EagleDraftExtendInput, self._head.placement
+        extend, placement = DraftExtendInput, self._head.placement
         width, dtype = extend.hidden_size_for(self._config), extend.dtype_for(placement)
         axes = self._config.model.rope.axes
         in_page_0 = Fill(self._page_size - 1)  # another slot of the padding page, where writes are harmless
@@ -75,8 +75,8 @@ class DraftBody:
 
     def idle(self, shape: ShapeKey) -> DraftPrefillCall:
         """One padding request. Its hidden states are zeros, never None."""
-        placement, width = self._head.placement, EagleDraftExtendInput.hidden_size_for(self._config)
-        dtype = EagleDraftExtendInput.dtype_for(placement)
+        placement, width = self._head.placement, DraftExtendInput.hidden_size_for(self._config)
+        dtype = DraftExtendInput.dtype_for(placement)
         hidden = torch.zeros(shape.tokens, width, dtype=dtype, device=placement.device)
         axes = self._config.model.rope.axes
         return DraftPrefillCall(idle_extend(shape.tokens, self._page_size, placement.device, axes), hidden)
@@ -114,7 +114,7 @@ class DraftPrefill:
     @torch.inference_mode()
     def __call__(
         self, batch: ForwardBatch, target_hidden: Tensor, input_embeds: Tensor | None = None
-    ) -> EagleDraftInput:
+    ) -> DraftInput:
         """Return proposals for `batch.logits_rows`. Raises SlotError if `target_hidden` has another width."""
         return self.propose(batch.logits_rows, self.forward(batch, target_hidden, input_embeds))
 
@@ -125,6 +125,6 @@ class DraftPrefill:
         """Run all rows. The result is a view of static memory: read it on the same stream before the next call."""
         return self.graphs(DraftPrefillCall(batch, target_hidden, input_embeds))
 
-    def propose(self, rows: Tensor, output: DraftOutput) -> EagleDraftInput:
+    def propose(self, rows: Tensor, output: DraftOutput) -> DraftInput:
         """Propose drafts after the tokens in `rows` [R] of a forward."""
         return self._runner.propose(rows, output)

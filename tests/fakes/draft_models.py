@@ -15,7 +15,7 @@ from common.checkpoint.model_config import ModelConfig
 from common.checkpoint.mtp_format import MtpFormat
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
-from common.engine.forward.draft_inputs import EagleDraftExtendInput
+from common.engine.forward.draft_inputs import DraftExtendInput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.slots import Inputs
@@ -132,7 +132,7 @@ class DraftModel(NoDraftModel):
         self.config = CONFIGS[name]
         self.algorithm = self.config.algorithm
         self.aux_layers = self.config.aux_layers
-        self.target_hidden = EagleDraftExtendInput.hidden_size_for(self.config)
+        self.target_hidden = DraftExtendInput.hidden_size_for(self.config)
 
     @property
     def layers(self) -> int:

@@ -17,7 +17,7 @@ from common.checkpoint.aux_layers import AuxLayers
 from common.checkpoint.draft_config import DraftConfig, with_steps
 from common.checkpoint.mtp_format import MtpFormat
 from common.engine.attention.paged import PagedAttention
-from common.engine.forward.draft_inputs import EagleDraftExtendInput
+from common.engine.forward.draft_inputs import DraftExtendInput
 from common.engine.forward.mtp_runner import MultiLayerRunner
 from common.engine.models.mtp import MtpModules, build_mtp
 from common.messages.generation import SamplingParams
@@ -142,7 +142,7 @@ def whole_prompt(ids: Sequence[int]) -> PlannedChunk:
 def _drafter(model: MtpModel, bench: Bench) -> MultiLayerDrafter:
     runner = bench.parts.draft
     assert isinstance(runner, MultiLayerRunner)
-    return MultiLayerDrafter(runner, bench.rounds, EagleDraftExtendInput.hidden_size_for(model.config))
+    return MultiLayerDrafter(runner, bench.rounds, DraftExtendInput.hidden_size_for(model.config))
 
 
 @dataclass(frozen=True)

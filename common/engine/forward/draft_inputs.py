@@ -31,7 +31,7 @@ class _Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class EagleDraftInput(_Rows):
+class DraftInput(_Rows):
     """The input of draft steps: the draft's own proposals and its own hidden state."""
 
     hidden_mode: ClassVar[CaptureHiddenMode] = CaptureHiddenMode.LAST
@@ -68,7 +68,7 @@ class EagleDraftInput(_Rows):
 
 
 @dataclass(frozen=True, slots=True)
-class EagleVerifyInput(_Rows):
+class TreeVerifyInput(_Rows):
     """B trees of N nodes for the target. Node 0, the root, is the last drawn token.
 
     Parents come before their children, siblings hold distinct tokens.
@@ -96,7 +96,7 @@ class EagleVerifyInput(_Rows):
 
 
 @dataclass(frozen=True, slots=True)
-class EagleDraftExtendInput(_Rows):
+class DraftExtendInput(_Rows):
     """The accepted tokens in a window of W tokens per request, as if they were a chain: the draft reads them again.
 
     Rows after `accepted` are meaningless; the KV that they write is overwritten before it is read.

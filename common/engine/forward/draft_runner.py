@@ -13,7 +13,7 @@ from common.checkpoint.draft_config import DraftConfig
 from common.checkpoint.model_files import read_weight_files
 from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import ForwardBatch
-from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput
+from common.engine.forward.draft_inputs import DraftExtendInput, DraftInput
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import (
@@ -46,12 +46,12 @@ class DraftRunner:
         self._topk = topk
 
     @torch.inference_mode()
-    def extend(self, batch: ForwardBatch, target_hidden: Tensor) -> EagleDraftInput:
+    def extend(self, batch: ForwardBatch, target_hidden: Tensor) -> DraftInput:
         """Run rows whose hidden states the target has computed: [T, target_width]."""
         return self.step(batch, self.head.project(target_hidden))
 
     @torch.inference_mode()
-    def step(self, batch: ForwardBatch, hidden: Tensor) -> EagleDraftInput:
+    def step(self, batch: ForwardBatch, hidden: Tensor) -> DraftInput:
         """Run rows with hidden states of a draft step [T, H]; the returned state is that of `batch.logits_rows`."""
         return self.propose(batch.logits_rows, self.forward(batch, hidden))
 
@@ -62,11 +62,11 @@ class DraftRunner:
         return self.head.forward(batch.input_ids, hidden, batch.positions, self.attention)
 
     @torch.inference_mode()
-    def propose(self, rows: Tensor, output: DraftOutput) -> EagleDraftInput:
+    def propose(self, rows: Tensor, output: DraftOutput) -> DraftInput:
         """Return the proposals of rows [R] of a forward's T rows."""
         logits = self.head.compute_logits(output.last.index_select(0, rows))
         probs, ids = top_tokens(logits, self._topk)
-        return EagleDraftInput(probs, self.head.target_ids(ids), output.hidden.index_select(0, rows))
+        return DraftInput(probs, self.head.target_ids(ids), output.hidden.index_select(0, rows))
 
 
 def load_eagle(path: Path, draft: DraftConfig, target: CausalLM, placement: Placement) -> EagleHead:
@@ -155,7 +155,7 @@ def _check_d2t(path: Path, d2t: Tensor, draft: DraftConfig) -> None:
 @torch.inference_mode()
 def _checked(head: Head, draft: DraftConfig, placement: Placement, path: Path) -> Head:
     """Compare real widths with the width functions, so that an unfit draft does not start."""
-    extend, wanted = EagleDraftExtendInput, EagleDraftInput.hidden_size_for(draft)
+    extend, wanted = DraftExtendInput, DraftInput.hidden_size_for(draft)
     given = torch.zeros(
         1, extend.hidden_size_for(draft), dtype=extend.dtype_for(placement), device=placement.device
     )

@@ -13,7 +13,7 @@ from common.checkpoint.draft_config import DraftConfig
 from common.checkpoint.model_files import read_weight_files
 from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import ForwardBatch
-from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.forward.draft_inputs import DraftInput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
@@ -31,7 +31,7 @@ class Module(Protocol):
         """Run rows with the hidden states that the module reads [T, H]; the output includes the next module's input."""
         ...
 
-    def propose(self, rows: Tensor, output: DraftOutput) -> EagleDraftInput:
+    def propose(self, rows: Tensor, output: DraftOutput) -> DraftInput:
         """Return the likeliest next token after rows [R] of a forward."""
         ...
 

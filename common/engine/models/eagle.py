@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from common.checkpoint.draft_config import DraftConfig
 from common.engine.attention.backend import AttentionBackend
 from common.engine.formats.registry import weight_format
-from common.engine.forward.draft_inputs import EagleDraftExtendInput
+from common.engine.forward.draft_inputs import DraftExtendInput
 from common.engine.layers.activations import Activations
 from common.engine.layers.attention import Attention
 from common.engine.layers.linear import Embedding, Linear, WeightFormat, logits
@@ -49,7 +49,7 @@ class DraftHead(Protocol):
     """The interface of a draft model for prefill and decode."""
 
     def project(self, target_hidden: Tensor) -> Tensor:
-        """Convert hidden states of the target [T, EagleDraftExtendInput.hidden_size_for] to inputs of a step [T, H]."""
+        """Convert hidden states of the target [T, DraftExtendInput.hidden_size_for] to inputs of a step [T, H]."""
         ...
 
     def forward(
@@ -179,7 +179,7 @@ class Eagle3Head(DraftModule):
         if self._own_embedding:
             self.embed_tokens = weights.embedding("embed_tokens", config.vocab_size, size)
         self.rotary = Rotary(config.rope, config.head_dim, placement)
-        width = EagleDraftExtendInput.hidden_size_for(draft)
+        width = DraftExtendInput.hidden_size_for(draft)
         parts = draft.fc_norms
         self.fc_norms = nn.ModuleList(RmsNorm(part, width // len(parts), *norm) for part in parts)
         self.fc = weights.linear(width, {"fc": size}, bias=False)
@@ -284,7 +284,7 @@ class EagleHead(DraftModule):
         self.embed_tokens = target.embed_tokens
         self.lm_head = target.lm_head
         self.rotary = Rotary(config.rope, config.head_dim, placement)
-        width = config.hidden_size + EagleDraftExtendInput.hidden_size_for(draft)
+        width = config.hidden_size + DraftExtendInput.hidden_size_for(draft)
         weights = weight_format(config, placement)
         self.fc = weights.linear(width, {"fc": config.hidden_size}, FC_BIAS in own)
         self.layers = nn.ModuleList(

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.forward.draft_inputs import DraftInput
 from common.engine.host_copies import copy_on_host, send
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.draft_row import NO_DRAFT, NO_DRAFT_SHAPE, DraftRow, DraftShape, HiddenDtype
@@ -66,7 +66,7 @@ class RelayState:
             return torch.full((rows,), fill, dtype=dtype, device=device)
 
         dtype: torch.dtype = getattr(torch, draft.dtype)
-        drafts = EagleDraftInput.zeros(rows, draft.topk, draft.hidden, dtype, device)
+        drafts = DraftInput.zeros(rows, draft.topk, draft.hidden, dtype, device)
         return cls(
             last_token=column(torch.int64),
             seq_len=column(torch.int32),
@@ -127,12 +127,12 @@ class RelayState:
             if draft.hidden:
                 self.draft_hidden[row] = sent[2].view(self.draft_hidden.dtype)
 
-    def draft_input(self, rows: torch.Tensor) -> EagleDraftInput:
+    def draft_input(self, rows: torch.Tensor) -> DraftInput:
         """Return the inputs of the draft in rows [R]."""
         columns = (self.draft_p, self.draft_ids, self.draft_hidden)
-        return EagleDraftInput(*(column.index_select(0, rows) for column in columns))
+        return DraftInput(*(column.index_select(0, rows) for column in columns))
 
-    def write_draft(self, rows: torch.Tensor, draft: EagleDraftInput) -> None:
+    def write_draft(self, rows: torch.Tensor, draft: DraftInput) -> None:
         """Set the draft's next inputs in rows [R]; padding rows 0 stay zero."""
         self.write_proposal(rows, draft.probs, draft.ids)
         live = (rows > 0)[:, None]

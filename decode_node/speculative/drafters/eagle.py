@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
-from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
+from common.engine.forward.draft_inputs import DraftExtendInput, DraftInput, TreeVerifyInput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.graphs.rules import Phase
 from common.engine.graphs.slots import Inputs, Slot
@@ -42,11 +42,11 @@ class Growth(Protocol):
         """The mode of its forwards."""
         ...
 
-    def grow(self, batch: Round, start: EagleDraftInput, tree: EagleVerifyInput) -> None:
+    def grow(self, batch: Round, start: DraftInput, tree: TreeVerifyInput) -> None:
         """Fill all of `tree` [R, N] except its roots."""
         ...
 
-    def force(self, forced: Tensor, tree: EagleVerifyInput) -> None:
+    def force(self, forced: Tensor, tree: TreeVerifyInput) -> None:
         """Put forced [R, N - 1], as in RoundCall, in the place of drafts of `tree` [R, N]."""
         ...
 
@@ -61,7 +61,7 @@ class ChainGrowth:
         self.steps = steps
         self.nodes = self.lookahead_slots = steps + 1
 
-    def grow(self, batch: Round, start: EagleDraftInput, tree: EagleVerifyInput) -> None:
+    def grow(self, batch: Round, start: DraftInput, tree: TreeVerifyInput) -> None:
         """Step i reads draft i at position seq_len + i - 1. The first draft needs no step."""
         if not self.steps:
             return
@@ -72,7 +72,7 @@ class ChainGrowth:
             drafts.append(state.ids[:, 0])
         tree.tokens[:, 1:] = torch.stack(drafts, dim=1)
 
-    def force(self, forced: Tensor, tree: EagleVerifyInput) -> None:
+    def force(self, forced: Tensor, tree: TreeVerifyInput) -> None:
         replace_drafts(tree.tokens[:, 1:], forced)
 
 
@@ -81,7 +81,7 @@ class EagleDrafter:
 
     Args:
         target_hidden: hidden values per token that the head reads from the target
-            (EagleDraftExtendInput.hidden_size_for).
+            (DraftExtendInput.hidden_size_for).
     """
 
     hidden_mode = CaptureHiddenMode.FULL
@@ -95,9 +95,9 @@ class EagleDrafter:
         window = growth.steps + 1
         widths = target_hidden, rounds.relay.draft_hidden.dtype
         self.state = RoundState.allocate(rounds.max_rows, growth.nodes, window, rounds.device, *widths)
-        self._chains = EagleVerifyInput.zeros(rounds.max_rows, window, rounds.device)
+        self._chains = TreeVerifyInput.zeros(rounds.max_rows, window, rounds.device)
         self._draft = rounds.phase(
-            Phase.DRAFT, "draft", self._run_draft, NOTHING, growth.mode, hidden=EagleDraftInput.hidden_mode
+            Phase.DRAFT, "draft", self._run_draft, NOTHING, growth.mode, hidden=DraftInput.hidden_mode
         )
         self._extend = rounds.phase(
             Phase.DRAFT_EXTEND,
@@ -106,7 +106,7 @@ class EagleDrafter:
             NOTHING,
             ForwardMode.VERIFY,
             nodes=window,
-            hidden=EagleDraftExtendInput.hidden_mode,
+            hidden=DraftExtendInput.hidden_mode,
         )
         self.phases: Sequence[RoundPhase[Nothing]] = (self._draft, self._extend)
 
@@ -148,4 +148,4 @@ def make_drafter(setup: DrafterSetup) -> EagleDrafter:
     growth: Growth = ChainGrowth(draft, setup.steps)
     if setup.topk > 1:
         growth = TreeGrowth(draft, setup.steps, setup.topk, setup.nodes)
-    return EagleDrafter(draft, setup.rounds, growth, EagleDraftExtendInput.hidden_size_for(setup.config))
+    return EagleDrafter(draft, setup.rounds, growth, DraftExtendInput.hidden_size_for(setup.config))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.forward.batch import ForwardMode
-from common.engine.forward.draft_inputs import EagleDraftInput, EagleVerifyInput
+from common.engine.forward.draft_inputs import DraftInput, TreeVerifyInput
 from common.engine.forward.draft_runner import DraftRunner
 from decode_node.speculative.rounds import Round
 from decode_node.speculative.tree import replace_drafts, select_nodes, tree
@@ -28,7 +28,7 @@ class TreeGrowth:
         self.nodes = nodes
         self.lookahead_slots = max(nodes, (self.steps - 1) * topk)
 
-    def grow(self, batch: Round, start: EagleDraftInput, tree: EagleVerifyInput) -> None:
+    def grow(self, batch: Round, start: DraftInput, tree: TreeVerifyInput) -> None:
         """Grow the tree. The k rows of a level attend to the prefix and to their own ancestors in earlier levels."""
         count, k, width = batch.count, self._topk, start.hidden.shape[1]
         scores, tokens = [start.probs], [start.ids]
@@ -55,7 +55,7 @@ class TreeGrowth:
         kept, nodes = select_nodes(torch.cat(scores, 1), torch.cat(parents, 1), k, self.nodes)
         self._plant(tree, torch.cat(tokens, 1).gather(1, kept), nodes)
 
-    def force(self, forced: Tensor, into: EagleVerifyInput) -> None:
+    def force(self, forced: Tensor, into: TreeVerifyInput) -> None:
         """Turn the trees of rows with forced tokens into chains of them; their other nodes hang below the last one."""
         count = (forced >= 0).sum(1, keepdim=True)  # [R, 1]
         index = torch.arange(self.nodes, device=forced.device)
@@ -66,7 +66,7 @@ class TreeGrowth:
         into.depth.copy_(planted.depth)
         into.mask.copy_(planted.mask)
 
-    def _plant(self, into: EagleVerifyInput, drafts: Tensor, parents: Tensor) -> None:
+    def _plant(self, into: TreeVerifyInput, drafts: Tensor, parents: Tensor) -> None:
         planted = tree(F.pad(drafts, (1, 0)), parents, self.steps)
         into.tokens.copy_(planted.tokens)
         into.parents.copy_(planted.parents)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
-from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleVerifyInput
+from common.engine.forward.draft_inputs import DraftExtendInput, TreeVerifyInput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.mtp_runner import MultiLayerRunner
 from common.engine.graphs.rules import Phase
@@ -32,7 +32,7 @@ class MultiLayerDrafter:
     """Proposes chains of as many drafts as there are modules.
 
     Args:
-        target_hidden: hidden values per token that the first module reads (EagleDraftExtendInput.hidden_size_for).
+        target_hidden: hidden values per token that the first module reads (DraftExtendInput.hidden_size_for).
     """
 
     hidden_mode = CaptureHiddenMode.FULL
@@ -47,7 +47,7 @@ class MultiLayerDrafter:
         self._kept = rounds.relay.draft_hidden.view(rows, steps - 1, carried // max(steps - 1, 1))
         widths = target_hidden, rounds.relay.draft_hidden.dtype
         self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device, *widths)
-        self._chains = EagleVerifyInput.zeros(rounds.max_rows, self.nodes + steps - 1, rounds.device)
+        self._chains = TreeVerifyInput.zeros(rounds.max_rows, self.nodes + steps - 1, rounds.device)
         self._extend = rounds.phase(
             Phase.DRAFT_EXTEND,
             "draft",
@@ -55,7 +55,7 @@ class MultiLayerDrafter:
             NOTHING,
             ForwardMode.VERIFY,
             nodes=self.nodes,
-            hidden=EagleDraftExtendInput.hidden_mode,
+            hidden=DraftExtendInput.hidden_mode,
         )
         self.phases: Sequence[RoundPhase[Nothing]] = (self._extend,)
 
@@ -122,7 +122,7 @@ class ModuleWindow:
         """[R] index, among all rows, of each request's last row if it has `count` rows including the missing ones."""
         return self.starts + count - self.missing - 1
 
-    def batch(self, tokens: Tensor, chains: EagleVerifyInput) -> ForwardBatch:
+    def batch(self, tokens: Tensor, chains: TreeVerifyInput) -> ForwardBatch:
         """Build the forward. tokens [R, nodes + steps] start after the round's first row; `chains` must be as wide."""
         around, width = self._around, self.width
         places = self.missing[:, None] + around.index[:width]
@@ -144,4 +144,4 @@ def make_drafter(setup: DrafterSetup) -> Drafter:
         return eagle.make_drafter(setup)
     assert isinstance(setup.runner, MultiLayerRunner)
     assert setup.config is not None
-    return MultiLayerDrafter(setup.runner, setup.rounds, EagleDraftExtendInput.hidden_size_for(setup.config))
+    return MultiLayerDrafter(setup.runner, setup.rounds, DraftExtendInput.hidden_size_for(setup.config))

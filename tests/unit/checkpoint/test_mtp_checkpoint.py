@@ -25,7 +25,7 @@ from common.checkpoint.draft_config import (
     with_steps,
 )
 from common.checkpoint.model_config import ModelConfig
-from common.engine.forward.draft_inputs import EagleDraftExtendInput
+from common.engine.forward.draft_inputs import DraftExtendInput
 from common.engine.forward.model_runner import load_model
 from common.engine.forward.mtp_runner import load_mtp
 from common.engine.layers.placement import Placement
@@ -304,7 +304,7 @@ def test_nodes_with_other_modules_do_not_match() -> None:
 def test_static_memory_of_draft_extend_has_the_width_of_the_target() -> None:
     """D7: buffers are [rows x window, target width], with the width functions' dtype; an idle batch has no rows."""
     config = config_of()
-    extend = EagleDraftExtendInput
+    extend = DraftExtendInput
     width, dtype = (
         extend.hidden_size_for(config),
         extend.dtype_for(Placement(torch.bfloat16, PLACEMENT.device)),
@@ -323,5 +323,5 @@ def test_three_kinds_of_draft() -> None:
     shapes = [draft_shape(each, 1, PLACEMENT) for each in (chain, apart, alone)]
     assert shapes[0] == shapes[1]
     assert shapes[2] == DraftShape()
-    assert (lookahead_for(alone), EagleDraftExtendInput.hidden_size_for(alone)) == (0, 0)
+    assert (lookahead_for(alone), DraftExtendInput.hidden_size_for(alone)) == (0, 0)
     assert draft_fingerprint(MTP, chain, 3, 1) != draft_fingerprint(MTP, apart, 3, 1)

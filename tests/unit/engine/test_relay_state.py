@@ -7,7 +7,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.forward.draft_inputs import DraftInput
 from common.engine.state.draft_row import DraftRow, DraftShape
 from common.engine.state.relay_state import RelayState
 from common.messages.generation import SamplingParams
@@ -61,7 +61,7 @@ def test_a_row_without_images_has_no_rotary_delta() -> None:
 def test_padding_rows_stay_zero_whatever_a_batch_has_for_them() -> None:
     """Row 0 is gathered as a request without tokens, so what a padded batch computes for it must not be stored."""
     relay = RelayState.allocate(2, 64, torch.device("cpu"), SHAPE)
-    state = EagleDraftInput.zeros(2, 2, 3, torch.float32, torch.device("cpu"))
+    state = DraftInput.zeros(2, 2, 3, torch.float32, torch.device("cpu"))
     for column in (state.probs, state.ids, state.hidden):
         column.fill_(5)
     relay.write_draft(torch.tensor([2, 0]), state)

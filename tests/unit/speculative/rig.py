@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.engine.attention.step_attention import StepAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardOutput
-from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.forward.draft_inputs import DraftInput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.forward.mtp_runner import MultiLayerRunner
@@ -208,7 +208,7 @@ class RoundRig:
         config = DRAFTS.get(self.kind.name)
         shape = DraftShape()
         if config is not None:
-            shape = DraftShape(self.kind.topk, EagleDraftInput.hidden_size_for(config), vocab=VOCAB)
+            shape = DraftShape(self.kind.topk, DraftInput.hidden_size_for(config), vocab=VOCAB)
         self.relay = RelayState.allocate(len(self.prompts) + 2, VOCAB, self.device, shape)
         for index, (ids, sampling) in enumerate(zip(self.prompts, self.params, strict=True)):
             self.relay.write_row(index + 1, [*ids, self.first[index]], 1, sampling)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from common.engine.forward.batch import ForwardBatch, ForwardOutput
-from common.engine.forward.draft_inputs import EagleVerifyInput
+from common.engine.forward.draft_inputs import TreeVerifyInput
 from common.engine.sampling.sampling_plan import sampling_variant
 from common.engine.state.relay_state import RelayState
 from common.messages.generation import SamplingParams
@@ -94,7 +94,7 @@ class Likely(Foresight):
 class Gullible(ChainAcceptor):
     """A wrong acceptor that accepts one draft too many."""
 
-    def accept(self, drafts: EagleVerifyInput, drawn: Tensor) -> Accepted:
+    def accept(self, drafts: TreeVerifyInput, drawn: Tensor) -> Accepted:
         accepted = super().accept(drafts, drawn)
         return Accepted(accepted.path, (accepted.drafts + 1).clamp(max=drawn.shape[1] - 1))
 
@@ -204,9 +204,9 @@ def test_a_draft_too_many_shows(name: str) -> None:
 def test_a_path_that_is_not_counted_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only speculation can make this mistake: the tokens on the path to a node are left out of the penalties."""
 
-    def nothing(self: EagleVerifyInput) -> Tensor:
+    def nothing(self: TreeVerifyInput) -> Tensor:
         return torch.full_like(self.mask[:, :, 1:], -1, dtype=torch.int64)
 
-    monkeypatch.setattr(EagleVerifyInput, "paths", nothing)
+    monkeypatch.setattr(TreeVerifyInput, "paths", nothing)
     said, _ = say(PARAMS["frequency"], 1, ChainAcceptor())
     assert distance(said, joint("frequency")) > 2 * BOUND

@@ -13,7 +13,7 @@ from common.checkpoint.aux_layers import AuxLayers
 from common.checkpoint.draft_config import proposals_for
 from common.checkpoint.model_config import ModelConfig
 from common.engine.forward.batch import CaptureHiddenMode
-from common.engine.forward.draft_inputs import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
+from common.engine.forward.draft_inputs import DraftExtendInput, DraftInput, TreeVerifyInput
 from common.engine.layers.placement import Placement
 from common.engine.models.eagle import EMBEDDING, Eagle3Head
 from common.messages.generation import SamplingParams
@@ -41,23 +41,23 @@ LAST, FULL = CaptureHiddenMode.LAST, CaptureHiddenMode.FULL
 def test_widths_of_the_shipped_drafts(name: str, algorithm: str, draft: int, extend: int) -> None:
     """Rows D1, D3, D4, D8: the draft feeds itself its own width, the target gives it concatenated aux layers."""
     config = load_draft_config(MODELS / name, algorithm, ModelConfig.load(MODELS / "tiny-target"))
-    assert EagleDraftInput.hidden_size_for(config) == draft
-    assert EagleDraftExtendInput.hidden_size_for(config) == extend
+    assert DraftInput.hidden_size_for(config) == draft
+    assert DraftExtendInput.hidden_size_for(config) == extend
 
 
 @pytest.mark.parametrize("states", [1, 2, 3, 4])
 def test_as_many_aux_states_as_the_head_reads(states: int) -> None:
     """Rows D1, D4: each state has the target's width, whatever the head's own; the projection takes all of them."""
     config = replace(DRAFTS["eagle3-narrow"], aux=AuxLayers(tuple(range(states))), fc_norms=())
-    assert EagleDraftInput.hidden_size_for(config) == 24
-    assert EagleDraftExtendInput.hidden_size_for(config) == states * CONFIG.hidden_size
+    assert DraftInput.hidden_size_for(config) == 24
+    assert DraftExtendInput.hidden_size_for(config) == states * CONFIG.hidden_size
     head = Eagle3Head(config, tiny_model(), PLACEMENT, (EMBEDDING,))
     assert head.project(torch.zeros(5, states * CONFIG.hidden_size)).shape == (5, 24)
 
 
 def test_without_a_draft_model_nothing_travels() -> None:
     """Row D8: n-gram drafting transfers no draft state."""
-    assert EagleDraftInput.hidden_size_for(None) == EagleDraftExtendInput.hidden_size_for(None) == 0
+    assert DraftInput.hidden_size_for(None) == DraftExtendInput.hidden_size_for(None) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -71,11 +71,11 @@ def test_idle_inputs_of_modules_hold_the_proposals_of_every_step(
     the modules' width in a chain, else of the target's. An extension reads the target's width.
     """
     config, place = mtp_config(name, 3), Placement(dtype, CPU)
-    width, wide = EagleDraftInput.carried_size_for(config), EagleDraftExtendInput.hidden_size_for(config)
-    idle = EagleDraftInput.zeros(0, proposals_for(config, 1), width, EagleDraftInput.dtype_for(place), CPU)
+    width, wide = DraftInput.carried_size_for(config), DraftExtendInput.hidden_size_for(config)
+    idle = DraftInput.zeros(0, proposals_for(config, 1), width, DraftInput.dtype_for(place), CPU)
     assert (idle.probs.shape, idle.ids.shape) == ((0, 3), (0, 3))
     assert (idle.hidden.shape, idle.hidden.dtype) == ((0, 2 * kept), dtype)
-    extend = EagleDraftExtendInput.zeros(2, 4, wide, EagleDraftExtendInput.dtype_for(place), CPU).first(0)
+    extend = DraftExtendInput.zeros(2, 4, wide, DraftExtendInput.dtype_for(place), CPU).first(0)
     assert (extend.hidden.shape, extend.hidden.dtype) == ((0, 4, CONFIG.hidden_size), dtype)
     assert idle.hidden_mode is extend.hidden_mode is LAST
 
@@ -84,16 +84,14 @@ def test_idle_inputs_of_modules_hold_the_proposals_of_every_step(
 def test_idle_inputs_have_no_rows_and_every_width(dtype: torch.dtype) -> None:
     """Row D6: idle inputs have device, width, dtype, top-k and hidden mode LAST, with zero rows."""
     config, place = DRAFTS["eagle3"], Placement(dtype, CPU)
-    draft = EagleDraftInput.zeros(
-        0, 4, EagleDraftInput.hidden_size_for(config), EagleDraftInput.dtype_for(place), CPU
-    )
+    draft = DraftInput.zeros(0, 4, DraftInput.hidden_size_for(config), DraftInput.dtype_for(place), CPU)
     assert (draft.probs.shape, draft.ids.shape) == ((0, 4), (0, 4))
     assert (draft.hidden.shape, draft.hidden.dtype) == ((0, CONFIG.hidden_size), dtype)
-    width = EagleDraftExtendInput.hidden_size_for(config)
-    extend = EagleDraftExtendInput.zeros(0, 5, width, EagleDraftExtendInput.dtype_for(place), CPU)
+    width = DraftExtendInput.hidden_size_for(config)
+    extend = DraftExtendInput.zeros(0, 5, width, DraftExtendInput.dtype_for(place), CPU)
     assert (extend.hidden.shape, extend.hidden.dtype) == ((0, 5, 3 * CONFIG.hidden_size), dtype)
     assert draft.hidden_mode is extend.hidden_mode is LAST
-    idle = EagleVerifyInput.zeros(7, 3, CPU).first(0)
+    idle = TreeVerifyInput.zeros(7, 3, CPU).first(0)
     assert [tuple(each.shape) for each in (idle.tokens, idle.depth, idle.mask)] == [(0, 3), (0, 3), (0, 3, 3)]
 
 
@@ -102,10 +100,10 @@ def test_graph_buffers_and_relay_rows_have_these_widths(name: str) -> None:
     """Rows D2, D7, A4: buffers of the three phases, the relay rows, and the hidden states that verify returns."""
     rig = RoundRig(Kind(name, 3), prompts_of([5, 9]), [_greedy()] * 2, BACKENDS["tape"], (2,))
     extend = rig.drafter.state.walk.hidden
-    assert extend.shape[1:] == (4, EagleDraftExtendInput.hidden_size_for(DRAFTS[name]))
-    assert extend.dtype is EagleDraftExtendInput.dtype_for(PLACEMENT)
-    assert rig.relay.draft_hidden.shape[1] == EagleDraftInput.hidden_size_for(DRAFTS[name])
-    assert rig.relay.draft_hidden.dtype is EagleDraftInput.dtype_for(PLACEMENT)
+    assert extend.shape[1:] == (4, DraftExtendInput.hidden_size_for(DRAFTS[name]))
+    assert extend.dtype is DraftExtendInput.dtype_for(PLACEMENT)
+    assert rig.relay.draft_hidden.shape[1] == DraftInput.hidden_size_for(DRAFTS[name])
+    assert rig.relay.draft_hidden.dtype is DraftInput.dtype_for(PLACEMENT)
     assert rig.drafter.hidden_mode is rig.verify.phase.graphs.spec.hidden is FULL
     rig.round([0, 1])
     assert extend[:2].abs().sum(-1).gt(0).all()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.forward.draft_inputs import EagleVerifyInput
+from common.engine.forward.draft_inputs import TreeVerifyInput
 from decode_node.speculative.tree import tree
 from decode_node.speculative.verifier import ChainAcceptor, TreeAcceptor
 
@@ -61,7 +61,7 @@ def test_closure_and_walk(shape: tuple[list[int], list[int]], data: st.DataObjec
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.data())
 def test_a_chain_is_a_tree(tokens: list[int], data: st.DataObject) -> None:
     drawn = torch.tensor([data.draw(st.lists(st.integers(0, 2), min_size=len(tokens), max_size=len(tokens)))])
-    made = replace(EagleVerifyInput.zeros(1, len(tokens), torch.device("cpu")), tokens=torch.tensor([tokens]))
+    made = replace(TreeVerifyInput.zeros(1, len(tokens), torch.device("cpu")), tokens=torch.tensor([tokens]))
     parents = torch.arange(len(tokens))[None] - 1
     same = tree(made.tokens, parents, len(tokens))
     assert torch.equal(made.mask, same.mask)

@@ -12,7 +12,7 @@ from torch import Tensor
 from common.checkpoint.draft_config import DraftConfig, target_width
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch
-from common.engine.forward.draft_inputs import EagleDraftInput
+from common.engine.forward.draft_inputs import DraftInput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.graphs.admission import Fallback
 from common.engine.graphs.backends.base import Backend
@@ -102,13 +102,13 @@ class Rig:
         return torch.randn(len(batch.input_ids), target_width(self.config), generator=generator)
 
 
-def same(actual: EagleDraftInput, expected: EagleDraftInput) -> bool:
+def same(actual: DraftInput, expected: DraftInput) -> bool:
     return all(
         torch.equal(getattr(actual, name), getattr(expected, name)) for name in ("probs", "ids", "hidden")
     )
 
 
-def expect_same(actual: EagleDraftInput, expected: EagleDraftInput) -> None:
+def expect_same(actual: DraftInput, expected: DraftInput) -> None:
     """Compare a padded and an unpadded forward: equal proposals, and equal numbers up to rounding."""
     assert torch.equal(actual.ids, expected.ids)
     expect_close(actual.probs, expected.probs)
