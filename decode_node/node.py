@@ -15,7 +15,6 @@ import zmq
 from common.engine.state.draft_row import DraftRow, DraftShape
 from common.errors import (
     DeadlineExceeded,
-    InternalError,
     InvalidRequest,
     NodeLost,
     Overloaded,
@@ -24,6 +23,7 @@ from common.errors import (
     TransferFailed,
     Unavailable,
 )
+from common.grammar.no_token import no_token
 from common.grammar.token_rules import constraint_of
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import OutputToken
@@ -340,14 +340,10 @@ class DecodeNode:
         for token in emission.tokens:
             if token is None:
                 request.ended = True
-                request.trusted = False
-                self._link.send(
-                    Failed(
-                        room=request.room,
-                        code=InternalError.code,
-                        message=request.no_token,
-                    )
-                )
+                said = request.emitted + len(request.output)
+                error = no_token(request.sampling, said, request.matcher, self._limits.vocab_size)
+                request.trusted = isinstance(error, InvalidRequest)
+                self._link.send(Failed.of(request.room, error))
                 return None
             tokens.append(token)
             reason = request.say(token.id)
@@ -395,4 +391,5 @@ class DecodeNode:
 
     def _fail_all(self, failures: Iterable[tuple[DecodeRequest, RequestError]]) -> None:
         for request, error in failures:
-            self._fail(request, error.code, str(error))
+            self._link.send(Failed.of(request.room, error))
+            self._drop(request, str(error))

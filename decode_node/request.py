@@ -138,16 +138,6 @@ class DecodeRequest:
         return reason
 
     @property
-    def no_token(self) -> str:
-        """Explains a draw without a result."""
-        if self.matcher is None:
-            return "the model produced non-finite logits"
-        return (
-            "no token could be drawn: logit_bias or min_tokens leaves none of those that the grammar, "
-            "allowed_token_ids and bad_words allow, or the model produced non-finite logits"
-        )
-
-    @property
     def failure(self) -> RequestError | None:
         """Why the matcher of its grammar cannot go on, which ends the request."""
         return None if self.matcher is None else self.matcher.failure

@@ -12,12 +12,12 @@ import zmq
 
 from common.errors import (
     DeadlineExceeded,
-    InternalError,
     NodeLost,
     Overloaded,
     RequestError,
     TransferFailed,
 )
+from common.grammar.no_token import no_token
 from common.grammar.token_rules import constraint_of
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
@@ -270,7 +270,7 @@ class PrefillNode:
             try:
                 ready = self._images.claim(request.room)
             except RequestError as error:
-                self._end(request, error.code, str(error))
+                self._fail(request, error)
             else:
                 if ready:
                     self.queues.arrived(request)
@@ -280,7 +280,7 @@ class PrefillNode:
             if error is None:
                 self.queues.compiled(request)
             else:
-                self._end(request, error.code, str(error))
+                self._fail(request, error)
 
     def _lease(self, request: PrefillRequest) -> PageLease | None:
         """Return pages and a state slot for a prompt, or None if there is not enough room.
@@ -306,14 +306,15 @@ class PrefillNode:
         now = self._clock()
         request.mark("prefill_end", now)
         if token is None:
-            self._end(request, InternalError.code, request.no_token)
+            vocab_size = self._limits.vocab_size
+            self._fail(request, no_token(request.sampling, request.emitted, request.matcher, vocab_size))
             return
         request.lease.commit(self._space.keys(request.contents))
         self._report.generated_tokens += 1
         self._events.add("first_token", request.room, id=token.id)
         reason = request.draws(token.id)
         if request.failure is not None:
-            self._end(request, request.failure.code, str(request.failure))
+            self._fail(request, request.failure)
             return
         self._link.send(
             FirstToken(
@@ -372,6 +373,10 @@ class PrefillNode:
         if tell_router:
             self._link.send(Failed(room=request.room, code=code, message=reason))
         self._release_if_settled(request)
+
+    def _fail(self, request: PrefillRequest, error: RequestError) -> None:
+        self._end(request, error.code, str(error), tell_router=False)
+        self._link.send(Failed.of(request.room, error))
 
     def _stop(self, request: PrefillRequest) -> None:
         """Exclude a request from further plans."""

@@ -103,16 +103,6 @@ class PrefillRequest:
         """Why the matcher of its grammar cannot go on, which ends the request."""
         return None if self.matcher is None else self.matcher.failure
 
-    @property
-    def no_token(self) -> str:
-        """Explains a draw without a result."""
-        if self.matcher is None:
-            return "the model produced non-finite logits"
-        return (
-            "no token could be drawn: logit_bias or min_tokens leaves none of those that the grammar, "
-            "allowed_token_ids and bad_words allow, or the model produced non-finite logits"
-        )
-
     def complete_pages(self, computed: int, page_size: int) -> int:
         """Return how many leading logical pages no later forward writes once `computed` tokens are computed.
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from common.messages.generation import TokenRules
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
 from decode_node.grammar_masks import SLOWEST_MASK
+from tests.fakes.drafters import ngram
 from tests.fakes.node_cluster import Call, MakeStep, NodeCluster, Shape, autoregressive, with_forced_tokens
 from tests.fakes.sampling_cases import EVERYTHING
 from tests.fakes.scenarios import SAMPLED, expect_reference, lose_decode, prompt_of
@@ -107,8 +109,25 @@ def test_a_grammar_without_an_allowed_token_ends_its_request_only() -> None:
         cluster.run()
         expect_reference(*others)
         assert broken.error is not None
-        assert broken.error.code == "internal_error"
-        assert "logit_bias or min_tokens" in broken.error.message
+        assert (broken.error.code, broken.error.param) == ("invalid_value", "logit_bias")
+        assert "logit_bias and the grammar together forbid all" in broken.error.message
+        cluster.settle()
+
+
+@pytest.mark.parametrize("step", [autoregressive, with_forced_tokens, ngram(3)])
+def test_rules_that_leave_no_token_in_the_middle_of_an_answer_are_the_clients_mistake(step: MakeStep) -> None:
+    """Token 5 may not follow itself, and token 7 would end the answer before `min_tokens`."""
+    stuck: dict[str, Any] = {"min_tokens": 9, "stop_token_ids": (7,)}
+    with NodeCluster(Shape(step=step)) as cluster:
+        broken = cluster.submit(prompt_of(9), 20, token_rules=TokenRules((5, 7), ((5, 5),)), **stuck)
+        free = cluster.submit(prompt_of(9), 20, token_rules=TokenRules((5, 7)), **stuck)
+        cluster.run()
+        expect_reference(free)
+        assert free.finish is not None
+        assert broken.ids == [5]
+        assert broken.error is not None
+        assert (broken.error.code, broken.error.param) == ("invalid_value", "allowed_token_ids")
+        assert "allowed_token_ids, bad_words and min_tokens together" in broken.error.message
         cluster.settle()
 
 

@@ -7,9 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from common.errors import InvalidRequest
+from common.errors import InternalError, InvalidRequest
 from common.grammar import mask_width
 from common.grammar.grammars import NO_GRAMMARS
+from common.grammar.no_token import no_token
 from common.grammar.token_rules import RuleFollower, constraint_of
 from common.messages.generation import SamplingParams, TokenRules
 from tests.fakes.tiny_grammar import GRAMMARS, VOCAB, matcher, tiny_compiler
@@ -99,3 +100,15 @@ def test_a_request_ends_if_no_token_is_left(tree: bool) -> None:
     assert isinstance(follower.failure, InvalidRequest)
     assert follower.failure.param == "bad_words"
     assert bits(masks, 0) == set(range(VOCAB)), "a failed follower allows every token"
+
+
+def test_a_draw_without_a_result_is_a_defect_if_tokens_were_left() -> None:
+    """`min_tokens` withholds a token only while the answer is shorter."""
+    params = SamplingParams(
+        max_tokens=4, token_rules=TokenRules((5,)), min_tokens=2, stop_token_ids=(5,), logit_bias=((4, 1.0),)
+    )
+    follower = RuleFollower(TokenRules((5,)), None, VOCAB)
+    early, late = (no_token(params, said, follower, VOCAB) for said in (1, 2))
+    assert isinstance(early, InvalidRequest)
+    assert isinstance(late, InternalError)
+    assert isinstance(no_token(SamplingParams(max_tokens=4), 0, None, VOCAB), InternalError)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from common.messages.generation import TokenRules
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
@@ -114,4 +115,16 @@ def test_no_token_is_left() -> None:
         call = cluster.submit(prompt_of(9), 20, grammar=STRICT[0], logit_bias=bias, legs="p")
         cluster.run()
         assert call.error is not None
-        assert "logit_bias or min_tokens" in call.error.message
+        assert (call.error.code, call.error.param) == ("invalid_value", "logit_bias")
+        assert "logit_bias and the grammar together forbid all" in call.error.message
+
+
+def test_a_first_token_that_may_not_end_the_answer_yet() -> None:
+    with NodeCluster(Shape()) as cluster:
+        call = cluster.submit(
+            prompt_of(9), 20, token_rules=TokenRules((7,)), min_tokens=1, stop_token_ids=(7,), legs="p"
+        )
+        cluster.run()
+        assert call.error is not None
+        assert (call.error.code, call.error.param) == ("invalid_value", "allowed_token_ids")
+        assert "allowed_token_ids and min_tokens together forbid all" in call.error.message
