@@ -9,7 +9,6 @@ from common.engine.forward.rotary_places import RotaryPlaces
 from common.engine.graphs import node_graphs
 from common.engine.state.draft_row import DraftShape
 from common.engine.state.relay_state import RelayState
-from common.engine.state.state_rows import WindowShape
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.kv_cache.page_space import PageSpace
 from common.node.overlap import Completion
@@ -34,18 +33,7 @@ class Computation:
     completion: Callable[[], Completion]
     rotary: RotaryPlaces
     draft: DraftShape  # what travels with a request
-    window: WindowShape  # of the newest tokens, kept per row
     lane: HostLane | None = None  # copies pages of retracted requests; None: the usual one of the device
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page in all pools."""
-        return sum(pool.page_bytes for pool in self.forwards.pools)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes that one request keeps outside of pages."""
-        return self.forwards.pools[0].state_bytes + self.window.nbytes(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +74,7 @@ def assemble(
     """
     parts, forwards, steps = computation, computation.forwards, computation.forwards.steps
     rows, worker = BatchRows(limits.max_running), device_worker(computation, observation.clock)
-    retraction = Retraction(space, rows, parts.rotary, parts.page_bytes, backup_bytes, parts.state_bytes)
+    retraction = Retraction(space, rows, parts.rotary, backup_bytes, worker.backups.size_of)
     rules = replace(steps.rules, hidden_states=limits.hidden_states)
     node = DecodeNode(
         incarnation,

@@ -35,6 +35,11 @@ class Backup:
             yield from part
 
 
+def allocated(nbytes: int, pinned: bool) -> int:
+    """Return the memory that a tensor takes: torch rounds blocks of pinned memory up to powers of two."""
+    return 1 << (nbytes - 1).bit_length() if pinned and nbytes else nbytes
+
+
 class _Copying(NamedTuple):
     """A save that has not ended."""
 
@@ -58,6 +63,7 @@ class Backups:
         """`pools` share page ids: the target's first, then the draft's if there is one. Only targets keep state."""
         self._pools = tuple(pools)
         self._relay = relay
+        self._pinned = self._pools[0].device.type == "cuda"
         self._lane = lane
         self._clock = clock
         self._kept: dict[int, Backup] = {}
@@ -66,7 +72,16 @@ class Backups:
     @property
     def nbytes(self) -> int:
         """Host memory of all backups, in bytes."""
-        return sum(tensor.nbytes for each in self._kept.values() for tensor in each.tensors())
+        tensors = (tensor for each in self._kept.values() for tensor in each.tensors())
+        return sum(allocated(tensor.nbytes, self._pinned) for tensor in tensors)
+
+    def size_of(self, num_pages: int) -> int:
+        """Return the host memory that a backup of so many pages takes, in bytes."""
+        parts = [num_pages * each for pool in self._pools for each in pool.page_copies]
+        parts += self._relay.draft_copies
+        if self._relay.state is not None:
+            parts += [*self._pools[0].state_copies, *self._relay.state.row_copies]
+        return sum(allocated(each, self._pinned) for each in parts)
 
     def save(self, save: Save) -> None:
         """Start to copy to host memory, which is pinned on a GPU, with no separate limit."""

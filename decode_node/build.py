@@ -138,7 +138,6 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         sizes.completion(device),
         rotary_places(served.config.rope),
         carried,
-        served.window,
     )
     bounds = DecodeLimits(
         max_running=section.max_running,

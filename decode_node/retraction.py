@@ -5,7 +5,7 @@ The copies themselves are moves of a plan (step_plan.py); host memory for them i
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 from common.engine.forward.rotary_places import RotaryPlaces
@@ -31,22 +31,15 @@ class Retraction:
         space: PageSpace,
         rows: BatchRows,
         rotary: RotaryPlaces,
-        page_bytes: int,
         max_bytes: int,
-        state_bytes: int = 0,
+        size_of: Callable[[int], int],
     ) -> None:
-        """Create it without backups.
-
-        Args:
-            page_bytes: one page in all pools, the target's and the draft's.
-            state_bytes: size of a request's state in addition to its pages and its row's text.
-        """
+        """`size_of` returns the host memory of a backup of so many pages, in bytes."""
         self._space = space
         self._rows = rows
         self._rotary = rotary
-        self._page_bytes = page_bytes
         self._max_bytes = max_bytes
-        self._state_bytes = state_bytes
+        self._size_of = size_of
         self._used = 0
         self._leaving: list[_Leaving] = []  # saved by the next plan
         self._saving: dict[int, list[_Leaving]] = {}  # generation of an unread plan -> saved by it
@@ -68,7 +61,7 @@ class Retraction:
         assert request.in_flight == 0
         assert request.lease is not None
         pages = request.lease.pages[: self._space.pages_for(request.seq_len)]
-        size = len(pages) * self._page_bytes + self._state_bytes
+        size = self._size_of(len(pages))
         kept = self._used + size <= self._max_bytes
         # At resume the prefix cache still has the pages unless other requests needed them.
         request.lease.commit(self._space.keys(request.computed()))

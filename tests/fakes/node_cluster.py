@@ -696,7 +696,6 @@ class NodeCluster:
             shape.completion,
             rotary_places(shape.model.rope),
             served.draft_shape,
-            served.window,
             shape.lane,
         )
         limits = DecodeLimits(

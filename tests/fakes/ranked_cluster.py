@@ -265,9 +265,7 @@ class RankedCluster(NodeCluster):
         sizes = step_sizes(self._resolved.cluster, False)
         forwards = step_forwards(sizes, served, relay, allocate, self.make_steps)
         rotary = rotary_places(config.rope)
-        parts = decode_node.assemble.Computation(
-            forwards, relay, Immediate, rotary, served.draft_shape, served.window
-        )
+        parts = decode_node.assemble.Computation(forwards, relay, Immediate, rotary, served.draft_shape)
         return decode_node.assemble.device_worker(parts, self.clock)
 
     def wrap_prompt_worker(self, worker: prefill_node.step_result.Worker) -> prefill_node.step_result.Worker:

@@ -87,6 +87,11 @@ class KvPool:
                 target.copy_(plane.index_select(0, index), non_blocking=True)
         return copies
 
+    @property
+    def page_copies(self) -> list[int]:
+        """Bytes per page of each tensor that `copy_pages_out` returns."""
+        return [sum(plane[0].nbytes for plane in group) for group in self._groups]
+
     def copy_pages_in(self, pages: Sequence[int], backup: Sequence[Tensor]) -> None:
         """Write the result of `copy_pages_out` into `pages`, which may differ from the pages it came from.
 
@@ -108,6 +113,11 @@ class KvPool:
         On a GPU it is readable once the stream reaches this point.
         """
         return [copy_on_host(plane[slot]) for plane in self._state]
+
+    @property
+    def state_copies(self) -> list[int]:
+        """Bytes of each tensor that `copy_state_out` returns."""
+        return [plane[0].nbytes for plane in self._state]
 
     def copy_state_in(self, slot: int, backup: Sequence[Tensor]) -> None:
         """Write what `copy_state_out` returned into `slot`, which may be another slot than it came from."""

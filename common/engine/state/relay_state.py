@@ -148,6 +148,11 @@ class RelayState:
         """Copy the draft's part of a row to the host; on a GPU it is readable once the stream reaches this point."""
         return [copy_on_host(part[row]) for part in (self.draft_p, self.draft_ids, self.draft_hidden)]
 
+    @property
+    def draft_copies(self) -> list[int]:
+        """Bytes of each tensor that `copy_draft_out` returns."""
+        return [part[0].nbytes for part in (self.draft_p, self.draft_ids, self.draft_hidden)]
+
     def copy_draft_in(self, row: int, backup: Sequence[torch.Tensor]) -> None:
         """Write what `copy_draft_out` returned into a row."""
         for part, source in zip((self.draft_p, self.draft_ids, self.draft_hidden), backup, strict=True):

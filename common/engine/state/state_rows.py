@@ -69,6 +69,11 @@ class StateRows:
         """
         return [copy_on_host(part[row]) for part in (self.held, *self.windows.values())]
 
+    @property
+    def row_copies(self) -> list[int]:
+        """Bytes of each tensor that `copy_row_out` returns."""
+        return [part[0].nbytes for part in (self.held, *self.windows.values())]
+
     def copy_row_in(self, row: int, backup: list[Tensor]) -> None:
         """Write what `copy_row_out` returned into a row whose slot is set."""
         for part, source in zip([self.held, *self.windows.values()], backup, strict=True):

@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 
 from common.errors import InternalError
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
-from decode_node.backups import SAVE_SECONDS, Backups
+from decode_node.backups import SAVE_SECONDS, Backups, allocated
 from decode_node.request import DecodeRequest
 from decode_node.step_plan import Load, Save
 from tests.fakes.late_lane import LateLane
@@ -101,6 +102,23 @@ def test_a_copy_that_never_ends_is_an_error() -> None:
         with pytest.raises(InternalError, match=f"request {victim.room} .* does not make progress; restart"):
             cluster.turn_one(cluster.decode)
         lane.finish()
+
+
+@pytest.mark.parametrize(("nbytes", "pinned"), [(0, 0), (1, 1), (8, 8), (9, 16), (5 << 20, 8 << 20)])
+def test_pinned_memory_counts_as_torch_rounds_it(nbytes: int, pinned: int) -> None:
+    assert (allocated(nbytes, pinned=True), allocated(nbytes, pinned=False)) == (pinned, nbytes)
+
+
+def test_a_backup_counts_each_of_its_pinned_blocks_rounded() -> None:
+    with NodeCluster(SMALL) as cluster:
+        pool, relay = cluster.decode.pool, cluster.decode.relay
+        pageable = Backups([pool], relay, LateLane())
+        assert pageable.size_of(3) == 3 * pool.page_bytes
+        pool.device = torch.device("cuda")
+        pinned = Backups([pool], relay, LateLane())
+        assert [pinned.size_of(pages) for pages in (1, 3, 4, 5)] == [
+            pages * pool.page_bytes for pages in (1, 4, 4, 8)
+        ]
 
 
 def test_a_load_of_the_same_plan_follows_the_save() -> None:

@@ -259,7 +259,7 @@ def test_backups_stay_within_their_memory() -> None:
 def test_a_row_has_the_rotary_delta_of_its_images_after_hand_over_and_resume() -> None:
     """Row C3: images make rotary positions differ from sequence indices; only the relay row has the difference."""
     space, rows = PageSpace(4, 9, NoPrefixCache()), BatchRows(2)
-    retraction = Retraction(space, rows, ImageAxes(), 1, 9)
+    retraction = Retraction(space, rows, ImageAxes(), 9, lambda pages: pages)
     request = DecodeRequest(
         room=1,
         request_id="r",
