@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 from PIL import Image
 
+from common.checkpoint.model_config import ModelConfig
 from tests.cluster.harness import ROOT, Client, RunningCluster
 
 CLUSTERS = ROOT / "deploy" / "clusters"
@@ -62,11 +63,12 @@ def cluster_files() -> dict[str, dict[str, Any]]:
     return found
 
 
-def prompts() -> list[list[int] | str]:
-    """Return prompts: 1 to 300 random token ids, and text."""
+def prompts(vocab_size: int) -> list[list[int] | str]:
+    """Return prompts: 1 to 300 random token ids, and text. Models with at least 700 tokens get the same ids."""
     rng = random.Random(5)
     lengths = (1, 2, 7, 16, 33, 64, 129, 300)
-    return [[rng.randrange(3, 700) for _ in range(length)] for length in lengths] + [QUESTION, QUESTION * 5]
+    ids = [[rng.randrange(3, 700) % vocab_size for _ in range(length)] for length in lengths]
+    return [*ids, QUESTION, QUESTION * 5]
 
 
 def picture() -> str:
@@ -78,10 +80,10 @@ def picture() -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-async def answers(client: Client, vision: bool) -> dict[str, Any]:
+async def answers(client: Client, vocab_size: int, vision: bool) -> dict[str, Any]:
     """Send one request at a time and return the answers: greedy, seeded, and about a picture if the model sees."""
     found: dict[str, Any] = {}
-    for index, prompt in enumerate(prompts()):
+    for index, prompt in enumerate(prompts(vocab_size)):
         for name, fields in (("greedy", dict[str, Any]()), ("seeded", SEEDED)):
             body: dict[str, Any] = {
                 "model": "baseline",
@@ -91,7 +93,7 @@ async def answers(client: Client, vision: bool) -> dict[str, Any]:
                 "logprobs": 2,
             }
             body |= {"ignore_eos": True, "skip_special_tokens": False, **fields}
-            async with client.session.post("/v1/completions", json=body) as response:
+            async with client.session.post("/v1/completions", json=body, raise_for_status=True) as response:
                 answer = await response.json()
             chosen = answer["choices"][0]["logprobs"]
             found[f"{name} {index}"] = [chosen["tokens"], chosen["token_logprobs"]]
@@ -102,7 +104,7 @@ async def answers(client: Client, vision: bool) -> dict[str, Any]:
         ]
         body = {"model": "baseline", "messages": [{"role": "user", "content": parts}], "temperature": 0}
         async with client.session.post(
-            "/v1/chat/completions", json=body | {"max_tokens": TOKENS}
+            "/v1/chat/completions", json=body | {"max_tokens": TOKENS}, raise_for_status=True
         ) as response:
             answer = await response.json()
         found["picture"] = answer["choices"][0]["message"]["content"]
@@ -125,12 +127,13 @@ async def record(sections: dict[str, Any]) -> dict[str, Any]:
     for role in ("prefill", "decode"):
         rest.get(role, {}).pop("nodes", None)
     vision = "vision" in sections["model"]["path"]
+    vocab_size = ModelConfig.load(Path(sections["model"]["path"])).vocab_size
     with tempfile.TemporaryDirectory() as directory:
         async with (
             RunningCluster(Path(directory), prefill, decode, rest) as cluster,
             Client(cluster.url) as client,
         ):
-            found = await answers(client, vision)
+            found = await answers(client, vocab_size, vision)
             async with cluster.operator() as operator:
                 await operator.wait_idle()
                 nodes = (await operator.info())["nodes"]
