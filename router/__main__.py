@@ -11,7 +11,7 @@ from common.config import Resolved
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.process import ClusterOption, SetOption, StatusOption, run_command, run_process
-from router.app import build
+from router.build import build
 from router.collector import collect_when_idle, prepare_heap
 
 
@@ -26,7 +26,7 @@ async def _serve(resolved: Resolved, reporter: StartupReporter, log: Log) -> Non
         loop.add_signal_handler(signal.SIGHUP, app.http.reload)
     await app.start()
     prepare_heap()
-    collector = loop.create_task(collect_when_idle(lambda: app.http.connections, lambda: app.openai.active))
+    collector = loop.create_task(collect_when_idle(lambda: app.http.connections, lambda: app.active))
     reporter.report("ready")
     await stop.wait()
     collector.cancel()

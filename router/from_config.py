@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from aiohttp import web
-
 from common.api_key import ApiKey
 from common.config import Resolved
 from common.config.admin_listener import admin_listeners
@@ -18,7 +16,7 @@ from common.config.http_exposure import is_loopback
 from common.config.run_directory import peer_address
 from common.config.schema import DecodeSection, Model, PrefillSection
 from common.observability.logs import Log
-from router.auth import Entrance, Gate, KeyGate, OpenGate, OwnerGate
+from router.auth import Gate, KeyGate, OpenGate
 from router.auth_keys import KeyFile, KeyRing
 from router.auth_limits import Quotas
 from router.auth_origin import Cors, HostRule
@@ -27,14 +25,10 @@ from router.chat.call_formats import CALL_FORMATS
 from router.client import View
 from router.connections import ConnectionLimit
 from router.hidden_states import StateLimit
-from router.http_errors import error_middleware
-from router.http_listeners import HttpListeners
-from router.http_server import http_runner
+from router.http_listeners import HttpPlan, TcpEntry
 from router.listeners import TlsFiles
 from router.registration import ExpectedNode, RegistrationRules
 from router.tokenizer import Tokenizer
-
-_AddRoutes = Callable[[web.Application], None]
 
 
 def registration_rules(resolved: Resolved, max_model_len: int, vocab_size: int) -> RegistrationRules:
@@ -65,36 +59,20 @@ def registration_rules(resolved: Resolved, max_model_len: int, vocab_size: int) 
     return RegistrationRules(nodes, page_size, max_model_len, vocab_size)
 
 
-def http_listeners(
-    resolved: Resolved,
-    body_bytes: int,
-    add_routes: _AddRoutes,
-    add_admin_routes: _AddRoutes,
-    now: Callable[[], float],
-    log: Log,
-) -> HttpListeners:
-    """`now` returns Unix seconds. Raises ConfigError for unusable keys and certificates."""
+def http_plan(resolved: Resolved, body_bytes: int, now: Callable[[], float], log: Log) -> HttpPlan:
+    """Return where the router listens and whom it admits. Raises ConfigError for unusable keys and certificates.
+
+    Args:
+        body_bytes: the largest accepted body.
+        now: returns Unix seconds.
+    """
     cluster = resolved.cluster
     router, security = cluster.router, cluster.security
     places = admin_listeners(resolved)
     cors = Cors(router.cors_origins)
-
-    def listener(
-        gate: Gate, rules: Cors, connections: ConnectionLimit | None, *routes: _AddRoutes
-    ) -> web.AppRunner:
-        entrance = Entrance(gate, rules, log, time.monotonic)
-        app = web.Application(
-            client_max_size=body_bytes, middlewares=[error_middleware(log), entrance.middleware]
-        )
-        app.on_response_prepare.append(entrance.add_headers)
-        for add in routes:
-            add(app)
-        return http_runner(app, connections)
-
     gate: Gate
-    admin: web.AppRunner | None = None
+    admin: TcpEntry | None = None
     keys: KeyFile | None = None
-    limit = ConnectionLimit(router.max_connections_per_client, router.max_connections)
     path = resolved.api_keys_path
     if path is None:
         view = View.CLUSTER if is_loopback(router.host) else View.SERVICE
@@ -112,19 +90,15 @@ def http_listeners(
         gate = KeyGate(ring, quotas, None, security.share_prefix_cache, security.open_metrics)
         if places.address is not None:
             admin_gate = KeyGate(ring, quotas, "admin", security.share_prefix_cache, open_metrics=False)
-            admin = listener(admin_gate, Cors(()), limit, add_routes, add_admin_routes)
+            admin = TcpEntry(places.address, "router.admin", admin_gate, Cors(()))
     tls = TlsFiles(*resolved.tls_paths) if resolved.tls_paths is not None else None
-    return HttpListeners(
-        log,
-        listener(gate, cors, limit, add_routes),
-        (router.host, router.port),
-        listener(OwnerGate(), Cors(()), None, add_routes, add_admin_routes),
+    return HttpPlan(
+        TcpEntry((router.host, router.port), "router.port", gate, cors, tls),
         admin,
-        places.address,
         places.socket,
-        tls,
         keys,
-        limit,
+        ConnectionLimit(router.max_connections_per_client, router.max_connections),
+        body_bytes,
     )
 
 

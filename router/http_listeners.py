@@ -7,7 +7,7 @@ import errno
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -17,53 +17,88 @@ from aiohttp import web
 from common.errors import ConfigError
 from common.observability.logs import Log
 from router.accepting import Acceptor, listening_sockets
+from router.auth import Entrance, Gate, OwnerGate
 from router.auth_keys import KeyFile
+from router.auth_origin import Cors
 from router.connections import ConnectionLimit
+from router.http_errors import error_middleware
+from router.http_server import http_runner
 from router.listeners import BACKLOG, TlsFiles, owner_socket
+
+AddRoutes = Callable[[web.Application], None]
 
 BIND_SECONDS = 5.0  # how long to retry a port in use: the previous router may still be shutting down
 HANDSHAKE_SECONDS = 10.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class TcpEntry:
+    """A TCP address for clients, and whom it admits."""
+
+    address: tuple[str, int]  # host and port
+    key: str  # the config key of the port, for errors
+    gate: Gate
+    cors: Cors
+    tls: TlsFiles | None = None  # None: plain HTTP
+
+
+@dataclass(frozen=True, slots=True)
+class HttpPlan:
+    """Where the router listens for clients and operators, and whom it admits there."""
+
+    public: TcpEntry  # serves the API
+    admin: TcpEntry | None  # the port of `router.admin: http://...`
+    admin_socket: Path
+    keys: KeyFile | None
+    limit: ConnectionLimit  # of all listeners but the admin socket
+    body_bytes: int  # the largest accepted body
+
+
 class HttpListeners:
     """All HTTP listeners. `public` serves the API; the others are for operators."""
 
-    log: Log
-    public: web.AppRunner
-    address: tuple[str, int]  # of the API
-    owner: web.AppRunner  # serves the admin socket
-    admin: web.AppRunner | None  # serves the port of `router.admin: http://...`
-    admin_address: tuple[str, int] | None
-    admin_socket: Path
-    tls: TlsFiles | None
-    keys: KeyFile | None
-    limit: ConnectionLimit  # of all listeners but the admin socket
-    watcher: asyncio.Task[None] | None = None
-    bound: bool = False  # this router created the admin socket
+    def __init__(self, plan: HttpPlan, add_routes: AddRoutes, add_admin_routes: AddRoutes, log: Log) -> None:
+        """`add_admin_routes` adds what only operators may do."""
+        self.plan = plan
+        self.log = log
+        most, limit = plan.body_bytes, plan.limit
+        operators = (add_routes, add_admin_routes)
+        self.public = http_runner(
+            application(plan.public.gate, plan.public.cors, most, log, add_routes), limit
+        )
+        self.owner = http_runner(application(OwnerGate(), Cors(()), most, log, *operators))
+        self.admin: web.AppRunner | None = None
+        if plan.admin is not None:
+            self.admin = http_runner(
+                application(plan.admin.gate, plan.admin.cors, most, log, *operators), limit
+            )
+        self._watcher: asyncio.Task[None] | None = None
+        self._bound = False  # this router created the admin socket
 
     async def start(self) -> None:
         """Open all listeners. Raises ConfigError if an address cannot be bound."""
+        plan = self.plan
         await self.owner.setup()
-        listener = owner_socket(self.admin_socket)
-        self.bound = True
+        listener = owner_socket(plan.admin_socket)
+        self._bound = True
         listener.listen(BACKLOG)
         await _Site(self.owner, [listener], self.log, None, None).start()
-        if self.admin is not None and self.admin_address is not None:
-            await self._listen(self.admin, *self.admin_address, "router.admin", None)
-        await self._listen(self.public, *self.address, "router.port", self.tls)
-        if self.keys is not None:
-            self.watcher = asyncio.create_task(self.keys.watch())
+        if self.admin is not None and plan.admin is not None:
+            await self._listen(self.admin, plan.admin)
+        await self._listen(self.public, plan.public)
+        if plan.keys is not None:
+            self._watcher = asyncio.create_task(plan.keys.watch())
 
     def reload(self) -> None:
         """Read the API keys and the TLS files again, on SIGHUP. Invalid files change nothing."""
-        if self.keys is None and self.tls is None:
+        keys, tls = self.plan.keys, self.plan.public.tls
+        if keys is None and tls is None:
             self.log.info("nothing to reload: this cluster has neither security.api_keys nor router.tls")
-        if self.keys is not None:
-            self.keys.ask()
-        if self.tls is not None:
+        if keys is not None:
+            keys.ask()
+        if tls is not None:
             try:
-                self.tls.load()
+                tls.load()
                 self.log.info("read the TLS files again")
             except ConfigError as error:
                 self.log.error(
@@ -82,16 +117,15 @@ class HttpListeners:
 
     async def close(self) -> None:
         """Close all listeners. Answers in progress get SHUTDOWN_SECONDS to finish; then they are cancelled."""
-        if self.watcher is not None:
-            self.watcher.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
         await asyncio.gather(*(runner.cleanup() for runner in self._runners))
-        if self.bound:  # otherwise it belongs to another router
-            self.admin_socket.unlink(missing_ok=True)
+        if self._bound:  # otherwise it belongs to another router
+            self.plan.admin_socket.unlink(missing_ok=True)
 
-    async def _listen(
-        self, runner: web.AppRunner, host: str, port: int, key: str, tls: TlsFiles | None
-    ) -> None:
-        """Serve `runner` at host:port. Raises ConfigError, which names `key`, the config key of the port."""
+    async def _listen(self, runner: web.AppRunner, entry: TcpEntry) -> None:
+        """Serve `runner` at an address. Raises ConfigError, which names the config key of the port."""
+        (host, port), tls = entry.address, entry.tls
         await runner.setup()
         deadline = time.monotonic() + BIND_SECONDS
         while True:
@@ -100,9 +134,22 @@ class HttpListeners:
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                    raise _cannot_bind(host, port, key, error) from error
+                    raise _cannot_bind(host, port, entry.key, error) from error
             await asyncio.sleep(0.1)
-        await _Site(runner, sockets, self.log, tls.context if tls is not None else None, self.limit).start()
+        context = tls.context if tls is not None else None
+        await _Site(runner, sockets, self.log, context, self.plan.limit).start()
+
+
+def application(gate: Gate, cors: Cors, body_bytes: int, log: Log, *routes: AddRoutes) -> web.Application:
+    """Return the application of one listener. `body_bytes`: the largest accepted body."""
+    entrance = Entrance(gate, cors, log, time.monotonic)
+    app = web.Application(
+        client_max_size=body_bytes, middlewares=[error_middleware(log), entrance.middleware]
+    )
+    app.on_response_prepare.append(entrance.add_headers)
+    for add in routes:
+        add(app)
+    return app
 
 
 class _Site(web.BaseSite):

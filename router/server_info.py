@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from router.availability import Availability
 from router.client import View
+from router.core import Core
 from router.node_health import Condition
 from router.node_registry import Node
 from router.openai_schema import ChatRequest, CompletionRequest, honoured
@@ -17,6 +19,34 @@ PARAMETERS = {
     "/v1/chat/completions": honoured(ChatRequest),
     "/v1/completions": honoured(CompletionRequest),
 }
+
+
+class ServerInfo:
+    """Answers /server_info. `config`: every key of the configuration with its value and origin."""
+
+    def __init__(
+        self, core: Core, availability: Availability, config: Mapping[str, Any], incarnation: str
+    ) -> None:
+        self._core = core
+        self._availability = availability
+        self._config = config
+        self._incarnation = incarnation
+
+    def __call__(self, view: View) -> dict[str, Any]:
+        served, core = self._availability.served(), self._core
+        info = of_service(served, self._availability.not_ready() is None, core.registry)
+        if view >= View.CLUSTER:
+            info |= {
+                "model_path": served.path,
+                "missing_nodes": self._availability.missing_nodes(),
+                "active_requests": core.dispatcher.active,
+                "refused_messages": core.control.refused_messages,
+                "config": self._config,
+                **of_nodes(core.dispatcher.health.conditions(core.registry), view),
+            }
+        if view >= View.OPERATOR:
+            info["incarnation"] = self._incarnation
+        return info
 
 
 def of_service(model: ServedModel, ready: bool, nodes: Iterable[Node]) -> dict[str, Any]:

@@ -375,7 +375,7 @@ def test_wall_clock_time_is_only_shown_to_people() -> None:
     """The wall clock jumps, so deadlines use the monotonic clock. These places show wall-clock time to a person."""
     shown = {
         "common/node/router_link.py",  # the time of a node's load report
-        "router/app.py",  # `created` of the model
+        "router/build.py",  # `created` of the model
         "router/apis/responses_answer.py",
         "router/openai_routes.py",  # `created` of an answer
         "router/template_sandbox.py",  # the date that chat templates may print
@@ -408,7 +408,7 @@ def test_top_level_folders() -> None:
 def test_only_build_and_main_see_the_config() -> None:
     """Each process has one composition root: no other module reads a config object."""
     allowed = re.compile(
-        r"^(common/config/|deploy/|[a-z_]+/(build|__main__|app|from_config)\.py$"
+        r"^(common/config/|deploy/|[a-z_]+/(build|__main__|from_config)\.py$"
         r"|kv_transfer/transport/[a-z_]+/kind\.py$"  # declares the transport's own keys
         r"|common/(process|ipc/from_config)\.py$)"
     )

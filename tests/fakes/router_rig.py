@@ -1,4 +1,4 @@
-"""The router's core without HTTP, composed as in router/app.py, with fake nodes on a real ipc socket."""
+"""The router's core without HTTP, with fake nodes on a real ipc socket."""
 
 from __future__ import annotations
 
@@ -21,16 +21,12 @@ from common.messages.node_inbox import Registered
 from common.messages.prefill_inbox import Prefill
 from common.observability.logs import Log
 from router.answer_states import AnswerStates
-from router.control_plane import ControlPlane
+from router.core import Send, assemble_core
 from router.dispatch_limits import DispatchLimits
-from router.dispatcher import Dispatcher
 from router.generation import Batch, GenerationRequest, TokenDelta
-from router.metrics import RouterMetrics
-from router.node_health import NodeHealth
-from router.node_registry import Node, NodeRegistry
-from router.placement import RoundRobin
+from router.parts import ControlLink, Dispatching, NodeRules, Observation
+from router.placement import PlacementPolicy, RoundRobin
 from router.registration import ExpectedNode, RegistrationRules
-from router.return_watch import ReturnWatch
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import PEER_ADDRESS, FakeNode
 from tests.fakes.waiting import PATIENCE
@@ -50,31 +46,18 @@ class RouterRig:
         self.directory = tempfile.mkdtemp(prefix="tandem-test-")
         # the cluster file, which grows with the nodes of the test
         self.expected: dict[str, ExpectedNode] = {}
-        self.control = ControlPlane(
-            context,
-            f"ipc://{self.directory}/control",
-            "router-incarnation",
-            Plain(),
-            self.log,
-            limits.pop("queued_bytes", QUEUED_BYTES),
+        self.rooms: set[int] = set()
+        # What the dispatcher sends through; a test may replace it.
+        self.send: Send
+        queued_bytes = limits.pop("queued_bytes", QUEUED_BYTES)
+        nodes = NodeRules(
             RegistrationRules(self.expected, page_size=16, max_model_len=4096, vocab_size=VOCAB_SIZE),
-        )
-        self.registry = NodeRegistry(
             FINGERPRINT,
-            3.0,
-            5.0,
-            clock,
-            self.log,
-            self._on_lost,
-            lambda: self.dispatcher.nodes_changed(),
-            ReturnWatch(limits.pop("configured", {}), limits.pop("return_window", 60.0), clock),
-        )
-        sweep = self.registry.sweep
-        # Real stalls of this process must not count: the registry uses the test's clock.
-        self.registry.sweep = lambda stalled=0.0: sweep()  # type: ignore[method-assign]
-        health = NodeHealth(limits.pop("slow_start", 0.0), clock)
-        self.metrics = RouterMetrics(
-            "tiny", lambda: self.registry, lambda: self.control.refused_messages, health.conditions
+            limits.pop("configured", {}),
+            node_timeout=3.0,
+            loop_timeout=5.0,
+            return_window=limits.pop("return_window", 60.0),
+            slow_start=limits.pop("slow_start", 0.0),
         )
         values = {
             "max_attempts": 3,
@@ -84,28 +67,32 @@ class RouterRig:
             "reserved_tokens": 0,  # because its nodes are small
             **limits,
         }
-        # What the dispatcher sends through; a test may replace it.
-        self.send: Callable[[str, Any], bool] = self.control.send
-        self.rooms: set[int] = set()
-        self.dispatcher = Dispatcher(
-            self.registry,
-            {"prefill": RoundRobin(), "decode": RoundRobin()},
-            self._send,
-            DispatchLimits(**values),
-            self.metrics,
-            self.log,
-            health,
+        policies: dict[Role, PlacementPolicy] = {"prefill": RoundRobin(), "decode": RoundRobin()}
+        core = assemble_core(
+            ControlLink(
+                context, f"ipc://{self.directory}/control", "router-incarnation", Plain(), queued_bytes
+            ),
+            nodes,
+            Dispatching(policies, DispatchLimits(**values), drain_timeout=0.0),
+            Observation(self.log, "tiny", clock=clock),
+            self._recording,
         )
+        self.control, self.registry = core.control, core.registry
+        self.dispatcher, self.metrics = core.dispatcher, core.metrics
+        sweep = self.registry.sweep
+        # Real stalls of this process must not count: the registry uses the test's clock.
+        self.registry.sweep = lambda stalled=0.0: sweep()  # type: ignore[method-assign]
         self.nodes: list[FakeNode] = []
-        self.control.start(self.registry, self.dispatcher)
+        core.start()
+
+    def _recording(self, send: Send) -> Send:
+        """Send through `self.send`, and note the rooms of messages."""
+        self.send = send
+        return self._send
 
     def _send(self, peer: str, message: msgspec.Struct) -> bool:
         self.rooms.add(getattr(message, "room", 0))
         return self.send(peer, message)
-
-    def _on_lost(self, node: Node, reason: str) -> None:
-        self.dispatcher.node_lost(node, reason)
-        self.control.announce_loss(node)
 
     def close(self) -> None:
         for node in self.nodes:

@@ -18,7 +18,7 @@ from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from decode_node import build as decode_build
 from prefill_node import build as prefill_build
-from router import app as router_app
+from router import build as router_build
 from tests.architecture.source_tree import ROOT
 
 MODELS = ROOT / "deploy" / "tiny_models"
@@ -123,7 +123,7 @@ def test_every_process_checks_before_it_loads(process: str, model: Path) -> None
     node = prefill_build.build if process == "prefill-0" else decode_build.build
     start: Callable[[], object] = partial(node, resolved, process, StartupReporter(None, log), log)
     if process == "router":
-        start = partial(router_app.build, resolved, log)
+        start = partial(router_build.build, resolved, log)
     with pytest.raises(ModelError, match=r"config\.json has the SHA-256 sum"):
         start()
 

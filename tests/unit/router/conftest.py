@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,32 +15,26 @@ from aiohttp import web
 
 from common.checkpoint.generation_config import DefaultSampling
 from common.observability.logs import Log
-from router.apis.generate_routes import GenerateRoutes
-from router.apis.messages_routes import MessagesRoutes
-from router.apis.responses_routes import ResponsesRoutes
-from router.auth import Entrance, Gate, OpenGate
+from router.api_routes import ApiRoutes
+from router.auth import Gate, OpenGate
 from router.auth_origin import Cors, HostRule
-from router.chat_prompts import ChatPrompts
 from router.chat_template import ChatTemplate
 from router.client import View
 from router.connections import ConnectionLimit
-from router.control_routes import ControlRoutes
 from router.field_rules import UnknownFields
 from router.generation import Generator
-from router.http_errors import error_middleware
+from router.http_listeners import application
 from router.http_server import http_runner
 from router.images import Images, NoImages
-from router.openai_routes import OpenAiRoutes
-from router.openapi.routes import OpenApiRoutes
+from router.parts import ApiParts
 from router.request_checks import ServedModel
 from router.running_requests import RunningRequests
 from router.spawner import Spawner
-from router.status_routes import VERSION, ClusterView, StatusRoutes
+from router.status_routes import ClusterView
 from router.text_service import TextService, Workers
 from router.text_work import TextWork
 from router.tokenizer import Tokenizer
 from router.tokenizer_info import tokenizer_info
-from router.tokenizer_routes import TokenizerRoutes
 from tests.fakes.text_workers import InProcess
 from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.scripted_generator import ScriptedGenerator
@@ -139,36 +132,26 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
     ) -> Rig:
         log = Log("test")
         open_gate = OpenGate(HostRule(("x",), Cors(())), View.CLUSTER, open_metrics=False)
-        entrance = Entrance(gate or open_gate, cors or Cors(()), log, time.monotonic)
-        app = web.Application(
-            client_max_size=MAX_BODY, middlewares=[error_middleware(log), entrance.middleware]
-        )
-        app.on_response_prepare.append(entrance.add_headers)
-        rig: Rig
-
-        def admit() -> ServedModel:
-            if rig.refusal is not None:
-                raise rig.refusal
-            return served
-
-        def add_controls(app: web.Application) -> None:
-            # `rig` is made last, because it has the address.
-            class Cluster:
-                active = property(lambda self: rig.active)
-                running = property(lambda self: rig.running)
-
-            ControlRoutes(Cluster(), lambda: rig.flush(), log).add_to(app)
-
         generator = ScriptedGenerator()
         work = workers or InProcess(TextWork(text, ChatTemplate(Path(served.path))))
         texts = TextService(work, text, UnknownFields(log, strict_fields))
-        answers = source or generator
-        routes = OpenAiRoutes(answers, text, texts, admit, images, max_requests, log, write_timeout)
-        routes.add_to(app)
-        GenerateRoutes(routes, texts, text).add_to(app)
-        ResponsesRoutes(routes, texts, served.name).add_to(app)
-        OpenApiRoutes(VERSION).add_to(app)
-        MessagesRoutes(routes, texts, ChatPrompts(texts, images), admit).add_to(app)
+        info = tokenizer_info(Path(served.path), None)
+        rig: Rig
+
+        # `rig` is made last, because it has the address.
+        class Models:
+            def served(self) -> ServedModel:
+                return served
+
+            def admitting(self) -> ServedModel:
+                if rig.refusal is not None:
+                    raise rig.refusal
+                return served
+
+        class Cluster:
+            active = property(lambda self: rig.active)
+            running = property(lambda self: rig.running)
+
         view = ClusterView(
             lambda: rig.ready,
             lambda: rig.missing,
@@ -176,9 +159,16 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             lambda: b"# HELP x y\n",
             lambda identity: {"request_id": identity, "client": "team-a"} if identity == "known" else None,
         )
-        StatusRoutes(view, lambda: served).add_to(app)
-        TokenizerRoutes(texts, lambda: served, tokenizer_info(Path(served.path), None)).add_to(app)
-        add_controls(app)
+        routes = ApiRoutes(
+            ApiParts(text, info, texts, images, max_requests, write_timeout),
+            Models(),
+            source or generator,
+            Cluster(),
+            lambda: rig.flush(),
+            view,
+            log,
+        )
+        app = application(gate or open_gate, cors or Cors(()), MAX_BODY, log, routes.add_to)
         runner = http_runner(app, limit)
         runners.append(runner)
         await runner.setup()

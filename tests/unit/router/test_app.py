@@ -21,7 +21,8 @@ from common.messages.generation import OutputToken
 from common.messages.node_inbox import Abort, Registered
 from common.messages.router_inbox import FirstToken
 from common.observability.logs import Log
-from router.app import RouterApp, build
+from router.app import RouterApp
+from router.build import build
 from router.text_jobs import Answer, Job
 from router.text_work import Payload
 from tests.fakes.fake_node import FakeNode
@@ -70,8 +71,8 @@ decode: {{nodes: [{{name: d0}}]}}
 async def test_without_nodes_and_while_draining(cluster: Path) -> None:
     app = build(load_cluster(cluster, []), Log("test"))
     await app.start()
-    app.control.refused_messages = 3  # test_control_plane.py tests the counting
-    host, port = app.runner.addresses[0][:2]
+    app.core.control.refused_messages = 3  # test_control_plane.py tests the counting
+    host, port = app.http.public.addresses[0][:2]
     body = {"messages": [{"role": "user", "content": "hi"}]}
     async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
         async with session.get("/health") as response:
@@ -101,7 +102,7 @@ async def test_without_nodes_and_while_draining(cluster: Path) -> None:
             assert reason.endswith(" s; expected back: p0")
         async with session.get("/metrics") as response:
             assert 'tandem_requests_refused_without_node_total{role="prefill"} 1.0' in await response.text()
-        app.draining = True
+        app.availability.draining = True
         async with session.post("/v1/chat/completions", json=body) as response:
             assert response.status == 503
             assert "shutting down" in (await response.json())["error"]["message"]
@@ -114,10 +115,10 @@ async def test_without_nodes_and_while_draining(cluster: Path) -> None:
 
 def node_of(context: zmq.Context[zmq.Socket[bytes]], app: RouterApp, name: str) -> FakeNode:
     """Make a node of the cluster file whose registration matches the file."""
-    expected = app.control.rules.nodes[name]
+    expected = app.core.control.rules.nodes[name]
     return FakeNode(
         context,
-        app.control.address,
+        app.core.control.address,
         expected.role,
         name,
         fingerprint=model_fingerprint(TINY),
@@ -132,7 +133,7 @@ async def test_missing_nodes_of_the_cluster_file_are_named(cluster: Path) -> Non
     nodes = ["prefill.nodes=[{name: p0}, {name: p1}]", "health.node_timeout=600"]
     app = build(load_cluster(cluster, nodes), Log("test"))
     await app.start()
-    host, port = app.runner.addresses[0][:2]
+    host, port = app.http.public.addresses[0][:2]
     context = zmq.Context[zmq.Socket[bytes]]()
     up = [
         node_of(context, app, "p1"),
@@ -154,7 +155,7 @@ async def test_missing_nodes_of_the_cluster_file_are_named(cluster: Path) -> Non
         async with session.get("/ready") as response:
             assert await response.json() == {"status": "ready"}
         last.beat(state="draining")
-        await eventually(lambda: app.missing_nodes() == missing)
+        await eventually(lambda: app.availability.missing_nodes() == missing)
     for node in (*up, last):
         node.close()
     context.term()
@@ -168,7 +169,7 @@ async def test_what_is_not_done_in_time_ends_with_an_error(
     monkeypatch.setattr("router.http_server.SHUTDOWN_SECONDS", PATIENCE)
     app = build(load_cluster(cluster, ["health.drain_timeout=0.2", "health.node_timeout=600"]), Log("test"))
     await app.start()
-    host, port = app.runner.addresses[0][:2]
+    host, port = app.http.public.addresses[0][:2]
     context = zmq.Context[zmq.Socket[bytes]]()
     prefill = node_of(context, app, "p0")
     decode = node_of(context, app, "d0")
@@ -201,17 +202,17 @@ async def test_a_request_whose_text_is_worked_on_is_finished_before_the_router_e
     drain = f"health.drain_timeout={PATIENCE}"
     app = build(load_cluster(cluster, [drain, "health.node_timeout=600"]), Log("test"))
     await app.start()
-    host, port = app.runner.addresses[0][:2]
+    host, port = app.http.public.addresses[0][:2]
     context = zmq.Context[zmq.Socket[bytes]]()
     prefill, decode = node_of(context, app, "p0"), node_of(context, app, "d0")
-    run, asked, go_on = app.text_pool.run, asyncio.Event(), asyncio.Event()
+    run, asked, go_on = app.children.texts.run, asyncio.Event(), asyncio.Event()
 
     async def held(job: Job, payload: Payload) -> tuple[Answer, Payload]:
         asked.set()
         await go_on.wait()
         return await run(job, payload)
 
-    app.text_pool.run = held  # type: ignore[method-assign]
+    app.children.texts.run = held  # type: ignore[method-assign]
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
     async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
         for node in (prefill, decode):
@@ -244,7 +245,7 @@ async def test_a_port_that_is_taken_for_a_moment(cluster: Path, monkeypatch: pyt
     server.close()
     await server.wait_closed()
     await asyncio.wait_for(started, PATIENCE)
-    assert [address[1] for address in app.runner.addresses] == [port]
+    assert [address[1] for address in app.http.public.addresses] == [port]
     await asyncio.wait_for(app.drain(), PATIENCE)
 
 

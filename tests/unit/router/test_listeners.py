@@ -16,9 +16,10 @@ from common.config import Resolved, load_cluster
 from common.errors import ConfigError
 from common.observability.logs import Log
 from router.accepting import ACCEPTED_PER_TURN
-from router.app import RouterApp, build
+from router.app import RouterApp
+from router.build import build
 from router.connections import ConnectionLimit
-from router.from_config import http_listeners
+from router.from_config import http_plan
 from router.http_listeners import HttpListeners
 from router.listeners import TlsFiles, client_address, owner_socket
 from tests.fakes.api_keys import api_key, bearer
@@ -166,29 +167,29 @@ async def test_the_admin_socket_has_everything_and_the_api_does_not(tmp_path: Pa
         "http://localhost", connector=aiohttp.UnixConnector(str(path))
     ) as session:
         async with session.get("/server_info") as response:
-            assert (await response.json())["incarnation"] == app.incarnation
+            assert (await response.json())["incarnation"] == app.link.incarnation
         async with session.get("/metrics") as response:
             assert response.status == 200
         async with session.post("/drain") as response:
             assert await response.json() == {"status": "draining", "active_requests": 0}
-        assert app.not_ready() == "draining"
+        assert app.availability.not_ready() == "draining"
         async with session.post("/v1/completions", json={"prompt": "x"}) as response:
             assert response.status == 503
             assert "resumes" in (await response.json())["error"]["message"]
         async with session.post("/resume") as response:
             assert (await response.json())["status"] == "serving"
-    assert app.not_ready() != "draining"
+    assert app.availability.not_ready() != "draining"
     assert await status(url, "/server_info", key="user") == 200
     for key in ("user", "ops"):
         async with aiohttp.ClientSession() as session:
             async with session.get(url + "/server_info", headers=bearer(key)) as response:
                 said = await response.text()
-                assert app.incarnation not in said
+                assert app.link.incarnation not in said
                 assert (str(TINY) in said) == (key == "ops")
             for route in ("/drain", "/resume"):
                 async with session.post(url + route, headers=bearer(key)) as response:
                     assert response.status in (403, 404)
-    assert app.not_ready() != "draining"
+    assert app.availability.not_ready() != "draining"
     await app.drain()
     assert not path.exists()
 
@@ -207,7 +208,7 @@ async def test_an_admin_port_wants_keys_of_that_scope(tmp_path: Path) -> None:
     ]
     async with aiohttp.ClientSession() as session:
         async with session.get(url + "/server_info", headers=bearer("ops")) as response:
-            assert (await response.json())["incarnation"] == app.incarnation
+            assert (await response.json())["incarnation"] == app.link.incarnation
         async with session.post(url + "/drain", headers=bearer("user")) as response:
             assert response.status == 403
     assert (tmp_path / "r" / "router.admin.sock").exists()
@@ -216,14 +217,7 @@ async def test_an_admin_port_wants_keys_of_that_scope(tmp_path: Path) -> None:
 
 def test_keys_that_cannot_be_read_are_refused_at_start_up(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="security.api_keys: .*must contain a list"):
-        http_listeners(
-            config(tmp_path, write_keys(tmp_path, "x")),
-            1 << 20,
-            lambda app: None,
-            lambda app: None,
-            lambda: 0.0,
-            Log("test"),
-        )
+        http_plan(config(tmp_path, write_keys(tmp_path, "x")), 1 << 20, lambda: 0.0, Log("test"))
 
 
 async def test_without_keys_the_api_hides_processes_on_loopback(tmp_path: Path) -> None:

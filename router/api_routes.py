@@ -1,0 +1,73 @@
+"""All routes of the HTTP API. The listeners for operators have them, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aiohttp import web
+
+from common.observability.logs import Log
+from router.apis.generate_routes import GenerateRoutes
+from router.apis.messages_routes import MessagesRoutes
+from router.apis.responses_routes import ResponsesRoutes
+from router.availability import ServedModels
+from router.chat_prompts import ChatPrompts
+from router.control_routes import Cluster, ControlRoutes
+from router.generation import Generator
+from router.openai_routes import OpenAiRoutes
+from router.openapi.routes import OpenApiRoutes
+from router.parts import ApiParts
+from router.status_routes import VERSION, ClusterView, StatusRoutes
+from router.tokenizer_routes import TokenizerRoutes
+
+
+class ApiRoutes:
+    """The handlers of the API."""
+
+    def __init__(
+        self,
+        parts: ApiParts,
+        models: ServedModels,
+        generator: Generator,
+        cluster: Cluster,
+        flush: Callable[[], list[str]],
+        view: ClusterView,
+        log: Log,
+    ) -> None:
+        """
+        Args:
+            generator: runs requests.
+            cluster: what the control routes act on.
+            flush: empties all prefix caches, and returns the names of the nodes that it cannot reach.
+            view: what the status routes show.
+        """
+        texts, tokenizer, images, served = parts.texts, parts.tokenizer, parts.images, models.served
+        self._openai = openai = OpenAiRoutes(
+            generator,
+            tokenizer,
+            texts,
+            models.admitting,
+            images,
+            parts.max_requests,
+            log,
+            parts.write_timeout,
+        )
+        self._routes = (
+            openai,
+            GenerateRoutes(openai, texts, tokenizer),
+            ResponsesRoutes(openai, texts, served().name),
+            MessagesRoutes(openai, texts, ChatPrompts(texts, images), models.admitting),
+            OpenApiRoutes(VERSION),
+            StatusRoutes(view, served),
+            TokenizerRoutes(texts, served, parts.tokenizer_info),
+            ControlRoutes(cluster, flush, log),
+        )
+
+    @property
+    def active(self) -> int:
+        """Number of requests in progress, from reading their texts and images to the end of the answer."""
+        return self._openai.active
+
+    def add_to(self, app: web.Application) -> None:
+        for routes in self._routes:
+            routes.add_to(app)

@@ -1,0 +1,44 @@
+"""Composes a router from its parts. build.py makes the parts from a config, tests make their own."""
+
+from __future__ import annotations
+
+from router.admin_routes import AdminRoutes
+from router.api_routes import ApiRoutes
+from router.app import RouterApp
+from router.availability import Availability
+from router.core import assemble_core
+from router.http_listeners import HttpListeners, HttpPlan
+from router.parts import ApiParts, ChildProcesses, ControlLink, Dispatching, NodeRules, Observation
+from router.request_checks import ServedModel
+from router.server_info import ServerInfo
+from router.status_routes import ClusterView
+
+
+def assemble(
+    link: ControlLink,
+    nodes: NodeRules,
+    dispatching: Dispatching,
+    observation: Observation,
+    model: ServedModel,
+    children: ChildProcesses,
+    api: ApiParts,
+    http: HttpPlan,
+) -> RouterApp:
+    """Compose a router that has not started. Its control socket is bound."""
+    log = observation.log
+    core = assemble_core(link, nodes, dispatching, observation)
+    dispatcher = core.dispatcher
+    availability = Availability(model, core, nodes.configured, log)
+    view = ClusterView(
+        availability.not_ready,
+        availability.missing_nodes,
+        ServerInfo(core, availability, observation.config, link.incarnation),
+        core.metrics.render,
+        dispatcher.timelines.get,
+    )
+    routes = ApiRoutes(api, availability, dispatcher, dispatcher, core.flush_caches, view, log)
+    admin = AdminRoutes(availability.set_paused, lambda: routes.active)
+    listeners = HttpListeners(http, routes.add_to, admin.add_to, log)
+    return RouterApp(
+        core, availability, routes, listeners, children, link, observation, dispatching.drain_timeout
+    )

@@ -1,0 +1,166 @@
+"""Composition root of the router: builds all objects from the config. No other module reads the config."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import zmq
+
+from common.checkpoint.chat_template_file import find_chat_template
+from common.checkpoint.model_config import ModelConfig, model_fingerprint
+from common.checkpoint.model_manifest import check_manifests
+from common.checkpoint.vision_config import VisionConfig
+from common.config import Resolved
+from common.config.run_directory import control_address, event_directory
+from common.config.schema import Cluster, Router
+from common.config.unread import refuse_unread, unread_by_text_models
+from common.errors import ModelError
+from common.ipc import check_bind
+from common.ipc.from_config import link_security
+from common.messages.identity import new_incarnation
+from common.observability.event_log import event_log
+from common.observability.logs import Log
+from router.app import RouterApp
+from router.assemble import assemble
+from router.dispatch_limits import DispatchLimits
+from router.fetch_process import FetchProcess
+from router.field_rules import UnknownFields
+from router.from_config import answer_style, http_plan, registration_rules, state_limit
+from router.image_inspector import ImageInspector
+from router.images import ImageLimits, ImageLoader, Images, NoImages
+from router.parts import ApiParts, ChildProcesses, ControlLink, Dispatching, NodeRules, Observation
+from router.placement import decode_cost, make_policy, prefill_cost
+from router.request_checks import ServedModel
+from router.spawner import Spawner
+from router.text_pool import TextPool
+from router.text_service import TextService
+from router.tokenizer import Tokenizer
+from router.tokenizer_info import tokenizer_info
+
+
+def build(resolved: Resolved, log: Log) -> RouterApp:
+    """Compose a router. Raises ConfigError or ModelError, each naming the remedy."""
+    cluster, path = resolved.cluster, resolved.model_path
+    config = _model_config(resolved)
+    tokenizer = _tokenizer(resolved, config)
+    model = ServedModel(
+        name=cluster.model.served_name or path.name,
+        path=str(path),
+        created=int(time.time()),
+        vocab_size=config.vocab_size,
+        max_model_len=cluster.model.max_model_len or config.max_position_embeddings,
+        eos_token_ids=config.eos_token_ids,
+        defaults=config.default_sampling,
+        vision=config.vision,
+        answers=answer_style(resolved, tokenizer, log),
+        states=state_limit(cluster.model, config.hidden_size),
+    )
+    link = _control_link(resolved)
+    loop = asyncio.get_running_loop()
+    events = event_log(event_directory(resolved), "router", link.incarnation, log, loop.call_soon)
+    shown = {path: {"value": value, "origin": origin} for path, value, origin in resolved.rows()}
+    spawner = Spawner()
+    images, body_bytes = _images(spawner, cluster.router, config.vision)
+    template = resolved.chat_template_path
+    if find_chat_template(path, template) is None:
+        log.warning(
+            "this model has no chat template: /v1/chat/completions is refused; set model.chat_template",
+            model=str(path),
+        )
+    text_pool = TextPool(spawner, path, body_bytes, log, dict(resolved.manifests).get(path), template)
+    texts = TextService(text_pool, tokenizer, UnknownFields(log, cluster.router.strict_fields))
+    info = tokenizer_info(path, template)
+    return assemble(
+        link,
+        _node_rules(resolved, model.max_model_len, config.vocab_size),
+        _dispatching(cluster),
+        Observation(log, model.name, events, shown),
+        model,
+        ChildProcesses(spawner, text_pool, images),
+        ApiParts(tokenizer, info, texts, images, cluster.router.max_requests),
+        http_plan(resolved, body_bytes, time.time, log),
+    )
+
+
+def _model_config(resolved: Resolved) -> ModelConfig:
+    """Read the model's headers, after its manifest was checked."""
+    path = resolved.model_path
+    # Only the manifest of the target, and without weights: the router reads just headers, and nodes check the draft.
+    check_manifests([each for each in resolved.manifests if each[0] == path], weights=False)
+    config = ModelConfig.load(path)
+    if config.vision is None:
+        refuse_unread(unread_by_text_models(resolved.cluster), resolved.origins)
+    return config
+
+
+def _tokenizer(resolved: Resolved, config: ModelConfig) -> Tokenizer:
+    path = resolved.model_path
+    tokenizer = Tokenizer(path)
+    # The placeholder token of an image may lie outside the vocabulary: it has no embedding.
+    placeholder = -1 if config.vision is None else config.vision.image_token_id
+    if tokenizer.vocab_size > max(config.vocab_size, placeholder + 1):
+        raise ModelError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has only {config.vocab_size}"
+        )
+    return tokenizer
+
+
+def _control_link(resolved: Resolved) -> ControlLink:
+    context = zmq.Context[zmq.Socket[bytes]]()
+    security = link_security(context, resolved, "router")
+    address = control_address(resolved)
+    check_bind(address, "router.control_address", security)
+    queued_bytes = resolved.cluster.router.max_queued_mib << 20
+    return ControlLink(context, address, new_incarnation(), security, queued_bytes)
+
+
+def _node_rules(resolved: Resolved, max_model_len: int, vocab_size: int) -> NodeRules:
+    cluster, health = resolved.cluster, resolved.cluster.health
+    return NodeRules(
+        registration_rules(resolved, max_model_len, vocab_size),
+        model_fingerprint(resolved.model_path, cluster.model.max_model_len),
+        {
+            "prefill": [node.name for node in cluster.prefill.nodes],
+            "decode": [node.name for node in cluster.decode.nodes],
+        },
+        node_timeout=health.node_timeout,
+        loop_timeout=health.loop_timeout,
+        return_window=health.return_window,
+        slow_start=health.slow_start,
+    )
+
+
+def _dispatching(cluster: Cluster) -> Dispatching:
+    router, decode = cluster.router, cluster.decode
+    limits = DispatchLimits(
+        max_attempts=router.max_attempts,
+        max_requests=router.max_requests,
+        request_timeout=router.request_timeout,
+        placement_wait=router.placement_wait,
+        retry_ratio=router.retry_ratio,
+        queue_wait=router.queue_wait,
+        max_crashes=router.max_crashes,
+        reserved_tokens=decode.reserved_tokens,
+        requests_per_node=decode.max_running + decode.max_transferring,
+    )
+    return Dispatching(
+        {
+            "prefill": make_policy(router.placement.prefill, prefill_cost),
+            "decode": make_policy(router.placement.decode, decode_cost),
+        },
+        limits,
+        cluster.health.drain_timeout,
+    )
+
+
+def _images(spawner: Spawner, section: Router, vision: VisionConfig | None) -> tuple[Images, int]:
+    """Return the image loader and the largest accepted body, in bytes."""
+    if vision is None:
+        return NoImages(), section.max_body_bytes
+    own = section.images
+    limits = ImageLimits(own.max_count, own.max_bytes, own.max_request_bytes, own.max_held_mib << 20)
+    inspector = ImageInspector(spawner, own.max_pixels)
+    fetcher = FetchProcess(spawner, own.fetch_hosts, own.max_bytes, own.fetch_timeout)
+    in_base64 = own.max_request_bytes * 4 // 3
+    return ImageLoader(limits, vision, inspector, fetcher), section.max_body_bytes + in_base64

@@ -1,0 +1,91 @@
+"""The router without HTTP: the control socket, the nodes, and the dispatcher that runs requests on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from router.control_plane import ControlPlane
+from router.dispatcher import Dispatcher
+from router.flush import flush_caches
+from router.metrics import RouterMetrics
+from router.node_health import NodeHealth
+from router.node_registry import Node, NodeRegistry
+from router.parts import ControlLink, Dispatching, NodeRules, Observation
+from router.return_watch import ReturnWatch
+
+Send = Callable[[str, msgspec.Struct], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """The control socket is bound; messages of nodes are read after `start`."""
+
+    control: ControlPlane
+    registry: NodeRegistry
+    dispatcher: Dispatcher
+    metrics: RouterMetrics
+
+    def start(self) -> None:
+        """Read the messages of nodes, on the running event loop."""
+        self.control.start(self.registry, self.dispatcher)
+
+    def flush_caches(self) -> list[str]:
+        """Tell all nodes to empty their prefix caches; return the names of those that it cannot reach."""
+        return flush_caches(self.registry, self.control.send)
+
+
+def assemble_core(
+    link: ControlLink,
+    nodes: NodeRules,
+    dispatching: Dispatching,
+    observation: Observation,
+    wrap: Callable[[Send], Send] = lambda send: send,
+) -> Core:
+    """Bind the control socket and compose what runs requests.
+
+    Args:
+        wrap: returns what the dispatcher sends messages to nodes through; by default the control socket itself.
+    """
+    log, clock = observation.log, observation.clock
+    control = ControlPlane(
+        link.context,
+        link.address,
+        link.incarnation,
+        link.security,
+        log,
+        link.queued_bytes,
+        nodes.registration,
+    )
+
+    def on_lost(node: Node, reason: str) -> None:
+        dispatcher.node_lost(node, reason)
+        control.announce_loss(node)
+
+    registry = NodeRegistry(
+        nodes.fingerprint,
+        nodes.node_timeout,
+        nodes.loop_timeout,
+        clock,
+        log,
+        on_lost,
+        lambda: dispatcher.nodes_changed(),
+        ReturnWatch(nodes.configured, nodes.return_window, clock),
+    )
+    health = NodeHealth(nodes.slow_start, clock)
+    metrics = RouterMetrics(
+        observation.model, lambda: registry, lambda: control.refused_messages, health.conditions
+    )
+    dispatcher = Dispatcher(
+        registry,
+        dispatching.policies,
+        wrap(control.send),
+        dispatching.limits,
+        metrics,
+        log,
+        health,
+        observation.events,
+    )
+    return Core(control, registry, dispatcher, metrics)

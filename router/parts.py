@@ -1,0 +1,111 @@
+"""The parts of a router in groups, built by build.py and by tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from common.ipc import LinkSecurity
+from common.messages.identity import Role
+from common.observability.event_log import NO_EVENTS, EventLog
+from common.observability.logs import Log
+from router.dispatch_limits import DispatchLimits
+from router.images import Images
+from router.json_answer import WRITE_TIMEOUT
+from router.placement import PlacementPolicy
+from router.registration import RegistrationRules
+from router.spawner import Spawner
+from router.text_pool import TextPool
+from router.text_service import TextService
+from router.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ControlLink:
+    """The control socket, and the name under which this router speaks on it."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    address: str
+    incarnation: str
+    security: LinkSecurity
+    queued_bytes: int  # that may be queued for one node
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRules:
+    """What the router expects of its nodes. Durations are in seconds.
+
+    Attributes:
+        fingerprint: of the model that every node has to serve.
+        configured: names of the nodes that the router waits for while they are absent.
+        node_timeout: after which a silent node is lost.
+        loop_timeout: after which a node whose main loop hangs is lost.
+        return_window: for which an absent node is expected back.
+        slow_start: in which a node that has joined takes its full share of requests.
+    """
+
+    registration: RegistrationRules
+    fingerprint: str
+    configured: Mapping[Role, Sequence[str]]
+    node_timeout: float
+    loop_timeout: float
+    return_window: float
+    slow_start: float
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatching:
+    """How requests are placed on nodes, and how many."""
+
+    policies: dict[Role, PlacementPolicy]
+    limits: DispatchLimits
+    drain_timeout: float  # seconds that requests in flight get when the router ends
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the router shows of itself, and the clock by which it judges nodes."""
+
+    log: Log
+    model: str  # name of the model in metrics
+    events: EventLog = NO_EVENTS
+    config: Mapping[str, Any] = field(default_factory=dict)  # the configuration, as /server_info shows it
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True, slots=True)
+class ApiParts:
+    """What the handlers of the HTTP API read requests with, and their limits."""
+
+    tokenizer: Tokenizer
+    tokenizer_info: bytes  # the answer of /tokenizer_info
+    texts: TextService
+    images: Images
+    max_requests: int  # prompts in flight, of all clients
+    write_timeout: float = WRITE_TIMEOUT
+
+
+@dataclass(frozen=True, slots=True)
+class ChildProcesses:
+    """The child processes that handle texts and images."""
+
+    spawner: Spawner
+    texts: TextPool
+    images: Images
+
+    async def start(self) -> None:
+        """Start the text workers. Raises ModelError."""
+        try:
+            await self.texts.start()
+        except BaseException:
+            await self.spawner.close()
+            raise
+
+    async def close(self) -> None:
+        await self.images.close()
+        await self.texts.close()
+        await self.spawner.close()
