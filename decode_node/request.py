@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from common.engine.sampling.sampling_plan import finish_reason
 from common.engine.state.draft_row import NO_DRAFT, DraftRow
 from common.errors import RequestError
-from common.grammar.token_rules import Follower, Waiting
+from common.grammar.token_rules import Follower, PendingFollower
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
 from common.messages.generation import FINISH_STOP, ImageSpan, OutputToken, SamplingParams
@@ -59,7 +59,7 @@ class DecodeRequest:
     trusted: bool = True  # False after non-finite logits: the prefix cache must not keep its KV
     retract: bool = False  # leaves the batch as soon as nothing is in flight
     backup: BackupSize | None = None
-    compilation: Waiting | None = None  # of its grammar, until `matcher` is set
+    compilation: PendingFollower | None = None  # of its grammar, until `matcher` is set
     matcher: Follower | None = None  # has followed the answer so far
     forced: tuple[int, ...] = ()  # the next tokens that its grammar forces, as drafts of its next step
     draft: DraftRow = NO_DRAFT  # initial draft state of its row, after hand-over or resume

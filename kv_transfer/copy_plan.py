@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from kv_transfer.pair_plan import PairPlan, Part
+from kv_transfer.pair_plan import PairPlan, RowsPair
 
 
-class Run(NamedTuple):
+class PageRun(NamedTuple):
     """`pages` pages that are consecutive on both sides."""
 
     src: int
@@ -34,23 +34,23 @@ class Copy(NamedTuple):
         return self.length * self.rows
 
 
-def runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> list[Run]:
+def runs(src_pages: Sequence[int], dst_pages: Sequence[int]) -> list[PageRun]:
     """Return the maximal runs of zip(src_pages, dst_pages), in order. Both must have the same length."""
-    found: list[Run] = []
+    found: list[PageRun] = []
     src = dst = count = 0
     for a, b in zip(src_pages, dst_pages, strict=True):
         if count and a == src + count and b == dst + count:
             count += 1
             continue
         if count:
-            found.append(Run(src, dst, count))
+            found.append(PageRun(src, dst, count))
         src, dst, count = a, b, 1
     if count:
-        found.append(Run(src, dst, count))
+        found.append(PageRun(src, dst, count))
     return found
 
 
-def copies(plan: PairPlan, page_runs: Sequence[Run], planes: slice = slice(None)) -> list[Copy]:
+def copies(plan: PairPlan, page_runs: Sequence[PageRun], planes: slice = slice(None)) -> list[Copy]:
     """Return every copy that moves these runs, plane by plane: one per run and part of a plane."""
     if not plan.whole:
         return [_copy(part, run) for parts in plan.planes[planes] for part in parts for run in page_runs]
@@ -63,7 +63,7 @@ def copies(plan: PairPlan, page_runs: Sequence[Run], planes: slice = slice(None)
 
 def state_copies(plan: PairPlan, src_slot: int, dst_slot: int) -> list[Copy]:
     """Return every copy that moves the state of one request."""
-    return [_copy(part, Run(src_slot, dst_slot, 1)) for part in plan.state]
+    return [_copy(part, PageRun(src_slot, dst_slot, 1)) for part in plan.state]
 
 
 def single_rows(plan: Iterable[Copy]) -> Iterator[Copy]:
@@ -73,7 +73,7 @@ def single_rows(plan: Iterable[Copy]) -> Iterator[Copy]:
             yield Copy(copy.src + row * copy.src_stride, copy.dst + row * copy.dst_stride, copy.length)
 
 
-def _copy(part: Part, run: Run) -> Copy:
+def _copy(part: RowsPair, run: PageRun) -> Copy:
     src, dst = part
     at = src.offset + run.src * src.item, dst.offset + run.dst * dst.item
     if src.length == src.item == dst.item:

@@ -11,7 +11,7 @@ from common.kv_cache.pool_spec import PoolSpec
 from common.kv_cache.shard import head_range
 
 
-class Ranks(NamedTuple):
+class RankPair(NamedTuple):
     """One prefill rank and one decode rank, each with the number of ranks on its side."""
 
     src: int
@@ -28,7 +28,7 @@ class Cut(NamedTuple):
     length: int
 
 
-def cuts(plane: Plane, ranks: Ranks) -> tuple[Cut, ...]:
+def cuts(plane: Plane, ranks: RankPair) -> tuple[Cut, ...]:
     """Return what rank `src` sends to rank `dst`. Over all sources a destination gets every value exactly once.
 
     Source ranks that hold replicas divide the destinations among themselves; with equal sizes every rank receives
@@ -38,7 +38,7 @@ def cuts(plane: Plane, ranks: Ranks) -> tuple[Cut, ...]:
 
 
 @lru_cache(maxsize=1024)  # most planes of a model are identical
-def _cuts(length: int, groups: tuple[HeadGroup, ...], ranks: Ranks) -> tuple[Cut, ...]:
+def _cuts(length: int, groups: tuple[HeadGroup, ...], ranks: RankPair) -> tuple[Cut, ...]:
     if not groups:
         serves = ranks.dst * ranks.src_size // ranks.dst_size == ranks.src
         return (Cut(0, 0, length),) if serves else ()
@@ -62,11 +62,11 @@ def sources(spec: PoolSpec, src_size: int, dst: int, dst_size: int) -> frozenset
     return frozenset(
         src
         for src in range(src_size)
-        if any(cuts(plane, Ranks(src, src_size, dst, dst_size)) for plane in spec.planes)
+        if any(cuts(plane, RankPair(src, src_size, dst, dst_size)) for plane in spec.planes)
     )
 
 
-def _group_cuts(group: HeadGroup, ranks: Ranks) -> Iterator[Cut]:
+def _group_cuts(group: HeadGroup, ranks: RankPair) -> Iterator[Cut]:
     ours = head_range(group.heads, ranks.src, ranks.src_size)
     theirs = head_range(group.heads, ranks.dst, ranks.dst_size)
     for head in theirs:

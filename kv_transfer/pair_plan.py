@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from common.kv_cache.plane import Kept
 from common.kv_cache.pool_layout import PlacedPlane, PoolLayout
-from kv_transfer.cuts import Cut, Ranks, cuts
+from kv_transfer.cuts import Cut, RankPair, cuts
 
 
-class Block(NamedTuple):
+class StridedRows(NamedTuple):
     """Rows of equal length in every item (page or slot) of one plane; all values are bytes."""
 
     offset: int  # of the first row of item 0
@@ -24,11 +24,11 @@ class Block(NamedTuple):
     stride: int  # from the start of one row to the next
 
 
-class Part(NamedTuple):
+class RowsPair(NamedTuple):
     """The same values on both sides: equal row lengths and equal numbers of rows."""
 
-    src: Block
-    dst: Block
+    src: StridedRows
+    dst: StridedRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +36,8 @@ class Side:
     """The blocks of one of the two ranks, over which it computes checksums."""
 
     layout: PoolLayout
-    pages: tuple[Block, ...]
-    state: tuple[Block, ...]
+    pages: tuple[StridedRows, ...]
+    state: tuple[StridedRows, ...]
     whole: bool  # pages are sent unchanged
 
 
@@ -47,8 +47,8 @@ class PairPlan:
 
     src: Side
     dst: Side
-    planes: tuple[tuple[Part, ...], ...]
-    state: tuple[Part, ...]
+    planes: tuple[tuple[RowsPair, ...], ...]
+    state: tuple[RowsPair, ...]
     page_bytes: int  # sent per page, over all planes
     state_bytes: int  # sent for the state of one request
 
@@ -65,9 +65,9 @@ class PairPlan:
 
 def pair_plan(src: PoolLayout, dst: PoolLayout) -> PairPlan:
     """Return the plan for two layouts that are `compatible`."""
-    ranks = Ranks(src.tp_rank, src.tp_size, dst.tp_rank, dst.tp_size)
-    planes: list[tuple[Part, ...]] = []
-    state: list[Part] = []
+    ranks = RankPair(src.tp_rank, src.tp_size, dst.tp_rank, dst.tp_size)
+    planes: list[tuple[RowsPair, ...]] = []
+    state: list[RowsPair] = []
     for a, b in zip(src.placed, dst.placed, strict=True):
         parts = tuple(_part(src, a, b, cut) for cut in cuts(a.plane, ranks))
         if a.plane.kept is Kept.PAGED:
@@ -86,7 +86,7 @@ def pair_plan(src: PoolLayout, dst: PoolLayout) -> PairPlan:
     )
 
 
-def _part(src: PoolLayout, a: PlacedPlane, b: PlacedPlane, cut: Cut) -> Part:
+def _part(src: PoolLayout, a: PlacedPlane, b: PlacedPlane, cut: Cut) -> RowsPair:
     """Return one part. Rows run along the sharded axis; if they are contiguous on both sides, an item is one row."""
     plane = a.plane
     tokens = src.page_size if plane.kept is Kept.PAGED else 1
@@ -98,11 +98,11 @@ def _part(src: PoolLayout, a: PlacedPlane, b: PlacedPlane, cut: Cut) -> Part:
     if rows == 1 or (length == stride_a == stride_b):
         rows, length = 1, rows * length
         stride_a = stride_b = length
-    return Part(
-        Block(src_at, a.page_bytes, length, rows, stride_a),
-        Block(dst_at, b.page_bytes, length, rows, stride_b),
+    return RowsPair(
+        StridedRows(src_at, a.page_bytes, length, rows, stride_a),
+        StridedRows(dst_at, b.page_bytes, length, rows, stride_b),
     )
 
 
-def _is_whole(part: Part) -> bool:
+def _is_whole(part: RowsPair) -> bool:
     return part.src.length == part.src.item == part.dst.item

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from common.engine.sampling.sampling_plan import finish_reason
 from common.engine.state.draft_row import NO_DRAFT, DraftRow
 from common.errors import RequestError
-from common.grammar.token_rules import Follower, Waiting
+from common.grammar.token_rules import Follower, PendingFollower
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
 from common.kv_cache.radix_cache import Keys
@@ -36,7 +36,7 @@ class PrefillRequest:
     images: tuple[ImageSpan, ...] = ()  # their pixels stay with the worker
     priority: int = 0  # lower goes first
     salt: bytes = b""  # its pages in the prefix cache are found only with the same salt
-    compilation: Waiting | None = None  # of its grammar, until `matcher` and `mask` are set
+    compilation: PendingFollower | None = None  # of its grammar, until `matcher` and `mask` are set
     matcher: Follower | None = None  # has followed the answer so far
     mask: bytes = b""  # the tokens that may come first, one row of common.grammar.matcher.Masks; empty: all
     granted: bool = False  # the decode node has reserved its pages

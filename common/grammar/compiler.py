@@ -26,7 +26,7 @@ MAX_MESSAGE = 500  # characters of an error of llguidance
 BUSY = "compiling grammars keeps this node busy; try again later"
 
 
-class Compilation:
+class GrammarCompilation:
     """A grammar that is being compiled in the compiler's thread."""
 
     def __init__(self, future: Future[Matcher], deadline: float) -> None:
@@ -96,7 +96,7 @@ class GrammarCompiler:
             raise InvalidGrammar(str(found), param=found.param)
         return found.fork()
 
-    def start(self, grammar: str, now: Callable[[], float] = time.monotonic) -> Compilation:
+    def start(self, grammar: str, now: Callable[[], float] = time.monotonic) -> GrammarCompilation:
         """Compile in the thread, within the deadline of the limits. Raises Overloaded if too many wait already."""
         with self._lock:
             if self._waiting >= MAX_WAITING:
@@ -104,7 +104,7 @@ class GrammarCompiler:
             self._waiting += 1
         future = self._thread.submit(self.matcher, grammar)
         future.add_done_callback(self._done)
-        return Compilation(future, now() + self._limits.deadline_s)
+        return GrammarCompilation(future, now() + self._limits.deadline_s)
 
     def close(self) -> None:
         """Stop the thread; what it compiles at present runs to its end."""

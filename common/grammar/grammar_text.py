@@ -17,7 +17,7 @@ from common.messages.generation import MAX_GRAMMAR
 MAX_DIGITS = 40  # of a `multipleOf`; llguidance refuses fewer
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GrammarPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One grammar of a text; a Lark grammar refers to the others as `@name`."""
 
     name: str | None = None
@@ -28,7 +28,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The text that `LLMatcher.grammar_from_*` return, unless it is a Lark grammar."""
 
-    grammars: list[Part]
+    grammars: list[GrammarPart]
     max_tokens: None = None
 
 
@@ -55,9 +55,9 @@ def check_text(text: str, limits: GrammarLimits) -> None:
     check_intersections(schemas, limits)
 
 
-def _parts(text: str, limits: GrammarLimits) -> list[Part]:
+def _parts(text: str, limits: GrammarLimits) -> list[GrammarPart]:
     if not text.lstrip().startswith("{"):  # no Lark grammar does
-        return [Part(lark_grammar=text)]
+        return [GrammarPart(lark_grammar=text)]
     try:
         return _decoder.decode(text).grammars
     except RecursionError as error:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from common.checkpoint.model_config import ModelConfig
 from common.errors import InvalidGrammar, ModelError
-from common.grammar.compiler import Compilation
+from common.grammar.compiler import GrammarCompilation
 from common.grammar.model_tokenizer import compiler_for
 from common.observability.logs import Log
 
@@ -16,7 +16,7 @@ from common.observability.logs import Log
 class Grammars(Protocol):
     """Starts to compile grammars; GrammarCompiler is one."""
 
-    def start(self, grammar: str, now: Callable[[], float], /) -> Compilation:
+    def start(self, grammar: str, now: Callable[[], float], /) -> GrammarCompilation:
         """Compile in a thread. Raises RequestError if too many wait already."""
         ...
 
@@ -27,7 +27,7 @@ class NoGrammars:
     def __init__(self, reason: str) -> None:
         self._reason = reason
 
-    def start(self, grammar: str, now: Callable[[], float], /) -> Compilation:
+    def start(self, grammar: str, now: Callable[[], float], /) -> GrammarCompilation:
         raise InvalidGrammar(f"this cluster cannot constrain answers: {self._reason}")
 
 

@@ -37,8 +37,8 @@ class Follower(Protocol):
     ) -> None: ...
 
 
-class Waiting(Protocol):
-    """A follower that may still have to be compiled; see `Compilation`."""
+class PendingFollower(Protocol):
+    """A follower that may still have to be compiled; see `GrammarCompilation`."""
 
     def ready(self, now: float) -> bool: ...
     def matcher(self) -> Follower: ...
@@ -140,7 +140,7 @@ class _Ready:
 class _WithRules:
     """Rules beside a grammar that is being compiled."""
 
-    def __init__(self, compilation: Waiting, rules: TokenRules, vocab_size: int) -> None:
+    def __init__(self, compilation: PendingFollower, rules: TokenRules, vocab_size: int) -> None:
         self._compilation = compilation
         self._rules = rules
         self._vocab_size = vocab_size
@@ -156,7 +156,7 @@ class _WithRules:
 
 def constraint_of(
     sampling: SamplingParams, grammars: Grammars, vocab_size: int, clock: Callable[[], float]
-) -> Waiting | None:
+) -> PendingFollower | None:
     """Begin to prepare what masks the tokens of a request; None if nothing does. Raises RequestError."""
     compilation = grammars.start(sampling.grammar, clock) if sampling.grammar else None
     rules = sampling.token_rules

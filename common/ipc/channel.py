@@ -22,7 +22,7 @@ import zmq
 from common.errors import ConfigError
 from common.ipc.curve import LinkSecurity, Plain, is_loopback, is_tcp
 from common.ipc.disconnects import Disconnects, Monitored
-from common.ipc.handshake_guard import HANDSHAKE_SECONDS, HandshakeGuard, Handshakes
+from common.ipc.handshake_guard import HANDSHAKE_SECONDS, HandshakeGuard, OpenHandshakes
 from common.ipc.inbound_filter import InboundFilter
 from common.ipc.session import SMALL, Frame
 from common.ipc.sessions import Sessions
@@ -139,12 +139,12 @@ class RouterSocket(Channel):
         self._disconnects: Disconnects | None = None
         self._sessions = Sessions(self._send_frame, HIGH_WATER_MARK, queued_bytes)
         try:
-            gate = (security or Plain()).secure_server(self._socket, address)
+            identity_check = (security or Plain()).secure_server(self._socket, address)
             # An unreachable peer is an error, not silence.
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             # A peer may reconnect before its disconnection was noticed.
             self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            self._filter = InboundFilter(self._socket, gate)
+            self._filter = InboundFilter(self._socket, identity_check)
             if is_tcp(address):
                 self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
                 self._guard = HandshakeGuard(context, self._socket)
@@ -197,7 +197,7 @@ class RouterSocket(Channel):
         return session is not None and self._send_frame(peer, session.probe(self.clock()))
 
     @property
-    def handshakes(self) -> Handshakes | None:
+    def handshakes(self) -> OpenHandshakes | None:
         """The connections that may not have finished their handshake; None unless this is a TCP socket."""
         return None if self._guard is None else self._guard.handshakes
 

@@ -21,7 +21,7 @@ import zmq.auth
 
 from common.errors import ConfigError
 from common.ipc.allow_list import AllowList
-from common.ipc.gate import Gate
+from common.ipc.identity_check import IdentityCheck
 from common.ipc.key_files import public_file, secret_file
 from common.ipc.zap import DOMAIN, ZapHandler
 from common.observability.bounded_log import BoundedLog
@@ -38,8 +38,8 @@ class LinkSecurity(Protocol):
         """Whether sockets may bind to addresses that other hosts can reach."""
         ...
 
-    def secure_server(self, socket: zmq.Socket[bytes], address: str) -> Gate | None:
-        """Configure a listening socket and return the gate that checks its messages; None for a plain socket."""
+    def secure_server(self, socket: zmq.Socket[bytes], address: str) -> IdentityCheck | None:
+        """Configure a listening socket and return the check of its messages; None for a plain socket."""
         ...
 
     def secure_client(self, socket: zmq.Socket[bytes], address: str, server: str) -> None:
@@ -54,7 +54,7 @@ class Plain:
 
     open_binds = False
 
-    def secure_server(self, socket: zmq.Socket[bytes], address: str) -> Gate | None:
+    def secure_server(self, socket: zmq.Socket[bytes], address: str) -> IdentityCheck | None:
         self._refuse_tcp(address)
         return None
 
@@ -100,12 +100,12 @@ class Curve:
         self.allowed = AllowList(directory, admitted, clock)
         self._zap = ZapHandler(context, self.allowed, BoundedLog(Log("links"), "refused a connection"))
 
-    def secure_server(self, socket: zmq.Socket[bytes], address: str) -> Gate | None:
+    def secure_server(self, socket: zmq.Socket[bytes], address: str) -> IdentityCheck | None:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        return Gate(self.allowed)
+        return IdentityCheck(self.allowed)
 
     def secure_client(self, socket: zmq.Socket[bytes], address: str, server: str) -> None:
         file = public_file(self._directory, server)
@@ -132,7 +132,7 @@ class PerRunCurve:
         self._make = make
         self._curve: Curve | None = None
 
-    def secure_server(self, socket: zmq.Socket[bytes], address: str) -> Gate | None:
+    def secure_server(self, socket: zmq.Socket[bytes], address: str) -> IdentityCheck | None:
         return self._made().secure_server(socket, address) if is_tcp(address) else None
 
     def secure_client(self, socket: zmq.Socket[bytes], address: str, server: str) -> None:

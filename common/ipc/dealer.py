@@ -13,7 +13,7 @@ from common.ipc.channel import DRAIN_LIMIT, HIGH_WATER_MARK, MAX_MESSAGE_BYTES, 
 from common.ipc.connection_watch import ConnectionWatch
 from common.ipc.curve import LinkSecurity, Plain, is_tcp
 from common.ipc.routes import dial_id
-from common.ipc.session import Frame, Kind, Session, read_header
+from common.ipc.session import Frame, FrameKind, Session, read_header
 from common.ipc.silence_watch import SilenceWatch
 
 REDIAL_SECONDS = 0.75  # without a connection, after which it is dialled again
@@ -131,7 +131,7 @@ class Dealer(Channel):
             return None
         if head.epoch != self._session.epoch:
             return None
-        if head.kind is not Kind.RESET:
+        if head.kind is not FrameKind.RESET:
             return self._session.receive(head, payload, now)
         if self._session.established:  # otherwise the peer has not received OPEN, which is repeated
             self.resets += 1
@@ -181,7 +181,7 @@ class Dealer(Channel):
     def _send_frame(self, frame: Frame) -> bool:
         header, payload = frame
         parts = (header, as_part(payload))
-        return self._send(parts) if header[0] == Kind.ACK else self._ask(parts)  # nobody answers an ACK
+        return self._send(parts) if header[0] == FrameKind.ACK else self._ask(parts)  # nobody answers an ACK
 
     def _ask(self, frames: Sequence[bytes | zmq.Frame]) -> bool:
         if self._silence is not None:

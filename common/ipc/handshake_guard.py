@@ -57,7 +57,7 @@ class _Handshake:
     since: float
 
 
-class Handshakes:
+class OpenHandshakes:
     """The connections that may not have finished their handshake, oldest first."""
 
     def __init__(self, connections: Connections, clock: Callable[[], float] = time.monotonic) -> None:
@@ -174,7 +174,7 @@ class HandshakeGuard:
         self._events.setsockopt(zmq.RCVHWM, 0)
         self._events.setsockopt(zmq.LINGER, 0)
         self._events.connect(where)
-        self.handshakes = Handshakes(KernelConnections())
+        self.handshakes = OpenHandshakes(KernelConnections())
         self._signal: DisconnectSignal | None = None
         self._thread = threading.Thread(target=self._run, name="handshakes", daemon=True)
         self._thread.start()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import zmq
 
 from common.ipc.bad_frames import BadFrames, peer_of
-from common.ipc.gate import Gate
+from common.ipc.identity_check import IdentityCheck
 from common.ipc.routes import Routes, peer_name
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
@@ -27,20 +27,20 @@ MADE_UP = b"\0"
 class InboundFilter:
     """Reads one ROUTER socket, which is not bound yet. Single-threaded, as the socket is."""
 
-    def __init__(self, router: zmq.Socket[bytes], gate: Gate | None) -> None:
-        """`gate` belongs to a socket with keys; None for a plain socket."""
+    def __init__(self, router: zmq.Socket[bytes], check: IdentityCheck | None) -> None:
+        """`check` belongs to a socket with keys; None for a plain socket."""
         self._router = router
-        self._gate = gate
+        self._check = check
         self._newly_cut_off: list[str] = []
         self.routes = Routes()
         self.bad = BadFrames(BoundedLog(Log("links"), "refused a frame"))
 
     def receive(self, most: int) -> list[list[bytes]]:
         """Return at most `most` messages as [peer, part ...]; one that is not allowed keeps only its peer."""
-        if self._gate is None:
+        if self._check is None:
             received = [self._named(parts) for parts in self._plain(most)]
         else:
-            received = [self._allowed(identity, parts, self._gate) for identity, parts in self._keyed(most)]
+            received = [self._allowed(identity, parts, self._check) for identity, parts in self._keyed(most)]
         if self.bad.anybody_cut_off:
             received = [self._not_cut_off(parts) for parts in received]
         return received
@@ -78,12 +78,12 @@ class InboundFilter:
         self.routes.heard(peer, routing_id)
         return parts
 
-    def _allowed(self, identity: zmq.Frame, parts: list[bytes], gate: Gate) -> list[bytes]:
+    def _allowed(self, identity: zmq.Frame, parts: list[bytes], check: IdentityCheck) -> list[bytes]:
         routing_id = identity.bytes
         if routing_id.startswith(MADE_UP):
             return [routing_id]
         peer = peer_name(routing_id)
-        misuse = gate.misuse(peer, identity)
+        misuse = check.misuse(peer, identity)
         if misuse is None:
             self.routes.heard(peer, routing_id)
             return [peer, *parts]
@@ -96,5 +96,5 @@ class InboundFilter:
     def _count(self, culprit: str, reason: str) -> None:
         if self.bad.count(culprit, reason):
             self._newly_cut_off.append(culprit)
-            if self._gate is not None:
-                self._gate.ban(culprit.partition("/")[0])
+            if self._check is not None:
+                self._check.ban(culprit.partition("/")[0])

@@ -46,7 +46,7 @@ SMALL = 16 << 10  # payloads below are bounded only by their number, so an abort
 Frame = tuple[bytes, bytes]  # header, payload
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """The kind of a frame."""
 
     OPEN = 1
@@ -56,19 +56,19 @@ class Kind(enum.IntEnum):
     RESET = 5
 
 
-_KINDS = {int(kind): kind for kind in Kind}
+_KINDS = {int(kind): kind for kind in FrameKind}
 
 
 class Header(NamedTuple):
     """The header of a frame with a correct digest."""
 
-    kind: Kind
+    kind: FrameKind
     epoch: int
     number: int
     acknowledged: int
 
 
-def frame(kind: Kind, epoch: int, number: int, acknowledged: int, payload: bytes = b"") -> Frame:
+def frame(kind: FrameKind, epoch: int, number: int, acknowledged: int, payload: bytes = b"") -> Frame:
     digest = _digest(kind, epoch, number, acknowledged, payload)
     return HEADER.pack(kind, epoch, number, acknowledged, digest), payload
 
@@ -161,11 +161,11 @@ class Session:
         """Process a frame of this epoch; return its payload if it is the next one."""
         self.heard_at, self.established = now, True
         self._acknowledge(header.acknowledged, now)
-        if header.kind is Kind.DATA:
+        if header.kind is FrameKind.DATA:
             return self._arrived(header.number, payload, now)
-        if header.kind in (Kind.PROBE, Kind.OPEN):
+        if header.kind in (FrameKind.PROBE, FrameKind.OPEN):
             self._owe_answer(header.number)
-        elif header.kind is Kind.ACK and header.number and self._kept:
+        elif header.kind is FrameKind.ACK and header.number and self._kept:
             self._resend = self._resend or self._kept[0].number <= header.number
         return None
 
@@ -175,7 +175,7 @@ class Session:
         if not self.established:
             if now >= self._probe_at:
                 self._wait_for_answer(now)
-                frames.append(frame(Kind.OPEN, self.epoch, 0, self._received))
+                frames.append(frame(FrameKind.OPEN, self.epoch, 0, self._received))
             return frames
         if self._resend:
             self._resend = False
@@ -196,9 +196,9 @@ class Session:
     def probe(self, now: float) -> Frame:
         """Return a probe to be sent at once: after a reconnection, frames in flight may be lost."""
         if not self.established:
-            return frame(Kind.OPEN, self.epoch, 0, self._received)
+            return frame(FrameKind.OPEN, self.epoch, 0, self._received)
         self._wait_for_answer(now)
-        return frame(Kind.PROBE, self.epoch, self._sent, self._received)
+        return frame(FrameKind.PROBE, self.epoch, self._sent, self._received)
 
     def _wait_for_answer(self, now: float) -> None:
         self._probe_at = now + self._probe_after
@@ -241,8 +241,8 @@ class Session:
 
     def _data(self, kept: _Kept) -> Frame:
         self._owed = self._owed_bytes = 0
-        return frame(Kind.DATA, self.epoch, kept.number, self._received, kept.payload)
+        return frame(FrameKind.DATA, self.epoch, kept.number, self._received, kept.payload)
 
     def _ack(self, number: int) -> Frame:
         self._owed = self._owed_bytes = 0
-        return frame(Kind.ACK, self.epoch, number, self._received)
+        return frame(FrameKind.ACK, self.epoch, number, self._received)

@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from common.errors import ProtocolError
-from common.ipc.gate import name_in
-from common.ipc.session import Frame, Kind, Session, frame, read_header
+from common.ipc.identity_check import name_in
+from common.ipc.session import Frame, FrameKind, Session, frame, read_header
 
 MAX_SESSIONS = 4_096
 SESSIONS_OF_A_NAME = 64  # links of a process, and of earlier ones whose end was not noticed
@@ -79,9 +79,9 @@ class Sessions:
             return None
         session = self._sessions.get(peer)
         if session is None or session.epoch != head.epoch:
-            if head.kind is not Kind.OPEN:
-                if head.kind is not Kind.RESET:
-                    self._send(peer, frame(Kind.RESET, head.epoch, 0, 0))
+            if head.kind is not FrameKind.OPEN:
+                if head.kind is not FrameKind.RESET:
+                    self._send(peer, frame(FrameKind.RESET, head.epoch, 0, 0))
                 return None
             session = self._open(peer, head.epoch, now)
         else:

@@ -12,7 +12,7 @@ from common.kv_cache.plane import HeadGroup, Kept, Owner, Plane
 CHUNK = 64  # tokens of one chunk of the prompt form, whose grid begins at position 0
 
 
-class DeltaHeads(NamedTuple):
+class DeltaHeadGroups(NamedTuple):
     """What ranks divide in a gated delta layer."""
 
     keys: HeadGroup  # of the queries, and of the keys
@@ -30,10 +30,10 @@ class DeltaHeads(NamedTuple):
         return *self.channels, self.states, self.states
 
 
-def delta_heads(shape: GatedDeltaConfig) -> DeltaHeads:
+def delta_heads(shape: GatedDeltaConfig) -> DeltaHeadGroups:
     """Return the heads of a layer of this shape."""
     values = HeadGroup(shape.value_heads, shape.value_dim)
-    return DeltaHeads(HeadGroup(shape.key_heads, shape.key_dim), values, HeadGroup(shape.value_heads, 1))
+    return DeltaHeadGroups(HeadGroup(shape.key_heads, shape.key_dim), values, HeadGroup(shape.value_heads, 1))
 
 
 def _config(config: ModelConfig) -> GatedDeltaConfig:

@@ -14,7 +14,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from common.kv_cache.image_keys import paired
 from common.kv_cache.page_allocator import PageAllocator
-from common.kv_cache.radix_cache import Keys, Node, NoPrefixCache, PrefixCache
+from common.kv_cache.radix_cache import Keys, NoPrefixCache, PrefixCache, RadixNode
 from common.kv_cache.snapshots import StateLease
 
 
@@ -208,7 +208,13 @@ class PageLease:
     )
 
     def __init__(
-        self, space: PageSpace, pages: list[int], own: list[int], node: Node, salt: bytes, state: StateLease
+        self,
+        space: PageSpace,
+        pages: list[int],
+        own: list[int],
+        node: RadixNode,
+        salt: bytes,
+        state: StateLease,
     ) -> None:
         self._space = space
         self._salt = salt

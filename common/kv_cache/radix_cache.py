@@ -29,17 +29,17 @@ from common.kv_cache.snapshots import Snapshot, Snapshots
 Keys = npt.NDArray[np.int64]
 
 
-class Node:
+class RadixNode:
     """One edge and its pages; the root has none."""
 
     __slots__ = ("_snapshot", "children", "keys", "last_used", "locks", "pages", "parent", "salt")
 
-    def __init__(self, keys: Keys, pages: list[int], parent: Node | None, salt: bytes = b"") -> None:
+    def __init__(self, keys: Keys, pages: list[int], parent: RadixNode | None, salt: bytes = b"") -> None:
         self.keys = keys  # [len(pages) * page_size] or [len(pages) * page_size, tokens]
         self.pages = pages
         self.parent = parent
         self.salt = salt  # salt of the sequence; b"" in every node that is not a child of the root
-        self.children: dict[bytes, Node] = {}  # salt and keys of the child's first page -> child
+        self.children: dict[bytes, RadixNode] = {}  # salt and keys of the child's first page -> child
         self.locks = 0
         self.last_used = 0
         self._snapshot: Snapshot | None = (
@@ -62,7 +62,7 @@ class Match:
     """The longest cached prefix; `pages` stay valid only while `node` is locked."""
 
     pages: list[int]
-    node: Node
+    node: RadixNode
 
     def with_state(self) -> Match:
         """Return the longest part of this prefix at whose end the state was saved; nothing if there is none."""
@@ -83,9 +83,9 @@ class PrefixCache(Protocol):
     @property
     def snapshots(self) -> Snapshots: ...
     def match(self, keys: Keys, salt: bytes = b"") -> Match: ...
-    def lock(self, node: Node) -> None: ...
-    def unlock(self, node: Node) -> None: ...
-    def insert(self, keys: Keys, pages: Sequence[int], salt: bytes = b"") -> tuple[Node, int]: ...
+    def lock(self, node: RadixNode) -> None: ...
+    def unlock(self, node: RadixNode) -> None: ...
+    def insert(self, keys: Keys, pages: Sequence[int], salt: bytes = b"") -> tuple[RadixNode, int]: ...
     def save(self, keys: Keys, slot: int, salt: bytes = b"") -> None: ...
     def evict(self, count: int) -> list[int]: ...
     def check_integrity(self) -> None: ...
@@ -98,7 +98,7 @@ class RadixCache:
         """`snapshots`: slots in which the states of cached prefixes are saved; None: the model keeps no state."""
         self.snapshots = snapshots or Snapshots()
         self._page_size = page_size
-        self._root = Node(np.empty(0, np.int64), [], None)
+        self._root = RadixNode(np.empty(0, np.int64), [], None)
         self._clock = 0
         self._cached = 0
         self._evictable = 0
@@ -121,14 +121,14 @@ class RadixCache:
         node, pages = self._descend(keys, len(keys) // self._page_size, salt)
         return Match(pages, node)
 
-    def lock(self, node: Node) -> None:
+    def lock(self, node: RadixNode) -> None:
         """Keep `node` and its ancestors until the matching unlock."""
         for each in self._path(node):
             if each.locks == 0:
                 self._evictable -= len(each.pages)
             each.locks += 1
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: RadixNode) -> None:
         for each in self._path(node):
             if each.locks == 0:
                 raise ValueError("unlock without lock")
@@ -136,7 +136,7 @@ class RadixCache:
             if each.locks == 0:
                 self._evictable += len(each.pages)
 
-    def insert(self, keys: Keys, pages: Sequence[int], salt: bytes = b"") -> tuple[Node, int]:
+    def insert(self, keys: Keys, pages: Sequence[int], salt: bytes = b"") -> tuple[RadixNode, int]:
         """Offer the pages of a computed sequence to later ones with this salt; needs len(keys) >= len(pages) *
         page_size.
 
@@ -149,7 +149,7 @@ class RadixCache:
         if first_adopted == len(pages):
             return node, first_adopted
         rest = keys[first_adopted * self._page_size :].copy()
-        child = Node(rest, list(pages[first_adopted:]), node, salt if node is self._root else b"")
+        child = RadixNode(rest, list(pages[first_adopted:]), node, salt if node is self._root else b"")
         child.last_used = self._clock
         node.children[self._edge(rest, child.salt)] = child
         self._cached += len(child.pages)
@@ -239,14 +239,14 @@ class RadixCache:
         """Return the edge's key, which is unambiguous: the keys of a page always have the same length."""
         return salt + keys[: self._page_size].tobytes()
 
-    def _path(self, node: Node) -> Iterator[Node]:
+    def _path(self, node: RadixNode) -> Iterator[RadixNode]:
         """Yield the nodes from `node` up to, not including, the root."""
-        current: Node | None = node
+        current: RadixNode | None = node
         while current is not None and current is not self._root:
             yield current
             current = current.parent
 
-    def _leaves(self) -> Iterator[Node]:
+    def _leaves(self) -> Iterator[RadixNode]:
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()
@@ -255,7 +255,7 @@ class RadixCache:
             else:
                 yield node
 
-    def _descend(self, keys: Keys, num_pages: int, salt: bytes) -> tuple[Node, list[int]]:
+    def _descend(self, keys: Keys, num_pages: int, salt: bytes) -> tuple[RadixNode, list[int]]:
         """Follow at most `num_pages` whole pages of keys, splitting the last edge if it matches partially."""
         self._clock += 1
         node, pages, size = self._root, list[int](), self._page_size
@@ -276,13 +276,13 @@ class RadixCache:
                 break
         return node, pages
 
-    def _split(self, node: Node, at: int) -> Node:
+    def _split(self, node: RadixNode, at: int) -> RadixNode:
         """Cut an edge after `at` pages and return the new upper half. Locks apply to both halves."""
         parent = node.parent
         assert parent is not None
         assert 0 < at < len(node.pages)
         cut = at * self._page_size
-        upper = Node(node.keys[:cut].copy(), node.pages[:at], parent, node.salt)
+        upper = RadixNode(node.keys[:cut].copy(), node.pages[:at], parent, node.salt)
         upper.locks, upper.last_used = node.locks, node.last_used
         parent.children[self._edge(upper.keys, upper.salt)] = upper
         node.keys, node.pages, node.parent, node.salt = node.keys[cut:].copy(), node.pages[at:], upper, b""
@@ -294,7 +294,7 @@ class NoPrefixCache:
     """A cache that never matches, used if prefix caching is off."""
 
     def __init__(self) -> None:
-        self._root = Node(np.empty(0, np.int64), [], None)
+        self._root = RadixNode(np.empty(0, np.int64), [], None)
         self.snapshots = Snapshots()
 
     cached_pages = 0
@@ -303,13 +303,13 @@ class NoPrefixCache:
     def match(self, keys: Keys, salt: bytes = b"") -> Match:
         return Match([], self._root)
 
-    def lock(self, node: Node) -> None:
+    def lock(self, node: RadixNode) -> None:
         pass
 
-    def unlock(self, node: Node) -> None:
+    def unlock(self, node: RadixNode) -> None:
         pass
 
-    def insert(self, keys: Keys, pages: Sequence[int], salt: bytes = b"") -> tuple[Node, int]:
+    def insert(self, keys: Keys, pages: Sequence[int], salt: bytes = b"") -> tuple[RadixNode, int]:
         return self._root, len(pages)
 
     def save(self, keys: Keys, slot: int, salt: bytes = b"") -> None:

@@ -54,8 +54,8 @@ def control_first(messages: list[AnyNodeMessage | M]) -> list[AnyNodeMessage | M
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The state that the main loop publishes for the heartbeat thread; replaced as a whole, so no lock is needed."""
+class HeartbeatContent:
+    """What the main loop publishes for the heartbeat thread; replaced as a whole, so no lock is needed."""
 
     state: NodeState
     load: NodeLoad
@@ -95,7 +95,7 @@ class RouterLink(Generic[M]):
         self._given_up = False  # the router answers but does not know this node; written by the thread
         self._sequence = 0
         self._registered_at = 0  # echoes up to this sequence precede the registration
-        self._snapshot = Snapshot("loading", NodeLoad(), NodeCounters(), clock(), clock(), time.time())
+        self._content = HeartbeatContent("loading", NodeLoad(), NodeCounters(), clock(), clock(), time.time())
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self.refused_messages = 0
@@ -128,16 +128,16 @@ class RouterLink(Generic[M]):
         Called once per turn of the main loop.
         """
         now = self._clock()
-        self._snapshot = Snapshot(state, load, counters, now, now, time.time())
+        self._content = HeartbeatContent(state, load, counters, now, now, time.time())
 
     def announce(self, seconds: float) -> None:
         """Announce that the main loop may not turn for `seconds`, because of work that it is about to begin."""
-        until = max(self._snapshot.busy_until, self._clock() + seconds)
-        self._snapshot = replace(self._snapshot, busy_until=until)
+        until = max(self._content.busy_until, self._clock() + seconds)
+        self._content = replace(self._content, busy_until=until)
 
     def overdue(self) -> float:
         """Return the seconds by which the main loop exceeds the announced time; not positive while it has time left."""
-        return self._clock() - self._snapshot.busy_until
+        return self._clock() - self._content.busy_until
 
     def send(self, message: RouterMessage) -> None:
         """Send without blocking.
@@ -216,18 +216,18 @@ class RouterLink(Generic[M]):
         try:
             while not self._stop.wait(self._interval):
                 self._sequence += 1
-                snapshot = self._snapshot
+                content = self._content
                 dealer.datagram(
                     encode(
                         Heartbeat(
                             incarnation=incarnation,
                             sequence=self._sequence,
-                            state=snapshot.state,
-                            loop_age_ms=int((self._clock() - snapshot.turned_at) * 1000),
-                            announced_ms=int((snapshot.busy_until - snapshot.turned_at) * 1000),
-                            as_of=snapshot.as_of,
-                            load=snapshot.load,
-                            counters=snapshot.counters,
+                            state=content.state,
+                            loop_age_ms=int((self._clock() - content.turned_at) * 1000),
+                            announced_ms=int((content.busy_until - content.turned_at) * 1000),
+                            as_of=content.as_of,
+                            load=content.load,
+                            counters=content.counters,
                         )
                     )
                 )

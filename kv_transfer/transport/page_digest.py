@@ -11,11 +11,11 @@ from typing import Protocol
 
 import xxhash
 
-from kv_transfer.pair_plan import Block, Side
+from kv_transfer.pair_plan import Side, StridedRows
 from kv_transfer.transport.host_rows import gather
 
 
-def block_digests(memory: memoryview, blocks: Sequence[Block], items: Sequence[int]) -> list[int]:
+def block_digests(memory: memoryview, blocks: Sequence[StridedRows], items: Sequence[int]) -> list[int]:
     """Return one u64 per item (page or slot), read from `memory` (flat bytes of the whole pool)."""
     digests: list[int] = []
     for item in items:

@@ -20,7 +20,7 @@ from common.engine.formats.dense import DenseLinear
 from common.engine.formats.dense_experts import DenseExperts
 from common.engine.layers.experts import Experts
 from common.engine.layers.linear import Embedding
-from common.engine.layers.router import Router
+from common.engine.layers.router import ExpertRouter
 from common.engine.state.pool import KvPool
 from tests.bench.timing import copy_bandwidth, graph_us, matmul_rate
 
@@ -83,7 +83,7 @@ class UsedExperts:
     """Counts, while it is entered, the experts that eager forwards of a model read."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._routers = [module for module in model.modules() if isinstance(module, Router)]
+        self._routers = [module for module in model.modules() if isinstance(module, ExpertRouter)]
         # (router, rows of the forward) -> experts of each forward
         self._counts: dict[tuple[int, int], list[int]] = defaultdict(list)
 
@@ -111,7 +111,7 @@ def products_ms(model: nn.Module, tokens: int, device: torch.device) -> float:
     """Return the time of the matrix products of a model's layers on `tokens` rows, those of experts excepted."""
     layers = model.get_submodule("layers")
     weights = [each.dense() for each in layers.modules() if isinstance(each, DenseLinear)]
-    weights += [each.rows for each in layers.modules() if isinstance(each, Router)]
+    weights += [each.rows for each in layers.modules() if isinstance(each, ExpertRouter)]
     widths = {weight.shape[1] for weight in weights}
     rows = {width: torch.randn(tokens, width, device=device).to(weights[0].dtype) for width in widths}
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import zmq
 
-from common.ipc.session import Kind, frame
+from common.ipc.session import FrameKind, frame
 from common.messages.generation import OutputToken
 from common.messages.identity import NodeCounters, NodeLoad, new_incarnation
 from common.messages.router_inbox import Failed, FirstToken, Heartbeat, PrefillDone, TokenRun, Tokens
@@ -227,7 +227,7 @@ UNKNOWN: dict[str, Callable[[Soak, int], Awaitable[None]]] = {
 def _session_frames(payload: bytes) -> list[tuple[bytes, ...]]:
     """Return frames that open a session and send one message in it."""
     epoch = secrets.randbits(63)
-    return [frame(Kind.OPEN, epoch, 0, 0), frame(Kind.DATA, epoch, 1, 0, payload)]
+    return [frame(FrameKind.OPEN, epoch, 0, 0), frame(FrameKind.DATA, epoch, 1, 0, payload)]
 
 
 async def _metrics_size(cluster: RunningCluster) -> int:

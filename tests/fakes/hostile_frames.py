@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from common.ipc.session import Kind, frame
+from common.ipc.session import FrameKind, frame
 from common.messages.router_inbox import Goodbye
 from common.messages.wire import encode
 from kv_transfer import messages
@@ -68,7 +68,7 @@ def zmq_messages(rng: random.Random) -> Iterator[list[bytes]]:
         yield [rng.randbytes(size), rng.randbytes(size)]
         yield [b"", rng.randbytes(size), b""]
     yield [rng.randbytes(40), rng.randbytes(4 << 20)]
-    for kind in Kind:
+    for kind in FrameKind:
         header, payload = frame(
             kind, rng.getrandbits(63), rng.getrandbits(63), rng.getrandbits(63), b"payload"
         )
@@ -79,7 +79,7 @@ def zmq_messages(rng: random.Random) -> Iterator[list[bytes]]:
 
 def session_frames(rng: random.Random) -> Iterator[list[bytes]]:
     """Yield frames with a correct digest whose session does not exist or whose sequence number jumps."""
-    for kind in Kind:
+    for kind in FrameKind:
         for number in (0, 1, 1 << 40, (1 << 64) - 1):
             for acknowledged in (0, (1 << 64) - 1):
                 yield list(frame(kind, rng.getrandbits(64), number, acknowledged, rng.randbytes(20)))

@@ -21,7 +21,7 @@ from common.engine.formats.dense import DenseFormat
 from common.engine.layers.activations import Activations, Quantised, Reads
 from common.engine.layers.linear import Embedding, Linear, WeightFormat
 from common.engine.layers.norm import RmsNorm
-from common.engine.layers.parts import Block
+from common.engine.layers.parts import WeightBlock
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.ops.rms_norm import add_rms_norm
@@ -46,7 +46,7 @@ def in_forms(values: Tensor, reads: Reads) -> Activations:
 class Int8Linear(Linear):
     reads = Reads(dense=False, form=FORM)
 
-    def __init__(self, blocks: Sequence[Block], bias: bool, placement: Placement) -> None:
+    def __init__(self, blocks: Sequence[WeightBlock], bias: bool, placement: Placement) -> None:
         super().__init__()
         self._blocks, self._dtype = tuple(blocks), placement.dtype
         rows, device = sum(block.rows for block in self._blocks), placement.device
@@ -93,7 +93,7 @@ class Int8Format(WeightFormat):
         self._ignored = stored.ignored
         self._dense = DenseFormat(placement)
 
-    def make_linear(self, blocks: Sequence[Block], bias: bool) -> Linear:
+    def make_linear(self, blocks: Sequence[WeightBlock], bias: bool) -> Linear:
         if all(block.name in self._ignored for block in blocks):
             return self._dense.make_linear(blocks, bias)
         return Int8Linear(blocks, bias, self.placement)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zmq
 
 from common.ipc.curve import Plain
-from common.ipc.gate import Gate
+from common.ipc.identity_check import IdentityCheck
 
 
 class Keyless(Plain):
@@ -13,7 +13,7 @@ class Keyless(Plain):
 
     open_binds = True
 
-    def secure_server(self, socket: zmq.Socket[bytes], address: str) -> Gate | None:
+    def secure_server(self, socket: zmq.Socket[bytes], address: str) -> IdentityCheck | None:
         return None
 
     def secure_client(self, socket: zmq.Socket[bytes], address: str, server: str) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from llguidance import LLMatcher
 
-from common.grammar import Compilation, GrammarCompiler, Matcher
+from common.grammar import GrammarCompilation, GrammarCompiler, Matcher
 
 VOCAB = 64
 EOS = 0
@@ -110,11 +110,11 @@ class HeldCompiler:
     def __init__(self) -> None:
         self.released = False
 
-    def start(self, grammar: str, now: Callable[[], float]) -> Compilation:
+    def start(self, grammar: str, now: Callable[[], float]) -> GrammarCompilation:
         return HeldCompilation(self, matcher(grammar), now() + 1e9)
 
 
-class HeldCompilation(Compilation):
+class HeldCompilation(GrammarCompilation):
     """A compilation of a HeldCompiler."""
 
     def __init__(self, compiler: HeldCompiler, made: Matcher, deadline: float) -> None:

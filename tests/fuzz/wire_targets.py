@@ -100,6 +100,6 @@ TARGETS = {
     "handoff-record": Target(record, (handoff_record.encode(RECORD, ROOM, GENERATION, SLOT),)),
     "tcp-frame": Target(tcp_frame, (FRAME,)),
     "session-frame": Target(
-        session_frame, (b"".join(session.frame(session.Kind.DATA, 1, 2, 3, b"payload")),)
+        session_frame, (b"".join(session.frame(session.FrameKind.DATA, 1, 2, 3, b"payload")),)
     ),
 }

@@ -13,7 +13,7 @@ from common.engine.formats.dense_experts import DenseExperts
 from common.engine.layers.activations import DENSE, Activations, Reads
 from common.engine.layers.linear import Embedding, Linear, WeightFormat
 from common.engine.layers.norm import RmsNorm
-from common.engine.layers.parts import Block
+from common.engine.layers.parts import WeightBlock
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.engine.ops.linear import gated_linear, linear
@@ -31,7 +31,9 @@ class DenseLinear(Linear):
 
     reads = DENSE
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, blocks: Sequence[Block]) -> None:
+    def __init__(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, blocks: Sequence[WeightBlock]
+    ) -> None:
         super().__init__()
         self.weight = weight
         self.bias = bias
@@ -79,7 +81,7 @@ class DenseFormat(WeightFormat):
         self.placement = placement
         self._product = product
 
-    def make_linear(self, blocks: Sequence[Block], bias: bool) -> DenseLinear:
+    def make_linear(self, blocks: Sequence[WeightBlock], bias: bool) -> DenseLinear:
         rows = sum(block.rows for block in blocks)
         weight = parameter((rows, blocks[0].columns.size), self.placement)
         return self._product(weight, parameter((rows,), self.placement) if bias else None, blocks)

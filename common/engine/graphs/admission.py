@@ -38,20 +38,20 @@ class BatchFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class ReplayDecision:
     """A shape, or the reason for running eagerly."""
 
     shape: ShapeKey | None
     reason: str = ""
 
 
-def admit(spec: CaptureSpec, facts: BatchFacts) -> Admission:
+def admit(spec: CaptureSpec, facts: BatchFacts) -> ReplayDecision:
     """Check embeddings, forward mode, hidden mode, width, size, padding and variant in this order.
 
     No batch has replaced embedding rows or prompt logprobs: requests that ask for them are refused.
     """
     if not spec.shapes:
-        return Admission(None, Fallback.NO_GRAPHS)
+        return ReplayDecision(None, Fallback.NO_GRAPHS)
     missing = facts.features - spec.features
     shape = spec.fit(facts.live)
     width = spec.tokens_per_request
@@ -66,8 +66,8 @@ def admit(spec: CaptureSpec, facts: BatchFacts) -> Admission:
     )
     for refused, reason in checks:
         if refused:
-            return Admission(None, reason)
-    return Admission(shape)
+            return ReplayDecision(None, reason)
+    return ReplayDecision(shape)
 
 
 def _wasteful(spec: CaptureSpec, shape: ShapeKey | None, live: ShapeKey) -> bool:

@@ -15,8 +15,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from common.engine.graphs.admission import Admission, BatchFacts, Fallback, admit
-from common.engine.graphs.backends.base import Backend, Compilation, Recording
+from common.engine.graphs.admission import BatchFacts, Fallback, ReplayDecision, admit
+from common.engine.graphs.backends.base import Backend, GraphCompilation, Recording
 from common.engine.graphs.outputs import OutputSpec
 from common.engine.graphs.report import CaptureRow, GraphCounters
 from common.engine.graphs.slots import Inputs, StaticInputs
@@ -76,7 +76,7 @@ class GraphRunner(Generic[Batch, Output]):
         return list(self._recordings)
 
     @property
-    def compilation(self) -> Compilation | None:
+    def compilation(self) -> GraphCompilation | None:
         """The code that was compiled before capture; its time is not in the seconds of `rows`."""
         return self._backend.compilation
 
@@ -168,11 +168,11 @@ class GraphRunner(Generic[Batch, Output]):
 
     def choose(self, facts: BatchFacts) -> tuple[GraphKey | None, str]:
         """Return the graph that serves such a batch, or None and the reason why none does."""
-        admission: Admission = admit(self.spec, facts)
-        if admission.shape is None:
-            return None, admission.reason
+        decision: ReplayDecision = admit(self.spec, facts)
+        if decision.shape is None:
+            return None, decision.reason
         for variant in facts.variants:
-            key = GraphKey(admission.shape, variant)
+            key = GraphKey(decision.shape, variant)
             if key in self._recordings:
                 return key, ""
         return None, Fallback.CAPTURE_FAILED

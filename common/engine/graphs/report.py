@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from common.engine.graphs.backends.base import Compilation
+from common.engine.graphs.backends.base import GraphCompilation
 from common.engine.graphs.spec import CaptureSpec, GraphKey
 from common.messages.identity import GraphReport, GraphTotals
 
@@ -46,7 +46,7 @@ SPELLED = 6  # shapes spelled out per row; of more, only the first ones and the 
 MAX_REASON = 300  # characters
 
 
-def table(rows: Iterable[CaptureRow], compilation: Compilation | None = None) -> str:
+def table(rows: Iterable[CaptureRow], compilation: GraphCompilation | None = None) -> str:
     """Return the table of every graph of one forward, for people, with what was compiled before at its end."""
     lines = _aligned(HEADER, (row.cells() for row in rows))
     if compilation is not None:
@@ -60,7 +60,7 @@ def start_report(
     backend: str,
     reasons: tuple[str, ...],
     rows: Sequence[CaptureRow],
-    compilation: Compilation | None,
+    compilation: GraphCompilation | None,
 ) -> GraphReport:
     """Return the report of one forward: `rows` of its captures, `backend` and `reasons` as decided at start-up."""
     by_tokens = spec.tokens_per_request is None

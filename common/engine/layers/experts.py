@@ -13,7 +13,7 @@ from common.engine.layers.blocks import FeedForward
 from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
-from common.engine.layers.router import Router
+from common.engine.layers.router import ExpertRouter
 
 
 class Experts(FeedForward):
@@ -24,7 +24,7 @@ class Experts(FeedForward):
     def __init__(self, name: str, config: ModelConfig, weights: WeightFormat) -> None:
         super().__init__()
         assert config.experts is not None, "a layer with experts in a config without them"
-        self.router = Router(name, config.hidden_size, config.experts, weights.placement)
+        self.router = ExpertRouter(name, config.hidden_size, config.experts, weights.placement)
         self.experts = weights.experts(name, config.hidden_size, config.experts)
 
     def forward(self, x: Activations, slots: TokenSlots | None = None) -> Tensor:

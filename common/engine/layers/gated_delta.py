@@ -22,7 +22,7 @@ from common.engine.layers.norm import RmsNorm
 from common.engine.layers.parts import Parts, rows_of_parameter, runs_of
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import parameter
-from common.kv_cache.gated_delta import DeltaHeads, delta_heads
+from common.kv_cache.gated_delta import DeltaHeadGroups, delta_heads
 
 OPERATION = "common.engine.attention.gated_delta:gated_delta"
 
@@ -82,7 +82,7 @@ class GatedDelta(Mixer):
         yield Piece.all_of(f"{self.name}.norm.weight", self.norm)
 
 
-def separate_rows(name: str, heads: DeltaHeads) -> Parts:
+def separate_rows(name: str, heads: DeltaHeadGroups) -> Parts:
     """Return the rows of the input projection in a checkpoint of Qwen3.5."""
     return [
         *runs_of(f"{name}.in_proj_qkv", *heads.channels),
@@ -92,7 +92,7 @@ def separate_rows(name: str, heads: DeltaHeads) -> Parts:
     ]
 
 
-def grouped_rows(name: str, heads: DeltaHeads) -> Parts:
+def grouped_rows(name: str, heads: DeltaHeadGroups) -> Parts:
     """Return the rows of the input projection in a checkpoint of Qwen3-Next.
 
     Its tensors have the rows of each key head together: [query | key | values | gates] and [b | a].

@@ -14,10 +14,10 @@ from common.engine.layers.activations import Activations, Reads
 from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.parts import (
-    Block,
     Columns,
     Features,
     Parts,
+    WeightBlock,
     declared_runs,
     head_group,
     input_columns,
@@ -101,7 +101,7 @@ class WeightFormat(ABC):
     placement: Placement  # of activations, norms and embeddings
 
     @abstractmethod
-    def make_linear(self, blocks: Sequence[Block], bias: bool) -> Linear:
+    def make_linear(self, blocks: Sequence[WeightBlock], bias: bool) -> Linear:
         """Make an uninitialised product whose rows are `blocks`, all of the same columns."""
 
     @abstractmethod
@@ -138,7 +138,7 @@ class WeightFormat(ABC):
     def head(self, name: str, hidden_size: int, vocab_size: int) -> Linear:
         """Make an uninitialised LM head, divided by vocabulary. `name` is without `.weight`."""
         tokens = self.placement.shard.tokens(vocab_size)
-        block = Block(name, len(tokens), tokens.start, vocab_size, Columns(hidden_size, 0, hidden_size))
+        block = WeightBlock(name, len(tokens), tokens.start, vocab_size, Columns(hidden_size, 0, hidden_size))
         return self.placement.ranks.gathered(self.make_linear([block], bias=False))
 
     def tied_head(self, embedding: Embedding) -> Linear:

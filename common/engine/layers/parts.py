@@ -20,7 +20,7 @@ def head_group(features: Features) -> HeadGroup:
     return HeadGroup(1, features) if isinstance(features, int) else features
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Rows of a tensor in the checkpoint, head by head, that become consecutive rows of a weight.
 
     `together` heads are adjacent, and as many others begin `stride` rows later.
@@ -44,7 +44,7 @@ class Run(NamedTuple):
             head += count
 
 
-def runs_of(name: str, *groups: HeadGroup, bundles: int = 1) -> list[Run]:
+def runs_of(name: str, *groups: HeadGroup, bundles: int = 1) -> list[RowRun]:
     """Return the rows of a tensor that holds these groups one after the other.
 
     Args:
@@ -54,13 +54,13 @@ def runs_of(name: str, *groups: HeadGroup, bundles: int = 1) -> list[Run]:
     runs, begin = [], 0
     for group in groups:
         together = group.heads // bundles
-        runs.append(Run(name, group, bundles * stride, begin, together, stride))
+        runs.append(RowRun(name, group, bundles * stride, begin, together, stride))
         begin += together * group.width
     return runs
 
 
 # The rows of a weight, in order: whole tensors with their number of rows, or runs of rows.
-Parts: TypeAlias = Mapping[str, Features] | Sequence[Run]
+Parts: TypeAlias = Mapping[str, Features] | Sequence[RowRun]
 
 
 class Columns(NamedTuple):
@@ -75,7 +75,7 @@ class Columns(NamedTuple):
         return self.size < self.whole
 
 
-class Block(NamedTuple):
+class WeightBlock(NamedTuple):
     """A block of a matrix in the checkpoint that becomes consecutive rows of one rank's weight."""
 
     name: str  # without `.weight`
@@ -101,20 +101,20 @@ def input_columns(inputs: Features, shard: Shard, what: str) -> Columns:
     return Columns(len(heads) * group.width, heads.start * group.width, group.heads * group.width)
 
 
-def rank_blocks(parts: Parts, columns: Columns, shard: Shard) -> tuple[Block, ...]:
+def rank_blocks(parts: Parts, columns: Columns, shard: Shard) -> tuple[WeightBlock, ...]:
     """Return the blocks that one rank holds of the declared rows; adjacent rows of a tensor are one block."""
-    blocks: list[Block] = []
+    blocks: list[WeightBlock] = []
     for run in declared_runs(parts):
         for rows in run.ranges(shard.heads(run.group, run.name)):
             last = blocks[-1] if blocks else None
             if last is not None and last.name == run.name and last.begin + last.rows == rows.start:
                 blocks[-1] = last._replace(rows=last.rows + len(rows))
             else:
-                blocks.append(Block(run.name, len(rows), rows.start, run.whole, columns))
+                blocks.append(WeightBlock(run.name, len(rows), rows.start, run.whole, columns))
     return tuple(blocks)
 
 
-def declared_runs(parts: Parts) -> Iterator[Run]:
+def declared_runs(parts: Parts) -> Iterator[RowRun]:
     """Yield the declared rows as runs."""
     if not isinstance(parts, Mapping):
         yield from parts

@@ -14,7 +14,7 @@ from common.engine.layers.placement import Placement, parameter
 from common.engine.ops.route import route
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """Applies the `RouterRule` of a config.
 
     Args:

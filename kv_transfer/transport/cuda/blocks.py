@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kv_transfer.pair_plan import Block, Part
+from kv_transfer.pair_plan import RowsPair, StridedRows
 from kv_transfer.transport.cuda.pages import MIX, POSITION, WORDS, block_words, jit, mixed_words, word_terms
 
 try:
@@ -31,7 +31,7 @@ _WIDEST: Final = 16  # bytes of the widest access
 class PartGroup:
     """Parts of equal shape: one launch. `word_bytes` divides the starts of all their items and rows."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[RowsPair, ...]
     firsts: tuple[int, ...]  # number of the first word of each part, for the checksum
     word_bytes: int
     sum_bytes: int  # bytes of a word of the checksum
@@ -50,7 +50,7 @@ class PartGroup:
 def move_parts(
     src: Tensor,
     dst: Tensor | None,
-    parts: Sequence[Part],
+    parts: Sequence[RowsPair],
     items: Tensor,
     sums: Tensor | None,
     max_blocks: int,
@@ -72,13 +72,13 @@ def move_parts(
             _reference(src, dst, group, items, sums, max_blocks, first)
 
 
-def words(blocks: Sequence[Block]) -> int:
+def words(blocks: Sequence[StridedRows]) -> int:
     """Return the words of one item over these blocks, which are equal on both sides of a pair."""
     return sum(block.rows * block.length // _sum_bytes(block) for block in blocks)
 
 
 @functools.lru_cache(maxsize=64)
-def _groups(parts: tuple[Part, ...], device: torch.device) -> tuple[PartGroup, ...]:
+def _groups(parts: tuple[RowsPair, ...], device: torch.device) -> tuple[PartGroup, ...]:
     """Group parts by shape and alignment. The table of a group is made once, by a copy that blocks."""
     firsts = [0, *accumulate(words([part.src]) for part in parts)]
     alike: dict[tuple[int, int, int], list[int]] = {}
@@ -91,7 +91,7 @@ def _groups(parts: tuple[Part, ...], device: torch.device) -> tuple[PartGroup, .
     )
 
 
-def _group(parts: Sequence[Part], firsts: Sequence[int], word: int, device: torch.device) -> PartGroup:
+def _group(parts: Sequence[RowsPair], firsts: Sequence[int], word: int, device: torch.device) -> PartGroup:
     starts = [
         [value // word for side in part for value in (side.offset, side.item, side.stride)] for part in parts
     ]
@@ -121,7 +121,7 @@ def _reference(
             sums += mixed_words(data, inside).sum(1)
 
 
-def _rows(memory: Tensor, block: Block, word: int) -> Tensor:
+def _rows(memory: Tensor, block: StridedRows, word: int) -> Tensor:
     """Return a [items, rows, words] view of one block in every item that fits into `memory`."""
     end = block.offset + (block.rows - 1) * block.stride + block.length
     count = 1 + (memory.numel() - end) // block.item
@@ -134,11 +134,11 @@ def _as_words(memory: Tensor, word: int) -> Tensor:
     return memory[: memory.numel() // word * word].view(WORDS[word])
 
 
-def _word(block: Block) -> int:
+def _word(block: StridedRows) -> int:
     return math.gcd(8, *block[:3], block.stride)
 
 
-def _sum_bytes(block: Block) -> int:
+def _sum_bytes(block: StridedRows) -> int:
     return math.gcd(8, block.rows * block.length)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.kv_cache.pool_layout import PoolLayout
-from kv_transfer.pair_plan import Block, Part, Side, pair_plan
+from kv_transfer.pair_plan import RowsPair, Side, StridedRows, pair_plan
 from kv_transfer.transport.base import DeviceMemory
 from kv_transfer.transport.cuda.blocks import move_parts
 from kv_transfer.transport.cuda.cudart import CudaRuntime, Mark
@@ -90,7 +90,7 @@ class GpuDigests:
         move_pages(self._pages, None, index, sums, self._planes, _BLOCKS)
         return sums
 
-    def _parts(self, blocks: Sequence[Block], index: Tensor) -> Tensor:
+    def _parts(self, blocks: Sequence[StridedRows], index: Tensor) -> Tensor:
         sums = torch.zeros(index.size(1), dtype=torch.int64, device=self._memory.device)
-        move_parts(self._memory, None, [Part(block, block) for block in blocks], index, sums, _BLOCKS)
+        move_parts(self._memory, None, [RowsPair(block, block) for block in blocks], index, sums, _BLOCKS)
         return sums

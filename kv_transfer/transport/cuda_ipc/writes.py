@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.copy_plan import Copy, copies, runs, single_rows, state_copies
-from kv_transfer.pair_plan import PairPlan, Part
+from kv_transfer.pair_plan import PairPlan, RowsPair
 from kv_transfer.transport.base import DeviceMemory, PeerMemory, Target, Ticket, WriteState
 from kv_transfer.transport.cuda.blocks import move_parts, words
 from kv_transfer.transport.cuda.cudart import CudaRuntime, Lane, Mark
@@ -191,7 +191,7 @@ class PageWriter:
             self.copy(peer, lane, copies(plan, runs(*pages), slice(planes.start, planes.stop)))
 
     def _move_parts(
-        self, peer: Mapped, parts: Sequence[Part], index: Tensor, sums: Tensor | None, first: int = 0
+        self, peer: Mapped, parts: Sequence[RowsPair], index: Tensor, sums: Tensor | None, first: int = 0
     ) -> bool:
         """Add checksums of parts to `sums` and copy them; return whether they are copied, or the driver has to."""
         direct = peer.memory is not None

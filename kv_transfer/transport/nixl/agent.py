@@ -52,7 +52,7 @@ class Rows:
 
 
 @dataclass(slots=True, eq=False)
-class Operation:
+class PostedTransfer:
     """One posted transfer."""
 
     handle: Any
@@ -190,13 +190,15 @@ class NixlAgent:
         with contextlib.suppress(Exception):
             self._agent.release_dlist_handle(prepared)
 
-    def write(self, ours: Any, from_: NDArray[np.int32], theirs: Any, to: NDArray[np.int32]) -> Operation:
+    def write(
+        self, ours: Any, from_: NDArray[np.int32], theirs: Any, to: NDArray[np.int32]
+    ) -> PostedTransfer:
         """Start writing pieces `from_` of one list to pieces `to` of another. Raises NixlError."""
         try:
             handle = self._agent.make_prepped_xfer("WRITE", ours, from_, theirs, to, backends=[_BACKEND])
         except Exception as error:
             raise NixlError(_said(error)) from None
-        operation = Operation(handle)
+        operation = PostedTransfer(handle)
         try:
             if self._agent.transfer(handle) == "ERR":
                 operation.fault = "NIXL reports an error"
@@ -204,7 +206,7 @@ class NixlAgent:
             operation.fault = _said(error)
         return operation
 
-    def state(self, operation: Operation) -> WriteState:
+    def state(self, operation: PostedTransfer) -> WriteState:
         """Return the state of a transfer.
 
         FAILED means that it will not complete; pieces may land for a moment yet.
@@ -223,7 +225,7 @@ class NixlAgent:
             return WriteState.FAILED
         return WriteState.DONE
 
-    def release(self, operation: Operation) -> None:
+    def release(self, operation: PostedTransfer) -> None:
         """Release the handle of a transfer that is no longer running."""
         with contextlib.suppress(Exception):
             self._agent.release_xfer_handle(operation.handle)

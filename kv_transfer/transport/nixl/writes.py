@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.transport.base import PeerMemory, Target, Ticket, WriteState
 from kv_transfer.transport.cuda.cudart import Mark
-from kv_transfer.transport.nixl.agent import MemorySpan, NixlAgent, Operation, Rows, span_of
+from kv_transfer.transport.nixl.agent import MemorySpan, NixlAgent, PostedTransfer, Rows, span_of
 
 _SLOTS: Final = 64  # records in flight before more memory is registered
 
@@ -37,7 +37,7 @@ class Remote(PeerMemory):
 class RunningTransfer:
     """A transfer that has not ended."""
 
-    operation: Operation
+    operation: PostedTransfer
     nbytes: int
     failed_at: float | None = None
 

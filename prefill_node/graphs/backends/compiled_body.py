@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from common.engine.attention.backend import AttentionBackend
-from common.engine.graphs.backends.base import CaptureError, Compilation
+from common.engine.graphs.backends.base import CaptureError, GraphCompilation
 from common.engine.models.causal_lm import BodyOutput, CausalLM
 from common.engine.ops.triton_kernel import has_triton
 from prefill_node.graphs.backends.compiled_piece import CompiledPiece, form
@@ -53,10 +53,10 @@ class CompiledBodies:
         self._bodies: dict[nn.Module, CompiledBody] = {}
 
     @property
-    def compilation(self) -> Compilation:
+    def compilation(self) -> GraphCompilation:
         """The compilation of all bodies together."""
         bodies = self._bodies.values()
-        return Compilation(
+        return GraphCompilation(
             self._compiler,
             sum(body.seconds for body in bodies),
             sum(body.pieces for body in bodies),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from common.engine.graphs.backends.base import Compilation, Output, Recorder, Recording
+from common.engine.graphs.backends.base import GraphCompilation, Output, Recorder, Recording
 from prefill_node.graphs.backends.body_point import compiling
 from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
@@ -32,7 +32,7 @@ class PiecewiseGraphs:
         return f"piecewise-{self._bodies.compilation.compiler}-{self._recorder.name}"
 
     @property
-    def compilation(self) -> Compilation:
+    def compilation(self) -> GraphCompilation:
         return self._bodies.compilation
 
     def capture(self, run: Callable[[], Output]) -> Recording[Output]:

@@ -56,14 +56,14 @@ def undo_r1() -> None:
 
 
 def undo_r2() -> None:
-    from common.ipc.session import Kind, Session, read_header
+    from common.ipc.session import FrameKind, Session, read_header
 
     due, arrived = Session.due, Session._arrived
 
     def never_again(self: Session, now: float) -> list[tuple[bytes, bytes]]:
         self._resend = False
         frames = due(self, now)
-        return [each for each in frames if read_header(*each).kind is not Kind.PROBE]
+        return [each for each in frames if read_header(*each).kind is not FrameKind.PROBE]
 
     def past_a_gap(self: Session, number: int, payload: bytes, now: float) -> bytes | None:
         self._received = max(self._received, number - 1)

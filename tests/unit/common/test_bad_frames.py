@@ -14,7 +14,7 @@ import zmq
 from common.ipc import Dealer, RouterSocket
 from common.ipc.bad_frames import LIMIT, MAX_PEERS, WINDOW, BadFrames, peer_of
 from common.ipc.curve import Curve
-from common.ipc.gate import BAN_SECONDS
+from common.ipc.identity_check import BAN_SECONDS
 from common.ipc.key_files import make_key_pairs
 from common.observability import bounded_log
 from common.observability.bounded_log import FIRST, BoundedLog

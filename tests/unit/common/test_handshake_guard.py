@@ -12,7 +12,13 @@ import zmq
 
 from common.ipc import Dealer, RouterSocket, channel, handshake_guard
 from common.ipc.curve import Curve
-from common.ipc.handshake_guard import HANDSHAKE_BYTES, HANDSHAKE_SECONDS, Handshakes, KernelConnections, Peer
+from common.ipc.handshake_guard import (
+    HANDSHAKE_BYTES,
+    HANDSHAKE_SECONDS,
+    KernelConnections,
+    OpenHandshakes,
+    Peer,
+)
 from common.ipc.key_files import make_key_pairs
 from tests.fakes.clock import Clock
 from tests.fakes.keyless import Keyless
@@ -49,18 +55,18 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def handshakes(kernel: Kernel, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Handshakes:
+def handshakes(kernel: Kernel, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> OpenHandshakes:
     monkeypatch.setattr(handshake_guard, "MOST_HANDSHAKES", 5)
     monkeypatch.setattr(handshake_guard, "MOST_OF_A_SOURCE", 3)
-    return Handshakes(kernel, clock)
+    return OpenHandshakes(kernel, clock)
 
 
-def accept(handshakes: Handshakes, kernel: Kernel, descriptor: int, source: str) -> None:
+def accept(handshakes: OpenHandshakes, kernel: Kernel, descriptor: int, source: str) -> None:
     kernel.peers[descriptor] = (source, 1000 + descriptor)
     handshakes.accepted(descriptor)
 
 
-def test_the_oldest_of_a_source_ends_first(handshakes: Handshakes, kernel: Kernel) -> None:
+def test_the_oldest_of_a_source_ends_first(handshakes: OpenHandshakes, kernel: Kernel) -> None:
     accept(handshakes, kernel, 1, "10.0.0.1")
     for descriptor in range(2, 7):
         accept(handshakes, kernel, descriptor, "10.0.0.2")
@@ -68,7 +74,7 @@ def test_the_oldest_of_a_source_ends_first(handshakes: Handshakes, kernel: Kerne
     assert len(handshakes) == 4
 
 
-def test_the_oldest_of_all_ends_where_sources_are_many(handshakes: Handshakes, kernel: Kernel) -> None:
+def test_the_oldest_of_all_ends_where_sources_are_many(handshakes: OpenHandshakes, kernel: Kernel) -> None:
     for descriptor in range(8):
         accept(handshakes, kernel, descriptor, f"10.0.0.{descriptor}")
     assert kernel.ended == [0, 1, 2]
@@ -76,7 +82,7 @@ def test_the_oldest_of_all_ends_where_sources_are_many(handshakes: Handshakes, k
 
 
 def test_finished_closed_and_old_ones_are_not_ended(
-    handshakes: Handshakes, kernel: Kernel, clock: Clock
+    handshakes: OpenHandshakes, kernel: Kernel, clock: Clock
 ) -> None:
     for descriptor in range(3):
         accept(handshakes, kernel, descriptor, "10.0.0.1")
@@ -93,7 +99,7 @@ def test_finished_closed_and_old_ones_are_not_ended(
 
 
 def test_a_reused_descriptor_of_another_connection_is_not_closed(
-    handshakes: Handshakes, kernel: Kernel
+    handshakes: OpenHandshakes, kernel: Kernel
 ) -> None:
     for descriptor in range(3):
         accept(handshakes, kernel, descriptor, "10.0.0.1")

@@ -17,7 +17,7 @@ from common.ipc.session import (
     PROBE_SECONDS,
     SMALL,
     Frame,
-    Kind,
+    FrameKind,
     Session,
     read_header,
 )
@@ -71,7 +71,7 @@ class Link:
                 head = read_header(header, payload)
             except ProtocolError:
                 continue
-            if head.kind is not Kind.RESET:
+            if head.kind is not FrameKind.RESET:
                 got = self.dealer.receive(head, payload, self.clock())
                 self.at_dealer += [] if got is None else [got]
         self.there.extend(self.dealer.due(self.clock()))
@@ -182,7 +182,7 @@ def test_all_probes_of_a_silence_have_one_answer() -> None:
         link.there.extend(link.dealer.due(link.clock()))
     assert len(link.there) == 10
     link.turn()
-    assert [read_header(*each).kind for each in link.back] == [Kind.ACK]
+    assert [read_header(*each).kind for each in link.back] == [FrameKind.ACK]
     link.settle()
     assert link.at_router == [b"lost"]
     assert link.dealer.sent_again == 1
@@ -240,7 +240,7 @@ def test_an_unknown_peer_gets_a_reset() -> None:
     data = ours.keep(b"from an earlier life", 0.0)
     assert data is not None
     assert sessions.receive(b"peer", *data, 0.0) is None
-    assert [read_header(*frame).kind for frame in said] == [Kind.RESET]
+    assert [read_header(*frame).kind for frame in said] == [FrameKind.RESET]
     assert read_header(*said[0]).epoch == EPOCH
     assert sessions.receive(b"peer", *said[0], 0.0) is None
     assert len(said) == 1, "a reset is not answered"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from common.errors import ProtocolError
-from common.ipc.session import MAX_PROBE_SECONDS, Frame, Kind, Session, read_header
+from common.ipc.session import MAX_PROBE_SECONDS, Frame, FrameKind, Session, read_header
 from common.ipc.sessions import Sessions
 from tests.fakes.clock import Clock
 
@@ -82,7 +82,7 @@ class Restarts(RuleBasedStateMachine):
             return
         if head.epoch != self.dialler.epoch:
             return
-        if head.kind is Kind.RESET:
+        if head.kind is FrameKind.RESET:
             if self.dialler.established:
                 self.open_session()
             return

@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher
 
 from common.errors import InvalidGrammar, ModelError, Overloaded
-from common.grammar import Compilation, GrammarCompiler, mask_width
+from common.grammar import GrammarCompilation, GrammarCompiler, mask_width
 from common.messages.generation import MAX_GRAMMAR
 from tests.fakes.waiting import PATIENCE
 
@@ -123,7 +123,7 @@ def test_the_thread_compiles_and_refuses() -> None:
 
 
 def test_a_compilation_ends_at_its_deadline() -> None:
-    waiting = Compilation(Future(), deadline=10.0)
+    waiting = GrammarCompilation(Future(), deadline=10.0)
     assert not waiting.ready(9.0)
     assert waiting.ready(10.0)
     with pytest.raises(Overloaded):

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.kv_cache.page_space import PageLease, PageSpace, as_keys
-from common.kv_cache.radix_cache import Keys, Node, NoPrefixCache, RadixCache
+from common.kv_cache.radix_cache import Keys, NoPrefixCache, RadixCache, RadixNode
 
 Prefix = tuple[int, ...]
 SALTS = [b"", b"tenant-a", b"tenant-bb"]
@@ -113,7 +113,7 @@ class PageSpaceMachine(RuleBasedStateMachine):
     def tree(self) -> dict[Prefix, int]:
         """Return the content of the tree under test: prefix -> page."""
         found: dict[Prefix, int] = {}
-        stack: list[tuple[Node, Prefix, int]] = [(self.cache._root, (), 0)]
+        stack: list[tuple[RadixNode, Prefix, int]] = [(self.cache._root, (), 0)]
         while stack:
             node, prefix, salt = stack.pop()
             for index, page in enumerate(node.pages):

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.kv_cache.page_space import as_keys
-from common.kv_cache.radix_cache import Match, Node, NoPrefixCache, RadixCache
+from common.kv_cache.radix_cache import Match, NoPrefixCache, RadixCache, RadixNode
 
 
-def put(cache: RadixCache, tokens: Sequence[int], pages: Sequence[int]) -> tuple[Node, int]:
+def put(cache: RadixCache, tokens: Sequence[int], pages: Sequence[int]) -> tuple[RadixNode, int]:
     node, first_adopted = cache.insert(as_keys(tokens), pages)
     cache.check_integrity()
     return node, first_adopted
@@ -209,7 +209,7 @@ def test_keys_need_all_64_bits() -> None:
     assert get(cache, [(1 << 32) + 7]) == [21]
 
 
-def root(cache: RadixCache) -> Node:
+def root(cache: RadixCache) -> RadixNode:
     """Return the root, which matches a sequence without keys."""
     return cache.match(as_keys([])).node
 

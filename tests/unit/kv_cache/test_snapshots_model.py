@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.kv_cache.page_space import PageLease, PageSpace, as_keys
-from common.kv_cache.radix_cache import Node, RadixCache
+from common.kv_cache.radix_cache import RadixCache, RadixNode
 from common.kv_cache.snapshots import Snapshots
 
 Prefix = tuple[int, ...]
@@ -52,7 +52,7 @@ class SnapshotMachine(RuleBasedStateMachine):
     def saved(self) -> dict[tuple[bytes, Prefix], int]:
         """Return the snapshots of the tree: salt and prefix -> slot."""
         found: dict[tuple[bytes, Prefix], int] = {}
-        stack: list[tuple[Node, Prefix, bytes]] = [(self.cache.match(as_keys([])).node, (), b"")]
+        stack: list[tuple[RadixNode, Prefix, bytes]] = [(self.cache.match(as_keys([])).node, (), b"")]
         while stack:
             node, prefix, salt = stack.pop()
             if node.snapshot is not None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kv_transfer.copy_plan import copies, runs, single_rows, state_copies
-from kv_transfer.pair_plan import Block
+from kv_transfer.pair_plan import StridedRows
 from kv_transfer.transport.cuda.blocks import move_parts, words
 from kv_transfer.transport.cuda.pages import page_list
 from kv_transfer.transport.page_digest import as_digests
@@ -17,7 +17,7 @@ from tests.unit.kv_transfer.test_cuda_pages import by_hand
 CPU = torch.device("cpu")
 
 
-def item_bytes(memory: torch.Tensor, blocks: tuple[Block, ...], item: int) -> list[bytes]:
+def item_bytes(memory: torch.Tensor, blocks: tuple[StridedRows, ...], item: int) -> list[bytes]:
     """Return the bytes of each block of an item, row after row."""
     found = []
     for offset, size, length, rows, stride in blocks:

@@ -9,7 +9,7 @@ import pytest
 
 from common.kv_cache.plane import HeadGroup, Kept, Plane
 from common.kv_cache.pool_spec import PoolSpec
-from kv_transfer.cuts import Ranks, cuts, sources
+from kv_transfer.cuts import RankPair, cuts, sources
 
 PLANES = (
     Plane("target", 0, "k", Kept.PAGED, (8, 4), "bfloat16", 0, (HeadGroup(8, 1),)),
@@ -52,7 +52,7 @@ def test_every_rank_gets_every_value_once(plane: Plane, src_size: int, dst_size:
         filled = [0] * len(theirs)
         for src in range(src_size):
             ours = held(plane, src, src_size)
-            for cut in cuts(plane, Ranks(src, src_size, dst, dst_size)):
+            for cut in cuts(plane, RankPair(src, src_size, dst, dst_size)):
                 assert ours[cut.src : cut.src + cut.length] == theirs[cut.dst : cut.dst + cut.length]
                 for index in range(cut.dst, cut.dst + cut.length):
                     filled[index] += 1
@@ -63,7 +63,7 @@ def test_every_rank_gets_every_value_once(plane: Plane, src_size: int, dst_size:
 def test_equal_sizes_are_served_by_their_own_number_in_one_cut(size: int) -> None:
     for plane in PLANES:
         for src, dst in itertools.product(range(size), repeat=2):
-            found = cuts(plane, Ranks(src, size, dst, size))
+            found = cuts(plane, RankPair(src, size, dst, size))
             whole = len(held(plane, dst, size))
             assert [(cut.src, cut.dst, cut.length) for cut in found] == (
                 [(0, 0, whole)] if src == dst else []

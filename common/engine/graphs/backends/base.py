@@ -36,7 +36,7 @@ class Recording(Generic[Output]):
 
 
 @dataclass(frozen=True, slots=True)
-class Compilation:
+class GraphCompilation:
     """The work of torch.compile for the graphs of a backend, done once for all of its shapes."""
 
     compiler: str
@@ -56,7 +56,7 @@ class Backend(Protocol):
         ...
 
     @property
-    def compilation(self) -> Compilation | None:
+    def compilation(self) -> GraphCompilation | None:
         """The compilation so far; None for a backend that captures code as it is written."""
         ...
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.engine.graphs.backends.base import CaptureError
 from common.engine.graphs.backends.tape_memory import (
-    SharedMemory,
+    TapeMemory,
     is_whole,
     storage_of,
     tensors_in,
@@ -106,7 +106,7 @@ class TapeRecorder:
 
     def __init__(self) -> None:
         self._tape: _Tape | None = None
-        self._memory = SharedMemory()
+        self._memory = TapeMemory()
         self._segments: list[TapeSegment] = []  # of the current session
         self._taken: list[Tensor] = []  # handles of the session
 
@@ -253,7 +253,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._pinned[id(arg)] = (arg, arg.detach())
         return self._pinned[id(arg)][1]
 
-    def segment(self, memory: SharedMemory) -> TapeSegment:
+    def segment(self, memory: TapeMemory) -> TapeSegment:
         """Return the segment, after the mode was left. Tensors that are still referenced become its outputs."""
         groups: dict[int, list[tuple[int, Tensor]]] = {}  # storage -> (temporary, tensor)
         for index, ref in enumerate(self._refs):

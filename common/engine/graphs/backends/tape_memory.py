@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class SharedMemory:
+class TapeMemory:
     """Static memory of all recordings of a recorder: the n-th storage of each recording is in the n-th chunk.
 
     The largest graph is captured first and sizes the chunks.

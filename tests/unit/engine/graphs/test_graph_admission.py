@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from common.engine.forward.batch import CaptureHiddenMode, ForwardMode
-from common.engine.graphs.admission import Admission, BatchFacts, Fallback, admit
+from common.engine.graphs.admission import BatchFacts, Fallback, ReplayDecision, admit
 from common.engine.graphs.spec import CaptureSpec, Feature, ShapeKey, request_shapes, token_shapes
 from prefill_node.graphs.draft_prefill import draft_prefill_spec
 from prefill_node.graphs.prefill_extend import extend_spec
@@ -27,7 +27,7 @@ WRONG = [
 @pytest.mark.parametrize("index", range(len(WRONG)), ids=[f"B4-{letter}" for letter, _, _ in WRONG])
 def test_reasons_are_given_in_a_fixed_order(index: int) -> None:
     _, change, reason = WRONG[index]
-    assert admit(SPEC, replace(GOOD, **change)) == Admission(None, reason)  # type: ignore[arg-type]
+    assert admit(SPEC, replace(GOOD, **change)) == ReplayDecision(None, reason)  # type: ignore[arg-type]
     everything = GOOD
     for _, later, _ in reversed(WRONG[index:]):
         everything = replace(everything, **later)  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ def test_reasons_are_given_in_a_fixed_order(index: int) -> None:
 
 
 def test_a_batch_with_nothing_wrong_replays() -> None:
-    assert admit(SPEC, GOOD) == Admission(ShapeKey(16))
+    assert admit(SPEC, GOOD) == ReplayDecision(ShapeKey(16))
 
 
 @pytest.mark.parametrize("captured", CaptureHiddenMode)
@@ -53,7 +53,7 @@ def test_a_graph_serves_its_hidden_mode_and_those_below(
 def test_prefill_graphs_have_a_place_for_given_embeddings(spec: CaptureSpec) -> None:
     """Prefill graphs take given embeddings; other graphs refuse such a batch with that reason (row B4)."""
     batch = BatchFacts(ForwardMode.EXTEND, ShapeKey(10, 3), LAST, features=frozenset((Feature.INPUT_EMBEDS,)))
-    assert admit(spec, batch) == Admission(ShapeKey(16))
+    assert admit(spec, batch) == ReplayDecision(ShapeKey(16))
 
 
 @pytest.mark.parametrize("feature", Feature)
@@ -69,7 +69,9 @@ def test_a_feature_replays_where_the_graph_has_a_place_for_it(feature: Feature) 
 )
 def test_padding_above_twice_the_live_tokens_runs_eagerly(tokens: int, shape: int | None) -> None:
     found = admit(SPEC, replace(GOOD, live=ShapeKey(tokens, 1)))
-    assert found == (Admission(None, Fallback.PADDING) if shape is None else Admission(ShapeKey(shape)))
+    assert found == (
+        ReplayDecision(None, Fallback.PADDING) if shape is None else ReplayDecision(ShapeKey(shape))
+    )
 
 
 def test_a_graph_of_fixed_width_takes_no_other() -> None:

@@ -24,7 +24,7 @@ def name_in(routing_id: bytes) -> str:
     return routing_id.split(b"/", 1)[0].decode("ascii", errors="replace")
 
 
-class Gate:
+class IdentityCheck:
     """Checks the messages of one listening socket with keys."""
 
     def __init__(self, allowed: AllowList) -> None:
