@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from common.observability.logs import Log
 from router.connections import ConnectionLimit
-from router.handshakes import Handshakes
+from router.handshakes import TlsHandshakes
 from router.listeners import client_address
 
 ACCEPTED_PER_TURN = 8  # per listening socket
@@ -22,7 +22,7 @@ RETRY_SECONDS = 1.0  # after the process or the host has run out of descriptors 
 EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
-class Acceptor:
+class ConnectionAcceptor:
     """Passes each accepted connection to a new protocol. It listens from its creation until `close`."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Acceptor:
         self._context = context
         self._handshake_seconds = handshake_seconds
         self._limit = limit
-        self._handshakes = Handshakes()
+        self._handshakes = TlsHandshakes()
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
         self._retries: dict[socket.socket, asyncio.TimerHandle] = {}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from common.errors import Overloaded
-from router.fair_queue import FairQueue, Waiting
+from router.fair_queue import FairQueue, WaitingRequest
 from router.node_registry import Node
 
 LOOK_SECONDS = 0.25  # interval at which reported loads are read again while requests wait
@@ -84,7 +84,7 @@ class SlidingSum:
 class _Gate:
     """A waiting request and the event that admits it."""
 
-    waiting: Waiting
+    waiting: WaitingRequest
     opened: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -104,7 +104,7 @@ class Admission:
         self._longest_wait = longest_wait
         self._clock = clock
         self._queue = FairQueue()
-        self._gates: dict[Waiting, _Gate] = {}
+        self._gates: dict[WaitingRequest, _Gate] = {}
         self._tokens = 0  # cost of the admitted requests that have not ended
         self._requests = 0
         self._recent = SlidingSum(REPORTED_SECONDS, clock)  # cost that nodes may not report yet
@@ -150,7 +150,7 @@ class Admission:
             self._queue.let_in(client, cost, weight)
             self._count(cost)
         else:
-            waiting = Waiting(client, cost, self._clock(), weight, priority=priority)
+            waiting = WaitingRequest(client, cost, self._clock(), weight, priority=priority)
             await self._wait(waiting, min(patience, self._longest_wait))
         return cost
 
@@ -167,7 +167,7 @@ class Admission:
         while (head := self._queue.head()) is not None:
             self._open(head)
 
-    async def _wait(self, waiting: Waiting, patience: float) -> None:
+    async def _wait(self, waiting: WaitingRequest, patience: float) -> None:
         expected = self._expected_wait(waiting)
         if expected > self._longest_wait:
             raise _overloaded(expected)
@@ -199,7 +199,7 @@ class Admission:
         if len(self._queue) and self._look is None:
             self._look = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look_again)
 
-    def _open(self, head: Waiting) -> None:
+    def _open(self, head: WaitingRequest) -> None:
         self._queue.take(head)
         self._count(head.cost)
         self._gates.pop(head).opened.set()
@@ -224,7 +224,7 @@ class Admission:
             return True
         return self._recent.total() + cost <= room.spare_tokens
 
-    def _expected_wait(self, waiting: Waiting) -> float:
+    def _expected_wait(self, waiting: WaitingRequest) -> float:
         """Seconds until the next request of this client would be admitted; 0 while no completion rate is known."""
         finished = self._finished.total()
         before = self._queue.tokens_before(waiting.client, waiting.weight)

@@ -17,7 +17,7 @@ import msgspec
 
 from router.answer_form import AnswerForm, Collector
 from router.answer_states import AnswerStates
-from router.openai_responses import LOWEST_LOGPROB, Format, Piece, Usage
+from router.openai_responses import LOWEST_LOGPROB, AnswerPiece, Format, Usage
 from router.openai_schema import CompletionRequest, SharedFields
 from router.prompt_pieces import PromptPiece
 from router.token_names import TokenNames
@@ -67,7 +67,7 @@ class FormWithDetails:
             return sent
         return b"".join(_event({**event, "prompt_token_ids": self._prompts[0]}) for event in _events(sent))
 
-    def events(self, piece: Piece, usage: bytes) -> bytes:
+    def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         """Return the events of a piece. Each token's id is in the first event of its choice from its piece on."""
         sent = self._shown.events(piece, usage)
         if not isinstance(piece, PromptPiece):
@@ -77,14 +77,14 @@ class FormWithDetails:
             return made
         return made + self._last_state(piece, piece.states, _events(sent)[-1])
 
-    def _last_state(self, piece: Piece, states: AnswerStates, last: dict[str, Any]) -> bytes:
+    def _last_state(self, piece: AnswerPiece, states: AnswerStates, last: dict[str, Any]) -> bytes:
         """Return the event with a choice's hidden states. `last`: its event before."""
         found = states.last(self._tokens[piece.index])
         shown = {"delta": {"hidden_states": found}} if self._chat else {"text": "", "hidden_states": found}
         choice = {"index": piece.index, **shown, "logprobs": None, "finish_reason": None}
         return _event({**last, "choices": [choice]})
 
-    def _with_ids(self, piece: Piece, sent: bytes) -> bytes:
+    def _with_ids(self, piece: AnswerPiece, sent: bytes) -> bytes:
         waiting = self._waiting.setdefault(piece.index, [])
         if not isinstance(piece, PromptPiece):
             waiting += [token.id for token in piece.tokens]
@@ -142,7 +142,7 @@ class AnswerWithDetails:
                 pairs = zip(self._choices, scores, strict=True)
                 self._choices = [ChoiceWithScores(choice, each) for choice, each in pairs]
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         self._choices[piece.index].add(piece)
         if self._chat_scores is not None and piece.index == 0:
             self._chat_scores.add(piece)
@@ -161,7 +161,7 @@ class ChoiceWithIds:
         self._prompt = prompt
         self._ids: list[int] = []
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         self._choice.add(piece)
         if not isinstance(piece, PromptPiece):
             self._ids += [token.id for token in piece.tokens]
@@ -185,7 +185,7 @@ class ChoiceWithState:
         self._tokens = 0
         self._states: AnswerStates | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         self._choice.add(piece)
         if not isinstance(piece, PromptPiece):
             self._tokens += len(piece.tokens)
@@ -209,7 +209,7 @@ class ScoreList:
         self._names = names
         self._parts = [b"null"]
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         for score in piece.prompt_logprobs:
             token = self._ids[len(self._parts)]
             pairs = list(zip(score.top_ids, score.top_logprobs))[: self._top]
@@ -232,7 +232,7 @@ class ChoiceWithScores:
         self._choice = choice
         self._scores = scores
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         self._choice.add(piece)
         self._scores.add(piece)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from router.openai_responses import ChatFormat, CompletionFormat, Piece, Usage
+from router.openai_responses import AnswerPiece, ChatFormat, CompletionFormat, Usage
 
 
 class Collector(Protocol):
     """Builds a complete answer."""
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         """Add a piece; those of one choice arrive in order."""
         ...
 
@@ -27,7 +27,7 @@ class AnswerForm(Protocol):
         """Events that precede the first token. `usage` is the usage member of each event, for OpenAI's chunks."""
         ...
 
-    def events(self, piece: Piece, usage: bytes) -> bytes:
+    def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         """The events of a piece; b"" while its text is held back."""
         ...
 

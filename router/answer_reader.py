@@ -16,7 +16,7 @@ from common.errors import InternalError
 from common.messages.generation import OutputToken
 from router.choices import Choice
 from router.generation import AnswerComplete, Generator
-from router.openai_responses import Piece, Usage
+from router.openai_responses import AnswerPiece, Usage
 from router.prompt_pieces import with_prompt
 
 
@@ -27,7 +27,7 @@ class PieceSink(Protocol):
         """Whether `add` may be called now. False while something has to be awaited first."""
         ...
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         """Take a piece without waiting. May raise RequestError."""
         ...
 
@@ -43,10 +43,10 @@ class ChoiceReader:
         self._sink = sink
         # What became of tokens that `take_now` has read but that the task must deal with: a piece that completes a stop
         # string, or an error.
-        self._result: Piece | Exception | None = None
+        self._result: AnswerPiece | Exception | None = None
         self.queued = 0  # pieces of this choice that the task has yet to pass on
 
-    async def pieces(self, generator: Generator) -> AsyncGenerator[Piece, None]:
+    async def pieces(self, generator: Generator) -> AsyncGenerator[AnswerPiece, None]:
         """Yield the pieces that the sink has not got. Raises InternalError if the tokens end without a reason."""
         choice, text = self._choice, self._choice.text
         async with aclosing(generator.generate(choice.request, self.take_now)) as deltas:
@@ -81,19 +81,19 @@ class ChoiceReader:
             return False
         return True
 
-    def _taken(self) -> Piece | None:
+    def _taken(self) -> AnswerPiece | None:
         """Return the piece that ends the text, if `take_now` has read it. Raises the error that it met."""
         result, self._result = self._result, None
         if isinstance(result, Exception):
             raise result
         return result
 
-    def _read(self, tokens: Sequence[OutputToken], finish_reason: str | None) -> Piece:
+    def _read(self, tokens: Sequence[OutputToken], finish_reason: str | None) -> AnswerPiece:
         text = self._choice.text
         before = text.completion_tokens
         new, counted = text.push(tokens, finish_reason)
         self._usage.completion_tokens += text.completion_tokens - before
-        return Piece(
+        return AnswerPiece(
             self._index, new, counted, text.offsets, text.finish_reason, stop_string=text.stop_string
         )
 
@@ -108,14 +108,14 @@ class AnswerReader:
         self._choices = choices
         self._readers = [ChoiceReader(index, each, usage, sink) for index, each in enumerate(choices)]
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def pieces(self) -> AsyncGenerator[AnswerPiece, None]:
         """Yield pieces of all choices as they arrive. Closing it, or an error in one choice, ends all of them."""
         if len(self._choices) == 1:
             async with aclosing(self._shown(0)) as pieces:
                 async for piece in pieces:
                     yield piece
             return
-        queue: asyncio.Queue[Piece | Exception | None] = asyncio.Queue(maxsize=4 * len(self._choices))
+        queue: asyncio.Queue[AnswerPiece | Exception | None] = asyncio.Queue(maxsize=4 * len(self._choices))
         tasks = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self._choices))]
         try:
             running = len(tasks)
@@ -134,7 +134,7 @@ class AnswerReader:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pump(self, index: int, queue: asyncio.Queue[Piece | Exception | None]) -> None:
+    async def _pump(self, index: int, queue: asyncio.Queue[AnswerPiece | Exception | None]) -> None:
         """Put the pieces of one choice into the queue, then None or its error."""
         try:
             async with aclosing(self._shown(index)) as pieces:
@@ -145,6 +145,6 @@ class AnswerReader:
         except Exception as error:
             await queue.put(error)
 
-    def _shown(self, index: int) -> AsyncGenerator[Piece, None]:
+    def _shown(self, index: int) -> AsyncGenerator[AnswerPiece, None]:
         pieces, shown = self._readers[index].pieces(self._generator), self._choices[index].shown
         return pieces if shown is None else with_prompt(pieces, shown)

@@ -15,7 +15,7 @@ from router.choices import Choice
 from router.generation import Generator
 from router.http_errors import body_of, defect, request_id_key
 from router.json_answer import send_json
-from router.openai_responses import Piece, Usage, usage_field
+from router.openai_responses import AnswerPiece, Usage, usage_field
 from router.openai_schema import SharedFields
 from router.sse import SseWriter
 
@@ -46,10 +46,10 @@ class _Streamed:
         # A step brings at most one run for each choice.
         self._write = writer.write_now if choices == 1 else writer.write_soon
 
-    def events(self, piece: Piece) -> bytes:
+    def events(self, piece: AnswerPiece) -> bytes:
         return self._form.events(piece, self.reported())
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         self._write(self._form.events(piece, self.reported()))
 
     def reported(self) -> bytes:

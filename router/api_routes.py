@@ -12,7 +12,7 @@ from router.apis.messages_routes import MessagesRoutes
 from router.apis.responses_routes import ResponsesRoutes
 from router.availability import ServedModels
 from router.chat_prompts import ChatPrompts
-from router.control_routes import Cluster, ControlRoutes
+from router.control_routes import ActiveRequests, ControlRoutes
 from router.generation import Generator
 from router.openai_routes import OpenAiRoutes
 from router.openapi.routes import OpenApiRoutes
@@ -29,7 +29,7 @@ class ApiRoutes:
         parts: ApiParts,
         models: ServedModels,
         generator: Generator,
-        cluster: Cluster,
+        cluster: ActiveRequests,
         flush: Callable[[], list[str]],
         view: ClusterView,
         log: Log,

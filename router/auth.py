@@ -17,7 +17,7 @@ from common.api_key import ApiKey, Scope
 from common.errors import Forbidden, RequestError, Unauthorized
 from common.observability.logs import Log
 from router.auth_keys import KeyRing
-from router.auth_limits import UNLIMITED, Admission, Quota, Quotas
+from router.auth_limits import UNLIMITED, Quota, QuotaClaim, Quotas
 from router.auth_origin import Cors, HostRule
 from router.client import Client, View, client_key
 from router.http_errors import request_id_key
@@ -31,7 +31,7 @@ ADMIN_ROUTES = frozenset((METRICS, "/flush_cache"))
 UNLIMITED_ROUTES = frozenset(("/abort_request",))
 LOG_SECONDS = 1.0  # shortest time between two log lines about refused clients
 _READS = ("GET", "HEAD")
-admission_key: web.RequestKey[Admission] = web.RequestKey("admission", Admission)
+quota_claim_key: web.RequestKey[QuotaClaim] = web.RequestKey("quota_claim", QuotaClaim)
 _quota_key: web.RequestKey[Quota] = web.RequestKey("quota", Quota)
 
 
@@ -42,7 +42,7 @@ class Gate(Protocol):
         """How much a probe, which carries no key, may see."""
         ...
 
-    def enter(self, request: web.Request) -> tuple[Client, Admission]:
+    def enter(self, request: web.Request) -> tuple[Client, QuotaClaim]:
         """Identify the client and claim its quota. Raises Unauthorized, Forbidden or RateLimited."""
         ...
 
@@ -63,7 +63,7 @@ class OpenGate:
             return View.SERVICE
         return self._view
 
-    def enter(self, request: web.Request) -> tuple[Client, Admission]:
+    def enter(self, request: web.Request) -> tuple[Client, QuotaClaim]:
         self._hosts.check(request)
         if _route(request) == METRICS and self._view < View.CLUSTER and not self._open_metrics:
             raise Forbidden("metrics are not public here; the operator can set security.open_metrics")
@@ -89,7 +89,7 @@ class KeyGate:
     def probe_view(self, request: web.Request) -> View:
         return View.SERVICE
 
-    def enter(self, request: web.Request) -> tuple[Client, Admission]:
+    def enter(self, request: web.Request) -> tuple[Client, QuotaClaim]:
         """Reads are not limited: they are cheap, and clients query the model before they start; nor are aborts."""
         route, reads = _route(request), request.method in _READS
         if route == METRICS and self._open_metrics:
@@ -127,7 +127,7 @@ class OwnerGate:
     def probe_view(self, request: web.Request) -> View:
         return View.OPERATOR
 
-    def enter(self, request: web.Request) -> tuple[Client, Admission]:
+    def enter(self, request: web.Request) -> tuple[Client, QuotaClaim]:
         return Client("admin-socket", View.OPERATOR), UNLIMITED
 
 
@@ -155,15 +155,15 @@ class Entrance:
                 request[client_key] = Client(address_of(request), self._gate.probe_view(request))
                 return await handler(request)
             try:
-                client, admission = self._gate.enter(request)
+                client, claim = self._gate.enter(request)
             except RequestError as error:
                 self._say(request, error)
                 raise
-            request[client_key], request[admission_key] = client, admission
+            request[client_key], request[quota_claim_key] = client, claim
             try:
                 return await handler(request)
             finally:
-                admission.release()
+                claim.release()
 
         return handle
 

@@ -43,7 +43,7 @@ class Answered(Protocol):
     def completion_tokens(self) -> int: ...
 
 
-class Admission:
+class QuotaClaim:
     """The quota claim of one admitted HTTP request. `release` must be called exactly once."""
 
     __slots__ = ("_prompts", "_quota", "_usage")
@@ -69,7 +69,7 @@ class Admission:
             self._quota.spend(self._usage.completion_tokens)
 
 
-class NoLimits(Admission):
+class NoLimits(QuotaClaim):
     """The claim of clients without limits: probes, operators, and everyone if the cluster has no keys."""
 
     __slots__ = ()
@@ -108,7 +108,7 @@ class Quota:
         """Prompts in flight."""
         return self._running
 
-    def admit(self) -> Admission:
+    def admit(self) -> QuotaClaim:
         """Count one request. Raises RateLimited; a refused request is not counted."""
         now = self._clock()
         self._check(self._requests, "requests_per_minute", now)
@@ -116,7 +116,7 @@ class Quota:
         self.occupy(1)
         if self._requests is not None:
             self._requests.take(1, now)
-        return Admission(self)
+        return QuotaClaim(self)
 
     def occupy(self, prompts: int) -> None:
         if self._concurrency is not None and self._running + prompts > self._concurrency:

@@ -45,7 +45,7 @@ class Reservation:
 
 
 @dataclass(eq=False, slots=True)
-class _Waiter:
+class _WaitingBody:
     client: str
     size: int
     revoke: Callable[[], None]
@@ -64,7 +64,7 @@ class BodyMemory:
         self._held: set[Reservation] = set()
         self._reserved = 0
         self._by_client: Counter[str] = Counter()
-        self._waiting: list[_Waiter] = []
+        self._waiting: list[_WaitingBody] = []
         self._small = 0
         self._look: asyncio.TimerHandle | None = None
 
@@ -93,7 +93,7 @@ class BodyMemory:
             return self._take(client, size, revoke)
         if len(self._waiting) >= MAX_WAITING:
             raise Overloaded(BUSY)
-        waiter = _Waiter(client, size, revoke, asyncio.get_running_loop().create_future())
+        waiter = _WaitingBody(client, size, revoke, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         # Those before it may wait only for the share of their own client.
         self._admit()

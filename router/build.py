@@ -28,7 +28,7 @@ from router.fetch_process import FetchProcess
 from router.field_rules import UnknownFields
 from router.from_config import answer_style, http_plan, registration_rules, state_limit
 from router.image_inspector import ImageInspector
-from router.images import ImageLimits, ImageLoader, Images, NoImages
+from router.images import ImageLimits, VerifyingImageLoader, ImageLoader, RefusingImageLoader
 from router.parts import ApiParts, ChildProcesses, ControlLink, Dispatching, NodeRules, Observation
 from router.placement import decode_cost, make_policy, prefill_cost
 from router.request_checks import ServedModel
@@ -154,13 +154,13 @@ def _dispatching(cluster: Cluster) -> Dispatching:
     )
 
 
-def _images(spawner: Spawner, section: Router, vision: VisionConfig | None) -> tuple[Images, int]:
+def _images(spawner: Spawner, section: Router, vision: VisionConfig | None) -> tuple[ImageLoader, int]:
     """Return the image loader and the largest accepted body, in bytes."""
     if vision is None:
-        return NoImages(), section.max_body_bytes
+        return RefusingImageLoader(), section.max_body_bytes
     own = section.images
     limits = ImageLimits(own.max_count, own.max_bytes, own.max_request_bytes, own.max_held_mib << 20)
     inspector = ImageInspector(spawner, own.max_pixels)
     fetcher = FetchProcess(spawner, own.fetch_hosts, own.max_bytes, own.fetch_timeout)
     in_base64 = own.max_request_bytes * 4 // 3
-    return ImageLoader(limits, vision, inspector, fetcher), section.max_body_bytes + in_base64
+    return VerifyingImageLoader(limits, vision, inspector, fetcher), section.max_body_bytes + in_base64

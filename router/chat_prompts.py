@@ -8,7 +8,7 @@ from router.chat.chat_input import ChatInput
 from router.chat.chat_rules import ChatRules
 from router.client import Client, cache_salt
 from router.generation import PromptImage
-from router.images import Image, Images
+from router.images import Image, ImageLoader
 from router.openai_schema import ChatRequest, without_addresses
 from router.placeholders import place_images
 from router.prompt_end import prompt_end
@@ -28,7 +28,7 @@ class ChatPrompt:
 class ChatPrompts:
     """Renders chats for every route that takes them."""
 
-    def __init__(self, texts: TextService, images: Images) -> None:
+    def __init__(self, texts: TextService, images: ImageLoader) -> None:
         self._texts = texts
         self._images = images
 

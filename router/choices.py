@@ -12,7 +12,7 @@ from common.errors import InvalidRequest
 from common.messages.generation import TokenRules
 from router.choice_count import choice_count, samplings
 from router.client import cache_salt, client_key
-from router.generation import Batch, GenerationRequest, PromptImage
+from router.generation import GenerationRequest, PromptBatch, PromptImage
 from router.hidden_states import answer_states
 from router.http_errors import request_id_key
 from router.openai_schema import CompletionRequest, SharedFields, check_stops
@@ -54,7 +54,7 @@ class ChoiceMaker:
         max_field: str,
         logprobs: int | None,
         grammar: str,
-        batch: Batch,
+        batch: PromptBatch,
         images: tuple[PromptImage, ...] = (),
         kept: frozenset[int] = frozenset(),
         text: str | None = None,

@@ -33,13 +33,13 @@ class AbortRequest(msgspec.Struct, frozen=True):
     abort_all: bool = False
 
 
-class Load(msgspec.Struct, frozen=True):
+class ServerLoad(msgspec.Struct, frozen=True):
     """The answer of GET /load."""
 
     server_load: int  # prompts in flight
 
 
-class Cluster(Protocol):
+class ActiveRequests(Protocol):
     """What these handlers act on."""
 
     @property
@@ -57,9 +57,9 @@ _abort = msgspec.json.Decoder(AbortRequest)
 class ControlRoutes:
     """The handlers. What concerns other clients needs the right to see the cluster: the scope `admin`."""
 
-    def __init__(self, cluster: Cluster, flush: Callable[[], list[str]], log: Log) -> None:
+    def __init__(self, requests: ActiveRequests, flush: Callable[[], list[str]], log: Log) -> None:
         """`flush` tells all nodes to empty their caches and returns the names of those that it cannot reach."""
-        self._cluster = cluster
+        self._requests = requests
         self._flush = flush
         self._log = log
 
@@ -75,10 +75,10 @@ class ControlRoutes:
         client = request[client_key]
         if asked.abort_all:
             _needs_admin(client, "abort_all")
-            count = self._cluster.running.abort_all()
+            count = self._requests.running.abort_all()
             self._log.info("aborted all requests", client=client.name, prompts=count)
         elif asked.rid:
-            self._cluster.running.abort(client.name, (asked.rid, without_prefix(asked.rid)))
+            self._requests.running.abort(client.name, (asked.rid, without_prefix(asked.rid)))
         else:
             raise InvalidRequest("send the id of a request as rid, or abort_all: true", param="rid")
         return web.Response()
@@ -99,15 +99,15 @@ class ControlRoutes:
         """Answer with the load of the cluster, or with the client's own where it may not see the cluster."""
         client = request[client_key]
         if client.view >= View.CLUSTER:
-            return json_response(Load(self._cluster.active))
-        return json_response(Load(self._cluster.running.count(client.name)))
+            return json_response(ServerLoad(self._requests.active))
+        return json_response(ServerLoad(self._requests.running.count(client.name)))
 
     async def _idle_within(self, seconds: float) -> bool:
         for _ in range(math.ceil(seconds / LOOK_SECONDS)):
-            if not self._cluster.active:
+            if not self._requests.active:
                 break
             await asyncio.sleep(LOOK_SECONDS)
-        return not self._cluster.active
+        return not self._requests.active
 
 
 def _needs_admin(client: Client, what: str) -> None:

@@ -20,7 +20,7 @@ SPARE_RANKS = 64  # outdated entries that a heap may hold beyond one per client
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class WaitingRequest:
     """One request in the queue."""
 
     client: str
@@ -43,7 +43,8 @@ class _Client:
     weight: int = 1  # of its latest request: a reload of the API keys may change it
     present: int = 0  # requests that wait or are admitted
     waiting: int = 0  # tokens of the waiting requests
-    heap: list[tuple[float, int, Waiting]] = field(default_factory=list)  # its first entry is never withdrawn
+    # Its first entry is never withdrawn.
+    heap: list[tuple[float, int, WaitingRequest]] = field(default_factory=list)
     rank: _Rank | None = None  # its valid entry in the order of clients; None while nothing waits
 
 
@@ -105,7 +106,7 @@ class FairQueue:
         """Number of entries in its heaps, outdated ones included."""
         return len(self._order) + len(self._least)
 
-    def push(self, waiting: Waiting) -> None:
+    def push(self, waiting: WaitingRequest) -> None:
         client = self._enter(waiting.client, waiting.weight)
         key = waiting.aged_cost + PRIORITY_TOKENS * waiting.priority
         heapq.heappush(client.heap, (key, next(self._numbers), waiting))
@@ -123,7 +124,7 @@ class FairQueue:
             client = _Client(self._least_given())
         return self._backlog.before(client.given + client.waiting / weight)
 
-    def head(self) -> Waiting | None:
+    def head(self) -> WaitingRequest | None:
         """Return the request whose turn it is; None if none waits."""
         while self._order:
             rank = self._order[0]
@@ -133,7 +134,7 @@ class FairQueue:
             heapq.heappop(self._order)
         return None
 
-    def take(self, waiting: Waiting) -> None:
+    def take(self, waiting: WaitingRequest) -> None:
         """Admit `waiting`, which must be the head."""
         client = self._clients[waiting.client]
         heapq.heappop(client.heap)
@@ -146,7 +147,7 @@ class FairQueue:
         client.given += cost / weight
         self._changed(client)
 
-    def withdraw(self, waiting: Waiting) -> None:
+    def withdraw(self, waiting: WaitingRequest) -> None:
         """Remove a request whose client has disconnected or whose wait is over."""
         waiting.withdrawn = True
         self._count_out(waiting)
@@ -183,7 +184,7 @@ class FairQueue:
                 return given
         return 0.0
 
-    def _count_out(self, waiting: Waiting) -> None:
+    def _count_out(self, waiting: WaitingRequest) -> None:
         self._waiting -= 1
         client = self._clients[waiting.client]
         client.waiting -= waiting.cost

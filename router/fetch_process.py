@@ -2,9 +2,9 @@
 
     python -m router.fetch_process      its standard input is a socket to the router; it runs until that closes
 
-The router sends `Settings` first, which the process answers with a `Fetched` once it is ready, and then one `Wanted`
-per image; answers come in any order. The process applies all rules of image_fetch.py. The router asks only for
-addresses that these rules allow.
+The router sends `FetchSettings` first, which the process answers with a `Fetched` once it is ready, and then one
+`Wanted` per image; answers come in any order. The process applies all rules of image_fetch.py. The router asks only
+for addresses that these rules allow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEAD = 1 << 16  # bytes of a frame besides the image
 PROGRAM = ("-m", "router.fetch_process")
 
 
-class Settings(msgspec.Struct, frozen=True, array_like=True):
+class FetchSettings(msgspec.Struct, frozen=True, array_like=True):
     """The parameters of an ImageFetcher."""
 
     hosts: tuple[str, ...]
@@ -56,7 +56,7 @@ class Fetched(msgspec.Struct, frozen=True, array_like=True):
     defect: str = ""  # a traceback of a bug of ours, for the log
 
 
-_settings = msgspec.msgpack.Decoder(Settings)
+_settings = msgspec.msgpack.Decoder(FetchSettings)
 _wanted = msgspec.msgpack.Decoder(Wanted)
 _fetched = msgspec.msgpack.Decoder(Fetched)
 
@@ -74,7 +74,7 @@ class FetchProcess:
     ) -> None:
         self._spawner = spawner
         self._rules = ImageFetcher(hosts, max_bytes, timeout)
-        self._settings = Settings(tuple(hosts), max_bytes, timeout)
+        self._settings = FetchSettings(tuple(hosts), max_bytes, timeout)
         self._program = tuple(program)
         self.seconds = timeout + GRACE_SECONDS
         self._child: _Child | None = None
@@ -170,7 +170,7 @@ class _Child:
             await _end(self.process)
 
 
-async def _start(spawner: Spawner, program: tuple[str, ...], settings: Settings) -> _Child:
+async def _start(spawner: Spawner, program: tuple[str, ...], settings: FetchSettings) -> _Child:
     """Start a process and wait until it is ready. Raises InternalError."""
     ours, theirs = socket.socketpair()
     async with contextlib.AsyncExitStack() as undo:

@@ -24,7 +24,7 @@ class PromptImage:
 
 
 @dataclass(slots=True)
-class Batch:
+class PromptBatch:
     """State shared by all prompts of one HTTP request: if one of them fails, the others end with it."""
 
     failed: bool = False
@@ -42,7 +42,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, eq=False):
     weight: int = 1  # the client's share while clients wait for room
     priority: int = 0  # lower goes first in every queue
     salt: bytes = b""  # cached pages are shared only between requests with the same salt
-    batch: Batch = msgspec.field(default_factory=Batch)
+    batch: PromptBatch = msgspec.field(default_factory=PromptBatch)
     share: PromptShare = UNSHARED  # of the computation of a prompt with several choices
     states: AnswerStates | None = None  # collects the hidden states; None: the client asks for none
 

@@ -23,7 +23,7 @@ HANDSHAKE, CLIENT_HELLO = 22, 1
 LARGEST_RECORD = 1 << 14
 
 
-class Handshakes:
+class TlsHandshakes:
     """Admits the handshakes of one server. Single-threaded."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from common.errors import ConfigError
 from common.observability.logs import Log
-from router.accepting import Acceptor, listening_sockets
+from router.accepting import ConnectionAcceptor, listening_sockets
 from router.auth import Entrance, Gate, OwnerGate
 from router.auth_keys import KeyFile
 from router.auth_origin import Cors
@@ -175,7 +175,7 @@ class _Site(web.BaseSite):
     async def start(self) -> None:
         await super().start()
         assert self._runner.server is not None
-        acceptor = Acceptor(
+        acceptor = ConnectionAcceptor(
             self._sockets, self._runner.server, self._log, self._ssl_context, HANDSHAKE_SECONDS, self._limit
         )
         # aiohttp uses only `sockets`, `close` and `wait_closed` of it.

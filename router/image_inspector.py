@@ -2,7 +2,8 @@
 
     python -m router.image_inspector      reads frames from standard input and writes verdicts to standard output
 
-A request frame holds an `Inspection`, an answer a `Verdict`. An initial `Verdict` reports that the process is ready.
+A request frame holds an `Inspection`, an answer an `ImageVerdict`. The first
+`ImageVerdict` reports that the process is ready.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Inspection(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
+class ImageVerdict(msgspec.Struct, frozen=True, array_like=True):
     """The result for one image: it decodes completely and within the limits unless `problem` or `defect` is set."""
 
     problem: str
@@ -48,7 +49,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     defect: str = ""  # a traceback of a bug of ours, for the log
 
 
-_verdicts = msgspec.msgpack.Decoder(Verdict)
+_verdicts = msgspec.msgpack.Decoder(ImageVerdict)
 _inspections = msgspec.msgpack.Decoder(Inspection)
 
 
@@ -60,7 +61,7 @@ class InspectorProcess:
     reader: StreamReader
     writer: StreamWriter
 
-    async def verdict(self) -> Verdict:
+    async def verdict(self) -> ImageVerdict:
         return _verdicts.decode(await read_frame(self.reader, VERDICT_BYTES))
 
 
@@ -165,7 +166,7 @@ def serve() -> None:
     """Run the child's end of the channel. Returns when the router closes its end."""
     confine(ADDRESS_SPACE, OPEN_FILES)
     source, answers = sys.stdin.buffer, sys.stdout.buffer
-    verdict = Verdict("")
+    verdict = ImageVerdict("")
     while True:
         answers.write(framed(verdict))
         answers.flush()
@@ -175,17 +176,17 @@ def serve() -> None:
         verdict = inspect(_inspections.decode(source.read(int.from_bytes(head, "little"))))
 
 
-def inspect(inspection: Inspection) -> Verdict:
+def inspect(inspection: Inspection) -> ImageVerdict:
     """Return the verdict on one image, whatever the decoders raise."""
     try:
         image = decode_image(inspection.data, inspection.max_pixels, inspection.media_type)
     except InvalidRequest as error:
-        return Verdict(str(error))
+        return ImageVerdict(str(error))
     except MemoryError:
-        return Verdict("the image cannot be decoded: it takes too much memory")
+        return ImageVerdict("the image cannot be decoded: it takes too much memory")
     except Exception:  # a bug of ours: other requests must not wait for a new process
-        return Verdict("", defect=traceback.format_exc()[-VERDICT_BYTES // 2 :])
-    return Verdict("", image.width, image.height)
+        return ImageVerdict("", defect=traceback.format_exc()[-VERDICT_BYTES // 2 :])
+    return ImageVerdict("", image.width, image.height)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ class Fetch(Protocol):
     async def close(self) -> None: ...
 
 
-class Images(Protocol):
+class ImageLoader(Protocol):
     """The image loader that the chat route uses."""
 
     async def load(self, messages: Sequence[Message]) -> tuple[Image, ...]:
@@ -68,7 +68,7 @@ class Images(Protocol):
     async def close(self) -> None: ...
 
 
-class NoImages:
+class RefusingImageLoader:
     """The loader of a text-only model: it refuses every image."""
 
     async def load(self, messages: Sequence[Message]) -> tuple[Image, ...]:
@@ -83,7 +83,7 @@ class NoImages:
         """Do nothing: the loader holds no resources."""
 
 
-class ImageLoader:
+class VerifyingImageLoader:
     """Loads and verifies images. Every refusal names the part: messages[i].content[j].image_url."""
 
     def __init__(self, limits: ImageLimits, vision: VisionConfig, inspector: Inspect, fetcher: Fetch) -> None:

@@ -42,7 +42,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Piece:
+class AnswerPiece:
     """What one choice gained with one delta."""
 
     index: int
@@ -93,7 +93,7 @@ class Format(ABC):
     def before_text(self, index: int) -> bytes:
         """A choice of the complete answer up to its text."""
 
-    def text_of(self, piece: Piece) -> str:
+    def text_of(self, piece: AnswerPiece) -> str:
         """What a piece adds to the text of its choice in a complete answer."""
         return piece.text
 
@@ -109,13 +109,13 @@ class Format(ABC):
         """The finish reason of a choice that the client gets."""
         return reason
 
-    def fragments(self, piece: Piece) -> list[bytes]:
+    def fragments(self, piece: AnswerPiece) -> list[bytes]:
         """What a piece adds to each of `columns`: items of a JSON list, without the brackets."""
         listed = self._listed([piece]) or {}
         return [_encode(listed[name])[1:-1] for name in self.columns]
 
     @abstractmethod
-    def _listed(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+    def _listed(self, pieces: Sequence[AnswerPiece]) -> dict[str, Any] | None:
         """The logprobs of consecutive pieces."""
 
     def opening(self, choices: int, usage: bytes) -> bytes:
@@ -123,7 +123,7 @@ class Format(ABC):
         return b""
 
     @abstractmethod
-    def events(self, piece: Piece, usage: bytes) -> bytes:
+    def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         """The events of a piece; b"" while its text is held back."""
 
     def last_event(self, usage: Usage) -> bytes:
@@ -147,7 +147,7 @@ class ChatFormat(Format):
     def before_text(self, index: int) -> bytes:
         return b'{"index":%d,"message":{"role":"assistant","content":' % index
 
-    def parsed(self, piece: Piece) -> list[Event]:
+    def parsed(self, piece: AnswerPiece) -> list[Event]:
         """What a piece adds to the answer's parts. Each piece is parsed once, here or by the methods that encode it."""
         return [Content(piece.text)] if piece.text else []
 
@@ -155,7 +155,7 @@ class ChatFormat(Format):
         delta = b'{"role":"assistant","content":""}'
         return b"".join(self._event(chunk(i, delta, b"null", b"null"), usage) for i in range(choices))
 
-    def events(self, piece: Piece, usage: bytes) -> bytes:
+    def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         if self._logprobs is None and piece.finish_reason is None:
             if not piece.text:
                 return b""
@@ -179,7 +179,7 @@ class ChatFormat(Format):
             events += self._event(chunk(piece.index, b"{}", b"null", _encode(piece.finish_reason)), usage)
         return events
 
-    def _listed(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+    def _listed(self, pieces: Sequence[AnswerPiece]) -> dict[str, Any] | None:
         if self._logprobs is None:
             return None
         tokens = (token for piece in pieces for token in piece.tokens)
@@ -215,7 +215,7 @@ class CompletionFormat(Format):
     def before_text(self, index: int) -> bytes:
         return b'{"index":%d,"text":' % index
 
-    def events(self, piece: Piece, usage: bytes) -> bytes:
+    def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         if self._logprobs is None and piece.finish_reason is None:
             if not piece.text:
                 return b""
@@ -238,7 +238,7 @@ class CompletionFormat(Format):
         )
         return self._event(choice, usage)
 
-    def _listed(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+    def _listed(self, pieces: Sequence[AnswerPiece]) -> dict[str, Any] | None:
         if self._logprobs is None:
             return None
         text_of = self._names.token_text

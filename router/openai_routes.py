@@ -14,18 +14,18 @@ from common.observability.logs import Log
 from router.answer_details import with_details
 from router.answer_form import AnswerForm, ShowChat, ShowCompletion
 from router.answer_stream import Answering
-from router.auth import admission_key
+from router.auth import quota_claim_key
 from router.chat.chat_answer import ChatAnswer
 from router.chat.chat_rules import check_chat
 from router.chat_prompts import ChatPrompts
 from router.choice_count import choice_count
 from router.choices import Choice, ChoiceMaker, prompt_lengths
 from router.client import client_key
-from router.generation import Batch, Generator
+from router.generation import Generator, PromptBatch
 from router.grammar.constraint import read_constraint
 from router.hidden_states import StateMemory
 from router.http_errors import request_id_key
-from router.images import Images
+from router.images import ImageLoader
 from router.json_answer import WRITE_TIMEOUT
 from router.openai_form import OpenAiForm
 from router.openai_responses import (
@@ -66,7 +66,7 @@ class OpenAiRoutes:
         tokenizer: Tokenizer,
         texts: TextService,
         model: Callable[[], ServedModel],
-        images: Images,
+        images: ImageLoader,
         max_requests: int,
         log: Log,
         write_timeout: float = WRITE_TIMEOUT,
@@ -135,7 +135,7 @@ class OpenAiRoutes:
             max_field,
             logprobs,
             grammar,
-            Batch(),
+            PromptBatch(),
             rendered.placed,
             answer.kept,
             rules=rules,
@@ -174,7 +174,7 @@ class OpenAiRoutes:
     ) -> web.StreamResponse:
         check_request(body, model)
         logprobs = check_logprobs(body.logprobs, "logprobs")
-        choices, batch = list[Choice](), Batch()
+        choices, batch = list[Choice](), PromptBatch()
         given = prompts(body, model.max_model_len)
         answers = len(given) * choice_count(body)
         if answers > self._max_requests:
@@ -241,7 +241,7 @@ class OpenAiRoutes:
     ) -> web.StreamResponse:
         usage = Usage(sum(len(each.request.token_ids) for each in choices if each.request.share.counted))
         with self._states.hold([each.request.states for each in choices if each.request.states is not None]):
-            request[admission_key].begin(len(choices), usage)
+            request[quota_claim_key].begin(len(choices), usage)
             if body.stream:
                 return await self._answering.stream(request, body, form, choices, usage)
             return await self._answering.collect(request, form, choices, usage)

@@ -14,7 +14,7 @@ from common.messages.identity import Role
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from router.dispatch_limits import DispatchLimits
-from router.images import Images
+from router.images import ImageLoader
 from router.json_answer import WRITE_TIMEOUT
 from router.placement import PlacementPolicy
 from router.registration import RegistrationRules
@@ -84,7 +84,7 @@ class ApiParts:
     tokenizer: Tokenizer
     tokenizer_info: bytes  # the answer of /tokenizer_info
     texts: TextService
-    images: Images
+    images: ImageLoader
     max_requests: int  # prompts in flight, of all clients
     write_timeout: float = WRITE_TIMEOUT
 
@@ -95,7 +95,7 @@ class ChildProcesses:
 
     spawner: Spawner
     texts: TextPool
-    images: Images
+    images: ImageLoader
 
     async def start(self) -> None:
         """Start the text workers. Raises ModelError."""

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.messages.generation import FINISH_LENGTH, OutputToken, TokenLogprob
-from router.openai_responses import CompletionFormat, Piece
+from router.openai_responses import AnswerPiece, CompletionFormat
 from router.tokenizer import Tokenizer
 
 PIECE = 128  # tokens formatted in one turn of the event loop
 
 
 @dataclass(slots=True)
-class PromptPiece(Piece):
+class PromptPiece(AnswerPiece):
     """A part of the prompt. Its first token has no log-probability."""
 
     first: bool = False  # it begins with the first token of the prompt
@@ -67,7 +67,7 @@ class ShownPrompt:
         text = "".join(parts) + decoder.flush() if given is None else given
         return cls(ids, text, [min(each, len(text)) for each in offsets], echo=True)
 
-    def pieces(self, first: Piece) -> Iterator[Piece]:
+    def pieces(self, first: AnswerPiece) -> Iterator[AnswerPiece]:
         """Yield the pieces of the prompt. `first`: the first piece of the answer."""
         scores = first.prompt_logprobs
         known = len(scores) == len(self._ids) - 1
@@ -93,15 +93,15 @@ class ShownPrompt:
                 first=at == 0,
             )
 
-    def after(self, piece: Piece) -> Piece:
+    def after(self, piece: AnswerPiece) -> AnswerPiece:
         """Return a piece of the answer as it follows the prompt."""
         size = len(self._text)
         return replace(piece, offsets=[size + each for each in piece.offsets], prompt_logprobs=())
 
 
 async def with_prompt(
-    pieces: AsyncGenerator[Piece, None], prompt: ShownPrompt
-) -> AsyncGenerator[Piece, None]:
+    pieces: AsyncGenerator[AnswerPiece, None], prompt: ShownPrompt
+) -> AsyncGenerator[AnswerPiece, None]:
     """Yield the pieces of the prompt, then those of the answer."""
     begun = False
     async with aclosing(pieces):
@@ -117,7 +117,7 @@ async def with_prompt(
 class EchoFormat(CompletionFormat):
     """Formats completions whose log-probabilities begin with those of the prompt: null for its first token."""
 
-    def _listed(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+    def _listed(self, pieces: Sequence[AnswerPiece]) -> dict[str, Any] | None:
         listed = super()._listed(pieces)
         [piece] = pieces
         if listed is None or not isinstance(piece, PromptPiece) or not (piece.first and piece.tokens):

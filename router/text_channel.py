@@ -13,7 +13,7 @@ import msgspec
 from common.errors import InternalError, ModelError
 from router.child_process import START_SECONDS, frame_head
 from router.spawner import Child, Spawner
-from router.text_jobs import Answer, Job, Settings
+from router.text_jobs import Job, JobResult, WorkerSettings
 from router.text_work import Payload
 
 PROGRAM = ("-m", "router.text_process")
@@ -21,8 +21,8 @@ ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"}  # a 
 JOIN = 1 << 16  # bytes; the head and a payload up to this size are written at once
 MAX_HEAD = 1 << 20
 GRACE_SECONDS = 0.5
-_answers = msgspec.msgpack.Decoder(Answer)
-Done = tuple[Answer, Payload]
+_answers = msgspec.msgpack.Decoder(JobResult)
+Done = tuple[JobResult, Payload]
 
 
 class WorkerEnded(Exception):
@@ -47,7 +47,7 @@ class TextChannel(asyncio.Protocol):
         self._on_end: Callable[[], None] = lambda: None
         self.ended = False
 
-    def ask(self, job: Job | Settings, payload: Payload, seconds: float) -> Future[Done]:
+    def ask(self, job: Job | WorkerSettings, payload: Payload, seconds: float) -> Future[Done]:
         """Send a job and return its answer; it raises WorkerEnded, or WorkerStuck after `seconds` + GRACE_SECONDS."""
         assert self._answer is None, "a worker takes one job at a time"
         answer = self._answer = self._loop.create_future()
@@ -139,7 +139,7 @@ class TextChannel(asyncio.Protocol):
 
 
 async def start_worker(
-    spawner: Spawner, settings: Settings, program: tuple[str, ...] = PROGRAM
+    spawner: Spawner, settings: WorkerSettings, program: tuple[str, ...] = PROGRAM
 ) -> TextChannel:
     """Start a worker that is ready for jobs. Raises ModelError if it cannot read the model, otherwise InternalError."""
     try:

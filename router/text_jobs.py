@@ -12,7 +12,7 @@ from common.errors import RequestError, from_code
 from router.prompt_end import PromptEnd
 
 
-class Settings(msgspec.Struct, frozen=True, array_like=True):
+class WorkerSettings(msgspec.Struct, frozen=True, array_like=True):
     """The first frame to a worker."""
 
     model_path: str
@@ -78,7 +78,7 @@ class ReadTask(msgspec.Struct, frozen=True, array_like=True, tag=16):
 Job = ReadTask | ReadChat | ReadCompletion | RenderChat | EncodeTexts | Tokenize | Detokenize | CompileGrammar
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class JobResult(msgspec.Struct, frozen=True, array_like=True):
     """The head of an answer. `error` and `defect` are empty if the job succeeded."""
 
     counts: tuple[int, ...] = ()  # number of tokens of each text
@@ -96,8 +96,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
             raise from_code(self.error, self.message, self.param)
 
 
-def refusal(error: RequestError) -> Answer:
-    return Answer(error=error.code, message=str(error), param=error.param)
+def refusal(error: RequestError) -> JobResult:
+    return JobResult(error=error.code, message=str(error), param=error.param)
 
 
 def too_costly(job: Job) -> tuple[str, str | None]:

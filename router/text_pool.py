@@ -18,7 +18,7 @@ from common.errors import InternalError, InvalidRequest, Overloaded, TandemError
 from common.observability.logs import Log
 from router.spawner import Spawner
 from router.text_channel import TextChannel, WorkerEnded, WorkerStuck, start_worker
-from router.text_jobs import Answer, Job, Settings, too_costly
+from router.text_jobs import Job, JobResult, WorkerSettings, too_costly
 from router.text_work import Payload
 
 SMALL_JOB = 1 << 16  # largest payload in the lane of small jobs, in bytes
@@ -43,7 +43,7 @@ BUSY = "the texts of other requests keep this router busy; try again later"
 Start = Callable[[], Coroutine[Any, Any, TextChannel]]
 
 
-class Lane:
+class WorkerLane:
     """Worker processes that run one job at a time each, and the queue of jobs that wait for them."""
 
     def __init__(self, start: Start, seconds: float, log: Log) -> None:
@@ -64,7 +64,7 @@ class Lane:
         for _ in range(WORKERS - 1):
             self._start_another()
 
-    async def run(self, job: Job, payload: Payload) -> tuple[Answer, Payload]:
+    async def run(self, job: Job, payload: Payload) -> tuple[JobResult, Payload]:
         """Run a job. Raises Overloaded, or InvalidRequest if the job exceeds the CPU time or memory of a worker."""
         for _ in range(2):
             worker = await self._take(len(payload))
@@ -114,7 +114,7 @@ class Lane:
             self._waiting_bytes -= size
             self._waiting.pop(turn, None)
 
-    def _done(self, worker: TextChannel, answer: asyncio.Future[tuple[Answer, Payload]]) -> None:
+    def _done(self, worker: TextChannel, answer: asyncio.Future[tuple[JobResult, Payload]]) -> None:
         if answer.cancelled() or answer.exception() is None:
             self._give(worker)
 
@@ -176,10 +176,12 @@ class TextPool:
         """
         listed = None if manifest is None else str(manifest)
         given = None if template is None else str(template)
-        small = Settings(str(path), max_body_bytes + MAX_ANSWER_BYTES, manifest=listed, chat_template=given)
+        small = WorkerSettings(
+            str(path), max_body_bytes + MAX_ANSWER_BYTES, manifest=listed, chat_template=given
+        )
         large = msgspec.structs.replace(small, nice=LARGE_NICE)
-        self._small = Lane(partial(start_worker, spawner, small), SMALL_SECONDS, log)
-        self._large = Lane(partial(start_worker, spawner, large), LARGE_SECONDS, log)
+        self._small = WorkerLane(partial(start_worker, spawner, small), SMALL_SECONDS, log)
+        self._large = WorkerLane(partial(start_worker, spawner, large), LARGE_SECONDS, log)
 
     async def start(self) -> None:
         """Start both lanes. Raises ModelError if the workers cannot read the model directory."""
@@ -189,7 +191,7 @@ class TextPool:
                 await self.close()
                 raise error
 
-    async def run(self, job: Job, payload: Payload) -> tuple[Answer, Payload]:
+    async def run(self, job: Job, payload: Payload) -> tuple[JobResult, Payload]:
         """Run a job. Raises Overloaded if too many wait, and InvalidRequest if it takes too much time or memory."""
         lane = self._small if len(payload) <= SMALL_JOB else self._large
         return await lane.run(job, payload)

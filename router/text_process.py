@@ -22,14 +22,14 @@ import msgspec
 from common.checkpoint.model_manifest import check_manifests
 from common.errors import InvalidRequest, ModelError
 from router.child_process import confine, frame_head
-from router.text_jobs import Answer, Job, Settings, refusal, too_costly
+from router.text_jobs import Job, JobResult, WorkerSettings, refusal, too_costly
 from router.text_work import Payload, TextWork
 
 ADDRESS_SPACE = 2 << 30  # bytes
 OPEN_FILES = 64
 LARGE_JOB = 1 << 20  # bytes of a payload after which freed memory goes back to the system
 MAX_DEFECT = 8192  # characters of a traceback
-_settings = msgspec.msgpack.Decoder(Settings)
+_settings = msgspec.msgpack.Decoder(WorkerSettings)
 _jobs: msgspec.msgpack.Decoder[Job] = msgspec.msgpack.Decoder(Job)
 
 
@@ -54,12 +54,12 @@ def serve(channel: socket.socket) -> None:
         template = None if settings.chat_template is None else Path(settings.chat_template)
         work = TextWork.load(path, limit_cpu, template)
     except ModelError as error:
-        _send(channel, Answer(error="model", message=str(error)), b"")
+        _send(channel, JobResult(error="model", message=str(error)), b"")
         return
     trim = _memory_trimmer()
     gc.freeze()
     gc.set_threshold(200_000, 20, 100)  # a large body has millions of objects, none in a cycle
-    _send(channel, Answer(), b"")
+    _send(channel, JobResult(), b"")
     while True:
         try:
             head, payload = _receive(channel)
@@ -77,11 +77,11 @@ def serve(channel: socket.socket) -> None:
             trim()
 
 
-def _do(work: TextWork, job: Job, payload: Payload) -> tuple[Answer, Payload]:
+def _do(work: TextWork, job: Job, payload: Payload) -> tuple[JobResult, Payload]:
     try:
         return work.do(job, payload)
     except Exception:  # a bug of ours: other requests must not wait for a new process
-        return Answer(defect=traceback.format_exc()[-MAX_DEFECT:]), b""
+        return JobResult(defect=traceback.format_exc()[-MAX_DEFECT:]), b""
 
 
 def _memory_trimmer() -> ctypes._NamedFuncPointer | type[bool]:
@@ -107,7 +107,7 @@ def _exactly(channel: socket.socket, count: int) -> bytearray:
     return data
 
 
-def _send(channel: socket.socket, head: Answer, payload: Payload) -> None:
+def _send(channel: socket.socket, head: JobResult, payload: Payload) -> None:
     start = frame_head(head, len(payload))
     if len(payload) < LARGE_JOB:
         channel.sendall(start + payload)

@@ -17,11 +17,11 @@ from router.openai_schema import ChatRequest, CompletionRequest
 from router.prompt_end import PromptEnd
 from router.request_checks import ServedModel, check_length
 from router.text_jobs import (
-    Answer,
     CompileGrammar,
     Detokenize,
     EncodeTexts,
     Job,
+    JobResult,
     ReadChat,
     ReadCompletion,
     ReadTask,
@@ -41,7 +41,7 @@ _completion = msgspec.msgpack.Decoder(CompletionRequest)
 class Workers(Protocol):
     """Runs jobs: a TextPool, or in tests the same work in this process."""
 
-    async def run(self, job: Job, payload: Payload) -> tuple[Answer, Payload]: ...
+    async def run(self, job: Job, payload: Payload) -> tuple[JobResult, Payload]: ...
 
 
 class TextService:

@@ -33,11 +33,11 @@ from router.openai_schema import (
 from router.prompt_end import prompt_end
 from router.request_checks import check_length, check_tokens_in_vocabulary
 from router.text_jobs import (
-    Answer,
     CompileGrammar,
     Detokenize,
     EncodeTexts,
     Job,
+    JobResult,
     ReadChat,
     ReadCompletion,
     ReadTask,
@@ -65,7 +65,7 @@ _chat_input = msgspec.msgpack.Decoder(ChatInput)
 _constraint = msgspec.msgpack.Decoder(Constraint)
 _texts = msgspec.msgpack.Decoder(list[str])
 Payload = bytes | bytearray
-Done = tuple[Answer, Payload]
+Done = tuple[JobResult, Payload]
 
 
 def read_chat(raw: Payload) -> tuple[ChatRequest, tuple[str, ...]]:
@@ -121,7 +121,7 @@ class TextWork:
             case ReadChat():
                 self._limit(READ_SECONDS)
                 chat, unknown = read_chat(payload)
-                return Answer(unknown_fields=unknown), msgspec.msgpack.encode(_compact(chat))
+                return JobResult(unknown_fields=unknown), msgspec.msgpack.encode(_compact(chat))
             case ReadCompletion():
                 self._limit(READ_SECONDS)
                 read, unknown = read_completion(payload)
@@ -130,11 +130,11 @@ class TextWork:
                     for item, field in zip(request.prompt, prompt_names(len(request.prompt))):
                         if isinstance(item, bytes):
                             check_length(len(item) // TOKEN_BYTES, job.max_model_len, field)
-                return Answer(unknown_fields=unknown), msgspec.msgpack.encode(request)
+                return JobResult(unknown_fields=unknown), msgspec.msgpack.encode(request)
             case ReadTask():
                 self._limit(READ_SECONDS)
                 reader = READERS[job.api]
-                return Answer(unknown_fields=reader.unknown(payload)), reader.packed(payload)
+                return JobResult(unknown_fields=reader.unknown(payload)), reader.packed(payload)
             case RenderChat():
                 self._limit(RENDER_SECONDS)
                 given = _chat_input.decode(payload)
@@ -144,14 +144,14 @@ class TextWork:
                 texts = _texts.decode(payload)
                 return self._encoded(texts, job.add_special_tokens, job.max_model_len, job.fields)
             case Tokenize():
-                return Answer(), self.tokenize(payload, job.max_model_len, job.template_variables)
+                return JobResult(), self.tokenize(payload, job.max_model_len, job.template_variables)
             case Detokenize():
-                return Answer(), self.detokenize(payload, job.vocab_size)
+                return JobResult(), self.detokenize(payload, job.vocab_size)
             case CompileGrammar():
                 self._grammars.prepare(job.vocab_size, job.eos_ids)
                 self._limit(COMPILE_SECONDS)
                 constraint = _constraint.decode(payload)
-                return Answer(), self._grammars.compile(constraint, job.vocab_size, job.eos_ids).encode()
+                return JobResult(), self._grammars.compile(constraint, job.vocab_size, job.eos_ids).encode()
 
     def tokenize(self, raw: Payload, max_model_len: int, variables: Iterable[str] = ()) -> bytes:
         """Return the response body of /tokenize. Raises InvalidRequest."""
@@ -214,4 +214,4 @@ class TextWork:
         packed = array("i")
         for tokens in encoded:
             packed.extend(tokens)
-        return Answer(counts=tuple(map(len, encoded))), packed.tobytes()
+        return JobResult(counts=tuple(map(len, encoded))), packed.tobytes()

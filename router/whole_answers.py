@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from router.openai_responses import Format, Piece, Usage
+from router.openai_responses import AnswerPiece, Format, Usage
 
 LARGE_TEXT = 1 << 16  # characters encoded in one turn of the event loop
 _encode = msgspec.json.Encoder().encode
@@ -21,7 +21,7 @@ _encode = msgspec.json.Encoder().encode
 class AnswerChoice(Protocol):
     """One choice of a complete answer."""
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         """Add a piece; they arrive in order."""
         ...
 
@@ -45,7 +45,7 @@ class WholeChoice:
         self._columns: tuple[list[bytes], ...] = tuple([] for _ in form.columns)
         self._finish_reason: str | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         self._texts.append(self._form.text_of(piece))
         if self._columns:
             for column, fragment in zip(self._columns, self._form.fragments(piece), strict=True):
@@ -79,7 +79,7 @@ class WholeAnswer:
         self._form = form
         self._choices = [WholeChoice(form, index) for index in range(choices)]
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         self._choices[piece.index].add(piece)
 
     async def parts(self, usage: Usage) -> list[bytes]:

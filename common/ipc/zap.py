@@ -1,7 +1,8 @@
 """Answers libzmq's authentication requests (ZAP, RFC 27) from the allow-list, in a thread of its own.
 
 ZAP knows the key of a connection but not yet its routing id. The key therefore becomes the User-Id of the connection,
-which libzmq attaches to every message: the socket compares the key's owner with the NAME of the routing id (identity_check.py).
+which libzmq attaches to every message: the socket compares the key's owner with the NAME of the routing id
+(identity_check.py).
 """
 
 from __future__ import annotations

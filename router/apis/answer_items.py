@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from router.chat.answer_events import CallArguments, CallOpened, Content, Reasoning
-from router.openai_responses import ChatFormat, Piece
+from router.openai_responses import AnswerPiece, ChatFormat
 
 
-class Kind(Enum):
+class ItemKind(Enum):
     REASONING = "reasoning"
     TEXT = "text"
     CALL = "call"
@@ -19,7 +19,7 @@ class Kind(Enum):
 class Item:
     """One item. `added` holds its text, or the JSON text of a call's arguments, in pieces."""
 
-    kind: Kind
+    kind: ItemKind
     identity: str = ""  # of a call
     name: str = ""  # of the called function
     added: list[str] = field(default_factory=list)
@@ -66,7 +66,7 @@ class AnswerItems:
         self.finish_reason: str | None = None
         self.stop_string: str | None = None
 
-    def follow(self, piece: Piece) -> list[Change]:
+    def follow(self, piece: AnswerPiece) -> list[Change]:
         """Return what a piece changes. The last piece closes the last item."""
         changes: list[Change] = []
         self.prompt_cached += piece.cached_tokens or 0
@@ -74,14 +74,14 @@ class AnswerItems:
         for event in self._form.parsed(piece):
             match event:
                 case Content(text):
-                    self._add(changes, Kind.TEXT, text)
+                    self._add(changes, ItemKind.TEXT, text)
                 case Reasoning(text):
-                    self._add(changes, Kind.REASONING, text)
+                    self._add(changes, ItemKind.REASONING, text)
                 case CallOpened(_, identity, name):
-                    self._begin(changes, Item(Kind.CALL, identity, name))
+                    self._begin(changes, Item(ItemKind.CALL, identity, name))
                 case CallArguments(_, text):
-                    self._add(changes, Kind.CALL, text)
-        if self.items and self.items[-1].kind is Kind.REASONING:
+                    self._add(changes, ItemKind.CALL, text)
+        if self.items and self.items[-1].kind is ItemKind.REASONING:
             self.reasoning_tokens += len(piece.tokens)
         if piece.finish_reason is not None:
             self.finish_reason = self._form.finish_reason(piece.index, piece.finish_reason)
@@ -89,7 +89,7 @@ class AnswerItems:
             self._close(changes)
         return changes
 
-    def _add(self, changes: list[Change], kind: Kind, text: str) -> None:
+    def _add(self, changes: list[Change], kind: ItemKind, text: str) -> None:
         if not self._open or self.items[-1].kind is not kind:
             self._begin(changes, Item(kind))
         self.items[-1].added.append(text)

@@ -14,7 +14,7 @@ from common.messages.generation import FINISH_LENGTH, FINISH_STOP, OutputToken, 
 from router.answer_states import AnswerStates
 from router.apis.generate_request import GenerateTask
 from router.generation import FINISH_ABORT
-from router.openai_responses import LOWEST_LOGPROB, Piece, Usage, error_event
+from router.openai_responses import LOWEST_LOGPROB, AnswerPiece, Usage, error_event
 from router.prompt_pieces import PromptPiece
 from router.sse import DONE
 from router.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ class GenerateForm:
     def opening(self, choices: int, usage: bytes) -> bytes:
         return b""
 
-    def events(self, piece: Piece, usage: bytes) -> bytes:
+    def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         choice = self._add(piece)
         if isinstance(piece, PromptPiece):
             return b""
@@ -89,7 +89,7 @@ class GenerateForm:
     def collector(self, choices: int) -> GenerateForm:
         return self
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         self._add(piece)
 
     async def parts(self, usage: Usage) -> list[bytes]:
@@ -107,7 +107,7 @@ class GenerateForm:
             return parts
         return [*parts[:-1], b',"hidden_states":', *await choice.states.encoded(len(choice.ids)), parts[-1]]
 
-    def _add(self, piece: Piece) -> _Choice:
+    def _add(self, piece: AnswerPiece) -> _Choice:
         choice = self._choices[piece.index]
         if isinstance(piece, PromptPiece):
             self._add_prompt(choice, piece.tokens)
@@ -195,7 +195,7 @@ class GenerateForm:
         return [*parts, b"}}"]
 
 
-def _finish(piece: Piece, choice: _Choice) -> dict[str, Any]:
+def _finish(piece: AnswerPiece, choice: _Choice) -> dict[str, Any]:
     if piece.finish_reason == FINISH_STOP:
         last = piece.tokens[-1].id if piece.tokens else None
         return {"type": FINISH_STOP, "matched": piece.stop_string if piece.stop_string is not None else last}

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from common.messages.generation import FINISH_LENGTH, FINISH_STOP
-from router.apis.answer_items import Added, AnswerItems, Change, Item, Kind, Opened
+from router.apis.answer_items import Added, AnswerItems, Change, Item, ItemKind, Opened
 from router.apis.messages_errors import messages_error
-from router.openai_responses import ChatFormat, Piece, Usage
+from router.openai_responses import AnswerPiece, ChatFormat, Usage
 
 MESSAGE_ID = "msg_"  # prefix of an answer's id; the request id follows
 FINISH_CALLS = "tool_calls"
@@ -41,7 +41,7 @@ class MessagesForm:
         """Nothing: the first event has token counts that arrive with the first piece."""
         return b""
 
-    def events(self, piece: Piece, usage: bytes) -> bytes:
+    def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         changes = self._items.follow(piece)
         events = b""
         if not self._begun:
@@ -62,7 +62,7 @@ class MessagesForm:
     def collector(self, choices: int) -> MessagesForm:
         return self
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         self._items.follow(piece)
 
     async def parts(self, usage: Usage) -> list[bytes]:
@@ -72,7 +72,7 @@ class MessagesForm:
         reason = self._items.finish_reason
         if reason == FINISH_STOP and self._items.stop_string is not None:
             return "stop_sequence"
-        if reason == FINISH_STOP and any(item.kind is Kind.CALL for item in self._items.items):
+        if reason == FINISH_STOP and any(item.kind is ItemKind.CALL for item in self._items.items):
             # A chat ends with `stop` after a call that tool_choice names; this API has one reason for all calls.
             reason = FINISH_CALLS
         return None if reason is None else _REASONS.get(reason, reason)
@@ -108,31 +108,31 @@ class MessagesForm:
 
 def _empty(item: Item) -> dict[str, Any]:
     match item.kind:
-        case Kind.TEXT:
+        case ItemKind.TEXT:
             return {"type": "text", "text": ""}
-        case Kind.REASONING:
+        case ItemKind.REASONING:
             return {"type": "thinking", "thinking": "", "signature": ""}
-        case Kind.CALL:
+        case ItemKind.CALL:
             return {"type": "tool_use", "id": item.identity, "name": item.name, "input": {}}
 
 
 def _delta(item: Item, text: str) -> dict[str, Any]:
     match item.kind:
-        case Kind.TEXT:
+        case ItemKind.TEXT:
             return {"type": "text_delta", "text": text}
-        case Kind.REASONING:
+        case ItemKind.REASONING:
             return {"type": "thinking_delta", "thinking": text}
-        case Kind.CALL:
+        case ItemKind.CALL:
             return {"type": "input_json_delta", "partial_json": text}
 
 
 def _block(item: Item) -> dict[str, Any]:
     match item.kind:
-        case Kind.TEXT:
+        case ItemKind.TEXT:
             return {"type": "text", "text": item.text}
-        case Kind.REASONING:
+        case ItemKind.REASONING:
             return {"type": "thinking", "thinking": item.text, "signature": ""}
-        case Kind.CALL:
+        case ItemKind.CALL:
             return _empty(item) | {"input": _arguments(item.text)}
 
 

@@ -30,7 +30,7 @@ class ImageSource(msgspec.Struct, frozen=True):
     url: str | None = None
 
 
-class Block(msgspec.Struct, frozen=True):
+class ContentBlock(msgspec.Struct, frozen=True):
     """One block of a message's content."""
 
     type: str
@@ -46,7 +46,7 @@ class Block(msgspec.Struct, frozen=True):
 
 class InputMessage(msgspec.Struct, frozen=True):
     role: str
-    content: Text | list[Block]
+    content: Text | list[ContentBlock]
 
 
 class ClientTool(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     model: str | None = None
-    system: Text | list[Block] | None = None
+    system: Text | list[ContentBlock] | None = None
     tools: list[ClientTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -115,7 +115,7 @@ class MessagesTask(msgspec.Struct, frozen=True, kw_only=True):
 
 _decoder = msgspec.json.Decoder(MessagesRequest)
 _count_decoder = msgspec.json.Decoder(CountRequest)
-_blocks = list[Block]
+_blocks = list[ContentBlock]
 
 
 def read_messages(raw: bytes | bytearray) -> MessagesTask:
@@ -184,7 +184,7 @@ def _add_message(chat: ChatBuilder, message: InputMessage, where: str) -> None:
         chat.add_message(message.role, parts)
 
 
-def _add_block(chat: ChatBuilder, block: Block, where: str) -> None:
+def _add_block(chat: ChatBuilder, block: ContentBlock, where: str) -> None:
     match block.type:
         case "tool_use":
             name = _required(block.name, f"{where}.name")
@@ -210,13 +210,13 @@ def _result(content: Any, where: str) -> list[Part]:
     return _content(given, where)
 
 
-def _content(content: str | list[Block], where: str) -> list[Part]:
+def _content(content: str | list[ContentBlock], where: str) -> list[Part]:
     if isinstance(content, str):
         return [text_part(content)]
     return [_part(block, f"{where}[{index}]") for index, block in enumerate(content)]
 
 
-def _part(block: Block, where: str) -> Part:
+def _part(block: ContentBlock, where: str) -> Part:
     if block.type == "text" and block.text is not None:
         return text_part(block.text)
     source = block.source

@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 from common.messages.generation import FINISH_LENGTH
-from router.apis.answer_items import Added, AnswerItems, Change, Closed, Item, Kind, Opened
+from router.apis.answer_items import Added, AnswerItems, Change, Closed, Item, ItemKind, Opened
 from router.apis.responses_request import ResponsesTask
 from router.generation import FINISH_ABORT
-from router.openai_responses import ChatFormat, Piece, Usage
+from router.openai_responses import AnswerPiece, ChatFormat, Usage
 
 RESPONSE_ID = "resp_"  # prefix of an answer's id; the request id follows
 _encode = msgspec.json.Encoder().encode
-_PREFIXES = {Kind.TEXT: "msg_", Kind.REASONING: "rs_", Kind.CALL: "fc_"}
+_PREFIXES = {ItemKind.TEXT: "msg_", ItemKind.REASONING: "rs_", ItemKind.CALL: "fc_"}
 
 
 class ResponsesForm:
@@ -51,7 +51,7 @@ class ResponsesForm:
         """Nothing: the first events are numbered together with those of the first piece."""
         return b""
 
-    def events(self, piece: Piece, usage: bytes) -> bytes:
+    def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         events = b""
         if not self._number:
             response = self._response("in_progress")
@@ -73,7 +73,7 @@ class ResponsesForm:
     def collector(self, choices: int) -> ResponsesForm:
         return self
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         self._items.follow(piece)
 
     async def parts(self, usage: Usage) -> list[bytes]:
@@ -117,7 +117,7 @@ class ResponsesForm:
     def _item(self, index: int, item: Item, status: str) -> dict[str, Any]:
         found: dict[str, Any] = {"id": self._item_id(index, item), "status": status}
         done = status != "in_progress"
-        if item.kind is Kind.CALL:
+        if item.kind is ItemKind.CALL:
             arguments = item.text if done else ""
             return found | {
                 "type": "function_call",
@@ -126,7 +126,7 @@ class ResponsesForm:
                 "arguments": arguments,
             }
         content = [_part(item.kind, item.text)] if done else []
-        if item.kind is Kind.REASONING:
+        if item.kind is ItemKind.REASONING:
             return found | {"type": "reasoning", "summary": [], "content": content}
         return found | {"type": "message", "role": "assistant", "content": content}
 
@@ -143,25 +143,25 @@ class ResponsesForm:
 
     def _place(self, index: int, item: Item) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": self._item_id(index, item), "output_index": index}
-        if item.kind is not Kind.CALL:
+        if item.kind is not ItemKind.CALL:
             place["content_index"] = 0
-        if item.kind is Kind.TEXT:
+        if item.kind is ItemKind.TEXT:
             place["logprobs"] = []
         return place
 
     def _begin(self, index: int, item: Item) -> bytes:
         added = self._item(index, item, "in_progress")
         events = self._event("response.output_item.added", output_index=index, item=added)
-        if item.kind is not Kind.CALL:
+        if item.kind is not ItemKind.CALL:
             part = _part(item.kind, "")
             events += self._event("response.content_part.added", **self._part_place(index, item), part=part)
         return events
 
     def _end(self, index: int, item: Item) -> bytes:
         text = item.text
-        named = {"arguments": text, "name": item.name} if item.kind is Kind.CALL else {"text": text}
+        named = {"arguments": text, "name": item.name} if item.kind is ItemKind.CALL else {"text": text}
         events = self._event(f"response.{_STREAMED[item.kind]}.done", **self._place(index, item), **named)
-        if item.kind is not Kind.CALL:
+        if item.kind is not ItemKind.CALL:
             part = _part(item.kind, text)
             events += self._event("response.content_part.done", **self._part_place(index, item), part=part)
         last = self._items.finish_reason is not None and self._status() != "completed"
@@ -178,13 +178,13 @@ class ResponsesForm:
 
 
 _STREAMED = {
-    Kind.TEXT: "output_text",
-    Kind.REASONING: "reasoning_text",
-    Kind.CALL: "function_call_arguments",
+    ItemKind.TEXT: "output_text",
+    ItemKind.REASONING: "reasoning_text",
+    ItemKind.CALL: "function_call_arguments",
 }
 
 
-def _part(kind: Kind, text: str) -> dict[str, Any]:
-    if kind is Kind.REASONING:
+def _part(kind: ItemKind, text: str) -> dict[str, Any]:
+    if kind is ItemKind.REASONING:
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -12,7 +12,15 @@ from typing import Any
 from common.errors import InternalError
 from router.chat.answer_events import CallArguments, CallOpened, Content, Event, Reasoning
 from router.chat.call_readers import CallReader, reader_of
-from router.chat.response_template import CALLS, MAX_HELD, REASONING, Marker, Region, ResponseTemplate, end_of
+from router.chat.response_template import (
+    CALLS,
+    MAX_HELD,
+    REASONING,
+    AnswerRegion,
+    Marker,
+    ResponseTemplate,
+    end_of,
+)
 
 PIECE = 4096  # characters read at once
 
@@ -76,7 +84,7 @@ class AnswerParser:
         self._openers = [(region.open, region) for region in regions if region.open is not None]
         self._outside = next((region for region in regions if region.open is None), None)
         self._watched = self._watch(None)
-        self._region: Region | None = None  # None outside of all regions with a marker
+        self._region: AnswerRegion | None = None  # None outside of all regions with a marker
         self._reader: CallReader | None = None
         self._events: list[Event] = []
         self._content = TextSink(lambda text: self._events.append(Content(text)))
@@ -136,11 +144,11 @@ class AnswerParser:
         events, self._events = self._events, []
         return events
 
-    def _watch(self, region: Region | None) -> list[tuple[Marker, Region | None]]:
+    def _watch(self, region: AnswerRegion | None) -> list[tuple[Marker, AnswerRegion | None]]:
         """The markers that count now, each with the region that it opens; None for one that closes."""
         if region is not None:
             return [(region.close, None)] if region.close is not None else []
-        found: list[tuple[Marker, Region | None]] = [*self._openers]
+        found: list[tuple[Marker, AnswerRegion | None]] = [*self._openers]
         if self._outside is not None and self._outside.close is not None:
             found.append((self._outside.close, None))
         return found
@@ -181,12 +189,12 @@ class AnswerParser:
             self._pass_marker(match, opened, marker)
         return True
 
-    def _search(self, final: bool) -> tuple[Any, Region | None, int]:
+    def _search(self, final: bool) -> tuple[Any, AnswerRegion | None, int]:
         """Return (the first marker, the region that it opens, the end of the text that precedes it).
 
         Without a complete marker, the last value is where a marker may begin that is not complete.
         """
-        best: tuple[Any, Region | None] | None = None
+        best: tuple[Any, AnswerRegion | None] | None = None
         hold = len(self._buffer)
         for marker, region in self._watched:
             match = marker.search(self._buffer, self._at, final)
@@ -203,7 +211,7 @@ class AnswerParser:
             hold = len(self._buffer)
         return None, None, hold
 
-    def _pass_marker(self, match: Any, opened: Region | None, marker: str) -> None:
+    def _pass_marker(self, match: Any, opened: AnswerRegion | None, marker: str) -> None:
         if self._reader is not None:
             self._end_reader(marker)
             return

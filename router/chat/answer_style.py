@@ -16,7 +16,7 @@ from common.errors import InternalError, ModelError
 from router.chat.answer_parser import AnswerParser
 from router.chat.call_formats import CallFormat
 from router.chat.call_grammar import Thought
-from router.chat.families import BY_NAME, Family, family_of
+from router.chat.families import BY_NAME, ChatFamily, family_of
 from router.chat.response_template import REASONING, ResponseTemplate, compile_template
 
 AUTO, NONE = "auto", "none"
@@ -100,7 +100,7 @@ PLAIN = AnswerStyle()
 
 def find_template(
     model: Path, chat_template: Path | None, wanted: str, relative: Callable[[str], Path]
-) -> tuple[ResponseTemplate | None, Family | None]:
+) -> tuple[ResponseTemplate | None, ChatFamily | None]:
     """Return the response template of a model and the family that it belongs to.
 
     Args:

@@ -10,7 +10,7 @@ import msgspec
 
 from router.chat.answer_events import CallArguments, CallOpened, Content, Event, Reasoning
 from router.chat.answer_parser import AnswerParser
-from router.openai_responses import ChatFormat, Piece, chunk
+from router.openai_responses import AnswerPiece, ChatFormat, chunk
 from router.token_names import TokenNames
 
 _encode = msgspec.json.Encoder().encode
@@ -53,7 +53,7 @@ class AssistantFormat(ChatFormat):
         self._shown = shown
         self._messages = [_Message() for _ in parsers]
 
-    def text_of(self, piece: Piece) -> str:
+    def text_of(self, piece: AnswerPiece) -> str:
         message, text = self._messages[piece.index], []
         for event in self.parsed(piece):
             match event:
@@ -88,7 +88,7 @@ class AssistantFormat(ChatFormat):
             fields += b',"tool_calls":' + _encode(calls)
         return fields + b'},"logprobs":'
 
-    def events(self, piece: Piece, usage: bytes) -> bytes:
+    def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         events_of_piece = self.parsed(piece)
         if not self._shown.streams_reasoning:
             events_of_piece = self._gathered(piece, events_of_piece)
@@ -110,7 +110,7 @@ class AssistantFormat(ChatFormat):
         called = reason == "stop" and self._parsers[index].calls
         return self._shown.calls_finish if called else reason
 
-    def parsed(self, piece: Piece) -> list[Event]:
+    def parsed(self, piece: AnswerPiece) -> list[Event]:
         """The events of a piece that the client gets."""
         parser = self._parsers[piece.index]
         events = parser.feed(piece.text)
@@ -124,7 +124,7 @@ class AssistantFormat(ChatFormat):
             ]
         return events
 
-    def _gathered(self, piece: Piece, events: list[Event]) -> list[Event]:
+    def _gathered(self, piece: AnswerPiece, events: list[Event]) -> list[Event]:
         """Hold reasoning back until something else follows."""
         held, others = self._messages[piece.index].reasoning, list[Event]()
         for event in events:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from router.chat.argument_types import argument_json, properties_of
 from router.chat.json_pieces import BLANKS, CallObject, JsonValue
-from router.chat.response_template import CALLS, Find, Region, Shape
+from router.chat.response_template import CALLS, AnswerRegion, Find, Shape
 
 MAX_UNNAMED = 1 << 16  # characters of a call whose function is not known yet; beyond them it is text
 MAX_WHOLE = 1 << 16  # characters of a region that is read only when it is complete
@@ -265,7 +265,7 @@ class WholeReader(CallReader):
 
 
 def reader_of(
-    region: Region,
+    region: AnswerRegion,
     match: Any,
     opener: str,
     calls: Calls,

@@ -24,7 +24,7 @@ _QWEN_END = {"close": ["<|im_end|>", "<|endoftext|>"], "content": "text"}
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ChatFamily:
     """How a family of models marks its answers.
 
     Attributes:
@@ -47,7 +47,7 @@ def _template(anchor: str, fields: dict[str, Any]) -> Mapping[str, Any]:
 
 # A chat template belongs to the first family whose marks it has.
 FAMILIES = (
-    Family(
+    ChatFamily(
         "qwen3_5",
         ("<tool_call>", "<function=", "<parameter="),
         _template(
@@ -69,7 +69,7 @@ FAMILIES = (
         ),
         tag_end="</parameter>",
     ),
-    Family(
+    ChatFamily(
         "glm4_5",
         ("<tool_call>", "<arg_key>", "<arg_value>"),
         _template(
@@ -97,7 +97,7 @@ FAMILIES = (
         ),
         tag_end="</arg_value>",
     ),
-    Family(
+    ChatFamily(
         "qwen3",
         ("<tool_call>", "<think>"),
         _template(
@@ -106,12 +106,12 @@ FAMILIES = (
         ),
     ),
     # also Hermes and other models with its format
-    Family(
+    ChatFamily(
         "qwen2_5",
         ("<tool_call>",),
         _template(_CHATML, {"tool_calls": _OBJECT_CALL, "content": _QWEN_END}),
     ),
-    Family(
+    ChatFamily(
         "mistral_v11",
         ("[TOOL_CALLS]", "[ARGS]"),
         _template(
@@ -130,7 +130,7 @@ FAMILIES = (
         ),
         short_ids=True,
     ),
-    Family(
+    ChatFamily(
         "mistral_v3",
         ("[TOOL_CALLS]",),
         _template(
@@ -150,7 +150,7 @@ FAMILIES = (
         ),
         short_ids=True,
     ),
-    Family(
+    ChatFamily(
         "llama3",
         ("<|start_header_id|>", "parameters"),
         _template(
@@ -172,7 +172,7 @@ FAMILIES = (
         ),
     ),
     # reasoning without a format of tool calls that is known here
-    Family(
+    ChatFamily(
         "think",
         ("</think>",),
         MappingProxyType(
@@ -186,7 +186,7 @@ FAMILIES = (
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
-def family_of(chat_template: str) -> Family | None:
+def family_of(chat_template: str) -> ChatFamily | None:
     """Return the family whose marks a chat template contains."""
     for family in FAMILIES:
         if all(mark in chat_template for mark in family.marks):

@@ -64,7 +64,7 @@ class Marker:
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class AnswerRegion:
     """One field of a template."""
 
     name: str
@@ -79,7 +79,7 @@ class Region:
 class ResponseTemplate:
     """A compiled template."""
 
-    regions: tuple[Region, ...]
+    regions: tuple[AnswerRegion, ...]
     anchors: Find  # finds where messages of the assistant begin: the answer's is the last one in the prompt
     text: str  # all strings of the fields, to find the special tokens that markers consist of
     # the library's parser for a complete text
@@ -121,7 +121,7 @@ def compile_template(
     try:
         loaded = load_response_template(spec)
         regions = tuple(
-            Region(
+            AnswerRegion(
                 name,
                 _marker(field.open_re, field.open_literals, field.open_literal_can_extend, seconds),
                 _marker(field.close_re, field.close_literals, field.close_literal_can_extend, seconds),

@@ -33,7 +33,7 @@ class Regex(msgspec.Struct, frozen=True, array_like=True, tag=2):
     pattern: str
 
 
-class Choice(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class OneOf(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """One of some texts."""
 
     options: list[str]
@@ -55,7 +55,7 @@ class Ebnf(msgspec.Struct, frozen=True, array_like=True, tag=5):
     text: str
 
 
-Form = JsonSchema | Regex | Choice | Lark | Ebnf | Tags
+Form = JsonSchema | Regex | OneOf | Lark | Ebnf | Tags
 
 
 class End(msgspec.Struct, frozen=True, array_like=True):
@@ -225,7 +225,7 @@ def _texts(
             raise InvalidRequest(f"{field} must have 1 to {MAX_CHOICES} texts", param=field)
         if sum(map(len, choice)) > MAX_GRAMMAR // 2:
             raise InvalidGrammar(f"{field} is too long", param=field)
-        found.append(Constraint(field, Choice(choice)))
+        found.append(Constraint(field, OneOf(choice)))
     if grammar is not None:
         field = f"{name}{joint}grammar"
         text = _bounded(grammar, field)

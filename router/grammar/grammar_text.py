@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.errors import InvalidGrammar
-from router.grammar.constraint import Choice, Constraint, Ebnf, End, JsonSchema, Lark, Regex
+from router.grammar.constraint import Constraint, Ebnf, End, JsonSchema, Lark, OneOf, Regex
 from router.grammar.structural_tags import Tags, tags_grammar
 
 _dumps = partial(json.dumps, ensure_ascii=False)
@@ -44,14 +44,14 @@ def grammar_text(constraint: Constraint, special: Mapping[str, int] = MappingPro
         ) from error
 
 
-def _text(form: JsonSchema | Regex | Choice | Lark | Ebnf) -> str:
+def _text(form: JsonSchema | Regex | OneOf | Lark | Ebnf) -> str:
     match form:
         case JsonSchema():
             schema = _closed(_parsed(form.schema)) if form.closed else _parsed(form.schema)
             return _dumps({"grammars": [{"json_schema": _with_layout(schema, form)}]})
         case Regex():
             return LLMatcher.grammar_from_regex(form.pattern)
-        case Choice():
+        case OneOf():
             # Lark's strings have the escapes of JSON.
             return "start: " + " | ".join(_dumps(option) for option in form.options)
         case Lark():

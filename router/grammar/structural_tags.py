@@ -46,12 +46,12 @@ class _Structure(msgspec.Struct, frozen=True):
     end: Annotated[str, Meta(max_length=256)] = ""
 
 
-class _Given(msgspec.Struct, frozen=True):
+class _GivenTags(msgspec.Struct, frozen=True):
     structures: Annotated[list[_Structure], Meta(min_length=1, max_length=MAX_TAGS)]
     triggers: Annotated[list[_Marker], Meta(min_length=1, max_length=MAX_TRIGGERS)]
 
 
-_decoder = msgspec.json.Decoder(_Given)
+_decoder = msgspec.json.Decoder(_GivenTags)
 
 
 def read_tags(text: str, field: str) -> Tags:

@@ -9,7 +9,7 @@ from router.apis.generate_request import GenerateRequest
 from router.apis.messages_answer import TokenCount
 from router.apis.messages_request import CountRequest, MessagesRequest
 from router.apis.responses_request import ResponsesRequest
-from router.control_routes import AbortRequest, Load
+from router.control_routes import AbortRequest, ServerLoad
 from router.openai_schema import ChatRequest, CompletionRequest
 from router.openapi.answers import (
     ChatCompletion,
@@ -76,7 +76,7 @@ OPERATIONS = (
     Operation("get", "/tokenizer_info", "Show the tokenizer's settings and the chat template"),
     Operation("post", "/abort_request", "End requests of the same key", AbortRequest, media=EMPTY),
     Operation("post", "/flush_cache", "Empty the prefix caches of all nodes", media=TEXT, query=_TIMEOUT),
-    Operation("get", "/load", "Count the prompts in flight", answer=Load),
+    Operation("get", "/load", "Count the prompts in flight", answer=ServerLoad),
     Operation("get", "/server_info", "Show parameters, nodes and their load"),
     Operation("get", "/model_info", "Describe the model as SGLang does", answer=ModelInfo),
     Operation("get", "/get_model_info", "Describe the model as SGLang does", answer=ModelInfo),

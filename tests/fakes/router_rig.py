@@ -23,7 +23,7 @@ from common.observability.logs import Log
 from router.answer_states import AnswerStates
 from router.core import Send, assemble_core
 from router.dispatch_limits import DispatchLimits
-from router.generation import Batch, GenerationRequest, TokenDelta
+from router.generation import PromptBatch, GenerationRequest, TokenDelta
 from router.parts import ControlLink, Dispatching, NodeRules, Observation
 from router.placement import PlacementPolicy, RoundRobin
 from router.registration import ExpectedNode, RegistrationRules
@@ -123,13 +123,13 @@ class RouterRig:
         self,
         prompt: list[int] | None = None,
         timeout_s: float | None = None,
-        batch: Batch | None = None,
+        batch: PromptBatch | None = None,
         states: AnswerStates | None = None,
         **sampling: Any,
     ) -> Client:
         params = SamplingParams(**{"max_tokens": 10, "temperature": 0.0, **sampling})
         ids = prompt or [1, 2, 3]
-        asked = GenerationRequest("r1", ids, params, timeout_s, batch=batch or Batch(), states=states)
+        asked = GenerationRequest("r1", ids, params, timeout_s, batch=batch or PromptBatch(), states=states)
         return Client(self.dispatcher.generate(asked))
 
     def nothing_left(self) -> None:

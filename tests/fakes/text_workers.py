@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from router.text_jobs import Answer, Job
+from router.text_jobs import Job, JobResult
 from router.text_work import Payload, TextWork
 
 
@@ -15,7 +15,7 @@ class InProcess:
         self._work = work
         self.jobs: list[tuple[Job, int]] = []  # (job, bytes of its payload)
 
-    async def run(self, job: Job, payload: Payload) -> tuple[Answer, Payload]:
+    async def run(self, job: Job, payload: Payload) -> tuple[JobResult, Payload]:
         self.jobs.append((job, len(payload)))
         answer, result = self._work.do(msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=Job), payload)
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=Answer), result
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=JobResult), result

@@ -14,7 +14,7 @@ from common.errors import RequestError
 from common.messages.generation import OutputToken, TokenLogprob
 from router.apis.tasks import READERS
 from router.json_body import decode_json
-from router.openai_responses import ChatFormat, CompletionFormat, Piece, Usage, usage_field
+from router.openai_responses import AnswerPiece, ChatFormat, CompletionFormat, Usage, usage_field
 from router.openai_schema import (
     ChatRequest,
     CompletionRequest,
@@ -80,7 +80,7 @@ def events(data: bytes) -> None:
     """Whatever the model generates, each event is one line, and the JSON of all events holds the text."""
     text = data.decode("utf-8", "replace")
     tokens = [OutputToken(byte, TokenLogprob(-0.5, (byte,), (-0.5,))) for byte in data[:4]]
-    piece = Piece(0, text, tokens, [0] * len(tokens), None)
+    piece = AnswerPiece(0, text, tokens, [0] * len(tokens), None)
     usage = usage_field(Usage(1, 2, 0))
     chat = ChatFormat("chatcmpl-1", text, 0, tokenizer(), 1)
     completion = CompletionFormat("cmpl-1", text, 0, tokenizer(), None)

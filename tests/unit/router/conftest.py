@@ -25,7 +25,7 @@ from router.field_rules import UnknownFields
 from router.generation import Generator
 from router.http_listeners import application
 from router.http_server import http_runner
-from router.images import Images, NoImages
+from router.images import ImageLoader, RefusingImageLoader
 from router.parts import ApiParts
 from router.request_checks import ServedModel
 from router.running_requests import RunningRequests
@@ -122,7 +122,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
         served: ServedModel = SERVED,
         send_buffer: int | None = None,
         max_requests: int = 64,
-        images: Images = NoImages(),  # noqa: B008
+        images: ImageLoader = RefusingImageLoader(),  # noqa: B008
         workers: Workers | None = None,
         gate: Gate | None = None,
         cors: Cors | None = None,

@@ -15,9 +15,9 @@ import pytest
 
 from common.observability.logs import Log
 from router import accepting
-from router.accepting import ACCEPTED_PER_TURN, Acceptor, listening_sockets
+from router.accepting import ACCEPTED_PER_TURN, ConnectionAcceptor, listening_sockets
 from router.connections import ConnectionLimit
-from router.handshakes import SLOTS, Handshakes
+from router.handshakes import SLOTS, TlsHandshakes
 from router.listeners import TlsFiles
 from tests.fakes.tls_files import AUTHORITY, copy_certificates
 from tests.fakes.turn_count import counting_turns
@@ -43,8 +43,8 @@ class Echo(asyncio.Protocol):
 @asynccontextmanager
 async def accepting_at(
     listener: socket.socket, protocol: Callable[[], asyncio.BaseProtocol] = Echo, **options: Any
-) -> AsyncIterator[Acceptor]:
-    acceptor = Acceptor([listener], protocol, Log("test"), **options)
+) -> AsyncIterator[ConnectionAcceptor]:
+    acceptor = ConnectionAcceptor([listener], protocol, Log("test"), **options)
     try:
         yield acceptor
     finally:
@@ -153,10 +153,10 @@ async def test_a_crowd_of_tls_clients_is_served_and_computes_a_few_at_a_time(
     [listener] = await listening_sockets("127.0.0.1", 0, backlog=1024)
     trusting = ssl.create_default_context(cafile=AUTHORITY)
     most = running = 0
-    turn = Handshakes.turn
+    turn = TlsHandshakes.turn
 
     @asynccontextmanager
-    async def noted(self: Handshakes, connection: socket.socket, client: str) -> AsyncIterator[None]:
+    async def noted(self: TlsHandshakes, connection: socket.socket, client: str) -> AsyncIterator[None]:
         nonlocal most, running
         async with turn(self, connection, client):
             running += 1
@@ -164,7 +164,7 @@ async def test_a_crowd_of_tls_clients_is_served_and_computes_a_few_at_a_time(
             yield
             running -= 1
 
-    monkeypatch.setattr(Handshakes, "turn", noted)
+    monkeypatch.setattr(TlsHandshakes, "turn", noted)
     served: list[Echo] = []
 
     def serve() -> Echo:

@@ -16,7 +16,7 @@ from common.messages.generation import SamplingParams
 from router.answer_reader import AnswerReader
 from router.choices import Choice
 from router.generation import AnswerComplete, GenerationRequest, TakeNow, TokenDelta, take_nothing
-from router.openai_responses import Piece, Usage
+from router.openai_responses import AnswerPiece, Usage
 from router.text_stream import TextStream
 from tests.unit.router.scripted_generator import delta
 
@@ -41,13 +41,13 @@ class Sink:
 
     willing: Callable[[], bool] = lambda: True
     error: Exception | None = None
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[AnswerPiece] = field(default_factory=list)
     now: int = 0  # pieces that the task did not have to pass on
 
     def ready(self) -> bool:
         return self.willing()
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         if self.error is not None:
             raise self.error
         self.now += 1

@@ -23,7 +23,7 @@ from common.messages.identity import Role
 from common.messages.node_inbox import Abort
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, Goodbye, PrefillDone
-from router.generation import AnswerComplete, Batch, GenerationRequest
+from router.generation import AnswerComplete, GenerationRequest, PromptBatch
 from router.retry_budget import BURST
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import FakeNode
@@ -346,7 +346,7 @@ async def test_a_client_that_leaves_frees_both_nodes(tokens: int) -> None:
 async def test_a_prompt_whose_sibling_failed_is_counted_as_that() -> None:
     async with router_rig() as rig:
         prefill, decode = await rig.pair()
-        batch = Batch()
+        batch = PromptBatch()
         client = rig.client(batch=batch)
         await legs(prefill, decode)
         batch.failed = True

@@ -9,10 +9,10 @@ from types import FrameType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fair_queue import AGEING_TOKENS, PRIORITY_TOKENS, FairQueue, Waiting
+from router.fair_queue import AGEING_TOKENS, PRIORITY_TOKENS, FairQueue, WaitingRequest
 
 
-def served(queue: FairQueue) -> list[Waiting]:
+def served(queue: FairQueue) -> list[WaitingRequest]:
     """Return all requests in the order of service."""
     order = []
     while (head := queue.head()) is not None:
@@ -24,23 +24,23 @@ def served(queue: FairQueue) -> list[Waiting]:
 def test_the_shortest_of_one_client_goes_first() -> None:
     queue = FairQueue()
     for cost in (900, 30, 400):
-        queue.push(Waiting("a", cost, 0.0))
+        queue.push(WaitingRequest("a", cost, 0.0))
     assert [each.cost for each in served(queue)] == [30, 400, 900]
 
 
 def test_waiting_makes_up_for_length() -> None:
     queue = FairQueue()
-    old = Waiting("a", 2000, 0.0)
+    old = WaitingRequest("a", 2000, 0.0)
     queue.push(old)
-    queue.push(Waiting("a", 10, 2000 / AGEING_TOKENS + 1))
+    queue.push(WaitingRequest("a", 10, 2000 / AGEING_TOKENS + 1))
     assert queue.head() is old
 
 
 def test_priority_orders_the_requests_of_one_client_only() -> None:
     queue = FairQueue()
     for priority in (1, 0, -1):
-        queue.push(Waiting("a", 100, 0.0, priority=priority))
-        queue.push(Waiting("b", 90, 0.0))
+        queue.push(WaitingRequest("a", 100, 0.0, priority=priority))
+        queue.push(WaitingRequest("b", 90, 0.0))
     order = served(queue)
     assert [each.priority for each in order if each.client == "a"] == [-1, 0, 1]
     assert [each.client for each in order] == ["b", "a"] * 3, "b was first among equals, and stays first"
@@ -48,21 +48,21 @@ def test_priority_orders_the_requests_of_one_client_only() -> None:
 
 def test_waiting_makes_up_for_priority() -> None:
     queue = FairQueue()
-    old = Waiting("a", 100, 0.0, priority=1)
+    old = WaitingRequest("a", 100, 0.0, priority=1)
     queue.push(old)
-    queue.push(Waiting("a", 100, PRIORITY_TOKENS / AGEING_TOKENS + 1))
+    queue.push(WaitingRequest("a", 100, PRIORITY_TOKENS / AGEING_TOKENS + 1))
     assert queue.head() is old
 
 
 def test_a_client_with_one_request_does_not_wait_for_another_with_hundreds() -> None:
     queue = FairQueue()
     for _ in range(200):
-        queue.push(Waiting("greedy", 100, 0.0))
+        queue.push(WaitingRequest("greedy", 100, 0.0))
     for _ in range(3):
         head = queue.head()
         assert head is not None
         queue.take(head)
-    modest = Waiting("modest", 5000, 0.0)
+    modest = WaitingRequest("modest", 5000, 0.0)
     queue.push(modest)
     order = served(queue)
     assert order.index(modest) <= 1
@@ -71,9 +71,9 @@ def test_a_client_with_one_request_does_not_wait_for_another_with_hundreds() -> 
 def test_a_client_of_weight_three_gets_three_shares() -> None:
     queue = FairQueue()
     for _ in range(100):
-        queue.push(Waiting("paying", 100, 0.0, weight=3))
-        queue.push(Waiting("free", 100, 0.0))
-        queue.push(Waiting("other", 100, 0.0))
+        queue.push(WaitingRequest("paying", 100, 0.0, weight=3))
+        queue.push(WaitingRequest("free", 100, 0.0))
+        queue.push(WaitingRequest("other", 100, 0.0))
     first = [each.client for each in served(queue)[:50]]
     assert [first.count(name) for name in ("paying", "free", "other")] == [30, 10, 10]
 
@@ -82,15 +82,15 @@ def test_requests_admitted_at_once_count_by_weight_too() -> None:
     queue = FairQueue()
     queue.let_in("paying", 300, weight=3)
     queue.let_in("free", 101)
-    queue.push(Waiting("free", 100, 0.0))
-    queue.push(Waiting("paying", 100, 0.0, weight=3))
+    queue.push(WaitingRequest("free", 100, 0.0))
+    queue.push(WaitingRequest("paying", 100, 0.0, weight=3))
     assert [each.client for each in served(queue)] == ["paying", "free"]
 
 
 def test_the_expected_wait_goes_by_weight() -> None:
     queue = FairQueue()
-    queue.push(Waiting("paying", 900, 0.0, weight=3))
-    queue.push(Waiting("free", 900, 0.0))
+    queue.push(WaitingRequest("paying", 900, 0.0, weight=3))
+    queue.push(WaitingRequest("free", 900, 0.0))
     assert queue.tokens_before("paying", 3) == 900 + 300
     assert queue.tokens_before("free") == 900 + 900
 
@@ -100,15 +100,15 @@ def test_a_returning_client_gets_no_credit_for_its_absence() -> None:
     queue.let_in("busy", 10_000)
     queue.let_in("idle", 10)
     queue.leave("idle")
-    queue.push(Waiting("busy", 100, 0.0))
+    queue.push(WaitingRequest("busy", 100, 0.0))
     for _ in range(5):
-        queue.push(Waiting("idle", 100, 0.0))
+        queue.push(WaitingRequest("idle", 100, 0.0))
     assert [each.client for each in served(queue)][:2] in (["busy", "idle"], ["idle", "busy"])
 
 
 def test_cancelled_requests_are_skipped_and_their_clients_forgotten() -> None:
     queue = FairQueue()
-    gone, stays = Waiting("a", 1, 0.0), Waiting("b", 2, 0.0)
+    gone, stays = WaitingRequest("a", 1, 0.0), WaitingRequest("b", 2, 0.0)
     queue.push(gone)
     queue.push(stays)
     queue.withdraw(gone)
@@ -123,9 +123,9 @@ def test_cancelled_requests_are_skipped_and_their_clients_forgotten() -> None:
 @settings(deadline=None)
 def test_each_is_served_once_and_shares_stay_close(requests: list[tuple[str, int, bool]]) -> None:
     queue = FairQueue()
-    kept: list[Waiting] = []
+    kept: list[WaitingRequest] = []
     for at, (client, cost, stays) in enumerate(requests):
-        waiting = Waiting(client, cost, float(at))
+        waiting = WaitingRequest(client, cost, float(at))
         queue.push(waiting)
         if stays:
             kept.append(waiting)
@@ -161,7 +161,7 @@ def test_order_and_estimate_are_those_of_a_look_at_every_client(
     queue = FairQueue()
     given_to: dict[str, float] = {}
     present: dict[str, int] = defaultdict(int)
-    waiting: dict[str, list[Waiting]] = defaultdict(list)
+    waiting: dict[str, list[WaitingRequest]] = defaultdict(list)
 
     def enters(client: str) -> None:
         if not present[client]:
@@ -173,7 +173,7 @@ def test_order_and_estimate_are_those_of_a_look_at_every_client(
         weight = WEIGHTS[client]
         if step == "push":
             enters(client)
-            waiting[client].append(Waiting(client, cost, float(number), weight))
+            waiting[client].append(WaitingRequest(client, cost, float(number), weight))
             queue.push(waiting[client][-1])
         elif step == "let_in":
             enters(client)
@@ -202,14 +202,14 @@ def test_order_and_estimate_are_those_of_a_look_at_every_client(
             assert abs(queue.tokens_before(each, WEIGHTS[each]) - before) <= 1
 
 
-def _key(waiting: Waiting) -> float:
+def _key(waiting: WaitingRequest) -> float:
     return waiting.cost + AGEING_TOKENS * waiting.since
 
 
 def _calls_of_waits_that_end(clients: int) -> float:
     """Return the Python calls per request if `clients` clients wait and all waits end."""
     queue = FairQueue()
-    requests = [Waiting(f"client-{number}", 10, 0.0) for number in range(clients)]
+    requests = [WaitingRequest(f"client-{number}", 10, 0.0) for number in range(clients)]
     calls = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:

@@ -15,7 +15,7 @@ import pytest
 from common.errors import InternalError, InvalidRequest, Overloaded
 from router import fetch_process
 from router.child_process import framed
-from router.fetch_process import FetchProcess, Settings, Wanted
+from router.fetch_process import FetchProcess, FetchSettings, Wanted
 from router.spawner import Spawner
 from tests.fakes.waiting import PATIENCE, eventually
 
@@ -123,7 +123,7 @@ def test_it_ends_with_the_router_whatever_is_on_its_way() -> None:
         theirs.close()
         with ours:
             ours.settimeout(PATIENCE)
-            ours.sendall(framed(Settings((), 1, 1.0)) + framed(Wanted(1, f"{HOST}/never")))
+            ours.sendall(framed(FetchSettings((), 1, 1.0)) + framed(Wanted(1, f"{HOST}/never")))
             assert ours.recv(1), "it is ready"
         assert process.wait(PATIENCE) == 0
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from router import handshakes as module
-from router.handshakes import SLOTS, Handshakes, client_hello
+from router.handshakes import SLOTS, TlsHandshakes, client_hello
 from tests.fakes.tls_files import AUTHORITY
 from tests.fakes.waiting import PATIENCE, eventually
 
@@ -57,7 +57,7 @@ async def settle() -> None:
 class Crowd:
     """Connections that take their turns; each keeps its slot until it is let go."""
 
-    def __init__(self, handshakes: Handshakes, pairs: Pairs) -> None:
+    def __init__(self, handshakes: TlsHandshakes, pairs: Pairs) -> None:
         self._handshakes = handshakes
         self._pairs = pairs
         self.begun: list[str] = []  # names of clients, in order
@@ -136,7 +136,7 @@ async def test_what_is_not_tls_does_not_wait() -> None:
 
 
 async def test_a_few_compute_at_a_time_and_clients_take_turns() -> None:
-    handshakes, first = Handshakes(), hello()
+    handshakes, first = TlsHandshakes(), hello()
     with Pairs() as pairs:
         crowd = Crowd(handshakes, pairs)
         for _ in range(2 * SLOTS):
@@ -159,7 +159,7 @@ async def test_a_few_compute_at_a_time_and_clients_take_turns() -> None:
 
 
 async def test_silent_connections_hold_no_slot() -> None:
-    handshakes = Handshakes()
+    handshakes = TlsHandshakes()
     with Pairs() as pairs:
         crowd = Crowd(handshakes, pairs)
         for _ in range(2 * SLOTS):
@@ -173,7 +173,7 @@ async def test_silent_connections_hold_no_slot() -> None:
 async def test_a_handshake_that_stays_silent_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only while another client waits, and not before it has had its time."""
     monkeypatch.setattr(module, "SLOT_SECONDS", 0.02)
-    handshakes = Handshakes()
+    handshakes = TlsHandshakes()
     with Pairs() as pairs:
         crowd = Crowd(handshakes, pairs)
         for _ in range(SLOTS):
@@ -190,7 +190,7 @@ async def test_a_handshake_that_stays_silent_makes_room(monkeypatch: pytest.Monk
 
 async def test_how_many_are_pending_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_PENDING", 3)
-    handshakes = Handshakes()
+    handshakes = TlsHandshakes()
     with Pairs() as pairs:
         crowd = Crowd(handshakes, pairs)
         for _ in range(3):
@@ -204,7 +204,7 @@ async def test_how_many_are_pending_is_bounded(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_connections_that_arrive_at_once_each_end_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_PENDING", 3)
-    handshakes = Handshakes()
+    handshakes = TlsHandshakes()
     with Pairs() as pairs:
         crowd = Crowd(handshakes, pairs)
         for _ in range(3):

@@ -21,7 +21,7 @@ from common.errors import InternalError, InvalidRequest, Overloaded
 from common.image_files import decode_image
 from router import image_inspector, images
 from router.image_inspector import ImageInspector
-from router.images import Image, ImageLimits, ImageLoader, NoImages
+from router.images import Image, ImageLimits, RefusingImageLoader, VerifyingImageLoader
 from router.openai_schema import ContentPart, ImageUrl, Message
 from router.placeholders import place_images
 from router.spawner import Spawner
@@ -63,14 +63,14 @@ async def inspector(spawner: Spawner) -> ImageInspector:
 
 
 @pytest.fixture
-async def loader(inspector: ImageInspector) -> AsyncIterator[ImageLoader]:
-    made = ImageLoader(LIMITS, VISION, inspector, Fetched())
+async def loader(inspector: ImageInspector) -> AsyncIterator[VerifyingImageLoader]:
+    made = VerifyingImageLoader(LIMITS, VISION, inspector, Fetched())
     yield made
     await made.close()
     assert inspector.pid is None
 
 
-async def test_every_kind_is_taken_in_order(loader: ImageLoader) -> None:
+async def test_every_kind_is_taken_in_order(loader: VerifyingImageLoader) -> None:
     kinds = {"image/png": file(), "image/jpeg": file("JPEG"), "image/webp": file("WEBP")}
     images = await loader.load(asking(*(url(data, kind) for kind, data in kinds.items())))
     assert [image.data for image in images] == list(kinds.values())
@@ -100,7 +100,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-async def test_a_bad_image_is_a_400_that_names_its_part(loader: ImageLoader, case: str) -> None:
+async def test_a_bad_image_is_a_400_that_names_its_part(loader: VerifyingImageLoader, case: str) -> None:
     address, said = BAD[case]
     with pytest.raises(InvalidRequest, match=said) as error:
         await loader.load(asking(url(file()), address))
@@ -147,10 +147,10 @@ QWEN = QwenVision("", "{}", 6, 7, 4, 2, 2, 256, 1920, 1 / 255, (0.5,) * 3, (0.5,
 
 
 async def test_an_image_takes_as_many_tokens_as_its_size_says(
-    loader: ImageLoader, inspector: ImageInspector
+    loader: VerifyingImageLoader, inspector: ImageInspector
 ) -> None:
     """The size is that after EXIF rotation; an image that is too narrow is refused with the name of its part."""
-    loader = ImageLoader(LIMITS, QWEN, inspector, Fetched())
+    loader = VerifyingImageLoader(LIMITS, QWEN, inspector, Fetched())
     exif = Pil.Exif()
     exif[0x0112] = 6  # rotate by 90 degrees
     turned = url(file("JPEG", (40, 16), exif=exif), "image/jpeg")
@@ -168,7 +168,7 @@ def test_text_that_spells_the_placeholder_of_a_video_is_refused() -> None:
         place_images([1, 6, 7, 2], images, QWEN, 50)
 
 
-async def test_count_and_bytes_of_a_request_are_bounded(loader: ImageLoader) -> None:
+async def test_count_and_bytes_of_a_request_are_bounded(loader: VerifyingImageLoader) -> None:
     with pytest.raises(InvalidRequest, match="4 images in one request, at most 3"):
         await loader.load(asking(*[url(file())] * 4))
     large = file("PNG", (30, 30)) + b"\0" * 4_500  # bytes past the end of a PNG are ignored
@@ -177,7 +177,7 @@ async def test_count_and_bytes_of_a_request_are_bounded(loader: ImageLoader) -> 
     assert error.value.param == "messages[1].content[1].image_url"
 
 
-async def test_what_requests_hold_together_is_bounded(loader: ImageLoader) -> None:
+async def test_what_requests_hold_together_is_bounded(loader: VerifyingImageLoader) -> None:
     image = Image(bytes(7_000), bytes(32), 1, 4)
     with loader.hold([image]):
         assert loader.held_bytes == 7_000
@@ -191,7 +191,7 @@ async def test_what_requests_hold_together_is_bounded(loader: ImageLoader) -> No
 
 
 async def test_images_that_wait_for_the_inspector_count_as_held(
-    loader: ImageLoader, inspector: ImageInspector
+    loader: VerifyingImageLoader, inspector: ImageInspector
 ) -> None:
     """Otherwise a few small pictures that decode slowly would let large bodies pile up."""
     large = file() + bytes(4_000)  # 5,500 characters of base64
@@ -212,12 +212,12 @@ async def test_images_that_wait_for_the_inspector_count_as_held(
 
 async def test_a_text_only_model_takes_no_images() -> None:
     with pytest.raises(InvalidRequest, match="does not accept images") as error:
-        await NoImages().load(asking(url(file())))
+        await RefusingImageLoader().load(asking(url(file())))
     assert error.value.param == "messages[1].content[0].image_url"
-    assert await NoImages().load([Message("user", [ContentPart("text", "hi")])]) == ()
+    assert await RefusingImageLoader().load([Message("user", [ContentPart("text", "hi")])]) == ()
 
 
-async def test_parts_of_other_types_are_refused(loader: ImageLoader) -> None:
+async def test_parts_of_other_types_are_refused(loader: VerifyingImageLoader) -> None:
     for part in (ContentPart("input_audio"), ContentPart("image_url"), ContentPart("text")):
         with pytest.raises(InvalidRequest, match="send text parts with `text` and image_url") as error:
             await loader.load([Message("user", [part])])
@@ -278,7 +278,7 @@ async def test_a_defect_of_ours_is_an_answer_for_the_log_and_not_the_end(
     monkeypatch.setattr(image_inspector, "decode_image", decode)
     verdict = image_inspector.inspect(image_inspector.Inspection(None, 9, b""))
 
-    async def answered(process: object) -> image_inspector.Verdict:
+    async def answered(process: object) -> image_inspector.ImageVerdict:
         return verdict
 
     inspector = ImageInspector(spawner, max_pixels=1_000)

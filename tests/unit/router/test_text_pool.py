@@ -28,8 +28,8 @@ from router.field_rules import UnknownFields
 from router.openai_schema import Message
 from router.spawner import Child, Spawner
 from router.text_channel import TextChannel, start_worker
-from router.text_jobs import Answer, EncodeTexts, Job, ReadCompletion, RenderChat, Settings
-from router.text_pool import Lane, TextPool
+from router.text_jobs import EncodeTexts, Job, JobResult, ReadCompletion, RenderChat, WorkerSettings
+from router.text_pool import TextPool, WorkerLane
 from router.text_service import TextService
 from router.text_work import Payload, TextWork
 from router.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ from tests.unit.router.conftest import TINY
 HI = [Message("user", "hi")]
 CHAT = RenderChat(False, 4096)
 TEXTS = EncodeTexts(False, 1 << 30, ("prompt",))
-Open = Callable[..., Awaitable[Lane]]
+Open = Callable[..., Awaitable[WorkerLane]]
 
 
 def program(**constants: int) -> tuple[str, str]:
@@ -78,7 +78,7 @@ class Spawned(Spawner):
         os.kill(self.pids[-1], number)
 
 
-async def start_in_lane(spawner: Spawner, settings: Settings) -> TextChannel:
+async def start_in_lane(spawner: Spawner, settings: WorkerSettings) -> TextChannel:
     """Start a worker; its lane shows in its priority, which is lower for large jobs."""
     NICE.set(settings.nice)
     return await start_worker(spawner, settings)
@@ -95,11 +95,11 @@ async def spawned() -> AsyncIterator[Spawned]:
 async def lane(monkeypatch: pytest.MonkeyPatch, spawned: Spawned) -> AsyncIterator[Open]:
     """Open lanes of one worker each; `spawned` has the processes of all of them."""
     monkeypatch.setattr(text_pool, "WORKERS", 1)
-    lanes: list[Lane] = []
+    lanes: list[WorkerLane] = []
 
-    async def opened(path: Path = TINY, seconds: float = PATIENCE, **constants: int) -> Lane:
-        start = partial(start_worker, spawned, Settings(str(path), 64 << 20), program(**constants))
-        lanes.append(Lane(start, seconds, Log("test")))
+    async def opened(path: Path = TINY, seconds: float = PATIENCE, **constants: int) -> WorkerLane:
+        start = partial(start_worker, spawned, WorkerSettings(str(path), 64 << 20), program(**constants))
+        lanes.append(WorkerLane(start, seconds, Log("test")))
         await lanes[-1].open()
         return lanes[-1]
 
@@ -108,14 +108,14 @@ async def lane(monkeypatch: pytest.MonkeyPatch, spawned: Spawned) -> AsyncIterat
         await each.close()
 
 
-async def ask(lane: Lane, *texts: str) -> list[asyncio.Task[tuple[Answer, Payload]]]:
+async def ask(lane: WorkerLane, *texts: str) -> list[asyncio.Task[tuple[JobResult, Payload]]]:
     """Return jobs that have reached a worker or the queue by now: that takes at most one turn of the loop."""
     jobs = [asyncio.create_task(lane.run(TEXTS, msgspec.msgpack.encode([text]))) for text in texts]
     await asyncio.sleep(0)
     return jobs
 
 
-async def holds_nothing(lane: Lane, spawned: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:
+async def holds_nothing(lane: WorkerLane, spawned: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:
     """Return whether its worker is idle and its queue holds no job and no bytes."""
     size = len(msgspec.msgpack.encode(["a"]))
     with monkeypatch.context() as bounds:
@@ -129,7 +129,7 @@ async def holds_nothing(lane: Lane, spawned: Spawned, monkeypatch: pytest.Monkey
         assert [(await job)[0].counts for job in (working, waiting)] == [(1,), (1,)]
 
 
-async def done(lane: Lane, job: Job, payload: bytes) -> Answer:
+async def done(lane: WorkerLane, job: Job, payload: bytes) -> JobResult:
     """Run a job. Raises what the worker raised."""
     answer, _ = await lane.run(job, payload)
     answer.check()
@@ -242,22 +242,24 @@ async def test_a_client_that_leaves_costs_no_worker_and_no_turn(
 class Silent(TextChannel):
     """A worker that answers when the test says so, however long that takes."""
 
-    def ask(self, job: Job | Settings, payload: Payload, seconds: float) -> Future[tuple[Answer, Payload]]:
+    def ask(
+        self, job: Job | WorkerSettings, payload: Payload, seconds: float
+    ) -> Future[tuple[JobResult, Payload]]:
         self.answer = asyncio.get_running_loop().create_future()
         return self.answer
 
     def say(self) -> None:
-        self.answer.set_result((Answer((1,)), b""))
+        self.answer.set_result((JobResult((1,)), b""))
 
 
-async def silent_lane(monkeypatch: pytest.MonkeyPatch, seconds: float) -> tuple[Lane, Silent]:
+async def silent_lane(monkeypatch: pytest.MonkeyPatch, seconds: float) -> tuple[WorkerLane, Silent]:
     monkeypatch.setattr(text_pool, "WORKERS", 1)
     silent = Silent(1 << 20)
 
     async def start() -> TextChannel:
         return silent
 
-    opened = Lane(start, seconds, Log("test"))
+    opened = WorkerLane(start, seconds, Log("test"))
     await opened.open()
     return opened, silent
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.messages.generation import OutputToken, TokenLogprob
-from router.openai_responses import ChatFormat, CompletionFormat, Format, Piece, Usage
+from router.openai_responses import AnswerPiece, ChatFormat, CompletionFormat, Format, Usage
 from router.tokenizer import Tokenizer
 from router.whole_answers import LARGE_TEXT, WholeChoice, whole_answer
 from tests.cluster.harness import MODEL
@@ -32,12 +32,12 @@ def tokenizer() -> CountingTokenizer:
     return CountingTokenizer(MODEL)
 
 
-def pieces(count: int, text: str = 'a"') -> list[Piece]:
+def pieces(count: int, text: str = 'a"') -> list[AnswerPiece]:
     made = []
     for number in range(count):
         token = OutputToken(300 + number % 9, TokenLogprob(-0.5, (301, 302), (-0.25, float("-inf"))))
         last = number == count - 1
-        made.append(Piece(0, text, [token, token], [number, number], "length" if last else None))
+        made.append(AnswerPiece(0, text, [token, token], [number, number], "length" if last else None))
     return made
 
 
