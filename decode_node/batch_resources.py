@@ -17,7 +17,7 @@ from decode_node.request import DecodeRequest
 from decode_node.scheduler import choose_victim, headroom_pages
 
 
-class Batch(NamedTuple):
+class StepBatch(NamedTuple):
     """The requests of a step, with pages for what it writes."""
 
     requests: Sequence[DecodeRequest]
@@ -64,7 +64,7 @@ class BatchResources:
             request.mark("decode_start", now)
             running[request.room] = request
 
-    def batch(self) -> Batch:
+    def batch(self) -> StepBatch:
         """Return the requests that have pages for what the step writes; the others skip the step.
 
         It is empty while the grammar of some request needs the results of a step in flight. If some requests skip the
@@ -73,7 +73,7 @@ class BatchResources:
         batch: list[DecodeRequest] = []
         short = False
         if any(request.needs_results for request in self._queues.running.values()):
-            return Batch(batch)
+            return StepBatch(batch)
         candidates = [request for request in self._queues.running.values() if self._takes_part(request)]
         width = self._forced_width(candidates)
         tokens = self._rules.tokens_of(width)
@@ -88,7 +88,7 @@ class BatchResources:
             if victim is not None:
                 victim.retract = True
                 batch = [request for request in batch if request is not victim]
-        return Batch(batch, width)
+        return StepBatch(batch, width)
 
     def _takes_part(self, request: DecodeRequest) -> bool:
         if request.ended or request.retract or request.exhausted:

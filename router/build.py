@@ -13,7 +13,7 @@ from common.checkpoint.model_manifest import check_manifests
 from common.checkpoint.vision_config import VisionConfig
 from common.config import Resolved
 from common.config.run_directory import control_address, event_directory
-from common.config.schema import Cluster, Router
+from common.config.schema import Cluster, RouterSection
 from common.config.unread import refuse_unread, unread_by_text_models
 from common.errors import ModelError
 from common.ipc import check_bind
@@ -154,7 +154,7 @@ def _dispatching(cluster: Cluster) -> Dispatching:
     )
 
 
-def _images(spawner: Spawner, section: Router, vision: VisionConfig | None) -> tuple[ImageLoader, int]:
+def _images(spawner: Spawner, section: RouterSection, vision: VisionConfig | None) -> tuple[ImageLoader, int]:
     """Return the image loader and the largest accepted body, in bytes."""
     if vision is None:
         return RefusingImageLoader(), section.max_body_bytes

@@ -2,8 +2,9 @@
 
     python -m router.text_process      its standard input is a socket to the router; it runs until that closes
 
-A frame is two 4-byte little-endian lengths, then a head (msgpack) and a payload. The router sends Settings first, which
-the worker answers with an empty Answer once it is ready, and then jobs, each answered before the next.
+A frame is two 4-byte little-endian lengths, then a head (msgpack) and a payload. The router sends `WorkerSettings`
+first, which the worker answers with an empty `JobResult` once it is ready, and then jobs, each answered before the
+next.
 """
 
 from __future__ import annotations

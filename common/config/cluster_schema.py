@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.config.schema import Cluster, PlacementSection, Router, Speculation, Transfer
+from common.config.schema import Cluster, PlacementSection, RouterSection, Speculation, Transfer
 from common.config.transports import TRANSPORTS, transport_kinds
 from common.placements import PLACEMENTS
 from common.speculation.table import ALGORITHMS
@@ -30,7 +30,7 @@ def _schema(
     placement = _extended(
         PlacementSection, [("prefill", policy, defaults.prefill), ("decode", policy, defaults.decode)]
     )
-    router = _extended(Router, [("placement", placement, placement())])
+    router = _extended(RouterSection, [("placement", placement, placement())])
     sections = [
         ("router", router, router()),
         ("speculation", speculation, speculation()),

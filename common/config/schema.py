@@ -75,7 +75,7 @@ class PlacementSection(Section, frozen=True, kw_only=True):
     decode: str = "least_loaded"
 
 
-class Images(Section, frozen=True, kw_only=True):
+class ImagesSection(Section, frozen=True, kw_only=True):
     """Images in prompts, if the model takes them."""
 
     max_count: Annotated[int, Meta(ge=1, le=256)] = 16  # per request
@@ -95,7 +95,7 @@ class Tls(Section, frozen=True, kw_only=True):
     client_ca: str | None = None  # PEM: clients need a certificate signed by it
 
 
-class Router(Section, frozen=True, kw_only=True):
+class RouterSection(Section, frozen=True, kw_only=True):
     """HTTP and placement."""
 
     host: str = "127.0.0.1"
@@ -121,7 +121,7 @@ class Router(Section, frozen=True, kw_only=True):
     max_body_bytes: Positive = 10 * 1024 * 1024
     strict_fields: bool = False  # refuse unknown request fields instead of ignoring them
     max_queued_mib: Positive = 512  # messages waiting for one node, which beyond it counts as unreachable
-    images: Images = Images()
+    images: ImagesSection = ImagesSection()
     request_timeout: Seconds = 600.0
     queue_wait: Seconds = 30.0  # time that a request waits for room on the decode nodes before 503
     # Node crashes under one request, after which it is refused for some minutes; 0: never refuse.
@@ -130,7 +130,7 @@ class Router(Section, frozen=True, kw_only=True):
     placement_wait: Seconds = 10.0  # time that a request waits for a node that is expected back before 503
 
 
-class PrefillNode(Section, frozen=True, kw_only=True):
+class PrefillNodeEntry(Section, frozen=True, kw_only=True):
     """One prefill process."""
 
     name: NodeName
@@ -138,7 +138,7 @@ class PrefillNode(Section, frozen=True, kw_only=True):
     peer_address: str = "auto"  # ZMQ address that decode nodes connect to; auto: ipc in the run directory
 
 
-class DecodeNode(Section, frozen=True, kw_only=True):
+class DecodeNodeEntry(Section, frozen=True, kw_only=True):
     """One decode process."""
 
     name: NodeName
@@ -148,7 +148,7 @@ class DecodeNode(Section, frozen=True, kw_only=True):
     bulk_port: Port = 0  # port of that socket; 0: any free port
 
 
-_N = TypeVar("_N", PrefillNode, DecodeNode)
+_N = TypeVar("_N", PrefillNodeEntry, DecodeNodeEntry)
 
 
 class PrefillSection(Section, frozen=True, kw_only=True):
@@ -156,8 +156,8 @@ class PrefillSection(Section, frozen=True, kw_only=True):
 
     CPU_POOL_TOKENS: ClassVar[int] = 32_768
     runs_vision: ClassVar[bool] = True  # runs the vision part of a model that has one
-    nodes: Annotated[tuple[PrefillNode, ...], Meta(min_length=1, max_length=256)] = (
-        PrefillNode(name="prefill-0"),
+    nodes: Annotated[tuple[PrefillNodeEntry, ...], Meta(min_length=1, max_length=256)] = (
+        PrefillNodeEntry(name="prefill-0"),
     )
     # KV pool of each node; auto: CPU_POOL_TOKENS, or on a GPU what memory_fraction leaves.
     pool_tokens: Positive | Literal["auto"] = "auto"
@@ -191,8 +191,8 @@ class DecodeSection(Section, frozen=True, kw_only=True):
     CPU_POOL_TOKENS: ClassVar[int] = 65_536
     runs_vision: ClassVar[bool] = False  # images are used only on prefill nodes
     image_bytes: ClassVar[int] = 0
-    nodes: Annotated[tuple[DecodeNode, ...], Meta(min_length=1, max_length=256)] = (
-        DecodeNode(name="decode-0"),
+    nodes: Annotated[tuple[DecodeNodeEntry, ...], Meta(min_length=1, max_length=256)] = (
+        DecodeNodeEntry(name="decode-0"),
     )
     pool_tokens: Positive | Literal["auto"] = "auto"
     memory_fraction: Fraction = 0.9
@@ -307,7 +307,7 @@ class Cluster(Section, frozen=True, kw_only=True):
 
     model: Model
     kv: Kv = Kv()
-    router: Router = Router()
+    router: RouterSection = RouterSection()
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
     speculation: Speculation = Speculation()
@@ -316,10 +316,10 @@ class Cluster(Section, frozen=True, kw_only=True):
     security: Security = Security()
     process: Process = Process()
 
-    def prefill_node(self, name: str) -> PrefillNode:
+    def prefill_node(self, name: str) -> PrefillNodeEntry:
         return _named(self.prefill.nodes, name, "prefill")
 
-    def decode_node(self, name: str) -> DecodeNode:
+    def decode_node(self, name: str) -> DecodeNodeEntry:
         return _named(self.decode.nodes, name, "decode")
 
 

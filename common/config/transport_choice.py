@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.config.schema import Cluster, DecodeNode, PrefillNode
+from common.config.schema import Cluster, DecodeNodeEntry, PrefillNodeEntry
 from common.config.transport_kind import Topology, TransportKind
 from common.config.transports import transport_kind, transport_kinds
 from common.errors import ConfigError
@@ -37,7 +37,7 @@ def named_transport(cluster: Cluster) -> TransportKind[Any]:
     return next(kind for kind in transport_kinds() if not kind.refusal(_topology(cluster)))
 
 
-def nodes_of(cluster: Cluster) -> tuple[PrefillNode | DecodeNode, ...]:
+def nodes_of(cluster: Cluster) -> tuple[PrefillNodeEntry | DecodeNodeEntry, ...]:
     return *cluster.prefill.nodes, *cluster.decode.nodes
 
 

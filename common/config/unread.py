@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from common.config.http_exposure import is_loopback
-from common.config.schema import Cluster, DecodeNode, DecodeSection, PrefillSection, Section
+from common.config.schema import Cluster, DecodeNodeEntry, DecodeSection, PrefillSection, Section
 from common.config.transport_choice import LOOPBACK, named_transport, nodes_of
 from common.config.transports import transport_kinds
 from common.errors import ConfigError
@@ -136,7 +136,7 @@ def _of_transports(cluster: Cluster) -> Iterator[Unread]:
             yield Unread(f"decode.nodes[{index}]", node, _of_socket(node), reason)
 
 
-def _of_socket(node: DecodeNode) -> tuple[str, ...]:
+def _of_socket(node: DecodeNodeEntry) -> tuple[str, ...]:
     """Return the socket's keys without effect.
 
     A loopback host has one: `transport: auto` infers that nodes share a host.

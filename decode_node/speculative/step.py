@@ -114,7 +114,7 @@ class SpeculativeStep:
         """Launch the target's forward, and before it the copy of the drafts, from which the host computes masks."""
         tokens, parents = self.drafter.trees(call)
         copied, proposed = on_host(torch.cat((tokens, parents), dim=1)), self._completion()
-        verdict = self.verify.forward(call)
+        output = self.verify.forward(call)
 
         def trees() -> Trees:
             proposed.wait()
@@ -122,7 +122,7 @@ class SpeculativeStep:
             return Trees([row[:drafts] for row in both], [row[drafts:] for row in both])
 
         def finish(masks: LogitMasks) -> LaunchedRound:
-            return self._finish(plan, call, watch, self.verify.decide(call, verdict, masks))
+            return self._finish(plan, call, watch, self.verify.decide(call, output, masks))
 
         return MaskedStep(len(plan.rows) * self.drafter.nodes, self.device, trees, finish)
 

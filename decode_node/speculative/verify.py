@@ -61,7 +61,7 @@ class Emitted:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerifyOutput:
     """The result of the verify graph: emitted tokens, or logits that remain to be sampled."""
 
     packed: Tensor | None = None  # [R, 2 * D + 1] int64, see Emitted
@@ -72,7 +72,7 @@ class Verdict:
 
 # The host reads `packed` one step later, while the next replay runs, so it is kept.
 OUTPUTS = OutputSpec(
-    Verdict,
+    VerifyOutput,
     {
         "packed": OutField(Axis.REQUEST, kept=True),
         "logits": OutField(Axis.TOKEN),
@@ -115,24 +115,22 @@ class Verify:
         )
 
     def __call__(self, call: RoundCall) -> Emitted:
-        verdict = self.forward(call)
-        return (
-            self.decide(call, verdict) if verdict.packed is None else Emitted(verdict.packed, verdict.states)
-        )
+        output = self.forward(call)
+        return self.decide(call, output) if output.packed is None else Emitted(output.packed, output.states)
 
     @torch.inference_mode()
-    def forward(self, call: RoundCall) -> Verdict:
-        """Run the verify graph. A verdict with logits needs `decide` before anything else runs on the device."""
+    def forward(self, call: RoundCall) -> VerifyOutput:
+        """Run the verify graph. An output with logits needs `decide` before anything else runs on the device."""
         return self.phase(call)
 
     @torch.inference_mode()
-    def decide(self, call: RoundCall, verdict: Verdict, masks: LogitMasks | None = None) -> Emitted:
-        """Sample from the logits of a verdict, accept drafts and update the relay rows."""
-        assert verdict.logits is not None
+    def decide(self, call: RoundCall, output: VerifyOutput, masks: LogitMasks | None = None) -> Emitted:
+        """Sample from the logits of an output, accept drafts and update the relay rows."""
+        assert output.logits is not None
         batch = self._rounds.gather(call.placed)
-        return self._decide(batch, verdict.logits, verdict.hidden, call.sampling, masks, verdict.states)
+        return self._decide(batch, output.logits, output.hidden, call.sampling, masks, output.states)
 
-    def _run(self, batch: Round, inputs: Inputs, variant: str) -> Verdict:
+    def _run(self, batch: Round, inputs: Inputs, variant: str) -> VerifyOutput:
         tree = self._tree(batch)
         self._drafter.fill(batch, inputs)
         tree.tokens[:, 0] = batch.last_token
@@ -146,10 +144,10 @@ class Verify:
             assert output.last is not None
             states = output.last.view(*tree.tokens.shape, -1)
         if variant == LOGITS:
-            return Verdict(logits=output.logits, hidden=output.hidden, states=states)
+            return VerifyOutput(logits=output.logits, hidden=output.hidden, states=states)
         facts = SamplingVariant(variant == GREEDY, variant == FILTERED, None)
         emitted = self._decide(batch, output.logits, output.hidden, facts, states=states)
-        return Verdict(emitted.packed, states=emitted.states)
+        return VerifyOutput(emitted.packed, states=emitted.states)
 
     def _decide(
         self,

@@ -48,7 +48,7 @@ Observer = Callable[[str, Region, int, int, int], None]  # receiver, region, sta
 
 
 @dataclass(slots=True, eq=False)
-class _Write(Ticket):
+class _LoopbackWrite(Ticket):
     memory: _Attached
     region: Region
     pieces: list[tuple[int, bytes]]  # destination offset, bytes as they were when it was posted
@@ -64,7 +64,7 @@ class _Attached(PeerMemory):
         self.sender = sender
         self.receiver = receiver
         self.moved = 0
-        self.pending: list[_Write] = []
+        self.pending: list[_LoopbackWrite] = []
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class Fabric:
                 memory.pending.pop(0)
                 self._land(write)
 
-    def _land(self, write: _Write) -> None:
+    def _land(self, write: _LoopbackWrite) -> None:
         receiver = write.memory.receiver
         if receiver.fencing and write.generation not in receiver.windows:
             write.state = WriteState.FAILED
@@ -161,7 +161,7 @@ class LoopbackSender(HostEndpoint):
         return self._post(peer, Region.RECORDS, [(offset, data)], generation)
 
     def poll(self, ticket: Ticket) -> WriteState:
-        assert isinstance(ticket, _Write)
+        assert isinstance(ticket, _LoopbackWrite)
         self.fabric.advance()
         return ticket.state
 
@@ -187,7 +187,9 @@ class LoopbackSender(HostEndpoint):
         assert isinstance(peer, _Attached)
         fault = self.fabric.plan(self.fabric.writes)
         self.fabric.writes += 1
-        write = _Write(peer, region, pieces, generation, self.fabric.clock() + fault.delay, fault.damage)
+        write = _LoopbackWrite(
+            peer, region, pieces, generation, self.fabric.clock() + fault.delay, fault.damage
+        )
         if peer in self.fabric.attached:
             peer.pending.append(write)
             self.fabric.advance()

@@ -18,11 +18,11 @@ from common.config import Cluster, Resolved, load_cluster
 from common.config.cluster_schema import cluster_schema
 from common.config.keys import schema_paths
 from common.config.schema import (
-    DecodeNode,
+    DecodeNodeEntry,
     DecodeSection,
     Health,
     Model,
-    PrefillNode,
+    PrefillNodeEntry,
     PrefillSection,
     Security,
 )
@@ -185,8 +185,8 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
 
 def test_nodes_by_name(tmp_path: Path) -> None:
     cluster = load(tmp_path).cluster
-    assert cluster.prefill_node("prefill-0") == PrefillNode(name="prefill-0")
-    assert cluster.decode_node("decode-0") == DecodeNode(name="decode-0")
+    assert cluster.prefill_node("prefill-0") == PrefillNodeEntry(name="prefill-0")
+    assert cluster.decode_node("decode-0") == DecodeNodeEntry(name="decode-0")
     with pytest.raises(ConfigError, match="no node is called 'decode-1'; the file has: decode-0"):
         cluster.decode_node("decode-1")
 
@@ -651,8 +651,8 @@ def test_the_example_follows_the_order_of_the_schema() -> None:
 def test_auto_is_shm_while_all_nodes_are_here(peer: str, host: str, expected: str) -> None:
     cluster = Cluster(
         model=Model(path="m"),
-        prefill=PrefillSection(nodes=(PrefillNode(name="a", peer_address=peer),)),
-        decode=DecodeSection(nodes=(DecodeNode(name="b", host=host),)),
+        prefill=PrefillSection(nodes=(PrefillNodeEntry(name="a", peer_address=peer),)),
+        decode=DecodeSection(nodes=(DecodeNodeEntry(name="b", host=host),)),
     )
     assert choose_transport(cluster).name == expected
 
@@ -661,9 +661,9 @@ def between_hosts(device: str, **transfer: str) -> Cluster:
     return Cluster(
         model=Model(path="m"),
         prefill=PrefillSection(
-            nodes=(PrefillNode(name="a", device=device, peer_address="tcp://10.0.0.1:7110"),)
+            nodes=(PrefillNodeEntry(name="a", device=device, peer_address="tcp://10.0.0.1:7110"),)
         ),
-        decode=DecodeSection(nodes=(DecodeNode(name="b", device=device, host="10.0.0.2"),)),
+        decode=DecodeSection(nodes=(DecodeNodeEntry(name="b", device=device, host="10.0.0.2"),)),
         transfer=TRANSFER(**transfer),  # type: ignore[arg-type]
     )
 

@@ -16,10 +16,10 @@ from common.config import load_cluster
 from common.config.resolve_node import node_plan, pool_budget
 from common.config.schema import (
     Cluster,
-    DecodeNode,
+    DecodeNodeEntry,
     DecodeSection,
     Model,
-    PrefillNode,
+    PrefillNodeEntry,
     PrefillSection,
     Transfer,
 )
@@ -54,8 +54,10 @@ def cluster(
 ) -> Cluster:
     return Cluster(
         model=Model(path=str(MODEL)),
-        prefill=PrefillSection(nodes=(PrefillNode(name="p", device=prefill),), pool_tokens=32_768),
-        decode=DecodeSection(nodes=(DecodeNode(name="d", device=decode, host=host),), pool_tokens=tokens),
+        prefill=PrefillSection(nodes=(PrefillNodeEntry(name="p", device=prefill),), pool_tokens=32_768),
+        decode=DecodeSection(
+            nodes=(DecodeNodeEntry(name="d", device=decode, host=host),), pool_tokens=tokens
+        ),
         transfer=Transfer(transport=transport),
     )
 

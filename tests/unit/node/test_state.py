@@ -13,10 +13,10 @@ from common.checkpoint.families import FAMILIES
 from common.config.resolve_node import node_plan
 from common.config.schema import (
     Cluster,
-    DecodeNode,
+    DecodeNodeEntry,
     DecodeSection,
     Model,
-    PrefillNode,
+    PrefillNodeEntry,
     PrefillSection,
     PrefixCaching,
     Speculation,
@@ -61,9 +61,9 @@ def load(
     cluster = Cluster(
         model=Model(path=str(path)),
         prefill=PrefillSection(
-            nodes=(PrefillNode(name="n"),), max_batch=3, state_snapshots=snapshots, prefix_cache=cache
+            nodes=(PrefillNodeEntry(name="n"),), max_batch=3, state_snapshots=snapshots, prefix_cache=cache
         ),
-        decode=DecodeSection(nodes=(DecodeNode(name="n"),), max_running=5, max_transferring=2),
+        decode=DecodeSection(nodes=(DecodeNodeEntry(name="n"),), max_running=5, max_transferring=2),
         speculation=Speculation(**speculation),
     )
     plan = node_plan(cluster, role, "n", path, draft)
