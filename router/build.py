@@ -28,7 +28,7 @@ from router.fetch_process import FetchProcess
 from router.field_rules import UnknownFields
 from router.from_config import answer_style, http_plan, registration_rules, state_limit
 from router.image_inspector import ImageInspector
-from router.images import ImageLimits, VerifyingImageLoader, ImageLoader, RefusingImageLoader
+from router.images import ImageLimits, ImageLoader, RefusingImageLoader, VerifyingImageLoader
 from router.parts import ApiParts, ChildProcesses, ControlLink, Dispatching, NodeRules, Observation
 from router.placement import decode_cost, make_policy, prefill_cost
 from router.request_checks import ServedModel

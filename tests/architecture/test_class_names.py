@@ -9,15 +9,15 @@ from collections.abc import Iterable
 from tests.architecture.source_tree import Module, modules
 
 PRODUCT = ("common", "kv_transfer", "prefill_node", "decode_node", "router")
-ROLES = ("prefill_node", "decode_node")
-# Classes that both roles have, each in the file of the same name, and the concept that they share.
+ROLES = {"prefill_node", "decode_node", "router"}
+# Classes that several roles have, each in the file of the same name, and the concept that they share.
 PARALLEL = {
     "Assembly": "a composed node, and the parts of it that tests look at",
     "Computation": "what a node computes with",
     "Forwards": "the forward passes of a node before their graphs are captured",
     "Links": "the connections of a node",
     "Scheduling": "the inputs of a node's scheduler",
-    "Observation": "the logs, metrics and events of a node",
+    "Observation": "the logs, metrics and events of a process",
     "Queues": "the requests of a node, by state",
     "Planner": "turns the queues into plans, and results into progress",
     "Planned": "a plan, and the requests that it serves",
@@ -69,8 +69,8 @@ def test_ambiguous_names_are_found() -> None:
 
     same = [module("prefill_node/parts.py", "Links"), module("decode_node/parts.py", "Links")]
     assert _ambiguous(same) == []
-    assert _ambiguous([*same, module("router/links.py", "Links")]) == [
-        "Links: prefill_node/parts.py, decode_node/parts.py, router/links.py"
+    assert _ambiguous([*same, module("common/parts.py", "Links")]) == [
+        "Links: prefill_node/parts.py, decode_node/parts.py, common/parts.py"
     ]
     apart = [module("prefill_node/a.py", "Links"), module("decode_node/b.py", "Links")]
     assert _ambiguous(apart) == ["Links: prefill_node/a.py, decode_node/b.py"]

@@ -23,7 +23,7 @@ from common.observability.logs import Log
 from router.answer_states import AnswerStates
 from router.core import Send, assemble_core
 from router.dispatch_limits import DispatchLimits
-from router.generation import PromptBatch, GenerationRequest, TokenDelta
+from router.generation import GenerationRequest, PromptBatch, TokenDelta
 from router.parts import ControlLink, Dispatching, NodeRules, Observation
 from router.placement import PlacementPolicy, RoundRobin
 from router.registration import ExpectedNode, RegistrationRules

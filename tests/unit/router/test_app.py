@@ -23,7 +23,7 @@ from common.messages.router_inbox import FirstToken
 from common.observability.logs import Log
 from router.app import RouterApp
 from router.build import build
-from router.text_jobs import JobResult, Job
+from router.text_jobs import Job, JobResult
 from router.text_work import Payload
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import legs
