@@ -39,10 +39,10 @@ def _places(code: Iterable[Module]) -> dict[str, list[str]]:
 
 
 def _parallel(places: list[str]) -> bool:
-    """Return whether these are the files of one name, one in each role."""
-    return sorted(places) in (
-        [f"{role}/{place.partition('/')[2]}" for role in sorted(ROLES)] for place in places
-    )
+    """Return whether these are files of one name in different roles."""
+    roles = {place.partition("/")[0] for place in places}
+    files = {place.partition("/")[2] for place in places}
+    return len(roles) == len(places) > 1 and len(files) == 1 and roles <= ROLES
 
 
 def _ambiguous(code: Iterable[Module]) -> list[str]:
