@@ -60,7 +60,7 @@ class FirstDraftWatch:
 def causes_of(path: Path, draft: DraftConfig) -> str:
     """List likely causes of rejected drafts, most likely first, with their remedies."""
     causes = []
-    if draft.aux_layers:
+    if draft.aux_layers and draft.mtp is None:
         causes.append(
             f"the draft reads layers {', '.join(map(str, draft.aux_layers))} (boundaries, {draft.aux.source}), but was "
             f"trained on others: set eagle_config.{IDS}, and {KEY}: boundary or output, as in its training, in "

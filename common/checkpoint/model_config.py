@@ -99,6 +99,7 @@ class ModelConfig:
     activation: str = "silu"  # of gates: a value of ACTIVATIONS
     embedding_scale: float = 1.0
     attention_scale: float | None = None  # of scores; None: head_dim^-1/2
+    value_scale: float = 1.0  # of attention's output
     fused: bool = False  # one tensor for q, k and v projections, one for gate and up projections
     window_rope: RopeConfig | None = None  # of layers with a window; None: as all layers
     output_gate: bool = False  # attention's output is multiplied by sigmoid of a gate from q_proj

@@ -1,17 +1,18 @@
 """The names of modules in checkpoints of multi-token prediction (MTP, NEXTN), and the inputs of modules. No torch.
 
-Each module has one decoder layer of the target's family, with full attention. The published forms differ in names, and
-in the order in which a module's projection takes its two inputs:
+Each module has one decoder layer. The published forms differ in names, and in the order in which a module's projection
+takes its two inputs:
 
     DeepSeek, GLM         model.layers.{N + k}.*, after the target's N layers
     MiMo                  model.mtp_layers.{k}.*
-    Qwen3-Next, Qwen3.5   mtp.*, one module, whose layer is mtp.layers.0.*
+    MiMo-V2               model.mtp.layers.{k}.*, see mimo_v2_modules.py
+    Qwen3-Next, Qwen3.5   mtp.*; module k has the layer mtp.layers.{k}.*, everything else is shared by all modules
 
-Position 0 is computed like every other. The target's own checkpoint may contain the modules: then one directory is both
-the model's and the draft's.
+The layer is one of the target's family with full attention, except in MiMo-V2. Position 0 is computed like every
+other. The target's own checkpoint may contain the modules: then one directory is both the model's and the draft's.
 
 `mtp_chain` is a key of tandem: true if module k reads the output of module k - 1, false if every module reads the
-target's hidden state. Its default is true for a DeepSeek checkpoint (arXiv 2412.19437, 2.2) and false for a MiMo one.
+target's hidden state. Its default is false for MiMo and MiMo-V2, and true for the other forms (arXiv 2412.19437, 2.2).
 A single module runs at every step, and reads its own output.
 """
 
@@ -19,11 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from common.checkpoint import mimo_v2_modules
 from common.checkpoint.families import FAMILIES, Family
 from common.checkpoint.json_fields import MAX_LAYERS, architecture_of, positive, shown
 from common.checkpoint.layer_norms import PRE_NORM
+from common.checkpoint.mimo_v2_modules import MIMO_V2, mimo_v2_count
 from common.checkpoint.text_part import text_part
 from common.errors import ModelError
 
@@ -35,21 +39,22 @@ WITH_MODULES = tuple(family for family in FAMILIES.values() if family.layer_norm
 ARCHITECTURES: Mapping[str, str] = {
     **{f"{name}NextN": name for name, family in FAMILIES.items() if family in WITH_MODULES},
     **dict.fromkeys(("MiMoMTPModel", "MiMoMTP"), MIMO),
+    **{name: name for name in MIMO_V2},
 }
-
 
 MODULES = "num_nextn_predict_layers"
 QWEN_COUNT = "mtp_num_hidden_layers"  # Qwen3-Next has none, and one module
 MAX_MODULES = 32  # a draft runs one per step
 LISTED = "model.mtp_layers"  # MiMo's list
-QWEN_MODULES = "mtp."  # of Qwen3-Next and Qwen3.5, whether or not config.json has a count
+QWEN_MODULES = "mtp"  # of Qwen3-Next and Qwen3.5, whether or not config.json has a count
+POST_ATTENTION = "post_attention_layernorm"  # the name of the norm before the feed-forward in most forms
 
 
 @dataclass(frozen=True, slots=True)
 class MtpFormat:
-    """Names after a module's prefix. Those of its decoder layer are the same in all formats."""
+    """Names after a module's prefix. Those of its decoder layer are the same in all formats, but for one norm."""
 
-    module: str  # prefix of module k is f"{module}.{first + k}", or `module` if there is only one
+    module: str  # prefix of module k is f"{module}.{first + k}", or `module` if all parts but the layers are shared
     first: int | None
     embed_norm: str
     hidden_norm: str
@@ -57,14 +62,24 @@ class MtpFormat:
     final_norm: str
     embedding_first: bool  # order of the two inputs of the projection
     chain: bool  # a module reads the output of the previous one; false: the target's hidden state
-    layer: str = ""  # prefix of the decoder layer, after the module's
+    before_norm: bool = False  # hidden states are those before the final norm, of the target and of modules
+    feed_forward_norm: str = POST_ATTENTION
+
+    @property
+    def shared(self) -> bool:
+        """Whether all modules have the same norms and projection around their decoder layers."""
+        return self.first is None
 
     def prefix(self, index: int) -> str:
         return self.module if self.first is None else f"{self.module}.{self.first + index}"
 
     def layer_prefix(self, index: int) -> str:
         """Return the prefix of the decoder layer of module `index`."""
-        return f"{self.prefix(index)}.{self.layer}" if self.layer else self.prefix(index)
+        return f"{self.module}.layers.{index}" if self.shared else self.prefix(index)
+
+    def layer_name(self, name: str) -> str:
+        """Return the checkpoint's name of a tensor of a decoder layer."""
+        return name.replace(f".{POST_ATTENTION}.", f".{self.feed_forward_norm}.")
 
 
 def has_modules(raw: Mapping[str, Any]) -> bool:
@@ -74,41 +89,47 @@ def has_modules(raw: Mapping[str, Any]) -> bool:
 
 
 def has_qwen_form(raw: Mapping[str, Any]) -> bool:
-    """Return whether the module has the names of Qwen3-Next and Qwen3.5."""
-    return _has_qwen_form(FAMILIES[module_family(raw)])
+    """Return whether the modules have the names of Qwen3-Next and Qwen3.5."""
+    return _has_qwen_form(FAMILIES.get(_module_family(raw)))
 
 
-def module_family(raw: Mapping[str, Any]) -> str:
-    """Return the family whose decoder layer the modules have."""
-    name = str(architecture_of(raw))
-    return ARCHITECTURES.get(name, name)
+def has_mimo_v2_form(raw: Mapping[str, Any]) -> bool:
+    """Return whether the modules have the names and the attention of MiMo-V2."""
+    return architecture_of(raw) in MIMO_V2
 
 
-def module_config(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], int]:
-    """Return the config.json of a model whose layers are those of the modules, and the number of modules.
+def module_count(raw: Mapping[str, Any], directory: Path) -> int:
+    """Return the number of modules in the checkpoint. Raises ModelError if it is not supported."""
+    if has_mimo_v2_form(raw):
+        return mimo_v2_count(directory, MAX_MODULES)
+    where = str(directory / "config.json")
+    family = FAMILIES[_module_family(raw)]
+    flat = text_part(raw, where) if family.text_part else raw
+    if _has_qwen_form(family):
+        return positive(flat, QWEN_COUNT, where, 1, MAX_MODULES)
+    return positive(flat, MODULES, where, most=MAX_MODULES)
 
-    config.json itself has the target's layers. Raises ModelError for a number of modules that is not supported.
+
+def module_config(raw: Mapping[str, Any], count: int, where: str) -> dict[str, Any]:
+    """Return the config.json of a model whose layers are those of `count` modules of the target's family.
+
+    config.json itself has the target's layers. Raises ModelError.
     """
-    architecture = module_family(raw)
+    architecture = _module_family(raw)
     family = FAMILIES[architecture]
     flat = text_part(raw, where) if family.text_part else dict(raw)
-    count = positive(flat, MODULES, where, most=MAX_MODULES) if not _has_qwen_form(family) else 1
-    if _has_qwen_form(family) and positive(flat, QWEN_COUNT, where, 1) != 1:
-        raise ModelError(
-            f"{where}: {QWEN_COUNT} is {flat[QWEN_COUNT]}; only one module with a shared projection is supported"
-        )
     full = ["full_attention"] * count if family.gated_delta is not None else None
     # All modules have experts if the target has them.
     experts = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
     own = {"architectures": [architecture], "num_hidden_layers": count, "layer_types": full, **experts}
-    return {**flat, **own}, count
+    return {**flat, **own}
 
 
 def module_prefixes(raw: Mapping[str, Any], where: str) -> tuple[str, ...]:
     """Return prefixes of checkpoint names that are not the target's. Raises ModelError for too many modules."""
     family = FAMILIES.get(architecture_of(raw) or "")
     if family is not None and _has_qwen_form(family):
-        return (QWEN_MODULES,)
+        return (f"{QWEN_MODULES}.",)
     if not raw.get(MODULES):
         return ()
     count = positive(raw, MODULES, where, most=MAX_MODULES)
@@ -121,11 +142,21 @@ def mtp_format(raw: Mapping[str, Any], where: str) -> MtpFormat:
     chain = raw.get("mtp_chain")
     if not isinstance(chain, bool | None):
         raise ModelError(f"{where}: mtp_chain must be true or false, found {shown(chain)}")
-    architecture = module_family(raw)
-    if _has_qwen_form(FAMILIES[architecture]):
+    if has_mimo_v2_form(raw):
+        names = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+        return MtpFormat(
+            mimo_v2_modules.LISTED,
+            0,
+            *names,
+            embedding_first=True,
+            chain=bool(chain),
+            before_norm=True,
+            feed_forward_norm="pre_mlp_layernorm",
+        )
+    if has_qwen_form(raw):
         names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-        return MtpFormat("mtp", None, *names, embedding_first=True, chain=True, layer="layers.0")
-    if architecture == MIMO:
+        return MtpFormat(QWEN_MODULES, None, *names, embedding_first=True, chain=chain is not False)
+    if _module_family(raw) == MIMO:
         names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
         return MtpFormat(LISTED, 0, *names, embedding_first=False, chain=bool(chain))
     first = positive(raw, "num_hidden_layers", where, most=MAX_LAYERS)  # the target's
@@ -133,5 +164,11 @@ def mtp_format(raw: Mapping[str, Any], where: str) -> MtpFormat:
     return MtpFormat("model.layers", first, *names, embedding_first=True, chain=chain is not False)
 
 
-def _has_qwen_form(family: Family) -> bool:
-    return family.gated_delta is not None
+def _module_family(raw: Mapping[str, Any]) -> str:
+    """Return the family whose decoder layer the modules have."""
+    name = str(architecture_of(raw))
+    return ARCHITECTURES.get(name, name)
+
+
+def _has_qwen_form(family: Family | None) -> bool:
+    return family is not None and family.gated_delta is not None

@@ -23,7 +23,7 @@ def no_tensors(names: Collection[str]) -> bool:
     return False
 
 
-def any_steps(raw: Json, where: str) -> int | None:
+def any_steps(raw: Json, file: Path) -> int | None:
     """Default of `most_steps`: the draft runs again for every step, so any number is possible."""
     return None
 
@@ -60,8 +60,8 @@ class DraftDirectory:
     holds: Callable[[Collection[str]], bool] = no_tensors
     # Moves nested keys of config.json to the top level; called with (keys, where) of any draft.
     flatten: Callable[[Json, str], Json] = as_it_is
-    # The maximum steps of a draft with these keys; None: any number.
-    most_steps: Callable[[Json, str], int | None] = any_steps
+    # The maximum steps of a draft with this config.json (keys, its path); None: any number. Raises ModelError.
+    most_steps: Callable[[Json, Path], int | None] = any_steps
     # Compares the directories of draft and target, before either is loaded. Raises ModelError.
     compare: Callable[[Path, Path], None] = no_comparison
     # The draft reads embeddings, so it supports targets that read images.

@@ -8,8 +8,16 @@ from pathlib import Path
 from common.checkpoint.aux_layers import AuxLayers
 from common.checkpoint.draft_config import DraftConfig, check_same
 from common.checkpoint.json_fields import MAX_WIDTH, positive
+from common.checkpoint.mimo_v2_modules import mimo_v2_layers
 from common.checkpoint.model_config import ModelConfig
-from common.checkpoint.mtp_format import ARCHITECTURES, has_modules, has_qwen_form, module_config, mtp_format
+from common.checkpoint.mtp_format import (
+    ARCHITECTURES,
+    has_mimo_v2_form,
+    has_modules,
+    module_config,
+    module_count,
+    mtp_format,
+)
 from common.speculation.algorithm import Algorithm, DraftDirectory, Json
 from common.speculation.head import check_positions
 
@@ -21,25 +29,34 @@ def _fits(name: str, raw: Json) -> bool:
 
 def _read(raw: Json, file: Path, target: ModelConfig) -> DraftConfig:
     """Read the config; the draft's layers are the modules."""
-    own, modules = module_config(raw, str(file))
-    model = ModelConfig.parse(own, file.parent)
+    form = mtp_format(raw, str(file))
+    model = _layers(raw, file)
     check_same(file, "vocab_size", model.vocab_size, target.vocab_size)
     width = positive(raw, "target_hidden_size", str(file), target.hidden_size, MAX_WIDTH)
     check_same(file, "target_hidden_size", width, target.hidden_size)
-    if raw.get("target_hidden_size") is None or modules == 1:
-        # A single module reads its own output in the place of the target's.
+    if raw.get("target_hidden_size") is None or model.num_layers == 1 or form.shared:
+        # A single module reads its own output in the place of the target's, and so do modules with one projection.
         check_same(file, "hidden_size", model.hidden_size, target.hidden_size)
-    if has_qwen_form(raw):
+    if form.shared:
         # Its own file is the target's, whose axes the text part leaves out.
         axes = target.rope
         rope = replace(model.rope, sections=axes.sections, interleaved=axes.interleaved)
         model = replace(model, rope=rope)
     check_positions(file, model, target)
-    return DraftConfig("mtp", model, width, AuxLayers(), None, False, mtp_format(raw, str(file)))
+    aux = AuxLayers((target.num_layers,)) if form.before_norm else AuxLayers()
+    return DraftConfig("mtp", model, width, aux, None, False, form)
 
 
-def _most_steps(raw: Json, where: str) -> int | None:
-    modules = module_config(raw, where)[1]
+def _layers(raw: Json, file: Path) -> ModelConfig:
+    """Return the config of a model whose layers are those of the modules."""
+    count = module_count(raw, file.parent)
+    if has_mimo_v2_form(raw):
+        return mimo_v2_layers(raw, file.parent, count)
+    return ModelConfig.parse(module_config(raw, count, str(file)), file.parent)
+
+
+def _most_steps(raw: Json, file: Path) -> int | None:
+    modules = module_count(raw, file.parent)
     return modules if modules > 1 else None
 
 

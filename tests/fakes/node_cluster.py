@@ -195,6 +195,7 @@ class Shape:
     change_prompts: Callable[[Forwards], Forwards] = lambda forwards: forwards
     prefills: int = 1
     model: ModelConfig = CONFIG
+    target: CausalLM | None = None  # of `model`; None: the tiny one
     decodes: int = 1
     fencing: bool = False
     max_len: int = MAX_LEN
@@ -559,7 +560,7 @@ class NodeCluster:
         spec = pool_spec(shape.model, drafting, shape.page_size, "float32")
         pages = pool_tokens // shape.page_size
         return ServingModel(
-            model=tiny_model(aux=shape.draft.aux_layers, config=shape.model),
+            model=shape.target or tiny_model(aux=shape.draft.aux_layers, config=shape.model),
             config=shape.model,
             placement=PLACEMENT,
             fingerprint="tiny",

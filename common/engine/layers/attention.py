@@ -48,6 +48,7 @@ class Attention(Mixer):
         parts = _parts(name, config, queries, keys)
         self.qkv_proj = weights.linear(in_features or config.hidden_size, parts, config.qkv_bias)
         self.o_proj = weights.linear(queries, {f"{name}.o_proj": config.hidden_size}, config.output_bias)
+        self._value_scale = config.value_scale
         self.norms_tokens = config.qk_norm_whole
         widths = (config.head_dim, config.head_dim)
         if self.norms_tokens:
@@ -95,7 +96,9 @@ class Attention(Mixer):
         attention.store(self.layer, qkv, angles, *norms)
         query, new = qkv[:, : self.heads], qkv[:, self.heads :]
         key, value = new.chunk(2, dim=1)
-        return attention.forward(self.layer, query, key, value).flatten(-2)
+        mixed = attention.forward(self.layer, query, key, value).flatten(-2)
+        # The output is linear in the values, which the cache keeps as they are.
+        return mixed if self._value_scale == 1.0 else mixed * self._value_scale
 
     def _norm_weights(self) -> tuple[Tensor | None, Tensor | None, float]:
         if self.q_norm is None or self.k_norm is None:

@@ -9,7 +9,7 @@ Several modules have one step each:
 
 Row t of module k (from 0) reads the embedding of token t + 1 + k, has position t, and predicts token t + 2 + k. In
 addition to the embedding it reads the target's hidden state after token t or, in a chain, the output of module k - 1
-for row t.
+for row t. These states are normed, except those of MiMo-V2's form, which modules read before the target's final norm.
 
 All code around these modules keeps the following invariant. Let L tokens have KV, and token L be drawn. The rows of
 module k that read known tokens only are those below L - k. Its rows L - k .. L - 1 read drafts, so their KV is
@@ -35,7 +35,7 @@ from common.engine.attention.backend import AttentionBackend
 from common.engine.formats.registry import weight_format
 from common.engine.layers.activations import Activations
 from common.engine.layers.linear import Embedding, Linear
-from common.engine.layers.norm import model_norm
+from common.engine.layers.norm import RmsNorm, model_norm
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.layers.rotary import Rotary
@@ -53,7 +53,13 @@ class MtpModule(DraftModule):
     Args:
         index: among the modules. Its layer has the planes of this index.
         own: it has its own, since it is of another width than the target.
+        first: the first module, if this one shares its norms and its projection.
     """
+
+    enorm: RmsNorm
+    hnorm: RmsNorm
+    norm: RmsNorm
+    eh_proj: Linear
 
     def __init__(
         self,
@@ -62,6 +68,7 @@ class MtpModule(DraftModule):
         target: CausalLM,
         placement: Placement,
         own: bool = False,
+        first: MtpModule | None = None,
     ) -> None:
         super().__init__()
         assert draft.mtp is not None
@@ -71,16 +78,20 @@ class MtpModule(DraftModule):
         names, prefix, weights = draft.mtp, draft.mtp.prefix(index), weight_format(config, placement)
         self._format: MtpFormat = names
         self._passes_output = names.chain or draft.repeats
-        self._own = own
+        self._own, self._shares = own, first is not None
         self._config, self._prefix, self._weights = config, prefix, weights
         self.embed_tokens, self.lm_head = target.embed_tokens, target.lm_head
         if own:
             self.embed_tokens, self.lm_head = self.own_embedding(), self.own_head()
         self.rotary = Rotary(config.rope, config.head_dim, placement)
+        self.layer = DecoderLayer(names.layer_prefix(index), config, index, weights)
+        if first is not None:
+            self.enorm, self.hnorm, self.norm = first.enorm, first.hnorm, first.norm
+            self.eh_proj = first.eh_proj
+            return
         self.enorm = model_norm(f"{prefix}.{names.embed_norm}", size, config, placement)
         self.hnorm = model_norm(f"{prefix}.{names.hidden_norm}", read, config, placement)
         self.eh_proj = weights.linear(size + read, {f"{prefix}.{names.projection}": size}, bias=False)
-        self.layer = DecoderLayer(names.layer_prefix(index), config, index, weights)
         self.norm = model_norm(f"{prefix}.{names.final_norm}", size, config, placement)
 
     def own_embedding(self) -> Embedding:
@@ -101,16 +112,21 @@ class MtpModule(DraftModule):
         both = torch.cat(inputs if self._format.embedding_first else inputs[::-1], dim=-1)
         stream = self.eh_proj.product(Activations(both))
         normed = Activations(self.layer.input_layernorm(stream))
-        x, _ = self.layer(normed, stream, self.rotary(positions), attention, self.norm)
+        x, stream = self.layer(normed, stream, self.rotary(positions), attention, self.norm)
         last = x.tensor()
-        return DraftOutput(last, last if self._passes_output else hidden)
+        output = stream if self._format.before_norm else last
+        return DraftOutput(last, output if self._passes_output else hidden)
 
     def pieces(self) -> Iterator[Piece]:
-        yield from self.enorm.pieces()
-        yield from self.hnorm.pieces()
-        yield from self.eh_proj.pieces()
-        yield from self.layer.pieces()
-        yield from self.norm.pieces()
+        """Yield the checkpoint pieces that it reads, except those that the first module reads for it."""
+        if not self._shares:
+            yield from self.enorm.pieces()
+            yield from self.hnorm.pieces()
+            yield from self.eh_proj.pieces()
+        for piece in self.layer.pieces():
+            yield piece._replace(name=self._format.layer_name(piece.name))
+        if not self._shares:
+            yield from self.norm.pieces()
         if self._own:
             yield from self.embed_tokens.pieces()
             yield from self.lm_head.pieces()
@@ -135,5 +151,9 @@ class MtpModules(nn.Module):
 def build_mtp(draft: DraftConfig, target: CausalLM, placement: Placement) -> MtpModules:
     """Return uninitialised modules. They share the target's embedding and head if they are as wide as the target."""
     own = draft.model.hidden_size != draft.target_hidden
-    modules = range(draft.model.num_layers)
-    return MtpModules([MtpModule(draft, index, target, placement, own) for index in modules])
+    assert draft.mtp is not None
+    modules: list[MtpModule] = []
+    for index in range(draft.model.num_layers):
+        first = modules[0] if modules and draft.mtp.shared else None
+        modules.append(MtpModule(draft, index, target, placement, own, first))
+    return MtpModules(modules)

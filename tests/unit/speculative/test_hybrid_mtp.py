@@ -39,7 +39,7 @@ CONFIG = DraftConfig(
     AuxLayers(),
     None,
     False,
-    mtp=MtpFormat("mtp", None, *NAMES, embedding_first=True, chain=True, layer="layers.0"),
+    mtp=MtpFormat("mtp", None, *NAMES, embedding_first=True, chain=True),
     repeats=True,
 )
 Seen = list[tuple[list[int], list[int]]]
