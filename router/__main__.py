@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 
 import uvloop
 
@@ -26,6 +27,9 @@ async def _serve(resolved: Resolved, reporter: StartupReporter, log: Log) -> Non
         loop.add_signal_handler(signal.SIGHUP, app.http.reload)
     await app.start()
     prepare_heap()
+    # The loop would keep each async generator in a set of weak references, to close it when the loop ends. Handlers
+    # close theirs themselves; an abandoned one is still closed, by the other hook.
+    sys.set_asyncgen_hooks(firstiter=None)
     collector = loop.create_task(collect_when_idle(lambda: app.http.connections, lambda: app.active))
     reporter.report("ready")
     await stop.wait()

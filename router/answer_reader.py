@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import Protocol
 
 from common.errors import InternalError
@@ -49,7 +49,8 @@ class ChoiceReader:
     async def pieces(self, generator: Generator) -> AsyncGenerator[AnswerPiece, None]:
         """Yield the pieces that the sink has not got. Raises InternalError if the tokens end without a reason."""
         choice, text = self._choice, self._choice.text
-        async with aclosing(generator.generate(choice.request, self.take_now)) as deltas:
+        deltas = generator.generate(choice.request, self.take_now)
+        try:
             async for delta in deltas:
                 if delta.cached_tokens and choice.request.share.counted:
                     self._usage.cached_tokens += delta.cached_tokens
@@ -63,6 +64,8 @@ class ChoiceReader:
                 yield piece
                 if stopped:
                     return
+        finally:
+            await deltas.aclose()
         if text.finish_reason is None:
             raise InternalError("the token stream ended without a finish reason")
 
@@ -108,13 +111,12 @@ class AnswerReader:
         self._choices = choices
         self._readers = [ChoiceReader(index, each, usage, sink) for index, each in enumerate(choices)]
 
-    async def pieces(self) -> AsyncGenerator[AnswerPiece, None]:
+    def pieces(self) -> AsyncGenerator[AnswerPiece, None]:
         """Yield pieces of all choices as they arrive. Closing it, or an error in one choice, ends all of them."""
-        if len(self._choices) == 1:
-            async with aclosing(self._shown(0)) as pieces:
-                async for piece in pieces:
-                    yield piece
-            return
+        return self._shown(0) if len(self._choices) == 1 else self._merged()
+
+    async def _merged(self) -> AsyncGenerator[AnswerPiece, None]:
+        """Yield the pieces of several choices, each read by a task of its own."""
         queue: asyncio.Queue[AnswerPiece | Exception | None] = asyncio.Queue(maxsize=4 * len(self._choices))
         tasks = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self._choices))]
         try:
@@ -137,10 +139,13 @@ class AnswerReader:
     async def _pump(self, index: int, queue: asyncio.Queue[AnswerPiece | Exception | None]) -> None:
         """Put the pieces of one choice into the queue, then None or its error."""
         try:
-            async with aclosing(self._shown(index)) as pieces:
+            pieces = self._shown(index)
+            try:
                 async for piece in pieces:
                     self._readers[index].queued += 1
                     await queue.put(piece)
+            finally:
+                await pieces.aclose()
             await queue.put(None)
         except Exception as error:
             await queue.put(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import aclosing
 
 from aiohttp import web
 
@@ -71,9 +70,12 @@ class Answering:
         """Answer with one JSON object."""
         whole = form.collector(len(choices))
         reader = AnswerReader(self._generator, choices, usage, _Collected(whole))
-        async with aclosing(reader.pieces()) as pieces:
+        pieces = reader.pieces()
+        try:
             async for piece in pieces:
                 whole.add(piece)
+        finally:
+            await pieces.aclose()
         return await send_json(request, await whole.parts(usage), self._write_timeout)
 
     async def stream(
@@ -89,22 +91,24 @@ class Answering:
         sink = _Streamed(form, writer, usage, body, len(choices))
         reader = AnswerReader(self._generator, choices, usage, sink)
         try:
-            async with aclosing(reader.pieces()) as pieces:
-                try:
-                    async for piece in pieces:
-                        events = sink.events(piece)
-                        if not writer.started:
-                            await writer.start()
-                            events = form.opening(len(choices), sink.reported()) + events
-                        await writer.send(events)
-                    return await writer.finish(form.ending(usage, sink.at_end))
-                except ClientGone:
-                    raise
-                except Exception as error:
+            pieces = reader.pieces()
+            try:
+                async for piece in pieces:
+                    events = sink.events(piece)
                     if not writer.started:
-                        raise
-                    known = error if isinstance(error, RequestError) else defect(self._log, request)
-                    return await writer.finish(form.failure(body_of(known)))
+                        await writer.start()
+                        events = form.opening(len(choices), sink.reported()) + events
+                    await writer.send(events)
+                return await writer.finish(form.ending(usage, sink.at_end))
+            except ClientGone:
+                raise
+            except Exception as error:
+                if not writer.started:
+                    raise
+                known = error if isinstance(error, RequestError) else defect(self._log, request)
+                return await writer.finish(form.failure(body_of(known)))
+            finally:
+                await pieces.aclose()
         except ClientGone as error:
             self._log.info(str(error), request_id=request[request_id_key])
             return writer.abandon()

@@ -158,6 +158,8 @@ class ControlPlane:
 
     def _look(self) -> None:
         self._look_due = False
+        if self._closed or not (self._unhandled or self._socket.has_work()):
+            return
         self._read()
 
     def _on_readable(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -195,10 +195,13 @@ class Dispatcher:
             cost = await self._enter(request, timeout)
             try:
                 timeline.mark("admitted", time.monotonic())
-                async with aclosing(self._attempt_until_done(flight)) as deltas:
+                deltas = self._attempt_until_done(flight)
+                try:
                     async for delta in deltas:
                         finished = delta.finish_reason
                         yield delta
+                finally:
+                    await deltas.aclose()
             finally:
                 self.admission.leave(request.client, cost)
             timeline.outcome = finished or "aborted"
@@ -237,11 +240,14 @@ class Dispatcher:
         while True:
             before = len(flight.said)
             flight.attempts += 1
+            deltas = self._attempt(flight)
             try:
-                # Close it here rather than in the garbage collector: a client that leaves must free both nodes at once.
-                async with aclosing(self._attempt(flight)) as deltas:
+                try:
                     async for delta in deltas:
                         yield delta
+                finally:
+                    # Here rather than in the garbage collector: a client that leaves must free both nodes at once.
+                    await deltas.aclose()
                 self.poison.completed(flight)
                 return
             except RequestError as error:

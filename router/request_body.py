@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
 
 from aiohttp import web
 
@@ -13,6 +12,7 @@ from router.body_memory import BUSY, SMALL_BODY, BodyMemory, Reservation
 from router.client import client_key
 from router.turns import Turns
 
+JSON = "application/json"
 READ_TIMEOUT = 30.0  # seconds from the head of a request to the end of its body
 # Of all bodies, in one turn of the event loop: a piece has up to four thousand chunks, some 5 ms of work.
 PIECES_PER_TURN = 4
@@ -32,8 +32,15 @@ class Received:
         self._small = 0
         self._reserved: Reservation | None = None
         self._raw = bytearray()
-        self.limit = asyncio.timeout(READ_TIMEOUT)  # of the time until it is complete
+        self._limit: asyncio.Timeout | None = None
         self.revoked = False  # it has to end because other clients wait for the memory
+
+    @property
+    def limit(self) -> asyncio.Timeout:
+        """The limit of the time until the body is complete. It is made when a body is waited for: few are."""
+        if self._limit is None:
+            self._limit = asyncio.timeout(READ_TIMEOUT)
+        return self._limit
 
     async def expect(self, size: int | None) -> None:
         """Reserve memory for a body of `size` bytes; None if its size is unknown yet. Raises Overloaded."""
@@ -78,31 +85,46 @@ class Received:
     def _revoke(self) -> None:
         self.revoked = True
         # One that has just expired cannot be rescheduled, and ends the upload anyway.
-        if not self.limit.expired():
-            self.limit.reschedule(asyncio.get_running_loop().time())
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
 
-@asynccontextmanager
-async def received(request: web.Request) -> AsyncIterator[Received]:
-    """Read the body. Raises UnsupportedMedia, RequestTooLarge, DeadlineExceeded or Overloaded.
+class received:
+    """Read the body: `async with received(request) as memory`. Its memory is released at the end of the block.
 
-    `request.read()` would keep the bytes until the answer is complete; here only the caller holds them. The content
-    type is required because a web page cannot set it for another site without a CORS preflight.
+    `request.read()` would keep the bytes until the answer is complete; here only the caller holds them.
     """
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise UnsupportedMedia("compressed bodies are not supported; send plain JSON")
-    if request.content_type != "application/json" or "Content-Type" not in request.headers:
-        raise UnsupportedMedia("send the body as JSON, with the header Content-Type: application/json")
-    most = request.client_max_size
-    if (request.content_length or 0) > most:
-        raise too_large(most)
-    asker = request.get(client_key)
-    body = Received(request.app[memory_key], asker.name if asker is not None else "", most)
-    try:
-        await _fill(body, request)
-        yield body
-    finally:
-        body.release()
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+
+    async def __aenter__(self) -> Received:
+        """Raises UnsupportedMedia, RequestTooLarge, DeadlineExceeded or Overloaded.
+
+        The content type is required because a web page cannot set it for another site without a CORS preflight.
+        """
+        request = self._request
+        headers = request.headers
+        if headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise UnsupportedMedia("compressed bodies are not supported; send plain JSON")
+        if request.content_type != JSON or "Content-Type" not in headers:
+            raise UnsupportedMedia("send the body as JSON, with the header Content-Type: application/json")
+        most = request.client_max_size
+        if (request.content_length or 0) > most:
+            raise too_large(most)
+        asker = request.get(client_key)
+        body = self._body = Received(request.app[memory_key], asker.name if asker is not None else "", most)
+        try:
+            await _fill(body, request)
+        except BaseException:
+            body.release()
+            raise
+        return body
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._body.release()
 
 
 async def _fill(body: Received, request: web.Request) -> None:

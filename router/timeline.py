@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any
 
 import msgspec
 
 KEPT = 512
+_SECONDS = itemgetter(1)
 
 
 class Timeline:
@@ -34,7 +36,7 @@ class Timeline:
             self.stages[f"{prefix}.{stage}"] = placed - self._started + seconds
 
     def report(self) -> dict[str, Any]:
-        ordered = sorted(self.stages.items(), key=lambda item: item[1])
+        ordered = sorted(self.stages.items(), key=_SECONDS)
         report: dict[str, Any] = {
             "request_id": self.request_id,
             "client": self.client,

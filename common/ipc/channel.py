@@ -43,6 +43,10 @@ KEEPALIVE = {
 }
 # Flags of the parts of a message. As integers: arithmetic on ZMQ's enums costs more than sending a part.
 NOT_LAST, LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
+READABLE = int(zmq.POLLIN)
+# Interval at which `drain` sends acknowledgements and probes that are due. An answer for which a peer waits is sent at
+# once.
+TEND_SECONDS = 0.02
 # Time after close; without it a Goodbye that follows a burst of tokens is dropped half of the time.
 LINGER_MS = 500
 
@@ -133,7 +137,9 @@ class RouterSocket(Channel):
         Raises ConfigError if the address cannot be bound, or another process serves it.
         """
         super().__init__(context, zmq.ROUTER)
-        self.more = False  # the latest `drain` read something
+        self._unread = False  # the latest `drain` read as many frames as it may
+        self._sent = False  # since the latest read
+        self._tend_at = 0.0  # when sessions are looked after again
         self._bound_file: Path | None = None
         self._guard: HandshakeGuard | None = None
         self._disconnects: Disconnects | None = None
@@ -189,6 +195,7 @@ class RouterSocket(Channel):
 
     def datagram(self, peer: bytes, payload: bytes) -> bool:
         """Send once, without any guarantee of delivery."""
+        self._sent = True
         return len(payload) <= MAX_MESSAGE_BYTES and self._send((self._filter.routes.to(peer), payload))
 
     def reachable(self, peer: bytes) -> bool:
@@ -221,15 +228,14 @@ class RouterSocket(Channel):
         self._sessions.forget(peer)
 
     def drain(self, most: int = DRAIN_LIMIT) -> list[tuple[bytes, bytes]]:
-        """Return (peer, message) pairs from at most `most` frames; bad frames are counted and dropped.
-
-        `more` says whether there may be more frames. It is also set after a short read, since a send before the loop
-        waits again may consume the edge of the descriptor that announces the next frame.
-        """
+        """Return (peer, message) pairs from at most `most` frames; bad frames are counted and dropped."""
         now = self.clock()
-        self._sessions.tend(now)
+        if self._sessions.urgent or now >= self._tend_at:
+            self._sessions.tend(now)
+            self._tend_at = now + TEND_SECONDS
+        self._sent = False
         received = self._filter.receive(most)
-        self.more = bool(received)
+        self._unread = len(received) >= most
         messages: list[tuple[bytes, bytes]] = []
         for peer, *parts in received:
             if len(parts) == 1:
@@ -244,6 +250,21 @@ class RouterSocket(Channel):
             elif parts:
                 self.refuse(peer, f"a message of {len(parts)} parts")
         return messages
+
+    @property
+    def more(self) -> bool:
+        """Whether `drain` has to be called again before the loop waits.
+
+        That is so after a send, too: it may consume the edge of the descriptor that announces the next frame.
+        """
+        return self._unread or self._sent or self._sessions.urgent
+
+    def has_work(self) -> bool:
+        """Whether `drain` has something to do now. It is cheaper than a `drain` that finds nothing, and as good."""
+        if self._unread or self._sessions.urgent:
+            return True
+        self._sent = False
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & READABLE)
 
     @property
     def refused(self) -> int:
@@ -291,6 +312,7 @@ class RouterSocket(Channel):
 
     def _send_frame(self, peer: bytes, frame: Frame) -> bool:
         header, payload = frame
+        self._sent = True
         return self._send((self._filter.routes.to(peer), header, as_part(payload)))
 
 

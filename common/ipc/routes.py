@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from functools import lru_cache
 
 MARK = b"~"  # separates the name of a peer from the number of its dial
 _DIGITS = 16
@@ -22,6 +23,7 @@ def dial_id(peer: bytes) -> bytes:
     return peer + MARK + f"{time.monotonic_ns():0{_DIGITS}x}".encode()
 
 
+@lru_cache(maxsize=4096)
 def peer_name(routing_id: bytes) -> bytes:
     """Return the peer that dialled under `routing_id`; a routing id of another form is the name of its peer."""
     name, mark, number = routing_id.rpartition(MARK)

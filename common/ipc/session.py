@@ -136,6 +136,16 @@ class Session:
         waits = self._kept or self._owed or self._resend or self._answer is not None
         return self.established and not waits
 
+    @property
+    def owes_answer(self) -> bool:
+        """Whether the peer waits for frames that `due` returns now."""
+        return (
+            self._answer is not None
+            or self._resend
+            or self._owed >= ACK_FRAMES
+            or self._owed_bytes >= ACK_BYTES
+        )
+
     def keep(self, payload: bytes, now: float) -> Frame | None:
         """Return the next DATA frame, kept until it is acknowledged; None while too much is waiting."""
         large = len(payload) if len(payload) >= SMALL else 0

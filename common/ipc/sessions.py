@@ -32,6 +32,7 @@ class Sessions:
         self._vouched: set[bytes] = set()
         self._active: set[bytes] = set()  # peers that `tend` has to process
         self.damaged = 0
+        self.urgent = False  # some peer waits for an answer: `tend` is due at once
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -88,11 +89,13 @@ class Sessions:
             self._sessions.move_to_end(peer)
             self._of_name[name_in(peer)].move_to_end(peer)
         delivered = session.receive(head, payload, now)
+        self.urgent = self.urgent or session.owes_answer
         self._active.add(peer)
         return delivered
 
     def tend(self, now: float) -> None:
         """Send what is due: acknowledgements, probes, lost frames."""
+        self.urgent = False
         for peer in list(self._active):
             session = self._sessions[peer]
             patience = FORGET_SECONDS if peer in self._vouched else STRANGER_SECONDS

@@ -375,6 +375,7 @@ def test_wall_clock_time_is_only_shown_to_people() -> None:
     """The wall clock jumps, so deadlines use the monotonic clock. These places show wall-clock time to a person."""
     shown = {
         "common/node/router_link.py",  # the time of a node's load report
+        "common/observability/logs.py",
         "router/build.py",  # `created` of the model
         "router/apis/responses_answer.py",
         "router/openai_routes.py",  # `created` of an answer
