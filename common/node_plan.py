@@ -48,7 +48,7 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpeculationPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How decode nodes draft. Prefill nodes compute the draft's KV and state."""
+    """The drafts of decode nodes. Prefill nodes compute the KV and the state of the draft model."""
 
     algorithm: str  # name of the algorithm's record
     draft_path: str | None  # None if the algorithm has no draft model
@@ -57,7 +57,7 @@ class SpeculationPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How pages and records are sent; timeouts are in seconds."""
+    """The transfer of pages and records; timeouts are in seconds."""
 
     transport: str
     layers: bool  # pages are sent layer by layer

@@ -26,7 +26,7 @@ from decode_node.worker import DeviceWorker
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """What the node computes with: its steps, and its state on the device."""
+    """The node's steps, and its state on the device."""
 
     forwards: Forwards
     relay: RelayState

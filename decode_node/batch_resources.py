@@ -161,7 +161,7 @@ class BatchResources:
         return len(self._queues.running) < self._max_running and self._rows.free > 0
 
     def _leaves_headroom(self, request: DecodeRequest, needed: int) -> bool:
-        """Whether `needed` pages may go to this request. They may if no other request holds pages."""
+        """Return whether `needed` pages may go to this request. They may if no other request holds pages."""
         active = list(self._queues.holding())
         if not active:
             return True

@@ -1,4 +1,4 @@
-"""Where copies from the device to host memory run: at once on a CPU, on a stream of their own on a GPU."""
+"""Runs copies from the device to host memory: at once on a CPU, on a stream of their own on a GPU."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Scheduling:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """How the node is observed: logs, metrics and events, and the clock that it uses."""
+    """The logs, metrics and events of the node, and the clock that it uses."""
 
     log: Log
     graphs: Callable[[], Sequence[GraphTotals]] = lambda: ()

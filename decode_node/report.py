@@ -1,4 +1,4 @@
-"""What a decode node reports: its load, and totals since its start."""
+"""The reports of a decode node: its load, and totals since its start."""
 
 from __future__ import annotations
 

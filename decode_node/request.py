@@ -85,12 +85,12 @@ class DecodeRequest:
 
     @property
     def needs_results(self) -> bool:
-        """Whether the masks of its next step, which it will take part in, need the tokens of an unread one."""
+        """True if the masks of its next step need the tokens of a step whose results are unread."""
         return bool(self.matcher and self.in_flight and not (self.ended or self.retract or self.exhausted))
 
     @property
     def exhausted(self) -> bool:
-        """Whether unread steps already suffice for max_tokens, because each draws at least one token."""
+        """True if unread steps already suffice for max_tokens, because each draws at least one token."""
         return len(self.output) + self.in_flight >= self.max_output
 
     @property
@@ -139,7 +139,7 @@ class DecodeRequest:
 
     @property
     def failure(self) -> RequestError | None:
-        """Why the matcher of its grammar cannot go on, which ends the request."""
+        """The error because of which the matcher of its grammar cannot go on, which ends the request."""
         return None if self.matcher is None else self.matcher.failure
 
     def follow_grammar(self, now: float) -> None:

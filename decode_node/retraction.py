@@ -16,7 +16,7 @@ from decode_node.step_plan import Join, Load, Save
 
 
 class _Leaving(NamedTuple):
-    """What a retracted request holds until it is saved under `key`."""
+    """The pages and the row that a retracted request holds until it is saved under `key`."""
 
     key: int
     lease: PageLease
@@ -53,7 +53,7 @@ class Retraction:
 
     @property
     def frees_pages(self) -> bool:
-        """Whether pages of retracted requests become free once they are saved."""
+        """True if pages of retracted requests become free once they are saved."""
         return bool(self._leaving or self._saving or self._copying)
 
     def save(self, request: DecodeRequest) -> bool:

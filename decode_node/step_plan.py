@@ -89,7 +89,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def masked(self) -> bool:
-        """Whether the step draws only after it was given the masks of grammars."""
+        """True if the step draws only after it was given the masks of grammars."""
         return self.sampling is not None and self.sampling.masked
 
 

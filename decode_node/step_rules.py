@@ -1,4 +1,4 @@
-"""How steps are planned: their sizes, and the policies for widths and drafts."""
+"""The rules by which steps are planned: their sizes, and the policies for widths and drafts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TextDrafts(Protocol):
 
     @property
     def needs_results(self) -> bool:
-        """Whether a request skips steps while one of its own is unread, because its text is not known yet."""
+        """True if a request skips steps while the results of one are unread, because its text is not known yet."""
         ...
 
     def propose(self, requests: Sequence[DecodeRequest], width: int, /) -> Drafts:
@@ -69,7 +69,7 @@ class ForcedStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """How the steps of a node are planned."""
+    """The rules by which the steps of a node are planned."""
 
     # KV slots that a step may write per request, a bound of the tokens that it draws; `tokens_of` gives that of a width
     tokens_per_step: int = 1

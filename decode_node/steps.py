@@ -40,7 +40,7 @@ FORCED_WIDTHS = (FORCED_STEPS, 3)
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """What the steps have to serve, and how they speculate."""
+    """The sizes that the steps have to serve, and their speculation."""
 
     wanted: PhaseSwitch
     max_running: int

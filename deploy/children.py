@@ -97,12 +97,12 @@ class Child:
 
     @property
     def launched(self) -> bool:
-        """Whether `start` was ever called."""
+        """True once `start` has been called."""
         return self._process is not None
 
     @property
     def may_report(self) -> bool:
-        """Whether it may still write reports: its end of the status pipe is open."""
+        """True while it may write reports: its end of the status pipe is open."""
         return self._status >= 0
 
     @property
@@ -163,7 +163,7 @@ class Child:
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, from Popen's return code."""
+    """Say how a process ended, from Popen's return code."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -26,7 +26,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 def driver_present() -> bool:
-    """Whether this machine has an NVIDIA driver, even if torch cannot use it."""
+    """Return whether this machine has an NVIDIA driver, even if torch cannot use it."""
     return any(Path(device).exists() for device in DEVICES) or any(Path("/dev").glob("nvidia[0-9]*"))
 
 

@@ -67,7 +67,7 @@ def _snapshot(directory: Path) -> Snapshot:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Whether the directory has every file that a node reads; false after an interrupted download."""
+    """Return whether the directory has every file that a node reads; false after an interrupted download."""
     try:
         return bool(weight_paths(directory)) and (directory / "tokenizer.json").is_file()
     except ModelError:

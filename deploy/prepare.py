@@ -71,7 +71,7 @@ def _find_draft(text: str, target: Path, say: Say) -> Path:
 
 
 def _is_running(file: Path, overrides: Sequence[str]) -> bool:
-    """Whether a supervisor is running the cluster of a file that was written earlier."""
+    """Return whether a supervisor is running the cluster of a file that was written earlier."""
     try:
         return file.exists() and read_table(run_directory(load_cluster(file, overrides))) is not None
     except ConfigError:

@@ -237,7 +237,7 @@ class Supervisor:
             self._table_problem = f"cluster.json cannot be written: {error.strerror or error}"
 
     def _table_is_old(self) -> bool:
-        """Whether the table could not be written, or was removed by someone."""
+        """Return whether the table could not be written, or was removed by someone."""
         return bool(self._table_problem) or not table_path(self._run_dir).exists()
 
     def _look_for_problems(self, report: Report) -> bool:

@@ -42,7 +42,7 @@ class Link:
     side: Side | None = None  # the blocks that it writes here; set when READY
 
     def unanswered(self, now: float, timeout: float) -> bool:
-        """Whether Hello has waited too long: `timeout` if not connected, MOST_GREETING if connected."""
+        """Return whether Hello has waited too long: `timeout` if not connected, MOST_GREETING if connected."""
         connected = now - max(self.greeted_at, self.connected_at) < timeout
         greeting = self.state is LinkState.GREETING
         return greeting and (not connected or now - self.greeted_at >= MOST_GREETING)
@@ -84,7 +84,7 @@ class Inbound:
 
     @property
     def active(self) -> bool:
-        """Whether the node still waits for it."""
+        """True while the node waits for it."""
         return self.state in (ReceiveState.QUEUED, ReceiveState.AWAITING, ReceiveState.RECEIVING)
 
     def go(self, state: ReceiveState) -> None:

@@ -30,7 +30,7 @@ class InboundRoom:
 
     @property
     def freed(self) -> bool:
-        """Whether no write can reach its pages any longer."""
+        """True once no write can reach its pages."""
         return all(part.state is ReceiveState.FREED for part in self.parts)
 
     @property
@@ -89,7 +89,7 @@ class InboundRooms:
 
     @property
     def holds_nothing(self) -> bool:
-        """Whether no record slot, page or state slot is in use."""
+        """True if no record slot, page or state slot is in use."""
         return len(self.free_record_slots) == self._record_slots and not self._pages and not self._state_slots
 
     def get(self, room: int) -> InboundRoom | None:

@@ -1,4 +1,4 @@
-"""What one room sends to one decode rank: its pages, its state and its record."""
+"""Sends one room's pages, state and record to one decode rank."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Outbound:
 
     @property
     def busy(self) -> bool:
-        """Whether it has to be polled, because neither a message nor `alarm` announces its next step."""
+        """True if it has to be polled, because neither a message nor `alarm` announces its next step."""
         return bool(self._posted) or self.state in (
             SendState.FINISHING,
             SendState.RECORDING,
@@ -90,7 +90,7 @@ class Outbound:
         return self.decode in ("", peer.incarnation)
 
     def is_of(self, peer: Peer | None, generation: int) -> bool:
-        """Whether this peer granted slots of this generation."""
+        """Return whether this peer granted slots of this generation."""
         return self.slots is not None and self.peer is peer and self.slots.generation == generation
 
     def grant(self, peer: Peer, slots: Slots, received_at: float) -> None:

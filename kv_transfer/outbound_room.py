@@ -36,7 +36,7 @@ class OutboundRoom:
 
     @property
     def busy(self) -> bool:
-        """Whether a part has to be polled, because neither a message nor `alarm` announces its next step."""
+        """True if a part has to be polled, because neither a message nor `alarm` announces its next step."""
         return any(part.busy for part in self.parts)
 
     @property
@@ -50,7 +50,7 @@ class OutboundRoom:
 
     @property
     def draining(self) -> bool:
-        """Whether the room failed; writes of it may be outstanding."""
+        """True if the room failed; its writes may be outstanding."""
         return self.failure is not None
 
     @property
@@ -72,7 +72,7 @@ class OutboundRoom:
         )
 
     def fits(self, held_pages: int, num_pages: int) -> bool:
-        """Whether these pages equal the pages that the other decode ranks have granted."""
+        """Return whether these pages equal the pages that the other decode ranks have granted."""
         granted = [part.slots for part in self.parts if part.slots is not None]
         return all((each.held_pages, len(each.pages)) == (held_pages, num_pages) for each in granted)
 

@@ -54,12 +54,12 @@ class PairPlan:
 
     @property
     def whole(self) -> bool:
-        """Whether pages of both sides are identical: one copy moves a run of pages of a plane."""
+        """True if pages of both sides are identical: one copy moves a run of pages of a plane."""
         return self.src.whole
 
     @property
     def empty(self) -> bool:
-        """Whether this source rank holds nothing that the destination rank needs."""
+        """True if this source rank holds nothing that the destination rank needs."""
         return not self.state and not any(self.planes)
 
 

@@ -84,7 +84,7 @@ class Sender:
 
     @property
     def writing(self) -> bool:
-        """Whether some write may not have settled: poll again soon, no message announces it."""
+        """True while some write may not have settled: poll again soon, since no message announces the end."""
         return any(not room.settled for room in self._busy.values())
 
     @property

@@ -30,7 +30,7 @@ Orders = Callable[[], Sequence[SendOrder]]
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """What the node computes with: its forwards, and its state on the device."""
+    """The node's forwards, and its state on the device."""
 
     forwards: Forwards
     adjustments: AdjustmentRows

@@ -33,7 +33,7 @@ class DraftSetup:
 
 
 class PrefillDraft(Protocol):
-    """What a prefill step runs in addition to the target."""
+    """The part of a prefill step that runs in addition to the target."""
 
     @property
     def hidden_mode(self) -> CaptureHiddenMode:
@@ -42,7 +42,7 @@ class PrefillDraft(Protocol):
 
     @property
     def rules(self) -> PromptRules:
-        """What its forwards read after a chunk and write again before it; never rows of the prefix cache."""
+        """The rows that its forwards read after a chunk and write again before it; never rows of the prefix cache."""
         ...
 
     def extend(

@@ -1,4 +1,4 @@
-"""What a prefill node runs in addition to the target for each speculative algorithm."""
+"""The work of a prefill node in addition to the target, for each speculative algorithm."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Images(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether decoding is in progress, whose end no socket announces."""
+        """True while decoding is in progress, whose end no socket announces."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class Images(Protocol):
         ...
 
     def arrived(self, key: int) -> bool:
-        """Whether the router has delivered all images of a prompt; some may not be decoded yet."""
+        """Return whether the router has delivered all images of a prompt; some may not be decoded yet."""
         ...
 
     def close(self) -> None: ...

@@ -100,7 +100,7 @@ class PrefillRequest:
 
     @property
     def failure(self) -> RequestError | None:
-        """Why the matcher of its grammar cannot go on, which ends the request."""
+        """The error because of which the matcher of its grammar cannot go on, which ends the request."""
         return None if self.matcher is None else self.matcher.failure
 
     def complete_pages(self, computed: int, page_size: int) -> int:

@@ -17,7 +17,7 @@ TokenArray = npt.NDArray[np.int64]
 
 
 class FirstDraw(msgspec.Struct, frozen=True, kw_only=True):
-    """How the token after a prompt is drawn."""
+    """The parameters by which the token after a prompt is drawn."""
 
     sampling: SamplingParams
     text: bytes = b""  # the whole prompt in int64; empty if no logits are adjusted

@@ -21,10 +21,10 @@ from router.prompt_pieces import with_prompt
 
 
 class PieceSink(Protocol):
-    """Where the pieces of an answer go: a stream to the client, or a complete answer."""
+    """The destination of an answer's pieces: a stream to the client, or a complete answer."""
 
     def ready(self) -> bool:
-        """Whether `add` may be called now. False while something has to be awaited first."""
+        """Return whether `add` may be called now. False while something has to be awaited first."""
         ...
 
     def add(self, piece: AnswerPiece) -> None:

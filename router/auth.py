@@ -39,7 +39,7 @@ class Gate(Protocol):
     """Decides about each request of one listener."""
 
     def probe_view(self, request: web.Request) -> View:
-        """How much a probe, which carries no key, may see."""
+        """Return how much a probe, which carries no key, may see."""
         ...
 
     def enter(self, request: web.Request) -> tuple[Client, QuotaClaim]:

@@ -35,7 +35,7 @@ class Bucket:
 
 
 class Answered(Protocol):
-    """What a request has used so far."""
+    """The tokens that a request has used so far."""
 
     @property
     def prompt_tokens(self) -> int: ...

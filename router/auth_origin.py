@@ -118,7 +118,7 @@ def _parsed_host(header: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _is_loopback(host: str) -> bool | None:
-    """Whether an address is a loopback address; None for what is no address."""
+    """Return whether an address is a loopback address; None for what is no address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Whether the router takes requests now, and the model as its nodes serve it now."""
+"""Tells whether the router takes requests now, and describes the model as its nodes serve it now."""
 
 from __future__ import annotations
 

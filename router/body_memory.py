@@ -159,14 +159,14 @@ class BodyMemory:
             self._look_later()
 
     def _has_room(self, size: int) -> bool:
-        """Whether a body fits in addition to the others. One beyond the bound is received when there are no others."""
+        """Return whether a body fits in addition to the others. A body beyond the bound is received alone."""
         return not self._reserved or self._reserved + size <= MAX_RESERVED
 
     def _fits(self, client: str, size: int) -> bool:
         return self._has_room(size) and self._may_have(client, size)
 
     def _may_have(self, client: str, size: int) -> bool:
-        """Whether a body is within the share of its client."""
+        """Return whether a body is within the share of its client."""
         held = self._by_client.get(client, 0)
         return not held or held + size <= MAX_RESERVED // 2
 

@@ -18,7 +18,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class BreakerLimits:
-    """When a breaker opens and for how long."""
+    """The number of failures that opens a breaker, and for how long it stays open."""
 
     failures: int  # that open it within `window`
     window: float  # seconds

@@ -13,7 +13,7 @@ from common.messages.generation import MAX_PRIORITY
 
 
 class View(IntEnum):
-    """How much of the cluster a client may see; each level includes the levels below it."""
+    """The part of the cluster that a client may see; each level includes the levels below it."""
 
     SERVICE = 0  # the model and its own requests
     CLUSTER = 1  # also node names, their load, metrics and the configuration

@@ -30,7 +30,7 @@ INTERVAL = 2.0  # seconds
 
 
 class Step(Enum):
-    """What to do about garbage."""
+    """The next action of the collector."""
 
     NOTHING = auto()
     COLLECT = auto()  # all objects that are not exempt

@@ -35,7 +35,7 @@ class ConnectionLimit:
         return len(self._idle)
 
     def has_room(self, client: str, pending: int) -> bool:
-        """Whether the client may have another connection besides `pending` ones that are not counted here yet."""
+        """Return whether the client may have another connection besides `pending` ones that are not counted yet."""
         return self._open[client] + pending < self._per_client
 
     def opened(self, client: str, connection: Connection) -> bool:

@@ -31,7 +31,7 @@ _PRINTED_LIST = re.compile(rf"""["']text["']\s*:\s*["']({"|".join(_MARKS)})""", 
 
 
 class Parts(IntEnum):
-    """How many text parts of one message a template prints."""
+    """The number of text parts of one message that a template prints."""
 
     NONE = 0
     ONE = 1
@@ -40,7 +40,7 @@ class Parts(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RoleForm:
-    """Which forms of content a template prints whole for messages of one role."""
+    """The forms of content that a template prints completely for messages of one role."""
 
     text: bool
     parts: Parts

@@ -184,7 +184,7 @@ class ControlPlane:
 
     @property
     def _has_more(self) -> bool:
-        """Whether messages of nodes may still be unhandled."""
+        """True while messages of nodes may be unhandled."""
         return bool(self._unhandled) or self._socket.more
 
     def _handle_some(self) -> None:

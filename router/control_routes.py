@@ -40,7 +40,7 @@ class ServerLoad(msgspec.Struct, frozen=True):
 
 
 class ActiveRequests(Protocol):
-    """What these handlers act on."""
+    """The requests in flight, on which these handlers act."""
 
     @property
     def active(self) -> int:

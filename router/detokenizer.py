@@ -45,7 +45,7 @@ class TokenBytes:
 
     @staticmethod
     def fit(tokenizer: HfTokenizer) -> bool:
-        """Whether the tokenizer's decoder is ByteLevel and nothing else."""
+        """Return whether the tokenizer's decoder is ByteLevel and nothing else."""
         if tokenizer.decoder is None:
             return False
         described = msgspec.json.decode(tokenizer.decoder.__getstate__())
@@ -179,7 +179,7 @@ def _open_bytes(tokens: Sequence[str | None]) -> int:
 
 
 def _continues(opened: bytes, byte: bytes) -> bool:
-    """Whether `byte` may follow `opened`, the first bytes of a character."""
+    """Return whether `byte` may follow `opened`, the first bytes of a character."""
     try:
         _Utf8().decode(opened + byte)
     except UnicodeDecodeError:
@@ -188,7 +188,7 @@ def _continues(opened: bytes, byte: bytes) -> bool:
 
 
 def _broken(tokens: Sequence[str | None]) -> bool:
-    """Whether the leading byte-fallback tokens are invalid UTF-8."""
+    """Return whether the leading byte-fallback tokens are invalid UTF-8."""
     run = takewhile(bool, (_BYTE_TOKEN.fullmatch(token or "") for token in tokens))
     try:
         bytes(int(found[1], 16) for found in run if found).decode()

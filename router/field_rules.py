@@ -111,7 +111,7 @@ def refuse_unless_neutral(field: str, value: Any, neutral: tuple[Any, ...]) -> N
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Whether two values are equal in JSON: 1 and 1.0 are, 1 and true are not."""
+    """Return whether two values are equal in JSON: 1 and 1.0 are, 1 and true are not."""
     numbers = (int, float)
     if type(neutral) in numbers:
         return type(value) in numbers and bool(value == neutral)

@@ -42,7 +42,7 @@ class TlsHandshakes:
         return self._taken
 
     def waits(self, client: str) -> bool:
-        """Whether a connection of this client waits for its turn."""
+        """Return whether a connection of this client waits for its turn."""
         return client in self._waiting
 
     def pending(self, client: str) -> int:

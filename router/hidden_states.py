@@ -1,4 +1,4 @@
-"""Which requests get hidden states, and how much memory those of all answers may take."""
+"""Decides which requests get hidden states, and limits the memory that those of all answers take."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class TcpEntry:
 
 @dataclass(frozen=True, slots=True)
 class HttpPlan:
-    """Where the router listens for clients and operators, and whom it admits there."""
+    """The addresses on which the router listens for clients and operators, and whom it admits there."""
 
     public: TcpEntry  # serves the API
     admin: TcpEntry | None  # the port of `router.admin: http://...`

@@ -51,7 +51,7 @@ class InFlight:
             raise _gone()
 
     def ended_by_abort(self, error: BaseException) -> bool:
-        """Whether `error` is the consequence of `abort` only: a client may also leave at the same moment."""
+        """Return whether `error` is the consequence of `abort` only: a client may also leave at the same moment."""
         if not self.aborted:
             return False
         if isinstance(error, asyncio.CancelledError):

@@ -64,7 +64,7 @@ def _marks(raw: bytes | bytearray) -> Iterator[bytes]:
 
 
 def _many_brackets(raw: bytes | bytearray) -> bool:
-    """Whether there are enough opening brackets to nest too deep. The body of a large image takes no further check."""
+    """Return whether enough brackets open to nest too deep; if not, the body takes no further check."""
     for bracket in (b"[", b"{"):
         place = -1
         for _ in range(MAX_DEPTH // 2 + 1):

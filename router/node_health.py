@@ -1,4 +1,4 @@
-"""What placement knows about nodes beyond their registration: breakers of nodes and pairs, speeds, slow start."""
+"""The health of nodes, as far as placement considers it: breakers of nodes and pairs, speeds, slow start."""
 
 from __future__ import annotations
 

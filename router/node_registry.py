@@ -63,7 +63,7 @@ class Node:
 
     @property
     def eligible(self) -> bool:
-        """Whether it takes requests and can be reached."""
+        """True if it takes requests and can be reached."""
         return self.state == "up" and self.reachable
 
     def candidate(self, weight: float = 1.0) -> Candidate:
@@ -112,7 +112,7 @@ class NodeRegistry:
         return [node for node in self._nodes.values() if node.eligible]
 
     def undecided(self, message: Register) -> bool:
-        """Whether another process holds the node's name and may be dead; its next heartbeat or its loss decides.
+        """Return whether another process holds the node's name and may be dead; its next heartbeat or its loss decides.
 
         A draining node holds its name until it has ended.
         """

@@ -43,7 +43,7 @@ class Usage:
 
 @dataclass(slots=True)
 class AnswerPiece:
-    """What one choice gained with one delta."""
+    """The part of one choice's answer that arrived with one delta."""
 
     index: int
     text: str
@@ -94,7 +94,7 @@ class Format(ABC):
         """A choice of the complete answer up to its text."""
 
     def text_of(self, piece: AnswerPiece) -> str:
-        """What a piece adds to the text of its choice in a complete answer."""
+        """Return what a piece adds to the text of its choice in a complete answer."""
         return piece.text
 
     def encoded_text(self, index: int, text: str) -> bytes:
@@ -110,7 +110,7 @@ class Format(ABC):
         return reason
 
     def fragments(self, piece: AnswerPiece) -> list[bytes]:
-        """What a piece adds to each of `columns`: items of a JSON list, without the brackets."""
+        """Return what a piece adds to each of `columns`: items of a JSON list, without the brackets."""
         listed = self._listed([piece]) or {}
         return [_encode(listed[name])[1:-1] for name in self.columns]
 
@@ -148,7 +148,7 @@ class ChatFormat(Format):
         return b'{"index":%d,"message":{"role":"assistant","content":' % index
 
     def parsed(self, piece: AnswerPiece) -> list[Event]:
-        """What a piece adds to the answer's parts. Each piece is parsed once, here or by the methods that encode it."""
+        """Return what a piece adds to the answer's parts. Each piece is parsed once: here, or where it is encoded."""
         return [Content(piece.text)] if piece.text else []
 
     def opening(self, choices: int, usage: bytes) -> bytes:

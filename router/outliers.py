@@ -59,7 +59,7 @@ class Outliers:
 
     @property
     def none(self) -> bool:
-        """Whether every node has its full weight."""
+        """True if every node has its full weight."""
         return not self._slow
 
     def weight(self, incarnation: str) -> float:

@@ -47,7 +47,7 @@ class PairWait:
         self.nodes_changed()
 
     def until(self, flight: InFlight, started: float) -> float:
-        """When the wait of a request ends that began at `started`."""
+        """Return when the wait of a request ends that began at `started`."""
         return min(started + self._limits.placement_wait, flight.deadline)
 
     async def find(

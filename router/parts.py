@@ -37,7 +37,7 @@ class ControlLink:
 
 @dataclass(frozen=True, slots=True)
 class NodeRules:
-    """What the router expects of its nodes. Durations are in seconds.
+    """The router's expectations of its nodes. Durations are in seconds.
 
     Attributes:
         fingerprint: of the model that every node has to serve.
@@ -59,7 +59,7 @@ class NodeRules:
 
 @dataclass(frozen=True, slots=True)
 class Dispatching:
-    """How requests are placed on nodes, and how many."""
+    """The rules by which requests are placed on nodes, and their number."""
 
     policies: dict[Role, PlacementPolicy]
     limits: DispatchLimits
@@ -68,7 +68,7 @@ class Dispatching:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What the router shows of itself, and the clock by which it judges nodes."""
+    """The log and the events of the router, its facts for operators, and the clock by which it judges nodes."""
 
     log: Log
     model: str  # name of the model in metrics
@@ -79,7 +79,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class ApiParts:
-    """What the handlers of the HTTP API read requests with, and their limits."""
+    """The parts with which the handlers of the HTTP API read requests, and their limits."""
 
     tokenizer: Tokenizer
     tokenizer_info: bytes  # the answer of /tokenizer_info

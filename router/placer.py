@@ -67,7 +67,7 @@ class Placer:
         return self._registry.node(prefill.incarnation), self._registry.node(decode.incarnation)
 
     def has_others(self, avoid: Collection[str]) -> bool:
-        """Whether a pair without any node of `avoid` can take a request."""
+        """Return whether a pair without any node of `avoid` can take a request."""
         field = self._field()
         if not isinstance(field, _Field):
             return False

@@ -1,4 +1,4 @@
-"""How a chat's prompt ends: `add_generation_prompt` and `continue_final_message`."""
+"""The ends that a chat's prompt can have: `add_generation_prompt` and `continue_final_message`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer shows of its prompt: the text and tokens of `echo`, and the log-probabilities of `prompt_logprobs`.
+"""The parts of its prompt that an answer shows: the text and tokens of `echo`, and `prompt_logprobs`.
 
 They precede the first piece of the answer, as pieces of a bounded number of tokens, between which other requests run.
 """
@@ -44,7 +44,7 @@ class PromptOnly:
 
 
 class ShownPrompt:
-    """What the answer shows of one prompt."""
+    """The parts of one prompt that the answer shows."""
 
     def __init__(
         self, ids: Sequence[int], text: str = "", offsets: Sequence[int] = (), echo: bool = False

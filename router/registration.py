@@ -32,7 +32,7 @@ class ExpectedNode:
 
 @dataclass(frozen=True, slots=True)
 class RegistrationRules:
-    """What every node of this cluster must comply with."""
+    """The rules that every node of this cluster must comply with."""
 
     nodes: Mapping[str, ExpectedNode]  # by name
     page_size: int

@@ -20,7 +20,7 @@ MAX_BIAS = 100.0  # largest absolute bias of one token
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the HTTP side knows about the model."""
+    """The HTTP side's knowledge about the model."""
 
     name: str
     path: str

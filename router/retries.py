@@ -56,7 +56,7 @@ class Retries:
 
     @property
     def repeated(self) -> bool:
-        """Whether the request has failed several times in a row for other reasons than the loss of a node.
+        """True if the request has failed several times in a row for other reasons than the loss of a node.
 
         That includes full queues of several nodes, but not the pauses in which it waits for room.
         """

@@ -50,7 +50,7 @@ class ServerInfo:
 
 
 def of_service(model: ServedModel, ready: bool, nodes: Iterable[Node]) -> dict[str, Any]:
-    """What every client sees: what it may ask for, but not where or how it is served."""
+    """Return the part that every client sees: what it may ask for, but not where or how it is served."""
     return {
         "served_model_name": model.name,
         "max_model_len": model.max_model_len,

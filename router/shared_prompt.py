@@ -26,7 +26,7 @@ class PromptShare(Protocol):
 
     @property
     def counted(self) -> bool:
-        """Whether usage counts the prompt tokens of this request."""
+        """True if usage counts the prompt tokens of this request."""
         ...
 
     async def wait(self, seconds: float) -> None:

@@ -43,7 +43,7 @@ class SseWriter:
         self._chunked = self.response.chunked
 
     def has_room(self) -> bool:
-        """Whether `write_now` may be called: events have been sent, and the client keeps up with them."""
+        """Return whether `write_now` may be called: events have been sent, and the client keeps up with them."""
         transport = self._transport
         return (
             transport is not None

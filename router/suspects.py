@@ -87,7 +87,7 @@ class Suspects:
 
     @property
     def empty(self) -> bool:
-        """Whether no request is suspected or quarantined, so that fingerprints need not be computed."""
+        """True if no request is suspected or quarantined, so that fingerprints need not be computed."""
         return not self._suspects and not self._quarantine
 
     @property
@@ -105,7 +105,7 @@ class Suspects:
         return self._get(key) is not None
 
     def needs_isolation(self, key: bytes) -> bool:
-        """Whether the request must not run together with other suspects."""
+        """Return whether the request must not run together with other suspects."""
         return self._max_crashes > 0 and self.crashes(key) >= 2
 
     def crashes(self, key: bytes) -> int:

@@ -68,7 +68,7 @@ def _normalizer_shrink(normalizer: dict[str, Any] | None) -> int:
 
 
 def _pre_tokenizer_is_byte_level(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether one of the stages maps bytes to letters."""
+    """Return whether one of the stages maps bytes to letters."""
     if pre_tokenizer is None:
         return False
     kind = pre_tokenizer["type"]

@@ -1,4 +1,4 @@
-"""How log-probabilities name tokens: by their text, or by their ids with `return_tokens_as_token_ids`."""
+"""Names the tokens in log-probabilities: by their text, or by their ids with `return_tokens_as_token_ids`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from router.tokenizer import Tokenizer
 
 
 class TokenNames(Protocol):
-    """How log-probabilities name a token."""
+    """The names of tokens in log-probabilities."""
 
     def token_text(self, token_id: int) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...

@@ -71,7 +71,7 @@ class Turns:
         return True
 
     def _turn_goes_on(self) -> bool:
-        """Whether another caller may pass in this turn."""
+        """Return whether another caller may pass in this turn."""
         if not self._passed:
             self._until = self._clock() + self._seconds
             return True

@@ -67,5 +67,5 @@ def _is_served(app: web.Application, path: str) -> bool:
 
 
 def _of_other_servers(path: str) -> str | None:
-    """What other servers of the OpenAI API do at this path; None if nothing is known."""
+    """Return what other servers of the OpenAI API do at this path; None if nothing is known."""
     return OTHER_APIS.get(path.lstrip("/").partition("/")[0])

@@ -1,4 +1,4 @@
-"""Which tokens that tokenizer.json adds to the vocabulary are no text."""
+"""The control tokens that tokenizer.json adds to the vocabulary: those that stand for no text."""
 
 from __future__ import annotations
 

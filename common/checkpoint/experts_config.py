@@ -41,7 +41,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True)
 class RouterRule:
-    """How a router chooses the experts of a token, and their shares in its output. All of it is float32.
+    """The rule by which a router chooses the experts of a token, and their shares in its output. All of it is float32.
 
     Scores are the softmax over all experts, or the sigmoid of each. The best `chosen` experts are taken. With groups,
     the experts of the `kept_groups` best groups take part, and a group is worth the sum of its best two scores. The
@@ -79,7 +79,7 @@ class ExpertsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRules:
-    """How one family's config.json is read. A str is the name of a key."""
+    """The keys of experts in one family's config.json, and their defaults. A str is the name of a key."""
 
     inner: str = "moe_intermediate_size"
     scores: str = SOFTMAX

@@ -1,4 +1,4 @@
-"""Where texts end and how they are sampled by default: config.json and generation_config.json. No torch."""
+"""Reads the end tokens and the default sampling from config.json and generation_config.json. No torch."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class LayerNorms(NamedTuple):
 
     @property
     def of_outputs(self) -> bool:
-        """Whether the blocks' outputs are normed: of both blocks or of none."""
+        """True if the outputs of both blocks are normed; otherwise neither is."""
         return bool(self.mixer_output)
 
 

@@ -1,4 +1,4 @@
-"""How many keys each layer of a model sees: the sliding windows of config.json. No torch."""
+"""Reads the sliding windows of config.json: the number of keys that each layer attends to. No torch."""
 
 from __future__ import annotations
 

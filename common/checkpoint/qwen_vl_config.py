@@ -125,7 +125,7 @@ def qwen_language(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], t
 
 @dataclass(frozen=True, slots=True)
 class TowerFields:
-    """What the families of towers differ in."""
+    """The fields in which families of towers differ."""
 
     patch_size: int  # default
     options: Callable[[Mapping[str, Any], str], dict[str, Any]]  # reads the keys that define the tower

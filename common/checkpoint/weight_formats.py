@@ -19,7 +19,7 @@ Raw = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """How a checkpoint stores its products; a format with settings uses a subclass."""
+    """The format in which a checkpoint stores the weights of products; one with settings uses a subclass."""
 
     method: str = "dense"  # a key of FORMATS
 

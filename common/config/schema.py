@@ -68,7 +68,7 @@ class Kv(Section, frozen=True, kw_only=True):
 
 
 class PlacementSection(Section, frozen=True, kw_only=True):
-    """How the router chooses nodes."""
+    """The choice of nodes by the router."""
 
     # names from the table of policies (common/placements.py)
     prefill: str = "least_loaded"
@@ -212,7 +212,7 @@ class DecodeSection(Section, frozen=True, kw_only=True):
 
 
 class Speculation(Section, frozen=True, kw_only=True):
-    """How decode nodes draft tokens that one forward of the model then verifies; the output stays the same."""
+    """The drafts of decode nodes, which one forward of the model verifies; the output stays the same."""
 
     # A name from the table of algorithms (common/speculation). none: plain decoding; ngram: what followed the last
     # time that the text ended in the same way; the others have a draft model.
@@ -237,7 +237,7 @@ class Speculation(Section, frozen=True, kw_only=True):
 
 
 class Transfer(Section, frozen=True, kw_only=True):
-    """How KV pages and handoff records are sent. Transports add keys of their own, see transports.py."""
+    """The transfer of KV pages and handoff records. Transports add keys of their own, see transports.py."""
 
     # A name from the table of transports; auto: the first one that can move pages between these nodes.
     transport: str = "auto"
@@ -250,7 +250,7 @@ class Transfer(Section, frozen=True, kw_only=True):
 
 
 class Health(Section, frozen=True, kw_only=True):
-    """How soon the cluster notices failures."""
+    """The deadlines by which the cluster notices failures."""
 
     heartbeat_interval: Seconds = 0.25
     node_timeout: Seconds = 2.5  # a node without a heartbeat for so long is lost

@@ -34,7 +34,7 @@ class GrammarCompilation:
         self._deadline = deadline
 
     def ready(self, now: float) -> bool:
-        """Whether `matcher` returns or raises without waiting; `now` is time.monotonic()."""
+        """Return whether `matcher` returns or raises without waiting; `now` is time.monotonic()."""
         return self._future.done() or now >= self._deadline
 
     def matcher(self) -> Matcher:

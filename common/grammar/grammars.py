@@ -1,4 +1,4 @@
-"""What a node compiles the grammars of its requests with."""
+"""Compiles the grammars of a node's requests."""
 
 from __future__ import annotations
 

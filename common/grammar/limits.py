@@ -9,7 +9,7 @@ from llguidance import LLParserLimits
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """What one grammar may cost.
+    """The limits on the cost of one grammar.
 
     The time that llguidance needs grows with the square of the number of optional properties and of patternProperties,
     and with the least common multiple of all `multipleOf`; it doubles with each pattern that is intersected with

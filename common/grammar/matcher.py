@@ -52,7 +52,7 @@ class Matcher:
 
     @property
     def stopped(self) -> bool:
-        """Whether no token but one that ends the text may come."""
+        """True once only a token that ends the text may follow."""
         return self.ended or self._state.is_stopped()
 
     def accept(self, tokens: Sequence[int]) -> bool:
@@ -125,7 +125,7 @@ class Matcher:
             self._state.rollback(len(path) - 1)
 
     def _usable(self, token: int) -> bool:
-        """Whether llguidance may be asked about a token: one outside the vocabulary breaks its state."""
+        """Return whether llguidance may be asked about a token: one outside the vocabulary breaks its state."""
         return 0 <= token < self._vocab_size and token not in self._eos
 
     def _enter(self, token: int) -> bool:

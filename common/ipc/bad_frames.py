@@ -46,7 +46,7 @@ class BadFrames:
 
     @property
     def anybody_cut_off(self) -> bool:
-        """Whether any peer is cut off, which is false for nearly all sockets."""
+        """True if some peer is cut off, which is the case for very few sockets."""
         return bool(self._cut_off)
 
     def flush(self) -> None:

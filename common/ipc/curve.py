@@ -35,7 +35,7 @@ class LinkSecurity(Protocol):
 
     @property
     def open_binds(self) -> bool:
-        """Whether sockets may bind to addresses that other hosts can reach."""
+        """True if sockets may bind to addresses that other hosts can reach."""
         ...
 
     def secure_server(self, socket: zmq.Socket[bytes], address: str) -> IdentityCheck | None:

@@ -87,12 +87,12 @@ class Dealer(Channel):
 
     @property
     def idle(self) -> bool:
-        """Whether no frame waits for an acknowledgement, or for being acknowledged."""
+        """True if no frame waits for an acknowledgement, sent or received."""
         return self._session.idle
 
     @property
     def awaits_answer(self) -> bool:
-        """Whether the peer of a TCP connection owes an answer, which bounds its silence."""
+        """True if the peer of a TCP connection owes an answer, which bounds its silence."""
         return self._silence is not None and self._silence.awaits_answer
 
     def drain(self, most: int = DRAIN_LIMIT) -> list[bytes]:

@@ -132,7 +132,7 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing depends on time."""
+        """True if no frame has to be sent because time passes."""
         waits = self._kept or self._owed or self._resend or self._answer is not None
         return self.established and not waits
 

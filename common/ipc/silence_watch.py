@@ -24,7 +24,7 @@ class SilenceWatch:
 
     @property
     def awaits_answer(self) -> bool:
-        """Whether something was asked that no frame has answered yet."""
+        """True if something was asked that no frame has answered yet."""
         return self._asked_at is not None
 
     def should_ask(self, now: float) -> bool:

@@ -13,7 +13,7 @@ CHUNK = 64  # tokens of one chunk of the prompt form, whose grid begins at posit
 
 
 class DeltaHeadGroups(NamedTuple):
-    """What ranks divide in a gated delta layer."""
+    """The heads of a gated delta layer that ranks divide among themselves."""
 
     keys: HeadGroup  # of the queries, and of the keys
     values: HeadGroup  # of the values, the gates and what leaves the layer

@@ -124,7 +124,7 @@ class PageSpace:
         return self.total_slots - self.free_slots
 
     def has_room(self, pages: int) -> bool:
-        """Whether a lease of so many fresh pages would succeed now."""
+        """Return whether a lease of so many fresh pages would succeed now."""
         return self.available_pages >= pages and (self._slots is None or self._slots.free_pages > 0)
 
     def pages_for(self, tokens: int) -> int:

@@ -22,7 +22,7 @@ Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
 
 
 class Kept(enum.StrEnum):
-    """Whether a plane has one entry per token or per request."""
+    """The unit of a plane's entries: a token or a request."""
 
     PAGED = "paged"  # per token: [num_pages, page_size, *entry]
     # Per request: [num_slots, *entry]; sent as a whole, once, after the last page.

@@ -76,7 +76,7 @@ class TokenRules(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are drawn and when to stop; the router validates it, both nodes apply it.
+    """The rules by which tokens are drawn and the text ends. The router validates them, both nodes apply them.
 
     The token at sequence index i is drawn with randomness keyed only by (seed, i), so the same seed gives the same
     text regardless of the rest of the batch, after retraction and on another node.
@@ -115,12 +115,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def filtered(self) -> bool:
-        """Whether some tokens can never be drawn."""
+        """True if some tokens can never be drawn."""
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
     @property
     def penalised(self) -> bool:
-        """Whether logits depend on the text so far."""
+        """True if logits depend on the text so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property

@@ -55,7 +55,7 @@ def control_first(messages: list[AnyNodeMessage | M]) -> list[AnyNodeMessage | M
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatContent:
-    """What the main loop publishes for the heartbeat thread; replaced as a whole, so no lock is needed."""
+    """The state that the main loop publishes for the heartbeat thread; replaced as a whole, so no lock is needed."""
 
     state: NodeState
     load: NodeLoad
@@ -111,7 +111,7 @@ class RouterLink(Generic[M]):
 
     @property
     def last_echo(self) -> tuple[str, float] | None:
-        """Which incarnation of the router answered last, and when; None before the first registration or echo."""
+        """The router's incarnation that answered last, and the time; None before the first registration or echo."""
         return self._echo
 
     @property

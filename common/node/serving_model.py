@@ -91,7 +91,7 @@ class ServingModel:
 
     @property
     def held(self) -> PoolSpec:
-        """What this rank keeps of `spec`."""
+        """The planes of `spec`, as wide as this rank keeps them."""
         return self.spec.share(self.placement.shard)
 
     @property

@@ -44,7 +44,7 @@ def decode_graphs(
 
 @dataclass(frozen=True, slots=True)
 class PhasePlan:
-    """How one phase of a speculating node is captured."""
+    """The capture of one phase of a speculating node."""
 
     decision: Decision
     buckets: tuple[int, ...]  # numbers of requests; empty means always eager

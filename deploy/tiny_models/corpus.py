@@ -45,7 +45,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WindowKind:
-    """How often a window length is drawn and which documents it holds."""
+    """A window length, how often it is drawn, and which documents such windows hold."""
 
     window: int
     share: float  # of the batches

@@ -44,7 +44,7 @@ def marked_number(text: str) -> int | None:
 
 
 def is_right(problem: Problem, text: str) -> bool:
-    """Whether a model's text gives the correct number. Only the number is compared."""
+    """Return whether a model's text gives the correct number. Only the number is compared."""
     return marked_number(text) == problem.value
 
 

@@ -50,7 +50,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What one generation may write: these pages, one state slot (0: none) and one record slot."""
+    """The memory that one generation may write: these pages, one state slot (0: none) and one record slot."""
 
     generation: int
     incarnation: str  # of the only peer that may use it

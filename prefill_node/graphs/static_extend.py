@@ -37,7 +37,7 @@ class StaticExtend:
         self._saves = torch.zeros(limit.requests, SAVES, 2, dtype=torch.int64, device=device)
 
     def serves(self, tokens: int) -> bool:
-        """Whether a graph of `tokens` tokens, padding included, has no breaks."""
+        """Return whether a graph of `tokens` tokens, padding included, has no breaks."""
         return tokens <= self._limit.tokens
 
     def load(self, batch: ForwardBatch) -> ForwardBatch:

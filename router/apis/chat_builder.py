@@ -30,7 +30,7 @@ class ChatBuilder:
 
     @property
     def ends_with_assistant(self) -> bool:
-        """Whether the last message is text of the assistant, which the answer may continue."""
+        """True if the last message is text of the assistant, which the answer may continue."""
         last = self._messages[-1] if self._messages else {}
         return last.get("role") == "assistant" and "tool_calls" not in last
 

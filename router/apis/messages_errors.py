@@ -17,7 +17,7 @@ _KINDS = {
 
 
 def is_messages(path: str) -> bool:
-    """Whether the answers of this path have Anthropic's form."""
+    """Return whether the answers of this path have Anthropic's form."""
     return path == MESSAGES or path.startswith(MESSAGES + "/")
 
 

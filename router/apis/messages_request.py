@@ -65,7 +65,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """Whether the model reasons before it answers. `budget_tokens` is not enforced."""
+    """The switch by which the model reasons before it answers. `budget_tokens` is not enforced."""
 
     type: str
     budget_tokens: int | None = None

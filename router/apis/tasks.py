@@ -20,7 +20,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class TaskReader(Generic[T]):
-    """How the bodies of one API are read.
+    """The reader of one API's bodies.
 
     Attributes:
         api: its name in jobs of text workers.

@@ -1,4 +1,4 @@
-"""What an answer consists of, in the order in which the model writes it."""
+"""The events of an answer, in the order in which the model writes it."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class AnswerParser:
 
     @property
     def reasoning_is_open(self) -> bool:
-        """Whether the text so far ends inside a reasoning section."""
+        """True if the text so far ends inside a reasoning section."""
         return self._region is not None and self._region.name in REASONING
 
     # the receiver of calls, for the readers

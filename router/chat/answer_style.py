@@ -1,4 +1,4 @@
-"""How the served model marks reasoning and tool calls, found when the router starts."""
+"""Finds out, when the router starts, how the served model marks reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class AnswerStyle:
-    """What the router knows about the model's answers.
+    """The router's knowledge about the form of the model's answers.
 
     Attributes:
         template: None if the model's formats are not known: answers are plain text.
@@ -60,7 +60,7 @@ class AnswerStyle:
         return None
 
     def thought(self, prefix: str) -> Thought:
-        """Where the answer's message is after `prefix`."""
+        """Return where the answer's message is after `prefix`."""
         if self.template is None or not self.template.reasons:
             return Thought.NONE
         parser = AnswerParser(self.template, prefix, [], True, self.new_id)

@@ -20,7 +20,7 @@ AnswerHead = tuple[str, str, int, TokenNames, int | None]
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What of an answer the client gets.
+    """The parts of an answer that the client gets.
 
     Attributes:
         reasoning: names of the fields with the reasoning; none hides it.

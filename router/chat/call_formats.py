@@ -1,4 +1,4 @@
-"""How each family writes a call, so that a grammar can force it."""
+"""The form in which each family writes a call, so that a grammar can force it."""
 
 from __future__ import annotations
 

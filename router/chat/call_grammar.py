@@ -21,7 +21,7 @@ _BLANKS = r"/[ \n]{0,4}/"
 
 
 class Thought(Enum):
-    """Where the answer's message is when the model begins to write."""
+    """The place of the answer's message when the model begins to write."""
 
     NONE = auto()  # past its reasoning, or the model does not reason
     POSSIBLE = auto()  # it may begin with a reasoning section
@@ -181,7 +181,7 @@ class CallGrammars:
 
 
 def _is_text(schema: Any) -> bool:
-    """Whether a tag holds the value as plain text: a string of any content."""
+    """Return whether a tag holds the value as plain text: a string of any content."""
     if not isinstance(schema, dict):
         return True
     return schema.get("type") == "string" and not {"enum", "const", "pattern", "format"} & schema.keys()

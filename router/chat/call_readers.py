@@ -38,7 +38,7 @@ class CallReader(ABC):
 
     @property
     def in_string(self) -> bool:
-        """Whether the text so far ends inside a JSON string: a closing marker there is part of it."""
+        """True if the text so far ends inside a JSON string: a closing marker there is part of it."""
         return False
 
     @abstractmethod

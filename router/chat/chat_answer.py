@@ -1,4 +1,4 @@
-"""How the answer of one chat is constrained, decoded, parsed and formatted."""
+"""Constrains, decodes, parses and formats the answer of one chat."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ChatAnswer:
 
     @property
     def _may_call(self) -> bool:
-        """Whether the answer may hold calls in a format whose marker tells them from JSON."""
+        """True if the answer may hold calls in a format whose marker tells them from JSON."""
         calls = self._style.calls
         return bool(self._rules.tools) and calls is not None and calls.trigger is not None
 

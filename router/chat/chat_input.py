@@ -1,4 +1,4 @@
-"""What the prompt of a chat is rendered from, as it travels to the text workers."""
+"""The input from which a chat's prompt is rendered, as it travels to the text workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fields of one chat request mean for its prompt and for the reading of its answer."""
+"""Derives from the fields of one chat request the rules for its prompt and for the reading of its answer."""
 
 from __future__ import annotations
 

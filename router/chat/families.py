@@ -25,7 +25,7 @@ _QWEN_END = {"close": ["<|im_end|>", "<|endoftext|>"], "content": "text"}
 
 @dataclass(frozen=True, slots=True)
 class ChatFamily:
-    """How a family of models marks its answers.
+    """The marks by which a family of models structures its answers.
 
     Attributes:
         marks: what a chat template of this family contains: all of them.

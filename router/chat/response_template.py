@@ -33,7 +33,7 @@ Find = Callable[[str], Iterable[Any]]
 
 
 class Shape(Enum):
-    """How a field writes tool calls."""
+    """The form in which a field writes tool calls."""
 
     OBJECTS = auto()  # JSON objects with name and arguments, or lists of them
     NAMED_JSON = auto()  # the marker names the function, and the region is its arguments as JSON
@@ -53,7 +53,7 @@ class Marker:
 
     @property
     def ahead(self) -> bool:
-        """Whether it ends with a lookahead."""
+        """True if it ends with a lookahead."""
         return _GROUP in self.pattern.groupindex
 
     def search(self, text: str, start: int, final: bool) -> Any:
@@ -95,7 +95,7 @@ class ResponseTemplate:
 
 
 def end_of(match: Any) -> int:
-    """Where a marker ends: a lookahead belongs to what follows."""
+    """Return where a marker ends: a lookahead belongs to what follows."""
     ahead = match.re.groupindex.get(_GROUP)
     return int(match.end() if ahead is None or match.start(ahead) < 0 else match.start(ahead))
 

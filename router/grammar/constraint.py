@@ -1,4 +1,4 @@
-"""What an answer must match: one constraint, read from a request's fields and not compiled yet."""
+"""The constraint that an answer must match, read from a request's fields and not compiled yet."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class LayerOperation(Protocol):
 
 
 class TokenSlots(NamedTuple):
-    """Where a batch stores its keys and values. Rows in page 0, and rows past the last slot, are padding of a graph."""
+    """The slots of a batch's keys and values. Rows in page 0, and rows past the last slot, are padding of a graph."""
 
     slots: Tensor  # [T] int64, page * page_size + offset
     page_size: int

@@ -1,1 +1,1 @@
-"""How matrix products store and multiply their weights: one module per format; `registry.py` selects by config."""
+"""Weight formats of matrix products, one module each; `registry.py` selects one by the config."""

@@ -12,7 +12,7 @@ SAVES = 2  # states inside its new tokens that a forward saves of one request, a
 
 
 class ForwardMode(Enum):
-    """How a batch's tokens are distributed over its requests. Read only by attention backends."""
+    """The distribution of a batch's tokens over its requests. Read only by attention backends."""
 
     EXTEND = "extend"  # any number of new tokens per request, after a cached prefix of any length
     DECODE = "decode"  # exactly one new token per request
@@ -21,7 +21,7 @@ class ForwardMode(Enum):
 
 
 class CaptureHiddenMode(IntEnum):
-    """Which hidden states a forward returns. Ordered: a graph captured in one mode serves the lower modes."""
+    """The hidden states that a forward returns. Ordered: a graph captured in one mode serves the lower modes."""
 
     NULL = 0
     LAST = 1  # [B, H] the last row of each request

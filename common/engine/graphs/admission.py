@@ -14,7 +14,7 @@ from common.engine.graphs.spec import PLAIN, CaptureSpec, Feature, ShapeKey
 
 
 class Fallback(StrEnum):
-    """Why a batch ran eagerly. Together with the values of `Feature` these are the labels of the fallback counter."""
+    """The reason why a batch ran eagerly: together with the values of `Feature`, the labels of the fallback counter."""
 
     NO_GRAPHS = "no_graphs"  # this phase has no graphs
     MODE = "forward_mode"  # captured for another forward mode

@@ -24,7 +24,7 @@ class OutputError(TypeError):
 
 @dataclass(frozen=True, slots=True)
 class OutField:
-    """How one field is narrowed. A field that is None stays None."""
+    """The axis along which one field is narrowed. A field that is None stays None."""
 
     axis: Axis
     kept: bool = False  # read after the next replay, therefore cloned

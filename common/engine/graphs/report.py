@@ -29,7 +29,7 @@ class CaptureRow:
 
     @property
     def ran_out(self) -> bool:
-        """Whether it failed for lack of memory; the driver's error is not a torch.OutOfMemoryError."""
+        """True if it failed for lack of memory; the driver's error is not a torch.OutOfMemoryError."""
         return "out of memory" in self.error
 
     def cells(self) -> tuple[str, ...]:

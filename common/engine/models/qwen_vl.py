@@ -138,7 +138,7 @@ class QwenPart(nn.Module):
 
     @property
     def runs_on_device(self) -> bool:
-        """Whether `encode` needs no batch data from the host, or runs on the host itself."""
+        """True if `encode` needs no batch data from the host, or runs on the host itself."""
         placement = self.placement
         on_host = placement.device.type == "cpu"
         return on_host or takes_flash(placement.dtype, self.head_dim, placement.device)

@@ -1,4 +1,4 @@
-"""What both forms of the gated delta rule compute per token, as torch references: heads, gates and the output norm."""
+"""The part of the gated delta rule that both of its forms share, as torch references: heads, gates, output norm."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def _delta_finish_kernel(  # type: ignore[no-untyped-def]
 
 
 class StepTiles(NamedTuple):
-    """How the states of a step are divided among programs."""
+    """The division of a step's states among programs."""
 
     part: int  # values of a head in a program
     warps: int

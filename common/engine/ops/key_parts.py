@@ -25,7 +25,7 @@ LOG2_E = 1.4426950408889634
 
 
 class Division(NamedTuple):
-    """How a request's keys are divided."""
+    """The division of a request's keys into parts."""
 
     splits: int
     keys: int  # per step

@@ -23,7 +23,7 @@ ENOUGH = 3  # steps in flight below which shorter steps are used
 
 
 class Tiles(NamedTuple):
-    """How one weight matrix is divided among programs."""
+    """The division of one weight matrix among programs."""
 
     columns: int  # output columns per program
     depth: int  # depth of a step

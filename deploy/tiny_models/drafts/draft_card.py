@@ -43,7 +43,7 @@ step 1, 2, ... was accepted.
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What is known before the measurement."""
+    """The facts that are known before the measurement."""
 
     kind: Kind
     parameters: int

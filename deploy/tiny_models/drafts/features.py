@@ -1,4 +1,4 @@
-"""What a draft reads from its target: hidden states, logits, and the shared embedding and head."""
+"""The inputs that a draft reads from its target: hidden states, logits, and the shared embedding and head."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """What a tool is about. `{0}` and `{1}` in its texts are values of its arguments, `{result}` is what it returns."""
+    """The subject of a tool. In its texts `{0}` and `{1}` are values of its arguments, `{result}` is its result."""
 
     name: str
     tools: tuple[str, ...]  # names that tools may have

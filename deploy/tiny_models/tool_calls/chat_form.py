@@ -105,7 +105,7 @@ Segment = tuple[str, int]  # text and loss weight
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Which part of an exchange a document teaches.
+    """The part of an exchange that a document teaches.
 
     Attributes:
         thinks: the model thinks before it answers; otherwise the prompt holds an empty thought.

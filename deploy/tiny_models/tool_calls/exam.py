@@ -38,7 +38,7 @@ _CALL = re.compile(rf"{CALL}\s*(.*?)\s*{CALL_END}", re.DOTALL)
 
 @dataclass(slots=True)
 class ToolScore:
-    """What came of an exam."""
+    """The result of an exam."""
 
     name: str
     prompt_tokens: int = 0  # of all first turns

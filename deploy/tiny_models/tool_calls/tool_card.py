@@ -14,7 +14,7 @@ from deploy.tiny_models.training_loop import Outcome
 
 @dataclass(frozen=True, slots=True)
 class ToolCard:
-    """What is known before the evaluation."""
+    """The facts that are known before the evaluation."""
 
     parameters: int
     outcome: Outcome

@@ -32,7 +32,7 @@ class Mark(Protocol):
     """A point on a lane."""
 
     def ready(self) -> bool:
-        """Whether everything before it is done; never blocks. Raises RuntimeError once the GPU has failed."""
+        """Return at once whether everything before it is done. Raises RuntimeError once the GPU has failed."""
         ...
 
     def wait(self) -> None: ...

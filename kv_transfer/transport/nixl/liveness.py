@@ -89,13 +89,13 @@ class LivenessListener:
         return len(self._strangers)
 
     def connected(self, incarnation: str) -> bool:
-        """Whether this sender's connection is open and has proved its key."""
+        """Return whether this sender's connection is open and has proved its key."""
         with self._lock:
             line = self._lines.get(incarnation)
             return line is not None and line.sock is not None
 
     def ended(self, incarnation: str) -> bool:
-        """Whether this sender's connection has ended: GRACE later, the sender counts as dead."""
+        """Return whether this sender's connection has ended: GRACE later, the sender counts as dead."""
         with self._lock:
             line = self._lines.get(incarnation)
             return line is not None and line.ended_at is not None
@@ -193,7 +193,7 @@ class LivenessListener:
 
 
 def _ended(sock: socket.socket) -> bool:
-    """Whether FIN or RST has arrived. Raises OSError, once, if the connection timed out, which proves nothing."""
+    """Return whether FIN or RST has arrived. Raises OSError once if the connection timed out, which proves nothing."""
     try:
         return sock.recv(64) == b""
     except BlockingIOError:

@@ -145,7 +145,7 @@ class NixlSender(SenderEndpoint):
 
     @property
     def busy(self) -> bool:
-        """Whether transfers are running, so that UCX is driven often."""
+        """True while transfers are running, so that UCX is driven often."""
         return self._progress is not None and self._progress.is_busy
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class ProcessWatch:
 
     @property
     def dead(self) -> bool:
-        """Whether every thread of the process has ended (reaped or not); a stopped process is not dead."""
+        """True once every thread of the process has ended (reaped or not); a stopped process is not dead."""
         if self._fd < 0:
             return True
         poller = select.poll()

@@ -44,7 +44,7 @@ class _Connection:
 
     @property
     def idle(self) -> bool:
-        """Whether it is authenticated and between two frames, so that it may stay silent."""
+        """True while it is authenticated and between two frames, so that it may stay silent."""
         return bool(self.incarnation) and self.frame is None and self.have == 0 and not self.outbox
 
 

@@ -1,4 +1,4 @@
-"""Which bytes of the receiver's memory are open to which peer: the fence of the TCP transport."""
+"""Tracks which bytes of the receiver's memory each peer may write: the fence of the TCP transport."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Backend(Protocol):
     def name(self) -> str: ...
     @property
     def breaks(self) -> bool:
-        """Whether break points run eagerly in replay, with the live batch."""
+        """True if break points run eagerly in replay, with the live batch."""
         ...
 
     @property
