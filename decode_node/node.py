@@ -153,7 +153,7 @@ class DecodeNode:
             self._on_transfer(event, now)
 
     def _watch_transfers(self) -> None:
-        """Runs while a step is in progress: verifies pages and accepts records without waiting for the step."""
+        """Verify pages and accept records while a step is in progress, without waiting for the step."""
         self._move_transfers(self._clock())
         time.sleep(WATCH_INTERVAL)
 

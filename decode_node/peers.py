@@ -117,7 +117,7 @@ class PeerConnections:
         return dealer is not None and dealer.send(frame)
 
     def lost(self, incarnation: str) -> None:
-        """The node is lost or counts as lost. Its socket stays open: if it lives, it has aborts to acknowledge."""
+        """Note that a node counts as lost. Its socket stays open: if it lives, it has aborts to acknowledge."""
         self._receiver.peer_lost(incarnation)
         self._broken.discard(incarnation)
         if incarnation in self._dealers:

@@ -35,7 +35,7 @@ class Queues:
         yield from list(self.quarantined.values())
 
     def live(self) -> Iterator[DecodeRequest]:
-        """All requests that the router still waits for."""
+        """Yield all requests that the router still waits for."""
         yield from list(self.waiting)
         yield from list(self.transferring.values())
         yield from list(self.arrived)
@@ -59,7 +59,7 @@ class Queues:
         return None
 
     def holding(self) -> Iterator[DecodeRequest]:
-        """Requests that hold pages and will need more."""
+        """Yield the requests that hold pages and will need more."""
         yield from self.transferring.values()
         yield from self.arrived
         yield from self.running.values()

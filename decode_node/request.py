@@ -153,7 +153,7 @@ class DecodeRequest:
             raise self.matcher.failure
 
     def computed(self) -> list[int]:
-        """Keys of what the prefix cache may keep: tokens with KV that the host knows, images by content."""
+        """Return the keys of what the prefix cache may keep: tokens with KV that the host knows, images by content."""
         return self.contents + self.output[:-1]
 
     def mark(self, stage: str, now: float) -> None:

@@ -9,7 +9,7 @@ from decode_node.request import DecodeRequest
 
 
 def headroom_pages(active: Iterable[DecodeRequest], reserved_tokens: int, page_size: int) -> int:
-    """Pages to keep free so that active requests can continue: reserved_tokens for each, or what it may still emit.
+    """Return the pages to keep free so that active requests can continue: reserved_tokens for each, or what is left.
 
     The host knows lengths exactly, so one reserve per request is enough.
     """

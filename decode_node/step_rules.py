@@ -90,7 +90,7 @@ class StepRules:
         return self.tokens_of(max((step.width for step in self.forced_steps), default=0))
 
     def tokens_of(self, width: int) -> int:
-        """KV slots that a step of this width may write per request."""
+        """Return the KV slots that a step of this width may write per request."""
         return max(self.tokens_per_step, width + 1)
 
     def most_forced(self, batch: int) -> int:

@@ -194,7 +194,7 @@ def speculative_steps(
     phase_seconds: Mapping[str, float],
     forced_drafts: int = 0,
 ) -> DecodeSteps:
-    """Steps of one or of several widths; all rows get the pages that the widest needs."""
+    """Return steps of one or of several widths; all rows get the pages that the widest needs."""
     ordered = sorted(steps, reverse=True)
     widest = steps[ordered[0]]
     rules = StepRules(widest.tokens_per_step, widest.extra_slots, widths, drafts, forced_drafts)

@@ -18,7 +18,7 @@ class Stopwatch(Protocol):
         ...
 
     def seconds(self) -> list[float]:
-        """The seconds of each lap. Call it only after the launch is complete."""
+        """Return the seconds of each lap. Call it only after the launch is complete."""
         ...
 
 

@@ -25,7 +25,7 @@ KILLED_SECONDS = 30.0  # wait after SIGKILL; a process that takes longer hangs i
 
 
 def _die_with_parent() -> None:
-    """Runs between fork and exec: if the supervisor is killed, the child gets SIGTERM and drains."""
+    """Arrange, between fork and exec, that the child gets SIGTERM and drains if the supervisor is killed."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -155,7 +155,7 @@ class Child:
         return _tail(self.log_path) or _tail(self._old_log)  # the log may just have been rotated
 
     def last_words(self) -> str:
-        """One line that says why it ended: the reason reported at start-up, or the last line of its log."""
+        """Return one line that says why it ended: the reason reported at start-up, or the last line of its log."""
         if self.read_progress().phase == "failed" and self.progress.message:
             return _shorten(self.progress.message)
         events = (_event(line.strip()) for line in reversed(self.log_tail().split("\n")))

@@ -25,7 +25,7 @@ from common.errors import ModelError
 from deploy.pickled_weights import ISOLATED
 
 PICKLED_INDEX, PICKLED_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
-# Of the child, for a file of so many bytes: twice the tensors, and room for torch's own needs.
+# The child's limits besides those that grow with the file: room for torch's own needs.
 BASE_MEMORY, BASE_OUTPUT, BASE_SECONDS = 1 << 30, 16 * MIB, 120
 BYTES_PER_SECOND = 20 * MIB
 MAX_FILES = 1024

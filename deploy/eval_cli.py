@@ -98,7 +98,7 @@ class Report:
 
 
 def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % confidence interval of a proportion (Wilson), which stays valid near 0 and 1."""
+    """Return the 95 % confidence interval of a proportion (Wilson), which stays valid near 0 and 1."""
     if count == 0:
         return 0.0, 1.0
     share = right / count

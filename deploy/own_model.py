@@ -116,7 +116,7 @@ def _on_gpus(gpus: tuple[Gpu, ...], weights: int) -> dict[str, dict[str, Any]]:
 
 
 def _on_cpu(config: ModelConfig, weights: int, machine: Machine) -> dict[str, dict[str, Any]]:
-    """Threads of both nodes, and pools that fit besides the weights. A default pool size that fits is left out."""
+    """Return the threads of both nodes, and pools that fit besides the weights; a default that fits is left out."""
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * FLOAT32
     free = max(machine.free_memory - 2 * weights, 0)
     decode = min(CPU_DECODE_SHARE * free, SHM_SHARE * machine.free_shared) / per_token
@@ -136,7 +136,7 @@ def stored_bytes(directory: Path) -> int:
 
 
 def _available_memory() -> int:
-    """Bytes that can be allocated without swapping, according to the kernel."""
+    """Return the bytes that can be allocated without swapping, according to the kernel."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10

@@ -67,7 +67,7 @@ def _of_directory(text: str, path: Path) -> ModelTarget:
 
 
 def _name_of(directory: Path) -> str:
-    """The name of the directory; for a Hugging Face snapshot, whose directory is named by a hash, ORG/NAME."""
+    """Return the name of the directory; for a Hugging Face snapshot, whose directory is named by a hash, ORG/NAME."""
     if directory.parent.name == SNAPSHOTS:
         return repository_name(directory.parents[1]) or directory.name
     return directory.name or "model"

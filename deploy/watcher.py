@@ -44,7 +44,7 @@ class Watcher:
         return any(changes)
 
     def records(self) -> dict[str, ProcessRecord]:
-        """The state of every process that was started, by name."""
+        """Return the state of every process that was started, by name."""
         return {name: _record(each) for name, each in self._watched.items() if each.child.launched}
 
     def _check(self, each: _Watched, report: Report) -> bool:

@@ -113,7 +113,7 @@ class Outbound:
         self._post(posted, now)
 
     def follow(self, src_pages: Sequence[int], first: int, now: float) -> tuple[PageList, Posted] | None:
-        """Like `send_pages` for pages that a forward has begun to write; the caller updates the returned Posted.
+        """Do as `send_pages` for pages that a forward has begun to write; the caller updates the returned Posted.
 
         Returns None if there is nothing to send.
         """

@@ -72,7 +72,7 @@ class ModuleWindows:
         return np.concatenate(ids), np.asarray(rows, dtype=np.int64), np.asarray(which, dtype=np.int64)
 
     def sources(self, before: ModuleWindows) -> Ints:
-        """The row of the previous module that each row reads; larger values select a request's kept hidden state."""
+        """Return the row of the previous module that each row reads; larger values are requests' kept hidden states."""
         count, parts = int(before.rows[-1]), list[Ints]()
         for index, opened in enumerate(self.opened):
             kept = np.arange(count + index, count + index + opened)

@@ -20,7 +20,7 @@ class SignalledAttention(AroundAttention):
 
     @contextmanager
     def heard_by(self, listener: Callable[[int], None]) -> Iterator[None]:
-        """Context in which `listener` is called with each layer before the layer attends.
+        """Call `listener` in this context with each layer before the layer attends.
 
         On a device the launched work stores the layer, so it may not be complete yet.
         """

@@ -225,7 +225,7 @@ class Admission:
         return self._recent.total() + cost <= room.spare_tokens
 
     def _expected_wait(self, waiting: WaitingRequest) -> float:
-        """Seconds until the next request of this client would be admitted; 0 while no completion rate is known."""
+        """Return the seconds until this client's next request is admitted; 0 while no completion rate is known."""
         finished = self._finished.total()
         before = self._queue.tokens_before(waiting.client, waiting.weight)
         return before * RATE_SECONDS / finished if finished else 0.0

@@ -24,19 +24,19 @@ class AnswerForm(Protocol):
     """The answers of one API. A request is either streamed (the first four methods) or collected."""
 
     def opening(self, choices: int, usage: bytes) -> bytes:
-        """Events that precede the first token. `usage` is the usage member of each event, for OpenAI's chunks."""
+        """Return the events before the first token. `usage` is the usage member of each event, for OpenAI's chunks."""
         ...
 
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
-        """The events of a piece; b"" while its text is held back."""
+        """Return the events of a piece; b"" while its text is held back."""
         ...
 
     def ending(self, usage: Usage, with_usage: bool) -> bytes:
-        """The events after the last piece. `with_usage`: stream_options.include_usage asks for the token counts."""
+        """Return the events after the last piece. `with_usage`: stream_options.include_usage asks for token counts."""
         ...
 
     def failure(self, body: dict[str, Any]) -> bytes:
-        """The events that end an incomplete answer. `body` is the error as the body of a response."""
+        """Return the events that end an incomplete answer. `body` is the error as the body of a response."""
         ...
 
     def collector(self, choices: int) -> Collector: ...

@@ -52,7 +52,7 @@ class _Streamed:
         self._write(self._form.events(piece, self.reported()))
 
     def reported(self) -> bytes:
-        """The usage member of an event."""
+        """Return the usage member of an event."""
         return usage_field(self._usage) if self._every else self._constant
 
 

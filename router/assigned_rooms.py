@@ -28,11 +28,11 @@ class AssignedRooms:
         self.tokens += tokens
 
     def computed(self, room: int) -> None:
-        """The node has computed the prompt of a room."""
+        """Note that the node has computed the prompt of a room."""
         if room in self._left:
             self.tokens -= self._left[room]
             self._left[room] = 0
 
     def remove(self, room: int) -> None:
-        """The node holds nothing of the room any longer. May be called repeatedly."""
+        """Note that the node no longer holds anything of the room. May be called repeatedly."""
         self.tokens -= self._left.pop(room, 0)

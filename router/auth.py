@@ -56,7 +56,7 @@ class OpenGate:
         self._open_metrics = open_metrics
 
     def probe_view(self, request: web.Request) -> View:
-        """A probe may use any Host name; a request that fails the host rule sees nothing about the nodes."""
+        """Let a probe use any Host name; a request that fails the host rule sees nothing about the nodes."""
         try:
             self._hosts.check(request)
         except Forbidden:
@@ -190,12 +190,12 @@ class Entrance:
 
 
 def address_of(request: web.BaseRequest) -> str:
-    """The peer's address in the form by which quotas and fair shares count clients."""
+    """Return the peer's address in the form by which quotas and fair shares count clients."""
     return client_address(request.remote or "")
 
 
 def _route(request: web.Request) -> str:
-    """The path of the matched route; "" if none matched."""
+    """Return the path of the matched route; "" if none matched."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else ""
 

@@ -136,7 +136,7 @@ class Quota:
             self._tokens.take(tokens, self._clock())
 
     def headers(self) -> dict[str, str]:
-        """Rate limit headers under OpenAI's names."""
+        """Return the rate limit headers under OpenAI's names."""
         now, found = self._clock(), dict[str, str]()
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:

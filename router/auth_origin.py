@@ -38,7 +38,7 @@ class Cors:
         return origin in self._origins
 
     def preflight(self, request: web.Request) -> web.Response | None:
-        """The answer to a CORS preflight request; None if this is not one."""
+        """Return the answer to a CORS preflight request; None if this is not one."""
         if request.method != "OPTIONS" or "Access-Control-Request-Method" not in request.headers:
             return None
         if not self.lists(request.headers.get("Origin", "")):
@@ -75,7 +75,7 @@ class HostRule:
         self._cors = cors
 
     def check(self, request: web.Request) -> None:
-        """Raises Forbidden, which names the config key that would allow the request."""
+        """Raise Forbidden, if the request is not allowed, which names the config key that would allow the request."""
         given = request.headers.getall("Host", [])
         if len(given) > 1:
             raise Forbidden("the request has several Host headers")
@@ -104,7 +104,7 @@ class HostRule:
 
 
 def _host_of(header: str) -> str:
-    """The host name of the Host header, without port; "" if it cannot be parsed."""
+    """Return the host name of the Host header, without port; "" if it cannot be parsed."""
     return _parsed_host(header) if len(header) <= MAX_REMEMBERED else _parsed_host.__wrapped__(header)
 
 

@@ -37,7 +37,7 @@ class Reservation:
     revocable: bool = True  # the body is still arriving
 
     def rate(self, now: float) -> float:
-        """Bytes per second."""
+        """Return the bytes per second."""
         return self.received / max(now - self.since, 1e-9)
 
     def is_slow(self, now: float) -> bool:

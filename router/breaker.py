@@ -63,13 +63,13 @@ class Breakers(Generic[K]):
             del self._states[key]
 
     def placed(self, key: K) -> None:
-        """A request goes there: if the breaker is half-open it is the trial, and others stay away until it ends."""
+        """Note that a request goes there. If the breaker is half-open, it is the trial, which no other may join."""
         state = self._states.get(key)
         if state is not None and state.openings:
             state.trial_until = self._clock() + self._limits.trial
 
     def released(self, key: K) -> None:
-        """The trial request ended without a verdict: another may try."""
+        """Note that the trial request ended without a verdict: another one may try."""
         state = self._states.get(key)
         if state is not None:
             state.trial_until = 0.0
@@ -85,7 +85,7 @@ class Breakers(Generic[K]):
         return self.state(key) == "half-open"
 
     def blocked(self) -> set[K]:
-        """Keys that no request should choose now."""
+        """Return the keys that no request should choose now."""
         if not self._states:
             return set()
         now = self._clock()

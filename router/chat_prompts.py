@@ -35,7 +35,7 @@ class ChatPrompts:
     async def render(
         self, body: ChatRequest, rules: ChatRules, model: ServedModel, client: Client, max_tokens: int
     ) -> ChatPrompt:
-        """Raises InvalidRequest; ContextTooLong if the text has `max_tokens` tokens or more."""
+        """Return the prompt of a chat. Raises InvalidRequest; ContextTooLong from `max_tokens` tokens on."""
         images = await self._images.load(body.messages)
         messages = without_addresses(body.messages) if images else body.messages
         given = ChatInput(list(messages), rules.tools, rules.variables)

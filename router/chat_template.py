@@ -28,7 +28,7 @@ class ChatTemplate:
     """The template of the model, or the one that the cluster file sets instead."""
 
     def __init__(self, path: Path, given: Path | None = None) -> None:
-        """Raises ModelError if the template cannot be compiled. A model without a template serves no chat."""
+        """Compile the template. Raises ModelError if that fails. A model without a template serves no chat."""
         config = _read_config(path / "tokenizer_config.json")
         source = find_chat_template(path, given)
         # A token that the model lacks stays undefined: templates test for it, and it prints as "".
@@ -135,6 +135,6 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token is a string, or an object with `content`."""
+    """Return the text of a special token, which is a string or an object with `content`."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None

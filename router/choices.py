@@ -34,7 +34,7 @@ class Choice(msgspec.Struct, frozen=True, eq=False):
 
 
 def prompt_lengths(choices: Sequence[Choice]) -> list[int]:
-    """The number of prompt tokens of each choice."""
+    """Return the number of prompt tokens of each choice."""
     return [len(choice.request.token_ids) for choice in choices]
 
 

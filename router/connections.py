@@ -64,10 +64,10 @@ class ConnectionLimit:
                 del self._open[client]
 
     def busy(self, connection: Connection) -> None:
-        """A request has begun on the connection."""
+        """Note that a request has begun on the connection."""
         self._idle.pop(connection, None)
 
     def idle(self, connection: Connection) -> None:
-        """The request has been answered."""
+        """Note that the request has been answered."""
         if connection in self._clients:
             self._idle[connection] = None

@@ -73,7 +73,7 @@ class ContentForms:
         }
 
     def of(self, role: str) -> RoleForm:
-        """The form of a role. Unknown roles, and roles whose content is never printed, take the user's form."""
+        """Return the form of a role. Unknown roles, and roles whose content is never printed, take the user's form."""
         return self._others.get(role, self._user)
 
     def _probe(self, role: str, others: RoleForm) -> RoleForm | None:

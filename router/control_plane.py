@@ -209,7 +209,7 @@ class ControlPlane:
                 self._socket.refuse(identity, str(error))
 
     def _decode(self, speaker: Speaker, frame: bytes) -> RouterMessage | None:
-        """None if it is the registration of a node of another version, which is refused here. Raises ProtocolError."""
+        """Return the message; None for a node of another version, which is refused. Raises ProtocolError."""
         try:
             return codec.decode(frame)
         except ProtocolError:
@@ -323,7 +323,7 @@ class ControlPlane:
         self._socket.send(speaker.routing_id, encode(answer))
 
     def _on_disconnect(self) -> None:
-        """Some peer's socket closed: probe all nodes to find out which. A dead process is found within milliseconds."""
+        """Probe all nodes to find out whose socket has closed. A dead process is found within milliseconds."""
         if not self._disconnects.take():
             return
         self.freed_memory.connection_ended()

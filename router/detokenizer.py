@@ -53,7 +53,7 @@ class TokenBytes:
         return [step.get("type") for step in steps] == ["ByteLevel"]
 
     def __getitem__(self, token_id: int) -> bytes:
-        """The bytes of a token; b"" for an id outside the vocabulary, as the library decodes it."""
+        """Return the bytes of a token; b"" for an id outside the vocabulary, as the library decodes it."""
         found = self._known.get(token_id)
         if found is None:
             token = self._tokenizer.id_to_token(token_id)
@@ -61,7 +61,7 @@ class TokenBytes:
         return found
 
     def text(self, token_id: int) -> str | None:
-        """The token's text if it consists of whole characters, otherwise None."""
+        """Return the token's text if it consists of whole characters, otherwise None."""
         try:
             return self.texts[token_id]
         except KeyError:

@@ -104,7 +104,7 @@ class Dispatcher:
         return self._active
 
     def attempt(self, room: int) -> Attempt | None:
-        """The attempt of a room, for messages of nodes; None once it has ended."""
+        """Return the attempt of a room, for messages of nodes; None once it has ended."""
         return self._attempts.get(room)
 
     def nodes_changed(self) -> None:
@@ -128,7 +128,7 @@ class Dispatcher:
             self._losses.call(partial(self._attempts[room].lose, node, reason))
 
     def transferred(self, attempt: Attempt, stages: Mapping[str, float]) -> None:
-        """The prefill node has handed over the pages. `stages` are in seconds since it received the prompt."""
+        """Note that the prefill node has handed over the pages. `stages`: seconds since it received the prompt."""
         attempt.transferred = True
         flight = self._flights[attempt.room]
         self.poison.prefilled(flight)
@@ -140,7 +140,7 @@ class Dispatcher:
         self.health.prefilled(attempt.prefill, took, prompt - attempt.cached_tokens)
 
     def decoded(self, attempt: Attempt, stages: Mapping[str, float], tokens: int) -> None:
-        """The decode node ended the request after `tokens` tokens. `stages`: seconds since the reservation."""
+        """Note that the decode node ended the request after `tokens` tokens. `stages`: seconds since reservation."""
         self.health.node_served(attempt.decode)
         self.health.verified(attempt.prefill, attempt.decode)
         took = stages.get("finished", 0.0) - stages.get("first_decode", 0.0)
@@ -148,7 +148,7 @@ class Dispatcher:
         self.health.decoded(attempt.decode, took, tokens - 2)
 
     def failed(self, attempt: Attempt, node: Node, error: RequestError) -> None:
-        """One node of the attempt reported a failure."""
+        """Note that one node of the attempt reported a failure."""
         if isinstance(error, ChecksumFailed):
             self.health.corrupted(attempt.prefill, attempt.decode)
         elif isinstance(error, TransferFailed):
@@ -358,7 +358,7 @@ class Dispatcher:
                 raise unavailable(unreached.role)
 
     def _avoided(self, flight: InFlight, trial: Trial) -> set[str]:
-        """Incarnations to blame for failed attempts and, for a request on trial, those on which other suspects run."""
+        """Return the incarnations to blame for failed attempts; on trial, also those with other suspects."""
         if not trial.isolated:
             return flight.avoid
         others = ((attempt, self._flights[room]) for room, attempt in self._attempts.items())

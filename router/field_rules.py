@@ -127,7 +127,7 @@ class UnknownFields:
         self._warned: set[str] = set()
 
     def check(self, names: Iterable[str]) -> None:
-        """Raises InvalidRequest for the first name if `strict`."""
+        """Raise InvalidRequest for the first name if `strict`."""
         for name in names:
             if self._strict:
                 raise InvalidRequest(

@@ -67,7 +67,7 @@ TakeNow = Callable[[Sequence[OutputToken]], bool]
 
 
 def take_nothing(tokens: Sequence[OutputToken]) -> bool:
-    """A reader that gets every token from the generator."""
+    """Return False: a reader that takes nothing itself gets every token from the generator."""
     return False
 
 

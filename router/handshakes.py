@@ -46,7 +46,7 @@ class TlsHandshakes:
         return client in self._waiting
 
     def pending(self, client: str) -> int:
-        """Connections of a client whose handshake has not ended."""
+        """Return the number of connections of a client whose handshake has not ended."""
         return self._by_client[client]
 
     @asynccontextmanager

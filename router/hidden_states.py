@@ -11,8 +11,8 @@ from router.answer_states import VALUE_BYTES, AnswerStates
 from router.openai_schema import SharedFields
 
 FIELD = "return_hidden_states"
-# Of all answers in progress. Nodes never have more of them on their way to the router.
-MOST_HELD = 256 << 20  # bytes
+# Bytes of all answers in progress. Nodes never have more of them on their way to the router.
+MOST_HELD = 256 << 20
 _MIB = 1 << 20
 
 

@@ -40,7 +40,7 @@ def error_body(message: str, kind: str, param: str | None, code: int | str) -> d
 
 
 def body_of(error: RequestError) -> dict[str, Any]:
-    """The body of an error. `code` is a name where clients compare it with one, otherwise the status."""
+    """Return the body of an error. `code` is a name where clients compare it with one, otherwise the status."""
     named = error.status >= 500 or error.status in (401, 403, 429)
     named = named or isinstance(error, ContextTooLong | ModelNotFound)
     return error_body(str(error), error.type, error.param, error.code if named else error.status)
@@ -131,7 +131,7 @@ def error_middleware(log: Log) -> Middleware:
 
 
 def _refusal(error: Exception, request: web.Request, log: Log) -> web.Response:
-    """The answer to a request whose handler has raised `error`, in the form of the API that the path belongs to."""
+    """Return the answer to a request whose handler has raised `error`, in the form of the path's API."""
     if isinstance(error, RequestError):
         response = response_of(error)
     elif isinstance(error, web.HTTPException):

@@ -82,12 +82,12 @@ class _Protocol(web.RequestHandler):
             transport.abort()
 
     def busy(self) -> None:
-        """A request is being answered: the connection is not idle."""
+        """Note that a request is being answered: the connection is not idle."""
         if self._limit is not None:
             self._limit.busy(self)
 
     def idle(self) -> None:
-        """The request has been answered."""
+        """Note that the request has been answered."""
         if self._limit is not None:
             self._limit.idle(self)
 

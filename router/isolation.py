@@ -30,7 +30,7 @@ class Trial:
         return self._isolation is not None
 
     def placed(self) -> None:
-        """The request has been sent to its nodes: it keeps others waiting only for a bounded time from now on."""
+        """Note that the request was sent to its nodes: it keeps others waiting only for a bounded time from now on."""
         if self.isolated and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TRIAL_SECONDS, self.release)
 

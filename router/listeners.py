@@ -95,14 +95,14 @@ def owner_socket(path: Path) -> socket.socket:
 
 
 def peer_of(transport: asyncio.BaseTransport | None) -> str | None:
-    """The address of the peer; None on a Unix socket, which has none."""
+    """Return the address of the peer; None on a Unix socket, which has none."""
     peer = transport.get_extra_info("peername") if transport is not None else None
     return client_address(str(peer[0])) if isinstance(peer, tuple) else None
 
 
 @lru_cache(maxsize=4096)
 def client_address(text: str) -> str:
-    """One name per client: for IPv6 its /64 network, because one host may have all addresses of it."""
+    """Return one name per client: for IPv6 its /64 network, because one host may have all addresses of it."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:

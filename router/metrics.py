@@ -209,7 +209,7 @@ class RouterMetrics(Collector):
         yield phases
 
     def _graphs(self, nodes: Iterable[Node], names: tuple[str, ...]) -> Iterator[Metric]:
-        """Counters of every capturable forward. The label `model` is target or draft."""
+        """Yield the counters of every capturable forward. The label `model` is target or draft."""
         found = [
             ((self._model, node.name, node.role, totals.phase, totals.model), totals)
             for node in nodes

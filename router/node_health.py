@@ -67,12 +67,12 @@ class NodeHealth:
         ]
 
     def _start_weight(self, node: Node, now: float) -> float:
-        """The weight of a node during its slow start."""
+        """Return the weight of a node during its slow start."""
         progress = min(max((now - node.since) / self._slow_start, 0.0), 1.0)
         return LEAST_START_WEIGHT + (1.0 - LEAST_START_WEIGHT) * progress
 
     def placed(self, prefill: Node, decode: Node) -> None:
-        """A request was placed on this pair. It is the trial request of breakers that are half-open."""
+        """Note that a request was placed on this pair. It is the trial request of breakers that are half-open."""
         self.pairs.placed((prefill.incarnation, decode.incarnation))
         self.checksums.placed((prefill.incarnation, decode.incarnation))
         self.nodes.placed(prefill.incarnation)
@@ -83,26 +83,26 @@ class NodeHealth:
             self.pairs.failed((prefill.incarnation, decode.incarnation))
 
     def corrupted(self, prefill: Node, decode: Node) -> None:
-        """A page on the decode node differs from what the prefill node sent."""
+        """Note that a page on the decode node differs from what the prefill node sent."""
         if not _lost(prefill, decode):
             self.checksums.failed((prefill.incarnation, decode.incarnation))
 
     def verified(self, prefill: Node, decode: Node) -> None:
-        """The decode node has verified the pages of a request and run it."""
+        """Note that the decode node has verified the pages of a request and run it."""
         pair = (prefill.incarnation, decode.incarnation)
         if self.checksums.is_half_open(pair):
             self.checksums.succeeded(pair)
 
     def bad_pairs(self) -> set[PairKey]:
-        """Pairs that placement should avoid."""
+        """Return the pairs that placement should avoid."""
         return self.pairs.blocked() | self.checksums.blocked()
 
     def transferred(self, prefill: Node, decode: Node) -> None:
-        """The pages of a request have arrived."""
+        """Note that the pages of a request have arrived."""
         self.pairs.succeeded((prefill.incarnation, decode.incarnation))
 
     def node_failed(self, node: Node) -> None:
-        """The node failed a request through a fault of its own, or could not be reached."""
+        """Note that the node failed a request through a fault of its own, or could not be reached."""
         if not _lost(node):
             self.nodes.failed(node.incarnation)
 
@@ -120,7 +120,7 @@ class NodeHealth:
             self.outliers.measured(node.incarnation, seconds, tokens)
 
     def released(self, prefill: Node, decode: Node) -> None:
-        """A request on this pair is over, whether or not it reported success or failure."""
+        """Note that a request on this pair is over, whether or not it reported success or failure."""
         self.pairs.released((prefill.incarnation, decode.incarnation))
         self.checksums.released((prefill.incarnation, decode.incarnation))
         self.nodes.released(prefill.incarnation)
@@ -134,7 +134,7 @@ class NodeHealth:
         self.outliers.forget(gone)
 
     def conditions(self, nodes: Iterable[Node]) -> list[Condition]:
-        """The condition of each node, for status pages and metrics."""
+        """Return the condition of each node, for status pages and metrics."""
         known = list(nodes)
         names = {node.incarnation: node.name for node in known}
         bad = self.bad_pairs()

@@ -108,7 +108,7 @@ class NodeRegistry:
         return self._nodes[incarnation]
 
     def eligible(self) -> list[Node]:
-        """Nodes of both roles that take requests and can be reached."""
+        """Return the nodes of both roles that take requests and can be reached."""
         return [node for node in self._nodes.values() if node.eligible]
 
     def undecided(self, message: Register) -> bool:
@@ -179,7 +179,7 @@ class NodeRegistry:
         return True
 
     def leave(self, incarnation: str) -> None:
-        """A node said goodbye: what it still held is lost, as with a dead node."""
+        """Remove a node that said goodbye: what it still held is lost, as with a dead node."""
         node = self._nodes.get(incarnation)
         if node is not None:
             self.lose(node, "it said goodbye", "goodbye")
@@ -220,7 +220,7 @@ class NodeRegistry:
                 )
 
     def expected_within(self, role: Role) -> float:
-        """Seconds for which a node of `role` may be expected to take requests soon; 0 if none is expected.
+        """Return the seconds for which a node of `role` may be expected to take requests soon; 0 if none is expected.
 
         Expected are nodes of the cluster file that left or have not arrived yet, the successor of a draining node, and
         nodes that are unreachable now, because they either return or are lost.
@@ -233,19 +233,19 @@ class NodeRegistry:
         return math.inf if back else self._returns.remaining(role)
 
     def expected(self, role: Role) -> list[str]:
-        """Names of nodes of the cluster file that are absent and expected back."""
+        """Return the names of nodes of the cluster file that are absent and expected back."""
         return self._returns.expected(role)
 
     def missing_for(self, role: Role) -> float:
-        """Seconds since the last node of a role stopped taking requests; 0 while one takes them."""
+        """Return the seconds since the last node of a role stopped taking requests; 0 while one takes them."""
         return self._clock() - self._served_at[role] if not self.count(role) else 0.0
 
     def count(self, role: Role) -> int:
-        """Number of nodes of a role that take requests."""
+        """Return the number of nodes of a role that take requests."""
         return sum(node.role == role and node.state == "up" for node in self)
 
     def _holder(self, message: Register) -> Node | None:
-        """Another process that holds the name."""
+        """Return another process that holds the name."""
         node = message.node
         return next(
             (other for other in self if other.name == node.name and other.incarnation != node.incarnation),

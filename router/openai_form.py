@@ -23,7 +23,7 @@ class OpenAiForm:
         return (self._form.last_event(usage) if with_usage else b"") + DONE
 
     def failure(self, body: dict[str, Any]) -> bytes:
-        """An error event without [DONE]: the answer is incomplete."""
+        """Return an error event without [DONE]: the answer is incomplete."""
         return error_event(body)
 
     def collector(self, choices: int) -> WholeAnswer:

@@ -52,7 +52,7 @@ class AnswerPiece:
     finish_reason: str | None
     cached_tokens: int | None = None  # in the first piece: prompt tokens found in the prefix cache
     stop_string: str | None = None  # the stop string that has ended the text
-    # Of the prompt from its second token on; in the first piece.
+    # In the first piece: scores of the prompt's tokens, from the second one on.
     prompt_logprobs: Sequence[PromptLogprob] = ()
     states: AnswerStates | None = None  # the hidden states of the choice, complete with its last piece
 
@@ -86,27 +86,27 @@ class Format(ABC):
         return self.lists if self._logprobs is not None else ()
 
     def before_choices(self) -> bytes:
-        """The complete answer up to its choices."""
+        """Return the complete answer up to its choices."""
         return _encode({"object": self.whole, **self._head})[:-1] + b',"choices":['
 
     @abstractmethod
     def before_text(self, index: int) -> bytes:
-        """A choice of the complete answer up to its text."""
+        """Return a choice of the complete answer up to its text."""
 
     def text_of(self, piece: AnswerPiece) -> str:
         """Return what a piece adds to the text of its choice in a complete answer."""
         return piece.text
 
     def encoded_text(self, index: int, text: str) -> bytes:
-        """The text of a choice as JSON."""
+        """Return the text of a choice as JSON."""
         return _encode(text)
 
     def end_of_message(self, index: int) -> bytes:
-        """The members that follow the text of a choice, up to its logprobs."""
+        """Return the members that follow the text of a choice, up to its logprobs."""
         return self.after_text
 
     def finish_reason(self, index: int, reason: str | None) -> str | None:
-        """The finish reason of a choice that the client gets."""
+        """Return the finish reason of a choice that the client gets."""
         return reason
 
     def fragments(self, piece: AnswerPiece) -> list[bytes]:
@@ -116,18 +116,18 @@ class Format(ABC):
 
     @abstractmethod
     def _listed(self, pieces: Sequence[AnswerPiece]) -> dict[str, Any] | None:
-        """The logprobs of consecutive pieces."""
+        """Return the logprobs of consecutive pieces."""
 
     def opening(self, choices: int, usage: bytes) -> bytes:
-        """Events that precede the first token. `usage` is the usage member of each event, from `usage_field`."""
+        """Return the events before the first token. `usage` is the usage member of each event, from `usage_field`."""
         return b""
 
     @abstractmethod
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
-        """The events of a piece; b"" while its text is held back."""
+        """Return the events of a piece; b"" while its text is held back."""
 
     def last_event(self, usage: Usage) -> bytes:
-        """The final event that stream_options.include_usage requests."""
+        """Return the final event that stream_options.include_usage requests."""
         return self._event(b"", usage_field(usage))
 
     def _event(self, choice: bytes, usage: bytes) -> bytes:

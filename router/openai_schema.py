@@ -180,19 +180,19 @@ MESSAGE_NOT_YET: dict[str, tuple[Any, ...]] = {
 
 
 def honoured(request: type[SharedFields]) -> list[str]:
-    """Supported fields of a request, sorted by name, for /server_info."""
+    """Return the supported fields of a request, sorted by name, for /server_info."""
     return sorted(set(request.__struct_fields__) - set(NOT_YET))
 
 
 def refuse_unsupported(request: SharedFields) -> None:
-    """Raises InvalidRequest for the first field that would change the answer but is not supported."""
+    """Raise InvalidRequest for the first field that would change the answer but is not supported."""
     _refuse(request, NOT_YET, "")
     if isinstance(request, ChatRequest):
         refuse_unsupported_messages(request.messages)
 
 
 def refuse_unsupported_messages(messages: Sequence[Message]) -> None:
-    """Raises InvalidRequest for the first field of a message that is not supported."""
+    """Raise InvalidRequest for the first field of a message that is not supported."""
     for index, message in enumerate(messages):
         _refuse(message, MESSAGE_NOT_YET, f"messages[{index}].")
 
@@ -302,7 +302,7 @@ def _packed(ids: TokenIds) -> bytes:
 
 
 def prompt_names(count: int) -> list[str]:
-    """The names of `count` prompts in refusals."""
+    """Return the names of `count` prompts in refusals."""
     return ["prompt"] if count == 1 else [f"prompt[{index}]" for index in range(count)]
 
 

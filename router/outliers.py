@@ -63,7 +63,7 @@ class Outliers:
         return not self._slow
 
     def weight(self, incarnation: str) -> float:
-        """The weight at the last `judge`: 1 unless the node is an outlier."""
+        """Return the weight at the last `judge`: 1 unless the node is an outlier."""
         speed = self._speeds.get(incarnation)
         return 1.0 if speed is None else speed.weight
 

@@ -42,7 +42,7 @@ class PairWait:
         self._changed = asyncio.Event()
 
     def end_all(self, error: RequestError) -> None:
-        """From now on, no request gets a pair: each ends with `error`."""
+        """End all requests with `error`: from now on, none gets a pair."""
         self._ending = error
         self.nodes_changed()
 

@@ -120,12 +120,12 @@ def choose_pair(
 
 
 def prefill_cost(candidate: Candidate) -> float:
-    """Prompt tokens queued before a new request, which determine its time to first token."""
+    """Return the prompt tokens queued before a new request, which determine its time to first token."""
     return candidate.assigned_tokens
 
 
 def decode_cost(candidate: Candidate) -> float:
-    """Requests per step plus the fill level of the pool, which determine inter-token latency and retractions."""
+    """Return the requests per step plus the fill level of the pool: inter-token latency and retractions follow them."""
     load = candidate.load
     used = 1.0 - (load.free_pages + load.cached_pages) / load.total_pages if load.total_pages else 0.0
     return max(candidate.assigned, load.running + load.transferring + load.queued) + 8.0 * max(

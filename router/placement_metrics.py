@@ -39,7 +39,7 @@ class PlacementMetrics:
 
 
 def condition_series(model: str, conditions: Iterable[Condition]) -> Iterator[Metric]:
-    """The series of each node's placement condition."""
+    """Yield the series of each node's placement condition."""
     names = ("model_name", "engine", "role")
     weight = GaugeMetricFamily(
         "tandem_node_weight", "Share of requests relative to a node of weight 1", labels=names

@@ -103,5 +103,5 @@ def _among(candidates: Sequence[Candidate], prefer: Collection[str]) -> Sequence
 
 
 def unavailable(role: Role) -> Unavailable:
-    """The refusal when no node of `role` can be chosen."""
+    """Return the refusal when no node of `role` can be chosen."""
     return Unavailable(f"no {role} node can take requests now; try again in a few seconds")

@@ -37,7 +37,7 @@ class PoisonWatch:
             flight.suspect = key
 
     def crashed(self, node: Node, aboard: Iterable[tuple[Attempt, InFlight]]) -> list[Attempt]:
-        """A node's process died under these requests. Return the attempts of requests that must not run again."""
+        """Note that a node died under these requests. Return the attempts of requests that must not run again."""
         attempts = list(aboard)
         said: dict[bytes, int] = {}
         for attempt, flight in attempts:
@@ -68,7 +68,7 @@ class PoisonWatch:
         return trial
 
     def avoided_by(self, flight: InFlight, others: Iterable[tuple[Attempt, InFlight]]) -> set[str]:
-        """Incarnations of nodes on which other suspects run."""
+        """Return the incarnations of nodes on which other suspects run."""
         return {
             incarnation
             for attempt, other in others
@@ -102,5 +102,5 @@ _REFUSED = (
 
 
 def poison_error() -> PoisonRequest:
-    """The error of a request whose nodes have crashed."""
+    """Return the error of a request whose nodes have crashed."""
     return PoisonRequest(_REFUSED)

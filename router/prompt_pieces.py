@@ -57,7 +57,7 @@ class ShownPrompt:
 
     @classmethod
     def echoed(cls, ids: Sequence[int], given: str | None, tokenizer: Tokenizer) -> ShownPrompt:
-        """A prompt that precedes the answer's text. `given`: the text as the client sent it; None: it sent ids."""
+        """Return a prompt that precedes the answer. `given`: the text as the client sent it; None: it sent ids."""
         decoder = tokenizer.stream(given is not None)
         offsets, size, parts = [], 0, []
         for token in ids:

@@ -67,7 +67,7 @@ class RegistrationRules:
         return msgspec.structs.replace(message, node=msgspec.structs.replace(node, peer_address=address))
 
     def check_tokens(self, tokens: Sequence[OutputToken]) -> None:
-        """Raises ProtocolError for a token outside the vocabulary."""
+        """Raise ProtocolError for a token outside the vocabulary."""
         for token in tokens:
             logprob = token.logprob
             if token.id >= self.vocab_size or (
@@ -76,7 +76,7 @@ class RegistrationRules:
                 raise ProtocolError(f"a token is outside the vocabulary of {self.vocab_size} tokens")
 
     def check_scores(self, tokens: Sequence[PromptLogprob]) -> None:
-        """Raises ProtocolError for a token outside the vocabulary."""
+        """Raise ProtocolError for a token outside the vocabulary."""
         if any(each >= self.vocab_size for token in tokens for each in token.top_ids):
             raise ProtocolError(f"a token is outside the vocabulary of {self.vocab_size} tokens")
 

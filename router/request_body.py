@@ -14,7 +14,7 @@ from router.turns import Turns
 
 JSON = "application/json"
 READ_TIMEOUT = 30.0  # seconds from the head of a request to the end of its body
-# Of all bodies, in one turn of the event loop: a piece has up to four thousand chunks, some 5 ms of work.
+# Pieces of all bodies in one turn of the event loop. A piece has up to four thousand chunks, some 5 ms of work.
 PIECES_PER_TURN = 4
 
 memory_key: web.AppKey[BodyMemory] = web.AppKey("memory", BodyMemory)
@@ -63,7 +63,7 @@ class Received:
         self._raw += piece
 
     def completed(self) -> None:
-        """The whole body has arrived: its reservation stays until `release`."""
+        """Note that the whole body has arrived: its reservation stays until `release`."""
         if self._reserved is not None:
             self._reserved.revocable = False
 

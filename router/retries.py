@@ -40,7 +40,7 @@ class Retries:
         self._taken_in = False  # some attempt was not refused for a full queue
 
     def pause(self, error: RequestError, progress: bool, elsewhere: bool, now: float) -> float | None:
-        """Seconds until the next attempt; None if `error` ends the request.
+        """Return the seconds until the next attempt; None if `error` ends the request.
 
         `progress`: the attempt yielded tokens. `elsewhere`: a pair of nodes that has not failed can take the request.
         """

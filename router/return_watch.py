@@ -30,11 +30,11 @@ class ReturnWatch:
         return name in self._configured.get(role, ())
 
     def remaining(self, role: Role) -> float:
-        """Seconds for which a node of `role` is still expected; 0 if none is."""
+        """Return the seconds for which a node of `role` is still expected; 0 if none is."""
         latest = max(self._away.get(role, {}).values(), default=None)
         return 0.0 if latest is None else max(latest + self._window - self._clock(), 0.0)
 
     def expected(self, role: Role) -> list[str]:
-        """Names of the nodes that are expected back, sorted."""
+        """Return the names of the nodes that are expected back, sorted."""
         oldest = self._clock() - self._window
         return sorted(name for name, since in self._away.get(role, {}).items() if since > oldest)

@@ -24,7 +24,7 @@ class RunningRequests:
             del self._of[client]
 
     def count(self, client: str) -> int:
-        """Number of prompts that `client` has in flight."""
+        """Return the number of prompts that `client` has in flight."""
         return len(self._of.get(client, ()))
 
     def abort(self, client: str, identities: Iterable[str]) -> int:
@@ -44,7 +44,7 @@ class RunningRequests:
 
 
 def _http_ids(flight: InFlight) -> set[str]:
-    """The ids under which a client knows the prompt: its own, and that of a request with several prompts."""
+    """Return the ids under which a client knows the prompt: its own, and that of a request with several prompts."""
     identity = flight.request.request_id
     first, _, index = identity.rpartition("-")
     return {identity, first} if index.isdecimal() else {identity}

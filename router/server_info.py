@@ -79,7 +79,7 @@ def of_nodes(conditions: Sequence[Condition], view: View) -> dict[str, Any]:
 
 
 def _accept_lengths(node: Node) -> dict[str, float]:
-    """Tokens per step and request: in answers, and accepted by verification."""
+    """Return the tokens per step and request: in answers, and accepted by verification."""
     return {
         "avg_spec_accept_length": node.counters.avg_spec_accept_length,
         "avg_spec_verified_length": node.counters.avg_spec_verified_length,

@@ -34,15 +34,15 @@ class PromptShare(Protocol):
         ...
 
     def placed(self, prefill: str, decode: str) -> None:
-        """The request was placed on two nodes, given as incarnations."""
+        """Note that the request was placed on two nodes, given as incarnations."""
         ...
 
     def handed_over(self) -> None:
-        """The pages of the prompt are on both nodes."""
+        """Note that the pages of the prompt are on both nodes."""
         ...
 
     def ended(self) -> None:
-        """The request has ended, for whatever reason."""
+        """Note that the request has ended, for whatever reason."""
         ...
 
 

@@ -63,7 +63,7 @@ class SseWriter:
             self._transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._chunked else events)
 
     def write_soon(self, events: bytes) -> None:
-        """Like `write_now`, at the end of this turn of the event loop, in one write with others of the turn."""
+        """Write as `write_now`, but at the end of this turn of the event loop, in one write with others of the turn."""
         if events:
             if not self._gathered:
                 asyncio.get_running_loop().call_soon(self._write_gathered)

@@ -126,13 +126,13 @@ class StatusRoutes:
 
 
 def without_prefix(identity: str) -> str:
-    """The request id in the id of an answer; other ids are returned unchanged."""
+    """Return the request id in the id of an answer; other ids are returned unchanged."""
     prefix = next((each for each in ANSWER_PREFIXES if identity.startswith(each)), "")
     return identity.removeprefix(prefix)
 
 
 def _path(model: ServedModel, request: web.Request) -> str:
-    """The model's directory for clients that may see the cluster, otherwise its name."""
+    """Return the model's directory for clients that may see the cluster, otherwise its name."""
     return model.path if request[client_key].view >= View.CLUSTER else model.name
 
 

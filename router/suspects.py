@@ -109,12 +109,12 @@ class Suspects:
         return self._max_crashes > 0 and self.crashes(key) >= 2
 
     def crashes(self, key: bytes) -> int:
-        """Crashes of which the request is suspected."""
+        """Return the number of crashes of which the request is suspected."""
         suspicion = self._get(key)
         return suspicion.crashes if suspicion is not None else 0
 
     def crashed(self, incarnation: str, role: Role, aboard: Mapping[bytes, int]) -> bytes | None:
-        """A node crashed under `aboard` (fingerprint -> emitted tokens). Return the request to quarantine, if any."""
+        """Note a crash under `aboard` (fingerprint -> emitted tokens). Return the request to quarantine, if any."""
         copy = next((key for key in aboard if self.is_quarantined(key)), None)
         # It was running here when it was quarantined: no other request is suspected.
         if copy is not None:
@@ -153,7 +153,7 @@ class Suspects:
                 self._suspects[key] = before
 
     def presumed_crashed(self) -> list[str]:
-        """Incarnations of recent crashes."""
+        """Return the incarnations that crashed recently."""
         return list(self._crashes)
 
     def progressed(self, key: bytes, said: int) -> None:

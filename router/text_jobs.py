@@ -101,7 +101,7 @@ def refusal(error: RequestError) -> JobResult:
 
 
 def too_costly(job: Job) -> tuple[str, str | None]:
-    """The message and the field of the refusal when a job needs more time or memory than a worker has."""
+    """Return the message and the field of the refusal when a job needs more time or memory than a worker has."""
     match job:
         case RenderChat():
             return (

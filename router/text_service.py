@@ -110,11 +110,11 @@ class TextService:
     async def tokenize(
         self, raw: bytearray, max_model_len: int, template_variables: Iterable[str] = ()
     ) -> Payload:
-        """The JSON response of /tokenize. `template_variables`: those that clients may set."""
+        """Return the JSON response of /tokenize. `template_variables`: those that clients may set."""
         return await self._run(Tokenize(max_model_len, tuple(template_variables)), raw)
 
     async def detokenize(self, raw: bytearray, vocab_size: int) -> Payload:
-        """The JSON response of /detokenize."""
+        """Return the JSON response of /detokenize."""
         return await self._run(Detokenize(vocab_size), raw)
 
     async def grammar(self, constraint: Constraint | None, model: ServedModel) -> str:

@@ -99,7 +99,7 @@ def _check_post_processor(processor: dict[str, Any] | None) -> None:
 
 
 def _vocabulary(model: dict[str, Any], byte_level: bool) -> list[str]:
-    """The tokens of a model that yields at least one token per piece of text or per unknown character."""
+    """Return the tokens of a model that yields at least one token per piece of text or per unknown character."""
     if model["type"] == "BPE":
         tokens = set(model["vocab"])
     elif model["type"] == "Unigram":

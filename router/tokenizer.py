@@ -59,7 +59,7 @@ class Tokenizer:
         return ids
 
     def least_tokens(self, text: str) -> int:
-        """A lower bound for the number of tokens that `encode` returns, computed without encoding."""
+        """Return a lower bound for the number of tokens that `encode` returns, computed without encoding."""
         if self._longest is None:
             return 0
         return -(-len(_without_surrogates(text)) // self._longest)
@@ -68,18 +68,18 @@ class Tokenizer:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """The text of a single token as log-probabilities show it; part of a character shows as U+FFFD."""
+        """Return the text of a single token as log-probabilities show it; part of a character shows as U+FFFD."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a single token; exact for byte-level vocabularies, even if they are only part of a character."""
+        """Return the bytes of a token; exact for byte-level vocabularies, even if they are only part of a character."""
         return self._bytes[token_id] if self._bytes is not None else self.token_text(token_id).encode()
 
     def vocabulary_entries(self, token_ids: Sequence[int]) -> list[str]:
-        """The entries of the vocabulary, which need not be text: a byte-level vocabulary writes a space as "\u0120"."""
+        """Return entries of the vocabulary, which need not be text: a byte-level one writes a space as "\u0120"."""
         entry = self._tokenizer.id_to_token
         return [entry(token_id) or "" for token_id in token_ids]
 

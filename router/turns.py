@@ -24,7 +24,7 @@ class Turns:
         seconds: float = float("inf"),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """A turn also ends for callers once `seconds` have passed since its first call; one call is always made."""
+        """End a turn also once `seconds` have passed since its first call; one call is always made."""
         self._per_turn = per_turn
         self._seconds = seconds
         self._clock = clock

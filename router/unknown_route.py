@@ -33,7 +33,7 @@ OTHER_APIS = {
 
 
 def not_found(request: web.Request) -> str:
-    """The text of a 404 for a path that no handler serves."""
+    """Return the text of a 404 for a path that no handler serves."""
     asked = f"there is no route {request.method} {_shown(request.path)}"
     path = request.path.rstrip("/")
     without = path.removeprefix(PREFIX)
@@ -49,7 +49,7 @@ def not_found(request: web.Request) -> str:
 
 
 def not_allowed(request: web.Request, allowed: str) -> str:
-    """The text of a 405. `allowed` lists the methods as in the Allow header."""
+    """Return the text of a 405. `allowed` lists the methods as in the Allow header."""
     return f"{_shown(request.path)} accepts {allowed}, not {request.method}"
 
 

@@ -31,7 +31,7 @@ class AnswerChoice(Protocol):
         ...
 
     def parts(self) -> list[bytes]:
-        """The choice as JSON. Nothing may be added afterwards."""
+        """Return the choice as JSON. Nothing may be added afterwards."""
         ...
 
 
@@ -59,7 +59,7 @@ class WholeChoice:
         return sum(map(len, self._texts))
 
     def parts(self) -> list[bytes]:
-        """The choice as JSON. Nothing may be added afterwards."""
+        """Return the choice as JSON. Nothing may be added afterwards."""
         form = self._form
         return [
             form.before_text(self._index),

@@ -69,7 +69,7 @@ class Family:
     refused: Mapping[str, str] = field(default_factory=dict)
     # Maps (config.json, layers, where) to the blocks of each layer; None: attention and a dense feed-forward in each.
     layer_kinds: Callable[[Raw, int, str], tuple[LayerKind, ...]] | None = None
-    # Of a mixture of experts; the layers that have them follow from config.json.
+    # The keys of a mixture of experts; the layers that have them follow from config.json.
     experts: ExpertRules | None = None
     # Some layers are gated delta networks; True if the rows of their projections are grouped by key head.
     gated_delta: bool | None = None

@@ -82,7 +82,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int) -> str:
-    """Like `read_bytes`, for UTF-8."""
+    """Return the text of a UTF-8 file, as `read_bytes` reads it."""
     try:
         return read_bytes(path, most).decode()
     except UnicodeDecodeError as error:

@@ -106,7 +106,7 @@ class RouterSection(Section, frozen=True, kw_only=True):
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()  # web pages that may use the API from a browser
     max_connections_per_client: Positive = 1024  # per client address; more are closed
-    # Of all clients; for another one, the connection that has been without a request the longest is closed.
+    # For all clients together. For one more, the connection that has been without a request the longest is closed.
     max_connections: Positive = 4352
     # ZMQ address that nodes connect to; auto: an ipc socket in the run directory.
     control_address: str = "auto"

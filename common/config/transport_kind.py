@@ -28,7 +28,7 @@ Options = TypeVar("Options", bound=TransportOptions)
 
 
 def always_allowed(topology: Topology, options: Any) -> None:
-    """Default of `allow`, for a transport that needs no permission."""
+    """No-op, the default of `allow`: the transport needs no permission."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

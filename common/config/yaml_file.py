@@ -60,7 +60,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def parse_mapping(text: str, origin: str) -> dict[str, Any]:
-    """Like read_mapping, for text."""
+    """Parse a text as `read_mapping` parses a file."""
     data = parse_yaml(text, origin)
     if not isinstance(data, dict):
         raise ConfigError("", f"{origin} must contain a mapping with at least `model: {{path: ...}}`")

@@ -17,7 +17,7 @@ MAX_MESSAGE = 500
 
 
 def mask_width(vocab_size: int) -> int:
-    """The words of a mask."""
+    """Return the number of 32-bit words in a mask."""
     return -(-vocab_size // 32)
 
 

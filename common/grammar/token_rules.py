@@ -85,7 +85,7 @@ class RuleFollower:
         return [] if self._grammar is None else self._grammar.forced(limit)
 
     def fill(self, masks: Masks, row: int) -> None:
-        """As `Matcher.fill`. `failure` is set if no token is left."""
+        """Fill as `Matcher.fill` does. `failure` is set if no token is left."""
         if self._grammar is None:
             masks[row] = ALL
         else:
@@ -94,7 +94,7 @@ class RuleFollower:
         self._check(masks, row)
 
     def fill_tree(self, masks: Masks, first_row: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        """As `Matcher.fill_tree`. `failure` is set if no token is left at the root."""
+        """Fill as `Matcher.fill_tree` does. `failure` is set if no token is left at the root."""
         if self._grammar is None:
             masks[first_row : first_row + len(tokens)] = ALL
         else:

@@ -132,7 +132,7 @@ class RouterSocket(Channel):
         security: LinkSecurity | None = None,
         queued_bytes: int = QUEUED_BYTES,
     ) -> None:
-        """At most `queued_bytes` wait for the acknowledgement of one peer.
+        """Keep at most `queued_bytes` that one peer has not acknowledged.
 
         Raises ConfigError if the address cannot be bound, or another process serves it.
         """

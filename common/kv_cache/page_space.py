@@ -39,7 +39,7 @@ def as_bigram_keys(token_ids: Sequence[int] | Keys) -> Keys:
 
 
 def as_window_keys(token_ids: Sequence[int] | Keys, lookahead: int) -> Keys:
-    """The same if KV of position t depends on tokens up to t + lookahead: [n - lookahead, lookahead + 1], a view."""
+    """Return a view [n - lookahead, lookahead + 1] if KV of position t depends on tokens up to t + lookahead."""
     ids = np.asarray(token_ids, dtype=np.int64)
     if len(ids) <= lookahead:
         return np.empty((0, lookahead + 1), dtype=np.int64)

@@ -19,7 +19,7 @@ MAX_SALT_BYTES = 32
 # See PageSpace.lease; b"" is shared by all requests without a salt.
 CacheSalt = Annotated[bytes, msgspec.Meta(max_length=MAX_SALT_BYTES)]
 StopTokens = Annotated[tuple[Int64, ...], msgspec.Meta(max_length=MAX_STOP_IDS)]
-# Of a request, relative to others that wait: lower values go first.
+# Among requests that wait, lower values go first.
 MAX_PRIORITY = 20
 Priority = Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

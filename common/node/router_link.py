@@ -190,7 +190,7 @@ class RouterLink(Generic[M]):
         self._dealer.close()
 
     def _decode(self, frame: bytes) -> AnyNodeMessage | M:
-        """A message; Rejected in place of the first message of a router of another version. Raises ProtocolError."""
+        """Return a message; Rejected for the first one of a router of another version. Raises ProtocolError."""
         try:
             message: AnyNodeMessage | M = self._codec.decode(frame)
         except ProtocolError:

@@ -50,7 +50,7 @@ class HangMeter:
 
 @contextlib.contextmanager
 def loop_watchdog(overdue: Callable[[], float], limit: float, log: Log) -> Iterator[None]:
-    """Context in which the process ends once `overdue()` has exceeded `limit` seconds; 0: never."""
+    """End the process in this context once `overdue()` has exceeded `limit` seconds; 0: never."""
     if not limit:
         yield
         return

@@ -14,31 +14,31 @@ Json = Mapping[str, Any]
 
 
 def no_other_form(name: str, raw: Json) -> bool:
-    """Default of `fits`: drafts are recognised only by `architectures`."""
+    """Return False, the default of `fits`: only `architectures` tells what a draft is."""
     return False
 
 
 def no_tensors(names: Collection[str]) -> bool:
-    """Default of `holds`: tensors say nothing."""
+    """Return False, the default of `holds`: tensors do not tell what a draft is."""
     return False
 
 
 def any_steps(raw: Json, file: Path) -> int | None:
-    """Default of `most_steps`: the draft runs again for every step, so any number is possible."""
+    """Return None, the default of `most_steps`: a draft that runs again for every step makes any number of steps."""
     return None
 
 
 def no_comparison(draft: Path, target: Path) -> None:
-    """Default of `compare`: `read` has compared everything."""
+    """No-op, the default of `compare`: `read` has compared everything."""
 
 
 def as_it_is(raw: Json, where: str) -> Json:
-    """Default of `flatten`: config.json has its keys at the top level."""
+    """Return config.json unchanged, the default of `flatten`: its keys are at the top level."""
     return raw
 
 
 def window_slots(steps: int, topk: int, nodes: int) -> int:
-    """Default of `slots`: the widest forward is the tree, or all levels of it that the draft has grown."""
+    """Return the default of `slots`: the widest forward is the tree, or all levels of it that the draft has grown."""
     return max(nodes, (steps - 1) * topk)
 
 

@@ -61,7 +61,7 @@ def _most_steps(raw: Json, file: Path) -> int | None:
 
 
 def _slots(steps: int, topk: int, nodes: int) -> int:
-    """The last module runs over the verified rows and as many rows before them as it has predecessors."""
+    """Return the rows of the last module: the verified ones, and as many before them as it has predecessors."""
     return max(nodes, 2 * steps)
 
 

@@ -78,7 +78,7 @@ OUTPUTS = OutputSpec(
 def decode_spec(
     request_buckets: Sequence[int], variants: Sequence[str] = VARIANTS, hidden_states: bool = False
 ) -> CaptureSpec:
-    """The captured shapes and variants of plain decoding. `hidden_states`: the graphs return them."""
+    """Return the captured shapes and variants of plain decoding. `hidden_states`: the graphs return them."""
     return CaptureSpec(
         model="target",
         phase="decode",
@@ -91,7 +91,7 @@ def decode_spec(
 
 
 def serving_variants(sampling: SamplingVariant) -> tuple[str, ...]:
-    """The variants that can serve a batch, cheapest first."""
+    """Return the variants that can serve a batch, cheapest first."""
     if sampling.num_logprobs is not None or sampling.adjust is not None or sampling.masked:
         return (LOGITS,)
     return VARIANTS[0 if sampling.all_greedy else 2 if sampling.any_filter else 1 :]

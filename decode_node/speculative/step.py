@@ -28,7 +28,7 @@ PHASES = (Phase.DRAFT.value, Phase.VERIFY.value, Phase.DRAFT_EXTEND.value)
 
 
 def no_seconds() -> dict[str, float]:
-    """Device time of each phase, initially zero."""
+    """Return the device time of each phase, initially zero."""
     return dict.fromkeys(PHASES, 0.0)
 
 

@@ -78,7 +78,7 @@ class Acceptance:
                 self._seen[place] = seen * FORGETTING
 
     def tokens(self, width: int) -> float:
-        """Expected tokens per request of a round of `width` drafts, including the target's own token."""
+        """Return the expected tokens per request of a round of `width` drafts, including the target's own token."""
         total = right = chance = 1.0
         for seen, own in zip(self._seen[:width], self._right[:width]):
             right = (seen * own + KINSHIP * right) / (seen + KINSHIP)

@@ -65,7 +65,7 @@ def config_dict(shape: Shape, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def new_model(config: dict[str, Any], seed: int) -> LlamaForCausalLM:
-    """A newly initialized fp32 model."""
+    """Return a newly initialized fp32 model."""
     torch.manual_seed(seed)
     values = {key: value for key, value in config.items() if key not in ("torch_dtype", "rope_theta")}
     return LlamaForCausalLM(LlamaConfig(**values))  # torch's default dtype, fp32

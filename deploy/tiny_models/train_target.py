@@ -45,7 +45,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def suites(count: int) -> list[Suite]:
-    """The suites that the model card reports."""
+    """Return the suites that the model card reports."""
     from deploy.tiny_models.greedy_eval import Suite
 
     few = max(1, count // 4)

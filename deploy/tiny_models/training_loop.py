@@ -49,7 +49,7 @@ class Outcome:
 
 
 def rate_at(progress: float) -> float:
-    """The learning rate relative to its peak, after a share `progress` of the time."""
+    """Return the learning rate relative to its peak, after a share `progress` of the time."""
     if progress < WARM_UP:
         return progress / WARM_UP
     if progress < DECAY_FROM:
@@ -58,7 +58,7 @@ def rate_at(progress: float) -> float:
 
 
 def optimizers(model: nn.Module, lr: float, is_inside: Callable[[str], bool]) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices whose names are `is_inside` the layers, AdamW for all other parameters."""
+    """Return Muon for the matrices whose names are `is_inside` the layers, AdamW for all other parameters."""
     inside: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -76,7 +76,7 @@ def autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def weighted_loss(logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """The mean next-token loss: `logits[:, i]` predicts `ids[:, i + 1]`, which counts `weights[:, i + 1]` times."""
+    """Return the mean loss: `logits[:, i]` predicts `ids[:, i + 1]`, which counts `weights[:, i + 1]` times."""
     wanted, weight = ids[:, 1:], weights[:, 1:]
     losses = F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), reduction="none")
     return (losses * weight.flatten()).sum() / weight.sum()

@@ -38,7 +38,7 @@ def split_of(question: str) -> Split:
 
 
 def marked_number(text: str) -> int | None:
-    """The number after the first `####`, or None. A completion may run on into a further question."""
+    """Return the number after the first `####`, or None. A completion may run on into a further question."""
     match = _MARKED_NUMBER.search(text)
     return int(match[1]) if match else None
 
@@ -49,7 +49,7 @@ def is_right(problem: Problem, text: str) -> bool:
 
 
 def apply(a: int, op: str, b: int) -> int:
-    """The value of one line. Division is exact by construction; otherwise the template has a bug."""
+    """Return the value of one line. Division is exact by construction; otherwise the template has a bug."""
     if op == "/":
         quotient, rest = divmod(a, b)
         if rest:

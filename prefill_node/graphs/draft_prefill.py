@@ -45,7 +45,7 @@ class DraftPrefillCall:
 
 
 def draft_prefill_spec(token_buckets: Sequence[int], model: str = "draft") -> CaptureSpec:
-    """The spec captures LAST hidden states: only the state after a prompt's last token is kept."""
+    """Return a spec that captures LAST hidden states: only the state after a prompt's last token is kept."""
     return extend_spec(token_buckets, CaptureHiddenMode.LAST, model=model)
 
 
@@ -74,7 +74,7 @@ class DraftBody:
         return prompt_facts(call.batch, CaptureHiddenMode.LAST, call.input_embeds)
 
     def idle(self, shape: ShapeKey) -> DraftPrefillCall:
-        """One padding request. Its hidden states are zeros, never None."""
+        """Return one padding request. Its hidden states are zeros, never None."""
         placement, width = self._head.placement, DraftExtendInput.hidden_size_for(self._config)
         dtype = DraftExtendInput.dtype_for(placement)
         hidden = torch.zeros(shape.tokens, width, dtype=dtype, device=placement.device)

@@ -39,7 +39,7 @@ OUTPUTS = OutputSpec(EncodedImages, {"rows": OutField(Axis.REQUEST)})
 
 
 def encoder_spec(image_counts: Sequence[int], tokens_per_image: int) -> CaptureSpec:
-    """One graph for each number of images, in ascending order."""
+    """Return the spec of one graph for each number of images, in ascending order."""
     return CaptureSpec(
         model="target",
         phase="encoder",

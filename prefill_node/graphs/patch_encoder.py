@@ -38,7 +38,7 @@ OUTPUTS = OutputSpec(EncodedPatches, {"rows": OutField(Axis.TOKEN)})
 
 
 def patch_spec(token_buckets: Sequence[int]) -> CaptureSpec:
-    """One graph for each bucket of tokens, in ascending order."""
+    """Return the spec of one graph for each bucket of tokens, in ascending order."""
     return CaptureSpec(
         model="target",
         phase="encoder",
@@ -75,7 +75,7 @@ class PatchProgram:
         return BatchFacts(ForwardMode.EXTEND, ShapeKey(len(batch.groups), windows))
 
     def idle(self, shape: ShapeKey) -> PatchBatch:
-        """One window of one group; the rest is padding."""
+        """Return one window of one group; the rest is padding."""
         part, device = self._part, self._part.placement.device
         starts = torch.tensor([0, part.group], dtype=torch.int32, device=device)
         run = Segments(starts, part.group, (part.group,))

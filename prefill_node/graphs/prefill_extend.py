@@ -156,7 +156,7 @@ class ExtendBody:
         return prompt_facts(call.batch, call.batch.hidden_mode, call.input_embeds)
 
     def idle(self, shape: ShapeKey) -> ExtendCall:
-        """One request of `shape.tokens` tokens, all in page 0."""
+        """Return one request of `shape.tokens` tokens, all in page 0."""
         model, page_size = self._runner.model, self._runner.pool.page_size
         axes = model.config.rope.axes
         return ExtendCall(

@@ -73,7 +73,7 @@ class DraftPrefillPlan:
         return prompt_backend(name if name != NONE else BREAKABLE, self.target.model.placement.device)
 
     def buckets(self, more: int = 0) -> tuple[int, ...]:
-        """Token buckets for chunks with up to `more` rows before them; empty means always eager."""
+        """Return the token buckets for chunks with up to `more` rows before them; empty means always eager."""
         return prefill_token_buckets(self.chunk_tokens, more) if self.decision.backend != NONE else ()
 
 

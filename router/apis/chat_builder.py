@@ -68,7 +68,7 @@ class ChatBuilder:
             raise invalid_body(error) from error
 
     def _assistant(self) -> dict[str, Any]:
-        """The assistant message at the end, which is added if there is none."""
+        """Return the assistant message at the end, which is added if there is none."""
         last = self._messages[-1] if self._messages else None
         if last is None or last["role"] != "assistant":
             last = {"role": "assistant"}
@@ -77,7 +77,7 @@ class ChatBuilder:
 
 
 def unsupported_part(kind: str, where: str, known: str) -> InvalidRequest:
-    """The refusal of a part of a conversation whose type is not served."""
+    """Return the refusal of a part of a conversation whose type is not served."""
     return InvalidRequest(f"{where} has type {kind[:100]!r}; send {known}", param=where)
 
 

@@ -158,7 +158,7 @@ class GenerateForm:
         return self._tokenizer.token_text(token) if self._with_text else None
 
     def _parts(self, index: int) -> list[bytes]:
-        """The JSON object of a choice, in parts."""
+        """Return the JSON object of a choice, in parts."""
         choice = self._choices[index]
         meta: dict[str, Any] = {
             "id": self._identity if index == 0 else f"{self._identity}-{index}",

@@ -47,5 +47,5 @@ class GenerateRoutes:
 
 
 def _field_of(task: GenerateTask) -> str:
-    """The field that holds a list of prompts."""
+    """Return the field that holds a list of prompts."""
     return "text" if isinstance(task.completion.prompt[0], str) else "input_ids"

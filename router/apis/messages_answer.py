@@ -38,7 +38,7 @@ class MessagesForm:
     # -- a stream
 
     def opening(self, choices: int, usage: bytes) -> bytes:
-        """Nothing: the first event has token counts that arrive with the first piece."""
+        """Return nothing: the first event has token counts that arrive with the first piece."""
         return b""
 
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
@@ -137,7 +137,7 @@ def _block(item: Item) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call; {} where an answer that was cut off leaves no whole object."""
+    """Return the arguments of a call; {} where an answer that was cut off leaves no whole object."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):

@@ -48,7 +48,7 @@ class ResponsesForm:
     # -- a stream
 
     def opening(self, choices: int, usage: bytes) -> bytes:
-        """Nothing: the first events are numbered together with those of the first piece."""
+        """Return nothing: the first events are numbered together with those of the first piece."""
         return b""
 
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:

@@ -302,7 +302,7 @@ def _shown(request: ResponsesRequest) -> dict[str, Any]:
 
 
 def _given(text: TextOptions) -> dict[str, Any]:
-    """The fields that the client has set."""
+    """Return the fields that the client has set."""
     found: dict[str, Any] = {}
     if text.format is not None:
         fields: dict[str, Any] = msgspec.to_builtins(text.format)

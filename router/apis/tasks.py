@@ -36,7 +36,7 @@ class TaskReader(Generic[T]):
     compact: Callable[[T], T]
 
     def unknown(self, raw: bytes | bytearray) -> tuple[str, ...]:
-        """The unknown names in a body. Raises InvalidRequest for those that are known but not served."""
+        """Return the unknown names in a body. Raises InvalidRequest for those that are known but not served."""
         return undeclared(raw, self.fields)
 
     def packed(self, raw: bytes | bytearray) -> bytes:

@@ -44,11 +44,11 @@ class TextSink:
             self._held.append(text[len(kept) :])
 
     def marker(self) -> None:
-        """A marker is here: blanks before it, and first blanks after it, are dropped unless more text follows."""
+        """Note a marker here: blanks before it, and first blanks after it, are dropped unless more text follows."""
         self._at_marker = True
 
     def end(self) -> None:
-        """The answer has ended."""
+        """Note the end of the answer."""
         if self._held and not self._at_marker:
             self._emit("".join(self._held))
 
@@ -145,7 +145,7 @@ class AnswerParser:
         return events
 
     def _watch(self, region: AnswerRegion | None) -> list[tuple[Marker, AnswerRegion | None]]:
-        """The markers that count now, each with the region that it opens; None for one that closes."""
+        """Return the markers that count now, each with the region that it opens; None for one that closes."""
         if region is not None:
             return [(region.close, None)] if region.close is not None else []
         found: list[tuple[Marker, AnswerRegion | None]] = [*self._openers]

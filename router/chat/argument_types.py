@@ -34,7 +34,7 @@ def properties_of(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _kinds(schema: Any) -> list[str]:
-    """The types that a schema names, in order; null first, so that a nullable string can be null."""
+    """Return the types that a schema names, in order; null first, so that a nullable string can be null."""
     if not isinstance(schema, dict):
         return []
     declared = schema.get("type")

@@ -111,7 +111,7 @@ class AssistantFormat(ChatFormat):
         return self._shown.calls_finish if called else reason
 
     def parsed(self, piece: AnswerPiece) -> list[Event]:
-        """The events of a piece that the client gets."""
+        """Return the events of a piece that the client gets."""
         parser = self._parsers[piece.index]
         events = parser.feed(piece.text)
         if piece.finish_reason is not None:

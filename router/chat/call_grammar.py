@@ -51,7 +51,7 @@ class CallGrammars:
         self._pattern = re.compile("|".join(map(re.escape, self._special)) or r"(?!)")
 
     def forced(self, tools: Sequence[dict[str, Any]], thought: Thought, several: bool) -> CallGrammar:
-        """The answer is a call of one of the tools; with `several`, one call or more."""
+        """Return a grammar whose texts are a call of one of the tools; with `several`, one call or more."""
         rules, schemas = list[str](), dict[str, str]()
         names = [
             self._call(index, tool["function"], True, rules, schemas) for index, tool in enumerate(tools)
@@ -67,7 +67,7 @@ class CallGrammars:
         thought: Thought,
         several: bool,
     ) -> CallGrammar:
-        """The answer is calls as in `forced`, or JSON that `schema` accepts.
+        """Return a grammar whose texts are calls as in `forced`, or JSON that `schema` accepts.
 
         The arguments of the tools in `strict` have their schema. The format of calls must have a marker: llguidance's
         lexer cannot choose between JSON and a call that begins like it.
@@ -85,7 +85,7 @@ class CallGrammars:
     def triggered(
         self, tools: Sequence[dict[str, Any]], strict: frozenset[str], thought: Thought
     ) -> CallGrammar | None:
-        """Any text with calls in it, in which the arguments of the tools in `strict` have their schema.
+        """Return a grammar of any text with calls, in which the arguments of the tools in `strict` have their schema.
 
         None if the format has no marker that tells calls from text.
         """
@@ -135,7 +135,7 @@ class CallGrammars:
     def _tags(
         self, index: int, parameters: Mapping[str, Any], rules: list[str], schemas: dict[str, str]
     ) -> str:
-        """One tag for each argument, in the order of the schema."""
+        """Return the rule of one tag for each argument, in the order of the schema."""
         assert self._calls.argument is not None
         before, after = self._calls.argument
         properties = parameters.get("properties")
@@ -154,7 +154,7 @@ class CallGrammars:
         return " ".join(found)
 
     def _until(self, rule: str, end: str, rules: list[str]) -> str:
-        """Any text up to and including `end`."""
+        """Return the rule of any text up to and including `end`."""
         special = self._special.get(end)
         if special is not None:
             return f"{_TEXT} <[{special}]>"
@@ -172,7 +172,7 @@ class CallGrammars:
         return f"{_BLANKS} ({_sequence(self._literal(begin), inside)})?"
 
     def _literal(self, text: str) -> str:
-        """Exactly this text; special tokens in it by their ids."""
+        """Return the rule of exactly this text; special tokens in it by their ids."""
         parts, start = list[str](), 0
         for match in self._pattern.finditer(text):
             parts += [_quoted(text[start : match.start()]), f"<[{self._special[match[0]]}]>"]
@@ -196,5 +196,5 @@ def _sequence(*parts: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A literal of Lark, whose strings have the escapes of JSON."""
+    """Return a literal of Lark, whose strings have the escapes of JSON."""
     return json.dumps(text, ensure_ascii=False) if text else ""

@@ -295,7 +295,7 @@ def _flat(value: Any) -> list[Any]:
 
 
 def _name_and_arguments(call: Any) -> tuple[str, str]:
-    """Raises KeyError or TypeError for what is not a call."""
+    """Return the name and the arguments of a call. Raises KeyError or TypeError for what is not a call."""
     function = call.get("function", call)
     name, arguments = function["name"], function.get("arguments", {})
     if not isinstance(name, str):

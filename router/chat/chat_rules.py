@@ -67,7 +67,7 @@ class ChatRules:
 
 
 def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
-    """Raises InvalidRequest, which names the field."""
+    """Return the rules of a request. Raises InvalidRequest, which names the field."""
     check_chat_fields(request)
     tools = request.tools or []
     choice = _choice(request, style)

@@ -128,7 +128,7 @@ def check_calls(calls: Sequence[ToolCall], where: str) -> None:
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The tools as chat templates print them."""
+    """Return the tools as chat templates print them."""
     return [{"type": "function", "function": _function(tool.function)} for tool in tools]
 
 

@@ -120,5 +120,5 @@ def tags_grammar(form: Tags, special: Mapping[str, int]) -> tuple[str, dict[str,
 
 
 def _quoted(text: str) -> str:
-    """A literal of Lark, whose strings have the escapes of JSON."""
+    """Return a literal of Lark, whose strings have the escapes of JSON."""
     return json.dumps(text, ensure_ascii=False) if text else ""

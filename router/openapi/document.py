@@ -83,7 +83,7 @@ def _parameter(name: str, where: str, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
-    """The media types of an answer, each with its schema."""
+    """Return the media types of an answer, each with its schema."""
     if operation.media == EMPTY:
         return {}
     if operation.media != JSON:

@@ -56,7 +56,7 @@ def _tables(operation: dict[str, Any], schemas: dict[str, Any]) -> str:
 
 
 def _fields(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
-    """A table of the fields of a struct; nothing for other types."""
+    """Return a table of the fields of a struct; nothing for other types."""
     reference = schema.get("$ref") or next(
         (each["$ref"] for each in schema.get("anyOf", ()) if "$ref" in each), None
     )

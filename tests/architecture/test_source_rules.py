@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 import tomllib
 from collections.abc import Iterator
 
@@ -256,36 +254,6 @@ def test_every_module_says_what_it_is_for() -> None:
     """The first line of a module states its purpose; in __init__, the charter of its folder."""
     silent = [module.place for module in MODULES if not ast.get_docstring(module.tree)]
     assert not silent, "no docstring: " + ", ".join(silent)
-
-
-def test_docstrings_and_comments_use_plain_words() -> None:
-    """A docstring does not begin with "Of", and "after" (time) or "past" (position) takes the place of "behind"."""
-    wrong = [f"{module.place}:{line}: {text}" for module in MODULES for line, text in _odd_prose(module)]
-    assert not wrong, "\n".join(wrong)
-
-
-def _odd_prose(module: Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, first words) of the docstrings and comments that break the rule."""
-    for line, text in _prose(module):
-        if text.startswith("Of ") or re.search(r"\bbehind\b", text):
-            yield line, text[:80]
-
-
-def _prose(module: Module) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of every docstring and every comment."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            text = ast.get_docstring(node)
-            if text is not None:
-                yield node.body[0].lineno, text
-    for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
-
-
-def test_odd_prose_is_found() -> None:
-    text = '''"""Of pages."""\n\nbehind = "behind"  # what lies behind\n\n\ndef f():\n    """The page after it."""\n'''
-    assert list(_odd_prose(Module("m", "m.py", text))) == [(1, "Of pages."), (3, "# what lies behind")]
 
 
 def test_every_folder_with_code_is_a_package() -> None:

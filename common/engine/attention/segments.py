@@ -55,7 +55,7 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, segments: Segments)
 
 
 def attend_by_length(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """The same in torch; consecutive runs of one length are one product."""
+    """Compute the same in torch; consecutive runs of one length are one product."""
     equal = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
     split = (torch.split(each, [length * count for length, count in equal]) for each in (query, key, value))
     parts = []
@@ -68,7 +68,7 @@ def attend_by_length(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[i
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> Tensor:
-    """The same with runs read on the device, for the tape: N by N attention for any runs."""
+    """Compute the same with runs read on the device, for the tape: N by N attention for any runs."""
     row = torch.arange(query.shape[0], dtype=torch.int32, device=query.device)
     owner = torch.bucketize(row, starts, right=True)
     real = (row < starts[-1])[:, None, None]  # other rows are undefined, and 0 * NaN is NaN

@@ -29,7 +29,7 @@ def whole_prompt_rows(batch: ForwardBatch, rows: int) -> int | None:
 
 
 def attend_whole_prompt(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Causal attention of query [n, heads, D] over key, value [n, kv_heads, D]; returns [n, heads, D].
+    """Return the causal attention [n, heads, D] of query [n, heads, D] over key, value [n, kv_heads, D].
 
     Takes float16 or bfloat16 on a GPU, D at most MAX_HEAD_DIM. cuDNN is called by name because the dispatcher's
     choice among the kernels would cost more than a short prompt.
@@ -42,7 +42,7 @@ def attend_whole_prompt(query: Tensor, key: Tensor, value: Tensor, scale: float)
 
 
 def attend_padded_prompt(query: Tensor, key: Tensor, value: Tensor, live: int, scale: float) -> Tensor:
-    """The same if rows from `live` on are padding: clears them in key, in value and in the result.
+    """Compute the same if rows from `live` on are padding, and clear these in key, in value and in the result.
 
     Later keys do not affect earlier queries, except as 0 * NaN.
     """

@@ -23,7 +23,7 @@ class CheckpointLayout:
 
     prefix: str = "model."  # of the language model's layers
     head: str = ""  # before lm_head
-    # Of parts that are loaded separately or not at all: the tower, and the projector if it has its own prefix.
+    # Prefixes of parts that are loaded separately or not at all: the tower, and the projector if it has its own.
     vision_prefixes: tuple[str, ...] = ()
 
     def language(self, name: str) -> str:

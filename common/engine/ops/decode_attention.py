@@ -38,7 +38,7 @@ def decode_reference(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """Attention of one new token per request over its seq_lens[b] cached positions, including its own.
+    """Compute attention of one new token per request over its seq_lens[b] cached positions, including its own.
 
     Vectorised over the batch and free of host synchronisation. A padding row (length 0) yields a finite or NaN row.
 
@@ -84,7 +84,7 @@ def _decode_cpu(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """The same on the CPU, where lengths can be read: no request is padded to the longest one of the batch."""
+    """Compute the same on the CPU, where lengths can be read: no request is padded to the longest one of the batch."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     buckets: dict[int, list[int]] = {}
     for row, length in enumerate(seq_lens.tolist()):

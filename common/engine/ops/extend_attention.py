@@ -41,7 +41,7 @@ def extend_reference(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """Causal attention of each request's new tokens, its last positions, over all of its seq_lens[b].
+    """Compute causal attention of each request's new tokens, its last positions, over all of its seq_lens[b].
 
     Args:
         query: [T, heads, D], requests one after another; rows past the last request are padding.

@@ -25,7 +25,7 @@ def gather(plane: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, offset: int, window: int | None, scale: float
 ) -> Tensor:
-    """Causal attention of query [n, heads, D] over key, value [m, kv_heads, D]; query i has the position of key
+    """Compute causal attention of query [n, heads, D] over key, value [m, kv_heads, D]; query i has the position of key
     offset + i.
 
     Returns [n, heads, D].

@@ -133,7 +133,7 @@ rotary_angles = register_op(
 def rotary_angles_by_axis_reference(
     positions: Tensor, axes: Tensor, inv_freq: Tensor, factor: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Like `rotary_angles` for positions [T, A] on A axes: frequency f rotates by positions[:, axes[f]].
+    """Do as `rotary_angles` for positions [T, A] on A axes: frequency f rotates by positions[:, axes[f]].
 
     axes: [D/2] int64.
     """

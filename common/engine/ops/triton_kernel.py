@@ -63,7 +63,7 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def kernel_with_varying(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """Like `kernel`, for a kernel whose integer arguments `names` vary while serving.
+    """Do as `kernel` for a kernel whose integer arguments `names` vary while serving.
 
     Triton compiles again if an integer is 1 or becomes divisible by 16. These arguments are compiled once for all
     values.

@@ -103,7 +103,7 @@ def _verify_cpu(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """The same where lengths can be read: a request is neither padded to the longest nor affected by others."""
+    """Compute the same where lengths can be read: a request is neither padded to the longest nor affected by others."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     _, new, width = tree_mask.shape
     for row, length in enumerate(seq_lens.tolist()):

@@ -61,7 +61,7 @@ class KvPool:
         return next((layer for layer, name in self._planes if name == "k"), None)
 
     def planes(self, layer: int) -> Mapping[str, Tensor]:
-        """The planes of one layer by name: [num_pages, page_size, *entry], or [num_slots, *entry] per request."""
+        """Return one layer's planes by name: [num_pages, page_size, *entry], or [num_slots, *entry] per request."""
         return self._by_layer.get(layer, {})
 
     def key(self, layer: int) -> Tensor:

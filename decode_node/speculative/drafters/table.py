@@ -25,7 +25,7 @@ def make_drafter(algorithm: str, setup: DrafterSetup) -> Drafter:
 
 
 def make_text_drafts(algorithm: str, max_running: int) -> TextDrafts:
-    """The host-side drafts of an algorithm; NoTextDrafts if its drafts are computed on the device."""
+    """Return the host-side drafts of an algorithm; NoTextDrafts if its drafts are computed on the device."""
     if algorithm not in TEXT_DRAFTS:
         return NoTextDrafts()
     drafts: TextDrafts = named(TEXT_DRAFTS[algorithm])(max_running)

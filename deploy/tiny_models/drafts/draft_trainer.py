@@ -50,7 +50,7 @@ def frequent_tokens(batches: Iterator[Windows], size: int, looked_at: int = 12) 
 def soft_cross_entropy(
     prediction: Prediction, target_logits: Tensor, weights: Tensor, drafted: Tensor | None
 ) -> Tensor:
-    """The weighted mean of the cross-entropy against the target's distribution.
+    """Return the weighted mean of the cross-entropy against the target's distribution.
 
     `weights[:, i]` applies to the prediction of x[i]. With `drafted` (EAGLE-3's t2d, as ids) the target's distribution
     is taken over these ids only, and rows where the target prefers another token do not count.
@@ -69,7 +69,7 @@ def soft_cross_entropy(
 
 
 def draft_optimizers(head: Head, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the inner matrices, AdamW for norms, embedding and head."""
+    """Return Muon for the inner matrices, AdamW for norms, embedding and head."""
     return optimizers(head, lr, lambda name: "lm_head" not in name and "embed_tokens" not in name)
 
 

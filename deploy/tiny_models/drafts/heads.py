@@ -35,7 +35,7 @@ class Head(nn.Module, ABC):
 
 
 def tokens_ahead(features: Features, ahead: int) -> Tensor:
-    """Embeddings of x[t + ahead]. Rows whose token is past the end get zeros and are meaningless."""
+    """Return the embeddings of x[t + ahead]. Rows whose token is past the end get zeros and are meaningless."""
     return F.pad(features.embeds[:, ahead:], (0, 0, 0, ahead))
 
 

@@ -57,7 +57,7 @@ class Acceptance:
 
 
 def suites(count: int) -> tuple[Suite, ...]:
-    """Chat answers, 8-shot answers, and truncated questions, whose continuations are hard to draft."""
+    """Return suites of chat answers, 8-shot answers, and truncated questions, whose continuations are hard to draft."""
     chat = tuple(text for _, text in prompts(Asked("", "chat", 0, count)))
     shots = tuple(text for _, text in prompts(Asked("", "completions", 8, count)))
     return (
@@ -73,7 +73,7 @@ def _broken_off(count: int) -> Iterator[str]:
 
 
 def greedy_answers(target: LanguageModel, tokenizer: Tokenizer, suite: Suite) -> list[Answered]:
-    """The target's greedy tokens, up to `<|end|>` or, in documents, up to the blank line after the answer."""
+    """Return the target's greedy tokens up to `<|end|>`; in documents, up to the blank line after the answer."""
     asked = [tokenizer.encode(text, add_special_tokens=False).ids for text in suite.prompts]
     asked.sort(key=len)
     end: int = tokenizer.encode(family.END, add_special_tokens=False).ids[0]

@@ -43,7 +43,7 @@ def ok_matrix(proposals: Tensor, ids: Tensor) -> Tensor:
 
 
 def perfect(steps: int, tokens: int) -> Tensor:
-    """The `ok` matrix of a draft that is always right. Its accept length is below steps + 1, because answers end."""
+    """Return the `ok` matrix of a draft that is always right. Its accept length is below steps + 1: answers end."""
     ids = torch.arange(tokens)
     return ok_matrix(torch.stack([ids + 2 + step for step in range(steps)]), ids)
 
@@ -64,10 +64,10 @@ def walk(ok: Tensor, prompt_tokens: int) -> list[Round]:
 
 
 def accept_length(rounds: Sequence[Round]) -> float:
-    """Tokens emitted per verify step, bonus included, as `avg_spec_accept_length` reports."""
+    """Return the tokens emitted per verify step, bonus included, as `avg_spec_accept_length` reports."""
     return sum(one.emitted for one in rounds) / max(1, len(rounds))
 
 
 def accepted_at(rounds: Sequence[Round], steps: int) -> list[float]:
-    """For each step, the share of rounds in which its draft was accepted."""
+    """Return for each step the share of rounds in which its draft was accepted."""
     return [sum(one.accepted > step for one in rounds) / max(1, len(rounds)) for step in range(steps)]

@@ -176,7 +176,7 @@ def mlp(x: Tensor, layer: Weights) -> Tensor:
 
 
 def attention(x: Tensor, layer: Weights, dims: Dims) -> Tensor:
-    """Causal attention over rows x `[rows, inputs]`; row s is at position s."""
+    """Compute causal attention over rows x `[rows, inputs]`; row s is at position s."""
     rows = len(x)
     q = (x @ layer["self_attn.q_proj.weight"].T).view(rows, dims.heads, dims.head_dim)
     k = (x @ layer["self_attn.k_proj.weight"].T).view(rows, dims.kv_heads, dims.head_dim)

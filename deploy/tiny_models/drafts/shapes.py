@@ -59,7 +59,7 @@ def kind_of(config: Mapping[str, Any]) -> Kind:
 
 
 def mtp_prefix(config: Mapping[str, Any], module: int) -> str:
-    """The tensor prefix of an MTP module in DeepSeek's naming: it follows the last layer of the target."""
+    """Return the tensor prefix of an MTP module in DeepSeek's naming: it follows the last layer of the target."""
     return f"model.layers.{config['num_hidden_layers'] + module}."
 
 

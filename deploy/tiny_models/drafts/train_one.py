@@ -63,7 +63,7 @@ def device_of(name: str) -> torch.device:
 
 
 def unrolled_steps(kind: Kind) -> int:
-    """The number of draft steps that are unrolled in training."""
+    """Return the number of draft steps that are unrolled in training."""
     return {"mtp": MTP_MODULES, "standalone": 1}.get(kind, CHAINED_STEPS)
 
 

@@ -177,7 +177,7 @@ def _first_turn(exchange: Exchange, turns: Turns) -> Iterator[Segment]:
 
 
 def _one_by_one(exchange: Exchange, thinks: bool) -> Iterator[Segment]:
-    """One turn per call. The first one does not count: the model makes all calls at once if it may."""
+    """Yield one turn per call. The first one does not count: the model makes all calls at once if it may."""
     for index, (call, need, result) in enumerate(
         zip(exchange.calls, exchange.needs, exchange.results, strict=True)
     ):

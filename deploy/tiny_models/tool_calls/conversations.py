@@ -72,7 +72,7 @@ class Conversation:
         return [tool.declaration for tool in self.tools]
 
     def tool(self, name: str) -> Tool | None:
-        """The offered tool with this name."""
+        """Return the offered tool with this name."""
         return next((tool for tool in self.tools if tool.name == name), None)
 
     def respond(self, name: str, arguments: Any) -> str | None:
@@ -187,11 +187,11 @@ class Conversations:
         return [*tools, *self._others(topics)], self._with_calls(asked, question)
 
     def _unaided(self) -> tuple[list[Tool], Exchange]:
-        """A word problem or a small calculation without a calculator."""
+        """Return a word problem or a small calculation without a calculator."""
         return self._others([CALCULATOR], least=1), self._computed()
 
     def _bare(self) -> tuple[list[Tool], Exchange]:
-        """The same without tools."""
+        """Return the same without tools."""
         return [], self._computed()
 
     def _small_talk(self) -> tuple[list[Tool], Exchange]:
@@ -199,7 +199,7 @@ class Conversations:
         return tools, self._talk()
 
     def _missing(self) -> tuple[list[Tool], Exchange]:
-        """A question for a tool that is not offered."""
+        """Return a question for a tool that is not offered."""
         topic = self._rng.choice(TOPICS)
         asked = self._looked_up(varied_tool(self._rng, topic))
         exchange = Exchange(asked.question, MISSING, NO_TOOL, (NO_TOOL,))
@@ -208,7 +208,7 @@ class Conversations:
     # parts
 
     def _others(self, topics: Sequence[Topic], least: int = 0) -> list[Tool]:
-        """Tools that are not needed, none of them of these topics."""
+        """Return tools that are not needed, none of them of these topics."""
         free = [topic for topic in (CALCULATOR, *TOPICS) if topic not in topics]
         count = max(least, self._rng.choices((0, 1, 2, 3), (0.4, 0.3, 0.2, 0.1))[0])
         return [varied_tool(self._rng, topic) for topic in self._rng.sample(free, count)]

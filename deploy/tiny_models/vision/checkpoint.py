@@ -122,7 +122,7 @@ def new_model(config: dict[str, Any], seed: int) -> LlavaForConditionalGeneratio
 
 
 def language_model(model: LlavaForConditionalGeneration) -> LlamaForCausalLM:
-    """The language model, sharing its weights with the whole: a draft is trained against it."""
+    """Return the language model, sharing its weights with the whole: a draft is trained against it."""
     inner: Any = model
     with torch.device("meta"):
         language = LlamaForCausalLM(inner.config.text_config)

@@ -33,7 +33,7 @@ class Question:
 
 
 def facts(text: str) -> list[str]:
-    """The facts of an answer that are scored: its numbers, colours and shapes, in order."""
+    """Return the facts of an answer that are scored: its numbers, colours and shapes, in order."""
     return _FACTS.findall(text)
 
 

@@ -36,5 +36,5 @@ def train(model: LlavaForConditionalGeneration, batches: Iterator[Batch], settin
 
 
 def vision_optimizers(model: LlavaForConditionalGeneration, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers of both towers, AdamW for everything else."""
+    """Return Muon for the matrices inside the layers of both towers, AdamW for everything else."""
     return optimizers(model, lr, lambda name: ".layers." in name)

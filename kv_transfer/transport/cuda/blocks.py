@@ -110,7 +110,7 @@ def _reference(
     max_blocks: int,
     first: int,
 ) -> None:
-    """The torch reference of the kernel, for the CPU and for rows that are not aligned to the checksum's words."""
+    """Compute as the kernel does, in torch: for the CPU and for rows that are not aligned to the checksum's words."""
     for part, at in zip(group.parts, group.firsts, strict=True):
         rows = _rows(src, part.src, group.word_bytes).index_select(0, items[0].long())
         if dst is not None:

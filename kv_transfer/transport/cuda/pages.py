@@ -131,7 +131,7 @@ def _reference(
     word_bytes: int,
     max_blocks: int,
 ) -> None:
-    """The torch reference of the kernel, for the CPU."""
+    """Compute as the kernel does, in torch, for the CPU."""
     words, unit = group.page_words, _UNIT // word_bytes
     inside = torch.arange(words)
     for plane in range(first, first + count):

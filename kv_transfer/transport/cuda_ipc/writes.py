@@ -63,19 +63,19 @@ class LaneTicket(Ticket):
 
     @classmethod
     def on(cls, peer: Mapped, lane: Lane, nbytes: int, fault: str = "", keep: object = None) -> LaneTicket:
-        """A ticket for all launches so far on that lane of the peer. Raises RuntimeError if the GPU has failed."""
+        """Return a ticket for all launches so far on this lane. Raises RuntimeError if the GPU has failed."""
         posted = cls(peer, nbytes, lane.mark(), fault=fault, keep=keep)
         peer.open.append(posted)
         return posted
 
     @classmethod
     def settled(cls, peer: Mapped, nbytes: int, state: WriteState) -> LaneTicket:
-        """A ticket that is already settled."""
+        """Return a ticket that is already settled."""
         return cls(peer, nbytes, None, state)
 
     @classmethod
     def failed(cls, peer: Mapped, lane: Lane, nbytes: int, fault: str, keep: object = None) -> LaneTicket:
-        """A ticket for a launch on that lane that failed halfway."""
+        """Return a ticket for a launch on that lane that failed halfway."""
         peer.last_error = fault
         try:
             return cls.on(peer, lane, nbytes, fault, keep)

@@ -33,7 +33,7 @@ class NixlReceiver(ReceiverEndpoint):
         library: Any = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigError if NIXL is not installed or does not start on these network `devices`."""
+        """Start NIXL. Raises ConfigError if NIXL is not installed or does not start on these network `devices`."""
         self._device = device
         self._cuda = None if device is None else cuda or CudaRuntime()
         self._agent = NixlAgent(incarnation, devices, library)

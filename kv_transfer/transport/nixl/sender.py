@@ -62,7 +62,7 @@ class NixlSender(SenderEndpoint):
         library: Any = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigError if NIXL is not installed or does not start on these network `devices`."""
+        """Start NIXL. Raises ConfigError if NIXL is not installed or does not start on these network `devices`."""
         self._agent = NixlAgent(incarnation, devices, library)
         self._limits = limits
         self._cuda = cuda
@@ -129,7 +129,7 @@ class NixlSender(SenderEndpoint):
         self._agent.connect(name)
 
     def writes_ended(self, incarnation: str) -> bool:
-        """False while a peer of this incarnation is detached and transfers to it have not ended."""
+        """Return False while a peer of this incarnation is detached and transfers to it have not ended."""
         self._collect()
         return all(peer.attached or peer.target.incarnation != incarnation for peer in self._peers)
 

@@ -80,7 +80,7 @@ def nothing() -> None:
 
 
 def failed(peer: Remote, error: Exception) -> Write:
-    """A failed write of which nothing was posted."""
+    """Return a failed write of which nothing was posted."""
     peer.last_error = str(error)
     return Write(peer, nothing, state=WriteState.FAILED)
 

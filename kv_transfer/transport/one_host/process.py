@@ -47,7 +47,7 @@ class ProcessWatch:
     """Holds a pidfd, so that pid reuse cannot confuse the answer. A stopped process counts as alive."""
 
     def __init__(self, process: ProcessIdentity) -> None:
-        """Raises OSError when the kernel does not allow watching a living process."""
+        """Watch a process. Raises OSError when the kernel does not allow watching a living process."""
         self._fd = -1
         try:
             self._fd = os.pidfd_open(process.pid)

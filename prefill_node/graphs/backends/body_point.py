@@ -35,7 +35,7 @@ def run_body(model: CausalLM, embeds: Tensor, positions: Tensor, attention: Atte
 
 @contextmanager
 def compiling(handler: BodyHandler) -> Iterator[None]:
-    """Context in which bodies are passed to `handler`."""
+    """Pass bodies to `handler` in this context."""
     token = _active.set(handler)
     try:
         yield

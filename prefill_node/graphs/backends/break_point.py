@@ -48,7 +48,7 @@ def break_point(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def breaking(handler: BreakHandler) -> Iterator[None]:
-    """Context in which break points are passed to `handler`."""
+    """Pass break points to `handler` in this context."""
     token = _active.set(handler)
     try:
         yield
