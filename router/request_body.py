@@ -99,7 +99,7 @@ class received:
         self._request = request
 
     async def __aenter__(self) -> Received:
-        """Raises UnsupportedMedia, RequestTooLarge, DeadlineExceeded or Overloaded.
+        """Receive the body. Raises UnsupportedMedia, RequestTooLarge, DeadlineExceeded or Overloaded.
 
         The content type is required because a web page cannot set it for another site without a CORS preflight.
         """

@@ -67,7 +67,7 @@ class MtpFormat:
 
     @property
     def shared(self) -> bool:
-        """Whether all modules have the same norms and projection around their decoder layers."""
+        """True if all modules have the same norms and projection around their decoder layers."""
         return self.first is None
 
     def prefix(self, index: int) -> str:

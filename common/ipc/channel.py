@@ -253,14 +253,14 @@ class RouterSocket(Channel):
 
     @property
     def more(self) -> bool:
-        """Whether `drain` has to be called again before the loop waits.
+        """True if `drain` has to be called again before the loop waits.
 
         That is so after a send, too: it may consume the edge of the descriptor that announces the next frame.
         """
         return self._unread or self._sent or self._sessions.urgent
 
     def has_work(self) -> bool:
-        """Whether `drain` has something to do now. It is cheaper than a `drain` that finds nothing, and as good."""
+        """Return whether `drain` has something to do now, which costs less than a `drain` that finds nothing."""
         if self._unread or self._sessions.urgent:
             return True
         self._sent = False

@@ -138,7 +138,7 @@ class Session:
 
     @property
     def owes_answer(self) -> bool:
-        """Whether the peer waits for frames that `due` returns now."""
+        """True if the peer waits for frames that `due` returns now."""
         return (
             self._answer is not None
             or self._resend
