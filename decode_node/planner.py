@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from common.engine.sampling.sampling_plan import sampling_variant
+from common.engine.sampling.sampling_plan import LatestVariant, SamplingVariant, sampling_variant
+from common.messages.generation import SamplingParams
 from common.node.announced_work import Work
 from decode_node.batch_resources import BatchResources
 from decode_node.batch_rows import BatchRows
@@ -22,10 +23,13 @@ def step_plan(
     generation: int,
     moves: Moves = NO_MOVES,
     forced_width: int = 0,
+    variant_of: Callable[[Iterable[SamplingParams]], SamplingVariant] = sampling_variant,
 ) -> StepPlan:
     """Plan one step over requests that have pages and rows; an empty batch gives a plan of moves only.
 
-    `forced_width`: the width of a plain step that verifies forced tokens; 0: a usual step.
+    Args:
+        forced_width: the width of a plain step that verifies forced tokens; 0: a usual step.
+        variant_of: `sampling_variant`, or what remembers it.
     """
     if not batch:
         return StepPlan(generation=generation, moves=moves)
@@ -41,7 +45,7 @@ def step_plan(
         moves=moves,
         rows=tuple(rows),
         width=width,
-        sampling=sampling_variant(request.sampling for request in batch),
+        sampling=variant_of(request.sampling for request in batch),
         drafts=tuple(
             _closed(request, own, width) if own or forced_width else found
             for request, own, found in zip(batch, forced, drafts)
@@ -84,6 +88,7 @@ class Planner:
         self._rules = rules
         self._unread: deque[Planned] = deque()
         self._generation = 0
+        self._variants = LatestVariant()
 
     def next(self) -> Planned | None:
         """Return the plan of this turn; None if the device has nothing to do."""
@@ -92,7 +97,8 @@ class Planner:
         if not batch and not moves:
             return None
         self._generation += 1
-        plan = step_plan(batch, self._rules, self._generation, moves, forced_width)
+        variant_of = self._variants.of
+        plan = step_plan(batch, self._rules, self._generation, moves, forced_width, variant_of)
         planned = Planned(plan, batch, [min(len(request.forced), plan.width) for request in batch])
         self._unread.append(planned)
         self._resources.planned(self._generation)

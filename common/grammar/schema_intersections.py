@@ -26,33 +26,63 @@ def check_intersections(schemas: Iterable[Any], limits: GrammarLimits) -> None:
     """Raise InvalidGrammar if the schemas intersect too many patterns, or patterns with too many values."""
     for schema in schemas:
         try:
-            _Intersections(schema, limits).of(schema)
+            _Intersections(schema, limits).check()
         except RecursionError as error:
             raise InvalidGrammar("the references of the schema form too long a chain") from error
 
 
 class _Intersections:
-    """Follows one schema and its references. Each part is visited once."""
+    """Follows one schema and its references.
+
+    Each part is visited once per pass. A part that refers to itself is read before it is known: it then counts as in
+    the pass before, and passes are repeated until that makes no difference. Bounds only grow from pass to pass.
+    """
 
     def __init__(self, root: Any, limits: GrammarLimits) -> None:
         self._root = root
         self._limits = limits
         self._known: dict[int, Met] = {}
+        self._visited: set[int] = set()  # in this pass
+        self._open: set[int] = set()  # visits that have not ended
+        self._early: set[int] = set()  # parts that were read in this pass before their own visit had ended
+        self._stale = False  # one of them has another bound now
+        self._visits = 0
+        self._whole: Met | None = None
 
-    def of(self, schema: Any) -> Met:
+    def check(self) -> None:
+        """Raise InvalidGrammar if too much is combined."""
+        self._stale = True
+        while self._stale:
+            self._stale = False
+            self._visited.clear()
+            self._early.clear()
+            self._of(self._root)
+
+    def _of(self, schema: Any) -> Met:
         if not isinstance(schema, dict):
             return Met()
-        if id(schema) not in self._known:
-            # What a schema that refers to itself adds to itself is counted once.
-            self._known[id(schema)] = Met()
-            self._known[id(schema)] = self._visit(schema)
-        return self._known[id(schema)]
+        key = id(schema)
+        if key in self._open:
+            self._early.add(key)
+        if key in self._visited:
+            return self._known.get(key, Met())
+        self._visits += 1
+        if self._visits > self._limits.max_values:
+            raise InvalidGrammar("the references of the schema form too many circles; use fewer")
+        self._visited.add(key)
+        self._open.add(key)
+        found = self._visit(schema)
+        self._open.remove(key)
+        if key in self._early and found != self._known.get(key, Met()):
+            self._stale = True
+        self._known[key] = found
+        return found
 
     def _visit(self, schema: dict[str, Any]) -> Met:
         own = _own(schema)
-        inner = _largest([own, *(self.of(child) for child in _children(schema))])
-        parts = [self.of(each) for each in _list(schema.get("allOf"))]
-        parts += [_largest(map(self.of, _list(schema.get(name)))) for name in ("anyOf", "oneOf")]
+        inner = _largest([own, *(self._of(child) for child in _children(schema))])
+        parts = [self._of(each) for each in _list(schema.get("allOf"))]
+        parts += [_largest(map(self._of, _list(schema.get(name)))) for name in ("anyOf", "oneOf")]
         if isinstance(schema.get("$ref"), str):
             parts.append(self._target(schema["$ref"]))
         total = Met(
@@ -91,10 +121,15 @@ class _Intersections:
                 return Met()  # llguidance refuses it
         if len(reference) > 1 and reference[1] != "/":
             return self._everything()
-        return self.of(found)
+        return self._of(found)
 
     def _everything(self) -> Met:
         """Bound what any part of the schema adds."""
+        if self._whole is None:
+            self._whole = self._sum()
+        return self._whole
+
+    def _sum(self) -> Met:
         patterns = literals = 0
         waiting = [self._root]
         while waiting:

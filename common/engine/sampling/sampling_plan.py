@@ -50,6 +50,23 @@ def sampling_variant(params: Iterable[SamplingParams]) -> SamplingVariant:
     )
 
 
+class LatestVariant:
+    """Computes the variant of a batch only if its requests or their parameters have changed."""
+
+    def __init__(self) -> None:
+        self._params: list[SamplingParams] = []
+        self._variant = sampling_variant(())
+
+    def of(self, params: Iterable[SamplingParams]) -> SamplingVariant:
+        """Return `sampling_variant` of the same parameters."""
+        params = list(params)
+        # The comparison of two lists takes the same objects as equal, so a step of the same requests costs next to
+        # nothing.
+        if params != self._params:
+            self._params, self._variant = params, sampling_variant(params)
+        return self._variant
+
+
 def finish_reason(token_id: int, output_tokens: int, sampling: SamplingParams) -> str | None:
     """Return why a request ends with this token, its `output_tokens`-th, or None."""
     if token_id in sampling.stop_token_ids:

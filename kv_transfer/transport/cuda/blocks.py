@@ -77,7 +77,9 @@ def words(blocks: Sequence[StridedRows]) -> int:
     return sum(block.rows * block.length // _sum_bytes(block) for block in blocks)
 
 
-@functools.lru_cache(maxsize=64)
+# One list of parts for each layer and rank of a peer, if they differ: a table that is dropped is copied again, and
+# that waits for the device. A table takes some KiB.
+@functools.lru_cache(maxsize=8192)
 def _groups(parts: tuple[RowsPair, ...], device: torch.device) -> tuple[PartGroup, ...]:
     """Group parts by shape and alignment. The table of a group is made once, by a copy that blocks."""
     firsts = [0, *accumulate(words([part.src]) for part in parts)]

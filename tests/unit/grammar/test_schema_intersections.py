@@ -36,6 +36,27 @@ def chain(**more: Any) -> dict[str, Any]:
         ({"anyOf": [{"$ref": "#/$defs/0"}], "$defs": [{"allOf": PATTERNS}]}, "over 12 patterns"),
         ({"$ref": "#there", "$defs": {"x": {"$anchor": "there", "anyOf": PATTERNS}}}, "over 12 patterns"),
         ({"allOf": [{"$ref": "https://a/b"}, {}], "$defs": {"x": {"anyOf": PATTERNS}}}, "over 12 patterns"),
+        # b is first met below a, when the bound of a is not known yet
+        (
+            {
+                "$defs": {
+                    "a": {"allOf": PATTERNS[:7], "properties": {"b": {"$ref": "#/$defs/b"}}},
+                    "b": {"items": {"$ref": "#/$defs/a"}},
+                },
+                "properties": {
+                    "x": {"$ref": "#/$defs/a"},
+                    "y": {"allOf": [{"$ref": "#/$defs/b"}, *PATTERNS[7:]]},
+                },
+            },
+            "over 12 patterns",
+        ),
+        (
+            {
+                "$defs": {"a": {"pattern": "a", "items": {"$ref": "#/$defs/a", "format": "date"}}},
+                "$ref": "#/$defs/a",
+            },
+            "over 12 patterns",
+        ),
         ({"enum": ENUM, "pattern": "a"}, "over 1000 values"),
         ({"allOf": [{"enum": ENUM}, {"maxLength": 9}]}, "over 1000 values"),
         ({"$ref": "#/$defs/x", "format": "date", "$defs": {"x": {"enum": ENUM}}}, "over 1000 values"),
@@ -72,3 +93,16 @@ def test_a_long_chain_of_references_is_refused() -> None:
     links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
     with pytest.raises(InvalidGrammar, match="too long a chain"):
         check_intersections([{"$defs": links, "$ref": "#/$defs/d0"}], GrammarLimits())
+
+
+def syntax_tree(size: int) -> dict[str, Any]:
+    """Return a schema in which each definition contains all the others."""
+    everything = {"anyOf": [{"$ref": f"#/$defs/d{n}"} for n in range(size)]}
+    parts = {"name": {"pattern": "a"}, "parts": {"items": everything}}
+    return {"$defs": {f"d{n}": {"properties": dict(parts)} for n in range(size)}, **everything}
+
+
+def test_definitions_that_refer_to_each_other_are_checked_in_a_few_passes() -> None:
+    check_intersections([syntax_tree(40)], GrammarLimits(max_values=1000))
+    with pytest.raises(InvalidGrammar, match="too many circles"):
+        check_intersections([syntax_tree(40)], GrammarLimits(max_values=200))

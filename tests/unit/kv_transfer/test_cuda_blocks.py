@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kv_transfer.copy_plan import copies, runs, single_rows, state_copies
-from kv_transfer.pair_plan import StridedRows
-from kv_transfer.transport.cuda.blocks import move_parts, words
+from kv_transfer.pair_plan import RowsPair, StridedRows
+from kv_transfer.transport.cuda.blocks import _groups, move_parts, words
 from kv_transfer.transport.cuda.pages import page_list
 from kv_transfer.transport.page_digest import as_digests
 from tests.fakes.interpreted import run_interpreted
@@ -106,3 +106,16 @@ print("equal")
 
 def test_the_kernel_equals_its_reference() -> None:
     run_interpreted(INTERPRETED)
+
+
+def test_the_tables_of_all_layers_and_ranks_are_kept() -> None:
+    """The copy of a table to the device waits for it, so the lists of a large model must not displace each other."""
+    memory, items = torch.zeros(1 << 12, dtype=torch.uint8), torch.tensor([[0]], dtype=torch.int32)
+    blocks = [StridedRows(8 * number, 1 << 11, 8, 1, 8) for number in range(200)]
+    lists = [[RowsPair(block, block), RowsPair(other, other)] for block in blocks[:25] for other in blocks]
+    sums = torch.zeros(1, dtype=torch.int64)
+    _groups.cache_clear()
+    for parts in lists * 2:
+        _groups(tuple(parts), memory.device)
+    move_parts(memory, None, lists[0], items, sums, 8)
+    assert (_groups.cache_info().misses, _groups.cache_info().hits) == (len(lists), len(lists) + 1)
