@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.errors import InvalidGrammar
 from router.grammar.constraint import Constraint, Ebnf, End, JsonSchema, Lark, OneOf, Regex
+from router.grammar.ebnf import lark_of
 from router.grammar.structural_tags import Tags, tags_grammar
 
 _dumps = partial(json.dumps, ensure_ascii=False)
@@ -62,7 +62,7 @@ def _text(form: JsonSchema | Regex | OneOf | Lark | Ebnf) -> str:
             ]
             return _dumps({"grammars": [{"lark_grammar": form.text}, *named]}) if named else form.text
         case Ebnf():
-            return _lark(form.text)
+            return lark_of(form.text)
 
 
 def _with_ids(lark: str, special: Mapping[str, int]) -> str:
@@ -103,14 +103,6 @@ def _closed(value: Any) -> Any:
     if "properties" in inner or "patternProperties" in inner:
         inner["additionalProperties"] = False
     return inner
-
-
-def _lark(ebnf: str) -> str:
-    try:
-        lark: str = gbnf_to_lark(ebnf)
-    except Exception as error:  # the converter raises plain exceptions of several types
-        raise ValueError(f"not a grammar in EBNF: {error}") from error
-    return lark
 
 
 def _after(end: End, grammar: str) -> str:
