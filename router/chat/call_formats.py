@@ -13,7 +13,10 @@ class CallFormat:
         begin, end: around the arguments of one call.
         between: between two calls.
         opening, closing: around all calls.
-        trigger: the marker with which calls begin inside text; None if nothing tells them from text.
+        trigger: the marker with which calls begin inside text; None if there is none.
+        marker: what may precede calls where there is no trigger.
+        lookalike: a regular expression of what begins like a call, where there is no trigger: at the beginning of the
+            answer and after `marker`, such text is read as a call.
         argument: around the value of one argument; None if the arguments are one JSON object.
     """
 
@@ -24,7 +27,16 @@ class CallFormat:
     opening: str = ""
     closing: str = ""
     argument: tuple[str, str] | None = None
+    marker: str = ""
+    lookalike: str = ""
 
+    @property
+    def told_apart(self) -> bool:
+        """Whether a grammar can tell calls from text."""
+        return self.trigger is not None or bool(self.lookalike)
+
+
+_BLANKS = r"[\s\x1c-\x1f]*"  # what Python counts as blanks
 
 OBJECT = CallFormat('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n", "<tool_call>")
 CALL_FORMATS = {
@@ -44,7 +56,14 @@ CALL_FORMATS = {
         "<tool_call>",
         argument=("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
     ),
-    "llama3": CallFormat('{"name": "{name}", "parameters": ', "}", "; ", None),
+    "llama3": CallFormat(
+        '{"name": "{name}", "parameters": ',
+        "}",
+        "; ",
+        None,
+        marker="<|python_tag|>",
+        lookalike=rf'{_BLANKS}\{{{_BLANKS}("type"{_BLANKS}:{_BLANKS}"function"{_BLANKS},{_BLANKS})?"name"{_BLANKS}:',
+    ),
     "mistral_v3": CallFormat(
         '{"name": "{name}", "arguments": ', "}", ", ", "[TOOL_CALLS]", opening="[TOOL_CALLS] [", closing="]"
     ),

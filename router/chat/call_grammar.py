@@ -87,9 +87,11 @@ class CallGrammars:
     ) -> CallGrammar | None:
         """Return a grammar of any text with calls, in which the arguments of the tools in `strict` have their schema.
 
-        None if the format has no marker that tells calls from text.
+        None if nothing tells calls from text.
         """
         form = self._calls
+        if form.lookalike:
+            return self._beginning(tools, strict, thought)
         if form.trigger is None:
             return None
         rules, schemas = list[str](), dict[str, str]()
@@ -103,6 +105,36 @@ class CallGrammars:
         rules.append(f"piece: {_sequence(self._until('begin', form.trigger, rules), rest)}")
         start = _sequence(self._thought(thought, rules), f"piece* {_TEXT}")
         return _grammar([f"start: {start}", f"call: {' | '.join(names)}", *rules], schemas)
+
+    def _beginning(
+        self, tools: Sequence[dict[str, Any]], strict: frozenset[str], thought: Thought
+    ) -> CallGrammar:
+        """As `triggered`, for a format whose calls stand at the beginning of the answer or after `marker`.
+
+        The other texts are those that do not begin like a call. llguidance's lexer prefers the longest match, so the
+        blanks before a call and its beginning are one match.
+        """
+        form, rules, schemas = self._calls, list[str](), dict[str, str]()
+        names = []
+        for index, tool in enumerate(tools):
+            function = tool["function"]
+            begin = re.escape(form.begin.replace("{name}", function["name"])).replace("/", r"\/")
+            rules.append(f"begin_{index}: /[ \\n]{{0,4}}{begin}/")
+            schema = function.get("parameters") if function["name"] in strict else None
+            schemas[f"args_{index}"] = json.dumps(schema or ANY_OBJECT)
+            end = self._literal(form.end)
+            names.append(f"begin_{index} @args_{index} {end}")
+        spelled_out = f"/(?s:.*){re.escape(form.marker)}(?s:.*)/"
+        rules += [
+            f"OTHER: {_TEXT} & ~/{form.lookalike}(?s:.*)/ & ~{spelled_out}",
+            f"call: {' | '.join(names)}",
+        ]
+        marker = self._literal(form.marker)
+        # The lexer could not tell where text before a marker ends that is no special token.
+        parts = f"part? ({marker} part)*" if form.marker in self._special else f"{marker}? part?"
+        rules.append(f"part: OTHER | call ({self._literal(form.between)} call)*")
+        start = _sequence(self._thought(thought, rules), parts)
+        return _grammar([f"start: {start}", *rules], schemas)
 
     def _listed(self, opening: str, several: bool) -> str:
         again = f"({_sequence(self._literal(self._calls.between), 'call')})*" if several else ""

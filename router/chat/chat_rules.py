@@ -130,7 +130,7 @@ def _choice(request: ChatRequest, style: AnswerStyle) -> str:
             "tool_choice can force a call only with tools, and with a model whose format of calls is known; send auto",
             param="tool_choice",
         )
-    if choice == "auto" and (style.calls is None or style.calls.trigger is None):
+    if choice == "auto" and (style.calls is None or not style.calls.told_apart):
         for index, tool in enumerate(tools):
             if tool.function.strict:
                 where = f"tools[{index}].function.strict"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
+from itertools import product
 
+import numpy as np
 import pytest
 
-from common.grammar import GrammarCompiler
-from router.chat.call_formats import CALL_FORMATS
+from common.grammar import GrammarCompiler, mask_width
+from router.chat.call_formats import CALL_FORMATS, CallFormat
 from router.chat.call_grammar import CallGrammar, CallGrammars, Thought
 from router.tokenizer import Tokenizer
 from tests.unit.router.chat.wire_formats import CLOCK, TOOLS, WEATHER, WELL_FORMED, Meaning, parse
@@ -45,9 +48,13 @@ def accepts(compiler: GrammarCompiler, grammar: CallGrammar, text: str) -> bool:
 
 
 def accepts_tokens(compiler: GrammarCompiler, grammar: CallGrammar, tokens: list[int]) -> bool:
+    return compiler.matcher(whole(grammar)).accept([*tokens, EOS])
+
+
+def whole(grammar: CallGrammar) -> str:
+    """Return the text of the grammar that nodes get."""
     named = [{"name": name, "json_schema": json.loads(schema)} for name, schema in grammar.schemas.items()]
-    whole = json.dumps({"grammars": [{"lark_grammar": grammar.lark}, *named]})
-    return compiler.matcher(whole).accept([*tokens, EOS])
+    return json.dumps({"grammars": [{"lark_grammar": grammar.lark}, *named]})
 
 
 def calls_of(family: str) -> list[tuple[str, Meaning]]:
@@ -134,8 +141,96 @@ def test_typed_text_may_be_replaced_by_calls(family: str, compiler: GrammarCompi
     assert [each for each in wrong if accepts(compiler, made, each)] == []
 
 
-def test_a_format_without_a_marker_cannot_be_triggered() -> None:
-    assert grammars("llama3").triggered([STRICT], frozenset({"weather"}), Thought.NONE) is None
+LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Paris", "days": 3}}'
+LLAMA_CLOCK = '{"name": "clock", "parameters": {"zone": "UTC"}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "special"),
+    [
+        *product(["", "\n", "<|python_tag|>", "<|python_tag|>\n"], [False, True]),
+        ("Let me see. <|python_tag|>", True),
+    ],
+)
+def test_strict_tools_are_constrained_where_an_answer_begins_like_a_call(text: str, special: bool) -> None:
+    """Llama 3 has no marker of calls, or only one that it may leave out. What the parser reads as calls is checked."""
+    marker, tokenizer = "<|python_tag|>", Tokenizer(TINY)
+    source = json.loads(tokenizer.json())
+    if special:
+        token = {"id": 704, "content": marker, "special": True, "normalized": False}
+        source["added_tokens"].append({**token, "single_word": False, "lstrip": False, "rstrip": False})
+    compiler = GrammarCompiler(json.dumps(source), 705, [EOS])
+    written = CallGrammars(CALL_FORMATS["llama3"], None, {marker: 704} if special else {})
+    grammar = written.triggered([STRICT, CLOCK], frozenset({"weather"}), Thought.NONE)
+    assert grammar is not None
+
+    def taken(answer: str) -> bool:
+        tokens = compiler.tokenize(answer)
+        if special and marker in answer:
+            before, _, after = answer.partition(marker)
+            tokens = [*compiler.tokenize(before), 704, *compiler.tokenize(after)]
+        return accepts_tokens(compiler, grammar, tokens)
+
+    for calls in (LLAMA_CALL, LLAMA_CLOCK, f"{LLAMA_CLOCK}; {LLAMA_CALL}"):
+        assert parse("llama3", text + calls).calls
+        assert taken(text + calls), calls
+    for wrong in (
+        LLAMA_CALL.replace("days", "dayz"),
+        LLAMA_CALL.replace("weather", "wether"),
+        LLAMA_CALL.replace("3", '"3"'),
+        LLAMA_CALL.replace('{"name"', '{ "name"'),
+        LLAMA_CALL.replace('{"name"', '{"type": "function", "name"'),
+        LLAMA_CALL.replace(': "weather"', '\x1f: "wether"'),
+        LLAMA_CALL[:-1],
+        f"{LLAMA_CALL} and more",
+        f"{LLAMA_CLOCK}; {LLAMA_CALL.replace('days', 'dayz')}",
+    ):
+        assert not taken(text + wrong), wrong
+    for free in (
+        "It rains.",
+        '{"answer": 3}',
+        '{"names": 1}',
+        "{",
+        f"I call {LLAMA_CALL.replace('days', 'x')}",
+    ):
+        assert parse("llama3", text + free).calls == ()
+        assert taken(text + free), free
+    if special:
+        spelled_out = compiler.tokenize(f"{marker}{LLAMA_CALL.replace('days', 'dayz')}")
+        assert not accepts_tokens(compiler, grammar, spelled_out)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_texts_drawn_by_the_masks_hold_no_other_calls(seed: int, compiler: GrammarCompiler) -> None:
+    """Random tokens that the masks of Llama 3's format allow: the parser reads valid calls, or none."""
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Oslo"]}, "days": {"enum": [1, 2, 3]}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    grammar = grammars("llama3").triggered([tool], frozenset({"weather"}), Thought.NONE)
+    assert grammar is not None
+    rng, matcher = random.Random(seed), compiler.matcher(whole(grammar))
+    answer = compiler.tokenize(["", '{"name": "', ' {"', "{"][seed % 4])
+    assert matcher.accept(answer)
+    masks = np.zeros((1, mask_width(704)), dtype=np.int32)
+    while not matcher.stopped and len(answer) < 80:
+        matcher.fill(masks, 0)
+        bits = np.unpackbits(masks.view(np.uint8), bitorder="little")[:704]
+        answer.append(rng.choice(np.flatnonzero(bits).tolist()))
+        assert matcher.accept(answer[-1:])
+    text = Tokenizer(TINY).decode(answer, skip_special_tokens=True)
+    for name, arguments in parse("llama3", text).calls:
+        assert name == "weather"
+        assert not matcher.ended or set(json.loads(arguments)) == {"city", "days"}
+    assert bool(parse("llama3", text).calls) == (seed % 4 == 1)
+
+
+def test_a_format_that_nothing_tells_from_text_cannot_be_triggered() -> None:
+    unmarked = CallGrammars(CallFormat("call {name} ", ".", ", ", None), None, {})
+    assert unmarked.triggered([STRICT], frozenset({"weather"}), Thought.NONE) is None
 
 
 def test_special_tokens_are_named_by_their_ids() -> None:

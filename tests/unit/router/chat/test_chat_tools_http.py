@@ -252,6 +252,29 @@ async def test_strict_functions(serve: Serve, tokenizer: Tokenizer) -> None:
     assert rig.generator.requests[-1].sampling.grammar == ""
 
 
+async def test_strict_functions_in_llama_3s_format(serve: Serve, tokenizer: Tokenizer) -> None:
+    """A call at the beginning of the answer, without a marker."""
+    style = AnswerStyle(template_of("llama3"), calls=CALL_FORMATS["llama3"])
+    rig = await serve(served=replace(SERVED, answers=style))
+    call = '{"name": "weather", "parameters": {"city": "Paris", "days": 3}}'
+    answers(rig, tokenizer, call, "stop")
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    status, answer, _ = await rig.post(CHAT, ASK | {"tools": [strict, CLOCK]})
+    assert status == 200, answer
+    [found] = answer["choices"][0]["message"]["tool_calls"]
+    assert json.loads(found["function"]["arguments"]) == {"city": "Paris", "days": 3}
+    grammar = rig.generator.requests[-1].sampling.grammar
+    matcher = GrammarCompiler((TINY / "tokenizer.json").read_text(), 704, [2]).matcher(grammar)
+    for text, legal in (
+        (call, True),
+        ("It rains.", True),
+        ('{"rain": true}', True),
+        (call.replace("3", '"x"'), False),
+        (call.replace("weather", "rain"), False),
+    ):
+        assert matcher.fork().accept([*tokenizer.encode(text, False), 2]) is legal, text
+
+
 async def test_structured_output_begins_after_the_reasoning(serve: Serve, tokenizer: Tokenizer) -> None:
     rig = await serve(served=replace(SERVED, answers=replace(STYLE, calls=CALL_FORMATS["qwen3"])))
     answers(rig, tokenizer, "{}")
