@@ -27,8 +27,10 @@ REPORT = os.environ.get("CLIENTS_REPORT", "")
 PROMPT = QUESTION[: len(QUESTION) // 2]  # a text that the model continues
 MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
 KEY = "none"
-# The model was not trained to write JSON and would fill a constrained answer with the blanks that JSON allows.
-PENALTY = 2.0
+# The model was trained to write calls and no other JSON: it would fill a constrained answer with the blanks that JSON
+# allows, and objects of any form with ever more members.
+PENALTY = 0.2
+STRONG_PENALTY = 2.0
 
 Case = TypeVar("Case", bound=Callable[[], Any])
 
@@ -63,6 +65,34 @@ CLOCK: dict[str, Any] = {
 }
 TOOLS = [WEATHER, CLOCK]
 NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+# The model was trained to call this tool and to say what it returns.
+PRODUCT = "What is 12 * 7?"
+RESULT = "84"
+EXPRESSION: dict[str, Any] = {
+    "type": "object",
+    "properties": {"expression": {"type": "string", "description": "the arithmetic expression"}},
+    "required": ["expression"],
+}
+ABOUT = "Evaluates an arithmetic expression."
+CALCULATOR: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "calculator", "description": ABOUT, "parameters": EXPRESSION},
+}
+
+
+def is_product(name: str, arguments: str | dict[str, Any]) -> None:
+    """Check the call that answers PRODUCT."""
+    found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    assert name == "calculator", name
+    assert found == {"expression": "12*7"}, found
+
+
+def says_product(text: str | None) -> None:
+    """Check the answer to PRODUCT that follows the tool's RESULT."""
+    assert text, "no text"
+    assert RESULT in text, f"wrong answer: {text!r}"
 
 
 def solved(text: str | None) -> None:

@@ -1,4 +1,4 @@
-"""The cluster that clients talk to: the tiny model with an EAGLE-3 head, and a chat template that knows tools."""
+"""The cluster that clients talk to: a tiny model that thinks and calls tools, with its EAGLE-3 head."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from deploy.tiny_models.word_problems import Problem, take
-from tests.cluster.harness import MODEL, RunningCluster
+from tests.cluster.harness import ROOT, RunningCluster
 
 NAME = "tiny"
 CONTEXT = 16_384  # agents have long prompts, and a character is about half a token here
-TEMPLATE = Path(__file__).with_name("chat_template.jinja")
-DRAFT = MODEL.with_name("tiny-eagle3")
+CLUSTER = ROOT / "deploy" / "clusters" / "local-tools.yaml"
 
 
-def with_long_context(source: Path, target: Path) -> Path:
+def with_long_context(source: Path, target: Path) -> str:
     """Copy a checkpoint and raise the length that it declares. What it writes beyond its own length is poor."""
     shutil.copytree(source, target)
     file = target / "config.json"
     config: dict[str, Any] = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"max_position_embeddings": CONTEXT}))
-    return target
+    return str(target)
 
 
 def start(directory: Path) -> RunningCluster:
     """Return a cluster that is not running yet; it is a context manager."""
-    model = with_long_context(MODEL, directory / "model")
-    shutil.copy(TEMPLATE, model / "chat_template.jinja")
-    draft = with_long_context(DRAFT, directory / "draft")
-    speculation = {"algorithm": "eagle3", "draft_model_path": str(draft), "steps": 5}
-    return RunningCluster(
-        directory,
-        config={"model": {"path": str(model), "served_name": NAME}, "speculation": speculation},
-    )
+    config = yaml.safe_load(CLUSTER.read_text())
+    model, speculation, here = config["model"], config["speculation"], CLUSTER.parent
+    model["path"] = with_long_context(here / model["path"], directory / "model")
+    model["served_name"] = NAME
+    draft = "draft_model_path"
+    speculation[draft] = with_long_context(here / speculation[draft], directory / "draft")
+    return RunningCluster(directory, config=config)
 
 
 def problem() -> Problem:

@@ -4,7 +4,21 @@ import assert from "node:assert/strict";
 
 import Anthropic from "@anthropic-ai/sdk";
 
-import { PARAMETERS, env, feature, isWeather, messages, runAll, solved } from "./features.mjs";
+import {
+  ABOUT,
+  EXPRESSION,
+  PARAMETERS,
+  PRODUCT,
+  RESULT,
+  env,
+  feature,
+  isProduct,
+  isWeather,
+  messages,
+  runAll,
+  saysProduct,
+  solved,
+} from "./features.mjs";
 
 // This API has no penalties: llguidance's own keyword leaves no room for blanks.
 const COMPACT = { ...PARAMETERS, "x-guidance": { whitespace_flexible: false } };
@@ -18,7 +32,7 @@ const forced = {
 
 feature("message", async () => {
   const answer = await client.messages.create(asked);
-  solved(answer.content[0].text);
+  solved(answer.content.at(-1).text);
   assert.equal(answer.stop_reason, "end_turn");
 });
 
@@ -26,8 +40,25 @@ feature("stream helper", async () => {
   const stream = client.messages.stream(asked);
   let text = "";
   stream.on("text", (piece) => (text += piece));
-  solved((await stream.finalMessage()).content[0].text);
+  solved((await stream.finalMessage()).content.at(-1).text);
   solved(text);
+});
+
+feature("tools auto, and their result", async () => {
+  const question = [{ role: "user", content: PRODUCT }];
+  const product = {
+    ...asked,
+    tools: [{ name: "calculator", description: ABOUT, input_schema: EXPRESSION }],
+  };
+  const first = await client.messages.create({ ...product, messages: question });
+  assert.equal(first.stop_reason, "tool_use");
+  const block = first.content.find((each) => each.type === "tool_use");
+  isProduct(block.name, block.input);
+  const result = { type: "tool_result", tool_use_id: block.id, content: RESULT };
+  const back = [...question, { role: "assistant", content: first.content }, { role: "user", content: [result] }];
+  const answer = await client.messages.create({ ...product, messages: back });
+  assert.equal(answer.stop_reason, "end_turn");
+  saysProduct(answer.content.at(-1).text);
 });
 
 feature("tools forced, and their result", async () => {

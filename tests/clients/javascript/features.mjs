@@ -13,8 +13,9 @@ export const env = {
   value: process.env.CLIENTS_VALUE,
 };
 export const messages = [{ role: "user", content: env.question }];
-// The model was not trained to write JSON and would fill a constrained answer with the blanks that JSON allows.
-export const PENALTY = 2;
+// The model was trained to write calls and no other JSON: it would fill a constrained answer with the blanks that JSON
+// allows.
+export const PENALTY = 0.2;
 export const PARAMETERS = {
   type: "object",
   properties: {
@@ -24,6 +25,25 @@ export const PARAMETERS = {
   required: ["city", "days"],
   additionalProperties: false,
 };
+
+// The model was trained to call this tool and to say what it returns.
+export const PRODUCT = "What is 12 * 7?";
+export const RESULT = "84";
+export const ABOUT = "Evaluates an arithmetic expression.";
+export const EXPRESSION = {
+  type: "object",
+  properties: { expression: { type: "string", description: "the arithmetic expression" } },
+  required: ["expression"],
+};
+
+export function isProduct(name, given) {
+  assert.equal(name, "calculator");
+  assert.deepEqual(typeof given === "string" ? JSON.parse(given) : given, { expression: "12*7" });
+}
+
+export function saysProduct(text) {
+  assert.ok(text.includes(RESULT), `wrong answer: ${JSON.stringify(text)}`);
+}
 
 export function solved(text) {
   assert.ok(text.trimEnd().endsWith(`#### ${env.value}`), `wrong answer: ${JSON.stringify(text)}`);

@@ -6,7 +6,22 @@ import OpenAI from "openai";
 import { zodFunction, zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
 
-import { PARAMETERS, PENALTY, env, feature, isWeather, messages, runAll, solved } from "./features.mjs";
+import {
+  ABOUT,
+  EXPRESSION,
+  PARAMETERS,
+  PENALTY,
+  PRODUCT,
+  RESULT,
+  env,
+  feature,
+  isProduct,
+  isWeather,
+  messages,
+  runAll,
+  saysProduct,
+  solved,
+} from "./features.mjs";
 
 const STREAMS = 50;
 const client = new OpenAI({ baseURL: env.v1, apiKey: "none", maxRetries: 0 });
@@ -52,9 +67,20 @@ feature("stream helper", async () => {
   solved(text);
 });
 
-feature("tools auto", async () => {
-  const answer = await client.chat.completions.create({ ...asked, tools });
-  assert.ok(["stop", "tool_calls"].includes(answer.choices[0].finish_reason));
+feature("tools auto, and their result", async () => {
+  const question = [{ role: "user", content: PRODUCT }];
+  const product = {
+    ...asked,
+    tools: [{ type: "function", function: { name: "calculator", description: ABOUT, parameters: EXPRESSION } }],
+  };
+  const [{ message, finish_reason }] = (await client.chat.completions.create({ ...product, messages: question }))
+    .choices;
+  assert.equal(finish_reason, "tool_calls");
+  assert.equal(message.tool_calls.length, 1);
+  isProduct(message.tool_calls[0].function.name, message.tool_calls[0].function.arguments);
+  const result = { role: "tool", tool_call_id: message.tool_calls[0].id, content: RESULT };
+  const answer = await client.chat.completions.create({ ...product, messages: [...question, message, result] });
+  saysProduct(answer.choices[0].message.content);
 });
 
 feature("tools required", async () => {
@@ -172,13 +198,14 @@ feature(`${STREAMS} parallel streams equal to sequential`, async () => {
       max_tokens: 24,
       stream: true,
     }))
-      text += chunk.choices[0].delta.content ?? "";
+      text += chunk.choices[0].delta.reasoning_content ?? chunk.choices[0].delta.content ?? "";
     return text;
   };
   const numbers = [...Array(STREAMS).keys()];
   const sequential = [];
   for (const number of numbers) sequential.push(await one(number));
   assert.deepEqual(await Promise.all(numbers.map(one)), sequential);
+  assert.ok(sequential.every((each) => each.length > 20), "the streams have too little text to tell");
 });
 
 await runAll();

@@ -7,7 +7,18 @@ import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { Output, generateText, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 
-import { PENALTY, env, feature, isWeather, runAll, solved } from "./features.mjs";
+import {
+  ABOUT,
+  PENALTY,
+  PRODUCT,
+  RESULT,
+  env,
+  feature,
+  isWeather,
+  runAll,
+  saysProduct,
+  solved,
+} from "./features.mjs";
 
 const compatible = createOpenAICompatible({
   name: "tandem",
@@ -40,6 +51,24 @@ for (const [name, model] of [
     for await (const piece of answer.textStream) text += piece;
     solved(text);
     assert.ok((await answer.usage).outputTokens > 0);
+  });
+
+  feature(`${name}: tools auto, and their result`, async () => {
+    const called = [];
+    const calculator = tool({
+      description: ABOUT,
+      inputSchema: z.object({ expression: z.string().describe("the arithmetic expression") }),
+      execute: async ({ expression }) => (called.push(expression), RESULT),
+    });
+    const answer = await generateText({
+      ...asked,
+      prompt: PRODUCT,
+      tools: { calculator },
+      stopWhen: stepCountIs(3),
+    });
+    assert.deepEqual(called, ["12*7"]);
+    assert.equal(answer.steps.length, 2);
+    saysProduct(answer.text);
   });
 
   feature(`${name}: tool required`, async () => {

@@ -15,16 +15,21 @@ from typing import Any
 from openai import BadRequestError, OpenAI
 
 from tests.clients.features import (
+    CALCULATOR,
     KEY,
     MESSAGES,
     MODEL,
     NAMED,
     PARAMETERS,
     PENALTY,
+    PRODUCT,
     PROMPT,
+    RESULT,
     TOOLS,
     Features,
+    is_product,
     is_weather,
+    says_product,
     solved,
 )
 from tests.clients.programs.command import BIN
@@ -93,6 +98,18 @@ def add_features(features: Features, url: str) -> None:
         assert text
         assert (
             "".join(each.choices[0].text for each in client.completions.create(**plain, stream=True)) == text
+        )
+
+    @case("tools auto, and their result")
+    def tools_auto() -> None:
+        question: list[Any] = [{"role": "user", "content": PRODUCT}]
+        product: dict[str, Any] = {**asked, "tools": [CALCULATOR]}
+        message = client.chat.completions.create(**product | {"messages": question}).choices[0].message
+        [call] = message.tool_calls
+        is_product(call.function.name, call.function.arguments)
+        back = [*question, message, {"role": "tool", "tool_call_id": call.id, "content": RESULT}]
+        says_product(
+            client.chat.completions.create(**product | {"messages": back}).choices[0].message.content
         )
 
     @case("tools named")

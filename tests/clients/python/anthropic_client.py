@@ -7,7 +7,23 @@ from typing import Any
 
 import anthropic
 
-from tests.clients.features import COMPACT, KEY, MESSAGES, MODEL, QUESTION, URL, Features, is_weather, solved
+from tests.clients.features import (
+    ABOUT,
+    COMPACT,
+    EXPRESSION,
+    KEY,
+    MESSAGES,
+    MODEL,
+    PRODUCT,
+    QUESTION,
+    RESULT,
+    URL,
+    Features,
+    is_product,
+    is_weather,
+    says_product,
+    solved,
+)
 
 features = Features()
 case = features.case
@@ -25,7 +41,7 @@ forced = {
 @case("message")
 def message() -> None:
     answer = client.messages.create(**asked)
-    solved(answer.content[0].text)
+    solved(answer.content[-1].text)
     assert answer.stop_reason == "end_turn"
     assert answer.usage.output_tokens > 0
 
@@ -37,7 +53,7 @@ def blocks() -> None:
         system="Solve the problem.",
         stop_sequences=["####"],
     )
-    assert "####" not in answer.content[0].text
+    assert "####" not in answer.content[-1].text
     assert answer.stop_reason in ("stop_sequence", "end_turn")
 
 
@@ -52,19 +68,35 @@ def events() -> None:
 def stream_helper() -> None:
     with client.messages.stream(**asked) as stream:
         solved("".join(stream.text_stream))
-        solved(stream.get_final_message().content[0].text)
+        solved(stream.get_final_message().content[-1].text)
 
 
 @case("asynchronous, 20 at once")
 async def asynchronous() -> None:
     async with anthropic.AsyncAnthropic(base_url=URL, api_key=KEY, max_retries=0) as many:
         for answer in await asyncio.gather(*(many.messages.create(**asked) for _ in range(20))):
-            solved(answer.content[0].text)
+            solved(answer.content[-1].text)
 
 
-@case("tools auto")
+@case("tools auto, and their result")
 def tools_auto() -> None:
-    assert client.messages.create(**asked, tools=[tool]).stop_reason in ("end_turn", "tool_use")
+    product: dict[str, Any] = {"model": MODEL, "max_tokens": 400}
+    product["tools"] = [{"name": "calculator", "description": ABOUT, "input_schema": EXPRESSION}]
+    question: list[Any] = [{"role": "user", "content": PRODUCT}]
+    first = client.messages.create(**product, messages=question)
+    assert first.stop_reason == "tool_use"
+    assert [each.type for each in first.content] == ["thinking", "tool_use"]
+    block = first.content[1]
+    is_product(block.name, block.input)
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": RESULT}
+    back = [
+        *question,
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [result]},
+    ]
+    answer = client.messages.create(**product, messages=back)
+    assert answer.stop_reason == "end_turn"
+    says_product(answer.content[-1].text)
 
 
 @case("tools forced, and their result")
@@ -86,7 +118,7 @@ def tools_forced() -> None:
 def tools_streamed() -> None:
     with client.messages.stream(**forced) as stream:
         pieces = "".join(event.partial_json for event in stream if event.type == "input_json")
-        [block] = stream.get_final_message().content
+        [block] = [each for each in stream.get_final_message().content if each.type == "tool_use"]
     is_weather(block.input)
     is_weather(pieces)
 

@@ -8,7 +8,18 @@ import dspy
 import litellm
 from pydantic import BaseModel, Field
 
-from tests.clients.features import KEY, MODEL, PENALTY, QUESTION, V1, Features, solved
+from tests.clients.features import (
+    CALCULATOR,
+    KEY,
+    MODEL,
+    PENALTY,
+    PRODUCT,
+    QUESTION,
+    V1,
+    Features,
+    is_product,
+    solved,
+)
 
 features = Features()
 case = features.case
@@ -55,7 +66,7 @@ async def asynchronous() -> None:
 
 @case("several answers")
 def several() -> None:
-    unsure = [{"role": "user", "content": "Hello"}]
+    unsure = [{"role": "user", "content": "Write about green trains"}]
     assert len(plain(messages=unsure, n=3, temperature=1.5, max_tokens=16)) == 3
 
 
@@ -76,6 +87,13 @@ def one_of() -> None:
     with dspy.context(lm=typed, adapter=dspy.JSONAdapter()):
         found = dspy.Predict(Reasoned)(question=QUESTION)
     assert found.city in ("Paris", "Oslo")
+
+
+@case("tools auto")
+def tools_auto() -> None:
+    [answer] = plain(messages=[{"role": "user", "content": PRODUCT}], tools=[CALCULATOR])
+    [call] = answer["tool_calls"]
+    is_product(call.function.name, call.function.arguments)
 
 
 @case("responses")

@@ -8,7 +8,7 @@ import instructor
 from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
-from tests.clients.features import KEY, MESSAGES, MODEL, PENALTY, V1, Features
+from tests.clients.features import KEY, MESSAGES, MODEL, PENALTY, STRONG_PENALTY, V1, Features
 
 features = Features()
 case = features.case
@@ -62,7 +62,7 @@ def json_object() -> None:
         pass
 
     found = client(instructor.Mode.JSON).chat.completions.create(
-        response_model=Anything, **asked, max_tokens=400
+        response_model=Anything, **asked | {"frequency_penalty": STRONG_PENALTY}, max_tokens=400
     )
     assert isinstance(found, Anything)
 

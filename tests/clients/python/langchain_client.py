@@ -11,7 +11,22 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
-from tests.clients.features import KEY, MODEL, PENALTY, PROMPT, QUESTION, V1, Features, is_weather, solved
+from tests.clients.features import (
+    KEY,
+    MODEL,
+    PENALTY,
+    PRODUCT,
+    PROMPT,
+    QUESTION,
+    RESULT,
+    STRONG_PENALTY,
+    V1,
+    Features,
+    is_product,
+    is_weather,
+    says_product,
+    solved,
+)
 
 features = Features()
 case = features.case
@@ -28,9 +43,10 @@ class Forecast(BaseModel):
 
 
 @tool
-def weather(city: Literal["Paris", "Oslo"], days: int = 1) -> str:
-    """Weather of a city."""
-    return f"rain in {city}"
+def calculator(expression: str) -> str:
+    """Evaluates an arithmetic expression."""
+    assert expression == "12*7", expression
+    return RESULT
 
 
 @tool(args_schema=Forecast)
@@ -74,14 +90,18 @@ def chain() -> None:
     )
 
 
-@case("tools auto")
+@case("tools auto, and their result")
 def tools_auto() -> None:
-    assert chat_model.bind_tools([weather]).invoke(QUESTION).content is not None
+    model, asked = chat_model.bind_tools([calculator]), HumanMessage(PRODUCT)
+    answer = model.invoke([asked])
+    [call] = answer.tool_calls
+    is_product(call["name"], call["args"])
+    says_product(model.invoke([asked, answer, calculator.invoke(call)]).content)
 
 
 @case("tools required")
 def tools_required() -> None:
-    answer = typed_model.bind_tools([forecast], tool_choice="required", parallel_tool_calls=False).invoke(
+    answer = chat_model.bind_tools([forecast], tool_choice="required", parallel_tool_calls=False).invoke(
         QUESTION
     )
     [call] = answer.tool_calls
@@ -90,13 +110,13 @@ def tools_required() -> None:
 
 @case("tools named")
 def tools_named() -> None:
-    [call] = typed_model.bind_tools([forecast], tool_choice="forecast").invoke(QUESTION).tool_calls
+    [call] = chat_model.bind_tools([forecast], tool_choice="forecast").invoke(QUESTION).tool_calls
     is_weather(call["args"])
 
 
 @case("tools streamed")
 def tools_streamed() -> None:
-    chunks = list(typed_model.bind_tools([forecast], tool_choice="forecast").stream(QUESTION))
+    chunks = list(chat_model.bind_tools([forecast], tool_choice="forecast").stream(QUESTION))
     total = chunks[0]
     for each in chunks[1:]:
         total += each
@@ -107,7 +127,7 @@ def tools_streamed() -> None:
 @case("tool messages")
 def tool_messages() -> None:
     asked = HumanMessage(QUESTION)
-    call = typed_model.bind_tools([forecast], tool_choice="forecast").invoke([asked])
+    call = chat_model.bind_tools([forecast], tool_choice="forecast").invoke([asked])
     assert isinstance(call, AIMessage)
     result: ToolMessage = forecast.invoke(call.tool_calls[0])
     assert chat_model.bind_tools([forecast]).invoke([asked, call, result]).content is not None
@@ -127,7 +147,7 @@ def typed_call() -> None:
 
 @case("typed output: json_mode")
 def typed_json() -> None:
-    short = ChatOpenAI(**link, frequency_penalty=PENALTY, max_tokens=200)
+    short = ChatOpenAI(**link, frequency_penalty=STRONG_PENALTY, max_tokens=400)
     found = short.with_structured_output(Forecast, method="json_mode", include_raw=True).invoke(
         QUESTION + " Answer in JSON."
     )
@@ -157,8 +177,11 @@ def responses() -> None:
 
 @case("agent")
 def agent() -> None:
-    made = create_agent(chat_model, tools=[forecast], system_prompt="Solve the problem.")
-    assert made.invoke({"messages": [{"role": "user", "content": QUESTION}]})["messages"][-1].content
+    """The agent calls the tool by itself, and ends with what the tool returned."""
+    made = create_agent(chat_model, tools=[calculator])
+    said = made.invoke({"messages": [{"role": "user", "content": PRODUCT}]})["messages"]
+    assert [each.type for each in said] == ["human", "ai", "tool", "ai"]
+    says_product(said[-1].content)
 
 
 @case("agent with typed answer")

@@ -8,19 +8,24 @@ from typing import Any
 import litellm
 
 from tests.clients.features import (
+    CALCULATOR,
     KEY,
     MESSAGES,
     MODEL,
     NAMED,
     PARAMETERS,
     PENALTY,
+    PRODUCT,
     PROMPT,
     QUESTION,
+    RESULT,
     TOOLS,
     V1,
     Features,
     is_call,
+    is_product,
     is_weather,
+    says_product,
     solved,
 )
 
@@ -65,14 +70,24 @@ def openai_provider() -> None:
     solved(litellm.completion(**asked | {"model": f"openai/{MODEL}"}).choices[0].message.content)
 
 
-@case("tools auto")
+@case("tools auto, and their result")
 def tools_auto() -> None:
-    assert litellm.completion(**asked, tools=TOOLS).choices[0].finish_reason in ("stop", "tool_calls")
+    product = {**asked, "messages": [{"role": "user", "content": PRODUCT}], "tools": [CALCULATOR]}
+    choice = litellm.completion(**product).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls
+    is_product(call.function.name, call.function.arguments)
+    product["messages"] = [
+        {"role": "user", "content": PRODUCT},
+        choice.message,
+        {"role": "tool", "tool_call_id": call.id, "content": RESULT},
+    ]
+    says_product(litellm.completion(**product).choices[0].message.content)
 
 
 @case("tools required")
 def tools_required() -> None:
-    answer = litellm.completion(**typed, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    answer = litellm.completion(**asked, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     [call] = answer.choices[0].message.tool_calls
     is_call(call.function.name, call.function.arguments)
     assert answer.choices[0].finish_reason == "tool_calls"
@@ -80,14 +95,14 @@ def tools_required() -> None:
 
 @case("tools streamed")
 def tools_streamed() -> None:
-    chunks = list(litellm.completion(**typed, tools=TOOLS, tool_choice=NAMED, stream=True))
+    chunks = list(litellm.completion(**asked, tools=TOOLS, tool_choice=NAMED, stream=True))
     [call] = litellm.stream_chunk_builder(chunks, messages=MESSAGES).choices[0].message.tool_calls
     is_weather(call.function.arguments)
 
 
 @case("tool messages")
 def tool_messages() -> None:
-    first = litellm.completion(**typed, tools=TOOLS, tool_choice=NAMED).choices[0].message
+    first = litellm.completion(**asked, tools=TOOLS, tool_choice=NAMED).choices[0].message
     back = [*MESSAGES, first, {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "rain"}]
     assert litellm.completion(**asked | {"messages": back}, tools=TOOLS).choices
 
@@ -118,7 +133,8 @@ def responses() -> None:
     answer = litellm.responses(
         model=f"openai/{MODEL}", api_base=V1, api_key=KEY, input=QUESTION, temperature=0
     )
-    solved(answer.output[0].content[0].text)
+    [said] = [each for each in answer.output if each.type == "message"]
+    solved(said.content[0].text)
 
 
 @case("errors")

@@ -11,7 +11,22 @@ from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 from pydantic import BaseModel, Field
 
-from tests.clients.features import KEY, MODEL, PENALTY, PROMPT, QUESTION, V1, Features, is_weather, solved
+from tests.clients.features import (
+    ABOUT,
+    KEY,
+    MODEL,
+    PENALTY,
+    PRODUCT,
+    PROMPT,
+    QUESTION,
+    RESULT,
+    V1,
+    Features,
+    is_product,
+    is_weather,
+    says_product,
+    solved,
+)
 
 features = Features()
 case = features.case
@@ -42,7 +57,14 @@ def weather(city: Literal["Paris", "Oslo"], days: int) -> str:
     return f"rain in {city} for {days} days"
 
 
+def calculator(expression: str) -> str:
+    """Evaluates an arithmetic expression."""
+    assert expression == "12*7", expression
+    return RESULT
+
+
 tool = FunctionTool.from_defaults(weather, fn_schema=Forecast)
+counting = FunctionTool.from_defaults(calculator, description=ABOUT)
 
 
 @case("chat")
@@ -68,23 +90,28 @@ def completion() -> None:
     assert "".join(each.delta for each in model.stream_complete(PROMPT)) == text
 
 
-@case("tools auto")
+@case("tools auto, and their result")
 def tools_auto() -> None:
-    assert chat_model.chat_with_tools([tool], user_msg=QUESTION).message is not None
+    answer = chat_model.chat_with_tools([counting], user_msg=PRODUCT)
+    [call] = chat_model.get_tool_calls_from_response(answer)
+    is_product(call.tool_name, call.tool_kwargs)
+    result = ChatMessage(role="tool", content=RESULT, additional_kwargs={"tool_call_id": call.tool_id})
+    history = [ChatMessage(role="user", content=PRODUCT), answer.message, result]
+    says_product(chat_model.chat_with_tools([counting], chat_history=history).message.content)
 
 
 @case("tools required")
 def tools_required() -> None:
-    answer = typed_model.chat_with_tools([tool], user_msg=QUESTION, tool_required=True)
-    [call] = typed_model.get_tool_calls_from_response(answer)
+    answer = chat_model.chat_with_tools([tool], user_msg=QUESTION, tool_required=True)
+    [call] = chat_model.get_tool_calls_from_response(answer)
     assert call.tool_name == "weather"
     is_weather(call.tool_kwargs)
 
 
 @case("tools streamed")
 def tools_streamed() -> None:
-    *_, last = typed_model.stream_chat_with_tools([tool], user_msg=QUESTION, tool_required=True)
-    [call] = typed_model.get_tool_calls_from_response(last)
+    *_, last = chat_model.stream_chat_with_tools([tool], user_msg=QUESTION, tool_required=True)
+    [call] = chat_model.get_tool_calls_from_response(last)
     is_weather(call.tool_kwargs)
 
 
@@ -105,8 +132,11 @@ def typed_schema() -> None:
 
 @case("agent")
 async def agent() -> None:
-    made = FunctionAgent(tools=[tool], llm=chat_model, system_prompt="Solve the problem.")
-    assert str(await made.run(QUESTION))
+    """The agent calls the tool by itself, and ends with what the tool returned."""
+    made = FunctionAgent(tools=[counting], llm=chat_model)
+    answer = await made.run(PRODUCT)
+    assert [each.tool_name for each in answer.tool_calls] == ["calculator"]
+    says_product(str(answer))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,18 @@ from agents import (
 from openai import AsyncOpenAI
 from pydantic import BaseModel, Field
 
-from tests.clients.features import KEY, MODEL, PENALTY, QUESTION, V1, Features, solved
+from tests.clients.features import (
+    KEY,
+    MODEL,
+    PENALTY,
+    PRODUCT,
+    QUESTION,
+    RESULT,
+    V1,
+    Features,
+    says_product,
+    solved,
+)
 
 features = Features()
 case = features.case
@@ -54,6 +65,20 @@ def register(api: str) -> None:
         ]
         solved("".join(pieces))
         solved(result.final_output)
+
+    @case(f"{api}: tools auto, and their result")
+    async def auto() -> None:
+        called = []
+
+        @function_tool
+        def calculator(expression: str) -> str:
+            """Evaluates an arithmetic expression."""
+            called.append(expression)
+            return RESULT
+
+        agent = Agent(name="a", model=model(api), tools=[calculator], model_settings=plain)
+        says_product((await Runner.run(agent, PRODUCT)).final_output)
+        assert called == ["12*7"]
 
     @case(f"{api}: tool called, its result is the answer")
     async def tool() -> None:

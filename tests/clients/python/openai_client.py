@@ -10,6 +10,7 @@ from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel, Field
 
 from tests.clients.features import (
+    CALCULATOR,
     CLOCK,
     KEY,
     MESSAGES,
@@ -17,13 +18,17 @@ from tests.clients.features import (
     NAMED,
     PARAMETERS,
     PENALTY,
+    PRODUCT,
     QUESTION,
+    RESULT,
     TOOLS,
     V1,
     WEATHER,
     Features,
     is_call,
+    is_product,
     is_weather,
+    says_product,
     solved,
 )
 
@@ -83,9 +88,9 @@ def logprobs() -> None:
 
 @case("n choices")
 def choices() -> None:
-    unsure = [{"role": "user", "content": "Hello"}]
+    unsure = [{"role": "user", "content": "Write about green trains"}]
     answer = client.chat.completions.create(
-        model=MODEL, messages=unsure, temperature=1.5, seed=3, n=4, max_tokens=16
+        model=MODEL, messages=unsure, temperature=2, seed=3, n=4, max_tokens=48, reasoning_effort="none"
     )
     assert [each.index for each in answer.choices] == [0, 1, 2, 3]
     assert len({each.message.content for each in answer.choices}) > 1
@@ -100,10 +105,50 @@ def seed() -> None:
     assert texts[0] == texts[1]
 
 
-@case("tools auto")
+@case("tools auto, and their result")
 def tools_auto() -> None:
-    answer = client.chat.completions.create(**asked, tools=TOOLS)
-    assert answer.choices[0].finish_reason in ("stop", "tool_calls")
+    """The model chooses to call, and its answer says what the tool returned."""
+    product: dict[str, Any] = {**asked, "tools": [CALCULATOR]}
+    product["messages"] = question = [{"role": "user", "content": PRODUCT}]
+    choice = client.chat.completions.create(**product).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls
+    is_product(call.function.name, call.function.arguments)
+    assert choice.message.reasoning_content
+    product["messages"] = [
+        *question,
+        choice.message,
+        {"role": "tool", "tool_call_id": call.id, "content": RESULT},
+    ]
+    answer = client.chat.completions.create(**product).choices[0]
+    assert answer.finish_reason == "stop"
+    says_product(answer.message.content)
+
+
+@case("tools auto, streamed")
+def tools_auto_streamed() -> None:
+    product: dict[str, Any] = {**asked, "messages": [{"role": "user", "content": PRODUCT}]}
+    with client.chat.completions.stream(**product, tools=[CALCULATOR]) as events:
+        done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+        final = events.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    [call] = final.message.tool_calls
+    is_product(call.function.name, call.function.arguments)
+    assert [each.arguments for each in done] == [call.function.arguments]
+
+
+@case("responses tools auto, and their result")
+def responses_auto() -> None:
+    tools = [{"type": "function", **CALCULATOR["function"]}]
+    asked_product: dict[str, Any] = {"model": MODEL, "temperature": 0, "tools": tools}
+    question: list[Any] = [{"role": "user", "content": PRODUCT}]
+    first = client.responses.create(**asked_product, input=question)
+    [call] = [each for each in first.output if each.type == "function_call"]
+    is_product(call.name, call.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
+    says_product(
+        client.responses.create(**asked_product, input=[*question, *first.output, result]).output_text
+    )
 
 
 @case("tools none")
@@ -239,12 +284,14 @@ async def parallel() -> None:
                 temperature=1 if number % 2 else 0,
                 seed=number,
             )
-            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+            deltas = [chunk.choices[0].delta async for chunk in stream]
+            return "".join((getattr(each, "reasoning_content", "") or each.content or "") for each in deltas)
 
         sequential = [await one(number) for number in range(STREAMS)]
         together = await asyncio.gather(*(one(number) for number in range(STREAMS)))
     different = [number for number in range(STREAMS) if sequential[number] != together[number]]
     assert not different, f"streams {different} differ"
+    assert all(len(each) > 20 for each in together), "the streams have too little text to tell"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,19 @@ from pydantic_ai import Agent, ModelSettings, NativeOutput, PromptedOutput, Tool
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from tests.clients.features import KEY, MODEL, PENALTY, QUESTION, V1, Features, solved
+from tests.clients.features import (
+    KEY,
+    MODEL,
+    PENALTY,
+    PRODUCT,
+    QUESTION,
+    RESULT,
+    STRONG_PENALTY,
+    V1,
+    Features,
+    says_product,
+    solved,
+)
 
 features = Features()
 case = features.case
@@ -48,16 +60,28 @@ def history() -> None:
     assert agent.run_sync(QUESTION, message_history=first.all_messages()).output
 
 
-@case("tools auto")
-def tools_auto() -> None:
-    agent = Agent(chat_model, model_settings=plain)
+def _counts(model: OpenAIChatModel | OpenAIResponsesModel) -> None:
+    """Check that an agent calls its tool by itself and ends with what the tool returned."""
+    agent, called = Agent(model, model_settings=plain), list[str]()
 
     @agent.tool_plain
-    def weather(city: str) -> str:
-        """Weather of a city."""
-        return f"rain in {city}"
+    def calculator(expression: str) -> str:
+        """Evaluates an arithmetic expression."""
+        called.append(expression)
+        return RESULT
 
-    assert agent.run_sync(QUESTION).output
+    says_product(agent.run_sync(PRODUCT).output)
+    assert called == ["12*7"]
+
+
+@case("tools auto, and their result")
+def tools_auto() -> None:
+    _counts(chat_model)
+
+
+@case("responses: tools auto, and their result")
+def responses_auto() -> None:
+    _counts(OpenAIResponsesModel(MODEL, provider=provider))
 
 
 async def _typed(output: Any) -> None:
@@ -82,7 +106,7 @@ async def prompted_output() -> None:
     class Anything(BaseModel):
         pass
 
-    settings = ModelSettings(**typed, max_tokens=400)
+    settings = ModelSettings(temperature=0, frequency_penalty=STRONG_PENALTY, max_tokens=400)
     agent = Agent(chat_model, output_type=PromptedOutput(Anything), model_settings=settings, retries=0)
     assert isinstance((await agent.run(QUESTION)).output, Anything)
 

@@ -13,9 +13,12 @@ from tests.clients.features import (
     MODEL,
     PARAMETERS,
     PENALTY,
+    PRODUCT,
     QUESTION,
+    RESULT,
     V1,
     Features,
+    is_product,
     is_weather,
     solved,
 )
@@ -41,6 +44,16 @@ def count(days: int) -> str:
         days: how many
     """
     return f"{days} days"
+
+
+@tool
+def calculator(expression: str) -> str:
+    """Evaluates an arithmetic expression.
+
+    Args:
+        expression: the arithmetic expression
+    """
+    return RESULT
 
 
 @case("chat")
@@ -74,6 +87,15 @@ def tools_required() -> None:
     name, arguments = answer.tool_calls[0].function.name, answer.tool_calls[0].function.arguments
     assert name == "count"
     assert set(arguments if isinstance(arguments, dict) else json.loads(arguments)) == {"days"}
+
+
+@case("tools auto")
+def tools_auto() -> None:
+    answer = plain.generate(
+        [{"role": "user", "content": PRODUCT}], tools_to_call_from=[calculator], tool_choice="auto"
+    )
+    [call] = answer.tool_calls
+    is_product(call.function.name, call.function.arguments)
 
 
 @case("tool-calling agent, one step")
