@@ -10,7 +10,7 @@ What other requests send does not pass through this module.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -99,7 +99,7 @@ class FormWithDetails:
             made += _event(event)
         return made
 
-    def ending(self, usage: Usage, with_usage: bool) -> bytes:
+    def ending(self, usage: Usage, with_usage: bool) -> Iterable[bytes]:
         return self._shown.ending(usage, with_usage)
 
     def failure(self, body: dict[str, Any]) -> bytes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from router.json_answer import Part
 from router.openai_responses import AnswerPiece, ChatFormat, CompletionFormat, Usage
 
 
@@ -15,7 +16,7 @@ class Collector(Protocol):
         """Add a piece; those of one choice arrive in order."""
         ...
 
-    async def parts(self, usage: Usage) -> list[bytes]:
+    async def parts(self, usage: Usage) -> Sequence[Part]:
         """Return the body as consecutive parts. Called once, when all choices have finished."""
         ...
 
@@ -31,8 +32,11 @@ class AnswerForm(Protocol):
         """Return the events of a piece; b"" while its text is held back."""
         ...
 
-    def ending(self, usage: Usage, with_usage: bool) -> bytes:
-        """Return the events after the last piece. `with_usage`: stream_options.include_usage asks for token counts."""
+    def ending(self, usage: Usage, with_usage: bool) -> Iterable[bytes]:
+        """Return the events after the last piece, in parts that are made in turns of their own.
+
+        `with_usage`: stream_options.include_usage asks for the token counts.
+        """
         ...
 
     def failure(self, body: dict[str, Any]) -> bytes:

@@ -7,7 +7,6 @@ tokens that it was given, the decode node those of the tokens after them; either
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,19 +78,24 @@ class AnswerStates:
         count = self.count(tokens)
         return self.row(count - 1) if count else None
 
-    async def encoded(self, tokens: int) -> list[bytes]:
-        """Return JSON in parts: a list of the prompt's states, then one state for each token but the last."""
-        count = self.count(max(tokens, 1))
+    def encoded(self, tokens: int) -> Iterator[bytes]:
+        """Return JSON in parts: a list of the prompt's states, then one state for each token but the last.
+
+        Raises InternalError at once if a state is missing. Each part is made when it is taken: all of the JSON would
+        take five times the memory of the states.
+        """
+        return self._encoded(self.count(max(tokens, 1)))
+
+    def _encoded(self, count: int) -> Iterator[bytes]:
         prompt = min(self._prompt_tokens - self.first, count)
-        parts = [b"[["]
+        before = b"[["
         for block in self.blocks(0, prompt):
-            parts += [_encode(block)[1:-1], b","]
-            await asyncio.sleep(0)
-        parts[-1] = b"]"
+            yield before + _encode(block)[1:-1]
+            before = b","
+        yield b"]"
         for block in self.blocks(prompt, count):
-            parts += [b",", _encode(block)[1:-1]]
-            await asyncio.sleep(0)
-        return [*parts, b"]"]
+            yield b"," + _encode(block)[1:-1]
+        yield b"]"
 
     def row(self, index: int) -> list[float]:
         """Return the state of position first + index."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -99,7 +100,13 @@ class Answering:
                         await writer.start()
                         events = form.opening(len(choices), sink.reported()) + events
                     await writer.send(events)
-                return await writer.finish(form.ending(usage, sink.at_end))
+                last = b""
+                for part in form.ending(usage, sink.at_end):
+                    if last:
+                        await writer.send(last)
+                        await asyncio.sleep(0)
+                    last = part
+                return await writer.finish(last)
             except ClientGone:
                 raise
             except Exception as error:

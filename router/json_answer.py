@@ -1,32 +1,37 @@
 """Writes JSON answers of any size.
 
-Large ones are written in pieces, so that no write blocks the event loop for long.
+Large ones are written in pieces, so that no write blocks the event loop for long. Parts that take much more memory as
+JSON are encoded while they are written.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from router.http_errors import REQUEST_ID, request_id_key
 
 PIECE = 1 << 17  # bytes per write; a smaller body is an ordinary response
 WRITE_TIMEOUT = 30.0  # seconds that a client may leave its socket full before it is disconnected
 JSON = "application/json"
-Part = bytes | bytearray
+Part = bytes | bytearray | Iterator[bytes]  # what an iterator yields is made in a turn of its own
 
 
 async def send_json(
     request: web.Request, parts: Sequence[Part], write_timeout: float = WRITE_TIMEOUT
 ) -> web.StreamResponse:
     """Answer 200 with the concatenated `parts`. A client that leaves or stops reading is disconnected."""
-    size = sum(map(len, parts))
-    if size <= PIECE:
-        return web.Response(body=b"".join(parts), content_type=JSON)
+    ready = [part for part in parts if isinstance(part, bytes | bytearray)]
+    size = sum(map(len, ready)) if len(ready) == len(parts) else None
+    if size is not None and size <= PIECE:
+        return web.Response(body=b"".join(ready), content_type=JSON)
     response = web.StreamResponse(headers={REQUEST_ID: request[request_id_key]})
     response.content_type, response.content_length = JSON, size
+    if size is None and request.version == HttpVersion11:
+        response.enable_chunked_encoding()
     try:
         await response.prepare(request)
         for piece in _pieces(parts):
@@ -41,10 +46,12 @@ async def send_json(
     return response
 
 
-def _pieces(parts: Sequence[Part]) -> Iterator[Part]:
+def _pieces(parts: Sequence[Part]) -> Iterator[bytes | bytearray]:
     """Yield the same bytes in pieces of at most PIECE; small parts are joined."""
     held = bytearray()
-    for part in parts:
+    for part in chain.from_iterable(
+        (part,) if isinstance(part, bytes | bytearray) else part for part in parts
+    ):
         if len(held) + len(part) <= PIECE:
             held += part
             continue

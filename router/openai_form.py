@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from router.openai_responses import Format, Usage, error_event
@@ -19,8 +19,8 @@ class OpenAiForm:
         self.opening = form.opening
         self.events = form.events
 
-    def ending(self, usage: Usage, with_usage: bool) -> bytes:
-        return (self._form.last_event(usage) if with_usage else b"") + DONE
+    def ending(self, usage: Usage, with_usage: bool) -> Iterable[bytes]:
+        return ((self._form.last_event(usage) if with_usage else b"") + DONE,)
 
     def failure(self, body: dict[str, Any]) -> bytes:
         """Return an error event without [DONE]: the answer is incomplete."""

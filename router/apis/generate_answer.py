@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from common.messages.generation import FINISH_LENGTH, FINISH_STOP, OutputToken, 
 from router.answer_states import AnswerStates
 from router.apis.generate_request import GenerateTask
 from router.generation import FINISH_ABORT
+from router.json_answer import Part
 from router.openai_responses import LOWEST_LOGPROB, AnswerPiece, Usage, error_event
 from router.prompt_pieces import PromptPiece
 from router.sse import DONE
@@ -64,6 +65,7 @@ class GenerateForm:
         self._identity = identity
         self._tokenizer = tokenizer
         self._choices = [_Choice(count) for count in prompt_tokens]
+        self._late: list[int] = []  # choices whose last event has hidden states and is sent after all others
         self._clock = asyncio.get_running_loop().time
         self._started = self._clock()
 
@@ -77,11 +79,23 @@ class GenerateForm:
         if choice.finish is None and (len(choice.ids) - choice.sent) * GROWTH < len(choice.ids):
             return b""
         choice.sent = len(choice.ids)
-        index = b'"index":%d,' % piece.index if self._listed else b""
-        return b"data: {" + index + b"".join(self._parts(piece.index))[1:] + b"\n\n"
+        if choice.states is not None:
+            self._late.append(piece.index)
+            return b""
+        return b"".join((self._begin(piece.index), *self._parts(piece.index)[1:], b"\n\n"))
 
-    def ending(self, usage: Usage, with_usage: bool) -> bytes:
-        return DONE
+    def ending(self, usage: Usage, with_usage: bool) -> Iterator[bytes]:
+        for index in self._late:
+            _, *parts = self._whole(index)
+            yield self._begin(index)
+            for part in parts:
+                yield from (part,) if isinstance(part, bytes | bytearray) else part
+            yield b"\n\n"
+        yield DONE
+
+    def _begin(self, index: int) -> bytes:
+        """The beginning of an event, with that of its JSON object."""
+        return b'data: {"index":%d,"text":' % index if self._listed else b'data: {"text":'
 
     def failure(self, body: dict[str, Any]) -> bytes:
         return error_event(body)
@@ -92,20 +106,21 @@ class GenerateForm:
     def add(self, piece: AnswerPiece) -> None:
         self._add(piece)
 
-    async def parts(self, usage: Usage) -> list[bytes]:
+    async def parts(self, usage: Usage) -> list[Part]:
         if not self._listed:
-            return await self._whole(0)
-        parts: list[bytes] = []
+            return self._whole(0)
+        parts: list[Part] = []
         for index in range(len(self._choices)):
-            parts += [b"," if parts else b"[", *await self._whole(index)]
+            parts += [b"," if parts else b"[", *self._whole(index)]
             await asyncio.sleep(0)  # long texts are encoded in turns of their own
         return [*parts, b"]"]
 
-    async def _whole(self, index: int) -> list[bytes]:
+    def _whole(self, index: int) -> list[Part]:
+        """The JSON object of a choice that has finished, with its hidden states."""
         choice, parts = self._choices[index], self._parts(index)
         if choice.states is None:
-            return parts
-        return [*parts[:-1], b',"hidden_states":', *await choice.states.encoded(len(choice.ids)), parts[-1]]
+            return [*parts]
+        return [*parts[:-1], b',"hidden_states":', choice.states.encoded(len(choice.ids)), parts[-1]]
 
     def _add(self, piece: AnswerPiece) -> _Choice:
         choice = self._choices[piece.index]

@@ -166,10 +166,6 @@ def read_generate(raw: bytes | bytearray) -> GenerateTask:
     if not request.return_logprob and request.top_logprobs_num:
         raise InvalidRequest("top_logprobs_num needs return_logprob: true", param="top_logprobs_num")
     start = _first_scored(request)
-    if request.return_hidden_states and request.stream:
-        raise InvalidRequest(
-            "return_hidden_states is not streamed here; send stream: false", param="return_hidden_states"
-        )
     completion = PromptsOfGenerate(
         model=request.model,
         return_hidden_states=request.return_hidden_states,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -49,9 +49,9 @@ class MessagesForm:
             events = _event("message_start", message=self._message([], None))
         return events + b"".join(self._shown(change) for change in changes)
 
-    def ending(self, usage: Usage, with_usage: bool) -> bytes:
+    def ending(self, usage: Usage, with_usage: bool) -> Iterable[bytes]:
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._items.stop_string}
-        return _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
+        return (_event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop"),)
 
     def failure(self, body: dict[str, Any]) -> bytes:
         error = messages_error(body["error"], 500, self._identity)

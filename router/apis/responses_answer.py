@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -59,10 +59,10 @@ class ResponsesForm:
                 events += self._event(kind, response=response)
         return events + b"".join(self._shown(change) for change in self._items.follow(piece))
 
-    def ending(self, usage: Usage, with_usage: bool) -> bytes:
+    def ending(self, usage: Usage, with_usage: bool) -> Iterable[bytes]:
         status = self._status()
         kind = "response.completed" if status == "completed" else "response.incomplete"
-        return self._event(kind, response=self._response(status))
+        return (self._event(kind, response=self._response(status)),)
 
     def failure(self, body: dict[str, Any]) -> bytes:
         error = {"code": "server_error", "message": body["error"]["message"]}

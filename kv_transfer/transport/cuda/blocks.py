@@ -65,7 +65,7 @@ def move_parts(
         max_blocks: upper bound of thread blocks: the share of the GPU that the copy may take from other kernels.
         first: number of the first word: 0, or `words` of the preceding blocks.
     """
-    for group in _groups(tuple(parts), src.device):
+    for group in part_groups(tuple(parts), src.device):
         if src.is_cuda and group.word_bytes == group.sum_bytes:
             _launch(src, dst, group, items, sums, max_blocks, first)
         else:
@@ -80,7 +80,7 @@ def words(blocks: Sequence[StridedRows]) -> int:
 # One list of parts for each layer and rank of a peer, if they differ: a table that is dropped is copied again, and
 # that waits for the device. A table takes some KiB.
 @functools.lru_cache(maxsize=8192)
-def _groups(parts: tuple[RowsPair, ...], device: torch.device) -> tuple[PartGroup, ...]:
+def part_groups(parts: tuple[RowsPair, ...], device: torch.device) -> tuple[PartGroup, ...]:
     """Group parts by shape and alignment. The table of a group is made once, by a copy that blocks."""
     firsts = [0, *accumulate(words([part.src]) for part in parts)]
     alike: dict[tuple[int, int, int], list[int]] = {}

@@ -7,7 +7,7 @@ import torch
 
 from kv_transfer.copy_plan import copies, runs, single_rows, state_copies
 from kv_transfer.pair_plan import RowsPair, StridedRows
-from kv_transfer.transport.cuda.blocks import _groups, move_parts, words
+from kv_transfer.transport.cuda.blocks import move_parts, part_groups, words
 from kv_transfer.transport.cuda.pages import page_list
 from kv_transfer.transport.page_digest import as_digests
 from tests.fakes.interpreted import run_interpreted
@@ -114,8 +114,8 @@ def test_the_tables_of_all_layers_and_ranks_are_kept() -> None:
     blocks = [StridedRows(8 * number, 1 << 11, 8, 1, 8) for number in range(200)]
     lists = [[RowsPair(block, block), RowsPair(other, other)] for block in blocks[:25] for other in blocks]
     sums = torch.zeros(1, dtype=torch.int64)
-    _groups.cache_clear()
+    part_groups.cache_clear()
     for parts in lists * 2:
-        _groups(tuple(parts), memory.device)
+        part_groups(tuple(parts), memory.device)
     move_parts(memory, None, lists[0], items, sums, 8)
-    assert (_groups.cache_info().misses, _groups.cache_info().hits) == (len(lists), len(lists) + 1)
+    assert (part_groups.cache_info().misses, part_groups.cache_info().hits) == (len(lists), len(lists) + 1)

@@ -161,6 +161,59 @@ async def test_the_native_route_has_all_positions(rig: Rig, monkeypatch: pytest.
     assert "hidden_states" not in plain["meta_info"]
 
 
+async def events_of(rig: Rig, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the events of a stream of the native route."""
+    *sent, done, _ = (await rig.raw(NATIVE, {**body, "stream": True})).decode().split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in sent]
+
+
+async def test_the_last_event_of_a_stream_is_the_complete_answer(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It alone has the states: events repeat everything, and repeated states would be quadratic."""
+    monkeypatch.setattr(answer_states, "ENCODED", 4)
+    rig.generator.will(*one_by_one([331, 300, 301]))
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3}, "return_hidden_states": True}
+    _, whole, _ = await rig.post(NATIVE, body)
+    *events, last = await events_of(rig, body)
+    assert last["meta_info"]["hidden_states"] == whole["meta_info"]["hidden_states"]
+    assert (last["text"], last["output_ids"]) == (whole["text"], whole["output_ids"])
+    assert last["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
+    assert len(events) == 2
+    assert all(each["meta_info"].keys().isdisjoint({"hidden_states", "e2e_latency"}) for each in events), (
+        "the choice has not ended"
+    )
+    body |= {"sampling_params": {"max_new_tokens": 3, "n": 2, "temperature": 1}}
+    _, both, _ = await rig.post(NATIVE, body)
+    found = {each["index"]: each for each in await events_of(rig, body)}
+    assert [found[index]["meta_info"]["hidden_states"] for index in (0, 1)] == [
+        each["meta_info"]["hidden_states"] for each in both
+    ]
+
+
+async def test_missing_states_end_a_stream_with_an_error(rig: Rig) -> None:
+    rig.generator.will(*one_by_one([331, 300, 301, 302]))
+    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 3}, "return_hidden_states": True}
+    sent = (await rig.raw(NATIVE, {**body, "stream": True})).decode().split("\n\n")
+    events = [json.loads(event.removeprefix("data: ")) for event in sent if event]
+    assert "left out hidden states" in events[-1]["error"]["message"]
+
+
+def test_the_json_of_states_is_made_while_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it would take five times the memory that is reserved for the states."""
+    monkeypatch.setattr(answer_states, "ENCODED", 4)
+    collected = AnswerStates(0, 2, 3, SIZE)
+    collected.resume(2)
+    collected.add(0, rows(0, 1), decoded=False)
+    collected.add(2, rows(2, 3), decoded=True)
+    parts = collected.encoded(3)
+    assert next(parts) == b"[[[0.0,0.0],[1.0,-1.0]"
+    assert b"".join(parts) == b"],[2.0,-2.0],[3.0,-3.0]]"
+    with pytest.raises(InternalError, match="left out"):
+        collected.encoded(4)
+
+
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_the_other_routes_have_the_last_position(path: str, rig: Rig) -> None:
     """As in SGLang, also at a stop string, and in an event of its own after the last one of the choice."""
@@ -199,8 +252,6 @@ async def test_refusals_name_the_key_and_the_arithmetic(rig: Rig, serve: Serve) 
     assert "41 * 2 * 4 = 328 bytes; the limit is 320 (model.hidden_states_mib)" in answer["error"]["message"]
     status, answer, _ = await rig.post(TEXT, {"prompt": "x", "max_tokens": 41, "return_hidden_states": True})
     assert (status, "41 * 2 * 4 = 328 bytes" in answer["error"]["message"]) == (400, True)
-    status, answer, _ = await rig.post(NATIVE, {**body, "stream": True})
-    assert (status, answer["error"]["param"]) == (400, "return_hidden_states")
     closed = await serve()
     for path, asked in ((NATIVE, body), (TEXT, {"prompt": "x", "return_hidden_states": True})):
         status, answer, _ = await closed.post(path, asked)
