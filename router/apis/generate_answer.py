@@ -94,7 +94,7 @@ class GenerateForm:
         yield DONE
 
     def _begin(self, index: int) -> bytes:
-        """The beginning of an event, with that of its JSON object."""
+        """Return the beginning of an event, with that of its JSON object."""
         return b'data: {"index":%d,"text":' % index if self._listed else b'data: {"text":'
 
     def failure(self, body: dict[str, Any]) -> bytes:
@@ -116,7 +116,7 @@ class GenerateForm:
         return [*parts, b"]"]
 
     def _whole(self, index: int) -> list[Part]:
-        """The JSON object of a choice that has finished, with its hidden states."""
+        """Return the JSON object of a choice that has finished, with its hidden states."""
         choice, parts = self._choices[index], self._parts(index)
         if choice.states is None:
             return [*parts]

@@ -32,7 +32,7 @@ class CallFormat:
 
     @property
     def told_apart(self) -> bool:
-        """Whether a grammar can tell calls from text."""
+        """True if a grammar can tell calls from text."""
         return self.trigger is not None or bool(self.lookalike)
 
 

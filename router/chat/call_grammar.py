@@ -109,7 +109,7 @@ class CallGrammars:
     def _beginning(
         self, tools: Sequence[dict[str, Any]], strict: frozenset[str], thought: Thought
     ) -> CallGrammar:
-        """As `triggered`, for a format whose calls stand at the beginning of the answer or after `marker`.
+        """Write what `triggered` does for a format whose calls begin the answer or follow `marker`.
 
         The other texts are those that do not begin like a call. llguidance's lexer prefers the longest match, so the
         blanks before a call and its beginning are one match.
