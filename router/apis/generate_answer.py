@@ -89,7 +89,7 @@ class GenerateForm:
             _, *parts = self._whole(index)
             yield self._begin(index)
             for part in parts:
-                yield from (part,) if isinstance(part, bytes | bytearray) else part
+                yield from (bytes(part),) if isinstance(part, bytes | bytearray) else part
             yield b"\n\n"
         yield DONE
 
