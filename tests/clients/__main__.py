@@ -13,13 +13,14 @@ from pathlib import Path
 
 from tests.clients import target
 from tests.clients.catalog import CLIENTS
-from tests.clients.run import Result, run, table
+from tests.clients.run import Result, run, save, table
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="parts of names; default: all clients")
     parser.add_argument("--keep", type=Path, default=Path.home() / ".cache" / "tandem-clients")
+    parser.add_argument("--json", type=Path, help="file that receives the results")
     parser.add_argument("--list", action="store_true", help="print the names")
     options = parser.parse_args()
     chosen = [
@@ -39,6 +40,8 @@ def main() -> int:
                 print(f"{client.name}: {sum(each.passed for each in found)} of {len(found)}", flush=True)
                 results += found
     print(table(results))
+    if options.json is not None:
+        save(results, options.json)
     return 0 if all(each.passed for each in results) else 1
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from tests.clients import target
 from tests.clients.catalog import Client
@@ -89,6 +92,24 @@ def _finish(command: list[str], environment: dict[str, str], log: TextIO, second
         with contextlib.suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
         started.wait()
+
+
+def save(results: Sequence[Result], file: Path) -> None:
+    """Write the results of one run as JSON, with the commit of the tree that was run."""
+    clients: dict[str, dict[str, Any]] = {}
+    for each in results:
+        client = clients.setdefault(each.client, {"version": each.version, "features": {}})
+        client["features"][each.feature] = True if each.passed else each.why
+    commit = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    summary = {
+        "commit": subprocess.run(commit, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip(),
+        "finished": datetime.now(UTC).isoformat(timespec="minutes"),
+        "python": platform.python_version(),
+        "passed": sum(each.passed for each in results),
+        "failed": sum(not each.passed for each in results),
+        "clients": clients,
+    }
+    file.write_text(json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
 
 
 def table(results: list[Result]) -> str:

@@ -35,7 +35,7 @@ chat_model = ChatOpenAI(**link, stream_usage=True)
 typed_model = ChatOpenAI(**link, frequency_penalty=PENALTY)
 
 
-class Forecast(BaseModel):
+class Forecast(BaseModel, extra="forbid"):
     """A forecast."""
 
     city: Literal["Paris", "Oslo"]
@@ -101,22 +101,24 @@ def tools_auto() -> None:
 
 @case("tools required")
 def tools_required() -> None:
-    answer = chat_model.bind_tools([forecast], tool_choice="required", parallel_tool_calls=False).invoke(
-        QUESTION
-    )
+    answer = chat_model.bind_tools(
+        [forecast], tool_choice="required", parallel_tool_calls=False, strict=True
+    ).invoke(QUESTION)
     [call] = answer.tool_calls
     is_weather(call["args"])
 
 
 @case("tools named")
 def tools_named() -> None:
-    [call] = chat_model.bind_tools([forecast], tool_choice="forecast").invoke(QUESTION).tool_calls
+    [call] = (
+        chat_model.bind_tools([forecast], tool_choice="forecast", strict=True).invoke(QUESTION).tool_calls
+    )
     is_weather(call["args"])
 
 
 @case("tools streamed")
 def tools_streamed() -> None:
-    chunks = list(chat_model.bind_tools([forecast], tool_choice="forecast").stream(QUESTION))
+    chunks = list(chat_model.bind_tools([forecast], tool_choice="forecast", strict=True).stream(QUESTION))
     total = chunks[0]
     for each in chunks[1:]:
         total += each
@@ -127,7 +129,7 @@ def tools_streamed() -> None:
 @case("tool messages")
 def tool_messages() -> None:
     asked = HumanMessage(QUESTION)
-    call = chat_model.bind_tools([forecast], tool_choice="forecast").invoke([asked])
+    call = chat_model.bind_tools([forecast], tool_choice="forecast", strict=True).invoke([asked])
     assert isinstance(call, AIMessage)
     result: ToolMessage = forecast.invoke(call.tool_calls[0])
     assert chat_model.bind_tools([forecast]).invoke([asked, call, result]).content is not None

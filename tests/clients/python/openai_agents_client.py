@@ -117,7 +117,8 @@ def register(api: str) -> None:
             settings.extra_body = {"frequency_penalty": PENALTY}
         agent = Agent(name="a", model=model(api), tools=[weather], model_settings=settings)
         result = await Runner.run(agent, QUESTION)
-        assert [type(item).__name__ for item in result.new_items][:2] == [
+        kinds = [type(item).__name__ for item in result.new_items]
+        assert [each for each in kinds if each != "ReasoningItem"][:2] == [
             "ToolCallItem",
             "ToolCallOutputItem",
         ]

@@ -86,7 +86,8 @@ def tools_required() -> None:
     answer = typed.generate(MESSAGES, tools_to_call_from=[count])
     name, arguments = answer.tool_calls[0].function.name, answer.tool_calls[0].function.arguments
     assert name == "count"
-    assert set(arguments if isinstance(arguments, dict) else json.loads(arguments)) == {"days"}
+    # The schema that smolagents sends leaves room for more arguments.
+    assert "days" in (arguments if isinstance(arguments, dict) else json.loads(arguments))
 
 
 @case("tools auto")

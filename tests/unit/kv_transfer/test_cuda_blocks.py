@@ -83,7 +83,7 @@ for sizes in SIZES:
             (plan.state, ([2], [3])),
         ):
             index = page_list(*items, device=cpu)
-            for group in blocks._groups(tuple(parts), cpu):
+            for group in blocks.part_groups(tuple(parts), cpu):
                 if group.word_bytes != group.sum_bytes:
                     continue
                 seen.add((group.word_bytes, group.unit, group.rows > 1))
