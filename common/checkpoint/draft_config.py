@@ -47,8 +47,8 @@ class DraftConfig:
 def with_steps(draft: DraftConfig, steps: int) -> DraftConfig:
     """Return the draft for so many steps: of several MTP modules the first ones, one per step.
 
-    Most MTP checkpoints have one module, which runs at every step. Raises ModelError if there are several, but fewer
-    than steps.
+    Most MTP checkpoints have one module, which runs at every step. Of several, each has the KV of its own step and does
+    not run at others. Raises ModelError if there are several, but fewer than steps.
     """
     if draft.mtp is None:
         return draft
@@ -57,7 +57,7 @@ def with_steps(draft: DraftConfig, steps: int) -> DraftConfig:
     if steps > draft.modules:
         raise ModelError(
             f"this draft has {draft.modules} modules, one for each step: set speculation.steps to at most "
-            f"{draft.modules}, not {steps}"
+            f"{draft.modules}, not {steps}; only the module of a draft with one runs at several steps"
         )
     model = replace(
         draft.model,

@@ -16,6 +16,7 @@ from common.speculation.algorithm import Json
 PREFIX = "model."  # some files have it before every name
 FUSION = "fc.weight"  # joins the two inputs of a head
 MLA = "self_attn.kv_a_proj_with_mqa.weight"
+EXPERTS = ".mlp.experts."
 
 
 def tensor_names(directory: Path) -> frozenset[str]:
@@ -65,6 +66,8 @@ def check_form(raw: Json, names: Collection[str], where: str) -> None:
         form = "a P-EAGLE head, which proposes all of its tokens in one forward from masked hidden states"
     elif FUSION in names and any(name.endswith(MLA) for name in names):
         form = "an EAGLE head with latent attention (MLA), whose keys and values have another layout"
+    elif FUSION in names and any(EXPERTS in name for name in names):
+        form = "an EAGLE head with a mixture of experts in the place of its feed-forward"
     if form is not None:
         raise ModelError(
             f"{where}: this is {form}; it is not supported. Use an EAGLE, EAGLE-3 or MTP draft, or "

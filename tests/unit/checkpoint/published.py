@@ -12,6 +12,7 @@ from common.checkpoint.families import FAMILIES
 
 SLIME = "launch scripts of slime (GitHub)"
 UNSEEN = "not seen: sizes as commonly stated"
+UNSEEN_NAME = "not seen: the architecture as commonly stated"
 BY_NAME = "architecture {} is not supported"
 
 
@@ -83,6 +84,13 @@ MROPE = {
     "partial_rotary_factor": 0.25,
     "mrope_interleaved": True,
     "mrope_section": [11, 11, 10],
+}
+QWEN_3_5_IMAGES = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216},
 }
 
 
@@ -248,10 +256,25 @@ PUBLISHED = (
             },
         },
         modules=True,
-        processor={
-            "image_processor_type": "Qwen2VLImageProcessorFast", "patch_size": 16, "temporal_patch_size": 2,
-            "merge_size": 2, "size": {"shortest_edge": 65_536, "longest_edge": 16_777_216},
+        processor=QWEN_3_5_IMAGES,
+    ),
+    Published(
+        "Qwen/Qwen3.5-27B",
+        "Qwen3_5ForConditionalGeneration",
+        f"{defaults('it')}, with sizes of a smaller one",
+        {
+            "torch_dtype": "bfloat16",
+            "image_token_id": 248_056,
+            "video_token_id": 248_057,
+            "vision_config": {"depth": 27, "hidden_size": 1152, "patch_size": 16, "out_hidden_size": 4096},
+            "text_config": {
+                **sizes(4096, 12288, 32, 16, 4, 248_320, 262_144),
+                **HYBRID,
+                "rope_parameters": MROPE,
+            },
         },
+        modules=True,
+        processor=QWEN_3_5_IMAGES,
     ),
     by_name("deepseek-ai/DeepSeek-V3", "DeepseekV3ForCausalLM", defaults(), hidden_size=7168),
     by_name("deepseek-ai/DeepSeek-V2-Lite", "DeepseekV2ForCausalLM", defaults("it"), hidden_size=2048),
@@ -321,6 +344,8 @@ PUBLISHED = (
         ),
         modules=True,
     ),
+    by_name("XiaomiMiMo/MiMo-V2-Flash", "MiMoV2FlashForCausalLM", defaults("it"), hidden_size=4096),
+    by_name("zai-org/GLM-4.7-Flash", "Glm4MoeLiteForCausalLM", UNSEEN_NAME, hidden_size=2048),
     Published(
         "llava-hf/llava-1.5-7b-hf",
         "LlavaForConditionalGeneration",

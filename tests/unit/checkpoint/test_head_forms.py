@@ -106,6 +106,12 @@ def test_windows_that_cannot_be_told_are_refused(types: list[str], sentence: str
             ["midlayer.self_attn.kv_a_proj_with_mqa.weight"],
             r"latent attention \(MLA\)",
         ),
+        # SpecForge, configs/qwen3-30B-A3B-eagle3-moe-draft.json
+        (
+            {"architectures": ["Qwen3MoEForCausalLMEagle3"]},
+            ["midlayer.mlp.experts.0.gate_proj.weight"],
+            "an EAGLE head with a mixture of experts",
+        ),
     ],
 )
 def test_other_forms_are_refused_by_name(

@@ -5,6 +5,7 @@ Logits are compared with those of transformers' layers. Modules of different wid
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from dataclasses import replace
@@ -99,6 +100,9 @@ def test_modules_are_chained_as_in_transformers(tmp_path: Path) -> None:
     assert drafts[0].tolist() == saved.drafts(text.tolist(), 3)
 
 
+HOSTILE: list[Any] = [None, -1, 0, 1.5, 1 << 70, float("nan"), True, "x", [], {"rope_theta": []}]
+
+
 def mimo_v2(path: Path, count: int = 3, **changes: Any) -> Path:
     """Write modules in the form of MiMo-V2 and change their config.json."""
     saved = save(PUBLISHED["mimo-v2"], path, count)
@@ -129,6 +133,17 @@ def test_what_modules_of_mimo_v2_may_not_have(changes: dict[str, Any], said: str
     draft = mimo_v2(tmp_path, **changes)
     with pytest.raises(ModelError, match=f"config.json: .*{re.escape(said)}"):
         load_draft_config(draft, "mtp", ModelConfig.load(tmp_path))
+
+
+def test_hostile_values_in_modules_of_mimo_v2(tmp_path: Path) -> None:
+    """Each value is read, or the error names the file."""
+    draft = mimo_v2(tmp_path)
+    target, good = ModelConfig.load(tmp_path), json.loads((draft / "config.json").read_text())
+    for key in {*PUBLISHED["mimo-v2"].config, "rope_parameters", "rope_scaling", "hidden_act", "mtp_chain"}:
+        for value in HOSTILE:
+            (draft / "config.json").write_text(json.dumps({**good, key: value}))
+            with contextlib.suppress(ModelError):
+                load_draft_config(draft, "mtp", target)
 
 
 def test_modules_of_mimo_v2_are_counted_by_their_tensors(tmp_path: Path) -> None:
