@@ -51,7 +51,7 @@ def device_worker(computation: Computation, clock: Callable[[], float]) -> Devic
     parts, forwards = computation, computation.forwards
     lane = parts.lane or host_lane(forwards.pools[0].device)
     backups = Backups(forwards.pools, parts.relay, lane, clock)
-    return DeviceWorker(forwards.steps.by_width, forwards.table, parts.relay, backups, parts.completion)
+    return DeviceWorker(forwards.steps, forwards.table, parts.relay, backups, parts.completion)
 
 
 def assemble(

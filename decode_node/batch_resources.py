@@ -21,7 +21,7 @@ class StepBatch(NamedTuple):
     """The requests of a step, with pages for what it writes."""
 
     requests: Sequence[DecodeRequest]
-    forced_width: int = 0  # width of a plain step that verifies forced tokens; 0: a usual step
+    forced_width: int = 0  # width of the step for forced tokens; 0: a usual step
 
 
 class BatchResources:
@@ -96,11 +96,11 @@ class BatchResources:
         return not (self._needs_results and request.in_flight)
 
     def _forced_width(self, candidates: Sequence[DecodeRequest]) -> int:
-        """Find what grammars force next, and return the width of a plain step that verifies it; 0: a usual step."""
+        """Find what grammars force next, and return the width of the step that verifies only that; 0: a usual one."""
         most = self._rules.most_forced(len(candidates))
         for request in candidates:
             request.forced = tuple(request.matcher.forced(most)) if most and request.matcher else ()
-        return self._rules.forced_width([len(request.forced) for request in candidates])
+        return self._rules.forced_width([request.forced_row for request in candidates])
 
     def settle_retractions(self, unsaved: Container[int]) -> list[DecodeRequest]:
         """Remove victims that no step writes to any more. Return those whose KV could not be kept.

@@ -16,7 +16,8 @@ from common.engine.state.relay_state import RelayState
 from common.kv_cache.pool_layout import PoolLayout
 from common.node.serving_model import ServingModel
 from decode_node.page_table import PageTable
-from decode_node.steps import DecodeSteps, StepSizes, decode_steps
+from decode_node.step import DecodeSteps
+from decode_node.steps import StepSizes, decode_steps
 
 # Arguments: sizes, model, the target's runner, the draft's runner or None, page table, relay rows.
 MakeSteps = Callable[[StepSizes, ServingModel, ModelRunner, object, PageTable, RelayState], DecodeSteps]

@@ -12,7 +12,7 @@ from common.node.announced_work import Work
 from decode_node.batch_resources import BatchResources
 from decode_node.batch_rows import BatchRows
 from decode_node.request import DecodeRequest, Emission
-from decode_node.step_plan import NO_MOVES, Moves, PlannedRow, StepPlan
+from decode_node.step_plan import CARRIED, NO_MOVES, Moves, PlannedRow, StepPlan
 from decode_node.step_result import Launched
 from decode_node.step_rules import StepRules
 
@@ -28,7 +28,7 @@ def step_plan(
     """Plan one step over requests that have pages and rows; an empty batch gives a plan of moves only.
 
     Args:
-        forced_width: the width of a plain step that verifies forced tokens; 0: a usual step.
+        forced_width: the width of the step for forced tokens; 0: a usual step.
         variant_of: `sampling_variant`, or what remembers it.
     """
     if not batch:
@@ -39,17 +39,20 @@ def step_plan(
         rows.append(PlannedRow(request.row, len(request.lease.pages), request.sampling.logprobs))
     width = forced_width or rules.widths.choose(len(batch))
     forced = tuple(request.forced[:width] for request in batch)
-    drafts = forced if forced_width else rules.drafts.propose(batch, width)
+    carried = (CARRIED,) * rules.carried
+    found = [carried] * len(batch) if forced_width else rules.drafts.propose(batch, width)
+    drafts = tuple(
+        _closed(request, own or host, width) if own or forced_width else host
+        for request, own, host in zip(batch, forced, found)
+    )
     return StepPlan(
         generation=generation,
         moves=moves,
         rows=tuple(rows),
         width=width,
+        forced_step=forced_width > 0,
         sampling=variant_of(request.sampling for request in batch),
-        drafts=tuple(
-            _closed(request, own, width) if own or forced_width else found
-            for request, own, found in zip(batch, forced, drafts)
-        ),
+        drafts=drafts,
         forced=() if drafts or not any(forced) else forced,
         states=_with_states(batch) if rules.hidden_states else (),
     )
@@ -61,14 +64,14 @@ def _with_states(batch: Sequence[DecodeRequest]) -> tuple[int, ...]:
     )
 
 
-def _closed(request: DecodeRequest, forced: tuple[int, ...], width: int) -> tuple[int, ...]:
+def _closed(request: DecodeRequest, drafts: tuple[int, ...], width: int) -> tuple[int, ...]:
     """Add a token that ends the text to the drafts of a constrained request, which the worker pads up to `width`.
 
     Whatever is drawn past it is dropped, so that no masks have to be computed for the padding.
     """
-    if request.matcher is None or len(forced) == width:
-        return forced
-    return (*forced, request.matcher.end_token)
+    if request.matcher is None or len(drafts) == width:
+        return drafts
+    return (*drafts, request.matcher.end_token)
 
 
 class Planned(NamedTuple):
@@ -115,15 +118,18 @@ class Planner:
         result = launched.read()
         self._resources.read(plan.generation)
         # What pads forced tokens is no draft.
-        no_drafts = bool(self._rules.forced_steps)
         emissions = [
-            Emission(request, row.tokens, 0 if count or no_drafts else row.drafted, count, row.states)
+            Emission(
+                request,
+                row.tokens,
+                0 if count else self._rules.carried if plan.forced_step else row.drafted,
+                count,
+                row.states,
+            )
             for request, row, count in zip(batch, result.rows, forced, strict=True)
         ]
-        # Drafts past the end of an answer and forced tokens say nothing about acceptance.
-        accepted = [len(each.tokens) - 1 for each in emissions if not (each.request.ended or each.forced)]
         if batch:
-            self._rules.widths.observe(len(batch), plan.width, accepted, result.seconds)
+            self._rules.observe(plan, emissions, result.seconds)
         for emission in emissions:
             emission.request.step_read(self._rules.tokens_of(plan.width), len(emission.tokens))
         return emissions

@@ -16,6 +16,7 @@ from common.kv_cache.page_space import PageLease
 from common.messages.generation import FINISH_STOP, ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeRef
 from common.node.hidden_states import StateRows
+from decode_node.forced_choice import ForcedRow
 
 
 class BackupSize(NamedTuple):
@@ -136,6 +137,10 @@ class DecodeRequest:
             # No token is masked any more, which makes steps cheaper.
             self.sampling = replace(self.sampling, min_tokens=0)
         return reason
+
+    @property
+    def forced_row(self) -> ForcedRow:
+        return ForcedRow(len(self.forced), self.matcher is not None)
 
     @property
     def failure(self) -> RequestError | None:

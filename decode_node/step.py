@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
+from common.engine.graphs import node_graphs
 from common.engine.host_copies import on_device
 from common.engine.sampling.sampler import SampleOutput, read_tokens
 from common.engine.sampling.sampling_plan import SamplingVariant
@@ -17,6 +18,7 @@ from decode_node.hidden_states import StepStates, step_states
 from decode_node.masked_step import MaskedStep
 from decode_node.step_plan import PlannedRow, StepPlan
 from decode_node.step_result import Launched, RowTokens, StepResult, Trees
+from decode_node.step_rules import StepRules
 
 
 class DecodeStep(Protocol):
@@ -25,6 +27,21 @@ class DecodeStep(Protocol):
     def launch(self, plan: StepPlan) -> Launched:
         """Start the step over `plan.rows`, which is not empty. Page tables must be up to date."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSteps:
+    """The node's steps by width, how they are planned, and their forwards, not captured yet."""
+
+    by_width: Mapping[int, DecodeStep]
+    rules: StepRules
+    graphs: Sequence[node_graphs.NodeGraphs[Any]]
+    phase_seconds: Mapping[str, float]
+    forced: Mapping[int, DecodeStep] = field(default_factory=dict)  # for forced tokens only, by width
+
+    def of(self, plan: StepPlan) -> DecodeStep:
+        """Return the step that a plan with rows runs."""
+        return (self.forced if plan.forced_step else self.by_width)[plan.width]
 
 
 def roots(count: int) -> Trees:

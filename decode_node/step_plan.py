@@ -14,6 +14,9 @@ from common.engine.sampling.sampling_plan import SamplingVariant
 from common.engine.state.draft_row import NO_DRAFT, DraftRow
 from common.messages.generation import SamplingParams
 
+# Stands in a step for forced tokens for a draft that the relay row carries from the round before.
+CARRIED = -1
+
 
 class PlannedRow(NamedTuple):
     """One request of the step."""
@@ -81,8 +84,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     moves: Moves = NO_MOVES
     rows: tuple[PlannedRow, ...] = ()  # empty: no step
     width: int = 0  # drafts per request, on nodes that have steps of several widths
+    # The step is one for forced tokens, without a draft phase: `drafts` has all that it verifies.
+    forced_step: bool = False
     sampling: SamplingVariant | None = None  # the variant that serves all rows; None only without rows
-    drafts: tuple[tuple[int, ...], ...] = ()  # host drafts of each row; empty if the host proposes none
+    # Host drafts of each row; empty if the host proposes none. CARRIED: a draft of the row itself (forced steps).
+    drafts: tuple[tuple[int, ...], ...] = ()
     # Tokens of each row that replace the first drafts of a draft model, because a grammar forces them; empty: none.
     forced: tuple[tuple[int, ...], ...] = ()
     states: tuple[int, ...] = ()  # indices of the rows whose hidden states the router gets

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from decode_node.request import DecodeRequest
+from decode_node.forced_choice import ForcedChoice, ForcedRow, ForcedShare, ForcedStep
+from decode_node.request import DecodeRequest, Emission
+from decode_node.step_plan import StepPlan
 
-# A step for forced tokens gains at least one token for so many requests: it takes up to a tenth more time.
-FORCED_SHARE = 8
 Drafts = tuple[tuple[int, ...], ...]
 
 
@@ -60,13 +60,6 @@ class NoTextDrafts:
         return ()
 
 
-class ForcedStep(NamedTuple):
-    """A step that verifies forced tokens where steps have no drafts otherwise."""
-
-    width: int  # the most tokens per request
-    batch: int  # its largest batch
-
-
 @dataclass(frozen=True, slots=True)
 class StepRules:
     """The rules by which the steps of a node are planned."""
@@ -77,10 +70,13 @@ class StepRules:
     extra_slots: int = 0
     widths: Widths = field(default_factory=FixedWidth)
     drafts: TextDrafts = field(default_factory=NoTextDrafts)
-    # the most tokens forced by a grammar that a step verifies as drafts; 0: none
+    # the most tokens forced by a grammar that a usual step verifies as drafts; 0: none
     forced_drafts: int = 0
-    # widest first, so that each takes larger batches than the one before; empty: each step can verify forced tokens
+    # steps that verify nothing else, widest first, so that each takes larger batches than the one before
     forced_steps: tuple[ForcedStep, ...] = ()
+    forced_choice: ForcedChoice = field(default_factory=ForcedShare)
+    # drafts that a request without forced tokens verifies in these steps
+    carried: int = 0
     # requests may ask for hidden states
     hidden_states: bool = False
 
@@ -95,15 +91,30 @@ class StepRules:
 
     def most_forced(self, batch: int) -> int:
         """Return how many forced tokens per request a step of so many requests can verify."""
-        if not self.forced_steps:
-            return self.forced_drafts
+        return max(self._forced_step(batch), self.forced_drafts)
+
+    def forced_width(self, rows: Sequence[ForcedRow]) -> int:
+        """Return the width of the step for forced tokens that this batch takes; 0: a usual step."""
+        width = self._forced_step(len(rows))
+        if not width or not any(row.forced for row in rows):
+            return 0
+        return width if self.forced_choice.gains(rows, width, self.widths.choose(len(rows))) else 0
+
+    def observe(self, plan: StepPlan, emissions: Sequence[Emission], seconds: float) -> None:
+        """Record the results of a step, whose device time was `seconds`."""
+        # Drafts past the end of an answer and forced tokens say nothing about acceptance.
+        telling = [each for each in emissions if not (each.request.ended or each.forced)]
+        if not plan.forced_step:
+            accepted = [len(each.tokens) - 1 for each in telling]
+            self.widths.observe(len(plan.rows), plan.width, accepted, seconds)
+        if not plan.masked:
+            return
+        drafts = self.carried if plan.forced_step else plan.width
+        for constrained in (False, True):
+            alike = [each for each in telling if (each.request.matcher is not None) == constrained]
+            if alike:
+                self.forced_choice.observe(constrained, drafts, [len(each.tokens) - 1 for each in alike])
+
+    def _forced_step(self, batch: int) -> int:
+        """Return the width of the step for forced tokens that takes so many requests; 0: there is none."""
         return next((step.width for step in self.forced_steps if batch <= step.batch), 0)
-
-    def forced_width(self, forced: Sequence[int]) -> int:
-        """Return the width of the plain step that verifies forced tokens; 0: a usual step.
-
-        All requests of the batch take part with as many tokens, so the step has to gain enough of them. `forced` counts
-        the tokens of each request, at most `most_forced`.
-        """
-        enough = FORCED_SHARE * sum(forced) >= len(forced)
-        return self.most_forced(len(forced)) if self.forced_steps and any(forced) and enough else 0

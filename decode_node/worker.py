@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from common.engine.state.relay_state import RelayState
@@ -10,7 +10,7 @@ from common.node.overlap import Completion
 from decode_node.backups import Backups
 from decode_node.masked_step import MaskedStep
 from decode_node.page_table import PageTable
-from decode_node.step import DecodeStep
+from decode_node.step import DecodeSteps
 from decode_node.step_plan import Masks, StepPlan
 from decode_node.step_result import Launched, StepResult, Trees
 
@@ -26,17 +26,17 @@ class LaunchedMoves:
 
 
 class DeviceWorker:
-    """Executes plans on one device. `steps` are keyed by width (see `StepPlan.width`)."""
+    """Executes plans on one device."""
 
     def __init__(
         self,
-        steps: Mapping[int, DecodeStep],
+        steps: DecodeSteps,
         table: PageTable,
         relay: RelayState,
         backups: Backups,
         completion: Callable[[], Completion],
     ) -> None:
-        self._steps = dict(steps)
+        self._steps = steps
         self._table = table
         self._relay = relay
         self.backups = backups
@@ -59,7 +59,7 @@ class DeviceWorker:
         self._table.write(moves.cells)
         if not plan.rows:
             return LaunchedMoves(self._completion())
-        launched = self._steps[plan.width].launch(plan)
+        launched = self._steps.of(plan).launch(plan)
         if isinstance(launched, MaskedStep):
             self._undrawn = plan.generation, launched
         return launched

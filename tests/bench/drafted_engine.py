@@ -39,7 +39,8 @@ from decode_node.batch_rows import BatchRows
 from decode_node.build import step_sizes
 from decode_node.page_table import PageTable
 from decode_node.request import DecodeRequest
-from decode_node.steps import DecodeSteps, decode_steps
+from decode_node.step import DecodeSteps
+from decode_node.steps import decode_steps
 from prefill_node.draft import EaglePrefill, NoDraft, PrefillDraft
 from prefill_node.graphs import prompt_graphs
 from prefill_node.planner import prompt_plan
@@ -56,13 +57,16 @@ CHUNK = 8192
 class Engine:
     """Pools for `rows` requests of `max_len` tokens, and steps over them."""
 
-    def __init__(self, pair: Pair, rows: int, max_len: int, steps: int, graphs: str = "auto") -> None:
+    def __init__(
+        self, pair: Pair, rows: int, max_len: int, steps: int, graphs: str = "auto", slots: int = 0
+    ) -> None:
+        """`slots`: KV slots that the widest step writes per request; 0: those of a round."""
         self.pair = pair
         self.steps = steps
         self._graphs = graphs
         model, placement, config = pair.model, pair.placement, pair.model.config
         self.device = placement.device
-        extra = 2 * (steps + 1)
+        self._extra = extra = 2 * max(slots, steps + 1)
         pages = rows * -(-(max_len + extra) // PAGE) + 1
         spec = pool_spec(config, pair.draft.model, PAGE, str(placement.dtype).removeprefix("torch."))
         served = ServingModel(
@@ -134,7 +138,7 @@ class Engine:
         prefills, started = [], []
         for prompt in prompts:
             prefill = PrefillRequest(0, "bench", as_keys(prompt), 0, greedy, "bench", 0.0, 0.0)
-            pages = self.space.pages_for(len(prompt) + max_tokens + 2 * (self.steps + 1))
+            pages = self.space.pages_for(len(prompt) + max_tokens + self._extra)
             prefill.lease = self.space.lease(prefill.keys, pages, 0)
             assert prefill.lease is not None, "the pool is too small for this batch"
             prefills.append(prefill)

@@ -38,9 +38,11 @@ from common.grammar import GrammarCompiler
 from decode_node.grammar_masks import step_masks
 from decode_node.masked_step import MaskedStep
 from decode_node.planner import step_plan
-from decode_node.request import DecodeRequest
+from decode_node.request import DecodeRequest, Emission
+from decode_node.step import DecodeSteps
+from decode_node.step_plan import StepPlan
 from decode_node.step_result import Launched
-from decode_node.steps import FORCED_STEPS, DecodeSteps
+from decode_node.steps import DRAFTED_WIDTHS, PLAIN_WIDTHS
 from deploy.tiny_models.constructed_head import Drafting
 from deploy.tiny_models.constructed_shape import Shape
 from tests.bench.drafted_engine import Engine, random_prompts
@@ -170,7 +172,7 @@ class Constrained:
             width = self._width(requests)
             plan = step_plan(requests, self._steps.rules, index, forced_width=width)
             times.follow.append(time.perf_counter() - begin)
-            launched = self._steps.by_width[plan.width].launch(plan)
+            launched = self._steps.of(plan).launch(plan)
             assert isinstance(launched, MaskedStep)
             waiting = time.perf_counter()
             masks = step_masks(index, requests, launched.trees(), self._compiler.vocab_size)
@@ -178,7 +180,7 @@ class Constrained:
             launched.draw(masks)
             launched.completion.wait()
             ended = time.perf_counter()
-            drawn = self._follow(requests, launched)
+            drawn = self._follow(plan, requests, launched)
             times.tokens += drawn * (index >= WARM_UP)
             times.steps.append(ended - begin)
             begin = ended
@@ -190,17 +192,20 @@ class Constrained:
         for request in requests:
             assert request.matcher is not None
             request.forced = tuple(request.matcher.forced(most))
-        return rules.forced_width([len(request.forced) for request in requests])
+        return rules.forced_width([request.forced_row for request in requests])
 
-    def _follow(self, requests: Sequence[DecodeRequest], launched: Launched) -> int:
-        total = 0
+    def _follow(self, plan: StepPlan, requests: Sequence[DecodeRequest], launched: Launched) -> int:
+        total, emissions = 0, list[Emission]()
         for request, row in zip(requests, launched.read().rows, strict=True):
+            forced = min(len(request.forced), plan.width)
+            emissions.append(Emission(request, row.tokens, forced=forced))
             known = [token.id for token in row.tokens if token is not None]
             assert len(known) == len(row.tokens), "logits that are not finite"
             for token in known:
                 assert request.say(token) is None
             assert request.failure is None, request.failure
             total += len(known)
+        self._steps.rules.observe(plan, emissions, 0.0)
         return total
 
 
@@ -210,7 +215,7 @@ def free_run(steps: DecodeSteps, requests: Sequence[DecodeRequest], count: int) 
     begin = time.perf_counter()
     for index in range(WARM_UP + count):
         plan = step_plan(requests, steps.rules, index)
-        unread.append(steps.by_width[plan.width].launch(plan))
+        unread.append(steps.of(plan).launch(plan))
         drawn = 0
         if len(unread) > 1:
             launched = unread.pop(0)
@@ -300,7 +305,9 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     plain = options.drafter == "none"
-    drafts = FORCED_STEPS if plain else options.drafts
+    # The widest step for forced tokens needs the room; without a drafter it is the only one with drafts.
+    widest = PLAIN_WIDTHS[0] if plain else max(options.drafts, DRAFTED_WIDTHS[0])
+    drafts = widest if plain else options.drafts
     models: Pair
     if options.model is None:
         raw = SMALL.config() if options.small else config_of(LLAMA)
@@ -314,8 +321,8 @@ def main() -> None:
     began = time.perf_counter()
     compiler = GrammarCompiler(tokenizer, models.model.config.vocab_size, ends)
     print(f"tokenizer of {compiler.vocab_size} tokens read in {time.perf_counter() - began:.1f} s")
-    most = options.length + (WARM_UP + options.steps + 2) * (drafts + 1) + 1
-    engine = Engine(models, max(options.batch), most, drafts)
+    most = options.length + (WARM_UP + options.steps + 2) * (widest + 1) + 1
+    engine = Engine(models, max(options.batch), most, drafts, slots=widest + 1)
     bench = Bench(engine, engine.step(options.drafter, constrains=True), compiler, options.length)
     rows: list[Row | DraftedRow] = []
     for batch in options.batch:

@@ -29,9 +29,9 @@ from common.engine.models.eagle import Eagle3Head
 from decode_node.planner import step_plan
 from decode_node.request import DecodeRequest
 from decode_node.speculative.step import SpeculativeStep
+from decode_node.step import DecodeSteps
 from decode_node.step_plan import StepPlan
 from decode_node.step_result import Launched
-from decode_node.steps import DecodeSteps
 from deploy.tiny_models.constructed_head import Drafting
 from tests.bench.drafted_engine import PAGE, Engine, random_prompts
 from tests.bench.environment import describe

@@ -14,10 +14,14 @@ from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.backends.names import FULL, NONE
 from common.engine.graphs.rules import Decision, Phase
 from common.engine.graphs.slots import Inputs, Slot
+from decode_node.forced_choice import ForcedShare, ForcedStep
+from decode_node.forced_steps import ForcedSetup, with_forced_steps
 from decode_node.graphs.step_graphs import PhasePlan
 from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.drafter import Drafter
+from decode_node.speculative.drafters.drafter import Drafter, DrafterSetup
+from decode_node.speculative.drafters.forced_chain import ForcedChain
 from decode_node.speculative.drafters.ngram import NgramDrafter
+from decode_node.speculative.drafters.table import make_forced_chain
 from decode_node.speculative.ngram_texts import NgramTexts
 from decode_node.speculative.rounds import Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
@@ -25,8 +29,9 @@ from decode_node.speculative.step import SpeculativeStep, no_seconds
 from decode_node.speculative.tree import tree
 from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
 from decode_node.speculative.verify import Verify
+from decode_node.step import DecodeSteps
 from decode_node.step_rules import Drafts, FixedWidth, NoTextDrafts, TextDrafts
-from decode_node.steps import DecodeSteps, speculative_steps
+from decode_node.steps import speculative_steps
 from decode_node.stopwatch import HostStopwatch
 from tests.fakes.node_cluster import LOOKAHEAD_SLOTS, MakeStep, Parts
 from tests.fakes.tiny_model import PLACEMENT, VOCAB, reference
@@ -89,6 +94,34 @@ def forcing(step: MakeStep) -> MakeStep:
     def make(parts: Parts) -> DecodeSteps:
         made = step(parts)
         return replace(made, rules=replace(made.rules, forced_drafts=max(made.by_width)))
+
+    return make
+
+
+def chaining(
+    step: MakeStep, algorithm: str, config: Any, steps: int, width: int, buckets: Sequence[int] = ()
+) -> MakeStep:
+    """Add a step for forced tokens, which every batch that has some takes; usual rounds draft `steps` tokens.
+
+    `config`: of the draft model.
+    """
+
+    def make(parts: Parts) -> DecodeSteps:
+        def rounds_of(smallest: int, largest: int) -> Rounds:
+            sizes = parts.page_size, parts.max_len, LOOKAHEAD_SLOTS
+            return Rounds(parts.relay, parts.table, *sizes, plans(buckets))
+
+        def chain_of(rounds: Rounds, width: int) -> ForcedChain:
+            return make_forced_chain(algorithm, DrafterSetup(parts.draft, config, rounds, steps, 1, 0), width)
+
+        usual = forcing(step)(parts)
+        rest = parts.completion, parts.hidden_states
+        setup = ForcedSetup(parts.runner, rounds_of, chain_of, lambda chain: ForcedShare(), *rest)
+        made = with_forced_steps(usual, (ForcedStep(width, 64),), setup)
+        for phase in made.graphs[len(usual.graphs) :]:
+            phase.forward.graphs.capture()
+            assert not [row.error for row in phase.forward.graphs.rows if row.error]
+        return made
 
     return make
 

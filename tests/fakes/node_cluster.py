@@ -51,6 +51,8 @@ from decode_node.assemble import Computation, assemble
 from decode_node.backups import Backups
 from decode_node.batch_rows import BatchRows
 from decode_node.draft_watch import DraftWatch, NoWatch
+from decode_node.forced_choice import ForcedShare, ForcedStep
+from decode_node.forced_steps import ForcedSetup, with_forced_steps
 from decode_node.forwards import step_forwards
 from decode_node.graphs import step_graphs
 from decode_node.host_lane import HostLane
@@ -60,10 +62,11 @@ from decode_node.page_table import PageTable
 from decode_node.parts import Links, Observation
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
+from decode_node.speculative.drafters.forced_chain import ForcedChain
 from decode_node.speculative.rounds import Rounds
-from decode_node.step import AutoregressiveStep
-from decode_node.step_rules import ForcedStep, StepRules
-from decode_node.steps import DecodeSteps, StepSizes, with_forced_drafts
+from decode_node.step import AutoregressiveStep, DecodeSteps
+from decode_node.step_rules import StepRules
+from decode_node.steps import StepSizes
 from kv_transfer.handoff_record import record_bytes
 from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver
@@ -155,7 +158,15 @@ def with_forced_tokens(parts: Parts) -> DecodeSteps:
 
     forced = ForcedStep(7, 5), ForcedStep(3, 8)
     plain = autoregressive(parts)
-    steps = with_forced_drafts(plain, parts.runner, rounds_of, forced, parts.completion, parts.hidden_states)
+    setup = ForcedSetup(
+        parts.runner,
+        rounds_of,
+        ForcedChain,
+        lambda chain: ForcedShare(),
+        parts.completion,
+        parts.hidden_states,
+    )
+    steps = with_forced_steps(plain, forced, setup)
     for graphs in steps.graphs[1:]:
         capture_late(graphs.forward.graphs)
     return steps

@@ -36,8 +36,9 @@ from common.observability.startup import StartupReporter
 from decode_node.build import step_sizes
 from decode_node.forwards import step_forwards
 from decode_node.page_table import PageTable
+from decode_node.step import DecodeSteps
 from decode_node.step_plan import Masks, StepPlan
-from decode_node.steps import DecodeSteps, StepSizes, decode_steps
+from decode_node.steps import StepSizes, decode_steps
 from kv_transfer.copy_plan import Copy, single_rows
 from kv_transfer.transport.base import PeerMemory, Ticket
 from kv_transfer.transport.loopback.endpoints import Fabric, LoopbackSender

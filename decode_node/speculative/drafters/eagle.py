@@ -20,6 +20,7 @@ from common.engine.graphs.rules import Phase
 from common.engine.graphs.slots import Inputs, Slot
 from decode_node.speculative.drafters.drafter import DrafterSetup
 from decode_node.speculative.drafters.eagle_tree import TreeGrowth
+from decode_node.speculative.drafters.forced_chain import ForcedChain
 from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 from decode_node.speculative.tree import replace_drafts
@@ -92,22 +93,14 @@ class EagleDrafter:
         self._relay = rounds.relay
         self._growth = growth
         self.nodes, self.lookahead_slots = growth.nodes, growth.lookahead_slots
-        window = growth.steps + 1
         widths = target_hidden, rounds.relay.draft_hidden.dtype
-        self.state = RoundState.allocate(rounds.max_rows, growth.nodes, window, rounds.device, *widths)
-        self._chains = TreeVerifyInput.zeros(rounds.max_rows, window, rounds.device)
+        self.state = RoundState.allocate(
+            rounds.max_rows, growth.nodes, growth.steps + 1, rounds.device, *widths
+        )
         self._draft = rounds.phase(
             Phase.DRAFT, "draft", self._run_draft, NOTHING, growth.mode, hidden=DraftInput.hidden_mode
         )
-        self._extend = rounds.phase(
-            Phase.DRAFT_EXTEND,
-            "draft",
-            self._run_extend,
-            NOTHING,
-            ForwardMode.VERIFY,
-            nodes=window,
-            hidden=DraftExtendInput.hidden_mode,
-        )
+        self._extend = HeadExtend(runner, rounds, self.state).phase
         self.phases: Sequence[RoundPhase[Nothing]] = (self._draft, self._extend)
 
     def propose(self, call: RoundCall) -> None:
@@ -129,9 +122,29 @@ class EagleDrafter:
         self._growth.grow(batch, start, self.state.tree.first(batch.count))
         return Nothing()
 
-    def _run_extend(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
+
+class HeadExtend:
+    """The draft-extend phase of one EAGLE head over the window of `state.walk`."""
+
+    def __init__(self, runner: DraftRunner, rounds: Rounds, state: RoundState) -> None:
+        self._runner = runner
+        self._relay = rounds.relay
+        self._walk = state.walk
+        window = state.walk.ids.shape[1]
+        self._chains = TreeVerifyInput.zeros(rounds.max_rows, window, rounds.device)
+        self.phase = rounds.phase(
+            Phase.DRAFT_EXTEND,
+            "draft",
+            self._run,
+            NOTHING,
+            ForwardMode.VERIFY,
+            nodes=window,
+            hidden=DraftExtendInput.hidden_mode,
+        )
+
+    def _run(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
         """Run the head over the tokens of the round, with the target's hidden states and the tokens that it drew."""
-        walk, chain = self.state.walk.first(batch.count), self._chains.first(batch.count)
+        walk, chain = self._walk.first(batch.count), self._chains.first(batch.count)
         window = walk.ids.shape[1]
         before = replace(batch, seq_len=walk.start)
         select = batch.index[: batch.count] * window + walk.accepted
@@ -149,3 +162,26 @@ def make_drafter(setup: DrafterSetup) -> EagleDrafter:
     if setup.topk > 1:
         growth = TreeGrowth(draft, setup.steps, setup.topk, setup.nodes)
     return EagleDrafter(draft, setup.rounds, growth, DraftExtendInput.hidden_size_for(setup.config))
+
+
+def make_forced_chain(setup: DrafterSetup, width: int) -> ForcedChain:
+    """Build chains of up to `width` forced tokens, after which the head drafts as usual.
+
+    A request without forced tokens verifies the likeliest draft of the previous round's extend phase.
+    """
+    draft, rounds = setup.runner, setup.rounds
+    assert isinstance(draft, DraftRunner)
+    assert setup.config is not None
+    hidden = DraftExtendInput.hidden_size_for(setup.config)
+    widths = hidden, rounds.relay.draft_hidden.dtype
+    state = RoundState.allocate(rounds.max_rows, width + 1, width + 1, rounds.device, *widths)
+    extend = HeadExtend(draft, rounds, state).phase
+    return ForcedChain(
+        rounds,
+        width,
+        state,
+        EagleDrafter.hidden_mode,
+        carried=min(setup.steps, 1),
+        skipped=max(setup.steps - 1, 0),
+        extend=(extend,),
+    )

@@ -23,6 +23,7 @@ from common.engine.graphs.slots import Inputs, Slot
 from common.engine.ops.keep_hidden import keep_hidden
 from decode_node.speculative.drafters import eagle
 from decode_node.speculative.drafters.drafter import Drafter, DrafterSetup
+from decode_node.speculative.drafters.forced_chain import ForcedChain
 from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 from decode_node.speculative.tree import replace_drafts
@@ -39,24 +40,11 @@ class MultiLayerDrafter:
     slots: Sequence[Slot[RoundCall]] = ()
 
     def __init__(self, runner: MultiLayerRunner, rounds: Rounds, target_hidden: int) -> None:
-        self._modules = runner.modules
         self._relay = rounds.relay
-        self._steps = steps = len(runner.modules)
-        self.nodes = self.lookahead_slots = steps + 1
-        rows, carried = rounds.relay.draft_hidden.shape
-        self._kept = rounds.relay.draft_hidden.view(rows, steps - 1, carried // max(steps - 1, 1))
+        self.nodes = self.lookahead_slots = len(runner.modules) + 1
         widths = target_hidden, rounds.relay.draft_hidden.dtype
         self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device, *widths)
-        self._chains = TreeVerifyInput.zeros(rounds.max_rows, self.nodes + steps - 1, rounds.device)
-        self._extend = rounds.phase(
-            Phase.DRAFT_EXTEND,
-            "draft",
-            self._run_extend,
-            NOTHING,
-            ForwardMode.VERIFY,
-            nodes=self.nodes,
-            hidden=DraftExtendInput.hidden_mode,
-        )
+        self._extend = ModulesExtend(runner, rounds, self.state).phase
         self.phases: Sequence[RoundPhase[Nothing]] = (self._extend,)
 
     def propose(self, call: RoundCall) -> None:
@@ -79,9 +67,32 @@ class MultiLayerDrafter:
     def draft_extend(self, call: RoundCall) -> None:
         self._extend(call)
 
-    def _run_extend(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
+
+class ModulesExtend:
+    """The draft-extend phase of all modules over the window of `state.walk`."""
+
+    def __init__(self, runner: MultiLayerRunner, rounds: Rounds, state: RoundState) -> None:
+        self._modules = runner.modules
+        self._relay = rounds.relay
+        self._walk = state.walk
+        self._steps = steps = len(runner.modules)
+        self._nodes = state.walk.ids.shape[1]
+        rows, carried = rounds.relay.draft_hidden.shape
+        self._kept = rounds.relay.draft_hidden.view(rows, steps - 1, carried // max(steps - 1, 1))
+        self._chains = TreeVerifyInput.zeros(rounds.max_rows, self._nodes + steps - 1, rounds.device)
+        self.phase = rounds.phase(
+            Phase.DRAFT_EXTEND,
+            "draft",
+            self._run,
+            NOTHING,
+            ForwardMode.VERIFY,
+            nodes=self._nodes,
+            hidden=DraftExtendInput.hidden_mode,
+        )
+
+    def _run(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
         """Run all modules. Each reads the drafts of the previous modules after the round's last token."""
-        walk = self.state.walk.first(batch.count)
+        walk = self._walk.first(batch.count)
         rows = batch.rows.contiguous()
         kept = self._kept.index_select(0, rows)
         emitted = walk.accepted + 1
@@ -91,7 +102,7 @@ class MultiLayerDrafter:
         for step, module in enumerate(self._modules):
             if step:
                 hidden = _opened(kept[:, step - 1], hidden, walk.start >= step)
-            window = ModuleWindow(batch, walk.start, step, self.nodes)
+            window = ModuleWindow(batch, walk.start, step, self._nodes)
             given = module.forward(window.batch(tokens, self._chains), hidden.flatten(0, 1))
             state = module.propose(window.row(emitted + step), given)
             tokens.scatter_(1, (emitted + step)[:, None], state.ids)
@@ -145,3 +156,17 @@ def make_drafter(setup: DrafterSetup) -> Drafter:
     assert isinstance(setup.runner, MultiLayerRunner)
     assert setup.config is not None
     return MultiLayerDrafter(setup.runner, setup.rounds, DraftExtendInput.hidden_size_for(setup.config))
+
+
+def make_forced_chain(setup: DrafterSetup, width: int) -> ForcedChain:
+    """Build chains of up to `width` forced tokens; a request without any verifies the drafts of all modules."""
+    runner, rounds = setup.runner, setup.rounds
+    if isinstance(runner, DraftRunner):
+        return eagle.make_forced_chain(setup, width)
+    assert isinstance(runner, MultiLayerRunner)
+    assert setup.config is not None
+    widths = DraftExtendInput.hidden_size_for(setup.config), rounds.relay.draft_hidden.dtype
+    state = RoundState.allocate(rounds.max_rows, width + 1, width + 1, rounds.device, *widths)
+    extend = ModulesExtend(runner, rounds, state).phase
+    hidden_mode, drafts = MultiLayerDrafter.hidden_mode, len(runner.modules)
+    return ForcedChain(rounds, width, state, hidden_mode, carried=drafts, extend=(extend,))

@@ -13,6 +13,7 @@ from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.rules import Phase
 from common.engine.graphs.slots import Inputs, Slot
 from decode_node.speculative.drafters.drafter import DrafterSetup
+from decode_node.speculative.drafters.forced_chain import ForcedChain
 from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 
@@ -62,6 +63,38 @@ class StandaloneDrafter:
         self._runner(replace(last, input_ids=drafts[-1], logits_rows=last.logits_rows[:0]))
         self.state.tree.first(batch.count).tokens.copy_(torch.stack(drafts, dim=1))
         return Nothing()
+
+
+class WindowExtend:
+    """Runs the draft over all tokens of a round that it has not drafted, which keeps their KV."""
+
+    def __init__(self, runner: ModelRunner, rounds: Rounds, state: RoundState) -> None:
+        self._runner = runner
+        self._state = state
+        self.phase = rounds.phase(
+            Phase.DRAFT_EXTEND,
+            "draft",
+            self._run,
+            NOTHING,
+            ForwardMode.VERIFY,
+            nodes=state.tree.tokens.shape[1],
+        )
+
+    def _run(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
+        """The KV of rejected tokens is overwritten before it is read."""
+        tree, walk = self._state.tree.first(batch.count), self._state.walk.first(batch.count)
+        before = replace(batch, seq_len=walk.start)
+        self._runner(before.window(tree.tokens, tree.depth, tree.mask, batch.index[:0]))
+        return Nothing()
+
+
+def make_forced_chain(setup: DrafterSetup, width: int) -> ForcedChain:
+    """Build chains of up to `width` forced tokens, which the draft reads after verification."""
+    runner, rounds = setup.runner, setup.rounds
+    assert isinstance(runner, ModelRunner)
+    state = RoundState.allocate(rounds.max_rows, width + 1, width + 1, rounds.device)
+    extend = WindowExtend(runner, rounds, state).phase
+    return ForcedChain(rounds, width, state, skipped=setup.steps, extend=(extend,))
 
 
 def make_drafter(setup: DrafterSetup) -> StandaloneDrafter:

@@ -17,8 +17,7 @@ from common.messages.router_inbox import Failed, FirstToken, Tokens
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
 from decode_node.graphs.decode_graph import DecodeGraphs
-from decode_node.step import AutoregressiveStep
-from decode_node.steps import DecodeSteps
+from decode_node.step import AutoregressiveStep, DecodeSteps
 from kv_transfer.messages import RecordWritten, encode
 from kv_transfer.transport.loopback.endpoints import Fault
 from prefill_node.forwards import Forwards

@@ -9,7 +9,7 @@ import torch
 from llguidance import LLMatcher
 
 from common.grammar import GrammarCompiler
-from decode_node.steps import FORCED_STEPS
+from decode_node.steps import DRAFTED_WIDTHS, PLAIN_WIDTHS
 from tests.bench import grammars, shapes
 from tests.bench.drafted_engine import Engine
 
@@ -18,10 +18,10 @@ MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
 
 def test_forced_tokens_give_several_tokens_per_step() -> None:
     target = MODELS / "tiny-target"
-    pair = shapes.loaded(target, MODELS / "tiny-eagle3", FORCED_STEPS, torch.device("cpu"))
+    pair = shapes.loaded(target, MODELS / "tiny-eagle3", PLAIN_WIDTHS[0], torch.device("cpu"))
     tokenizer, ends = (target / "tokenizer.json").read_text(), pair.model.config.eos_token_ids
     compiler = GrammarCompiler(tokenizer, pair.model.config.vocab_size, ends)
-    engine = Engine(pair, 2, 256, FORCED_STEPS)
+    engine = Engine(pair, 2, 384, PLAIN_WIDTHS[0], slots=DRAFTED_WIDTHS[0] + 1)
     plain = grammars.Bench(engine, engine.step("none", constrains=True), compiler, 20).plain(2, 12)
     assert plain.tokens_per_step > 1.5
     assert plain.batch == 2

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from decode_node.step_rules import ForcedStep, StepRules
-from decode_node.steps import forced_steps
+from decode_node.forced_choice import ForcedGain, ForcedRow, ForcedStep
+from decode_node.forced_steps import forced_steps
+from decode_node.step_rules import FixedWidth, StepRules
+from decode_node.steps import DRAFTED_WIDTHS, PLAIN_WIDTHS
 
-PLAIN = StepRules(forced_drafts=7, forced_steps=(ForcedStep(7, 32), ForcedStep(3, 64)))
+PLAIN = StepRules(forced_steps=(ForcedStep(7, 32), ForcedStep(3, 64)))
+
+
+def rows(*forced: int, constrained: bool = True) -> list[ForcedRow]:
+    return [ForcedRow(count, constrained) for count in forced]
 
 
 @pytest.mark.parametrize(
@@ -29,7 +37,7 @@ PLAIN = StepRules(forced_drafts=7, forced_steps=(ForcedStep(7, 32), ForcedStep(3
 )
 def test_forced_tokens_are_verified_where_they_gain_enough(forced: list[int], width: int) -> None:
     """One token per eight requests, in batches that are captured; fewer tokens per request in larger ones."""
-    assert PLAIN.forced_width(forced) == width
+    assert PLAIN.forced_width(rows(*forced)) == width
 
 
 def test_no_more_forced_tokens_are_looked_for_than_a_step_verifies() -> None:
@@ -39,8 +47,10 @@ def test_no_more_forced_tokens_are_looked_for_than_a_step_verifies() -> None:
 
 
 def test_without_forced_drafts_nothing_is_verified() -> None:
-    assert not StepRules().forced_width([7, 7])
-    assert not StepRules(tokens_per_step=4, forced_drafts=3).forced_width([3, 3]), "each step can verify them"
+    assert not StepRules().forced_width(rows(7, 7))
+    assert not StepRules(tokens_per_step=4, forced_drafts=3).forced_width(rows(3, 3)), (
+        "each step can verify them"
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,7 +58,58 @@ def test_without_forced_drafts_nothing_is_verified() -> None:
     [(4, [(7, 4)]), (32, [(7, 32)]), (33, [(7, 32), (3, 33)]), (99, [(7, 32), (3, 64)])],
 )
 def test_larger_batches_verify_fewer_forced_tokens(max_running: int, steps: list[tuple[int, int]]) -> None:
-    assert list(forced_steps(max_running)) == steps
+    assert list(forced_steps(max_running, PLAIN_WIDTHS)) == steps
+
+
+def drafting(carried: int = 1, skipped: int = 0) -> tuple[StepRules, ForcedGain]:
+    """Rules of rounds of 3 drafts, of which one in two requests with a grammar has its first one accepted."""
+    choice = ForcedGain(3, carried, skipped)
+    for _ in range(40):
+        choice.observe(True, 3, [0, 1])
+        choice.observe(False, 3, [3, 3])
+    steps = forced_steps(64, DRAFTED_WIDTHS)
+    rules = StepRules(4, widths=FixedWidth(3), forced_drafts=3, forced_steps=steps, carried=carried)
+    return replace(rules, forced_choice=choice), choice
+
+
+@pytest.mark.parametrize(
+    ("batch", "width"),
+    [
+        (rows(0, 0), 0),
+        (rows(15), 15),
+        # A usual round of as many forced tokens takes no longer, and drafts for the others.
+        (rows(2, 0), 0),
+        (rows(9, 0, 0), 15),
+        ([*rows(15), *rows(0, 0, constrained=False)], 15),
+        ([*rows(4), *rows(0, 0, constrained=False)], 0),
+        (rows(*[9] * 17), 7),
+        (rows(*[9] * 33), 0),
+    ],
+)
+def test_with_a_draft_model_the_step_that_emits_more_is_taken(batch: list[ForcedRow], width: int) -> None:
+    rules, _ = drafting()
+    assert rules.forced_width(batch) == width
+
+
+def test_a_step_for_forced_tokens_saves_the_drafts_time() -> None:
+    batch = rows(3, 3, 0)
+    assert [drafting(skipped=forwards)[0].forced_width(batch) for forwards in (0, 4)] == [0, 15]
+
+
+def test_rare_drafts_are_not_waited_for() -> None:
+    """What constrained requests accept decides for them, and not what free ones do."""
+    rules, choice = drafting()
+    batch = [*rows(5), *rows(0, 0, 0)]
+    assert rules.forced_width(batch) == 15
+    for _ in range(200):
+        choice.observe(True, 3, [3, 3, 3])
+    assert rules.forced_width(batch) == 0
+
+
+def test_rounds_verify_what_fits_where_no_step_is_captured() -> None:
+    rules, _ = drafting()
+    assert [rules.most_forced(batch) for batch in (1, 16, 17, 32, 33)] == [15, 15, 7, 7, 3]
+    assert (rules.tokens_of(3), rules.tokens_of(15), rules.most_tokens) == (4, 16, 16)
 
 
 def test_only_steps_for_forced_tokens_write_more_than_one() -> None:
