@@ -32,6 +32,7 @@ from pathlib import Path
 
 import torch
 from llguidance import LLMatcher
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from common.grammar import GrammarCompiler
@@ -323,11 +324,16 @@ def main() -> None:
     print(f"tokenizer of {compiler.vocab_size} tokens read in {time.perf_counter() - began:.1f} s")
     most = options.length + (WARM_UP + options.steps + 2) * (widest + 1) + 1
     engine = Engine(models, max(options.batch), most, drafts, slots=widest + 1)
-    bench = Bench(engine, engine.step(options.drafter, constrains=True), compiler, options.length)
+    steps = engine.step(options.drafter, constrains=True)
+    bench = Bench(engine, steps, compiler, options.length)
     rows: list[Row | DraftedRow] = []
     for batch in options.batch:
         rows.append((bench.plain if plain else bench.drafted)(batch, options.steps))
         print(json.dumps({key: round(value, 3) for key, value in asdict(rows[-1]).items()}))
+    for phase in steps.graphs:
+        runner = phase.forward.graphs
+        shown = {"tokens_per_request": runner.spec.tokens_per_request, **to_builtins(runner.totals())}
+        print(json.dumps({"graph": shown}))
     if options.json is not None:
         environment = describe()
         options.json.write_text(
