@@ -1,4 +1,4 @@
-"""When the tokens that grammars force get a step of their own, which verifies nothing else.
+"""Decides when the tokens that grammars force get a step of their own, which verifies nothing else.
 
 Such a step has a wide window and no draft phase: each request verifies as many forced tokens as fit, and requests
 without any verify the drafts that their rows carry from the previous round, if the drafter keeps some there. All of it
@@ -28,7 +28,7 @@ class ForcedStep(NamedTuple):
 
 
 class ForcedRow(NamedTuple):
-    """What is known of one request before a step."""
+    """The known facts about one request before a step."""
 
     forced: int  # tokens that its grammar forces next
     constrained: bool  # whether it has a grammar
@@ -68,7 +68,7 @@ class ForcedGain:
     def __init__(self, widest: int, carried: int, skipped: int) -> None:
         self._carried = carried
         self._usual_time = 1 + DRAFT_COST * skipped
-        # Of free and of constrained requests: what a grammar leaves open is harder to draft.
+        # For free and for constrained requests, because what a grammar leaves open is harder to draft.
         self._acceptance = Acceptance(widest), Acceptance(widest)
 
     def gains(self, rows: Sequence[ForcedRow], width: int, usual: int, /) -> bool:

@@ -81,7 +81,7 @@ class WindowExtend:
         )
 
     def _run(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
-        """The KV of rejected tokens is overwritten before it is read."""
+        """Store the KV of the whole window; that of rejected tokens is overwritten before it is read."""
         tree, walk = self._state.tree.first(batch.count), self._state.walk.first(batch.count)
         before = replace(batch, seq_len=walk.start)
         self._runner(before.window(tree.tokens, tree.depth, tree.mask, batch.index[:0]))
