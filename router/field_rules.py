@@ -38,8 +38,10 @@ IGNORED = frozenset(
 # Field of OpenAI, vLLM or SGLang -> values that have no effect; null never has one.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "access_programs": (),
+    "background": (False,),
     "background_options": ({},),
     "bootstrap_host": (),
+    "bootstrap_pair_key": (),
     "bootstrap_port": (),
     "bootstrap_room": (),
     "context_management": ([],),
@@ -55,6 +57,8 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "images_config": ({},),
     "input_ids": (),
     "kv_transfer_params": ({},),
+    "logprob_token_ids": ([],),
+    "lora_id": (),
     "max_dynamic_patch": (),
     "media_io_kwargs": ({},),
     "min_dynamic_patch": (),
@@ -64,12 +68,18 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "no_stop_trim": (False,),
     "repetition_detection": (),
     "request_id": (),
+    "require_reasoning": (False,),
+    "return_bytes": (False,),
     "return_cached_tokens_details": (False,),
+    "return_entropy": (False,),
     "return_meta_info": (False,),
+    "return_prompt_text": (False,),
     "return_prompt_token_ids": (False,),
     "return_routed_experts": (False,),
+    "return_weight_versions": (False,),
     "rid": (),
     "routed_dp_rank": (),
+    "routed_experts_prompt_start": (0,),
     "routed_experts_start_len": (0,),
     "session_id": (),
     "session_params": ({},),
@@ -79,6 +89,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "use_audio_in_video": (False,),
     "vllm_xargs": ({},),
+    "watermarking": (False,),
 }
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -10,6 +10,7 @@ from msgspec import Meta
 from common.errors import InvalidRequest
 from router.apis.chat_builder import ChatBuilder, Part, image_part, text_part, unsupported_part
 from router.apis.renamed_fields import refuse_fields
+from router.chat.request_fields import EFFORTS
 from router.json_body import decode_json
 from router.openai_schema import MAX_MESSAGES, MAX_PARTS, ChatRequest, Text
 
@@ -19,6 +20,8 @@ NAMES = {
     "stop": "stop_sequences",
     "continue_final_message": "messages",
     "reasoning_effort": "thinking",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format.schema",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 
@@ -56,6 +59,7 @@ class ClientTool(msgspec.Struct, frozen=True):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -71,6 +75,18 @@ class Thinking(msgspec.Struct, frozen=True):
     budget_tokens: int | None = None
 
 
+class OutputFormat(msgspec.Struct, frozen=True):
+    type: str
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    """The form of the answer, and the effort of the model."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
 class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The body of POST /v1/messages/count_tokens."""
 
@@ -80,6 +96,9 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[ClientTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    # vLLM's
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
@@ -91,20 +110,24 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    cache_salt: str | None = None  # vLLM's
     # refused unless they have no effect: see _NEUTRAL
     container: Any = None
     mcp_servers: Any = None
     context_management: Any = None
+    output_format: Any = None
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),
     "mcp_servers": ([],),
     "context_management": (),
+    "output_format": (),
 }
 _KNOWN_BLOCKS = "text, image, tool_use, tool_result and thinking"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _EFFORTS = {"enabled": "medium", "adaptive": "medium", "disabled": "none"}
+_THINKS = ("enabled", "adaptive")
 
 
 class MessagesTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,6 +152,7 @@ def read_messages(raw: bytes | bytearray) -> MessagesTask:
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,
+        "cache_salt": request.cache_salt,
     }
     return MessagesTask(chat=_chat(request, fields))
 
@@ -149,13 +173,22 @@ def _chat(request: CountRequest, fields: dict[str, Any]) -> ChatRequest:
         _add_message(chat, message, f"messages[{index}]")
     if chat.ends_with_assistant:
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
-    choice = request.tool_choice
-    if request.thinking is not None:
+    choice, output = request.tool_choice, request.output_config or OutputConfig()
+    if output.effort is not None:
+        if output.effort not in EFFORTS:
+            raise InvalidRequest(
+                f"output_config.effort must be one of {', '.join(EFFORTS)}", param="output_config.effort"
+            )
+        fields["reasoning_effort"] = output.effort
+    if output.format is not None:
+        fields["response_format"] = _response_format(output.format)
+    if request.thinking is not None and not (output.effort and request.thinking.type in _THINKS):
         if request.thinking.type not in _EFFORTS:
             raise unsupported_part(request.thinking.type, "thinking", ", ".join(_EFFORTS))
         fields["reasoning_effort"] = _EFFORTS[request.thinking.type]
     fields |= {
         "model": request.model,
+        "chat_template_kwargs": request.chat_template_kwargs,
         "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())] or None,
         "tool_choice": None if choice is None else _tool_choice(choice),
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
@@ -234,6 +267,15 @@ def _required(value: str | None, where: str) -> str:
     return value
 
 
+def _response_format(given: OutputFormat) -> dict[str, Any]:
+    if given.type != "json_schema" or given.schema is None:
+        raise InvalidRequest(
+            "output_config.format needs the type json_schema and a schema", param="output_config.format"
+        )
+    schema = {"name": "answer", "schema": given.schema, "strict": True}
+    return {"type": "json_schema", "json_schema": schema}
+
+
 def _tool(tool: ClientTool, where: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise unsupported_part(tool.type, where, "custom tools: this server runs no tools of its own")
@@ -242,6 +284,8 @@ def _tool(tool: ClientTool, where: str) -> dict[str, Any]:
         function["description"] = tool.description
     if tool.input_schema is not None:
         function["parameters"] = tool.input_schema
+    if tool.strict is not None:
+        function["strict"] = tool.strict
     return {"type": "function", "function": function}
 
 

@@ -28,9 +28,9 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
 
 def _renamed(param: str, names: Mapping[str, str]) -> tuple[str, str] | None:
     """Return (translated name, client's name) of the field that `param` names, or the field that contains it."""
-    field = re.match(r"\w*", param)
-    assert field is not None
-    return (field[0], names[field[0]]) if field[0] in names else None
+    found = [name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))]
+    inner = max(found, key=len, default=None)
+    return None if inner is None else (inner, names[inner])
 
 
 def refuse_fields(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:

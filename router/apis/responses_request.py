@@ -20,6 +20,7 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "response_format.json_schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
 }
 # Sampling fields beyond OpenAI's that have the same name and meaning in chats.
@@ -42,6 +43,11 @@ SAME = (
     "priority",
     "chat_template_kwargs",
     "parallel_tool_calls",
+    "logit_bias",
+    "include_reasoning",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "structured_outputs",
 )
 
 
@@ -129,6 +135,11 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    logit_bias: dict[str, float] | None = None
+    include_reasoning: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
     # refused unless they have no effect: see _NEUTRAL
     background: Any = None
     previous_response_id: Any = None
@@ -137,6 +148,8 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     truncation: Any = None
     top_logprobs: Any = None
     max_tool_calls: Any = None
+    enable_response_messages: Any = None
+    previous_input_messages: Any = None
     include: list[str] | None = None
 
 
@@ -148,6 +161,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "top_logprobs": (0,),
     "max_tool_calls": (),
+    "enable_response_messages": (False,),
+    "previous_input_messages": (),
 }
 # Part of `include` without effect: reasoning is returned as text.
 _INCLUDED = "reasoning.encrypted_content"

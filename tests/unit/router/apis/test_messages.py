@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.errors import NodeLost
+from router.apis.messages_request import read_messages
 from tests.fakes.api_keys import bearer
 from tests.unit.router.apis.test_responses import HELLO, prompt_of
 from tests.unit.router.conftest import Rig, Serve
@@ -93,6 +95,41 @@ async def test_a_stream_that_fails_ends_with_an_error(rig: Rig) -> None:
     assert (found[-1]["type"], found[-1]["error"]["message"]) == ("error", "the node is gone")
 
 
+async def test_typed_output(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    body = {"max_tokens": 9, "messages": [USER], "cache_salt": "s"}
+    output = {"format": {"type": "json_schema", "schema": schema}, "effort": "low"}
+    status, answer, _ = await rig.post(PATH, body | {"output_config": output})
+    assert status == 200, answer
+    await rig.post("/v1/chat/completions", _chat_with(schema))
+    typed, chat = (each.sampling.grammar for each in rig.generator.requests)
+    assert typed == chat != ""
+
+
+def _chat_with(schema: dict[str, Any]) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    return {"messages": [USER], "response_format": form}
+
+
+def test_effort_and_strict_tools() -> None:
+    """`thinking` says whether the model reasons, `output_config.effort` how much."""
+    for thinking, effort, expected in (
+        (None, None, None),
+        (None, "low", "low"),
+        ("adaptive", "low", "low"),
+        ("adaptive", None, "medium"),
+        ("disabled", "low", "none"),
+    ):
+        body: dict[str, Any] = {"max_tokens": 9, "messages": [USER], "output_config": {"effort": effort}}
+        body["thinking"] = None if thinking is None else {"type": thinking}
+        body["tools"] = [{"name": "clock", "input_schema": {}, "strict": True}]
+        chat = read_messages(msgspec.json.encode(body)).chat
+        assert chat.reasoning_effort == expected
+        assert chat.tools is not None
+        assert chat.tools[0].function.strict
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -106,6 +143,24 @@ async def test_a_stream_that_fails_ends_with_an_error(rig: Rig) -> None:
         ({"max_tokens": 9, "messages": [USER], "mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"max_tokens": 9, "messages": [USER], "tool_choice": {"type": "x"}}, "tool_choice"),
         ({"max_tokens": 9, "messages": [USER], "thinking": {"type": "x"}}, "thinking"),
+        ({"max_tokens": 9, "messages": [USER], "output_config": {"effort": "x"}}, "output_config.effort"),
+        (
+            {"max_tokens": 9, "messages": [USER], "output_config": {"format": {"type": "x"}}},
+            "output_config.format",
+        ),
+        (
+            {
+                "max_tokens": 9,
+                "messages": [USER],
+                "output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}},
+            },
+            "output_config.format.schema",
+        ),
+        ({"max_tokens": 9, "messages": [USER], "output_format": {"type": "x"}}, "output_format"),
+        (
+            {"max_tokens": 9, "messages": [USER], "chat_template_kwargs": {"x": 1}},
+            "chat_template_kwargs.x",
+        ),
         (
             {"max_tokens": 9, "messages": [USER], "tools": [{"type": "bash_20250124", "name": "bash"}]},
             "tools[0]",

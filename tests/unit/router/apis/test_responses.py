@@ -76,6 +76,23 @@ async def test_a_text(rig: Rig) -> None:
     assert (asked.sampling.max_tokens, asked.sampling.temperature, asked.sampling.seed) == (9, 0.5, 3)
 
 
+async def test_fields_beyond_openais(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    body = {
+        "input": "Hello",
+        "logit_bias": {"5": 1.5},
+        "structured_outputs": {"regex": "a+"},
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "include_reasoning": False,
+    }
+    status, answer, _ = await rig.post(PATH, body)
+    assert status == 200, answer
+    sampling = rig.generator.requests[-1].sampling
+    assert sampling.logit_bias == ((5, 1.5),)
+    assert "a+" in sampling.grammar
+
+
 async def test_a_conversation(rig: Rig) -> None:
     rig.generator.will(*one_by_one(HELLO))
     items = [
@@ -151,6 +168,9 @@ async def test_an_aborted_answer_is_cancelled(rig: Rig) -> None:
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "conversation": "c"}, "conversation"),
         ({"input": "x", "truncation": "auto"}, "truncation"),
+        ({"input": "x", "enable_response_messages": True}, "enable_response_messages"),
+        ({"input": "x", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"input": "x", "structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"input": "x", "include": ["file_search_call.results"]}, "include[0]"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "max_output_tokens": 9999}, "max_output_tokens"),
