@@ -173,6 +173,5 @@ class Emission:
     tokens: list[OutputToken | None]  # at least one entry; None if the logits were not finite
     drafted: int = 0  # draft tokens that the step verified, except forced ones
     forced: int = 0  # tokens forced by a grammar that the step verified as drafts
-    states: StateRows | None = (
-        None  # per token, the hidden state that it was drawn from, if the router gets them
-    )
+    # The hidden state that each token was drawn from, if the router gets hidden states.
+    states: StateRows | None = None

@@ -17,9 +17,8 @@ class RowTokens(NamedTuple):
 
     tokens: list[OutputToken | None]  # at least one entry; None if the logits were not finite
     drafted: int = 0  # draft tokens that the step verified
-    states: StateRows | None = (
-        None  # per token, the hidden state that it was drawn from, if the router gets them
-    )
+    # The hidden state that each token was drawn from, if the router gets hidden states.
+    states: StateRows | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class RoomFailed:
-    """The room will not arrive. Exactly one PagesFree follows, possibly later."""
+    """The transfer of a room has failed. Exactly one PagesFree follows, possibly later."""
 
     room: int
     code: str  # an error code of common.errors, or the prefill node's
@@ -56,7 +56,7 @@ class RoomFailed:
 
 @dataclass(frozen=True, slots=True)
 class PagesFree:
-    """No write can reach these pages any longer: the node may reuse them."""
+    """No write can reach these pages from now on, so the node may reuse them."""
 
     room: int
     pages: tuple[int, ...]
@@ -64,7 +64,7 @@ class PagesFree:
 
 @dataclass(frozen=True, slots=True)
 class PeerRefused:
-    """This prefill node cannot be used and its rooms have failed. `connect` again only after something changed."""
+    """This prefill node cannot be used, and its rooms have failed. Call `connect` again only after a change."""
 
     incarnation: str
     reason: str

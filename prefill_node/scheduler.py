@@ -24,9 +24,8 @@ class Chunk:
         return self.start + self.length == self.request.num_tokens
 
 
-MAX_PAUSE = (
-    1.0  # seconds between two chunks of a prompt: decode nodes treat a transfer without progress as lost
-)
+# Seconds between two chunks of a prompt: decode nodes treat a transfer without progress as lost.
+MAX_PAUSE = 1.0
 IMAGE_WEIGHT = 8  # encoding one image token takes as long as computing up to this many text tokens
 
 

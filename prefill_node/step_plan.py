@@ -22,9 +22,8 @@ class FirstDraw(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     text: bytes = b""  # the whole prompt in int64; empty if no logits are adjusted
     outputs: int = 0  # tokens at the end of the prompt that are output
-    mask: bytes = (
-        b""  # the tokens that its grammar allows, one row of common.grammar.matcher.Masks; empty: all
-    )
+    # The tokens that its grammar allows: one row of common.grammar.matcher.Masks; empty allows all.
+    mask: bytes = b""
 
     def tokens(self) -> TokenArray:
         """Return `text` as an array that cannot be written to."""

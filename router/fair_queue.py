@@ -32,7 +32,7 @@ class WaitingRequest:
 
     @property
     def aged_cost(self) -> float:
-        """A constant that orders requests as their cost does, less AGEING_TOKENS per second of waiting."""
+        """The cost minus AGEING_TOKENS per second of waiting, up to a constant: it orders requests at any time."""
         return self.cost + AGEING_TOKENS * self.since
 
 
@@ -48,10 +48,8 @@ class _Client:
     rank: _Rank | None = None  # its valid entry in the order of clients; None while nothing waits
 
 
-_Rank = tuple[
-    float, float, int, _Client
-    # (given, aged cost of the client's first request, a tie breaker, client)
-]
+# (given, aged cost of the client's first request, a tie breaker, client)
+_Rank = tuple[float, float, int, _Client]
 
 
 class _Backlog:

@@ -31,9 +31,8 @@ class TlsHandshakes:
         self._by_client: Counter[str] = Counter()
         self._taken = 0  # slots
         self._running: dict[asyncio.Task[object], float] = {}  # task -> start, in order of their starts
-        self._waiting: dict[
-            str, deque[asyncio.Future[None]]
-        ] = {}  # client -> turns; the first client is next
+        # client -> turns; the first client is next.
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._look: asyncio.TimerHandle | None = None
 
     @property

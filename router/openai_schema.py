@@ -73,9 +73,8 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     """Fields of both endpoints."""
 
     default_tokens: ClassVar[int | None] = None  # without max_tokens; None: what the context leaves
-    native: ClassVar[bool] = (
-        False  # whether it comes from SGLang's own route, whose answers have their own form
-    )
+    # True for SGLang's own route, whose answers have their own form.
+    native: ClassVar[bool] = False
 
     model: str | None = None
     max_tokens: int | None = None

@@ -47,7 +47,7 @@ class PairWait:
         self.nodes_changed()
 
     def until(self, flight: InFlight, started: float) -> float:
-        """Return when the wait of a request ends that began at `started`."""
+        """Return the time until which a request may wait for a pair, if its wait began at `started`."""
         return min(started + self._limits.placement_wait, flight.deadline)
 
     async def find(

@@ -25,9 +25,8 @@ Source = Literal["stated", "guessed", "default"]
 class AuxLayers:
     """The layers that one draft head reads. Empty if it reads the target's normed output."""
 
-    boundaries: tuple[
-        int, ...
-    ] = ()  # i: the stream entering layer i; num_layers: the stream after the last layer
+    # Boundary i is the stream that enters layer i; num_layers is the stream after the last layer.
+    boundaries: tuple[int, ...] = ()
     convention: Convention = "boundary"  # the meaning of the file's ids
     # Stated by the file or guessed from its first id; default: the file names no layers, and EAGLE's own are used.
     source: Source = "stated"

@@ -33,9 +33,8 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     correction: str = "gate.e_score_correction_bias"
-    shared: str = (
-        "shared_experts"  # block of the shared experts, whose projections are called as in a dense layer
-    )
+    # Block of the shared experts, whose projections are named as in a dense layer.
+    shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
 
 

@@ -172,9 +172,8 @@ class PrefillSection(Section, frozen=True, kw_only=True):
     compiler: Literal["eager", "inductor"] | None = None
     # Use graphs whatever the rules say at start-up, also on a CPU (there on a tape); for tests.
     enforce_graphs: bool = False
-    prefix_cache: PrefixCaching = (
-        "auto"  # auto: on; for a model with a state per request, if state_snapshots is not 0
-    )
+    # auto: on, except for a model with a state per request if state_snapshots is 0.
+    prefix_cache: PrefixCaching = "auto"
     # States of cached prefixes that a node keeps, for a model with a state per request; 0: its prefix cache is off.
     state_snapshots: Annotated[int, Meta(ge=0, le=65_536)] = 32
     image_cache_mib: NotNegative = 256  # device memory for the embeddings of images, keyed by content
@@ -280,9 +279,8 @@ class Security(Section, frozen=True, kw_only=True):
     open_metrics: bool = False  # /metrics needs no key
     # router.host is not loopback, without router.tls: a proxy in front terminates TLS.
     plain_http: bool = False
-    open_http: bool = (
-        False  # router.host is not loopback, without API keys: everyone who can reach it may use it
-    )
+    # Permits a router.host that is not loopback without API keys: everyone who can reach it may use it.
+    open_http: bool = False
     # Directory made by deploy/keygen; without it sockets bind only to loopback, with keys made in the run directory.
     keys: str | None = None
     isolated_network: bool = False  # only these nodes reach transfer.nixl_devices; transport nixl requires it

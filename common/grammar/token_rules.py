@@ -1,7 +1,7 @@
-"""Tokens that a request allows or forbids whatever the text means: `allowed_token_ids` and `bad_words`.
+"""Tokens that a request allows or forbids independently of a grammar: `allowed_token_ids` and `bad_words`.
 
-They act like a grammar: masks at every draw, also at each node of a tree of drafts and at the first token, and a replay
-of the answer on another node. A request may have both; then a token has to pass both.
+They act like a grammar: every draw is masked, including the first token and each node of a draft tree, and another node
+replays the answer before it goes on. If a request has rules and a grammar, a token must satisfy both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Words = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
 class Follower(Protocol):
-    """Follows one answer and says which tokens may come next; see `Matcher`, the one of a grammar alone."""
+    """Follows one answer and says which tokens may come next. `Matcher` does so for a grammar without other rules."""
 
     @property
     def failure(self) -> RequestError | None: ...
@@ -85,7 +85,7 @@ class RuleFollower:
         return [] if self._grammar is None else self._grammar.forced(limit)
 
     def fill(self, masks: Masks, row: int) -> None:
-        """Fill as `Matcher.fill` does. `failure` is set if no token is left."""
+        """Write the mask of a row, as `Matcher.fill` does. Sets `failure` if no token is left."""
         if self._grammar is None:
             masks[row] = ALL
         else:
@@ -94,7 +94,7 @@ class RuleFollower:
         self._check(masks, row)
 
     def fill_tree(self, masks: Masks, first_row: int, tokens: Sequence[int], parents: Sequence[int]) -> None:
-        """Fill as `Matcher.fill_tree` does. `failure` is set if no token is left at the root."""
+        """Write the masks of a tree, as `Matcher.fill_tree` does. Sets `failure` if no token is left at the root."""
         if self._grammar is None:
             masks[first_row : first_row + len(tokens)] = ALL
         else:

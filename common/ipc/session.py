@@ -105,7 +105,7 @@ class Session:
     """
 
     def __init__(self, epoch: int, opens: bool, max_frames: int, max_bytes: int, now: float) -> None:
-        """Create one end. With `opens` it begins the session: it repeats OPEN until the peer has answered.
+        """Create one end. The end with `opens` begins the session: it repeats OPEN until the peer has answered.
 
         At most `max_frames` frames, and `max_bytes` of frames that are not SMALL, wait for their acknowledgement.
         """

@@ -42,9 +42,8 @@ class RadixNode:
         self.children: dict[bytes, RadixNode] = {}  # salt and keys of the child's first page -> child
         self.locks = 0
         self.last_used = 0
-        self._snapshot: Snapshot | None = (
-            None  # of the state after the node's last page; may have been dropped
-        )
+        # A copy of the state after the node's last page, which may have been dropped.
+        self._snapshot: Snapshot | None = None
 
     @property
     def snapshot(self) -> Snapshot | None:

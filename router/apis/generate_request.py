@@ -148,9 +148,8 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     rid: str | None
     logprobs: bool
     with_text: bool  # log-probabilities name the text of each token
-    start: int | None = (
-        None  # the first position of the prompt that is listed with its log-probability; None: none
-    )
+    # The first position of the prompt that is listed with its log-probability; None: none.
+    start: int | None = None
 
 
 _decoder = msgspec.json.Decoder(GenerateRequest)

@@ -38,7 +38,7 @@ class MessagesForm:
     # -- a stream
 
     def opening(self, choices: int, usage: bytes) -> bytes:
-        """Return nothing: the first event has token counts that arrive with the first piece."""
+        """Return b"": the first event holds token counts, which arrive with the first piece."""
         return b""
 
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:

@@ -48,7 +48,7 @@ class ResponsesForm:
     # -- a stream
 
     def opening(self, choices: int, usage: bytes) -> bytes:
-        """Return nothing: the first events are numbered together with those of the first piece."""
+        """Return b"": the first events are sent together with those of the first piece, so that all are numbered."""
         return b""
 
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:

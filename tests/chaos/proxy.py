@@ -23,9 +23,8 @@ class Conditions:
 
     delay: float = 0.0  # seconds per chunk
     rate: float = 0.0  # bytes per second; 0: unlimited
-    withheld: bool = (
-        False  # nothing is forwarded, not even the end; held bytes are sent afterwards (a partition)
-    )
+    # Nothing is forwarded, not even the end; held bytes are sent afterwards (a partition).
+    withheld: bool = False
     swallowed: bool = False  # bytes vanish but the connection stays open (a half-open path)
     flips: int = 0  # chunks still to be damaged in one byte
     repeats: int = 0  # chunks still to be sent twice

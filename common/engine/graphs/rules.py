@@ -30,7 +30,7 @@ class Phase(StrEnum):
 
     PREFILL = "prefill"
     DRAFT_PREFILL = "draft_prefill"
-    ENCODER = "encoder"  # of images, before the prompt
+    ENCODER = "encoder"  # encodes images before the prompt
     DECODE = "decode"
     VERIFY = "verify"
     DRAFT = "draft"
@@ -38,9 +38,9 @@ class Phase(StrEnum):
 
     @property
     def section(self) -> str:
-        """The config section whose key `graphs` decides about this phase."""
-        of_prompts = self in (Phase.PREFILL, Phase.DRAFT_PREFILL, Phase.ENCODER)
-        return "prefill" if of_prompts else "decode"
+        """The config section whose key `graphs` selects the backend of this phase."""
+        prompt_phase = self in (Phase.PREFILL, Phase.DRAFT_PREFILL, Phase.ENCODER)
+        return "prefill" if prompt_phase else "decode"
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,9 +118,8 @@ class RelayState:
         """Set the draft's part of a row; no-op for a request without one."""
         if draft.ids:
             probs, ids = np.asarray(draft.probs, dtype=np.float32), np.asarray(draft.ids, dtype=np.int64)
-            hidden = np.frombuffer(
-                draft.hidden, dtype=np.uint8
-            ).copy()  # torch does not accept read-only memory
+            # A copy, because torch does not accept read-only memory.
+            hidden = np.frombuffer(draft.hidden, dtype=np.uint8).copy()
             # Pinned, since a copy from pageable memory would wait for the running step.
             sent = send((probs, ids, hidden), self.draft_p.device)
             self.draft_p[row], self.draft_ids[row] = sent[0], sent[1]

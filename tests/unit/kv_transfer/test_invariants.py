@@ -49,9 +49,8 @@ class Transfers(RuleBasedStateMachine):
         self.fabric.observers.append(self.landing)
         self.rooms = 0
         self.free = set(range(POOL))
-        self.held: dict[
-            int, tuple[int, tuple[int, ...]]
-        ] = {}  # room -> (generation, pages), until PagesFree or Arrived
+        # room -> (generation, pages), until PagesFree or Arrived.
+        self.held: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.source: dict[int, list[int]] = {}  # room -> source pages
         self.expected: dict[int, int] = {}  # room -> pages sent, on the living prefill node
         self.corrupting: set[int] = set()  # generations whose writes were damaged
