@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import re
 from collections.abc import Iterator
 
 import pytest
 
 from tests.architecture.source_tree import Module, modules
 
+# Lines of a program, in a text of several lines.
+PROGRAM = re.compile(r"^(import|from) [a-z_.]+.*\n", re.MULTILINE)
 # Names with an underscore that belong to Python, torch or another library, and have no public form.
 FOREIGN = {
     **dict.fromkeys(("_replace", "_fields"), "the interface of named tuples"),
@@ -43,11 +47,20 @@ def test_exceptions_are_used() -> None:
 
 def _uses(module: Module) -> Iterator[str]:
     """Yield every use of a private name that the module does not define itself."""
-    own = set(_defined(module.tree)) | set(FOREIGN)
-    for node in ast.walk(module.tree):
-        for name in _private_names(node):
-            if name not in own:
-                yield f"{module.place}:{getattr(node, 'lineno', 0)}: {name}"
+    for tree in (module.tree, *_programs(module.tree)):
+        own = set(_defined(tree)) | set(FOREIGN)
+        for node in ast.walk(tree):
+            for name in _private_names(node):
+                if name not in own:
+                    yield f"{module.place}:{getattr(node, 'lineno', 0)}: {name}"
+
+
+def _programs(tree: ast.AST) -> Iterator[ast.Module]:
+    """Yield the programs that a module holds as texts, to run them in a process of their own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and PROGRAM.search(node.value):
+            with contextlib.suppress(SyntaxError):
+                yield ast.parse(node.value)
 
 
 def _private_names(node: ast.AST) -> Iterator[str]:
@@ -68,7 +81,7 @@ def _private_names(node: ast.AST) -> Iterator[str]:
 
 
 def _is_own(value: ast.expr) -> bool:
-    """Whether the object is the class's own: `self`, `cls` or `super()`."""
+    """Return whether the object is the class's own: `self`, `cls` or `super()`."""
     return ast.unparse(value) in ("self", "cls", "super()")
 
 
@@ -91,6 +104,7 @@ def _defined(tree: ast.AST) -> Iterator[str]:
         "monkeypatch.setattr(graphs, '_choose', choose)",
         "monkeypatch.setattr('deploy.own_model._read', f)",
         "getattr(link, '_dealer')",
+        "PROGRAM = 'import x\\nx._launch()\\n'",
     ],
 )
 def test_private_uses_are_found(text: str) -> None:

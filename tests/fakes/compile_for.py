@@ -334,7 +334,7 @@ def pages() -> None:
     memory = torch.zeros(layout.total_bytes, dtype=torch.uint8)
     cpu = torch.device("cpu")
     source = cuda_pages.PagedMemory(layout, memory, cpu)
-    cuda_pages._reference = cuda_pages._launch
+    cuda_pages.move_pages_reference = cuda_pages.move_pages_kernel
     listed: Tensor = cuda_pages.page_list([1, 2], [2, 1], device=cpu)
     sums = torch.zeros(2, dtype=torch.int64)
     for target in (None, source):

@@ -67,9 +67,9 @@ def move_parts(
     """
     for group in part_groups(tuple(parts), src.device):
         if src.is_cuda and group.word_bytes == group.sum_bytes:
-            _launch(src, dst, group, items, sums, max_blocks, first)
+            move_group_kernel(src, dst, group, items, sums, max_blocks, first)
         else:
-            _reference(src, dst, group, items, sums, max_blocks, first)
+            move_group_reference(src, dst, group, items, sums, max_blocks, first)
 
 
 def words(blocks: Sequence[StridedRows]) -> int:
@@ -103,7 +103,7 @@ def _group(parts: Sequence[RowsPair], firsts: Sequence[int], word: int, device: 
     return PartGroup(tuple(parts), tuple(firsts), word, _sum_bytes(parts[0].src), table, unit)
 
 
-def _reference(
+def move_group_reference(
     src: Tensor,
     dst: Tensor | None,
     group: PartGroup,
@@ -112,7 +112,7 @@ def _reference(
     max_blocks: int,
     first: int,
 ) -> None:
-    """Compute as the kernel does, in torch: for the CPU and for rows that are not aligned to the checksum's words."""
+    """Move one group in torch: on the CPU, and rows that are not aligned to the checksum's words. See `move_parts`."""
     for part, at in zip(group.parts, group.firsts, strict=True):
         rows = _rows(src, part.src, group.word_bytes).index_select(0, items[0].long())
         if dst is not None:
@@ -144,7 +144,7 @@ def _sum_bytes(block: StridedRows) -> int:
     return math.gcd(8, block.rows * block.length)
 
 
-def _launch(
+def move_group_kernel(
     src: Tensor,
     dst: Tensor | None,
     group: PartGroup,
@@ -153,6 +153,7 @@ def _launch(
     max_blocks: int,
     first: int,
 ) -> None:
+    """Move one group by the kernel. See `move_parts`."""
     count = group.rows * group.row_words
     block = block_words(count)
     num_items, num_parts = items.size(1), len(group.parts)

@@ -104,7 +104,7 @@ def move_pages(
         if count <= 0 or not pages.size(1):
             continue
         into = src if dst is None else dst
-        launch = _launch if src.words.is_cuda else _reference
+        launch = move_pages_kernel if src.words.is_cuda else move_pages_reference
         launch(
             src.words,
             into.words if dst is not None else None,
@@ -119,7 +119,7 @@ def move_pages(
         )
 
 
-def _reference(
+def move_pages_reference(
     src: Tensor,
     dst: Tensor | None,
     pages: Tensor,
@@ -131,7 +131,7 @@ def _reference(
     word_bytes: int,
     max_blocks: int,
 ) -> None:
-    """Compute as the kernel does, in torch, for the CPU."""
+    """Move pages of one group of planes in torch, on the CPU. See `move_pages`."""
     words, unit = group.page_words, _UNIT // word_bytes
     inside = torch.arange(words)
     for plane in range(first, first + count):
@@ -152,7 +152,7 @@ def _fold(x: Tensor) -> Tensor:
     return x ^ ((x >> 32) & 0xFFFFFFFF)
 
 
-def _launch(
+def move_pages_kernel(
     src: Tensor,
     dst: Tensor | None,
     pages: Tensor,
@@ -164,6 +164,7 @@ def _launch(
     word_bytes: int,
     max_blocks: int,
 ) -> None:
+    """Move pages of one group of planes by the kernel. See `move_pages`."""
     words = group.page_words
     block = block_words(words)
     num_pages = pages.size(1)

@@ -88,7 +88,7 @@ for sizes in SIZES:
                     continue
                 seen.add((group.word_bytes, group.unit, group.rows > 1))
                 found = []
-                for launch in (blocks._reference, blocks._launch):
+                for launch in (blocks.move_group_reference, blocks.move_group_kernel):
                     b = torch.zeros(plan.dst.layout.total_bytes, dtype=torch.uint8)
                     sums, only = (torch.zeros(len(items[0]), dtype=torch.int64) for _ in range(2))
                     launch(a, b, group, index, sums, 3, 5)

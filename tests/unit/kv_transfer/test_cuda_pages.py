@@ -110,13 +110,13 @@ cpu = torch.device("cpu")
 shapes = (
     ("float32", 2, [(2, 4), (2, 4), (1, 12)]), ("uint8", 1, [(1, 3)]), ("bfloat16", 16, [(2, 64)]),
 )
-reference = cuda_pages._reference
+reference = cuda_pages.move_pages_reference
 for dtype, size, layers in shapes:
     src, dst = layers_layout("m", dtype, size, 6, layers), layers_layout("m", dtype, size, 9, layers)
     a = torch.randint(0, 256, (src.total_bytes,), dtype=torch.uint8)
     pages, every, found = page_list([5, 1, 2, 4], [8, 3, 1, 2], device=cpu), range(len(src.planes)), []
-    for launch in (reference, cuda_pages._launch):
-        cuda_pages._reference = launch
+    for launch in (reference, cuda_pages.move_pages_kernel):
+        cuda_pages.move_pages_reference = launch
         b = torch.zeros(dst.total_bytes, dtype=torch.uint8)
         sums, only = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
         move_pages(PagedMemory(src, a, cpu), PagedMemory(dst, b, cpu), pages, sums, every, 3)
