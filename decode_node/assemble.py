@@ -55,7 +55,6 @@ def device_worker(computation: Computation, clock: Callable[[], float]) -> Devic
 
 
 def assemble(
-    incarnation: str,
     links: Links,
     space: PageSpace,
     computation: Computation,
@@ -77,7 +76,6 @@ def assemble(
     retraction = Retraction(space, rows, parts.rotary, backup_bytes, worker.backups.size_of)
     rules = replace(steps.rules, hidden_states=limits.hidden_states)
     node = DecodeNode(
-        incarnation,
         links,
         Scheduling(space, rows, retraction, rules, limits, grammars),
         wrap(worker),

@@ -29,8 +29,8 @@ from common.messages import decode_inbox
 from common.messages.identity import NodeRef, new_incarnation
 from common.node import graph_start
 from common.node.announced_work import COMPILE_SECONDS
+from common.node.registration import registration
 from common.node.router_link import RouterLink
-from common.node.serving_link import serving_link
 from common.node.serving_model import ServingModel, load_serving_model, page_space
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
@@ -115,17 +115,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     space = page_space(served, section.prefix_cache)
     reporter.report("capturing")
     graph_start.capture(served, forwards.graphs, log)
-    link = serving_link(
-        context,
-        plan,
-        NodeRef(name=name, role="decode", incarnation=incarnation),
-        new_incarnation(),
-        served,
-        forwards.graphs,
-        decode_inbox.codec,
-        security,
-        log,
-    )
+    ref = NodeRef(name=name, role="decode", incarnation=incarnation)
+    register = registration(plan, ref, new_incarnation(), served, forwards.graphs)
+    link = RouterLink(context, plan.router, register, decode_inbox.codec, log, security=security)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
         lambda: link.announce(COMPILE_SECONDS),
@@ -152,8 +144,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     )
     watch = _draft_watch(served, resolved.draft_path, log)
     assembly = assemble(
-        incarnation,
-        Links(link, peers, poller, receiver),
+        Links(incarnation, link, peers, poller, receiver),
         space,
         computation,
         bounds,

@@ -53,7 +53,6 @@ class DecodeNode:
 
     def __init__(
         self,
-        incarnation: str,
         links: Links,
         scheduling: Scheduling,
         worker: Worker,
@@ -79,7 +78,7 @@ class DecodeNode:
         self._resources = BatchResources(self.queues, scheduling, self._events)
         self._planner = Planner(self._resources, scheduling.rows, scheduling.rules)
         self.life = NodeLife(
-            incarnation, self._link, Reserve, self._limits.drain_timeout, self._log, self._clock
+            links.incarnation, self._link, Reserve, self._limits.drain_timeout, self._log, self._clock
         )
         self._report = Report(self.queues, self._space, self._receiver, self._resources, observation)
         self._poller.register(self._link.socket, zmq.POLLIN)

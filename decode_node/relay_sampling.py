@@ -31,11 +31,11 @@ def sampling_batch(
         path = rows.new_empty(len(rows), 0) if path is None else path
         adjust = Adjustments(relay.adjustments, rows, sampling.adjust, path)
     return SamplingBatch(
-        temperature=relay.temperature.index_select(0, rows),
-        top_p=relay.top_p.index_select(0, rows),
-        top_k=relay.top_k.index_select(0, rows),
-        min_p=relay.min_p.index_select(0, rows),
-        seed=relay.seed.index_select(0, rows),
+        temperature=relay.sampling.temperature.index_select(0, rows),
+        top_p=relay.sampling.top_p.index_select(0, rows),
+        top_k=relay.sampling.top_k.index_select(0, rows),
+        min_p=relay.sampling.min_p.index_select(0, rows),
+        seed=relay.sampling.seed.index_select(0, rows),
         position=position,
         all_greedy=sampling.all_greedy,
         any_filter=sampling.any_filter,

@@ -67,7 +67,6 @@ def prompt_step(computation: Computation) -> PrefillStep:
 
 
 def assemble(
-    incarnation: str,
     links: Links,
     space: PageSpace,
     computation: Computation,
@@ -92,7 +91,6 @@ def assemble(
     if forwards.signalled is not None:
         sending = ByLayer(forwards.signalled, links.sender, wrap_orders(orders.at_break))
     node = PrefillNode(
-        incarnation,
         links,
         Scheduling(space, forwards.draft.rules, limits, grammars),
         wrap(DeviceWorker(step, sending, forwards.runner.pool, parts.completion)),

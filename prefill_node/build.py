@@ -28,8 +28,8 @@ from common.messages.identity import ROUTER_NAME, NodeRef, control_link_id, new_
 from common.node import graph_start
 from common.node.announced_work import COMPILE_SECONDS
 from common.node.completion import completion_for
+from common.node.registration import registration
 from common.node.router_link import RouterLink
-from common.node.serving_link import serving_link
 from common.node.serving_model import ServingModel, load_serving_model, page_space
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
@@ -140,17 +140,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     reporter.report("capturing")
     graph_start.capture(served, forwards.graphs, log)
     _warm_up(forwards, served, sizes, log)
-    link = serving_link(
-        context,
-        plan,
-        NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=peers.address),
-        link_secret,
-        served,
-        forwards.graphs,
-        prefill_inbox.codec,
-        security,
-        log,
-    )
+    ref = NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=peers.address)
+    register = registration(plan, ref, link_secret, served, forwards.graphs)
+    link = RouterLink(context, plan.router, register, prefill_inbox.codec, log, security=security)
     events = event_log(event_directory(resolved), name, incarnation, log)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
@@ -174,8 +166,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         hidden_states=cluster.model.return_hidden_states,
     )
     assembly = assemble(
-        incarnation,
-        Links(link, peers, sender, vision.images),
+        Links(incarnation, link, peers, sender, vision.images),
         space,
         computation,
         bounds,

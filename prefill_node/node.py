@@ -52,7 +52,6 @@ class PrefillNode:
 
     def __init__(
         self,
-        incarnation: str,
         links: Links,
         scheduling: Scheduling,
         worker: Worker,
@@ -75,7 +74,7 @@ class PrefillNode:
         self.queues = Queues()  # also read by tests
         self._planner = Planner(self.queues, scheduling)
         self.life = NodeLife(
-            incarnation, self._link, Prefill, self._limits.drain_timeout, observation.log, self._clock
+            links.incarnation, self._link, Prefill, self._limits.drain_timeout, observation.log, self._clock
         )
         self._report = Report(self.queues, self._space, self._sender, observation.graphs)
         self._poller = zmq.Poller()

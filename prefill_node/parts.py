@@ -24,6 +24,7 @@ from prefill_node.step_rules import PromptRules
 class Links:
     """The links to other processes."""
 
+    incarnation: str  # of this node
     router: RouterLink[PrefillMessage]
     peers: RouterSocket
     sender: Sender

@@ -140,6 +140,26 @@ NOTHING: OutputSpec[Nothing] = OutputSpec(Nothing, {})
 Run = Callable[[Round, Inputs, str], Output]
 
 
+@dataclass(frozen=True, slots=True)
+class PhaseForward:
+    """The forward of a phase."""
+
+    mode: ForwardMode
+    nodes: int = 1  # tokens per request
+    hidden: CaptureHiddenMode = CaptureHiddenMode.NULL
+
+
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """The variants of a phase, and those that can serve a batch, cheapest first."""
+
+    names: tuple[str, ...]
+    serving: Callable[[SamplingVariant], tuple[str, ...]]
+
+
+ONE_VARIANT = Variants((PLAIN,), lambda sampling: (PLAIN,))
+
+
 class Rounds:
     """State shared by the phases of one node. `capture` returns how each phase is captured.
 
@@ -197,36 +217,27 @@ class Rounds:
         model: str,
         run: Run[Output],
         outputs: OutputSpec[Output],
-        mode: ForwardMode,
-        nodes: int = 1,
-        hidden: CaptureHiddenMode = CaptureHiddenMode.NULL,
-        variants: Sequence[str] = (PLAIN,),
-        serving: Callable[[SamplingVariant], tuple[str, ...]] = lambda sampling: (PLAIN,),
+        forward: PhaseForward,
+        variants: Variants = ONE_VARIANT,
         slots: Sequence[Slot[RoundCall]] = (),
     ) -> RoundPhase[Output]:
-        """Build one phase, not captured yet.
-
-        Args:
-            nodes: tokens per request in its forward.
-            serving: returns the variants that can serve a batch, cheapest first.
-            slots: inputs in addition to `placed`.
-        """
+        """Build one phase, not captured yet. `slots`: inputs in addition to `placed`."""
         plan = self._capture(phase)
         spec = CaptureSpec(
             model=model,
             phase=phase.value,
-            mode=mode,
-            shapes=request_shapes(plan.buckets, nodes),
-            hidden=hidden,
-            variants=tuple(variants),
-            tokens_per_request=nodes,
+            mode=forward.mode,
+            shapes=request_shapes(plan.buckets, forward.nodes),
+            hidden=forward.hidden,
+            variants=variants.names,
+            tokens_per_request=forward.nodes,
         )
         largest = spec.largest if spec.shapes else ShapeKey(0)
         if largest.requests > self.max_rows:
             raise ValueError(
                 f"{phase}: graphs for {largest.requests} requests exceed the {self.max_rows} batch rows"
             )
-        program = _RoundProgram(self, spec, run, serving, slots)
+        program = _RoundProgram(self, spec, run, variants.serving, slots)
         inputs = StaticInputs(program.slots(), largest, self.device, plan.poisoned)
         graphs = GraphRunner(spec, plan.backend(), program, inputs, outputs)
         return RoundPhase(graphs, plan)

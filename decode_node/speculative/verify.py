@@ -32,7 +32,7 @@ from common.engine.sampling.sampling_plan import SamplingVariant
 from decode_node.graphs.decode_graph import FILTERED, GREEDY, LOGITS, VARIANTS, serving_variants
 from decode_node.relay_sampling import sampling_batch
 from decode_node.speculative.drafters.drafter import Drafter
-from decode_node.speculative.rounds import Round, RoundCall, Rounds
+from decode_node.speculative.rounds import PhaseForward, Round, RoundCall, Rounds, Variants
 from decode_node.speculative.verifier import Acceptor
 
 
@@ -101,17 +101,15 @@ class Verify:
         self._drafter = drafter
         self._acceptor = acceptor
         self._hidden_states = hidden_states
+        hidden = CaptureHiddenMode.FULL if hidden_states else drafter.hidden_mode
         self.phase = rounds.phase(
             Phase.VERIFY,
             "target",
             self._run,
             OUTPUTS,
-            ForwardMode.VERIFY,
-            nodes=drafter.nodes,
-            hidden=CaptureHiddenMode.FULL if hidden_states else drafter.hidden_mode,
-            variants=variants,
-            serving=serving_variants,
-            slots=drafter.slots,
+            PhaseForward(ForwardMode.VERIFY, drafter.nodes, hidden),
+            Variants(tuple(variants), serving_variants),
+            drafter.slots,
         )
 
     def __call__(self, call: RoundCall) -> Emitted:

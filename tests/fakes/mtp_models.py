@@ -165,8 +165,8 @@ class ObservedModules(Watched):
 
     def watch(self, index: int, text: list[int], rest: list[int]) -> None:
         request = self.told.requests[index]
-        drafts = self._relay.draft_ids[request.row]
-        assert not self._relay.draft_hidden[0].any(), "padding has stored hidden states"
+        drafts = self._relay.draft.ids[request.row]
+        assert not self._relay.draft.hidden[0].any(), "padding has stored hidden states"
         if rest:  # past the end there are no pages and no draft that could be emitted
             planes = self.draft_kv(index, len(text) - 1)
             self._seen.append(Seen(text, drafts.tolist()[: len(rest)], planes))

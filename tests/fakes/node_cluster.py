@@ -662,8 +662,7 @@ class NodeCluster:
         )
         link = FakeLink(self.context, prefill_inbox.codec)  # type: ignore[arg-type]
         made = prefill_assemble.assemble(
-            incarnation,
-            prefill_parts.Links(link, peers, sender, forwards.vision.images),  # type: ignore[arg-type]
+            prefill_parts.Links(incarnation, link, peers, sender, forwards.vision.images),  # type: ignore[arg-type]
             space,
             computation,
             limits,
@@ -722,8 +721,7 @@ class NodeCluster:
             hidden_states=shape.hidden_states,
         )
         made = assemble(
-            incarnation,
-            Links(link, peers, poller, receiver),  # type: ignore[arg-type]
+            Links(incarnation, link, peers, poller, receiver),  # type: ignore[arg-type]
             space,
             computation,
             limits,

@@ -225,7 +225,7 @@ def test_adjusted_logits_after_a_replay_equal_eager() -> None:
     graphs = DecodeRig(prompts, params, full(), (1, 2, 4), page_size=16, device=GPU)
     for chosen in ([0, 1, 2], [1], [2, 0], [0], [0, 1, 2], [2], [0, 1], [2, 1, 0], [0, 2]):
         assert eager.step(chosen).token_ids.tolist() == graphs.step(chosen).token_ids.tolist()
-    assert torch.equal(eager.relay.adjustments.seen, graphs.relay.adjustments.seen)
+    assert torch.equal(eager.relay.adjustments.penalties.seen, graphs.relay.adjustments.penalties.seen)
 
 
 @pytest.mark.parametrize("params", [PARAMS[:2], [ADJUSTED, PARAMS[0]]], ids=["plain", "adjusted"])

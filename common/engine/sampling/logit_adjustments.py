@@ -28,19 +28,41 @@ def adjustment_bytes(num_rows: int, vocab_size: int) -> int:
     return (num_rows + 1) * per_row
 
 
-@dataclass(slots=True)
-class AdjustmentRows:
-    """All tensors have num_rows + 1 rows; row 0 is padding. Rows without adjustments hold neutral values."""
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """The penalties of each row."""
 
     # [rows, V] int32: twice the count in the output, plus one if in the prompt; maintained only for penalised rows
     seen: Tensor
     repetition: Tensor  # [rows] float32
     presence: Tensor  # [rows] float32
     frequency: Tensor  # [rows] float32
-    bias_ids: Tensor  # [rows, MAX_BIASES] int64, filled up with 0
-    bias: Tensor  # [rows, MAX_BIASES] float32, filled up with 0
-    withheld_ids: Tensor  # [rows, MAX_STOP_IDS] int64, filled up with 0
-    withheld: Tensor  # [rows, MAX_STOP_IDS] float32: -inf, filled up with 0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """Values to add to the logits of some tokens of each row, filled up with 0 for token 0."""
+
+    ids: Tensor  # [rows, n] int64
+    values: Tensor  # [rows, n] float32
+
+    @classmethod
+    def zeros(cls, rows: int, width: int, device: torch.device) -> TokenValues:
+        ids = torch.zeros((rows, width), dtype=torch.int64, device=device)
+        return cls(ids, torch.zeros((rows, width), dtype=torch.float32, device=device))
+
+    def of_rows(self, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return copies of the first `count` ids and values of rows [R] int64."""
+        return self.ids[:, :count].index_select(0, rows), self.values[:, :count].index_select(0, rows)
+
+
+@dataclass(slots=True)
+class AdjustmentRows:
+    """All tensors have num_rows + 1 rows; row 0 is padding. Rows without adjustments hold neutral values."""
+
+    penalties: Penalties
+    bias: TokenValues  # MAX_BIASES wide
+    withheld: TokenValues  # MAX_STOP_IDS wide; the values are -inf
     free_at: Tensor  # [rows] int64: sequence index from which on nothing is withheld
     _used: set[int]  # rows that do not hold neutral values
 
@@ -49,19 +71,19 @@ class AdjustmentRows:
         """Allocate the rows and compile the kernels that use them, so that no request waits for that."""
         rows = num_rows + 1
 
-        def zeros(width: int | None, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(rows if width is None else (rows, width), dtype=dtype, device=device)
+        def column(fill: float) -> Tensor:
+            return torch.full((rows,), fill, dtype=torch.float32, device=device)
 
         made = cls(
-            seen=zeros(vocab_size, torch.int32),
-            repetition=zeros(None, torch.float32).fill_(1.0),
-            presence=zeros(None, torch.float32),
-            frequency=zeros(None, torch.float32),
-            bias_ids=zeros(MAX_BIASES, torch.int64),
-            bias=zeros(MAX_BIASES, torch.float32),
-            withheld_ids=zeros(MAX_STOP_IDS, torch.int64),
-            withheld=zeros(MAX_STOP_IDS, torch.float32),
-            free_at=zeros(None, torch.int64),
+            Penalties(
+                seen=torch.zeros((rows, vocab_size), dtype=torch.int32, device=device),
+                repetition=column(1.0),
+                presence=column(0.0),
+                frequency=column(0.0),
+            ),
+            bias=TokenValues.zeros(rows, MAX_BIASES, device),
+            withheld=TokenValues.zeros(rows, MAX_STOP_IDS, device),
+            free_at=torch.zeros(rows, dtype=torch.int64, device=device),
             _used=set(),
         )
         nowhere = torch.zeros(1, dtype=torch.int64, device=device)
@@ -82,17 +104,18 @@ class AdjustmentRows:
             self._used.remove(row)
         else:
             self._used.add(row)
-        self.repetition[row] = sampling.repetition_penalty
-        self.presence[row] = sampling.presence_penalty
-        self.frequency[row] = sampling.frequency_penalty
+        penalties = self.penalties
+        penalties.repetition[row] = sampling.repetition_penalty
+        penalties.presence[row] = sampling.presence_penalty
+        penalties.frequency[row] = sampling.frequency_penalty
         self.free_at[row] = len(text) - outputs + sampling.min_tokens
         ids, values = zip(*sampling.logit_bias) if sampling.logit_bias else ((), ())
-        self._fill(self.bias_ids[row], ids)
-        self._fill(self.bias[row], values)
-        self._fill(self.withheld_ids[row], sampling.withheld)
-        self._fill(self.withheld[row], [-torch.inf] * len(sampling.withheld))
+        self._fill(self.bias.ids[row], ids)
+        self._fill(self.bias.values[row], values)
+        self._fill(self.withheld.ids[row], sampling.withheld)
+        self._fill(self.withheld.values[row], [-torch.inf] * len(sampling.withheld))
         if sampling.penalised:
-            seen, prompt = self.seen[row], len(text) - outputs
+            seen, prompt = penalties.seen[row], len(text) - outputs
             seen.zero_()
             seen.index_fill_(0, self._to_device(text[:prompt], torch.int64), 1)
             said = self._to_device(text[prompt:], torch.int64)
@@ -100,26 +123,26 @@ class AdjustmentRows:
 
     def count(self, rows: Tensor, tokens: Tensor, times: Tensor | int = 1) -> None:
         """Count tokens [B, n] int64 as output of rows [B] int64; `times` [B, n] selects them by 0 or 1."""
-        flat = (rows[:, None] * self.seen.shape[1] + tokens).reshape(-1)
+        seen = self.penalties.seen
+        flat = (rows[:, None] * seen.shape[1] + tokens).reshape(-1)
         more = (2 * torch.ones_like(tokens) * times).to(torch.int32).reshape(-1)
-        self.seen.view(-1).index_add_(0, flat, more)
+        seen.view(-1).index_add_(0, flat, more)
 
     def apply(
         self, logits: Tensor, rows: Tensor, position: Tensor, facts: AdjustmentFacts, path: Tensor
     ) -> Tensor:
         if facts.penalties:
-            penalties = self.repetition, self.presence, self.frequency
-            logits = penalise(logits, self.seen, rows, *penalties, path)
+            each = self.penalties
+            logits = penalise(logits, each.seen, rows, each.repetition, each.presence, each.frequency, path)
         else:
             logits = logits.clone()
         if facts.biases:
-            ids, bias = self.bias_ids[:, : facts.biases], self.bias[:, : facts.biases]
-            logits.scatter_add_(1, ids.index_select(0, rows), bias.index_select(0, rows))
+            logits.scatter_add_(1, *self.bias.of_rows(rows, facts.biases))
         if facts.withheld:
-            ids, gone = self.withheld_ids[:, : facts.withheld], self.withheld[:, : facts.withheld]
+            ids, gone = self.withheld.of_rows(rows, facts.withheld)
             early = (position < self.free_at.index_select(0, rows))[:, None]
-            gone = torch.where(early, gone.index_select(0, rows), 0.0)
-            logits.scatter_add_(1, ids.index_select(0, rows), gone)  # added, so that a NaN stays one
+            # Added, so that a NaN stays one.
+            logits.scatter_add_(1, ids, torch.where(early, gone, 0.0))
         return logits
 
     def _fill(self, row: Tensor, values: Numbers) -> None:
@@ -127,8 +150,8 @@ class AdjustmentRows:
 
     def _to_device(self, values: Numbers, dtype: torch.dtype) -> Tensor:
         tensor = torch.tensor(np.asarray(values), dtype=dtype)
-        if self.seen.is_cuda:
-            return tensor.pin_memory().to(self.seen.device, non_blocking=True)
+        if self.free_at.is_cuda:
+            return tensor.pin_memory().to(self.free_at.device, non_blocking=True)
         return tensor
 
 

@@ -32,6 +32,24 @@ def draft_rows(probs: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor) -> 
     return [DraftRow(tuple(p), tuple(i), h.tobytes()) for p, i, h in zip(probs.tolist(), ids.tolist(), raw)]
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How the next token of each row is drawn."""
+
+    temperature: torch.Tensor  # float32
+    top_p: torch.Tensor  # float32
+    top_k: torch.Tensor  # int32, 0 = off
+    min_p: torch.Tensor  # float32, 0 = off
+    seed: torch.Tensor  # int64
+
+    def write(self, row: int, sampling: SamplingParams) -> None:
+        self.temperature[row] = sampling.temperature
+        self.top_p[row] = sampling.top_p
+        self.top_k[row] = sampling.top_k
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = sampling.seed
+
+
 @dataclass(slots=True)
 class RelayState:
     """All tensors have num_rows + 1 rows on one device."""
@@ -40,14 +58,8 @@ class RelayState:
     seq_len: torch.Tensor  # int32, tokens with KV; last_token will be written at this position
     # int64, rotary position minus sequence index after the prompt (rotary_places.py)
     rope_delta: torch.Tensor
-    temperature: torch.Tensor  # float32
-    top_p: torch.Tensor  # float32
-    top_k: torch.Tensor  # int32, 0 = off
-    min_p: torch.Tensor  # float32, 0 = off
-    seed: torch.Tensor  # int64
-    draft_p: torch.Tensor  # [rows, topk] float32
-    draft_ids: torch.Tensor  # [rows, topk] int64
-    draft_hidden: torch.Tensor  # [rows, hidden]
+    sampling: SamplingRows
+    draft: DraftInput  # of the next step; [rows, topk] proposals and [rows, hidden]
     adjustments: AdjustmentRows
     state: StateRows | None = None  # of a model with per-request planes
 
@@ -66,19 +78,18 @@ class RelayState:
             return torch.full((rows,), fill, dtype=dtype, device=device)
 
         dtype: torch.dtype = getattr(torch, draft.dtype)
-        drafts = DraftInput.zeros(rows, draft.topk, draft.hidden, dtype, device)
         return cls(
             last_token=column(torch.int64),
             seq_len=column(torch.int32),
             rope_delta=column(torch.int64),
-            temperature=column(torch.float32),
-            top_p=column(torch.float32, 1.0),
-            top_k=column(torch.int32),
-            min_p=column(torch.float32),
-            seed=column(torch.int64),
-            draft_p=drafts.probs,
-            draft_ids=drafts.ids,
-            draft_hidden=drafts.hidden,
+            sampling=SamplingRows(
+                temperature=column(torch.float32),
+                top_p=column(torch.float32, 1.0),
+                top_k=column(torch.int32),
+                min_p=column(torch.float32),
+                seed=column(torch.int64),
+            ),
+            draft=DraftInput.zeros(rows, draft.topk, draft.hidden, dtype, device),
             adjustments=AdjustmentRows.allocate(num_rows, vocab_size, device),
             state=StateRows.allocate(num_rows, window, device) if window.widths else None,
         )
@@ -106,11 +117,7 @@ class RelayState:
         self.last_token[row] = text[-1]
         self.seq_len[row] = len(text) - 1
         self.rope_delta[row] = rope_delta
-        self.temperature[row] = sampling.temperature
-        self.top_p[row] = sampling.top_p
-        self.top_k[row] = sampling.top_k
-        self.min_p[row] = sampling.min_p
-        self.seed[row] = sampling.seed
+        self.sampling.write(row, sampling)
         self.adjustments.write(row, sampling, text, outputs)
         self.write_draft_row(row, draft)
 
@@ -121,38 +128,41 @@ class RelayState:
             # A copy, because torch does not accept read-only memory.
             hidden = np.frombuffer(draft.hidden, dtype=np.uint8).copy()
             # Pinned, since a copy from pageable memory would wait for the running step.
-            sent = send((probs, ids, hidden), self.draft_p.device)
-            self.draft_p[row], self.draft_ids[row] = sent[0], sent[1]
+            sent = send((probs, ids, hidden), self.draft.probs.device)
+            self.draft.probs[row], self.draft.ids[row] = sent[0], sent[1]
             if draft.hidden:
-                self.draft_hidden[row] = sent[2].view(self.draft_hidden.dtype)
+                self.draft.hidden[row] = sent[2].view(self.draft.hidden.dtype)
+
+    @property
+    def _draft_columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.draft.probs, self.draft.ids, self.draft.hidden
 
     def draft_input(self, rows: torch.Tensor) -> DraftInput:
         """Return the inputs of the draft in rows [R]."""
-        columns = (self.draft_p, self.draft_ids, self.draft_hidden)
-        return DraftInput(*(column.index_select(0, rows) for column in columns))
+        return DraftInput(*(column.index_select(0, rows) for column in self._draft_columns))
 
     def write_draft(self, rows: torch.Tensor, draft: DraftInput) -> None:
         """Set the draft's next inputs in rows [R]; padding rows 0 stay zero."""
         self.write_proposal(rows, draft.probs, draft.ids)
         live = (rows > 0)[:, None]
-        self.draft_hidden.index_copy_(0, rows, torch.where(live, draft.hidden, 0))
+        self.draft.hidden.index_copy_(0, rows, torch.where(live, draft.hidden, 0))
 
     def write_proposal(self, rows: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> None:
         """Set only the drafts: a multi-layer draft stores its hidden states itself (ops/keep_hidden)."""
         live = (rows > 0)[:, None]
-        self.draft_p.index_copy_(0, rows, torch.where(live, probs, 0))
-        self.draft_ids.index_copy_(0, rows, torch.where(live, ids, 0))
+        self.draft.probs.index_copy_(0, rows, torch.where(live, probs, 0))
+        self.draft.ids.index_copy_(0, rows, torch.where(live, ids, 0))
 
     def copy_draft_out(self, row: int) -> list[torch.Tensor]:
         """Copy the draft's part of a row to the host; on a GPU it is readable once the stream reaches this point."""
-        return [copy_on_host(part[row]) for part in (self.draft_p, self.draft_ids, self.draft_hidden)]
+        return [copy_on_host(part[row]) for part in self._draft_columns]
 
     @property
     def draft_copies(self) -> list[int]:
         """Bytes of each tensor that `copy_draft_out` returns."""
-        return [part[0].nbytes for part in (self.draft_p, self.draft_ids, self.draft_hidden)]
+        return [part[0].nbytes for part in self._draft_columns]
 
     def copy_draft_in(self, row: int, backup: Sequence[torch.Tensor]) -> None:
         """Write what `copy_draft_out` returned into a row."""
-        for part, source in zip((self.draft_p, self.draft_ids, self.draft_hidden), backup, strict=True):
+        for part, source in zip(self._draft_columns, backup, strict=True):
             part[row].copy_(source, non_blocking=True)

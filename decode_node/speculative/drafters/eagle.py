@@ -21,7 +21,7 @@ from common.engine.graphs.slots import Inputs, Slot
 from decode_node.speculative.drafters.drafter import DrafterSetup
 from decode_node.speculative.drafters.eagle_tree import TreeGrowth
 from decode_node.speculative.drafters.forced_chain import ForcedChain
-from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
+from decode_node.speculative.rounds import NOTHING, Nothing, PhaseForward, Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 from decode_node.speculative.tree import replace_drafts
 
@@ -93,12 +93,12 @@ class EagleDrafter:
         self._relay = rounds.relay
         self._growth = growth
         self.nodes, self.lookahead_slots = growth.nodes, growth.lookahead_slots
-        widths = target_hidden, rounds.relay.draft_hidden.dtype
+        widths = target_hidden, rounds.relay.draft.hidden.dtype
         self.state = RoundState.allocate(
             rounds.max_rows, growth.nodes, growth.steps + 1, rounds.device, *widths
         )
         self._draft = rounds.phase(
-            Phase.DRAFT, "draft", self._run_draft, NOTHING, growth.mode, hidden=DraftInput.hidden_mode
+            Phase.DRAFT, "draft", self._run_draft, NOTHING, PhaseForward(growth.mode, hidden=DraftInput.hidden_mode)
         )
         self._extend = HeadExtend(runner, rounds, self.state).phase
         self.phases: Sequence[RoundPhase[Nothing]] = (self._draft, self._extend)
@@ -137,9 +137,7 @@ class HeadExtend:
             "draft",
             self._run,
             NOTHING,
-            ForwardMode.VERIFY,
-            nodes=window,
-            hidden=DraftExtendInput.hidden_mode,
+            PhaseForward(ForwardMode.VERIFY, window, DraftExtendInput.hidden_mode),
         )
 
     def _run(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
@@ -173,7 +171,7 @@ def make_forced_chain(setup: DrafterSetup, width: int) -> ForcedChain:
     assert isinstance(draft, DraftRunner)
     assert setup.config is not None
     hidden = DraftExtendInput.hidden_size_for(setup.config)
-    widths = hidden, rounds.relay.draft_hidden.dtype
+    widths = hidden, rounds.relay.draft.hidden.dtype
     state = RoundState.allocate(rounds.max_rows, width + 1, width + 1, rounds.device, *widths)
     extend = HeadExtend(draft, rounds, state).phase
     return ForcedChain(

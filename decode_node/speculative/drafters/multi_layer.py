@@ -24,7 +24,7 @@ from common.engine.ops.keep_hidden import keep_hidden
 from decode_node.speculative.drafters import eagle
 from decode_node.speculative.drafters.drafter import Drafter, DrafterSetup
 from decode_node.speculative.drafters.forced_chain import ForcedChain
-from decode_node.speculative.rounds import NOTHING, Nothing, Round, RoundCall, RoundPhase, Rounds
+from decode_node.speculative.rounds import NOTHING, Nothing, PhaseForward, Round, RoundCall, RoundPhase, Rounds
 from decode_node.speculative.state import RoundState
 from decode_node.speculative.tree import replace_drafts
 
@@ -42,7 +42,7 @@ class MultiLayerDrafter:
     def __init__(self, runner: MultiLayerRunner, rounds: Rounds, target_hidden: int) -> None:
         self._relay = rounds.relay
         self.nodes = self.lookahead_slots = len(runner.modules) + 1
-        widths = target_hidden, rounds.relay.draft_hidden.dtype
+        widths = target_hidden, rounds.relay.draft.hidden.dtype
         self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device, *widths)
         self._extend = ModulesExtend(runner, rounds, self.state).phase
         self.phases: Sequence[RoundPhase[Nothing]] = (self._extend,)
@@ -51,17 +51,17 @@ class MultiLayerDrafter:
         """Put forced tokens in the place of drafts, which were made at the end of the previous round."""
         if call.forced is not None:
             rows = call.placed[:, 0]
-            drafts = self._relay.draft_ids.index_select(0, rows)
+            drafts = self._relay.draft.ids.index_select(0, rows)
             replace_drafts(drafts, call.forced)
-            self._relay.draft_ids.index_copy_(0, rows, drafts)
+            self._relay.draft.ids.index_copy_(0, rows, drafts)
 
     def trees(self, call: RoundCall) -> tuple[Tensor, Tensor]:
         rows = call.placed[:, 0]
         _, parents = self.state.drafts(len(rows))
-        return self._relay.draft_ids.index_select(0, rows), parents
+        return self._relay.draft.ids.index_select(0, rows), parents
 
     def fill(self, batch: Round, inputs: Inputs) -> None:
-        drafts = self._relay.draft_ids.index_select(0, batch.rows)
+        drafts = self._relay.draft.ids.index_select(0, batch.rows)
         self.state.tree.first(batch.count).tokens[:, 1:] = drafts
 
     def draft_extend(self, call: RoundCall) -> None:
@@ -77,17 +77,15 @@ class ModulesExtend:
         self._walk = state.walk
         self._steps = steps = len(runner.modules)
         self._nodes = state.walk.ids.shape[1]
-        rows, carried = rounds.relay.draft_hidden.shape
-        self._kept = rounds.relay.draft_hidden.view(rows, steps - 1, carried // max(steps - 1, 1))
+        rows, carried = rounds.relay.draft.hidden.shape
+        self._kept = rounds.relay.draft.hidden.view(rows, steps - 1, carried // max(steps - 1, 1))
         self._chains = TreeVerifyInput.zeros(rounds.max_rows, self._nodes + steps - 1, rounds.device)
         self.phase = rounds.phase(
             Phase.DRAFT_EXTEND,
             "draft",
             self._run,
             NOTHING,
-            ForwardMode.VERIFY,
-            nodes=self._nodes,
-            hidden=DraftExtendInput.hidden_mode,
+            PhaseForward(ForwardMode.VERIFY, self._nodes, DraftExtendInput.hidden_mode),
         )
 
     def _run(self, batch: Round, inputs: Inputs, variant: str) -> Nothing:
@@ -165,7 +163,7 @@ def make_forced_chain(setup: DrafterSetup, width: int) -> ForcedChain:
         return eagle.make_forced_chain(setup, width)
     assert isinstance(runner, MultiLayerRunner)
     assert setup.config is not None
-    widths = DraftExtendInput.hidden_size_for(setup.config), rounds.relay.draft_hidden.dtype
+    widths = DraftExtendInput.hidden_size_for(setup.config), rounds.relay.draft.hidden.dtype
     state = RoundState.allocate(rounds.max_rows, width + 1, width + 1, rounds.device, *widths)
     extend = ModulesExtend(runner, rounds, state).phase
     hidden_mode, drafts = MultiLayerDrafter.hidden_mode, len(runner.modules)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -126,9 +127,9 @@ def test_only_the_chosen_tokens_are_counted_and_the_same_one_twice_counts_twice(
     state = state_of([sampling] * 2, [([1, 2], 1)] * 2)
     times = torch.tensor([[True, True, False], [True, False, False]])
     state.count(torch.tensor([1, 2]), torch.tensor([[5, 5, 5], [5, 5, 5]]), times)
-    assert state.seen[1, [1, 2, 5]].tolist() == [1, 2, 4]
-    assert state.seen[2, [1, 2, 5]].tolist() == [1, 2, 2]
-    assert not state.seen[0].any()
+    assert state.penalties.seen[1, [1, 2, 5]].tolist() == [1, 2, 4]
+    assert state.penalties.seen[2, [1, 2, 5]].tolist() == [1, 2, 2]
+    assert not state.penalties.seen[0].any()
 
 
 def test_a_row_that_changes_hands_keeps_nothing() -> None:
@@ -155,8 +156,9 @@ def test_the_facts_of_a_batch() -> None:
 
 def test_memory_equals_its_estimate() -> None:
     state = AdjustmentRows.allocate(5, VOCAB, CPU)
-    held = [getattr(state, name) for name in AdjustmentRows.__dataclass_fields__ if name != "_used"]
-    assert sum(tensor.nbytes for tensor in held) == adjustment_bytes(5, VOCAB)
+    parts = (state.penalties, state.bias, state.withheld)
+    held = [getattr(part, field.name) for part in parts for field in fields(part)]
+    assert sum(tensor.nbytes for tensor in [*held, state.free_at]) == adjustment_bytes(5, VOCAB)
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.1, 2.0])

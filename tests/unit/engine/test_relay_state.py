@@ -20,8 +20,9 @@ JUNK = 9
 
 
 def columns(relay: RelayState) -> dict[str, Tensor]:
-    others = ("adjustments", "state")
-    return {field.name: getattr(relay, field.name) for field in fields(relay) if field.name not in others}
+    own = {name: getattr(relay, name) for name in ("last_token", "seq_len", "rope_delta")}
+    parts = (relay.sampling, relay.draft)
+    return own | {field.name: getattr(part, field.name) for part in parts for field in fields(part)}
 
 
 def junk() -> RelayState:
@@ -44,9 +45,9 @@ def test_a_row_is_set_whole() -> None:
         "top_k": 11,
         "min_p": 0.125,
         "seed": 77,
-        "draft_p": [0.5, 0.25],
-        "draft_ids": [7, 8],
-        "draft_hidden": HIDDEN.tolist(),
+        "probs": [0.5, 0.25],
+        "ids": [7, 8],
+        "hidden": HIDDEN.tolist(),
     }
     for column in columns(relay).values():
         assert (column[[0, 2]] == JUNK).all()
@@ -65,7 +66,7 @@ def test_padding_rows_stay_zero_whatever_a_batch_has_for_them() -> None:
     for column in (state.probs, state.ids, state.hidden):
         column.fill_(5)
     relay.write_draft(torch.tensor([2, 0]), state)
-    for column in (relay.draft_p, relay.draft_ids, relay.draft_hidden):
+    for column in (relay.draft.probs, relay.draft.ids, relay.draft.hidden):
         assert not column[0].any()
         assert not column[1].any()
         assert (column[2] == 5).all()

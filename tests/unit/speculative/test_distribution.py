@@ -109,7 +109,7 @@ def say(sampling: SamplingParams, branch: int, acceptor: Acceptor) -> tuple[Tens
             value = getattr(state, field.name)
             if isinstance(value, Tensor) and value.numel():
                 value[2:] = value[1]
-    relay.seed[1:] = torch.arange(ROWS)
+    relay.sampling.seed[1:] = torch.arange(ROWS)
     drafter = Likely(rounds, branch)
     runner: Any = Markov()
     verify = Verify(runner, rounds, drafter, acceptor)

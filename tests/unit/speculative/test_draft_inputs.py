@@ -102,8 +102,8 @@ def test_graph_buffers_and_relay_rows_have_these_widths(name: str) -> None:
     extend = rig.drafter.state.walk.hidden
     assert extend.shape[1:] == (4, DraftExtendInput.hidden_size_for(DRAFTS[name]))
     assert extend.dtype is DraftExtendInput.dtype_for(PLACEMENT)
-    assert rig.relay.draft_hidden.shape[1] == DraftInput.hidden_size_for(DRAFTS[name])
-    assert rig.relay.draft_hidden.dtype is DraftInput.dtype_for(PLACEMENT)
+    assert rig.relay.draft.hidden.shape[1] == DraftInput.hidden_size_for(DRAFTS[name])
+    assert rig.relay.draft.hidden.dtype is DraftInput.dtype_for(PLACEMENT)
     assert rig.drafter.hidden_mode is rig.verify.phase.graphs.spec.hidden is FULL
     rig.round([0, 1])
     assert extend[:2].abs().sum(-1).gt(0).all()

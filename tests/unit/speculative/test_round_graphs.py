@@ -8,21 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from common.engine.graphs.admission import Fallback
 from common.engine.graphs.slots import SlotError
 from common.engine.state.pool import KvPool
+from common.engine.state.relay_state import RelayState
 from common.messages.generation import SamplingParams
 from decode_node.graphs.decode_graph import FILTERED, GREEDY, LOGITS, RANDOM
 from tests.unit.engine.graphs.rig import BACKENDS
 from tests.unit.speculative.rig import Kind, RoundRig, Seen, prompts_of
 
+# columns of the relay rows: equal in two runs to the bit, or up to rounding
+EXACT = ("last_token", "seq_len", "draft.ids")
+ROUNDED = ("draft.probs", "draft.hidden")
 PROMPTS = prompts_of([21, 9, 30, 4, 13])
 PARAMS = {
     GREEDY: SamplingParams(max_tokens=99, temperature=0.0, seed=1),
@@ -74,19 +80,25 @@ def expect_same(actual: Seen, expected: Seen) -> None:
         torch.testing.assert_close(actual.logprobs, expected.logprobs, atol=1e-4, rtol=0)
 
 
+def column_of(relay: RelayState, name: str) -> Tensor:
+    """Return the column of a dotted name."""
+    column: Tensor = attrgetter(name)(relay)
+    return column
+
+
 def expect_same_rows(one: RoundRig, other: RoundRig) -> None:
     """Compare the relay rows from which the next round starts; row 0 belongs to no request and stays zero."""
-    for name in ("last_token", "seq_len", "draft_ids"):
-        assert torch.equal(getattr(one.relay, name), getattr(other.relay, name)), name
-    for name in ("draft_p", "draft_hidden"):
-        value = getattr(one.relay, name)
+    for name in EXACT:
+        assert torch.equal(column_of(one.relay, name), column_of(other.relay, name)), name
+    for name in ROUNDED:
+        value = column_of(one.relay, name)
         # a GPU uses a different kernel, and order, for every size; EAGLE-1's own feedback amplifies it
         limit, share = (2e-3, 2e-3) if value.is_cuda else (1e-4, 0.0)
-        torch.testing.assert_close(value, getattr(other.relay, name), atol=limit, rtol=share)
-    assert torch.equal(one.relay.adjustments.seen, other.relay.adjustments.seen)
-    assert not one.relay.adjustments.seen[0].any()
-    for name in ("last_token", "seq_len", "draft_ids", "draft_p", "draft_hidden"):
-        assert not getattr(one.relay, name)[0].any(), name
+        torch.testing.assert_close(value, column_of(other.relay, name), atol=limit, rtol=share)
+    assert torch.equal(one.relay.adjustments.penalties.seen, other.relay.adjustments.penalties.seen)
+    assert not one.relay.adjustments.penalties.seen[0].any()
+    for name in (*EXACT, *ROUNDED):
+        assert not column_of(one.relay, name)[0].any(), name
 
 
 def run(one: RoundRig, other: RoundRig, rounds: Sequence[Sequence[int]]) -> None:
@@ -184,8 +196,8 @@ def test_the_tape_is_the_program_on_padded_rows_bit_for_bit() -> None:
         padded, graphs = rig(KINDS[name], "none", (1, 4)), rig(KINDS[name], "tape", (1, 4))
         for chosen in ROUNDS[:6]:
             expect_same(graphs.round(chosen), padded.round(chosen))
-            for column in ("last_token", "seq_len", "draft_ids", "draft_p", "draft_hidden"):
-                assert torch.equal(getattr(graphs.relay, column), getattr(padded.relay, column))
+            for column in (*EXACT, *ROUNDED):
+                assert torch.equal(column_of(graphs.relay, column), column_of(padded.relay, column))
             for pool in ("pool", "draft_pool"):
                 one, other = (getattr(each, pool).storage.view(torch.float32) for each in (graphs, padded))
                 assert torch.equal(one.nan_to_num(7), other.nan_to_num(7))
@@ -194,9 +206,13 @@ def test_the_tape_is_the_program_on_padded_rows_bit_for_bit() -> None:
 def test_what_lies_in_the_padding_row_reaches_nobody() -> None:
     clean, graphs = rig(KINDS["eagle3"], "tape", (5,)), rig(KINDS["eagle3"], "tape", (5,))
     relay = graphs.relay
-    for column, worst in ((relay.temperature, torch.nan), (relay.top_p, torch.nan), (relay.seed, 2**63 - 1)):
+    for column, worst in (
+        (relay.sampling.temperature, torch.nan),
+        (relay.sampling.top_p, torch.nan),
+        (relay.sampling.seed, 2**63 - 1),
+    ):
         column[0] = worst
-    relay.top_k[0] = 2**31 - 1
+    relay.sampling.top_k[0] = 2**31 - 1
     for chosen in ([0, 3], [1], [2, 1], [0, 4, 2]):
         expect_same(graphs.round(chosen), clean.round(chosen))
     assert not graphs.pool.key(0)[0].any()

@@ -125,8 +125,8 @@ def test_adjusted_logits_after_a_replay_equal_eager(buckets: tuple[int, ...]) ->
     for chosen in STEPS:
         assert equal(graphs.step(chosen), eager.step(chosen))
     said = [sum(request in chosen for chosen in STEPS) + 1 for request in range(5)]
-    seen = graphs.relay.adjustments.seen
-    assert torch.equal(seen, eager.relay.adjustments.seen)
+    seen = graphs.relay.adjustments.penalties.seen
+    assert torch.equal(seen, eager.relay.adjustments.penalties.seen)
     assert [int((seen[row] >> 1).sum()) for row in (1, 3, 5)] == [said[0], said[2], said[4]]
     assert not seen[0].any()
     replays = graphs.graphs.graphs.counters.replays
@@ -146,9 +146,13 @@ def test_the_padding_row_stays_clean_and_poison_in_it_reaches_nobody() -> None:
     """After any number of padded steps relay row 0 is unchanged, and its content affects no request."""
     clean, graphs = rig("tape", (5,)), rig("tape", (5,))
     relay = graphs.relay
-    for column, worst in ((relay.temperature, torch.nan), (relay.top_p, torch.nan), (relay.seed, 2**63 - 1)):
+    for column, worst in (
+        (relay.sampling.temperature, torch.nan),
+        (relay.sampling.top_p, torch.nan),
+        (relay.sampling.seed, 2**63 - 1),
+    ):
         column[0] = worst
-    relay.top_k[0] = 2**31 - 1
+    relay.sampling.top_k[0] = 2**31 - 1
     for chosen in ([0, 3], [1], [2, 1], [3, 0, 4]):
         assert equal(graphs.step(chosen), clean.step(chosen))
     assert (relay.last_token[0], relay.seq_len[0]) == (0, 0)

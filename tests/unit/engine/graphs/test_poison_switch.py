@@ -19,7 +19,7 @@ from common.engine.graphs.rules import Phase, PhaseSwitch
 from common.engine.state.relay_state import RelayState
 from decode_node.graphs import step_graphs
 from decode_node.page_table import PageTable
-from decode_node.speculative.rounds import NOTHING, Nothing, Rounds
+from decode_node.speculative.rounds import NOTHING, Nothing, PhaseForward, Rounds
 from prefill_node.draft import DraftSetup
 from prefill_node.draft_table import make_draft
 from prefill_node.graphs import prompt_graphs
@@ -65,7 +65,9 @@ def test_every_forward_of_a_node_has_poisoned_padding_or_none_has(poisoned: bool
     plans = step_graphs.round_plans(runner, PhaseSwitch("full", poisoned=poisoned), 2)
     rounds = Rounds(relay, table, PAGE, 16, 2, plans)
     made += [
-        rounds.phase(phase, "draft", lambda *given: Nothing(), NOTHING, ForwardMode.DECODE).node_graphs
+        rounds.phase(
+            phase, "draft", lambda *given: Nothing(), NOTHING, PhaseForward(ForwardMode.DECODE)
+        ).node_graphs
         for phase in (Phase.DRAFT, Phase.VERIFY, Phase.DRAFT_EXTEND)
     ]
     assert len(made) == 1 + (1 + 2 + 1) + 1 + 3

@@ -1,46 +1,33 @@
-"""Connects a serving process to the router, and builds the registration that describes the process."""
+"""Builds the registration, with which a serving process describes itself to the router."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, TypeVar
-
-import zmq
+from typing import Any
 
 from common.engine.graphs import node_graphs
 from common.engine.graphs.node_graphs import NodeGraphs
-from common.ipc import LinkSecurity
 from common.messages.identity import NodeRef
 from common.messages.protocol import PROTOCOL_VERSION
 from common.messages.router_inbox import Register
-from common.messages.wire import InboxCodec
-from common.node.router_link import RouterLink
 from common.node.serving_model import ServingModel
 from common.node_plan import NodePlan
-from common.observability.logs import Log
-
-M = TypeVar("M")
 
 
-def serving_link(
-    context: zmq.Context[zmq.Socket[bytes]],
+def registration(
     plan: NodePlan,
     node: NodeRef,
     link_secret: str,
     served: ServingModel,
     graphs: Sequence[NodeGraphs[Any]],
-    codec: InboxCodec[M],
-    security: LinkSecurity,
-    log: Log,
-) -> RouterLink[M]:
-    """Return the link, not started yet. `graphs` are captured: the registration includes their reports.
+) -> Register:
+    """Return the message. `graphs` are captured: it includes their reports.
 
     Args:
         link_secret: random; see control_link_id.
-        codec: the inbox of the node's role.
     """
-    register = Register(
+    return Register(
         protocol_version=PROTOCOL_VERSION,
         node=node,
         link_secret=link_secret,
@@ -55,12 +42,4 @@ def serving_link(
             "transfer_layers": plan.transfer.layers,
         },
         graphs=tuple(node_graphs.report(each) for each in graphs),
-    )
-    return RouterLink(
-        context,
-        plan.router,
-        register,
-        codec,
-        log,
-        security=security,
     )
