@@ -94,7 +94,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     served = load_serving_model(plan, reporter, log)
     reporter.report("allocating")
     device, carried = served.placement.device, served.draft_shape
-    relay = RelayState.allocate(section.max_running, served.config.vocab_size, device, carried, served.window)
+    relay = RelayState.allocate(
+        section.max_running, served.config.vocab_size, device, carried, served.state.window
+    )
     sizes = step_sizes(cluster, has_tokenizer(resolved.model_path))
     trial = functools.partial(torch.zeros, dtype=torch.uint8, device=device)
     served = graph_start.sized(served, lambda: step_forwards(sizes, served, relay, trial).graphs)

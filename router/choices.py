@@ -38,6 +38,25 @@ def prompt_lengths(choices: Sequence[Choice]) -> list[int]:
     return [len(choice.request.token_ids) for choice in choices]
 
 
+class Prompt(msgspec.Struct, frozen=True, eq=False):
+    """One prompt of a request."""
+
+    tokens: list[int]
+    index: int = 0  # among the prompts of the request
+    images: tuple[PromptImage, ...] = ()
+    text: str | None = None  # as the client sent it; None: token ids or messages
+
+
+class AnswerOptions(msgspec.Struct, frozen=True, eq=False):
+    """Options of all answers of a request, as its handler has read them from the body."""
+
+    max_field: str  # the name under which the client sent max_tokens
+    logprobs: int | None
+    grammar: str
+    rules: TokenRules | None
+    kept: frozenset[int] = frozenset()  # special tokens that are never skipped
+
+
 class ChoiceMaker:
     """Makes the choices of requests to one model."""
 
@@ -49,61 +68,53 @@ class ChoiceMaker:
         request: web.Request,
         body: SharedFields,
         model: ServedModel,
-        prompt: list[int],
-        index: int,
-        max_field: str,
-        logprobs: int | None,
-        grammar: str,
+        options: AnswerOptions,
+        prompt: Prompt,
         batch: PromptBatch,
-        images: tuple[PromptImage, ...] = (),
-        kept: frozenset[int] = frozenset(),
-        text: str | None = None,
-        rules: TokenRules | None = None,
     ) -> list[Choice]:
-        """Return the choices of one prompt, which is number `index` of the request. Raises InvalidRequest.
-
-        `kept`: special tokens that are never skipped. `text`: the prompt as the client sent it; None: token ids
-        or messages.
-        """
-        wanted = getattr(body, max_field)
+        """Return the choices of one prompt. Raises InvalidRequest."""
+        tokens, logprobs, rules = prompt.tokens, options.logprobs, options.rules
+        wanted = getattr(body, options.max_field)
         if wanted is None and body.default_tokens is not None:
-            wanted = min(body.default_tokens, model.max_model_len - len(prompt))
+            wanted = min(body.default_tokens, model.max_model_len - len(tokens))
         prompt_only = wanted == 0 and isinstance(body, CompletionRequest) and bool(body.echo)
         if prompt_only:
             wanted = 1  # the prefill node draws a token, which is dropped
-        sampling = sampling_params(body, len(prompt), model, wanted, max_field, logprobs, grammar)
+        sampling = sampling_params(
+            body, len(tokens), model, wanted, options.max_field, logprobs, options.grammar
+        )
         if rules is not None:
             sampling = replace(sampling, token_rules=rules)
-        scores = _prompt_logprobs(body, logprobs, len(prompt))
+        scores = _prompt_logprobs(body, logprobs, len(tokens))
         if scores is not None:
             sampling = replace(sampling, prompt_logprobs=scores)
         shown = None
         if isinstance(body, CompletionRequest) and body.echo:
-            shown = ShownPrompt.echoed(prompt, text, self._tokenizer)
+            shown = ShownPrompt.echoed(tokens, prompt.text, self._tokenizer)
         elif scores is not None:
-            shown = ShownPrompt(prompt)
+            shown = ShownPrompt(tokens)
         client = request[client_key]
         count = choice_count(body)
         priority = check_priority(body.priority, client.most_urgent)
         choices = []
         drawn = zip(samplings(sampling, count), shares(count), strict=True)
-        for number, (own, share) in enumerate(drawn, start=index * count):
+        for number, (own, share) in enumerate(drawn, start=prompt.index * count):
             asked = GenerationRequest(
                 request[request_id_key] if number == 0 else f"{request[request_id_key]}-{number}",
-                prompt,
+                tokens,
                 own,
-                images=images,
+                images=prompt.images,
                 client=client.name,
                 weight=client.weight,
                 salt=cache_salt(client.tenant, body.cache_salt),
                 priority=priority,
                 batch=batch,
                 share=share,
-                states=answer_states(body, model.states, len(prompt), own.max_tokens),
+                states=answer_states(body, model.states, len(tokens), own.max_tokens),
             )
-            decoder = self._tokenizer.stream(body.skip_special_tokens is not False, prompt, kept)
+            decoder = self._tokenizer.stream(body.skip_special_tokens is not False, tokens, options.kept)
             include_stop = bool(body.include_stop_str_in_output)
-            ends = own.stop_token_ids if grammar else None
+            ends = own.stop_token_ids if options.grammar else None
             answer = TextStream(decoder, check_stops(body), include_stop, own.min_tokens, ends)
             choices.append(Choice(asked, PromptOnly() if prompt_only else answer, shown))
         return choices

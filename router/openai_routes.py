@@ -19,7 +19,7 @@ from router.chat.chat_answer import ChatAnswer
 from router.chat.chat_rules import check_chat
 from router.chat_prompts import ChatPrompts
 from router.choice_count import choice_count
-from router.choices import Choice, ChoiceMaker, prompt_lengths
+from router.choices import AnswerOptions, Choice, ChoiceMaker, Prompt, prompt_lengths
 from router.client import client_key
 from router.generation import Generator, PromptBatch
 from router.grammar.constraint import read_constraint
@@ -126,20 +126,9 @@ class OpenAiRoutes:
         answer = ChatAnswer(chat, model.answers, prompt, self._tokenizer)
         grammar = await self._texts.grammar(answer.constraint(read_constraint(body)), model)
         rules = await token_rules(body, model, self._texts)
-        choices = self._maker.make(
-            request,
-            body,
-            model,
-            prompt,
-            0,
-            max_field,
-            logprobs,
-            grammar,
-            PromptBatch(),
-            rendered.placed,
-            answer.kept,
-            rules=rules,
-        )
+        options = AnswerOptions(max_field, logprobs, grammar, rules, answer.kept)
+        asked = Prompt(prompt, images=rendered.placed)
+        choices = self._maker.make(request, body, model, options, asked, PromptBatch())
         identity = CHAT_ID + request[request_id_key]
         head = (identity, model.name, int(time.time()), self._names(body), logprobs)
         form = answer.format(head, len(choices))
@@ -184,25 +173,14 @@ class OpenAiRoutes:
                 param="prompt",
             )
         grammar = await self._texts.grammar(read_constraint(body), model)
-        rules = await token_rules(body, model, self._texts)
+        options = AnswerOptions("max_tokens", logprobs, grammar, await token_rules(body, model, self._texts))
         encoded = await self._encoded(given, body, model)
         memory.release()
         for index, (name, ids) in enumerate(encoded.items()):
             check_prompt(ids, model, name)
             text = prompt if isinstance(prompt := given[index], str) else None
-            choices += self._maker.make(
-                request,
-                body,
-                model,
-                list(ids),
-                index,
-                "max_tokens",
-                logprobs,
-                grammar,
-                batch,
-                text=text,
-                rules=rules,
-            )
+            asked = Prompt(list(ids), index, text=text)
+            choices += self._maker.make(request, body, model, options, asked, batch)
             if len(encoded) > 1:
                 # Other requests run between many prompts.
                 await asyncio.sleep(0)

@@ -67,10 +67,10 @@ def _reserved() -> int:
 
 
 def _no_room(served: ServingModel, what: str, error: torch.OutOfMemoryError) -> ConfigError:
-    section, device = served.budget.section, served.placement.device
+    section, device = served.memory.budget.section, served.placement.device
     reason = str(error).splitlines()[0]
     return ConfigError(
         f"{section}.graphs",
-        f"{what}, on {device}: {reason} Memory plan: {served.plan}. Lower {section}.{SMALLER[section]}, write "
+        f"{what}, on {device}: {reason} Memory plan: {served.memory.plan}. Lower {section}.{SMALLER[section]}, write "
         f"{section}.graphs: none, or use a larger GPU",
     )

@@ -51,6 +51,27 @@ TRIAL_PAGES = 2  # the padding page, on which graphs are captured, and one more
 
 
 @dataclass(frozen=True, slots=True)
+class NodeMemory:
+    """The memory that a node takes of its device."""
+
+    budget: PoolBudget
+    plan: MemoryPlan  # of its GPU, with an empty pool
+    beside: int = 0  # bytes that this cluster's other nodes take of its GPU
+
+
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """The state that a node keeps per request; empty for models without one."""
+
+    requests: int = 0  # that hold a state at once
+    window: WindowShape = NO_WINDOW  # what a decode node keeps of the newest tokens in addition to the state
+    snapshots: int = 0  # saved states of cached prefixes; 0: no prefix cache for a model with a state
+
+
+NO_STATE = KeptState()
+
+
+@dataclass(frozen=True, slots=True)
 class ServingModel:
     """One loaded checkpoint."""
 
@@ -61,13 +82,9 @@ class ServingModel:
     spec: PoolSpec  # the planes of the target and its draft
     num_pages: int  # pages of the KV pool, including the padding page; TRIAL_PAGES on a GPU until `with_pool`
     max_model_len: int  # maximum tokens of one request on this node
-    budget: PoolBudget
-    plan: MemoryPlan  # of its GPU, with an empty pool
+    memory: NodeMemory
     draft: ServingDraft | None = None
-    beside: int = 0  # bytes that this cluster's other nodes take of its GPU
-    state_slots: int = 0  # requests that hold a state at once; 0: the model keeps none
-    window: WindowShape = NO_WINDOW  # what a decode node keeps of the newest tokens in addition to the state
-    state_snapshots: int = 0  # saved states of cached prefixes; 0: no prefix cache for a model with a state
+    state: KeptState = NO_STATE
 
     @property
     def dtype_name(self) -> str:
@@ -103,12 +120,12 @@ class ServingModel:
     @property
     def request_slots(self) -> int:
         """State slots for requests, slot 0 included; no more than pages, of which each request holds one at least."""
-        return min(self.state_slots + 1, self.num_pages) if self.state_slots else 0
+        return min(self.state.requests + 1, self.num_pages) if self.state.requests else 0
 
     @property
     def snapshot_slots(self) -> range:
         """State slots for snapshots: after those for requests, and no more than pages."""
-        count = min(self.state_snapshots, self.num_pages - 1) if self.state_slots else 0
+        count = min(self.state.snapshots, self.num_pages - 1) if self.state.requests else 0
         return range(self.request_slots, self.request_slots + count)
 
     @property
@@ -122,17 +139,18 @@ class ServingModel:
 
         Raises ConfigError with the arithmetic if that does not fit.
         """
-        device, plan = self.placement.device, replace(self.plan, graphs=graph_bytes)
-        if self.budget.tokens is None:
+        device, memory = self.placement.device, self.memory
+        budget, plan = memory.budget, replace(memory.plan, graphs=graph_bytes)
+        if budget.tokens is None:
             total = torch.cuda.mem_get_info(device)[1]
-            pages = plan_pool(total, plan, self.budget, self.held.page_bytes)
+            pages = plan_pool(total, plan, budget, self.held.page_bytes)
         else:
-            pages = self.budget.tokens // self.page_size + 1
+            pages = budget.tokens // self.page_size + 1
             whole = replace(plan, pool=pages * self.held.page_bytes)
             held = torch.cuda.memory_reserved(device)
-            check_memory(device, whole, self.beside, self.budget.key, self.held.token_bytes, held)
+            check_memory(device, whole, memory.beside, budget.key, self.held.token_bytes, held)
         longest = min(self.max_model_len, (pages - 1) * self.page_size)
-        return replace(self, num_pages=pages, max_model_len=longest, plan=plan)
+        return replace(self, num_pages=pages, max_model_len=longest, memory=replace(memory, plan=plan))
 
     @property
     def kv_fingerprint(self) -> str:
@@ -159,7 +177,7 @@ class ServingModel:
             "vision": "none" if self.config.vision is None else self.config.vision.architecture,
             "pool_pages": self.num_pages - 1,
             "pool_bytes": pool_bytes,
-            "memory_plan": str(replace(self.plan, pool=self.num_pages * self.held.page_bytes))
+            "memory_plan": str(replace(self.memory.plan, pool=self.num_pages * self.held.page_bytes))
             if self.placement.device.type == "cuda"
             else "",
             "sampling_bytes": adjustment_bytes(max_rows, self.config.vocab_size),
@@ -235,15 +253,10 @@ def load_serving_model(
         spec,
         num_pages,
         longest,
-        budget,
-        memory,
+        NodeMemory(budget, memory, others),
         draft,
-        others,
+        KeptState(plan.state_slots, window, plan.state_snapshots) if spec.state_bytes else NO_STATE,
     )
-    if spec.state_bytes:
-        served = replace(
-            served, state_slots=plan.state_slots, window=window, state_snapshots=plan.state_snapshots
-        )
     if device.type == "cpu":
         held = served.held
         nbytes = num_pages * held.page_bytes + served.num_slots * held.state_bytes
@@ -258,8 +271,8 @@ def page_space(served: ServingModel, prefix_cache: bool | Literal["auto"]) -> Pa
     """
     size, slots, snapshots = served.page_size, served.request_slots, Snapshots(served.snapshot_slots)
     if slots and not snapshots.total and prefix_cache is True:
-        key, remedy = f"{served.budget.section}.prefix_cache", "write auto or false"
-        if served.budget.section == "prefill":
+        key, remedy = f"{served.memory.budget.section}.prefix_cache", "write auto or false"
+        if served.memory.budget.section == "prefill":
             remedy += ", or prefill.state_snapshots above 0"
         raise ConfigError(key, f"must be {NO_CACHE}; {remedy}")
     caches = prefix_cache and (snapshots.total or not slots)

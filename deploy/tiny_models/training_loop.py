@@ -38,6 +38,17 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
+class Training:
+    """Settings with which all parts of a run are trained."""
+
+    device: torch.device
+    seed: int
+    lr: float
+    batch_tokens: int  # per step
+    workers: int  # processes that make batches
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of a run."""
 

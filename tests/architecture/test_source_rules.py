@@ -13,7 +13,6 @@ from tests.architecture.source_tree import ROOT, Module, modules
 
 MODULES = modules()
 MAX_LINES = 400
-MAX_ARGUMENTS = 8
 # Files that may exceed the length limit, and the reason.
 LONGER: dict[str, str] = {}
 
@@ -309,18 +308,6 @@ def test_files_stay_small() -> None:
     assert not long, f"over {MAX_LINES} lines; split it, or say in LONGER why not: " + ", ".join(long)
     short = [place for place in LONGER if lines.get(place, 0) <= MAX_LINES]
     assert not short, "short again, take it off LONGER: " + ", ".join(short)
-
-
-def test_constructors_take_few_arguments() -> None:
-    """More than this, and parts of the class are missing a name. Records (dataclasses) may have more fields."""
-    wrong = []
-    for module in MODULES:
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-                taken = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
-                if len(taken) - 1 > MAX_ARGUMENTS:
-                    wrong.append(f"{module.place}:{node.lineno} takes {len(taken) - 1} arguments")
-    assert not wrong, "\n".join(wrong)
 
 
 def test_no_test_is_decided_by_how_fast_something_was() -> None:

@@ -32,7 +32,7 @@ from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
 from common.node.completion import completion_for
 from common.node.memory import MemoryPlan
-from common.node.serving_model import ServingModel
+from common.node.serving_model import KeptState, NodeMemory, ServingModel
 from common.node_plan import PoolBudget
 from common.observability.logs import Log
 from decode_node.batch_rows import BatchRows
@@ -77,13 +77,12 @@ class Engine:
             spec=spec,
             num_pages=pages,
             max_model_len=max_len,
-            budget=PoolBudget(pages * PAGE, 1.0, "decode"),
-            plan=MemoryPlan(0, 0),
+            memory=NodeMemory(PoolBudget(pages * PAGE, 1.0, "decode"), MemoryPlan(0, 0)),
             draft=pair.serving,
         )
         if spec.state_bytes:
             window = WindowShape(window_widths(config), steps + 1, placement.dtype)
-            served = replace(served, state_slots=rows, window=window)
+            served = replace(served, state=KeptState(rows, window))
         self._served = served
         layout = served.layout
         storage = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=self.device)
@@ -101,7 +100,7 @@ class Engine:
         self.rows = BatchRows(rows)
         self.table = PageTable(rows, self.space.pages_for(max_len + extra), self.device)
         carried = served.draft_shape
-        self.relay = RelayState.allocate(rows, config.vocab_size, self.device, carried, served.window)
+        self.relay = RelayState.allocate(rows, config.vocab_size, self.device, carried, served.state.window)
 
     def step(self, algorithm: str, graphs: str | None = None, constrains: bool = False) -> DecodeSteps:
         """Return the decode node's own steps for an algorithm or "none", captured.

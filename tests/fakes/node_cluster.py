@@ -27,7 +27,7 @@ from common.engine.models.causal_lm import CausalLM
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.pool import KvPool
 from common.engine.state.relay_state import RelayState
-from common.engine.state.state_rows import NO_WINDOW, WindowShape
+from common.engine.state.state_rows import WindowShape
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.ipc import RouterSocket
 from common.kv_cache.layer_kinds import prompt_grid, window_widths
@@ -44,7 +44,7 @@ from common.node.completion import Deferred, Immediate
 from common.node.memory import MemoryPlan
 from common.node.overlap import Completion
 from common.node.serving_draft import ServingDraft
-from common.node.serving_model import ServingModel, page_space
+from common.node.serving_model import NO_STATE, KeptState, NodeMemory, ServingModel, page_space
 from common.node_plan import PoolBudget
 from common.observability.logs import Log
 from decode_node.assemble import Computation, assemble
@@ -578,13 +578,11 @@ class NodeCluster:
             spec=spec,
             num_pages=pages + 1,
             max_model_len=min(shape.max_len, pages * shape.page_size),
-            budget=PoolBudget(pool_tokens, 1.0, section),
-            plan=MemoryPlan(0, 0, 0),
+            memory=NodeMemory(PoolBudget(pool_tokens, 1.0, section), MemoryPlan(0, 0, 0)),
             draft=draft,
-            state_slots=slots if spec.state_bytes else 0,
-            window=WindowShape(window_widths(shape.model), shape.round_tokens)
+            state=KeptState(slots, WindowShape(window_widths(shape.model), shape.round_tokens))
             if spec.state_bytes
-            else NO_WINDOW,
+            else NO_STATE,
         )
 
     def make_steps(
@@ -636,7 +634,7 @@ class NodeCluster:
         shape, incarnation = self.shape, self._incarnation()
         name = f"prefill-{len(getattr(self, 'prefills', []))}-{incarnation[-2:]}"
         served = self._served("prefill", shape.prefill_pool, shape.prefill_slots)
-        served = replace(served, state_snapshots=shape.prefill_snapshots)
+        served = replace(served, state=replace(served.state, snapshots=shape.prefill_snapshots))
         forwards = self._prompt_forwards(served)
         endpoint = self.fabric.sender(incarnation)
         endpoint.register(forwards.layout, as_memory(forwards.runner.pool.storage))
@@ -684,7 +682,11 @@ class NodeCluster:
         served = self._served("decode", shape.decode_pool, shape.decode_slots)
         endpoint = self.fabric.receiver(incarnation, fencing=shape.fencing)
         relay = RelayState.allocate(
-            shape.max_running, shape.model.vocab_size, PLACEMENT.device, served.draft_shape, served.window
+            shape.max_running,
+            shape.model.vocab_size,
+            PLACEMENT.device,
+            served.draft_shape,
+            served.state.window,
         )
         # As many lookahead slots as any drafter of a test takes.
         sizes = StepSizes(WANTED, shape.max_running, False, "ngram", nodes=LOOKAHEAD_SLOTS)

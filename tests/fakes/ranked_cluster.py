@@ -257,7 +257,7 @@ class RankedCluster(NodeCluster):
     def _decode_rank(self, group: OtherRanks, ranks: Ranks) -> decode_node.step_result.Worker:
         served = self._load("decode", ranks)
         rows, device, config = self.shape.max_running, served.placement.device, served.config
-        relay = RelayState.allocate(rows, config.vocab_size, device, served.draft_shape, served.window)
+        relay = RelayState.allocate(rows, config.vocab_size, device, served.draft_shape, served.state.window)
 
         def allocate(nbytes: int) -> torch.Tensor:
             group.pools.append(torch.zeros(nbytes, dtype=torch.uint8))
@@ -276,7 +276,8 @@ class RankedCluster(NodeCluster):
 
     def _prefill_rank(self, group: OtherRanks, ranks: Ranks) -> PromptWorker:
         # the slots of rank 0, which the copies of pages and states rely on
-        served = replace(self._load("prefill", ranks), state_snapshots=self.shape.prefill_snapshots)
+        served = self._load("prefill", ranks)
+        served = replace(served, state=replace(served.state, snapshots=self.shape.prefill_snapshots))
         forwards = self._prompt_forwards(served)
         pool = forwards.runner.pool
         group.pools.append(pool.storage)

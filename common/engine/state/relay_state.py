@@ -34,7 +34,7 @@ def draft_rows(probs: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor) -> 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """How the next token of each row is drawn."""
+    """Sampling parameters of the next token of each row."""
 
     temperature: torch.Tensor  # float32
     top_p: torch.Tensor  # float32

@@ -21,7 +21,15 @@ from common.engine.graphs.slots import Inputs, Slot
 from decode_node.speculative.drafters.drafter import DrafterSetup
 from decode_node.speculative.drafters.eagle_tree import TreeGrowth
 from decode_node.speculative.drafters.forced_chain import ForcedChain
-from decode_node.speculative.rounds import NOTHING, Nothing, PhaseForward, Round, RoundCall, RoundPhase, Rounds
+from decode_node.speculative.rounds import (
+    NOTHING,
+    Nothing,
+    PhaseForward,
+    Round,
+    RoundCall,
+    RoundPhase,
+    Rounds,
+)
 from decode_node.speculative.state import RoundState
 from decode_node.speculative.tree import replace_drafts
 
@@ -98,7 +106,11 @@ class EagleDrafter:
             rounds.max_rows, growth.nodes, growth.steps + 1, rounds.device, *widths
         )
         self._draft = rounds.phase(
-            Phase.DRAFT, "draft", self._run_draft, NOTHING, PhaseForward(growth.mode, hidden=DraftInput.hidden_mode)
+            Phase.DRAFT,
+            "draft",
+            self._run_draft,
+            NOTHING,
+            PhaseForward(growth.mode, hidden=DraftInput.hidden_mode),
         )
         self._extend = HeadExtend(runner, rounds, self.state).phase
         self.phases: Sequence[RoundPhase[Nothing]] = (self._draft, self._extend)

@@ -24,7 +24,15 @@ from common.engine.ops.keep_hidden import keep_hidden
 from decode_node.speculative.drafters import eagle
 from decode_node.speculative.drafters.drafter import Drafter, DrafterSetup
 from decode_node.speculative.drafters.forced_chain import ForcedChain
-from decode_node.speculative.rounds import NOTHING, Nothing, PhaseForward, Round, RoundCall, RoundPhase, Rounds
+from decode_node.speculative.rounds import (
+    NOTHING,
+    Nothing,
+    PhaseForward,
+    Round,
+    RoundCall,
+    RoundPhase,
+    Rounds,
+)
 from decode_node.speculative.state import RoundState
 from decode_node.speculative.tree import replace_drafts
 

@@ -14,7 +14,15 @@ from common.engine.graphs.rules import Phase
 from common.engine.graphs.slots import Inputs, Slot
 from decode_node.speculative.drafters.drafter import DrafterSetup
 from decode_node.speculative.drafters.forced_chain import ForcedChain
-from decode_node.speculative.rounds import NOTHING, Nothing, PhaseForward, Round, RoundCall, RoundPhase, Rounds
+from decode_node.speculative.rounds import (
+    NOTHING,
+    Nothing,
+    PhaseForward,
+    Round,
+    RoundCall,
+    RoundPhase,
+    Rounds,
+)
 from decode_node.speculative.state import RoundState
 
 
@@ -31,7 +39,9 @@ class StandaloneDrafter:
         self.state = RoundState.allocate(rounds.max_rows, self.nodes, self.nodes, rounds.device)
         # Read inside the draft graph, so that the draft continues after forced tokens and keeps their KV; -1: none.
         self._forced = torch.full((rounds.max_rows, steps), -1, dtype=torch.int64, device=rounds.device)
-        self._draft = rounds.phase(Phase.DRAFT, "draft", self._run_draft, NOTHING, PhaseForward(ForwardMode.DECODE))
+        self._draft = rounds.phase(
+            Phase.DRAFT, "draft", self._run_draft, NOTHING, PhaseForward(ForwardMode.DECODE)
+        )
         self.phases: Sequence[RoundPhase[Nothing]] = (self._draft,)
 
     def propose(self, call: RoundCall) -> None:

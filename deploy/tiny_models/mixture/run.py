@@ -32,7 +32,7 @@ from deploy.tiny_models.mixture.shapes import (
     new_model,
 )
 from deploy.tiny_models.trainer import Replay, train
-from deploy.tiny_models.training_loop import Outcome, Settings
+from deploy.tiny_models.training_loop import Outcome, Settings, Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,7 @@ class Run:
 
     family: Family
     out: Path
-    device: torch.device
-    seed: int
-    lr: float
-    batch_tokens: int
-    workers: int
+    training: Training
     count: int  # problems per suite
     vocabulary: Tokenizer
     command: str
@@ -67,9 +63,9 @@ class Run:
     def train_target(self, seconds: float, smoke: bool) -> Target:
         """Train the language model and round it as its checkpoint stores it."""
         config = self.family.config(SMOKE_SHAPE if smoke else Shape(), self.vocabulary)
-        model = new_model(self.family, config, self.seed)
-        print(f"{_parameters(model) / 1e6:.2f} M parameters on {self.device}", flush=True)
-        with self._batches(self.seed, self.batch_tokens) as batches:
+        model = new_model(self.family, config, self.training.seed)
+        print(f"{_parameters(model) / 1e6:.2f} M parameters on {self.training.device}", flush=True)
+        with self._batches(self.training.seed, self.training.batch_tokens) as batches:
             outcome = train(model, batches, self._settings(seconds))
         print(f"trained: {outcome}", flush=True)
         model.requires_grad_(False)
@@ -80,21 +76,21 @@ class Run:
         """Train the module for `steps` steps of repeated use; None for a family without one."""
         if not self.family.has_mtp:
             return None
-        torch.manual_seed(self.seed + 1)
-        head = MtpHead(self.family.text(target.config)).to(self.device)
+        torch.manual_seed(self.training.seed + 1)
+        head = MtpHead(self.family.text(target.config)).to(self.training.device)
         head.start(target.model.model.norm.weight)
-        self._train_draft(head, target, seconds, steps, self.seed + 1)
+        self._train_draft(head, target, seconds, steps, self.training.seed + 1)
         return head
 
     def train_eagle3(self, target: Target, seconds: float, steps: Sequence[int]) -> None:
         """Train an EAGLE-3 head, write its directory and measure it."""
         config = eagle3_config(self.family.text(target.config))
-        head = files.new_head(config, self.seed + 2).to(self.device)
+        head = files.new_head(config, self.training.seed + 2).to(self.training.device)
         assert isinstance(head, Eagle3Head)
-        looked_at = DocumentSource(self.vocabulary, self.seed + 2).batches(8_192)
+        looked_at = DocumentSource(self.vocabulary, self.training.seed + 2).batches(8_192)
         chosen = frequent_tokens(looked_at, config["draft_vocab_size"])
-        head.choose_vocabulary(Shared.of(target.model), torch.tensor(chosen, device=self.device))
-        outcome = self._train_draft(head, target, seconds, max(steps), self.seed + 2)
+        head.choose_vocabulary(Shared.of(target.model), torch.tensor(chosen, device=self.training.device))
+        outcome = self._train_draft(head, target, seconds, max(steps), self.training.seed + 2)
         directory = self.out / f"{self.family.directory}-eagle3"
         files.save(directory, head, config, self.directory)
         _, head = files.load_head(directory)
@@ -103,12 +99,14 @@ class Run:
             _parameters(head),
             max(steps),
             outcome,
-            model_card.machine(self.device),
+            model_card.machine(self.training.device),
             self.command,
             self.family.directory,
         )
         draft_card.write(directory, card)
-        draft_card.write_figures(directory, self._acceptance(head.to(self.device), target.model, steps))
+        draft_card.write_figures(
+            directory, self._acceptance(head.to(self.training.device), target.model, steps)
+        )
 
     def save(self, target: Target, mtp: MtpHead | None) -> None:
         """Write the target's directory, before it is measured: a time limit must not lose the weights."""
@@ -119,10 +117,10 @@ class Run:
     def measure(self, target: Target, mtp: MtpHead | None, steps: Sequence[int]) -> None:
         """Score what was written, and write the model card."""
         model, module = checkpoint.load(self.directory, self.family)
-        model.to(self.device)  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
+        model.to(self.training.device)  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
         more = ""
         if module is not None:
-            measured = self._acceptance(module.to(self.device), model, steps)
+            measured = self._acceptance(module.to(self.training.device), model, steps)
             more = _accept_lengths(_parameters(module), measured)
         scores: list[Score] = []
         for suite in (
@@ -137,7 +135,7 @@ class Run:
         return model_card.Card(
             _parameters(target.model),
             target.outcome,
-            model_card.machine(self.device),
+            model_card.machine(self.training.device),
             self.command,
             f"tandem {self.family.directory}",
             f"A {self.family.architecture}",
@@ -145,18 +143,18 @@ class Run:
         )
 
     def _train_draft(self, head: Head, target: Target, seconds: float, steps: int, seed: int) -> Outcome:
-        with self._batches(seed, self.batch_tokens // 2) as batches:
-            read = readings(batches, self.device)
+        with self._batches(seed, self.training.batch_tokens // 2) as batches:
+            read = readings(batches, self.training.device)
             outcome = train_draft(head, target.model, read, self._settings(seconds), steps)
         print(f"trained: {outcome}", flush=True)
         return outcome
 
     def _settings(self, seconds: float) -> Settings:
-        return Settings(seconds=max(1.0, seconds), lr=self.lr, device=self.device)
+        return Settings(seconds=max(1.0, seconds), lr=self.training.lr, device=self.training.device)
 
     @contextmanager
     def _batches(self, seed: int, tokens: int) -> Iterator[Replay]:
-        with feed(self.vocabulary, seed, tokens, self.workers) as fresh:
+        with feed(self.vocabulary, seed, tokens, self.training.workers) as fresh:
             yield Replay(fresh, seed)
 
     def _acceptance(self, head: Head, model: LanguageModel, steps: Sequence[int]) -> list[Acceptance]:

@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     from deploy.tiny_models.drafts.train_one import device_of
     from deploy.tiny_models.mixture.run import Run
     from deploy.tiny_models.mixture.shapes import FAMILIES
+    from deploy.tiny_models.training_loop import Training
 
     torch.set_float32_matmul_precision("high")
     device = device_of(args.device)
@@ -57,11 +58,13 @@ def main(argv: list[str] | None = None) -> None:
     run = Run(
         family=FAMILIES[args.family],
         out=args.out,
-        device=device,
-        seed=args.seed,
-        lr=args.lr,
-        batch_tokens=args.batch_tokens or (32_768 if cuda else 4_096),
-        workers=args.workers or max(1, min(12, (os.cpu_count() or 2) - 2)),
+        training=Training(
+            device=device,
+            seed=args.seed,
+            lr=args.lr,
+            batch_tokens=args.batch_tokens or (32_768 if cuda else 4_096),
+            workers=args.workers or max(1, min(12, (os.cpu_count() or 2) - 2)),
+        ),
         count=args.count or (500 if cuda else 8),
         vocabulary=tokenizer.build(),
         command=shlex.join(["python3", "-m", "deploy.tiny_models.mixture.train_mixture", *given]),

@@ -35,7 +35,7 @@ from deploy.tiny_models.tool_calls.conversations import Conversations, exam
 from deploy.tiny_models.tool_calls.documents import ConversationSource
 from deploy.tiny_models.tool_calls.exam import ToolScore, evaluate
 from deploy.tiny_models.trainer import Replay, train
-from deploy.tiny_models.training_loop import Outcome, Settings
+from deploy.tiny_models.training_loop import Outcome, Settings, Training
 
 NAME = "tiny-tools"
 EXAM_SEED = 2_024
@@ -57,11 +57,7 @@ class Run:
     """The settings of a run."""
 
     out: Path
-    device: torch.device
-    seed: int
-    lr: float
-    batch_tokens: int
-    workers: int
+    training: Training
     count: int  # conversations per suite
     vocabulary: Tokenizer
     command: str
@@ -74,14 +70,14 @@ class Run:
     def train_target(self, seconds: float, smoke: bool) -> Target:
         """Train the model and write it, before it is scored: a time limit must not lose the weights."""
         config = config_dict(SMOKE_SHAPE if smoke else Shape(), self.vocabulary)
-        model = new_model(config, self.seed)
-        print(f"{_parameters(model) / 1e6:.2f} M parameters on {self.device}", flush=True)
-        with self._batches(self.seed, self.batch_tokens) as batches:
+        model = new_model(config, self.training.seed)
+        print(f"{_parameters(model) / 1e6:.2f} M parameters on {self.training.device}", flush=True)
+        with self._batches(self.training.seed, self.training.batch_tokens) as batches:
             outcome = train(model, batches, self._settings(seconds))
             print(f"trained: {outcome}; batches: {batches.fresh} fresh, {batches.again} again", flush=True)
         checkpoint.save(self.directory, model, config, self.vocabulary)
         target = Target(config, checkpoint.load(self.directory), outcome)
-        target.model.to(self.device)  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
+        target.model.to(self.training.device)  # type: ignore[arg-type]  # the stubs of transformers bind it wrongly
         tool_card.write(self.directory, self._card(target), [])
         return target
 
@@ -113,14 +109,14 @@ class Run:
     def train_eagle3(self, target: Target, seconds: float) -> None:
         """Train the EAGLE-3 head and write its directory."""
         config = eagle3_config(target.config)
-        looked_at = ConversationSource(self.vocabulary, self.seed + 1).batches(8_192)
+        looked_at = ConversationSource(self.vocabulary, self.training.seed + 1).batches(8_192)
         chosen = frequent_tokens(looked_at, config["draft_vocab_size"])
-        self._train_draft("eagle3", config, target, seconds, CHAINED_STEPS, self.seed + 1, chosen)
+        self._train_draft("eagle3", config, target, seconds, CHAINED_STEPS, self.training.seed + 1, chosen)
 
     def train_standalone(self, target: Target, seconds: float) -> None:
         """Train the standalone draft and write its directory."""
         config = standalone_config(target.config)
-        self._train_draft("standalone", config, target, seconds, 1, self.seed + 2, [])
+        self._train_draft("standalone", config, target, seconds, 1, self.training.seed + 2, [])
 
     def measure(self, target: Target, answered: Sequence[Answered]) -> None:
         """Measure the accept lengths of both drafts over the model's own turns."""
@@ -129,7 +125,7 @@ class Run:
             directory = self.out / f"{NAME}-{kind}"
             _, head = files.load_head(directory)
             rows = [
-                acceptance(suite, head.to(self.device), target.model, list(answered), steps)
+                acceptance(suite, head.to(self.training.device), target.model, list(answered), steps)
                 for steps in MEASURED_STEPS
             ]
             for row in rows:
@@ -147,16 +143,18 @@ class Run:
         seed: int,
         drafted: list[int],
     ) -> None:
-        head = files.new_head(config, seed).to(self.device)
+        head = files.new_head(config, seed).to(self.training.device)
         if isinstance(head, Eagle3Head):
-            head.choose_vocabulary(Shared.of(target.model), torch.tensor(drafted, device=self.device))
-        with self._batches(seed, self.batch_tokens // 4) as batches:
-            read = readings(batches, self.device)
+            head.choose_vocabulary(
+                Shared.of(target.model), torch.tensor(drafted, device=self.training.device)
+            )
+        with self._batches(seed, self.training.batch_tokens // 4) as batches:
+            read = readings(batches, self.training.device)
             outcome = train_draft(head, target.model, read, self._settings(seconds), steps)
         print(f"trained {kind}: {outcome}", flush=True)
         directory = self.out / f"{NAME}-{kind}"
         files.save(directory, head, config, self.directory)
-        machine = model_card.machine(self.device)
+        machine = model_card.machine(self.training.device)
         measured_by = "deploy/tiny_models/tool_calls/run.py"
         card = draft_card.Card(
             kind, _parameters(head), steps, outcome, machine, self.command, NAME, measured_by
@@ -164,15 +162,15 @@ class Run:
         draft_card.write(directory, card)
 
     def _card(self, target: Target) -> tool_card.ToolCard:
-        machine = model_card.machine(self.device)
+        machine = model_card.machine(self.training.device)
         return tool_card.ToolCard(_parameters(target.model), target.outcome, machine, self.command)
 
     def _settings(self, seconds: float) -> Settings:
-        return Settings(seconds=max(1.0, seconds), lr=self.lr, device=self.device)
+        return Settings(seconds=max(1.0, seconds), lr=self.training.lr, device=self.training.device)
 
     @contextmanager
     def _batches(self, seed: int, tokens: int) -> Iterator[Replay]:
-        with feed(self.vocabulary, seed, tokens, self.workers, ConversationSource) as fresh:
+        with feed(self.vocabulary, seed, tokens, self.training.workers, ConversationSource) as fresh:
             yield Replay(fresh, seed)
 
 

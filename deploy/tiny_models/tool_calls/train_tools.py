@@ -45,6 +45,7 @@ def main(argv: list[str] | None = None) -> None:
     from deploy.tiny_models.drafts.train_one import device_of
     from deploy.tiny_models.tool_calls import vocabulary
     from deploy.tiny_models.tool_calls.run import Run, turns_of
+    from deploy.tiny_models.training_loop import Training
 
     torch.set_float32_matmul_precision("high")
     device = device_of(args.device)
@@ -53,11 +54,13 @@ def main(argv: list[str] | None = None) -> None:
     begun, seconds = time.monotonic(), args.minutes * 60
     run = Run(
         out=args.out,
-        device=device,
-        seed=args.seed,
-        lr=args.lr,
-        batch_tokens=args.batch_tokens or (32_768 if cuda else 4_096),
-        workers=args.workers or max(1, min(12, (os.cpu_count() or 2) - 2)),
+        training=Training(
+            device=device,
+            seed=args.seed,
+            lr=args.lr,
+            batch_tokens=args.batch_tokens or (32_768 if cuda else 4_096),
+            workers=args.workers or max(1, min(12, (os.cpu_count() or 2) - 2)),
+        ),
         count=args.count or (500 if cuda else 8),
         vocabulary=vocabulary.build(),
         command=shlex.join(["python3", "-m", "deploy.tiny_models.tool_calls.train_tools", *given]),

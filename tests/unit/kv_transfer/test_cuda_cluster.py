@@ -355,9 +355,8 @@ def test_the_pool_follows_the_trial_of_the_graphs(monkeypatch: pytest.MonkeyPatc
     assert served.spec.page_bytes == kv_bytes(served)
     trial = replace(
         served,
-        budget=PoolBudget(None, 0.9, "decode"),
+        memory=serving_model.NodeMemory(PoolBudget(None, 0.9, "decode"), MemoryPlan(GIB, 0)),
         num_pages=2,
-        plan=MemoryPlan(GIB, 0),
         max_model_len=10**9,
     )
     small, large = trial.with_pool(GIB // 4), trial.with_pool(0)
@@ -372,14 +371,14 @@ def test_a_pool_of_so_many_tokens_is_checked_with_its_graphs(monkeypatch: pytest
     monkeypatch.setattr(memory, "PATIENCE", 0.0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 6 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: GIB)
-    trial = replace(load(cluster("cpu", "cpu")), budget=PoolBudget(6400, 0.9, "decode"), num_pages=2)
-    trial = replace(trial, plan=MemoryPlan(GIB, 0), max_model_len=10**9)
+    own = serving_model.NodeMemory(PoolBudget(6400, 0.9, "decode"), MemoryPlan(GIB, 0))
+    trial = replace(load(cluster("cpu", "cpu")), memory=own, num_pages=2, max_model_len=10**9)
     fits = trial.with_pool(GIB)
-    assert (fits.num_pages, fits.max_model_len, fits.plan.graphs) == (401, 6400, GIB)
+    assert (fits.num_pages, fits.max_model_len, fits.memory.plan.graphs) == (401, 6400, GIB)
     pool = fits.num_pages * fits.spec.page_bytes
     with pytest.raises(ConfigError) as caught:
         trial.with_pool(2 * GIB)
-    plan = str(replace(trial.plan, pool=pool, graphs=2 * GIB))
+    plan = str(replace(own.plan, pool=pool, graphs=2 * GIB))
     assert "+ graphs 2.00 GiB +" in plan
     assert str(caught.value) == (
         f"decode.pool_tokens: does not fit on cpu: {plan}, 4.00 GiB of 6.00 GiB are free, 1.00 GiB its own; "
@@ -388,7 +387,7 @@ def test_a_pool_of_so_many_tokens_is_checked_with_its_graphs(monkeypatch: pytest
     with pytest.raises(
         ConfigError, match="together with this cluster's other nodes: .* graphs 1.00 GiB .* 2.50"
     ):
-        replace(trial, beside=int(2.5 * GIB)).with_pool(GIB)
+        replace(trial, memory=replace(own, beside=int(2.5 * GIB))).with_pool(GIB)
 
 
 def kv_bytes(served: serving_model.ServingModel) -> int:

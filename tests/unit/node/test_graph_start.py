@@ -21,7 +21,7 @@ from common.errors import ConfigError
 from common.kv_cache.pool_spec import pool_spec
 from common.node import graph_start, memory
 from common.node.memory import MemoryPlan
-from common.node.serving_model import TRIAL_PAGES, ServingModel
+from common.node.serving_model import TRIAL_PAGES, NodeMemory, ServingModel
 from common.node_plan import PoolBudget
 from common.observability.logs import Log
 from prefill_node.graphs import prompt_graphs
@@ -58,8 +58,7 @@ def served(tokens: int | None, placement: Placement = GPU) -> ServingModel:
         pool_spec(CONFIG, None, PAGE, "float32"),
         TRIAL_PAGES,
         min(MAX_LEN, TOKENS),
-        budget,
-        plan,
+        NodeMemory(budget, plan),
     )
 
 
@@ -76,9 +75,9 @@ def test_every_gpu_node_measures_its_graphs(tokens: int | None, free: dict[str, 
     """This holds even if the config sets the size of the pool; a trial reads the free memory four times."""
     ready = graph_start.sized(served(tokens), build)
     graphs = 3 * free["step"] + 2 * free["step"] + 4 * GRAPH_BYTES  # the two shapes beyond those of the trial
-    assert ready.plan.graphs == graphs
+    assert ready.memory.plan.graphs == graphs
     if tokens is None:
-        assert ready.num_pages == (8 * GIB - ready.plan.total) // ready.spec.page_bytes
+        assert ready.num_pages == (8 * GIB - ready.memory.plan.total) // ready.spec.page_bytes
     else:
         assert ready.num_pages == tokens // PAGE + 1
 

@@ -76,9 +76,9 @@ def test_every_request_that_may_hold_pages_has_a_slot(path: Path) -> None:
     assert (decode.layout.num_slots, prefill.layout.num_slots) == (1 + 5 + 2 * 2, 1 + 2 * 3 + 4)
     assert (decode.snapshot_slots, prefill.snapshot_slots) == (range(10, 10), range(7, 11))
     assert decode.spec.state_bytes == STATE_BYTES
-    assert decode.window.widths == {1: WINDOW, 2: WINDOW}
-    assert (decode.window.tokens, prefill.window.tokens) == (3, 0)
-    assert load(path).window.tokens == 1
+    assert decode.state.window.widths == {1: WINDOW, 2: WINDOW}
+    assert (decode.state.window.tokens, prefill.state.window.tokens) == (3, 0)
+    assert load(path).state.window.tokens == 1
     told = decode.describe(0, "tcp", 5)
     assert (told["state_slots"], str(told["prefix_cache"])[:4]) == (9, "off:")
     assert (told["state_snapshots"], told["state_snapshot_bytes"]) == (0, 0)
@@ -95,7 +95,7 @@ def test_there_are_no_more_slots_than_pages(path: Path) -> None:
 
 def test_a_model_with_pages_only_has_neither(path: Path) -> None:
     served = load(MODEL)
-    assert (served.layout.num_slots, served.window.nbytes(5), served.spec.state_bytes) == (0, 0, 0)
+    assert (served.layout.num_slots, served.state.window.nbytes(5), served.spec.state_bytes) == (0, 0, 0)
     assert "state_slots" not in served.describe(0, "tcp", 5)
     assert page_space(served, "auto").cache.check_integrity() is None
     assert type(page_space(served, "auto").cache) is type(page_space(served, True).cache)
@@ -135,7 +135,8 @@ def test_the_reported_plan_counts_states_once(path: Path) -> None:
     """The pool's memory holds pages and states; the plan on a GPU names them separately."""
     served, plan = load(path, "prefill"), MemoryPlan(GIB, 0, 0, state=2 * GIB, snapshots=GIB)
     on_gpu = Placement(torch.float32, torch.device("cuda"))
-    served = replace(served, plan=plan, placement=on_gpu, num_pages=1 << 22, state_slots=1 << 21)
+    memory, state = replace(served.memory, plan=plan), replace(served.state, requests=1 << 21)
+    served = replace(served, memory=memory, placement=on_gpu, num_pages=1 << 22, state=state)
     pages = (1 << 22) * served.page_size * served.spec.token_bytes
     told = served.describe(served.layout.total_bytes, "tcp", 5)
     assert told["memory_plan"] == str(replace(plan, pool=pages))

@@ -104,7 +104,8 @@ def say(sampling: SamplingParams, branch: int, acceptor: Acceptor) -> tuple[Tens
     relay = RelayState.allocate(ROWS, VOCAB, CPU)
     rounds = Rounds(relay, PageTable(ROWS, 4, CPU), PAGE, 32, 7, plans(()))
     relay.write_row(1, TEXT, OUTPUTS, sampling)
-    for state in (relay, relay.adjustments):
+    own = relay.adjustments
+    for state in (relay, relay.sampling, relay.draft, own, own.penalties, own.bias, own.withheld):
         for field in fields(state):
             value = getattr(state, field.name)
             if isinstance(value, Tensor) and value.numel():
