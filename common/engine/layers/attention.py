@@ -89,7 +89,7 @@ class Attention(Mixer):
     def _mix(self, projected: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
         """Return the attention's output [T, heads * D] for the merged queries, keys and values."""
         qkv = projected.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        norms = self._norm_weights()
+        norms = self._token_norms()
         if self.norms_tokens and norms[0] is not None and norms[1] is not None:
             token_norm(projected, norms[0], norms[1], norms[2])
             norms = None, None, 0.0
@@ -100,10 +100,11 @@ class Attention(Mixer):
         # The output is linear in the values, which the cache keeps as they are.
         return mixed if self._value_scale == 1.0 else mixed * self._value_scale
 
-    def _norm_weights(self) -> tuple[Tensor | None, Tensor | None, float]:
+    def _token_norms(self) -> tuple[Tensor | None, Tensor | None, float]:
+        """Return the scales of the norms of queries and keys, and their eps; None without norms."""
         if self.q_norm is None or self.k_norm is None:
             return None, None, 0.0
-        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
+        return self.q_norm.scale, self.k_norm.scale, self.q_norm.eps
 
     def pieces(self) -> Iterator[Piece]:
         yield from self.qkv_proj.pieces()
@@ -117,7 +118,7 @@ def _parts(name: str, config: ModelConfig, queries: HeadGroup, keys: HeadGroup) 
     """Return the rows of the merged projection: queries, keys, values and, if there are any, gates."""
     query, key, value = (f"{name}.{each}_proj" for each in "qkv")
     if config.output_gate:
-        # the checkpoint has the query and the gate of a head together
+        # The checkpoint stores the query and the gate of a head together.
         rows, gates = runs_of(query, queries, queries, bundles=queries.heads)
         return [rows, *runs_of(key, keys), *runs_of(value, keys), gates]
     if config.fused:

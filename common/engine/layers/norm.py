@@ -47,6 +47,11 @@ class RmsNorm(nn.Module):
         stored = replace(placement, dtype=torch.float32) if wide else placement
         self.weight = parameter((size,), stored)  # [size]
 
+    @property
+    def scale(self) -> Tensor:
+        """The factors [size] of the normed values, for operations that fuse the norm with other work."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., size] for x [..., size]."""
         return rms_norm(x, self.weight, self.eps)

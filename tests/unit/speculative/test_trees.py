@@ -8,9 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from common.engine.forward.batch import ForwardBatch
+from common.engine.forward.draft_inputs import DraftInput, TreeVerifyInput
+from common.engine.forward.draft_runner import DraftRunner
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
+from decode_node.speculative.drafters.eagle_tree import TreeGrowth
+from decode_node.speculative.rounds import Round
 from decode_node.speculative.tree import select_nodes, tree
 from tests.fakes.covering import pairs
 from tests.fakes.draft_models import branching, drafting, eager_branches
@@ -49,6 +55,36 @@ def test_a_child_is_never_kept_without_its_parent(k: int, steps: int, seed: int,
     for node in range(1, nodes):
         parent = parents[flats[node] // k]
         assert flats[above[0, node]] == parent
+
+
+class RecordedSteps(DraftRunner):
+    """A draft runner without a model: it proposes tokens of equal probability and records where KV is written."""
+
+    def __init__(self, topk: int) -> None:
+        self._topk = topk
+        self.slots: list[int] = []
+
+    def step(self, batch: ForwardBatch, hidden: Tensor) -> DraftInput:
+        self.slots += batch.kv_slots.tolist()
+        shape = (len(batch.logits_rows), self._topk)
+        return DraftInput(torch.full(shape, 0.5), torch.arange(self._topk).repeat(shape[0], 1), hidden)
+
+
+@pytest.mark.parametrize(
+    ("form", "reserved"), [((1, 4, 5), 5), ((2, 2, 4), 4), ((3, 4, 8), 8), ((7, 8, 20), 48), ((4, 3, 5), 9)]
+)
+def test_a_round_reserves_all_slots_that_it_writes(form: tuple[int, int, int], reserved: int) -> None:
+    """Levels that the draft has grown may need more slots than the tree that is kept of them."""
+    steps, topk, nodes = form
+    runner = RecordedSteps(topk)
+    growth = TreeGrowth(runner, steps, topk, nodes)
+    # Slot n of the request is slot n + 1 of the pool.
+    table = torch.arange(1, 101, dtype=torch.int32)[None]
+    one, index = torch.ones(1, dtype=torch.int64), torch.arange(100)
+    batch = Round(one, one, one - 1, one - 1, table, 1, 100, index, index.to(torch.int32))
+    start = DraftInput.zeros(1, topk, 2, torch.float32, torch.device("cpu"))
+    growth.grow(batch, start, TreeVerifyInput.zeros(1, nodes, torch.device("cpu")))
+    assert growth.lookahead_slots == reserved == max(nodes, *runner.slots, 0)
 
 
 FORMS = ((1, 4, 5), (2, 2, 4), (3, 4, 8), (5, 3, 3), (7, 8, 20))  # steps, topk, nodes
