@@ -136,8 +136,9 @@ class _Composition:
             seconds,
             sizes.steps if sizes.forced_drafts else 0,
         )
-        # The windows of models with a state per request have room for a usual round.
-        wide = sizes.forced_widths if self.relay.state is None else sizes.forced_widths and (sizes.steps,)
+        wide = sizes.forced_widths
+        if self.relay.state is not None:
+            wide = tuple(width for width in wide if width < self.served.state.window.tokens)
         return self._with_forced(
             steps,
             wide,

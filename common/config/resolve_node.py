@@ -7,7 +7,7 @@ from pathlib import Path
 from common.checkpoint.draft_config import with_steps
 from common.checkpoint.dtype_name import dtype_name
 from common.checkpoint.model_config import ModelConfig, model_fingerprint
-from common.config.schema import Cluster, DecodeSection, PrefillSection
+from common.config.schema import Cluster, DecodeSection, PrefillSection, Speculation
 from common.config.transport_choice import choose_layers, choose_transport
 from common.kv_cache.pool_spec import pool_spec
 from common.node_plan import (
@@ -21,6 +21,9 @@ from common.node_plan import (
 )
 from common.speculation.directory import load_draft_config
 from common.speculation.table import algorithm
+
+# Forced tokens that one step verifies where a model keeps a state per request; every row has room for them in a window.
+STATE_FORCED_WIDTH = 7
 
 
 def node_plan(
@@ -97,6 +100,17 @@ def pool_budget(name: str, section: PrefillSection | DecodeSection, device_name:
     return PoolBudget(tokens, section.memory_fraction, name, section.runs_vision, section.image_bytes)
 
 
+def _round_tokens(speculation: Speculation) -> int:
+    """Return the most new tokens of a request in one step of a model that keeps a state per request."""
+    record = algorithm(speculation.algorithm)
+    if not record.drafts:
+        return 1
+    has_draft_model = record.directory is not None
+    return 1 + max(
+        speculation.steps, STATE_FORCED_WIDTH if has_draft_model and speculation.forced_tokens else 0
+    )
+
+
 def _shares(cluster: Cluster) -> list[tuple[tuple[str, str], NodeShare]]:
     """Return ((role, name), share) of every node.
 
@@ -104,8 +118,7 @@ def _shares(cluster: Cluster) -> list[tuple[tuple[str, str], NodeShare]]:
     decode node may have as many in quarantine as are on their way.
     """
     prefill, decode = cluster.prefill, cluster.decode
-    drafts = algorithm(cluster.speculation.algorithm).drafts
-    round_tokens = cluster.speculation.steps + 1 if drafts else 1
+    round_tokens = _round_tokens(cluster.speculation)
     rows, slots = decode.max_running, decode.max_running + 2 * decode.max_transferring
     found = []
     for node in prefill.nodes:

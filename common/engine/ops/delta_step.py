@@ -57,7 +57,7 @@ def delta_step_reference(
         return delta_heads(convolve(columns, taps), b, a, a_log, dt_bias, shape)
 
     state, accepted = recurrent.index_select(0, slots), parts(columns, old)
-    for place in range(window.shape[1]):
+    for place in range(int(pending.max())):
         fold = (pending > place)[:, None, None, None]
         state = torch.where(fold, _moved(state, accepted, place), state)
     recurrent.index_copy_(0, slots, torch.where(live[:, None, None, None], state, 0))

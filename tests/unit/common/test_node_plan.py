@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,10 +11,29 @@ import pytest
 from common.checkpoint.model_config import model_fingerprint
 from common.config import load_cluster
 from common.config.resolve_node import node_plan
+from common.config.schema import Cluster, Model, Speculation
 from common.config.transport_choice import choose_layers, choose_transport
 from common.node_plan import NodePlan
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "deploy" / "clusters").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("speculation", "tokens"),
+    [
+        ({}, 1),
+        ({"algorithm": "ngram", "steps": 4}, 5),
+        ({"algorithm": "mtp", "steps": 3}, 8),
+        ({"algorithm": "mtp", "steps": 3, "forced_tokens": False}, 4),
+        ({"algorithm": "mtp", "steps": 9}, 10),
+    ],
+)
+def test_the_window_of_a_state_holds_the_widest_step(speculation: dict[str, Any], tokens: int) -> None:
+    """Steps of a draft model may verify more tokens that a grammar forces than a round has drafts."""
+    hybrid = CLUSTERS[0].parents[1] / "tiny_models" / "tiny-hybrid"
+    cluster = Cluster(model=Model(path=str(hybrid)), speculation=Speculation(**speculation))
+    draft = hybrid if cluster.speculation.algorithm == "mtp" else None
+    assert node_plan(cluster, "decode", "decode-0", hybrid, draft).round_tokens == tokens
 
 
 @pytest.mark.parametrize("file", CLUSTERS, ids=lambda file: file.stem)

@@ -6,6 +6,7 @@ The target keeps a state per request and the module keeps KV: every draft equals
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -23,14 +24,15 @@ from common.node.serving_draft import ServingDraft, draft_shape
 from decode_node.request import DecodeRequest
 from decode_node.speculative.drafters.eagle import ChainGrowth, EagleDrafter
 from tests.fakes.draft_models import Observed
-from tests.fakes.drafters import Bench, speculative
+from tests.fakes.drafters import Bench, chaining, speculative
 from tests.fakes.node_cluster import ONE_BEHIND, NodeCluster, NoDraftModel, Shape
 from tests.fakes.pools import plain_pool
+from tests.fakes.tiny_grammar import GRAMMARS, tiny_compiler
 from tests.fakes.tiny_model import MAX_LEN, PLACEMENT, one_page, tiny_model
 from tests.unit.decode_node.test_gated_delta import PROMPTS, SERVED, check, expected
 from tests.unit.engine.paged_driver import Driver
 
-STEPS = 3
+STEPS, WIDE = 3, 7
 NAMES = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 CONFIG = DraftConfig(
     "mtp",
@@ -69,8 +71,14 @@ class Module(NoDraftModel):
 class Recorded(Observed):
     """Records every draft; half of the wrong ones are replaced, since a random module is seldom right."""
 
+    # prompt -> the text of plain decoding, of constrained requests
+    constrained: Mapping[tuple[int, ...], list[int]] = {}
+
     def answer(self, request: DecodeRequest) -> list[int]:
-        return expected(tuple(request.prompt), request.sampling.max_tokens)
+        prompt = tuple(request.prompt)
+        if request.sampling.grammar:
+            return self.constrained[prompt]
+        return expected(prompt, request.sampling.max_tokens)
 
 
 @torch.inference_mode()
@@ -93,20 +101,51 @@ def eager_drafts(text: list[int]) -> list[int]:
     return tokens[-STEPS:]
 
 
-@pytest.mark.parametrize("buckets", [(), (2,)], ids=["eager", "graphs"])
-def test_drafts_equal_a_recompute(buckets: tuple[int, ...]) -> None:
-    seen: Seen = []
-
+def recorded(
+    seen: Seen, constrained: Mapping[tuple[int, ...], list[int]] | None = None
+) -> Callable[[Bench], Recorded]:
     def drafter(bench: Bench) -> Recorded:
         runner = bench.parts.draft
         assert isinstance(runner, DraftRunner)
         inner = EagleDrafter(runner, bench.rounds, ChainGrowth(runner, STEPS), SERVED.hidden_size)
-        return Recorded(inner, bench, 0.5, seen)
+        made = Recorded(inner, bench, 0.5, seen)
+        made.constrained = constrained or {}
+        return made
 
+    return drafter
+
+
+def test_forced_tokens_in_a_wider_window() -> None:
+    """The next round adds more accepted tokens to the state than a usual round has drafts."""
+    plain = Shape(model=SERVED, grammars=tiny_compiler())
+    texts: dict[tuple[int, ...], list[int]] = {}
+    seen: Seen = []
+    step = chaining(speculative(recorded(seen, texts), buckets=(2,)), "mtp", CONFIG, STEPS, WIDE, (1, 2))
+    shape = replace(plain, draft=Module(), step=step, completion=ONE_BEHIND, round_tokens=WIDE + 1)
+    for each in (plain, shape):
+        with NodeCluster(each) as cluster:
+            calls = [cluster.submit(prompt, 50, grammar=GRAMMARS["record"]) for prompt in PROMPTS[:2]]
+            free = cluster.submit(PROMPTS[0], 8)
+            cluster.run()
+            cluster.settle()
+            said = [call.ids for call in calls]
+            assert free.ids == expected(tuple(PROMPTS[0]), 8)
+            assert said == [texts.setdefault(tuple(call.prompt), call.ids) for call in calls]
+            counters = cluster.decode.link.counters
+    assert counters.spec_accepted_forced > 20
+    assert counters.steps < max(len(ids) for ids in said) - 10
+    assert len(seen) > 6
+    for text, drafts in seen:
+        assert drafts == eager_drafts(text)[: len(drafts)], f"after {len(text)} tokens"
+
+
+@pytest.mark.parametrize("buckets", [(), (2,)], ids=["eager", "graphs"])
+def test_drafts_equal_a_recompute(buckets: tuple[int, ...]) -> None:
+    seen: Seen = []
     shape = Shape(
         model=SERVED,
         draft=Module(),
-        step=speculative(drafter, buckets=buckets),
+        step=speculative(recorded(seen), buckets=buckets),
         completion=ONE_BEHIND,
         round_tokens=STEPS + 1,
         prefill_snapshots=4,
