@@ -35,7 +35,8 @@ class _Intersections:
     """Follows one schema and its references.
 
     Each part is visited once per pass. A part that refers to itself is read before it is known: it then counts as in
-    the pass before, and passes are repeated until that makes no difference. Bounds only grow from pass to pass.
+    the pass before, and passes are repeated until that makes no difference. Bounds only grow from pass to pass. Parts
+    that lead to no circle are visited once in all.
     """
 
     def __init__(self, root: Any, limits: GrammarLimits) -> None:
@@ -46,6 +47,8 @@ class _Intersections:
         self._open: set[int] = set()  # visits that have not ended
         self._early: set[int] = set()  # parts that were read in this pass before their own visit had ended
         self._stale = False  # one of them has another bound now
+        self._final: set[int] = set()  # parts whose bound no later pass changes
+        self._unsure = False  # the visit in progress has read a part that is not final
         self._visits = 0
         self._whole: Met | None = None
 
@@ -62,16 +65,23 @@ class _Intersections:
         if not isinstance(schema, dict):
             return Met()
         key = id(schema)
+        if key in self._final:
+            return self._known[key]
         if key in self._open:
             self._early.add(key)
         if key in self._visited:
+            self._unsure = True
             return self._known.get(key, Met())
         self._visits += 1
         if self._visits > self._limits.max_values:
             raise InvalidGrammar("the references of the schema form too many circles; use fewer")
         self._visited.add(key)
         self._open.add(key)
+        outer, self._unsure = self._unsure, False
         found = self._visit(schema)
+        if not self._unsure:
+            self._final.add(key)
+        self._unsure = self._unsure or outer
         self._open.remove(key)
         if key in self._early and found != self._known.get(key, Met()):
             self._stale = True
