@@ -29,7 +29,7 @@ VLLM_IMPORTS = (
     *("cbor2", "psutil", "openai-harmony", "cloudpickle", "pybase64", "cachetools", "py-cpuinfo", "fastapi"),
     *("partial-json-parser", "uvicorn", "xgrammar", "watchfiles", "orjson", "einops", "datasets"),
 )
-SGLANG_IMPORTS = ("orjson", "psutil", "pybase64", "datasets")
+SGLANG_IMPORTS = ("orjson", "psutil", "pybase64", "datasets", "ipython")
 
 CLIENTS = (
     Client("openai (Python)", Python(("openai",)), "python/openai_client.py"),

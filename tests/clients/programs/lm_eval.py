@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from deploy.tiny_models.prompts import few_shot_prompt
 from deploy.tiny_models.word_problems import take
 from tests.clients.features import MODEL, V1, Features
 from tests.clients.programs.command import DIRECTORY, MODEL_PATH, run
@@ -13,6 +12,8 @@ from tests.clients.programs.command import DIRECTORY, MODEL_PATH, run
 DOCUMENTS = 12
 TOLERANCE = 1e-3
 TASKS = DIRECTORY / "tasks"
+# What the chat template makes of a question if the model is not to think: it answers with steps and the result.
+CHAT_TEXT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 RUN_SECONDS = 700.0
 features = Features(deadline=720)
 
@@ -23,6 +24,7 @@ dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
 output_type: multiple_choice
 doc_to_text: "{{{{document}}}}"
+target_delimiter: ""
 doc_to_choice: choices
 doc_to_target: 0
 metric_list: [{{metric: acc}}]
@@ -56,11 +58,10 @@ metric_list: [{{metric: exact_match}}]
 def write_tasks() -> None:
     TASKS.mkdir(exist_ok=True)
     file = TASKS / "problems.jsonl"
-    shots = take(2, 6, "heldout")
     rows = [
         {
             "question": each.question,
-            "document": few_shot_prompt(shots, each.question),
+            "document": CHAT_TEXT.format(each.question),
             "value": str(each.value),
             "choices": [each.answer, each.answer[: len(each.answer) // 2], "I do not know"],
         }

@@ -99,6 +99,13 @@ def tools_auto() -> None:
     says_product(answer.content[-1].text)
 
 
+@case("typed output")
+def typed_output() -> None:
+    form = {"type": "json_schema", "schema": COMPACT}
+    answer = client.messages.create(**asked, output_config={"format": form})
+    is_weather(answer.content[-1].text)
+
+
 @case("tools forced, and their result")
 def tools_forced() -> None:
     answer = client.messages.create(**forced)
