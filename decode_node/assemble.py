@@ -38,7 +38,7 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A node, and the parts of it that tests look into."""
+    """A node, and those of its parts that tests inspect."""
 
     node: DecodeNode
     rows: BatchRows

@@ -26,7 +26,7 @@ class DraftWatch(Protocol):
 
 
 class NoWatch:
-    """No check: without a draft model, n-gram drafts are accepted as often as texts repeat."""
+    """Checks nothing: without a draft model, few accepted drafts are no fault, because texts may not repeat."""
 
     def look(self, counters: AcceptCounters) -> None:
         pass

@@ -301,7 +301,7 @@ class DecodeNode:
             self.queues.quarantined[request.room] = request
             request.ended = True
             self._events.add("lost", request.room, code=event.code)
-            if event.code != "finished":  # "finished": the first token was the last one, and the router knows
+            if event.code != "finished":  # "finished": the first token was the last one, as the router knows
                 self._report.transfer_failures += 1
                 self._link.send(Failed(room=request.room, code=event.code, message=event.reason))
             return

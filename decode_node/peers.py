@@ -124,7 +124,7 @@ class PeerConnections:
             self._lost.add(incarnation)
 
     def all_lost(self) -> None:
-        """Prefill nodes counted this node as lost and forgot it: each needs a new Hello before the next reservation."""
+        """Note that all prefill nodes have forgotten this node: each needs a new Hello before the next reservation."""
         for incarnation in list(self._dealers):
             self.lost(incarnation)
 

@@ -57,7 +57,7 @@ class Retraction:
         return bool(self._leaving or self._saving or self._copying)
 
     def save(self, request: DecodeRequest) -> bool:
-        """Save and free a request's pages and row; nothing of it may be in flight. False: its KV was dropped."""
+        """Save and free the pages and the row of a request without steps in flight. False: its KV was dropped."""
         assert request.in_flight == 0
         assert request.lease is not None
         pages = request.lease.pages[: self._space.pages_for(request.seq_len)]

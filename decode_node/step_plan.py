@@ -52,7 +52,7 @@ class Save(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Copies what was saved back: pages, per-request state, and the rest to a row that the same plan joins."""
+    """Restores a backup: pages, per-request state, and the rest of a row, which the same plan joins."""
 
     key: int
     row: int

@@ -64,7 +64,7 @@ class NoTextDrafts:
 class StepRules:
     """The rules by which the steps of a node are planned."""
 
-    # KV slots that a step may write per request, a bound of the tokens that it draws; `tokens_of` gives that of a width
+    # KV slots that a step may write per request, which bounds the tokens that it draws; see `tokens_of` for one width.
     tokens_per_step: int = 1
     # KV slots that a step may need past the last token of a request, for parallel branches of a tree
     extra_slots: int = 0

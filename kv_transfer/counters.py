@@ -13,7 +13,7 @@ class SenderCounters:
     delivered: int = 0  # rooms
     lost: int = 0  # rooms that ended in any other way, cancelled ones included
     pages_written: int = 0
-    pages_by_layer: int = 0  # of pages_written: sent while their forward was running
+    pages_by_layer: int = 0  # those of pages_written that left while their forward was running
     records_written: int = 0
     bytes_written: int = 0
     handshakes: int = 0
@@ -24,7 +24,7 @@ class SenderCounters:
     duplicate_slots: int = 0
     invalid_slots: int = 0  # pages or record slot outside of the range that Hello described
     early_slots: int = 0  # Slots that arrived before their prompt
-    early_evicted: int = 0  # of early_slots: given up: too many or too old
+    early_evicted: int = 0  # those of early_slots that were dropped: too many, or too old
     stalled: int = 0  # rooms given up because no byte moved
     unsent: int = 0  # control frames that the socket did not accept
 

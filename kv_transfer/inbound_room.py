@@ -25,7 +25,7 @@ class InboundRoom:
 
     @property
     def arrived(self) -> bool:
-        """Every part has been verified."""
+        """True once every part has been verified."""
         return all(part.state is ReceiveState.ARRIVED for part in self.parts)
 
     @property

@@ -142,7 +142,7 @@ class Sender:
         return LayerSend(self.endpoint, self._parts, self._limits.verify_checksums, self._clock)
 
     def complete(self, room: int, end: int) -> None:
-        """Write the remaining planes of followed pages: logical pages below `end` are complete."""
+        """Write the remaining planes of followed pages, now that logical pages below `end` are complete."""
         for part in self._parts(room):
             part.complete(end, self._clock())
         self._advance(room)

@@ -41,7 +41,7 @@ class Computation:
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """A node, and the parts of it that tests look into."""
+    """A node, and those of its parts that tests inspect."""
 
     node: PrefillNode
     step: PrefillStep

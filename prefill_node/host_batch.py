@@ -63,7 +63,7 @@ class HostBatch:
         return cls(tuple(lengths), tuple(ends), arrays)
 
     def on_device(self, sent: Sequence[Tensor], hidden_mode: CaptureHiddenMode) -> ForwardBatch:
-        """`sent`: `arrays` as device tensors."""
+        """Return the batch of a forward. `sent` holds `arrays` as device tensors."""
         ids, positions, slots, table, lens, starts, rows, *state = sent
         return ForwardBatch(
             mode=ForwardMode.EXTEND,
@@ -109,7 +109,7 @@ class HostDraws:
     def on_device(
         sent: Sequence[Tensor], variant: SamplingVariant, adjustments: AdjustmentRows
     ) -> SamplingBatch:
-        """`sent`: `arrays` as device tensors. `adjustments` hold the logit adjustments of these prompts."""
+        """Return the parameters on the device. `sent` holds `arrays`, `adjustments` the prompts' logit adjustments."""
         temperature, top_p, top_k, min_p, seed, position, rows = sent
         adjust = None
         if variant.adjust is not None:

@@ -94,7 +94,7 @@ class MultiLayerPrefill:
         self._modules = tuple(modules)
         self._page_size = page_size
         self._carried = carried
-        # by key, from chunk to chunk of a prompt: [steps - 1, H], what each later module reads first (models/mtp.py)
+        # key of a prompt -> [steps - 1, H]: the state that each later module reads first (models/mtp.py)
         self.kept: dict[int, Tensor] = {}
 
     @property

@@ -85,7 +85,7 @@ class ChoiceReader:
         return True
 
     def _taken(self) -> AnswerPiece | None:
-        """Return the piece that ends the text, if `take_now` has read it. Raises the error that it met."""
+        """Return the piece that ends the text, if `take_now` has read it. Raises the error of `take_now`."""
         result, self._result = self._result, None
         if isinstance(result, Exception):
             raise result

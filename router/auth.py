@@ -90,7 +90,7 @@ class KeyGate:
         return View.SERVICE
 
     def enter(self, request: web.Request) -> tuple[Client, QuotaClaim]:
-        """Reads are not limited: they are cheap, and clients query the model before they start; nor are aborts."""
+        """Admit a client by its key. Limits apply neither to reads, which are cheap, nor to aborts."""
         route, reads = _route(request), request.method in _READS
         if route == METRICS and self._open_metrics:
             return Client(address_of(request), View.SERVICE), UNLIMITED

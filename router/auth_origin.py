@@ -75,7 +75,7 @@ class HostRule:
         self._cors = cors
 
     def check(self, request: web.Request) -> None:
-        """Raise Forbidden, if the request is not allowed, which names the config key that would allow the request."""
+        """Raise Forbidden unless the request is allowed; the error names the config key that would allow it."""
         given = request.headers.getall("Host", [])
         if len(given) > 1:
             raise Forbidden("the request has several Host headers")

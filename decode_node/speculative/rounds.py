@@ -46,7 +46,7 @@ class RoundCall:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """R requests at the start of a round. Padding rows are requests of no tokens in page 0."""
+    """R requests at the start of a round. A padding row is a request without tokens, in page 0."""
 
     rows: Tensor  # [R] int64
     last_token: Tensor  # [R] int64, drawn but without KV
