@@ -38,7 +38,7 @@ class ChatPrompts:
         """Return the prompt of a chat. Raises InvalidRequest; ContextTooLong from `max_tokens` tokens on."""
         images = await self._images.load(body.messages)
         messages = without_addresses(body.messages) if images else body.messages
-        given = ChatInput(list(messages), rules.tools, rules.variables)
+        given = ChatInput(list(messages), rules.calls.tools, rules.variables)
         end = prompt_end(body.add_generation_prompt, body.continue_final_message)
         tokens = await self._texts.chat_prompt(given, bool(body.add_special_tokens), max_tokens, end)
         if model.vision is None:

@@ -41,7 +41,7 @@ class ChatAnswer:
         text. Raises InvalidRequest if both tools and another `asked` constrain the answer.
         """
         if asked is not None and asked.field.startswith("response_format"):
-            if self._rules.forced:
+            if self._rules.calls.forced:
                 asked = None
             elif self._may_call and isinstance(asked.form, JsonSchema):
                 return self._calls_or_json(asked.field, asked.form)
@@ -59,7 +59,7 @@ class ChatAnswer:
     def _may_call(self) -> bool:
         """True if the answer may hold calls in a format whose marker tells them from JSON."""
         calls = self._style.calls
-        return bool(self._rules.tools) and calls is not None and calls.trigger is not None
+        return bool(self._rules.calls.tools) and calls is not None and calls.trigger is not None
 
     def _calls_or_json(self, field: str, form: JsonSchema) -> Constraint:
         grammar = self._rules.calls_or_json(self._style, self._prefix, form.schema)
@@ -72,14 +72,16 @@ class ChatAnswer:
             return ChatFormat(*head)
         assert style.template is not None
         parsers = [
-            AnswerParser(style.template, self._prefix, rules.tools, rules.reasoning, style.new_id)
+            AnswerParser(
+                style.template, self._prefix, rules.calls.tools, rules.reasoning.separated, style.new_id
+            )
             for _ in range(choices)
         ]
         shown = Shown(
-            style.reasoning_fields if rules.shows_reasoning else (),
-            rules.parallel,
-            "stop" if rules.named else "tool_calls",
-            rules.streams_reasoning,
+            style.reasoning_fields if rules.reasoning.shown else (),
+            rules.calls.parallel,
+            "stop" if rules.calls.named else "tool_calls",
+            rules.reasoning.streamed,
         )
         return AssistantFormat(head, parsers, shown)
 

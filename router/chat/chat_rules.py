@@ -19,51 +19,65 @@ from router.openai_schema import ChatRequest
 
 
 @dataclass(frozen=True, slots=True)
-class ChatRules:
-    """The fields of a request, checked.
+class ReasoningRules:
+    """Options for the reasoning in an answer."""
+
+    separated: bool  # from the content
+    shown: bool  # separated reasoning is part of the answer
+    streamed: bool  # a stream shows reasoning while it is generated
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """The tools that an answer may call, and those that it must call.
 
     Attributes:
         tools: what the template and the parser get; empty if there are none or tool_choice is none.
-        variables: what else the template gets.
-        parsed: the answer must be parsed: it may hold calls, or reasoning that is to be separated.
-        reasoning: reasoning is separated from the content.
-        shows_reasoning: separated reasoning is part of the answer.
-        streams_reasoning: a stream shows reasoning while it is generated.
-        parallel: more than one call is passed on.
         forced: the functions of which the answer must call one; empty if the model chooses freely.
         named: tool_choice names the function.
         strict: names of functions whose arguments must have their schema.
+        parallel: more than one call is passed on.
     """
 
     tools: list[dict[str, Any]]
-    variables: dict[str, Any]
-    parsed: bool
-    reasoning: bool
-    shows_reasoning: bool
-    streams_reasoning: bool
-    parallel: bool
     forced: list[dict[str, Any]]
     named: bool
     strict: frozenset[str]
+    parallel: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRules:
+    """The fields of a request, checked."""
+
+    variables: dict[str, Any]  # what the template gets in addition to messages and tools
+    reasoning: ReasoningRules
+    calls: CallRules
+
+    @property
+    def parsed(self) -> bool:
+        """True if the answer must be parsed: it may hold calls, or reasoning that is to be separated."""
+        return bool(self.calls.tools) or self.reasoning.separated
 
     def call_grammar(self, style: AnswerStyle, prefix: str) -> tuple[str, CallGrammar] | None:
         """Return the field that constrains the calls of the answer, and the grammar; None if nothing does."""
-        if not self.forced and not self.strict:
+        calls = self.calls
+        if not calls.forced and not calls.strict:
             return None
         grammars, thought = self._grammars(style), style.thought(prefix)
-        if self.forced:
-            return "tool_choice", grammars.forced(self.forced, thought, self.parallel and not self.named)
-        grammar = grammars.triggered(self.tools, self.strict, thought)
+        if calls.forced:
+            return "tool_choice", grammars.forced(calls.forced, thought, calls.parallel and not calls.named)
+        grammar = grammars.triggered(calls.tools, calls.strict, thought)
         return None if grammar is None else ("tools", grammar)
 
     def calls_or_json(self, style: AnswerStyle, prefix: str, schema: str) -> CallGrammar:
         """Return a grammar for calls of the tools, or JSON that `schema` accepts. Only for formats with a marker."""
-        grammars, thought = self._grammars(style), style.thought(prefix)
-        return grammars.or_json(self.tools, self.strict, schema, thought, self.parallel)
+        grammars, thought, calls = self._grammars(style), style.thought(prefix), self.calls
+        return grammars.or_json(calls.tools, calls.strict, schema, thought, calls.parallel)
 
     def _grammars(self, style: AnswerStyle) -> CallGrammars:
         assert style.calls is not None
-        return CallGrammars(style.calls, style.think if self.reasoning else None, style.special)
+        return CallGrammars(style.calls, style.think if self.reasoning.separated else None, style.special)
 
 
 def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
@@ -81,22 +95,21 @@ def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
     else:
         tools = []
     known = template_tools(tools)
-    strict = frozenset(tool.function.name for tool in tools if tool.function.strict)
     reasons = style.template is not None and style.template.reasons
-    separate = reasons and request.separate_reasoning is not False
     return ChatRules(
-        tools=known,
-        variables=template_variables(
-            request.chat_template_kwargs, request.reasoning_effort, style.template_variables
+        template_variables(request.chat_template_kwargs, request.reasoning_effort, style.template_variables),
+        ReasoningRules(
+            separated=reasons and request.separate_reasoning is not False,
+            shown=request.include_reasoning is not False,
+            streamed=request.stream_reasoning is not False,
         ),
-        parsed=bool(tools) or separate,
-        reasoning=separate,
-        shows_reasoning=request.include_reasoning is not False,
-        streams_reasoning=request.stream_reasoning is not False,
-        parallel=request.parallel_tool_calls is not False,
-        forced=[tool for tool in known if choice == "required" or choice == _name(tool)],
-        named=choice not in ("none", "auto", "required"),
-        strict=strict,
+        CallRules(
+            tools=known,
+            forced=[tool for tool in known if choice == "required" or choice == _name(tool)],
+            named=choice not in ("none", "auto", "required"),
+            strict=frozenset(tool.function.name for tool in tools if tool.function.strict),
+            parallel=request.parallel_tool_calls is not False,
+        ),
     )
 
 
