@@ -13,6 +13,7 @@ from decode_node import draft_watch
 from decode_node.accept_counters import AcceptCounters
 from decode_node.draft_watch import ENOUGH, LEAST, FirstDraftWatch, causes_of
 from tests.fakes.drafters import ngram
+from tests.fakes.mtp_models import FORMAT
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import prompt_of
 from tests.fakes.tiny_model import CONFIG
@@ -58,6 +59,9 @@ def test_the_causes_name_the_remedy() -> None:
     assert "/models/head/config.json" in causes
     assert "head was trained for another model" in causes
     assert "aux" not in causes_of(path, DraftConfig("eagle", CONFIG, 64, AuxLayers(), None, False))
+    # The form of the modules settles which stream they read.
+    modules = DraftConfig("mtp", CONFIG, 64, AuxLayers((8,)), None, False, mtp=FORMAT)
+    assert "layers 8" not in causes_of(path, modules)
 
 
 def test_a_node_shows_its_counters_to_the_watch(
