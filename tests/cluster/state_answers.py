@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,14 @@ async def _post(client: Client, path: str, body: dict[str, Any]) -> Any:
         return await response.json()
 
 
+async def _last_event(client: Client, path: str, body: dict[str, Any]) -> Any:
+    async with client.session.post(path, json=body | {"stream": True}) as response:
+        assert response.status == 200, await response.text()
+        *_, last, done, _ = (await response.text()).split("\n\n")
+    assert done == "data: [DONE]"
+    return json.loads(last.removeprefix("data: "))
+
+
 async def check_hidden_states(
     client: Client, reference: Reference, prompts: Sequence[list[int]], tokens: int
 ) -> None:
@@ -30,6 +39,11 @@ async def check_hidden_states(
     short = {"max_tokens": tokens, "temperature": 0, "return_hidden_states": True}
     texts = [_post(client, "/v1/completions", {"prompt": prompt, **short}) for prompt in prompts]
     answers = await asyncio.gather(*native, *texts)
+    streamed = await _last_event(client, "/generate", {"input_ids": prompts[0], **asked})
+    for found, expected in zip(
+        streamed["meta_info"]["hidden_states"], answers[0]["meta_info"]["hidden_states"], strict=True
+    ):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), atol=TOLERANCE, rtol=0)
     for index, prompt in enumerate(prompts):
         answer, text = answers[index], answers[len(prompts) + index]
         ids = answer["output_ids"]
