@@ -43,6 +43,10 @@ class Breakers(Generic[K]):
         self._clock = clock
         self._states: dict[K, _State] = {}
 
+    def __len__(self) -> int:
+        """The number of keys that have failed lately."""
+        return len(self._states)
+
     def failed(self, key: K) -> None:
         """Count a failure. Failures while the breaker is open belong to older requests and change nothing."""
         now, limits = self._clock(), self._limits

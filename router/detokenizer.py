@@ -85,6 +85,8 @@ class ByteDecoder:
         self._decoder = _Utf8("replace")
         # bytes of an incomplete character at the end of the prompt, until the first byte of the answer is known
         self._of_prompt = b""
+        if prompt and prompt[-1] not in skip and table.text(prompt[-1]):
+            return  # the prompt ends with a whole character
         tail = b"".join(table[token] for token in prompt[-TAIL_TOKENS:] if token not in skip)
         if tail and tail[-1] >= 0x80:
             self._decode(tail)

@@ -104,6 +104,8 @@ def undeclared(raw: bytes | bytearray, declared: frozenset[str]) -> tuple[str, .
         fields = _fields.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    if fields.keys() <= declared:
+        return ()
     unknown: list[str] = []
     for name in fields.keys() - declared - IGNORED:
         if name in NOT_SERVED:

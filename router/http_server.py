@@ -58,7 +58,7 @@ def http_runner(app: web.Application, limit: ConnectionLimit | None = None) -> w
 
 
 class _Protocol(web.RequestHandler):
-    __slots__ = ("_broken", "_deferred", "_limit", "_turns")
+    __slots__ = ("_broken", "_deferred", "_held", "_limit", "_turns")
 
     def __init__(self, *args: Any, limit: ConnectionLimit | None, turns: Turns, **kwargs: Any) -> None:
         """`turns` spreads received data and closed connections over turns of the event loop."""
@@ -67,6 +67,7 @@ class _Protocol(web.RequestHandler):
         self._turns = turns
         self._broken = False  # bytes have arrived that are not HTTP
         self._deferred = 0  # received pieces that wait to be parsed
+        self._held = False  # the transport does not read because of them
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -101,9 +102,16 @@ class _Protocol(web.RequestHandler):
             piece = data[start : start + PARSED_AT_ONCE]
             if not self._turns.call(partial(self._parse, piece)):
                 self._deferred += 1
-        if self._deferred:
-            # More data could only be buffered until these pieces are parsed.
+        if self._deferred > 1 and not self._held:
+            # More data could only be buffered until these pieces are parsed. One piece, as of a small request, is
+            # about to be: to pause and to resume for it would take two system calls.
+            self._held = True
             self._pause_transport_reading()
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """Continue to read and to parse. aiohttp calls this for every body, although few have stopped anything."""
+        if self._reading_paused or self._buffer_paused or self._held:
+            super().resume_reading(resume_parser)
 
     def _feed(self, data: bytes) -> None:
         """Give bytes to the parser, none after those that are not HTTP."""
@@ -121,8 +129,10 @@ class _Protocol(web.RequestHandler):
         self._feed(data)
         if self._deferred:
             self._deferred -= 1
-            if not (self._deferred or self._reading_paused or self._buffer_paused):
-                self._resume_transport_reading()
+            if self._held and not self._deferred:
+                self._held = False
+                if not (self._reading_paused or self._buffer_paused):
+                    self._resume_transport_reading()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         # Ending a connection cancels its request, which sends aborts to both nodes. A proxy that closes may drop a

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from common.messages.generation import FINISH_LENGTH, FINISH_STOP
 from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
+from router.histogram import LoopHistogram
 from router.node_health import Condition
 from router.node_registry import Node
 from router.placement_metrics import PlacementMetrics, condition_series
@@ -119,11 +120,9 @@ class RouterMetrics(Collector):
         self._conditions = conditions
         self._model = model_name
         self._registry = CollectorRegistry()
-        labels = ("model_name",)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            series = Histogram(name, text, labels, buckets=buckets, registry=self._registry)
-            return series.labels(model_name)
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> LoopHistogram:
+            return LoopHistogram(name, text, {"model_name": model_name}, buckets, self._registry)
 
         self._ttft = histogram("vllm:time_to_first_token_seconds", "At the router", TTFT_BUCKETS)
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "At the router", E2E_BUCKETS)

@@ -73,6 +73,8 @@ class NodeHealth:
 
     def placed(self, prefill: Node, decode: Node) -> None:
         """Note that a request was placed on this pair. It is the trial request of breakers that are half-open."""
+        if not (self.pairs or self.checksums or self.nodes):
+            return
         self.pairs.placed((prefill.incarnation, decode.incarnation))
         self.checksums.placed((prefill.incarnation, decode.incarnation))
         self.nodes.placed(prefill.incarnation)
@@ -90,11 +92,13 @@ class NodeHealth:
     def verified(self, prefill: Node, decode: Node) -> None:
         """Note that the decode node has verified the pages of a request and run it."""
         pair = (prefill.incarnation, decode.incarnation)
-        if self.checksums.is_half_open(pair):
+        if self.checksums and self.checksums.is_half_open(pair):
             self.checksums.succeeded(pair)
 
     def bad_pairs(self) -> set[PairKey]:
         """Return the pairs that placement should avoid."""
+        if not (self.pairs or self.checksums):
+            return set()
         return self.pairs.blocked() | self.checksums.blocked()
 
     def transferred(self, prefill: Node, decode: Node) -> None:
@@ -121,6 +125,8 @@ class NodeHealth:
 
     def released(self, prefill: Node, decode: Node) -> None:
         """Note that a request on this pair is over, whether or not it reported success or failure."""
+        if not (self.pairs or self.checksums or self.nodes):
+            return
         self.pairs.released((prefill.incarnation, decode.incarnation))
         self.checksums.released((prefill.incarnation, decode.incarnation))
         self.nodes.released(prefill.incarnation)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import msgspec
@@ -78,7 +79,11 @@ class Format(ABC):
         self._names = names
         self._logprobs = logprobs
         self._before: dict[int, bytes] = {}  # choice -> an event with text only, up to the text
-        self._open = b"data: " + _encode({"object": self.part, **self._head})[:-1] + b',"choices":['
+
+    @cached_property
+    def _open(self) -> bytes:
+        """An event up to its choices."""
+        return b"data: " + _encode({"object": self.part, **self._head})[:-1] + b',"choices":['
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from aiohttp import web
 
 from common.errors import InvalidRequest
 from common.observability.logs import Log
+from router.active_requests import ActiveRequests
 from router.answer_details import with_details
 from router.answer_form import AnswerForm, ShowChat, ShowCompletion
 from router.answer_stream import Answering
@@ -56,6 +57,8 @@ from router.token_rules import token_rules
 from router.tokenizer import Tokenizer
 from router.turns import Turns
 
+NOTHING_HELD = nullcontext()
+
 
 class OpenAiRoutes:
     """The handlers. They ask for `model` at each request, because the nodes determine the context length."""
@@ -85,7 +88,7 @@ class OpenAiRoutes:
         self._answering = Answering(generator, write_timeout, log)
         self._states = StateMemory()
         self._turns = Turns()  # spreads the start of requests over turns of the event loop
-        self.active = 0  # requests in progress, from reading their texts and images to the end of the answer
+        self._active = ActiveRequests()
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self.chat)
@@ -105,7 +108,7 @@ class OpenAiRoutes:
     ) -> web.StreamResponse:
         """Answer a chat. `show` makes the form of the answer for an API other than OpenAI's chat completions."""
         model = self._model()
-        with self._counted():
+        with self._active:
             return await self._chat(request, body, model, memory, show)
 
     async def _chat(
@@ -134,14 +137,14 @@ class OpenAiRoutes:
         form = answer.format(head, len(choices))
         ids = [prompt] * len(choices)
         shown = with_details(show(form, prompt_lengths(choices)), form, body, ids, self._tokenizer)
-        with self._images.hold(rendered.images):
+        with self._images.hold(rendered.images) if rendered.images else NOTHING_HELD:
             return await self._answer(request, body, shown, choices)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         await self.turn()
         async with received(request) as memory:
             model = self._model()
-            with self._counted():
+            with self._active:
                 body = await self._texts.read_completion(memory.take(), model.max_model_len)
                 return await self._complete(request, body, model, memory, OpenAiForm)
 
@@ -150,7 +153,7 @@ class OpenAiRoutes:
     ) -> web.StreamResponse:
         """Answer prompts of an API other than OpenAI's completions; `show` makes the form of the answer."""
         model = self._model()
-        with self._counted():
+        with self._active:
             return await self._complete(request, body, model, memory, show)
 
     async def _complete(
@@ -191,14 +194,10 @@ class OpenAiRoutes:
         shown = with_details(show(form, prompt_lengths(choices)), form, body, told, self._tokenizer)
         return await self._answer(request, body, shown, choices)
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Count the request as active: a draining router waits for it."""
-        self.active += 1
-        try:
-            yield
-        finally:
-            self.active -= 1
+    @property
+    def active(self) -> int:
+        """Requests in progress, from reading their texts and images to the end of the answer."""
+        return self._active.count
 
     async def _encoded(
         self, given: Sequence[str | TokenIds], body: CompletionRequest, model: ServedModel
@@ -206,6 +205,8 @@ class OpenAiRoutes:
         """Map the name of each prompt to its token ids. All texts of the request are encoded together."""
         names = prompt_names(len(given))
         texts = {name: prompt for name, prompt in zip(names, given) if isinstance(prompt, str)}
+        if not texts:
+            return {name: prompt for name, prompt in zip(names, given) if not isinstance(prompt, str)}
         special = body.add_special_tokens is not False
         encoded = await self._texts.encode(list(texts.values()), special, model.max_model_len, list(texts))
         ids = dict(zip(texts, encoded))
@@ -218,7 +219,8 @@ class OpenAiRoutes:
         self, request: web.Request, body: SharedFields, form: AnswerForm, choices: Sequence[Choice]
     ) -> web.StreamResponse:
         usage = Usage(sum(len(each.request.token_ids) for each in choices if each.request.share.counted))
-        with self._states.hold([each.request.states for each in choices if each.request.states is not None]):
+        states = [each.request.states for each in choices if each.request.states is not None]
+        with self._states.hold(states) if states else NOTHING_HELD:
             request[quota_claim_key].begin(len(choices), usage)
             if body.stream:
                 return await self._answering.stream(request, body, form, choices, usage)

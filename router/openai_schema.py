@@ -198,7 +198,9 @@ def refuse_unsupported_messages(messages: Sequence[Message]) -> None:
 
 def _refuse(struct: msgspec.Struct, not_yet: dict[str, tuple[Any, ...]], where: str) -> None:
     for field, neutral in not_yet.items():
-        refuse_unless_neutral(f"{where}{field}", getattr(struct, field, None), neutral)
+        value = getattr(struct, field, None)
+        if value is not None:
+            refuse_unless_neutral(f"{where}{field}", value, neutral)
 
 
 def prompts(request: CompletionRequest, max_tokens: int) -> list[str | TokenIds]:

@@ -55,7 +55,10 @@ class Placer:
         Nodes with an open breaker are left out, then nodes of `avoid`, then bad pairs; each of these only while
         something else is left. Among the rest, nodes of `prefer` are taken whatever their load.
         """
-        field = self._field()
+        nodes = self._eligible()
+        if len(nodes["prefill"]) == 1 and len(nodes["decode"]) == 1:
+            return nodes["prefill"][0], nodes["decode"][0]
+        field = self._field(nodes)
         if not isinstance(field, _Field):
             return field
         narrowed = field.without(avoid) if avoid else field
@@ -68,7 +71,7 @@ class Placer:
 
     def has_others(self, avoid: Collection[str]) -> bool:
         """Return whether a pair without any node of `avoid` can take a request."""
-        field = self._field()
+        field = self._field(self._eligible())
         if not isinstance(field, _Field):
             return False
         narrowed = field.without(avoid)
@@ -76,10 +79,14 @@ class Placer:
             c.incarnation in avoid for c in (*narrowed.prefills, *narrowed.decodes)
         )
 
-    def _field(self) -> _Field | Role:
+    def _eligible(self) -> dict[Role, list[Node]]:
+        """The nodes of each role that take requests and can be reached."""
         nodes: dict[Role, list[Node]] = {"prefill": [], "decode": []}
         for node in self._registry.eligible():
             nodes[node.role].append(node)
+        return nodes
+
+    def _field(self, nodes: Mapping[Role, Sequence[Node]]) -> _Field | Role:
         prefills, decodes = (self._candidates(nodes[role]) for role in ROLES)
         if not prefills:
             return "prefill"

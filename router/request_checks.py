@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import secrets
+import os
 from dataclasses import dataclass
 
 from common.checkpoint.generation_config import DefaultSampling
@@ -111,11 +111,16 @@ def sampling_params(
         frequency_penalty=_in_range("frequency_penalty", request.frequency_penalty, None, 0.0, -2.0, 2.0),
         logit_bias=_logit_bias(request.logit_bias or {}, model.vocab_size),
         min_tokens=_min_tokens(request.min_tokens or 0, most, len(stop_tokens), model.vocab_size),
-        seed=secrets.randbits(63) if request.seed is None else request.seed & (2**63 - 1),
+        seed=_new_seed() if request.seed is None else request.seed & (2**63 - 1),
         stop_token_ids=tuple(sorted(stop_tokens)),
         logprobs=logprobs,
         grammar=grammar,
     )
+
+
+def _new_seed() -> int:
+    """Return 63 random bits, without the layers of `secrets`."""
+    return int.from_bytes(os.urandom(8), "little") >> 1
 
 
 def _check_max_tokens(

@@ -27,6 +27,7 @@ class Turns:
         """End a turn also once `seconds` have passed since its first call; one call is always made."""
         self._per_turn = per_turn
         self._seconds = seconds
+        self._timed = seconds != float("inf")
         self._clock = clock
         self._passed = 0  # callers that passed in this turn
         self._until = 0.0  # when this turn ends for callers, by the clock
@@ -72,10 +73,14 @@ class Turns:
 
     def _turn_goes_on(self) -> bool:
         """Return whether another caller may pass in this turn."""
+        if self._passed >= self._per_turn:
+            return False
+        if not self._timed:
+            return True
         if not self._passed:
             self._until = self._clock() + self._seconds
             return True
-        return self._passed < self._per_turn and self._clock() < self._until
+        return self._clock() < self._until
 
     def _next_turn(self) -> None:
         """Start a new turn. Scheduled once per turn while callers pass or wait."""
