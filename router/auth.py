@@ -20,6 +20,7 @@ from router.auth_keys import KeyRing
 from router.auth_limits import UNLIMITED, Quota, QuotaClaim, Quotas
 from router.auth_origin import Cors, HostRule
 from router.client import Client, View, client_key
+from router.direct_answer import listener_headers_key
 from router.http_errors import request_id_key
 from router.listeners import client_address
 
@@ -160,6 +161,8 @@ class Entrance:
                 self._say(request, error)
                 raise
             request[client_key], request[quota_claim_key] = client, claim
+            if self._cors.allows_any or _quota_key in request:
+                request[listener_headers_key] = self._headers
             try:
                 return await handler(request)
             finally:
@@ -169,10 +172,13 @@ class Entrance:
 
     async def add_headers(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add CORS and quota headers, to streams too. Registered in Application.on_response_prepare."""
-        self._cors.add_headers(request, response)
+        for name, value in self._headers(request).items():
+            response.headers.add(name, value)
+
+    def _headers(self, request: web.Request) -> dict[str, str]:
         quota = request.get(_quota_key)
-        if quota is not None:
-            response.headers.update(quota.headers())
+        limits = {} if quota is None else quota.headers()
+        return self._cors.headers(request) | limits
 
     def _say(self, request: web.Request, error: RequestError) -> None:
         """Log at most one line per LOG_SECONDS: a client can be refused arbitrarily often."""

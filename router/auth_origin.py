@@ -54,14 +54,23 @@ class Cors:
         }
         return web.Response(status=204, headers=headers)
 
-    def add_headers(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+    @property
+    def allows_any(self) -> bool:
+        """Whether there are origins whose pages may use the API."""
+        return bool(self._origins)
+
+    def headers(self, request: web.BaseRequest) -> dict[str, str]:
+        """The headers of every answer."""
         if not self._origins:
-            return
-        response.headers.add("Vary", "Origin")
+            return {}
         origin = request.headers.get("Origin", "")
-        if self.lists(origin):
-            response.headers["Access-Control-Allow-Origin"] = origin
-            response.headers["Access-Control-Expose-Headers"] = EXPOSED
+        if not self.lists(origin):
+            return {"Vary": "Origin"}
+        return {
+            "Vary": "Origin",
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Expose-Headers": EXPOSED,
+        }
 
 
 class HostRule:

@@ -12,9 +12,10 @@ from itertools import chain
 
 from aiohttp import HttpVersion11, web
 
+from router.direct_answer import direct_answer, fits
 from router.http_errors import REQUEST_ID, request_id_key
 
-PIECE = 1 << 17  # bytes per write; a smaller body is an ordinary response
+PIECE = 1 << 17  # bytes per write; a smaller body is written at once
 WRITE_TIMEOUT = 30.0  # seconds that a client may leave its socket full before it is disconnected
 JSON = "application/json"
 Part = bytes | bytearray | Iterator[bytes]  # what an iterator yields is made in a turn of its own
@@ -27,7 +28,8 @@ async def send_json(
     ready = [part for part in parts if isinstance(part, bytes | bytearray)]
     size = sum(map(len, ready)) if len(ready) == len(parts) else None
     if size is not None and size <= PIECE:
-        return web.Response(body=b"".join(ready), content_type=JSON)
+        body = b"".join(ready)
+        return direct_answer(request, body) if fits(request) else web.Response(body=body, content_type=JSON)
     response = web.StreamResponse(headers={REQUEST_ID: request[request_id_key]})
     response.content_type, response.content_length = JSON, size
     if size is None and request.version == HttpVersion11:

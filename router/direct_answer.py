@@ -1,0 +1,70 @@
+"""A small JSON answer that is written with its head in one piece.
+
+aiohttp builds the head of a response from objects, which costs as much as a tenth of a small request. This one is for
+the case of almost all requests: HTTP/1.1, status 200, and the connection stays open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiohttp import HttpVersion11, web
+from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.http import SERVER_SOFTWARE
+
+from router.http_errors import REQUEST_ID, request_id_key
+
+Headers = Callable[[web.Request], Mapping[str, str]]
+# What the listener adds to every answer, where it adds anything.
+listener_headers_key: web.RequestKey[Headers] = web.RequestKey("listener_headers")
+_HEAD = (
+    "HTTP/1.1 200 OK\r\n"
+    "Content-Type: application/json\r\n"
+    f"{REQUEST_ID}: %s\r\n"
+    "%s"
+    "Content-Length: %d\r\n"
+    "Date: %s\r\n"
+    f"Server: {SERVER_SOFTWARE}\r\n"
+    "\r\n"
+)
+
+
+class DirectAnswer(web.StreamResponse):
+    """An answer that is complete with its head."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__()
+        self._data = data
+
+    @property
+    def prepared(self) -> bool:
+        """True: nobody can change its head."""
+        return True
+
+    @property
+    def keep_alive(self) -> bool | None:
+        return True
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Write the answer. Raises ConnectionResetError if the client has disconnected."""
+        transport = request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client disconnected")
+        transport.write(self._data)
+
+    async def write_eof(self, data: Any = b"") -> None:
+        """Do nothing: `prepare` has written everything."""
+
+
+def fits(request: web.Request) -> bool:
+    """Whether a request may be answered by a DirectAnswer."""
+    return request.version == HttpVersion11 and request.keep_alive and request.method != "HEAD"
+
+
+def direct_answer(request: web.Request, body: bytes) -> DirectAnswer:
+    """Answer 200 with a JSON body, if the request `fits`."""
+    extra = request.get(listener_headers_key)
+    lines = "" if extra is None else "".join(f"{name}: {value}\r\n" for name, value in extra(request).items())
+    head = _HEAD % (request[request_id_key], lines, len(body), rfc822_formatted_time())
+    return DirectAnswer(head.encode("ascii") + body)

@@ -1,0 +1,78 @@
+"""Answers that are written with their head have the head that aiohttp would write."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
+
+from router.auth import KeyGate
+from router.auth_keys import KeyRing
+from router.auth_limits import Quotas
+from router.auth_origin import Cors
+from router.direct_answer import DirectAnswer
+from tests.fakes.api_keys import api_key, bearer
+from tests.fakes.clock import Clock
+from tests.fakes.waiting import PATIENCE
+from tests.unit.router.conftest import Serve
+from tests.unit.router.scripted_generator import one_by_one
+
+PAGE = "https://page.example"
+BODY = {"prompt": [300, 301], "max_tokens": 1}
+
+
+@pytest.mark.parametrize("keys", [False, True])
+async def test_the_head_is_that_of_an_ordinary_response(serve: Serve, keys: bool) -> None:
+    key = api_key("secret", "a", requests_per_minute=100)
+    gate = KeyGate(KeyRing([key], lambda: 0.0), Quotas(Clock()), None, False, False) if keys else None
+    rig = await serve(gate=gate, cors=Cors((PAGE,)) if keys else None)
+    heads = []
+    for connection in ("keep-alive", "close"):
+        rig.generator.will(*one_by_one([50]))
+        own = {"Connection": connection, "X-Request-Id": "an-id", "Host": "x"}
+        headers = own | ({"Origin": PAGE, **bearer("secret")} if keys else {})
+        status, answer, head = await rig.post("/v1/completions", BODY, headers)
+        assert status == 200
+        assert answer["choices"][0]["finish_reason"] == "length"
+        # The quota is smaller at the second request.
+        heads.append(
+            {name: value for name, value in head.items() if "remaining" not in name and "reset" not in name}
+        )
+    direct, ordinary = heads
+    assert ordinary.pop("connection") == "close"
+    assert direct.pop("date")[:16] == ordinary.pop("date")[:16]
+    assert direct == ordinary
+    assert direct["x-request-id"] == "an-id"
+    assert ("access-control-allow-origin" in direct) == ("x-ratelimit-limit-requests" in direct) == keys
+
+
+async def test_pipelined_requests_are_answered_in_order_on_one_connection(serve: Serve) -> None:
+    rig = await serve()
+    rig.generator.scripts = [one_by_one([token]) for token in (50, 51)]
+    reader, writer = await asyncio.open_connection(rig.host, rig.port)
+    data = json.dumps(BODY).encode()
+    for identity in ("first", "second"):
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"X-Request-Id: %b\r\nContent-Length: %d\r\n\r\n%b" % (identity.encode(), len(data), data)
+        )
+    try:
+        async with asyncio.timeout(PATIENCE):
+            for identity in ("first", "second"):
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                fields = dict(line.split(": ", 1) for line in head.split("\r\n")[1:-2])
+                body = json.loads(await reader.readexactly(int(fields["Content-Length"])))
+                assert (fields["X-Request-Id"], body["id"]) == (identity, f"cmpl-{identity}")
+    finally:
+        writer.close()
+
+
+async def test_a_client_that_has_left_is_a_connection_error() -> None:
+    request = make_mocked_request("POST", "/")
+    request.transport.is_closing.return_value = True  # type: ignore[union-attr]
+    answer: web.StreamResponse = DirectAnswer(b"x")
+    with pytest.raises(ConnectionResetError):
+        await answer.prepare(request)
