@@ -56,11 +56,11 @@ class Cors:
 
     @property
     def allows_any(self) -> bool:
-        """Whether there are origins whose pages may use the API."""
+        """Return whether pages of any origin may use the API."""
         return bool(self._origins)
 
     def headers(self, request: web.BaseRequest) -> dict[str, str]:
-        """The headers of every answer."""
+        """Return the CORS headers of an answer."""
         if not self._origins:
             return {}
         origin = request.headers.get("Origin", "")

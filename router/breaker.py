@@ -44,7 +44,7 @@ class Breakers(Generic[K]):
         self._states: dict[K, _State] = {}
 
     def __len__(self) -> int:
-        """The number of keys that have failed lately."""
+        """Return the number of keys that have failed lately."""
         return len(self._states)
 
     def failed(self, key: K) -> None:

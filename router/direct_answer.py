@@ -58,7 +58,7 @@ class DirectAnswer(web.StreamResponse):
 
 
 def fits(request: web.Request) -> bool:
-    """Whether a request may be answered by a DirectAnswer."""
+    """Return whether a request may be answered by a DirectAnswer."""
     return request.version == HttpVersion11 and request.keep_alive and request.method != "HEAD"
 
 

@@ -11,7 +11,6 @@ from aiohttp import web
 
 from common.errors import InvalidRequest
 from common.observability.logs import Log
-from router.active_requests import ActiveRequests
 from router.answer_details import with_details
 from router.answer_form import AnswerForm, ShowChat, ShowCompletion
 from router.answer_stream import Answering
@@ -51,6 +50,7 @@ from router.request_checks import (
     check_prompt,
     check_request,
 )
+from router.request_counter import RequestCounter
 from router.text_service import TextService
 from router.token_names import IdNames, TokenNames
 from router.token_rules import token_rules
@@ -88,7 +88,7 @@ class OpenAiRoutes:
         self._answering = Answering(generator, write_timeout, log)
         self._states = StateMemory()
         self._turns = Turns()  # spreads the start of requests over turns of the event loop
-        self._active = ActiveRequests()
+        self._active = RequestCounter()
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post("/v1/chat/completions", self.chat)

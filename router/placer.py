@@ -80,7 +80,7 @@ class Placer:
         )
 
     def _eligible(self) -> dict[Role, list[Node]]:
-        """The nodes of each role that take requests and can be reached."""
+        """Return the nodes of each role that take requests and can be reached."""
         nodes: dict[Role, list[Node]] = {"prefill": [], "decode": []}
         for node in self._registry.eligible():
             nodes[node.role].append(node)

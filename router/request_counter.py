@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 
-class ActiveRequests:
+class RequestCounter:
     """`with active:` around each request. A draining router waits until `count` is 0."""
 
     def __init__(self) -> None:
