@@ -31,11 +31,12 @@ _HEAD = (
 
 
 class DirectAnswer(web.StreamResponse):
-    """An answer that is complete with its head."""
+    """An answer of status 200 with a JSON body, for a request that `fits`."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, request: web.Request, body: bytes) -> None:
         super().__init__()
-        self._data = data
+        self._asked = request
+        self._json = body
 
     @property
     def prepared(self) -> bool:
@@ -47,11 +48,19 @@ class DirectAnswer(web.StreamResponse):
         return True
 
     async def prepare(self, request: web.BaseRequest) -> None:
-        """Write the answer. Raises ConnectionResetError if the client has disconnected."""
+        """Write the answer. Raises ConnectionResetError if the client has disconnected.
+
+        The head is made here, where the quota of the request's key is charged for the answer.
+        """
         transport = request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client disconnected")
-        transport.write(self._data)
+        extra = self._asked.get(listener_headers_key)
+        named: Mapping[str, str] = {} if extra is None else extra(self._asked)
+        lines = "".join([f"{name}: {value}\r\n" for name, value in named.items()])
+        identity = self._asked[request_id_key]
+        head = _HEAD % (identity, lines, len(self._json), rfc822_formatted_time())
+        transport.write(head.encode("ascii") + self._json)
 
     async def write_eof(self, data: Any = b"") -> None:
         """Do nothing: `prepare` has written everything."""
@@ -60,11 +69,3 @@ class DirectAnswer(web.StreamResponse):
 def fits(request: web.Request) -> bool:
     """Return whether a request may be answered by a DirectAnswer."""
     return request.version == HttpVersion11 and request.keep_alive and request.method != "HEAD"
-
-
-def direct_answer(request: web.Request, body: bytes) -> DirectAnswer:
-    """Answer 200 with a JSON body, if the request `fits`."""
-    extra = request.get(listener_headers_key)
-    lines = "" if extra is None else "".join(f"{name}: {value}\r\n" for name, value in extra(request).items())
-    head = _HEAD % (request[request_id_key], lines, len(body), rfc822_formatted_time())
-    return DirectAnswer(head.encode("ascii") + body)

@@ -12,7 +12,7 @@ from itertools import chain
 
 from aiohttp import HttpVersion11, web
 
-from router.direct_answer import direct_answer, fits
+from router.direct_answer import DirectAnswer, fits
 from router.http_errors import REQUEST_ID, request_id_key
 
 PIECE = 1 << 17  # bytes per write; a smaller body is written at once
@@ -29,7 +29,7 @@ async def send_json(
     size = sum(map(len, ready)) if len(ready) == len(parts) else None
     if size is not None and size <= PIECE:
         body = b"".join(ready)
-        return direct_answer(request, body) if fits(request) else web.Response(body=body, content_type=JSON)
+        return DirectAnswer(request, body) if fits(request) else web.Response(body=body, content_type=JSON)
     response = web.StreamResponse(headers={REQUEST_ID: request[request_id_key]})
     response.content_type, response.content_length = JSON, size
     if size is None and request.version == HttpVersion11:

@@ -73,6 +73,6 @@ async def test_pipelined_requests_are_answered_in_order_on_one_connection(serve:
 async def test_a_client_that_has_left_is_a_connection_error() -> None:
     request = make_mocked_request("POST", "/")
     request.transport.is_closing.return_value = True  # type: ignore[union-attr]
-    answer: web.StreamResponse = DirectAnswer(b"x")
+    answer: web.StreamResponse = DirectAnswer(request, b"x")
     with pytest.raises(ConnectionResetError):
         await answer.prepare(request)
