@@ -5,7 +5,8 @@
 A cluster of the tiny models answers in turns: one block of free text, one of JSON, and so on, so that other load of the
 machine meets both alike. Free answers continue word problems, which the drafts were trained on. JSON answers are lists
 of records with one layout, without whitespace, of at most as many tokens. Both are greedy. Tokens per step and request
-say what the load cannot change; a step of JSON costs the masks and the loss of overlap.
+say what the load cannot change, and the processor time of the decode node hardly depends on it; a step of JSON costs
+the masks and the loss of overlap.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -39,11 +41,13 @@ class Side:
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
+    busy: float = 0.0  # seconds of processor time of the decode node
 
-    def add(self, tokens: int, seconds: float, steps: int) -> None:
+    def add(self, tokens: int, seconds: float, steps: int, busy: float) -> None:
         self.tokens += tokens
         self.seconds += seconds
         self.steps += steps
+        self.busy += busy
 
     @property
     def speed(self) -> float:
@@ -59,6 +63,7 @@ class Row:
     free_tokens_per_s: float
     json_tokens_per_s: float
     ratio: float
+    busy_ratio: float  # of tokens per second of processor time of the decode node
     free_tokens_per_step: float
     json_tokens_per_step: float
     free_ms: float  # wall-clock time per step, prompts included
@@ -81,16 +86,18 @@ async def measure(drafter: str, at_once: int, rounds: int) -> Row:
     fields: dict[str, dict[str, Any]] = {"free": {}, "json": JSON}
     with tempfile.TemporaryDirectory() as run:
         async with RunningCluster(Path(run), config=config) as cluster, Client(cluster.url) as client:
-            await client.complete_all(prompts_of(directory, 2, 99), 2, 16, **JSON)
+            for warm in fields.values():
+                await client.complete_all(prompts_of(directory, 2, 99), 2, 16, **warm)
             for number in range(rounds):
                 for kind, side in sides.items():
-                    before = await counted(client)
+                    before, busy = await counted(client), processor_seconds(cluster, "decode-0")
                     prompts = prompts_of(directory, at_once, number * at_once)
                     began = time.monotonic()
                     answers = await client.complete_all(prompts, at_once, SAID, **fields[kind])
                     seconds = time.monotonic() - began
                     after = await counted(client)
-                    side.add(sum(len(each.tokens) for each in answers), seconds, after - before)
+                    busy = processor_seconds(cluster, "decode-0") - busy
+                    side.add(sum(len(each.tokens) for each in answers), seconds, after - before, busy)
     free, constrained = sides["free"], sides["json"]
     return Row(
         drafter=drafter,
@@ -98,11 +105,18 @@ async def measure(drafter: str, at_once: int, rounds: int) -> Row:
         free_tokens_per_s=free.speed,
         json_tokens_per_s=constrained.speed,
         ratio=constrained.speed / free.speed,
+        busy_ratio=constrained.tokens / constrained.busy / (free.tokens / free.busy),
         free_tokens_per_step=free.tokens / free.steps / at_once,
         json_tokens_per_step=constrained.tokens / constrained.steps / at_once,
         free_ms=1e3 * free.seconds / free.steps,
         json_ms=1e3 * constrained.seconds / constrained.steps,
     )
+
+
+def processor_seconds(cluster: RunningCluster, name: str) -> float:
+    """Return the processor time that a process of the cluster has taken, in user and in kernel mode."""
+    fields = Path(f"/proc/{cluster.processes[name].pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def counted(client: Client) -> int:
