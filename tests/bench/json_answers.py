@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from deploy.tiny_models.prompts import few_shot_prompt
 from deploy.tiny_models.word_problems import take
 from tests.bench.environment import describe
 from tests.bench.grammars import SCHEMA
+from tests.bench.router_cost import cpu_seconds
 from tests.cluster.check_grammars import DRAFTERS, config_of
 from tests.cluster.harness import Client, RunningCluster
 
@@ -86,17 +86,18 @@ async def measure(drafter: str, at_once: int, rounds: int) -> Row:
     fields: dict[str, dict[str, Any]] = {"free": {}, "json": JSON}
     with tempfile.TemporaryDirectory() as run:
         async with RunningCluster(Path(run), config=config) as cluster, Client(cluster.url) as client:
+            decode = cluster.processes["decode-0"].pid
             for warm in fields.values():
                 await client.complete_all(prompts_of(directory, 2, 99), 2, 16, **warm)
             for number in range(rounds):
                 for kind, side in sides.items():
-                    before, busy = await counted(client), processor_seconds(cluster, "decode-0")
+                    before, busy = await counted(client), cpu_seconds(decode)
                     prompts = prompts_of(directory, at_once, number * at_once)
                     began = time.monotonic()
                     answers = await client.complete_all(prompts, at_once, SAID, **fields[kind])
                     seconds = time.monotonic() - began
                     after = await counted(client)
-                    busy = processor_seconds(cluster, "decode-0") - busy
+                    busy = cpu_seconds(decode) - busy
                     side.add(sum(len(each.tokens) for each in answers), seconds, after - before, busy)
     free, constrained = sides["free"], sides["json"]
     return Row(
@@ -111,12 +112,6 @@ async def measure(drafter: str, at_once: int, rounds: int) -> Row:
         free_ms=1e3 * free.seconds / free.steps,
         json_ms=1e3 * constrained.seconds / constrained.steps,
     )
-
-
-def processor_seconds(cluster: RunningCluster, name: str) -> float:
-    """Return the processor time that a process of the cluster has taken, in user and in kernel mode."""
-    fields = Path(f"/proc/{cluster.processes[name].pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def counted(client: Client) -> int:
