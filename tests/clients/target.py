@@ -34,9 +34,7 @@ def start(directory: Path) -> RunningCluster:
     model["served_name"] = NAME
     draft = "draft_model_path"
     speculation[draft] = with_long_context(here / speculation[draft], directory / "draft")
-    # vLLM's benchmark client knows the second name only, most others the first.
-    router = {"reasoning_fields": ["reasoning_content", "reasoning"]}
-    return RunningCluster(directory, config={**config, "router": router})
+    return RunningCluster(directory, config=config)
 
 
 def problem() -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 DIRECTORY = Path(os.environ.get("CLIENTS_DIRECTORY", "."))
 MODEL_PATH = os.environ.get("CLIENTS_MODEL_PATH", "")
 BIN = DIRECTORY / "bin"
+# Fields of a chat for clients that time the content of an answer and do not know `reasoning_content`.
+ANSWER_AT_ONCE = json.dumps({"chat_template_kwargs": {"enable_thinking": False}})
 
 
 def run(program: str, *arguments: str, seconds: float = 280, without: str = "") -> str:

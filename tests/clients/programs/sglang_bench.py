@@ -5,14 +5,10 @@ from __future__ import annotations
 import json
 
 from tests.clients.features import MODEL, URL, Features
-from tests.clients.programs.command import DIRECTORY, MODEL_PATH, run
+from tests.clients.programs.command import ANSWER_AT_ONCE, DIRECTORY, MODEL_PATH, run
 
 PROMPTS = 10
 features = Features(deadline=300)
-
-
-# These backends time the content of an answer and know no reasoning.
-ANSWER_AT_ONCE = json.dumps({"chat_template_kwargs": {"enable_thinking": False}})
 
 
 def register(backend: str) -> None:
