@@ -9,12 +9,11 @@ the evaluation. torch is imported inside `main`, because the worker processes im
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from deploy.tiny_models.training_options import shown_command, training_of, training_parser
 
 if TYPE_CHECKING:
     from deploy.tiny_models.greedy_eval import Suite
@@ -25,21 +24,9 @@ EVAL_SHARE = 0.15  # share of the time that is kept for the evaluation and for s
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT)
-    parser.add_argument("--minutes", type=float, default=6.0, help="wall clock of the whole run")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument(
-        "--batch-tokens", type=int, help="tokens per step; default 32768 on CUDA, 4096 on CPU"
-    )
-    parser.add_argument("--workers", type=int, help="data worker processes; default: most of the cores")
+    parser = training_parser(__doc__, DEFAULT_OUT, "the model", minutes=6.0, seed=1)
     parser.add_argument("--eval-count", type=int, help="problems per suite; default 1000 on CUDA, 40 on CPU")
     parser.add_argument("--compile", action="store_true", help="torch.compile; falls back when it fails")
-    parser.add_argument("--smoke", action="store_true", help="a much smaller shape, to try the program")
     parser.add_argument("--lean", action="store_true", help="7 files: without special_tokens_map.json")
     return parser.parse_args(argv)
 
@@ -63,19 +50,15 @@ def main(argv: list[str] | None = None) -> None:
     """Train, save, evaluate, write the card."""
     begun = time.monotonic()
     args = arguments(argv)
-    import torch
-
     from deploy.tiny_models import checkpoint, model_card, tokenizer
     from deploy.tiny_models.feeder import feed
     from deploy.tiny_models.greedy_eval import evaluate
     from deploy.tiny_models.trainer import Replay, train
     from deploy.tiny_models.training_loop import Settings
 
-    cuda = torch.cuda.is_available() if args.device == "auto" else args.device == "cuda"
-    device = torch.device("cuda" if cuda else "cpu")
-    batch_tokens = args.batch_tokens or (32_768 if cuda else 4_096)
-    workers = args.workers or max(1, min(12, (os.cpu_count() or 2) - 2))
-    eval_count = args.eval_count or (1_000 if cuda else 40)
+    training = training_of(args)
+    device, workers, batch_tokens = training.device, training.workers, training.batch_tokens
+    eval_count = args.eval_count or (1_000 if device.type == "cuda" else 40)
     vocabulary = tokenizer.build()
     config = checkpoint.config_dict(checkpoint.SMOKE_SHAPE if args.smoke else checkpoint.Shape(), vocabulary)
     model = checkpoint.new_model(config, args.seed)
@@ -96,8 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     checkpoint.save(args.out, model, config, vocabulary)
     if args.lean:
         (args.out / "special_tokens_map.json").unlink()
-    given = [args.out.name if word == str(args.out) else word for word in (argv or sys.argv[1:])]
-    command = shlex.join(["python3", "-m", "deploy.tiny_models.train_target", *given])
+    command = shown_command("deploy.tiny_models.train_target", argv, args.out, args.out.name)
     card = model_card.Card(params, outcome, model_card.machine(device), command)
     model_card.write(args.out, card, [])  # before the evaluation: a time limit must not lose the weights
     scores = []

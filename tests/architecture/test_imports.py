@@ -259,6 +259,7 @@ def _components(graph: dict[str, set[str]]) -> list[set[str]]:
 # Their data workers import them again.
 TRAINERS = (
     "deploy.tiny_models.train_target",
+    "deploy.tiny_models.training_options",
     "deploy.tiny_models.mixture.train_mixture",
     "deploy.tiny_models.tool_calls.train_tools",
 )

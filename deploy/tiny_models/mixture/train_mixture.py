@@ -9,11 +9,10 @@ the measurements. torch is imported inside `main`, because the worker processes 
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
-import sys
 import time
 from pathlib import Path
+
+from deploy.tiny_models.training_options import shown_command, training_of, training_parser
 
 OUT = Path(__file__).parent.parent  # receives the two directories
 # Shares of the time: the rest is for measuring and saving.
@@ -24,19 +23,9 @@ MEASURED_STEPS = (1, 3)
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = training_parser(__doc__, OUT, "tiny-FAMILY and tiny-FAMILY-eagle3", minutes=10.0, seed=21)
     parser.add_argument("--family", choices=("hybrid", "moe"), required=True)
-    parser.add_argument("--out", type=Path, default=OUT, help="receives tiny-FAMILY and tiny-FAMILY-eagle3")
-    parser.add_argument("--minutes", type=float, default=10.0, help="wall clock of the whole run")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
-    parser.add_argument("--seed", type=int, default=21)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--batch-tokens", type=int, help="per step; default 32768 on CUDA, 4096 on CPU")
-    parser.add_argument("--workers", type=int, help="data worker processes; default: most of the cores")
     parser.add_argument("--count", type=int, help="problems per suite; default 500 on CUDA, 8 on CPU")
-    parser.add_argument("--smoke", action="store_true", help="a much smaller shape, to try the program")
     return parser.parse_args(argv)
 
 
@@ -46,28 +35,18 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     from deploy.tiny_models import tokenizer
-    from deploy.tiny_models.drafts.train_one import device_of
     from deploy.tiny_models.mixture.run import Run
     from deploy.tiny_models.mixture.shapes import FAMILIES
-    from deploy.tiny_models.training_loop import Training
 
     torch.set_float32_matmul_precision("high")
-    device = device_of(args.device)
-    cuda = device.type == "cuda"
-    given = ["OUT" if word == str(args.out) else word for word in (argv or sys.argv[1:])]
+    training = training_of(args)
     run = Run(
         family=FAMILIES[args.family],
         out=args.out,
-        training=Training(
-            device=device,
-            seed=args.seed,
-            lr=args.lr,
-            batch_tokens=args.batch_tokens or (32_768 if cuda else 4_096),
-            workers=args.workers or max(1, min(12, (os.cpu_count() or 2) - 2)),
-        ),
-        count=args.count or (500 if cuda else 8),
+        training=training,
+        count=args.count or (500 if training.device.type == "cuda" else 8),
         vocabulary=tokenizer.build(),
-        command=shlex.join(["python3", "-m", "deploy.tiny_models.mixture.train_mixture", *given]),
+        command=shown_command("deploy.tiny_models.mixture.train_mixture", argv, args.out),
     )
     begun, seconds = time.monotonic(), args.minutes * 60
     target = run.train_target(seconds * TARGET_SHARE, args.smoke)

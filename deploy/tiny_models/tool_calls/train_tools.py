@@ -9,11 +9,10 @@ the measurements. torch is imported inside `main`, because the worker processes 
 from __future__ import annotations
 
 import argparse
-import os
-import shlex
-import sys
 import time
 from pathlib import Path
+
+from deploy.tiny_models.training_options import shown_command, training_of, training_parser
 
 OUT = Path(__file__).parent.parent  # receives the three directories
 # Shares of the time: the rest is for starting, measuring and saving.
@@ -22,18 +21,8 @@ TARGET_SHARE, EAGLE3_SHARE, STANDALONE_SHARE = 0.58, 0.14, 0.1
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=OUT, help="receives tiny-tools and tiny-tools-KIND")
-    parser.add_argument("--minutes", type=float, default=6.0, help="wall clock of the whole run")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda")
-    parser.add_argument("--seed", type=int, default=31)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--batch-tokens", type=int, help="per step; default 32768 on CUDA, 4096 on CPU")
-    parser.add_argument("--workers", type=int, help="data worker processes; default: most of the cores")
+    parser = training_parser(__doc__, OUT, "tiny-tools and tiny-tools-KIND", minutes=6.0, seed=31)
     parser.add_argument("--count", type=int, help="conversations per suite; default 500 on CUDA, 8 on CPU")
-    parser.add_argument("--smoke", action="store_true", help="a much smaller shape, to try the program")
     return parser.parse_args(argv)
 
 
@@ -42,28 +31,18 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     import torch
 
-    from deploy.tiny_models.drafts.train_one import device_of
     from deploy.tiny_models.tool_calls import vocabulary
     from deploy.tiny_models.tool_calls.run import Run, turns_of
-    from deploy.tiny_models.training_loop import Training
 
     torch.set_float32_matmul_precision("high")
-    device = device_of(args.device)
-    cuda = device.type == "cuda"
-    given = ["OUT" if word == str(args.out) else word for word in (argv or sys.argv[1:])]
+    training = training_of(args)
     begun, seconds = time.monotonic(), args.minutes * 60
     run = Run(
         out=args.out,
-        training=Training(
-            device=device,
-            seed=args.seed,
-            lr=args.lr,
-            batch_tokens=args.batch_tokens or (32_768 if cuda else 4_096),
-            workers=args.workers or max(1, min(12, (os.cpu_count() or 2) - 2)),
-        ),
-        count=args.count or (500 if cuda else 8),
+        training=training,
+        count=args.count or (500 if training.device.type == "cuda" else 8),
         vocabulary=vocabulary.build(),
-        command=shlex.join(["python3", "-m", "deploy.tiny_models.tool_calls.train_tools", *given]),
+        command=shown_command("deploy.tiny_models.tool_calls.train_tools", argv, args.out),
     )
     target = run.train_target(seconds * TARGET_SHARE, args.smoke)
     scores = run.score(target)

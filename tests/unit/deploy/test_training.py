@@ -21,6 +21,7 @@ from deploy.tiny_models.muon import orthogonalize
 from deploy.tiny_models.train_target import arguments, suites
 from deploy.tiny_models.trainer import Replay, train
 from deploy.tiny_models.training_loop import Outcome, Settings, rate_at
+from deploy.tiny_models.training_options import shown_command, training_of
 
 SHAPE = checkpoint.Shape(
     hidden_size=64,
@@ -140,3 +141,14 @@ def test_the_defaults() -> None:
     assert args.minutes == 2.0
     assert args.out.name == "tiny-target"
     assert json.dumps([suite.count for suite in suites(1000)]) == "[1000, 1000, 250, 250, 250, 125]"
+
+
+def test_options_of_all_trainers() -> None:
+    """What the command line leaves out follows from the device; a model card shows no directory of this machine."""
+    given = ["--device", "cpu", "--out", "/home/me/models", "--seed", "7", "--workers", "3"]
+    training = training_of(arguments(given))
+    assert (training.device.type, training.seed) == ("cpu", 7)
+    assert (training.batch_tokens, training.workers) == (4_096, 3)
+    assert training_of(arguments([*given, "--batch-tokens", "512"])).batch_tokens == 512
+    shown = shown_command("deploy.tiny_models.train_target", given, arguments(given).out)
+    assert shown == ("python3 -m deploy.tiny_models.train_target --device cpu --out OUT --seed 7 --workers 3")
