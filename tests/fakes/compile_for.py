@@ -26,7 +26,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import common.engine.ops
-from common.engine.ops import expert_products, linear, linear_norm
+from common.engine.ops import expert_weights, linear, linear_norm
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.delta_chunks import delta_extend_triton
 from common.engine.ops.delta_tiles import ChunkTiles
@@ -118,7 +118,7 @@ def become(capability: int) -> None:
         "room_of": gpu.room,
     }
     driver.set_active(NoGpu(capability))
-    for product in (linear, expert_products):
+    for product in (linear, expert_weights):
         setattr(product, "copies_in_bulk", lambda *matrices: capability >= 90)  # noqa: B010
     for module in kernel_modules():
         for name, answer in answers.items():
@@ -131,11 +131,10 @@ def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: Sh
     if kernel == "_linear_kernel":
         tiles = (options[name] for name in ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROWS"))
         return Tiles(*tiles).shared_bytes(matrices=2 if options["GATED"] else 1)
-    if kernel in ("_few_pairs_kernel", "_many_pairs_kernel"):
+    if kernel in ("_few_pairs_kernel", "_grouped_product_kernel"):
         rows = options["TOKENS" if kernel == "_few_pairs_kernel" else "ROWS"]
-        return ExpertTiles(
-            options["COLUMNS"], options["BLOCK_K"], rows, options["num_warps"], options["num_stages"]
-        ).shared_bytes(itemsize, options["GATED"])
+        tile = (options["COLUMNS"], options["BLOCK_K"], rows, options["num_warps"], options["num_stages"])
+        return ExpertTiles(*tile, extra=options.get("EXTRA", 0)).shared_bytes(itemsize, options["GATED"])
     if kernel in ("delta_solve_kernel", "delta_scan_kernel", "delta_outputs_kernel"):
         return chunk_bytes(kernel, options, itemsize)
     if kernel in ("_decode_kernel", "_verify_kernel", "_extend_kernel"):

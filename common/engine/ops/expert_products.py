@@ -8,8 +8,8 @@ Few tokens: there is a program for every pair and every tile, of which only that
 reads its tile of the weight once, for all tokens of the expert; the others end at once, so that no sorting is needed
 and the grid does not depend on the routing. A single token has a form without matrix units (`expert_vectors`).
 
-Many tokens: pairs are grouped by expert, and the programs that an expert gets follow from the number of its pairs. No
-form waits for the device, and a pair without an expert costs nothing.
+Many tokens: pairs are grouped by expert, and the programs that an expert gets follow from the number of its pairs
+(`grouped_products`). No form waits for the device, and a pair without an expert costs nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.expert_tiles import FEW, FEW_TOKENS, ExpertTiles, choose_few, choose_many
-from common.engine.ops.expert_vectors import DOWN_VECTORS, UP_VECTORS, check_layout, pair_vectors_triton
+from common.engine.ops.expert_vectors import DOWN_VECTORS, UP_VECTORS, pair_vectors_triton
+from common.engine.ops.expert_weights import prepare, weight_tile
 from common.engine.ops.group_pairs import group_pairs_triton
+from common.engine.ops.grouped_products import grouped_product_triton
 from common.engine.ops.linear import halves
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import room_of
@@ -28,7 +30,6 @@ from common.engine.ops.triton_kernel import (
     await_previous,
     cdiv,
     chained,
-    copies_in_bulk,
     described,
     kernel,
     kernel_with_varying,
@@ -68,30 +69,6 @@ def expert_parts_reference(
 
 
 @kernel
-def _weight_tile(  # type: ignore[no-untyped-def]
-    weight,  # a descriptor made by `described` if BULK, else a pointer: [all rows, DEPTH]
-    first,
-    last,
-    k,
-    DEPTH: tl.constexpr,
-    CUT: tl.constexpr,
-    BULK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Return [COLUMNS, BLOCK_K] from row `first` and column k on; rows from `last` on are undefined."""
-    if BULK:
-        tile = weight.load([first, k])
-    else:
-        row, column = first + tl.arange(0, COLUMNS), k + tl.arange(0, BLOCK_K)
-        read = (row < last)[:, None]
-        if CUT:
-            read = read & (column < DEPTH)[None, :]
-        tile = tl.load(weight + row.to(tl.int64)[:, None] * DEPTH + column[None, :], mask=read, other=0.0)
-    return tile
-
-
-@kernel
 def _multiply_pairs(  # type: ignore[no-untyped-def]
     x_ptr,  # [tokens, DEPTH], or if not GATED [pairs, DEPTH]
     weight,  # [experts * size, DEPTH], or if GATED [experts * 2 * size, DEPTH]
@@ -126,10 +103,10 @@ def _multiply_pairs(  # type: ignore[no-untyped-def]
         if CUT:
             read = read & (column < DEPTH)[None, :]
         few = tl.trans(tl.load(place + column[None, :], mask=read, other=0.0))
-        tile = _weight_tile(weight, begin + first, begin + size, k, DEPTH, CUT, BULK, COLUMNS, BLOCK_K)
+        tile = weight_tile(weight, begin + first, begin + size, k, DEPTH, CUT, BULK, COLUMNS, BLOCK_K)
         out = tl.dot(tile, few, out, input_precision="ieee")
         if GATED:
-            tile = _weight_tile(
+            tile = weight_tile(
                 weight, begin + size + first, begin + 2 * size, k, DEPTH, CUT, BULK, COLUMNS, BLOCK_K
             )
             up = tl.dot(tile, few, up, input_precision="ieee")
@@ -203,55 +180,13 @@ def _few_pairs_kernel(  # type: ignore[no-untyped-def]
             )  # fmt: skip
 
 
-@kernel
-def _many_pairs_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    weight,
-    starts_ptr,  # [experts + 1], see group_pairs
-    pairs_ptr,
-    shares_ptr,
-    out_ptr,
-    experts,
-    size,  # output columns
-    DEPTH: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    GATED: tl.constexpr,
-    CUT: tl.constexpr,
-    BULK: tl.constexpr,
-    BLOCK_E: tl.constexpr,  # at least `experts`
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
-    """Each program computes COLUMNS columns for ROWS pairs of one expert; the last programs may have none."""
-    await_previous(CHAINED)
-    first, tile = tl.program_id(0) * COLUMNS, tl.program_id(1)
-    index = tl.arange(0, BLOCK_E)
-    start = tl.load(starts_ptr + index, mask=index < experts, other=0)
-    end = tl.load(starts_ptr + index + 1, mask=index < experts, other=0)
-    tiles = (end - start + ROWS - 1) // ROWS
-    past = tl.cumsum(tiles, axis=0)
-    expert = tl.sum(((past <= tile) & (index < experts)).to(tl.int32), axis=0)
-    if expert < experts:
-        own = index == expert
-        within = tile - tl.sum(tl.where(own, past - tiles, 0), axis=0)
-        place = tl.sum(tl.where(own, start, 0), axis=0) + within * ROWS + tl.arange(0, ROWS)
-        real = place < tl.sum(tl.where(own, end, 0), axis=0)
-        pair = tl.load(pairs_ptr + place, mask=real, other=0)
-        _multiply_pairs(
-            x_ptr, weight, shares_ptr, out_ptr, pair, real, expert, first, size,
-            DEPTH, CHOSEN, GATED, CUT, BULK, ROWS, COLUMNS, BLOCK_K,
-        )  # fmt: skip
-
-
 def few_pairs_triton(
     x: Tensor, stack: Tensor, experts: Tensor, shares: Tensor, gated: bool, tiles: ExpertTiles
 ) -> Tensor:
     """Multiply as many tokens as a tile has rows: [P, I] of x [T, H] if `gated`, else [P, H] of x [P, I]."""
     tokens, chosen = experts.shape
     assert tokens <= tiles.rows, f"{tokens} tokens, a tile has {tiles.rows}"
-    size, rows, out, bulk = _prepare(x, stack, experts, shares, gated, tiles)
+    size, rows, out, bulk = prepare(x, stack, experts, shares, gated, tiles)
     if tokens:
         _few_pairs_kernel[(cdiv(size, tiles.columns), tokens * chosen)](
             x,
@@ -279,58 +214,6 @@ def few_pairs_triton(
     return out
 
 
-def many_pairs_triton(
-    x: Tensor,
-    stack: Tensor,
-    experts: Tensor,
-    shares: Tensor,
-    grouped: tuple[Tensor, Tensor],
-    gated: bool,
-    tiles: ExpertTiles,
-) -> Tensor:
-    """Multiply any number of tokens, grouped by `group_pairs_triton`; otherwise as `few_pairs_triton`."""
-    count = len(stack)
-    size, rows, out, bulk = _prepare(x, stack, experts, shares, gated, tiles)
-    if experts.numel():
-        # Each expert may have one tile that is not full.
-        most = cdiv(experts.numel(), tiles.rows) + min(count, experts.numel())
-        _many_pairs_kernel[(cdiv(size, tiles.columns), most)](
-            x,
-            described(rows, tiles.columns, tiles.depth) if bulk else rows,
-            *grouped,
-            shares,
-            out,
-            count,
-            size,
-            DEPTH=rows.shape[1],
-            CHOSEN=experts.shape[1],
-            GATED=gated,
-            CUT=rows.shape[1] % tiles.depth != 0,
-            BULK=bulk,
-            BLOCK_E=next_power_of_2(count),
-            ROWS=tiles.rows,
-            COLUMNS=tiles.columns,
-            BLOCK_K=tiles.depth,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-            **chained(x.device),
-        )
-    return out
-
-
-def _prepare(
-    x: Tensor, stack: Tensor, experts: Tensor, shares: Tensor, gated: bool, tiles: ExpertTiles
-) -> tuple[int, Tensor, Tensor, bool]:
-    """Check the layout; return the output's width, the stack as a matrix, the output, and how tiles are copied."""
-    count, width, depth = stack.shape
-    check_layout(x, stack, experts, shares)
-    rows = stack.view(count * width, depth)
-    size = width // 2 if gated else width
-    # As in `linear`, bulk copies do not pay for the smallest tile.
-    bulk = tiles.rows > FEW and copies_in_bulk(rows)
-    return size, rows, x.new_empty((experts.numel(), size)), bulk
-
-
 def expert_parts_triton(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
     (tokens, chosen), count = experts.shape, len(gate_up)
     gpu = multiprocessors(x.device), room_of(x.device).shared_bytes
@@ -347,11 +230,12 @@ def expert_parts_triton(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tenso
         inner = few_pairs_triton(x, gate_up, experts, shares, True, up_tiles)
         out = few_pairs_triton(inner, down, experts, shares, False, down_tiles)
     else:
-        grouped = group_pairs_triton(experts.view(-1), count)
-        up_tiles = choose_many(experts.numel(), count, itemsize, True, gpu[1])
-        down_tiles = choose_many(experts.numel(), count, itemsize, False, gpu[1])
-        inner = many_pairs_triton(x, gate_up, experts, shares, grouped, True, up_tiles)
-        out = many_pairs_triton(inner, down, experts, shares, grouped, False, down_tiles)
+        up_tiles, down_tiles = (
+            choose_many(experts.numel(), count, itemsize, gated, gpu[1]) for gated in (True, False)
+        )
+        groups = group_pairs_triton(experts.view(-1), count, up_tiles.rows, up_tiles.extra)
+        inner = grouped_product_triton(x, gate_up, experts, shares, groups, True, up_tiles)
+        out = grouped_product_triton(inner, down, experts, shares, groups, False, down_tiles)
     return out.view(tokens, chosen, x.shape[1])
 
 

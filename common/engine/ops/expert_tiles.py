@@ -12,7 +12,9 @@ FEW_TOKENS = 64  # for more, pairs are grouped by expert
 COLUMNS, NARROW = 64, 32  # output columns of a program
 STEP, LEAST_STEP = 128, 32  # depth of a step
 MOST_STAGES, FEW_STAGES = 4, 3
-MOST_ROWS = 128
+# Of tiles of many tokens, as measured on an H200 (tests/bench/NOTES.md).
+LEAST_ROWS, MOST_ROWS = 32, 128
+EXTRA, LARGE_EXTRA = 16, 32
 
 
 class ExpertTiles(NamedTuple):
@@ -23,10 +25,14 @@ class ExpertTiles(NamedTuple):
     rows: int  # pairs
     warps: int
     stages: int  # steps in flight
+    # Of many tokens: the last tile of an expert has up to `extra` more pairs, or at most `short`.
+    short: int = 0
+    extra: int = 0
 
     def shared_bytes(self, itemsize: int, gated: bool) -> int:
         """Return the maximum bytes of a program; a gated one reads two tiles of the weight in each step."""
-        return (self.columns * (2 if gated else 1) + self.rows) * self.depth * itemsize * self.stages + SLACK
+        lines = self.columns * (2 if gated else 1) + self.rows + self.extra
+        return lines * self.depth * itemsize * self.stages + SLACK
 
     def fitted(self, itemsize: int, gated: bool, shared: int) -> ExpertTiles:
         """Return the tile with fewer or shorter steps in flight, so that it fits into `shared` bytes."""
@@ -56,12 +62,16 @@ def choose_few(
 
 
 def choose_many(pairs: int, experts: int, itemsize: int, gated: bool, shared: int) -> ExpertTiles:
-    """Choose tiles for many tokens: as many rows as an expert has pairs on average.
+    """Choose tiles for many tokens, from the pairs that an expert has on average.
 
     The largest tile, of two weights and 128 rows, has a multiprocessor for itself; two of the others share one.
+    Experts have a few pairs more or less than the average, so the last tile of an expert may have a product of half as
+    many rows, or one of some more, for which float32 has no room. The rows do not depend on `gated`: both products of
+    an expert have the same tiles.
     """
-    rows = min(max(next_power_of_2(cdiv(pairs, experts)), FEW), MOST_ROWS)
+    rows = min(max(next_power_of_2(cdiv(pairs, experts)), LEAST_ROWS), MOST_ROWS)
     large = rows == MOST_ROWS
     columns = 2 * COLUMNS if large or not gated else COLUMNS
-    tiles = ExpertTiles(columns, STEP // 2, rows, 8 if large else 4, MOST_STAGES)
+    extra = 0 if itemsize > 2 else LARGE_EXTRA if large else EXTRA
+    tiles = ExpertTiles(columns, STEP // 2, rows, 8 if large else 4, MOST_STAGES, rows // 2, extra)
     return tiles.fitted(itemsize, gated, shared if large and gated else shared // 2)

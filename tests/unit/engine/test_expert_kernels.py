@@ -14,15 +14,15 @@ from common.engine.layers import router
 from common.engine.layers.activations import Activations
 from common.engine.layers.experts import Experts
 from common.engine.layers.norm import RmsNorm
-from common.engine.ops import expert_products
+from common.engine.ops import expert_weights
 from common.engine.ops.expert_products import (
     expert_parts_reference,
     expert_parts_triton,
     few_pairs_triton,
-    many_pairs_triton,
 )
 from common.engine.ops.expert_tiles import COLUMNS, FEW_TOKENS, NARROW, ExpertTiles, choose_few, choose_many
 from common.engine.ops.group_pairs import group_pairs_reference, group_pairs_triton
+from common.engine.ops.grouped_products import grouped_product_triton
 from common.engine.ops.route import route_reference, route_triton
 from common.engine.ops.shared_memory import H200
 from common.engine.ops.sum_parts import (
@@ -136,16 +136,25 @@ def test_sum_parts(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         torch.testing.assert_close(normed, expected, atol=limit, rtol=limit)
 
 
-@pytest.mark.parametrize("count", [1, 3, 5])
-@pytest.mark.parametrize("total", [1, 130, 9000])
-def test_group_pairs(count: int, total: int) -> None:
-    """Pairs without an expert are in no group; some experts have no pairs."""
+@pytest.mark.parametrize(("rows", "extra"), [(16, 0), (64, 16)])
+@pytest.mark.parametrize("count", [1, 5, 40])
+@pytest.mark.parametrize("total", [1, 130, 600])
+def test_group_pairs(total: int, count: int, rows: int, extra: int) -> None:
+    """Pairs without an expert are in no group; some experts have no pairs; pairs of one block and of several."""
     experts = torch.randint(-1, max(count - 1, 1), (total,), dtype=torch.int32)
-    expected, found = group_pairs_reference(experts, count), group_pairs_triton(experts, count)
-    assert torch.equal(found[0], expected[0])
-    listed = int(found[0][-1])
-    assert listed == int((experts >= 0).sum())
-    assert torch.equal(found[1][:listed], expected[1][:listed])
+    expected = group_pairs_reference(experts, count, rows, extra)
+    found = group_pairs_triton(experts, count, rows, extra)
+    listed = int((experts >= 0).sum())
+    assert torch.equal(found.pairs[:listed], expected.pairs[:listed])
+    assert torch.equal(found.tiles, expected.tiles)
+    # Every pair with an expert is in one tile, with pairs of the same expert.
+    covered = []
+    for expert, first, pairs in expected.tiles.tolist():
+        assert pairs <= rows + extra
+        mine = expected.pairs[first : first + pairs]
+        assert (experts[mine] == expert).all()
+        covered += mine.tolist()
+    assert sorted(covered) == torch.nonzero(experts >= 0).flatten().tolist()
 
 
 def choices(tokens: int, experts: int, chosen: int, kind: str) -> Tensor:
@@ -163,7 +172,8 @@ def choices(tokens: int, experts: int, chosen: int, kind: str) -> Tensor:
 FEW_ROWS = ("few", ExpertTiles(16, 32, 16, 4, 2))
 MORE_ROWS = ("few", ExpertTiles(32, 32, 32, 4, 2))
 MANY_ROWS = ("many", ExpertTiles(32, 32, 16, 4, 2))
-WIDE_ROWS = ("many", ExpertTiles(16, 32, 32, 4, 2))
+# Tiles with fewer pairs than the rows of a short product, and with more than the rows of a full one.
+WIDE_ROWS = ("many", ExpertTiles(16, 32, 32, 4, 2, short=16, extra=16))
 
 
 def computed(
@@ -173,11 +183,10 @@ def computed(
     if form == "few":
         inner = few_pairs_triton(x, gate_up, experts, shares, True, tiles)
         return few_pairs_triton(inner, down, experts, shares, False, tiles).view(*experts.shape, x.shape[1])
-    grouped = group_pairs_triton(experts.view(-1), len(gate_up))
-    inner = many_pairs_triton(x, gate_up, experts, shares, grouped, True, tiles)
-    return many_pairs_triton(inner, down, experts, shares, grouped, False, tiles).view(
-        *experts.shape, x.shape[1]
-    )
+    groups = group_pairs_triton(experts.view(-1), len(gate_up), tiles.rows, tiles.extra)
+    inner = grouped_product_triton(x, gate_up, experts, shares, groups, True, tiles)
+    out = grouped_product_triton(inner, down, experts, shares, groups, False, tiles)
+    return out.view(*experts.shape, x.shape[1])
 
 
 def stacks(experts: int, hidden: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -216,7 +225,7 @@ def test_expert_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tiles are read by an address per element, or by bulk copies as on a Hopper GPU."""
-    monkeypatch.setattr(expert_products, "copies_in_bulk", lambda *matrices: bulk)
+    monkeypatch.setattr(expert_weights, "copies_in_bulk", lambda *matrices: bulk)
     x = torch.randn(tokens, hidden, dtype=dtype)
     gate_up, down = stacks(experts, hidden, inner, dtype)
     which, shares = choices(tokens, experts, chosen, kind), torch.rand(tokens, chosen)
@@ -281,10 +290,12 @@ def test_tiles_fit_the_gpu(shared: int, itemsize: int, gated: bool) -> None:
             assert few.stages >= 2
             assert few.shared_bytes(itemsize, gated) <= shared // (2 if itemsize == 2 else 1)
             assert few.columns == (NARROW if 2 * used * 768 // COLUMNS < 132 else COLUMNS)
-    for pairs, rows in ((65, 16), (2048, 16), (8192, 64), (1 << 16, 128)):
+    for pairs, rows in ((65, 32), (2048, 32), (8192, 64), (1 << 16, 128)):
         many = choose_many(pairs, 128, itemsize, gated, shared)
         assert many.rows == rows
         assert many.shared_bytes(itemsize, gated) <= shared
+        other = choose_many(pairs, 128, itemsize, not gated, shared)
+        assert (other.rows, other.extra) == (many.rows, many.extra), "both products have the same tiles"
 
 
 @pytest.mark.parametrize("tokens", [5, FEW_TOKENS + 6])

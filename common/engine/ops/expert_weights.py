@@ -1,0 +1,46 @@
+"""How the kernels of experts read tiles of the stacked weights."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common.engine.ops.expert_tiles import FEW, ExpertTiles
+from common.engine.ops.expert_vectors import check_layout
+from common.engine.ops.triton_kernel import copies_in_bulk, kernel, tl
+
+
+@kernel
+def weight_tile(  # type: ignore[no-untyped-def]
+    weight,  # a descriptor made by `described` if BULK, else a pointer: [all rows, DEPTH]
+    first,
+    last,
+    k,
+    DEPTH: tl.constexpr,
+    CUT: tl.constexpr,
+    BULK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return [COLUMNS, BLOCK_K] from row `first` and column k on; rows from `last` on are undefined."""
+    if BULK:
+        tile = weight.load([first, k])
+    else:
+        row, column = first + tl.arange(0, COLUMNS), k + tl.arange(0, BLOCK_K)
+        read = (row < last)[:, None]
+        if CUT:
+            read = read & (column < DEPTH)[None, :]
+        tile = tl.load(weight + row.to(tl.int64)[:, None] * DEPTH + column[None, :], mask=read, other=0.0)
+    return tile
+
+
+def prepare(
+    x: Tensor, stack: Tensor, experts: Tensor, shares: Tensor, gated: bool, tiles: ExpertTiles
+) -> tuple[int, Tensor, Tensor, bool]:
+    """Check the layout; return the output's width, the stack as a matrix, the output, and how tiles are copied."""
+    count, width, depth = stack.shape
+    check_layout(x, stack, experts, shares)
+    rows = stack.view(count * width, depth)
+    size = width // 2 if gated else width
+    # As in `linear`, bulk copies do not pay for the smallest tile.
+    bulk = tiles.rows > FEW and copies_in_bulk(rows)
+    return size, rows, x.new_empty((experts.numel(), size)), bulk
