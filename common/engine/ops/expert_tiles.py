@@ -12,7 +12,7 @@ FEW_TOKENS = 64  # for more, pairs are grouped by expert
 COLUMNS, NARROW = 64, 32  # output columns of a program
 STEP, LEAST_STEP = 128, 32  # depth of a step
 MOST_STAGES, FEW_STAGES = 4, 3
-# Of tiles of many tokens, as measured on an H200 (tests/bench/NOTES.md).
+# Tiles of many tokens use these, as measured on an H200 (tests/bench/NOTES.md).
 LEAST_ROWS, MOST_ROWS = 32, 128
 EXTRA, LARGE_EXTRA = 16, 32
 
@@ -25,7 +25,7 @@ class ExpertTiles(NamedTuple):
     rows: int  # pairs
     warps: int
     stages: int  # steps in flight
-    # Of many tokens: the last tile of an expert has up to `extra` more pairs, or at most `short`.
+    # With many tokens the last tile of an expert has up to `extra` more pairs, or at most `short`.
     short: int = 0
     extra: int = 0
 

@@ -1,4 +1,4 @@
-"""How the kernels of experts read tiles of the stacked weights."""
+"""Reads tiles of the stacked weights of experts, for kernels with matrix units."""
 
 from __future__ import annotations
 
