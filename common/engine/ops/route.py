@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.ops.expert_choice import choose_experts
 from common.engine.ops.linear import halves, linear_parts
 from common.engine.ops.registration import register_op
 from common.engine.ops.tiles import FEW, MOST, Tiles
@@ -123,55 +124,11 @@ def _route_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(x_ptr + row * x_stride + dim, mask=dim < DEPTH, other=0.0).to(tl.float32)
         weight = tl.load(gate_ptr + dim, mask=dim < DEPTH, other=0.0).to(tl.float32)
         gate = 1.0 / (1.0 + tl.exp(-tl.sum(x * weight, axis=0)))
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-logits))
-    else:
-        most = tl.max(tl.max(tl.where(real, logits, float("-inf")), axis=1), axis=0)
-        powers = tl.where(real, tl.exp(logits - most), 0.0)
-        scores = powers / tl.sum(tl.sum(powers, axis=1), axis=0)
-    left = scores
-    if CORRECTED:
-        left += tl.load(correction_ptr + expert, mask=real, other=0.0)
-    # The experts of a row are different ones also if scores are NaN or a correction is -inf: a taken expert is -inf.
-    left = tl.where(left >= -1.0e38, left, -1.0e38)
-    left = tl.where(real, left, float("-inf"))
-    if GROUPS > 1:
-        best = tl.max(left, axis=1)
-        at = tl.min(tl.where(left == best[:, None], member[None, :], BLOCK_M), axis=1)
-        worth = best + tl.max(tl.where(member[None, :] == at[:, None], float("-inf"), left), axis=1)
-        ahead = (worth[None, :] > worth[:, None]) | (
-            (worth[None, :] == worth[:, None]) & (group[None, :] < group[:, None])
-        )
-        kept = tl.sum(ahead.to(tl.int32), axis=1) < KEPT
-        left = tl.where(kept[:, None], left, float("-inf"))
-    # Scores as integers of the same order, each with its place: one reduction finds both, and no two are equal.
-    number: tl.constexpr = BLOCK_G * BLOCK_M
-    bits = tl.reshape(left, (number,)).to(tl.int32, bitcast=True)
-    bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    key = (bits.to(tl.int64) << 32) + (number - 1 - tl.arange(0, number))
-    if CORRECTED:
-        scores = tl.reshape(scores, (number,))
+    experts, shares = choose_experts(
+        logits, gate, correction_ptr, epsilon, scaling,
+        GROUPS, KEPT, MEMBERS, CHOSEN, CORRECTED, SIGMOID, NORMALISED, BLOCK_G, BLOCK_M, BLOCK_C,
+    )  # fmt: skip
     rank = tl.arange(0, BLOCK_C)
-    keys = tl.zeros((BLOCK_C,), tl.int64)
-    shares = tl.zeros((BLOCK_C,), tl.float32)
-    for nth in tl.static_range(CHOSEN):
-        best = tl.max(key, axis=0)
-        keys = tl.where(rank == nth, best, keys)
-        if CORRECTED:
-            shares = tl.where(rank == nth, tl.sum(tl.where(key == best, scores, 0.0), axis=0), shares)
-        key = tl.where(key == best, -0x7FFFFFFFFFFFFFFF, key)
-    if not CORRECTED:
-        bits = (keys >> 32).to(tl.int32)
-        shares = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-        shares = tl.where(shares < 0.0, float("nan"), shares)  # of a row with NaN
-        shares = tl.where(rank < CHOSEN, shares, 0.0)
-    if NORMALISED:
-        shares = shares / (tl.sum(shares, axis=0) + epsilon)
-    shares = tl.where(rank < CHOSEN, shares * scaling, gate)
-    at = number - 1 - (keys & (number - 1)).to(tl.int32)
-    experts = tl.where(
-        rank < CHOSEN, at // BLOCK_M * MEMBERS + at % BLOCK_M, GROUPS * MEMBERS + rank - CHOSEN
-    )
     experts = tl.where(slot < page_size, -1, experts)
     place = row * (CHOSEN + SHARED) + rank
     tl.store(experts_ptr + place, experts, mask=rank < CHOSEN + SHARED)
