@@ -50,6 +50,7 @@ async def test_a_lost_node_repeats_and_loses_none() -> None:
         decode.tokens(prompt.room, 1, [51])
         await client.until(2)
         other = await rig.pair(1)
+        prefill.say(Goodbye(incarnation=prefill.ref.incarnation))
         decode.say(Goodbye(incarnation=decode.ref.incarnation))
         reserve, again = await legs(*other)
         assert (again.token_ids, again.sampling.hidden_states_from) == ([1, 2, 3, 50, 51], 4)
