@@ -102,8 +102,15 @@ class UsedExperts:
         self._counts[id(router), len(output[0])].append(int((experts >= 0).sum()))
 
     def per_forward(self, rows: int) -> float:
-        """Return the experts of a forward of `rows` rows, over all layers: the mean of those that were seen."""
-        seen = [self._counts.get((id(router), rows), [0]) for router in self._routers]
+        """Return the experts of a forward of `rows` rows, over all layers: the mean of those that were seen.
+
+        One row has different experts, which a kernel may choose without the router's forward.
+        """
+        unseen = {
+            id(router): router.experts.router.chosen + router.experts.shared if rows == 1 else 0
+            for router in self._routers
+        }
+        seen = [self._counts.get((id(router), rows), [unseen[id(router)]]) for router in self._routers]
         return sum(statistics.fmean(counts) for counts in seen)
 
 

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from common.checkpoint.experts_config import ExpertsConfig
+from common.engine.attention.backend import TokenSlots
 from common.engine.layers.activations import DENSE, Activations
 from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
+from common.engine.layers.router import ExpertRouter
 from common.engine.ops.expert_products import expert_parts
+from common.engine.ops.few_experts import add_experts, joins_experts
 from common.kv_cache.plane import HeadGroup
 
 
@@ -33,6 +36,13 @@ class DenseExperts(ExpertProducts):
 
     def parts(self, x: Activations, experts: Tensor, shares: Tensor) -> Tensor:
         return expert_parts(x.tensor(), self.gate_up, self.down, experts, shares)
+
+    def added(
+        self, x: Activations, stream: Tensor, router: ExpertRouter, slots: TokenSlots | None
+    ) -> Tensor | None:
+        if not joins_experts(stream, self.gate_up):
+            return None
+        return add_experts(x.tensor(), stream, self.gate_up, self.down, *router.rule(slots))
 
     def pieces(self) -> Iterator[Piece]:
         count, stem = self._experts.count, f"{self._block}.experts"

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from common.engine.attention.backend import TokenSlots
 from common.engine.layers.activations import Activations, Reads
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
+from common.engine.layers.router import ExpertRouter
 from common.engine.ops.sum_parts import sum_parts
 
 
@@ -41,6 +43,15 @@ class ExpertProducts(nn.Module, ABC):
         """Return (norm(y + stream), y + stream), where y is `product`."""
         normed, total = norm.add_parts(self.parts(x, experts, shares), experts, stream)
         return Activations(normed), total
+
+    def added(
+        self, x: Activations, stream: Tensor, router: ExpertRouter, slots: TokenSlots | None
+    ) -> Tensor | None:
+        """Return stream + `product` of the experts that `router` chooses for x [T, H].
+
+        None: the format has no kernels that contain the choice and the addition, or separate ones are faster.
+        """
+        return None
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:

@@ -35,6 +35,9 @@ class Experts(FeedForward):
     def add_norm(
         self, x: Activations, stream: Tensor, norm: RmsNorm, slots: TokenSlots | None = None
     ) -> tuple[Activations, Tensor]:
+        total = self.experts.added(x, stream, self.router, slots)
+        if total is not None:
+            return Activations(norm(total)), total
         experts, shares = self.router(x.tensor(), slots)
         return self.experts.add_norm(x, experts, shares, stream, norm)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,11 @@ from common.engine.attention.backend import TokenSlots
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.engine.ops.route import route
+
+# The arguments of `route` after x.
+Rule: TypeAlias = tuple[
+    Tensor, Tensor | None, Tensor | None, int, int, int, bool, bool, int, int, bool, float, float
+]
 
 
 class ExpertRouter(nn.Module):
@@ -33,10 +39,13 @@ class ExpertRouter(nn.Module):
 
     def forward(self, x: Tensor, slots: TokenSlots | None) -> tuple[Tensor, Tensor]:
         """Return (experts [T, K] int32, shares [T, K] float32) for x [T, H]; the shared experts come last."""
+        return route(x, *self.rule(slots))
+
+    def rule(self, slots: TokenSlots | None) -> Rule:
+        """Return the arguments of `route` that follow the rows of a batch."""
         rule = self.experts.router
         kv_slots, page_size = (None, 0) if slots is None else slots
-        return route(
-            x,
+        return (
             self.rows,
             self.correction,
             kv_slots,
