@@ -34,6 +34,7 @@ from common.engine.ops.delta_tokens import delta_step_triton
 from common.engine.ops.expert_products import expert_parts_triton
 from common.engine.ops.expert_tiles import ExpertTiles
 from common.engine.ops.extend_attention import extend_triton
+from common.engine.ops.few_experts import add_experts_triton
 from common.engine.ops.filter_floor import filter_floor_triton
 from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.key_parts import PROGRAMS_PER_PROCESSOR
@@ -42,6 +43,7 @@ from common.engine.ops.output_norm import add_normed_rms_norm_triton, add_normed
 from common.engine.ops.penalise import penalise_triton
 from common.engine.ops.rms_norm import add_rms_norm_triton, rms_norm_triton
 from common.engine.ops.rotary import rotary_angles_by_axis_triton, rotary_angles_triton
+from common.engine.ops.rotary_decode import rotary_decode_triton
 from common.engine.ops.rotary_kv_write import rotary_kv_write_triton, rotary_qk_triton
 from common.engine.ops.round_inputs import gather_rows_triton, window_places_triton
 from common.engine.ops.route import route_triton
@@ -232,6 +234,8 @@ def body(dtype: torch.dtype) -> None:
             angles = torch.zeros(4, 1, dims, dtype=dtype)
             slots = torch.zeros(4, dtype=torch.int64)
             rotary_kv_write_triton(qkv, angles, angles, norm, norm, 1e-5, plane, plane, slots)
+            rest = plane, plane, torch.zeros(4, 70, dtype=torch.int32), slots.int(), 1024, None, 0.1
+            rotary_decode_triton(qkv[:, :40], angles, angles, norm, norm, 1e-5, slots, *rest, early=True)
     wide = torch.zeros(4, 1, 80)
     rotary_qk_triton(torch.zeros(4, 3, 16, 80, dtype=dtype), wide, wide)  # shape of Qwen2.5-VL's tower
     frequencies = torch.zeros(64)
@@ -273,6 +277,9 @@ def experts(dtype: torch.dtype) -> None:
         parts = expert_parts_triton(x, gate_up, down, found.zero_(), shares)
         sum_parts_triton(parts, found)
         sum_parts_rms_norm_triton(parts, found, x, rows[0], 1e-6)
+    narrow = torch.empty(count, 1024, hidden, dtype=dtype), torch.empty(count, hidden, 512, dtype=dtype)
+    by = rows, None, slots[:1], 16, chosen, 0, False, False, 1, 1, True, 0.0, 1.0
+    add_experts_triton(x[:1], x[:1], narrow[0], narrow[1], *by)
     x, rows = torch.zeros(4, hidden, dtype=dtype), torch.empty(257, hidden, dtype=dtype)
     correction = torch.zeros(256)
     route_triton(x, rows, correction, None, 0, chosen, 1, True, True, 8, 4, True, 1e-20, 2.5)

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.ops.decode_attention import decode_attention
 from common.engine.ops.extend_attention import extend_attention
+from common.engine.ops.rotary_decode import NewTokens, joins_rotation, rotary_decode
 from common.engine.ops.verify_attention import verify_attention
+from common.engine.state.pool import KvPool
 
 
 class StepAttention(PagedAttention):
-    """PagedAttention for batches of every mode."""
+    """PagedAttention for batches of every mode.
+
+    In a decode step `store` may leave its work to the kernel of `forward` of the same layer.
+    """
+
+    def __init__(self, pool: KvPool, windows: Sequence[int | None], scale: float | None = None) -> None:
+        super().__init__(pool, windows, scale)
+        self._unstored: tuple[int, Tensor, NewTokens] | None = None
+
+    def store(
+        self,
+        layer: int,
+        qkv: Tensor,
+        angles: tuple[Tensor, Tensor],
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+    ) -> None:
+        batch = self._planned()
+        if batch.mode is ForwardMode.DECODE and joins_rotation(qkv):
+            self._unstored = layer, qkv, NewTokens(*angles, q_weight, k_weight, eps, batch.kv_slots)
+        else:
+            super().store(layer, qkv, angles, q_weight, k_weight, eps)
+
+    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self._unstored is None:
+            return super().forward(layer, query, key, value)
+        (stored_layer, qkv, new), self._unstored = self._unstored, None
+        assert stored_layer == layer, f"layer {stored_layer} was stored, layer {layer} attends"
+        batch, planes = self._planned(), (self.pool.key(layer), self.pool.value(layer))
+        lengths, window = (batch.seq_lens, batch.max_seq_len), self._windows[layer]
+        return rotary_decode(qkv, *new, *planes, batch.page_table, *lengths, window, self._scale)
 
     def _attend(
         self, batch: ForwardBatch, query: Tensor, keys: Tensor, values: Tensor, window: int | None

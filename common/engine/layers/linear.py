@@ -41,7 +41,11 @@ class Linear(nn.Module, ABC):
 
     @abstractmethod
     def product(self, x: Activations) -> Tensor:
-        """Return [..., out] for x [..., in], with the parts concatenated."""
+        """Return [..., out] for x [..., in], with the parts concatenated.
+
+        Its last kernel on a GPU lets the next one be launched only after all kernels before it have ended, since
+        `ops/rotary_decode` reads older keys before it waits for the product.
+        """
 
     @abstractmethod
     def gated(self, x: Activations, reads: Reads, gelu: bool = False) -> Activations:

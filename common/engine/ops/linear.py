@@ -2,8 +2,8 @@
 
 Such a product is memory-bound. The weight's rows are the rows of the matrix units (64 at once) and the few rows of x
 are the columns, so both are multiplied from shared memory without a transposition, with the bulk copies of a Hopper
-GPU where possible. The kernel is launched while the previous one still runs (`await_previous`), and includes the
-activation, which would be a launch of its own. A row's result does not depend on the other rows of its tile.
+GPU where possible. The kernel is launched while the previous one still runs (`chained`), and includes the activation,
+which would be a launch of its own. A row's result does not depend on the other rows of its tile.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from common.engine.ops.silu_mul import (
 )
 from common.engine.ops.tiles import FEW, Tiles, choose_gated_tiles, choose_tiles
 from common.engine.ops.triton_kernel import (
-    await_previous,
+    await_results,
     cdiv,
     chained,
     copies_in_bulk,
     described,
     kernel,
     kernel_with_varying,
+    launch_next,
     multiprocessors,
     tl,
 )
@@ -88,7 +89,9 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     CHAINED: tl.constexpr,
 ):
     """Each program computes BLOCK_N columns of all rows over one part of the depth."""
-    await_previous(CHAINED)
+    await_results(CHAINED)
+    # Only now: the next kernel may read what is older than this one before it waits.
+    launch_next(CHAINED)
     first = tl.program_id(0) * BLOCK_N
     begin = tl.program_id(1) * PART
     out = tl.zeros((BLOCK_N, ROWS), tl.float32)
@@ -201,7 +204,7 @@ def rows_of(x: Tensor) -> int:
 def _linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     vectors = choose_vectors(rows_of(x), *weight.shape)
     if vectors is not None and halves(x, weight):
-        return vector_linear_triton(x, weight, bias, vectors)
+        return vector_linear_triton(x, weight, bias, vectors, leads=True)
     gpu = multiprocessors(x.device), room_of(x.device).shared_bytes
     tiles = choose_tiles(rows_of(x), weight.shape[0], *gpu)
     if tiles is not None and halves(x, weight):

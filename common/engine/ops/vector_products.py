@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.triton_kernel import (
-    await_previous,
     await_results,
     cdiv,
     chained,
@@ -82,13 +81,14 @@ def _vector_product_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     EARLY: tl.constexpr,
+    LEADS: tl.constexpr,  # the next kernel may read what is older than this one before it waits
     CHAINED: tl.constexpr,
 ):
     """Each program computes COLUMNS columns of all rows."""
-    if EARLY:
+    if not EARLY:
+        await_results(CHAINED)
+    if not LEADS:
         launch_next(CHAINED)
-    else:
-        await_previous(CHAINED)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     real = column < size
     tile = load_rows(weight_ptr, column, real, DEPTH, BLOCK_K)
@@ -96,6 +96,8 @@ def _vector_product_kernel(  # type: ignore[no-untyped-def]
         bias = tl.load(bias_ptr + column, mask=real, other=0.0).to(tl.float32)
     if EARLY:
         await_results(CHAINED)
+    if LEADS:
+        launch_next(CHAINED)
     for row in tl.static_range(ROWS):
         x = load_vector(x_ptr + row * x_stride, DEPTH, BLOCK_K)
         out = tl.sum(tile.to(tl.float32) * x, axis=1)
@@ -105,11 +107,19 @@ def _vector_product_kernel(  # type: ignore[no-untyped-def]
 
 
 def vector_linear_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: VectorTiles, dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tiles: VectorTiles,
+    dtype: torch.dtype | None = None,
+    leads: bool = False,
 ) -> Tensor:
     """Return [..., out] in `dtype` (None: that of x) for x [..., in] of at most MOST_ROWS rows.
 
     The weight must not be written by a kernel that may still run.
+
+    Args:
+        leads: the next kernel is launched only after all kernels before this one have ended.
     """
     size, depth = weight.shape
     rows = x.reshape(-1, depth)
@@ -132,6 +142,7 @@ def vector_linear_triton(
             ROWS=rows.shape[0],
             COLUMNS=tiles.columns,
             EARLY=tiles.early,
+            LEADS=leads,
             num_warps=tiles.warps,
             **chained(x.device),
         )

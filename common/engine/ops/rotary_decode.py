@@ -1,0 +1,352 @@
+"""The rotation of new tokens, the write of their keys and values, and their attention: one launch in a decode step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.engine.ops.decode_attention import decode_reference
+from common.engine.ops.key_parts import GRANULE, LOG2_E, KeyParts, choose_division
+from common.engine.ops.registration import register_op
+from common.engine.ops.rotary_kv_write import rotary_kv_write_reference
+from common.engine.ops.rotated_heads import rotated_heads
+from common.engine.ops.shared_memory import cut_attention, room_of
+from common.engine.ops.triton_kernel import (
+    await_previous,
+    await_results,
+    chained,
+    kernel,
+    kernel_with_varying,
+    launch_next,
+    multiprocessors,
+    next_power_of_2,
+    tl,
+)
+
+# As measured on an H200 (tests/bench/NOTES.md): for more requests two launches are faster.
+MOST_REQUESTS = 1
+BLOCK_KEYS, WARPS, STAGES = 64, 8, 2
+
+
+class NewTokens(NamedTuple):
+    """The arguments of `rotary_decode` that describe new tokens; see `rotary_kv_write`."""
+
+    cos: Tensor
+    sin: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    slots: Tensor
+
+
+def joins_rotation(qkv: Tensor) -> bool:
+    """Return whether one launch computes a step with qkv [B, heads + 2 * kv_heads, D] faster than two."""
+    return qkv.is_cuda and qkv.shape[0] <= MOST_REQUESTS
+
+
+def rotary_decode_reference(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    slots: Tensor,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Do what `rotary_kv_write` and then `decode_attention` do, for requests whose last tokens are the new ones.
+
+    Args:
+        qkv: [B, heads + 2 * kv_heads, D]; it stays as it is.
+
+    Returns [B, heads, D].
+    """
+    rotated = qkv.clone()
+    rotary_kv_write_reference(rotated, cos, sin, q_weight, k_weight, eps, key_plane, value_plane, slots)
+    query = rotated[:, : qkv.shape[1] - 2 * key_plane.shape[2]]
+    return decode_reference(query, key_plane, value_plane, page_table, seq_lens, max_seq_len, window, scale)
+
+
+@kernel
+def _attend_block(  # type: ignore[no-untyped-def]
+    query, key, value, live, most, total, out, scale_log2
+):
+    """Add a block of keys to the running softmax: (maxima, sums, outputs) of the query rows."""
+    score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale_log2
+    score = tl.where(live[None, :], score, float("-inf"))
+    new_most = tl.maximum(most, tl.max(score, axis=1))  # finite: a block has a live key
+    prob = tl.exp2(score - new_most[:, None])
+    shrink = tl.exp2(most - new_most)
+    total = total * shrink + tl.sum(prob, axis=1)
+    out = out * shrink[:, None]
+    out += tl.dot(prob.to(query.dtype), value.to(query.dtype), input_precision="ieee")
+    return new_most, total, out
+
+
+@kernel_with_varying("table_stride", "window", "splits", "num_slots")
+def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
+    qkv_ptr,  # [B, HEADS + 2 * KV_HEADS, D]
+    cos_ptr,  # [B, 2 * TURNED]
+    sin_ptr,
+    q_weight_ptr,  # [D]; read if NORM
+    k_weight_ptr,
+    slots_ptr,  # [num_slots] int64
+    key_ptr,  # [num_pages, PAGE_SIZE, KV_HEADS, D]
+    value_ptr,
+    table_ptr,  # [B, max_pages]
+    lens_ptr,  # [B]
+    out_ptr,  # [B, HEADS, D], or if SPLIT float32 [B, HEADS, splits, D]
+    lse_ptr,  # [B, HEADS, splits] float32, base 2; -inf: the part is empty and its output is not written
+    num_slots,
+    eps,
+    qkv_stride,
+    table_stride,
+    window,
+    scale_log2,  # scale * log2(e)
+    splits,
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    TURNED: tl.constexpr,  # half of the dimensions that are rotated
+    NORM: tl.constexpr,
+    SPLIT: tl.constexpr,  # more than one part
+    WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,  # query heads of one KV head, padded for the matrix units
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GRANULE: tl.constexpr,  # parts are multiples of so many keys
+    EARLY: tl.constexpr,  # read the first block of keys before the wait
+    CHAINED: tl.constexpr,
+):
+    """Each program computes one part of one request's keys, for all query heads of one KV head.
+
+    The keys but the new one are older than the kernel that computes the new tokens.
+    """
+    if EARLY:
+        launch_next(CHAINED)
+    else:
+        await_previous(CHAINED)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    kv_head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    length = tl.load(lens_ptr + request)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(length - window, 0)
+    part = tl.cdiv(tl.cdiv(length - begin, splits), GRANULE) * GRANULE
+    begin += split * part
+    end = tl.minimum(begin + part, length)
+    last = length - 1
+
+    row, dim = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    inside = (dim < D)[None, :]
+    position = begin + tl.arange(0, BLOCK_N)
+    old = position < tl.minimum(end, last)
+    page = tl.load(table_ptr + request * table_stride + position // PAGE_SIZE, mask=old, other=0)
+    place = ((page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE) * (KV_HEADS * D) + kv_head * D)[:, None]
+    place += dim[None, :]
+    key = tl.load(key_ptr + place, mask=old[:, None] & inside, other=0.0)
+    value = tl.load(value_ptr + place, mask=old[:, None] & inside, other=0.0)
+    if EARLY:
+        await_results(CHAINED)
+
+    token = qkv_ptr + request * qkv_stride
+    cos, sin = cos_ptr + request * (2 * TURNED), sin_ptr + request * (2 * TURNED)
+    one = tl.arange(0, 1)
+    heads = token + (kv_head * GROUP + row) * D
+    query = rotated_heads(heads, row < GROUP, cos, sin, q_weight_ptr, eps, D, TURNED, BLOCK_D, NORM)
+    added = token + (HEADS + kv_head + one) * D
+    new_key = rotated_heads(added, one < 1, cos, sin, k_weight_ptr, eps, D, TURNED, BLOCK_D, NORM)
+    new_value = tl.load(added[:, None] + KV_HEADS * D + dim[None, :], mask=inside, other=0.0)
+    new_key, new_value = new_key.to(key.dtype), new_value.to(value.dtype)
+    slot = tl.load(slots_ptr + request, mask=request < num_slots, other=0)
+    if (begin < end) & (end == length) & (slot >= PAGE_SIZE):
+        stored = (slot * KV_HEADS + kv_head) * D + dim[None, :]
+        tl.store(key_ptr + stored, new_key, mask=inside)
+        tl.store(value_ptr + stored, new_value, mask=inside)
+
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    if begin < end:
+        newest = (position == last)[:, None]
+        key, value = tl.where(newest, new_key, key), tl.where(newest, new_value, value)
+        most, total, out = _attend_block(query, key, value, position < end, most, total, out, scale_log2)
+    for start in range(begin + BLOCK_N, end, BLOCK_N):
+        position = start + tl.arange(0, BLOCK_N)
+        old = position < tl.minimum(end, last)
+        page = tl.load(table_ptr + request * table_stride + position // PAGE_SIZE, mask=old, other=0)
+        slots = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+        place = (slots * (KV_HEADS * D) + kv_head * D)[:, None] + dim[None, :]
+        newest = (position == last)[:, None]
+        key = tl.load(key_ptr + place, mask=old[:, None] & inside, other=0.0)
+        value = tl.load(value_ptr + place, mask=old[:, None] & inside, other=0.0)
+        key, value = tl.where(newest, new_key, key), tl.where(newest, new_value, value)
+        most, total, out = _attend_block(query, key, value, position < end, most, total, out, scale_log2)
+
+    result = out / tl.where(total > 0.0, total, 1.0)[:, None]  # zero for a padding row
+    real = (row < GROUP)[:, None] & inside
+    line = (request * HEADS + kv_head * GROUP + row) * splits + split
+    if not SPLIT:
+        tl.store(out_ptr + line[:, None] * D + dim[None, :], result.to(out_ptr.dtype.element_ty), mask=real)
+    else:
+        if begin < end:
+            tl.store(out_ptr + line[:, None] * D + dim[None, :], result, mask=real)
+        tl.store(lse_ptr + line, most + tl.log2(tl.where(total > 0.0, total, 1.0)), mask=row < GROUP)
+
+
+def rotary_decode_triton(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    slots: Tensor,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    window: int | None,
+    scale: float,
+    early: bool = False,
+    most_keys: int = BLOCK_KEYS,
+) -> Tensor:
+    """Split over keys, then combine (flash-decoding). A padding row (length 0) yields zeros.
+
+    Args:
+        early: the previous kernel on the stream computes `qkv`, and lets this one be launched only after all kernels
+            before it have ended.
+        most_keys: of a block.
+    """
+    batch, all_heads, head_dim = qkv.shape
+    _, page_size, kv_heads, _ = key_plane.shape
+    heads, dims = all_heads - 2 * kv_heads, cos.shape[-1]
+    assert qkv.stride()[1:] == (head_dim, 1), "heads of a token must be adjacent"
+    assert cos.shape == sin.shape == (batch, 1, dims), f"angles {tuple(cos.shape)} for {batch} tokens"
+    assert 0 < dims <= head_dim, f"angles of {dims} dimensions for heads of {head_dim}"
+    assert dims % 2 == 0, f"{dims} dimensions cannot be rotated in pairs"
+    assert cos.is_contiguous() and sin.is_contiguous(), "angles must be contiguous"  # noqa: PT018
+    assert (q_weight is None) == (k_weight is None), "queries and keys are normalised together"
+    assert key_plane.shape == value_plane.shape, "planes of different shapes"
+    assert key_plane.is_contiguous() and value_plane.is_contiguous(), "planes must be contiguous"  # noqa: PT018
+    assert key_plane.shape[3] == head_dim, f"head_dim {head_dim} over planes of {key_plane.shape[3]}"
+    assert heads % kv_heads == 0, f"{heads} heads over {kv_heads} KV heads"
+    assert page_table.stride(1) == 1, "entries of a request must be adjacent"
+    assert page_table.shape[0] >= batch, "one page list per request"
+    assert seq_lens.is_contiguous(), "lengths must be contiguous"
+    assert slots.is_contiguous() and slots.shape[0] <= batch, "one slot per token"  # noqa: PT018
+    out = qkv.new_empty((batch, heads, head_dim))
+    if batch == 0:
+        return out
+    keys = max_seq_len if window is None else min(max_seq_len, window)
+    head_bytes, processors = head_dim * qkv.element_size(), multiprocessors(qkv.device)
+    splits = choose_division(batch * kv_heads, keys, head_bytes, processors).splits
+    rows = max(next_power_of_2(heads // kv_heads), 16)
+    _, block_keys = cut_attention(
+        rows, most_keys, STAGES, head_dim, qkv.element_size(), room_of(qkv.device), rows
+    )
+    parts = KeyParts(batch * heads, splits, out)
+    _rotary_decode_kernel[(kv_heads, splits, batch)](
+        *(qkv, cos, sin, cos if q_weight is None else q_weight, cos if k_weight is None else k_weight),
+        *(slots, key_plane, value_plane, page_table, seq_lens, parts.outputs, parts.lse),
+        slots.shape[0],
+        eps,
+        qkv.stride(0),
+        page_table.stride(0),
+        window or 0,
+        scale * LOG2_E,
+        splits,
+        PAGE_SIZE=page_size,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=head_dim,
+        TURNED=dims // 2,
+        NORM=q_weight is not None,
+        SPLIT=splits > 1,
+        WINDOW=window is not None,
+        ROWS=rows,
+        BLOCK_D=max(next_power_of_2(head_dim), 16),
+        BLOCK_N=block_keys,
+        GRANULE=GRANULE,
+        EARLY=early,
+        num_warps=WARPS,
+        num_stages=STAGES,
+        **chained(qkv.device),
+    )
+    parts.combine()
+    return out
+
+
+def _rotary_decode_cuda(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    slots: Tensor,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    return rotary_decode_triton(
+        qkv,
+        cos,
+        sin,
+        q_weight,
+        k_weight,
+        eps,
+        slots,
+        key_plane,
+        value_plane,
+        page_table,
+        seq_lens,
+        max_seq_len,
+        window,
+        scale,
+        early=True,
+    )
+
+
+def _fake(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    slots: Tensor,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    return torch.empty_like(
+        qkv[:, : qkv.shape[1] - 2 * key_plane.shape[2]], memory_format=torch.contiguous_format
+    )
+
+
+rotary_decode = register_op(
+    "rotary_decode",
+    rotary_decode_reference,
+    mutates=("key_plane", "value_plane"),
+    fake=_fake,
+    cuda=_rotary_decode_cuda,
+)
