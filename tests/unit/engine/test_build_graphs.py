@@ -39,6 +39,7 @@ DRAFTS = {
     "standalone": "tiny-standalone",
 }
 ROUND = [("verify", "target"), ("draft", "draft"), ("draft_extend", "draft")]
+FORCED = [("verify", "target"), ("draft_extend", "draft")]  # a step that verifies a chain of forced tokens
 # (phase, model) of every captured forward
 CAPTURED: dict[str, dict[str, list[tuple[str, str]]]] = {
     "prefill": {
@@ -53,10 +54,10 @@ CAPTURED: dict[str, dict[str, list[tuple[str, str]]]] = {
         # verify: of tokens that grammars force
         "none": [("decode", "target"), ("verify", "target")],
         "ngram": [("verify", "target")],
-        "eagle": ROUND,
-        "eagle3": ROUND,
-        "mtp": [("verify", "target"), ("draft_extend", "draft")],
-        "standalone": ROUND[:2],
+        "eagle": ROUND + FORCED,
+        "eagle3": ROUND + FORCED,
+        "mtp": [("verify", "target"), ("draft_extend", "draft"), *FORCED],
+        "standalone": ROUND[:2] + FORCED,
     },
 }
 

@@ -50,6 +50,7 @@ async def test_another_attempt_does_not_ask_for_them_again() -> None:
         first_token(prefill, prompt.room, 50)
         await client.until(1)
         other = await rig.pair(1)
+        prefill.say(Goodbye(incarnation=prefill.ref.incarnation))
         decode.say(Goodbye(incarnation=decode.ref.incarnation))
         _, again = await legs(*other)
         assert (again.token_ids, again.sampling.prompt_logprobs) == ([1, 2, 3, 50], None)
