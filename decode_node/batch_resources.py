@@ -96,7 +96,7 @@ class BatchResources:
         return not (self._needs_results and request.in_flight)
 
     def _forced_width(self, candidates: Sequence[DecodeRequest]) -> int:
-        """Find what grammars force next, and return the width of the step that verifies only that; 0: a usual one."""
+        """Find what grammars force next, and return the width of the step for them; 0: a usual one."""
         most = self._rules.most_forced(len(candidates))
         for request in candidates:
             request.forced = tuple(request.matcher.forced(most)) if most and request.matcher else ()

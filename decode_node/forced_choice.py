@@ -1,4 +1,4 @@
-"""Decides when the tokens that grammars force get a step of their own, which verifies nothing else.
+"""Decides when tokens that grammars force are verified in a wide step instead of a usual one.
 
 Such a step has a wide window and no draft phase: each request verifies as many forced tokens as fit, and requests
 without any verify the drafts that their rows carry from the previous round, if the drafter keeps some there. All of it
@@ -46,11 +46,16 @@ class ForcedChoice(Protocol):
         ...
 
 
+def _repays(rows: Sequence[ForcedRow], width: int) -> bool:
+    """Return whether a step for forced tokens gains enough of them over plain decoding, as all requests take part."""
+    return FORCED_SHARE * sum(min(row.forced, width) for row in rows) >= len(rows)
+
+
 class ForcedShare:
-    """For plain decoding: a step for forced tokens has to gain enough of them, because all requests take part."""
+    """For plain decoding: a step for forced tokens has to gain enough of them."""
 
     def gains(self, rows: Sequence[ForcedRow], width: int, usual: int, /) -> bool:
-        return FORCED_SHARE * sum(min(row.forced, width) for row in rows) >= len(rows)
+        return _repays(rows, width)
 
     def observe(self, constrained: bool, drafts: int, accepted: Sequence[int], /) -> None:
         """No-op: there are no drafts."""
@@ -72,6 +77,8 @@ class ForcedGain:
         self._acceptance = Acceptance(widest), Acceptance(widest)
 
     def gains(self, rows: Sequence[ForcedRow], width: int, usual: int, /) -> bool:
+        if not usual:  # a round that drafts nothing, which costs no more than a step of plain decoding
+            return _repays(rows, width)
         instead = self._tokens(rows, width, min(self._carried, width))
         return instead * self._usual_time >= self._tokens(rows, usual, usual)
 
@@ -80,6 +87,6 @@ class ForcedGain:
             self._acceptance[constrained].observe(drafts, [min(count, drafts) for count in accepted])
 
     def _tokens(self, rows: Sequence[ForcedRow], width: int, drafts: int) -> float:
-        """Expected tokens of a step of `width` forced tokens, where other requests verify `drafts`."""
+        """Return the expected tokens of a step of `width` forced tokens, where other requests verify `drafts`."""
         others = [each.tokens(drafts) for each in self._acceptance]
         return sum(min(row.forced, width) + 1 if row.forced else others[row.constrained] for row in rows)

@@ -1,4 +1,4 @@
-"""The steps that verify only the tokens that grammars force: their sizes, and how they are composed."""
+"""The wide steps, without a draft phase, that verify tokens which grammars force: their sizes and composition."""
 
 from __future__ import annotations
 

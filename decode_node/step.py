@@ -37,7 +37,7 @@ class DecodeSteps:
     rules: StepRules
     graphs: Sequence[node_graphs.NodeGraphs[Any]]
     phase_seconds: Mapping[str, float]
-    forced: Mapping[int, DecodeStep] = field(default_factory=dict)  # for forced tokens only, by width
+    forced: Mapping[int, DecodeStep] = field(default_factory=dict)  # wide steps for forced tokens, by width
 
     def of(self, plan: StepPlan) -> DecodeStep:
         """Return the step that a plan with rows runs."""

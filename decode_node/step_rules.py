@@ -72,7 +72,7 @@ class StepRules:
     drafts: TextDrafts = field(default_factory=NoTextDrafts)
     # the most tokens forced by a grammar that a usual step verifies as drafts; 0: none
     forced_drafts: int = 0
-    # steps that verify nothing else, widest first, so that each takes larger batches than the one before
+    # wide steps for forced tokens, widest first, so that each takes larger batches than the one before
     forced_steps: tuple[ForcedStep, ...] = ()
     forced_choice: ForcedChoice = field(default_factory=ForcedShare)
     # drafts that a request without forced tokens verifies in these steps

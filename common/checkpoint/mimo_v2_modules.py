@@ -1,4 +1,4 @@
-"""The modules of multi-token prediction in the form of MiMo-V2: model.mtp.layers.{k}.*, as their config.json says it.
+"""The modules of multi-token prediction in the form of MiMo-V2: tensors model.mtp.layers.{k}.*, sizes from config.json.
 
 config.json is that of MiMo-V2-Flash. A module has the attention of the target's layers with a window, whose sizes are
 the keys `swa_*`, and a dense feed-forward. No key says how many modules there are: the names of the tensors do. All

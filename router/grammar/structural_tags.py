@@ -110,7 +110,7 @@ def tags_grammar(form: Tags, special: Mapping[str, int]) -> tuple[str, dict[str,
             rules.append(f"begin_{number}: {_TEXT} <[{special[trigger]}]>")
         elif pattern.search(trigger):
             raise ValueError(
-                f"the trigger {trigger[:80]!r} has a special token in it; let it be the trigger alone"
+                f"the trigger {trigger[:80]!r} has a special token in it; make the trigger this token and nothing else"
             )
         else:
             rules.append(f"begin_{number}[suffix={_quoted(trigger)}]: {_TEXT}")

@@ -72,10 +72,16 @@ DEMANDS = {
     "hidden size differs.",
     "D8": "Drafts whose steps feed each other, drafts whose modules all read the target, and drafts that "
     "read no hidden states are told apart, and the last have no width at all.",
+    "D9": "Published MTP modules load and draft: one module that is run for several steps, in the forms of MiMo, "
+    "Qwen, GLM-4.5 and DeepSeek, and several modules, each for its step.",
+    "D10": "Idle and live inputs of multi-layer drafts have the right widths where the draft's hidden size differs "
+    "from the target's.",
     "E1": "After draft-extend of a multi-layer draft, the hidden states that the next round needs are "
     "stored per request.",
     "E2": "They come from what really ran: the graph's static outputs after a replay, the live batch's "
     "after an eager run.",
     "E3": "One kernel stores them for all requests of the batch.",
     "E4": "A batch larger than every captured shape works, and drafts the same tokens as a replay would.",
+    "E5": "The recurrent state after each verified token is that of the accepted path, with graphs and without, after "
+    "a hand-over and after a retraction.",
 }

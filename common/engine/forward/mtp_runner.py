@@ -52,10 +52,18 @@ def load_mtp(path: Path, draft: DraftConfig, target: CausalLM, placement: Placem
     assert draft.mtp is not None
     check_draft_size(path, draft)
     model = build_mtp(draft, target, placement)
-    prefixes = tuple(f"{draft.mtp.prefix(index)}." for index in range(draft.model.num_layers))
+    used = range(draft.model.num_layers)
+    prefixes = tuple(f"{draft.mtp.prefix(index)}." for index in used)
+    layers = tuple(f"{draft.mtp.layer_prefix(index)}." for index in used)
     copies = tuple(f"{prefix}{part}.weight" for prefix in prefixes for part in (EMBEDDING, HEAD))
-    load_weights(path, model.pieces(), ignore=copies, within=prefixes)
     names = {name for file in read_weight_files(path) for name in file.tensors}
+    # Modules that share all but their layers have one prefix, which the layers of unused modules have, too.
+    unused = tuple(
+        name
+        for name in names
+        if draft.mtp.shared and name.startswith(f"{draft.mtp.module}.layers.") and not name.startswith(layers)
+    )
+    load_weights(path, model.pieces(), ignore=copies, aside=unused, within=prefixes)
     for prefix, head in zip(prefixes, model.heads, strict=True):
         if head.embed_tokens is target.embed_tokens and f"{prefix}{EMBEDDING}.weight" in names:
             _take_embedding(path, head, target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from common.engine.ops.shared_memory import LEAST, SLACK
+from common.engine.ops.shared_memory import LEAST, BARRIER_BYTES
 
 CHUNK = 64  # tokens; prompts are cut at multiples of it
 PART = 32  # values of a head in a program of the scan
@@ -26,15 +26,15 @@ class ChunkTiles(NamedTuple):
 
     def solve_bytes(self, itemsize: int) -> int:
         """Return the maximum bytes of shared memory of a program that solves the system of a chunk."""
-        return 3 * self.chunk * max(self.keys, self.values, self.chunk) * itemsize + SLACK
+        return 3 * self.chunk * max(self.keys, self.values, self.chunk) * itemsize + BARRIER_BYTES
 
     def scan_bytes(self, itemsize: int) -> int:
         loaded = self.chunk * (2 * self.keys + self.part) * self.scan_stages
-        return (loaded + 2 * self.keys * self.part) * itemsize + SLACK
+        return (loaded + 2 * self.keys * self.part) * itemsize + BARRIER_BYTES
 
     def output_bytes(self, itemsize: int) -> int:
         loaded = self.step * (2 * self.chunk + self.values) * self.output_stages
-        return max(loaded, self.chunk * (self.chunk + self.values)) * itemsize + SLACK
+        return max(loaded, self.chunk * (self.chunk + self.values)) * itemsize + BARRIER_BYTES
 
     def fit(self, itemsize: int, shared: int) -> bool:
         return (

@@ -7,7 +7,7 @@ from common.engine.ops.triton_kernel import kernel, tl
 
 @kernel
 def choose_experts(  # type: ignore[no-untyped-def]
-    logits,  # [BLOCK_G, BLOCK_M] float32, whatever past the groups and their members
+    logits,  # [BLOCK_G, BLOCK_M] float32, undefined past the groups and their members
     gate,  # share of the shared experts
     correction_ptr,  # [GROUPS * MEMBERS] float32; read if CORRECTED
     epsilon,

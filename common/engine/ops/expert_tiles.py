@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from common.engine.ops.shared_memory import SLACK
+from common.engine.ops.shared_memory import BARRIER_BYTES
 from common.engine.ops.triton_kernel import cdiv, next_power_of_2
 
 FEW = 16  # rows: the minimum of a tile of the matrix units
@@ -32,7 +32,7 @@ class ExpertTiles(NamedTuple):
     def shared_bytes(self, itemsize: int, gated: bool) -> int:
         """Return the maximum bytes of a program; a gated one reads two tiles of the weight in each step."""
         lines = self.columns * (2 if gated else 1) + self.rows + self.extra
-        return lines * self.depth * itemsize * self.stages + SLACK
+        return lines * self.depth * itemsize * self.stages + BARRIER_BYTES
 
     def fitted(self, itemsize: int, gated: bool, shared: int) -> ExpertTiles:
         """Return the tile with fewer or shorter steps in flight, so that it fits into `shared` bytes."""

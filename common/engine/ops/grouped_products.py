@@ -98,7 +98,7 @@ def _multiply_tile(  # type: ignore[no-untyped-def]
     for k in range(0, DEPTH, BLOCK_K):
         column = k + tl.arange(0, BLOCK_K)
         if DESCRIBED:
-            # Rows past the tile are of other experts, or of nobody; their columns of the product are not stored.
+            # Rows past the tile are of other experts, or unused; their columns of the product are not stored.
             few = tl.trans(rows.load([begin, k]))
         else:
             few = _load_rows(lines, column, real, DEPTH, CUT)

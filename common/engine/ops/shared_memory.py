@@ -16,7 +16,7 @@ from common.engine.ops.triton_kernel import next_power_of_2
 
 LEAST = 16  # rows or keys: the minimum of a tile of the matrix units
 SHORT = 32  # keys: below this, rows are reduced before keys
-SLACK = 2048  # bytes for reductions and barriers
+BARRIER_BYTES = 2048  # for reductions and barriers
 
 
 class SharedMemory(NamedTuple):
@@ -47,7 +47,7 @@ def attention_bytes(
     steps = max((stages - 1) // 2, 1) + (room.overlapped and rows >= 64 and itemsize == 2)
     # Scores of many rows stay in registers.
     scores = 0 if rows >= 128 and itemsize == 2 else rows * keys * itemsize
-    return (2 * keys * steps + rows) * line + scores + SLACK
+    return (2 * keys * steps + rows) * line + scores + BARRIER_BYTES
 
 
 def cut_attention(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from common.engine.ops.shared_memory import H200, SLACK
+from common.engine.ops.shared_memory import H200, BARRIER_BYTES
 from common.engine.ops.triton_kernel import cdiv, next_power_of_2
 
 FEW = 16  # rows: the minimum of a tile of the matrix units
@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
 
     def shared_bytes(self, matrices: int = 1) -> int:
         """Return the maximum bytes of a program; `matrices` is the number of weight tiles that it multiplies."""
-        return self.step_bytes(matrices) * self.stages + SLACK
+        return self.step_bytes(matrices) * self.stages + BARRIER_BYTES
 
     def step_bytes(self, matrices: int) -> int:
         return (self.rows + matrices * self.columns) * self.depth * 2
@@ -47,7 +47,7 @@ class Tiles(NamedTuple):
         """Return the tiles with as many stages as fit, with shorter steps if those are too few; None if they still
         are.
         """
-        stages = min(most, (shared - SLACK) // self.step_bytes(matrices))
+        stages = min(most, (shared - BARRIER_BYTES) // self.step_bytes(matrices))
         if stages >= ENOUGH:
             return self._replace(stages=stages)
         if self.depth == LEAST_STEP:

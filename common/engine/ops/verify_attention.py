@@ -40,7 +40,7 @@ def verify_reference(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """Vectorised over the batch, free of host synchronisation. A padding row (length 0) yields a finite or NaN row.
+    """Attend all rows in one launch, without host synchronisation. A padding row (length 0) yields a finite or NaN row.
 
     Args:
         query: [B * N, heads, D], the new tokens of a request in order, parents before children.

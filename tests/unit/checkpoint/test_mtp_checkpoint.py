@@ -203,7 +203,7 @@ def test_a_module_with_its_own_embedding_does_not_fit_a_target_that_reads_images
 
 
 def test_modules_of_another_width_have_their_own(target: CausalLM, tmp_path: Path) -> None:
-    """D10: the first module reads the target's width, chained ones that of the modules, others the target's."""
+    """Row D10: the first module reads the target's width, chained ones that of the modules, others the target's."""
     changes = {"hidden_size": 128, "num_attention_heads": 4, "head_dim": 64}
     for chain in (True, False):
         path = tmp_path / str(chain)

@@ -1,6 +1,6 @@
 """MTP modules in the forms of public checkpoints: the target loads without its module, which loads as its draft.
 
-Logits are compared with those of transformers' layers. Modules of different widths than the target (row D10).
+Rows D9 and D10: logits of every form and width are compared with those of transformers' layers.
 """
 
 from __future__ import annotations

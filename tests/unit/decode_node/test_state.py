@@ -63,7 +63,7 @@ def test_prompts_in_chunks_and_decode_steps_ahead(
 
 @pytest.mark.parametrize("buckets", [(), (2, 8)], ids=["eager", "graphs"])
 def test_rounds_of_speculation(buckets: tuple[int, ...], tensors: dict[str, Tensor]) -> None:
-    """Accepted tokens are added to the state in the next round, however many they were; launched ahead."""
+    """Row E5: accepted tokens are added to the state in the next round, however many they were; launched ahead."""
     shape = Shape(model=SERVED, step=ngram(STEPS, buckets), completion=ONE_BEHIND, round_tokens=STEPS + 1)
     with NodeCluster(shape) as cluster:
         check(cluster, tensors, 60, PROMPTS)
@@ -76,7 +76,7 @@ def test_rounds_of_speculation(buckets: tuple[int, ...], tensors: dict[str, Tens
 def test_a_retracted_request_takes_its_state_along(
     step: MakeStep, lane: LateLane | None, tensors: dict[str, Tensor]
 ) -> None:
-    """It comes back to another slot and row, with tokens in its window that the state does not hold."""
+    """Row E5: it comes back to another slot and row, with tokens in its window that the state does not hold."""
     shape = Shape(
         model=SERVED,
         decode_pool=12 * 16,

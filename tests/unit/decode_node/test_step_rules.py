@@ -72,6 +72,13 @@ def drafting(carried: int = 1, skipped: int = 0) -> tuple[StepRules, ForcedGain]
     return replace(rules, forced_choice=choice), choice
 
 
+def test_a_round_that_drafts_nothing_is_left_for_enough_forced_tokens() -> None:
+    """It saves no draft phase, and costs the requests without forced tokens no more than plain decoding."""
+    _, choice = drafting(carried=1, skipped=4)
+    assert not choice.gains(rows(1, *[0] * 15), 15, 0)
+    assert choice.gains(rows(15, *[0] * 15), 15, 0)
+
+
 @pytest.mark.parametrize(
     ("batch", "width"),
     [

@@ -209,7 +209,7 @@ def test_prompts_share_a_forward(layers: tuple[GatedDelta, Any]) -> None:
 
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3, 4])
 def test_a_window_folds_in_what_was_accepted(layers: tuple[GatedDelta, Any], accepted: int) -> None:
-    """Rejected tokens leave no trace; rows of a batch accept different numbers; padding costs nothing."""
+    """Row E5: rejected tokens leave no trace; rows of a batch accept different numbers; padding costs nothing."""
     ours, theirs = layers
     count, prompt = 4, 9
     wrong = text(100)

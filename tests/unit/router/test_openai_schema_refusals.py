@@ -250,7 +250,7 @@ def body_of(path: str, field: str, value: Any) -> dict[str, Any]:
 
 
 async def test_unsupported_values_are_refused_by_name(rig: Rig) -> None:
-    """Each field is refused by its name. Rows B4(d, e): replaced embeddings and prompt logprobs are refused."""
+    """Each field is refused by its name. Row B4(d): replaced embeddings are refused."""
     wrong = []
     for path, field, value, param in REFUSED:
         status, answer, headers = await rig.post(path, body_of(path, field, value))

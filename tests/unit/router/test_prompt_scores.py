@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt on their way from the prefill node to the reader, with fake nodes."""
+"""Row B4(e): log-probabilities of a prompt on their way from the prefill node to the reader, with fake nodes."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_across_the_cut(name: str, chunk: int, page_size: int, completion: type[
 
 @pytest.mark.parametrize("name", NARROW)
 def test_modules_of_another_width_than_the_target(name: str) -> None:
-    """D10: chained modules pass their own width on, others the target's; the kept states have it too."""
+    """Row D10: chained modules pass their own width on, others the target's; the kept states have it too."""
     seen: list[Seen] = []
     with NodeCluster(shape_of(name, 3, seen, (1, 4), chunk_tokens=7, page_size=4)) as cluster:
         calls = [cluster.submit(prompt_of(n), 9) for n in (1, 2, 3, 17, 33)]

@@ -1,6 +1,6 @@
 """Several modules of published forms, loaded from files and run by a pair of nodes, each for its step.
 
-Before every round, the drafts of all modules equal those that transformers' modules make after the whole text.
+Row D9: before every round, the drafts of all modules equal those that transformers' modules make after the whole text.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ CASES = [
     ("mimo", 2, 2),
     ("glm-4.5", 3, 2),
     ("qwen3-next", 2, 2),
+    ("qwen3-next", 3, 2),
     ("qwen3.5-moe-nested", 3, 3),
     ("mimo-v2", 3, 3),
 ]

@@ -166,7 +166,7 @@ def test_names_of_other_servers_are_answered_on_the_command_line(tmp_path: Path)
 
 @pytest.mark.parametrize("text", ["prefill: {graphs: full}", "decode: {graphs: breakable}"])
 def test_a_role_has_no_graphs_of_the_other(text: str, tmp_path: Path) -> None:
-    """Rule 13: tests/unit/engine/test_roles.py shows what each role is composed of."""
+    """tests/unit/engine/test_roles.py shows what each role is composed of."""
     with pytest.raises(ConfigError, match=r"graphs: Invalid enum value '(full|breakable)'; write auto, "):
         cluster(tmp_path, text + "\n")
 
