@@ -159,7 +159,7 @@ class BodyMemory:
             self._look_later()
 
     def _has_room(self, size: int) -> bool:
-        """Return whether a body fits in addition to the others. A body beyond the bound is received while there is no other."""
+        """Return whether a body fits beside the others. One that is larger than the bound has to be the only one."""
         return not self._reserved or self._reserved + size <= MAX_RESERVED
 
     def _fits(self, client: str, size: int) -> bool:

@@ -34,7 +34,7 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How config.json of one architecture differs from that of others. Values are defaults or key names."""
+    """Differences of one architecture's config.json from others. Values are defaults or key names."""
 
     qkv_bias: bool | str = False  # a str names the config key that decides
     output_bias: bool | str = False  # o_proj

@@ -40,7 +40,8 @@ def decode_reference(
 ) -> Tensor:
     """Compute attention of one new token per request over its seq_lens[b] cached positions, including its own.
 
-    It is vectorised over the batch and never synchronises with the host. A padding row (length 0) yields a finite or NaN row.
+    It is vectorised over the batch and never synchronises with the host. A padding row (length 0) yields a finite or
+    NaN row.
 
     Args:
         query: [B, heads, D].

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from common.engine.ops.shared_memory import LEAST, BARRIER_BYTES
+from common.engine.ops.shared_memory import BARRIER_BYTES, LEAST
 
 CHUNK = 64  # tokens; prompts are cut at multiples of it
 PART = 32  # values of a head in a program of the scan

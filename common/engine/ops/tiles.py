@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from common.engine.ops.shared_memory import H200, BARRIER_BYTES
+from common.engine.ops.shared_memory import BARRIER_BYTES, H200
 from common.engine.ops.triton_kernel import cdiv, next_power_of_2
 
 FEW = 16  # rows: the minimum of a tile of the matrix units
