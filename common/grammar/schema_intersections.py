@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 from urllib.parse import unquote
 
 from common.errors import InvalidGrammar
 from common.grammar.limits import GrammarLimits
+from common.grammar.text_bounds import (
+    NOTHING,
+    Bounds,
+    Met,
+    all_of,
+    alternatives,
+    item_schemas,
+    largest,
+    listed,
+    mapped,
+    meetings,
+    own_bounds,
+    total,
+)
 
-CHILDREN = ("items", "additionalProperties")
-LISTED_CHILDREN = ("prefixItems", "items")
-NAMED_CHILDREN = ("properties", "patternProperties")
-LENGTHS = ("minLength", "maxLength")
-
-
-class Met(NamedTuple):
-    """Upper bounds of what constrains one text, wherever in a value that is."""
-
-    patterns: int = 0  # patterns, formats and bounds of its length
-    literals: int = 0  # values of an enum that are compared with them
+UNKNOWN = Bounds()
+NAMES_PER_VALUE = 10  # properties that may be combined, for each value that a schema may have
 
 
 def check_intersections(schemas: Iterable[Any], limits: GrammarLimits) -> None:
@@ -42,7 +47,7 @@ class _Intersections:
     def __init__(self, root: Any, limits: GrammarLimits) -> None:
         self._root = root
         self._limits = limits
-        self._known: dict[int, Met] = {}
+        self._known: dict[int, Bounds] = {}
         self._visited: set[int] = set()  # in this pass
         self._open: set[int] = set()  # visits that have not ended
         self._early: set[int] = set()  # parts that were read in this pass before their own visit had ended
@@ -50,7 +55,8 @@ class _Intersections:
         self._final: set[int] = set()  # parts whose bound no later pass changes
         self._unsure = False  # the visit in progress has read a part that is not final
         self._visits = 0
-        self._whole: Met | None = None
+        self._combined = 0  # properties of parts that were combined
+        self._whole: Bounds | None = None
 
     def check(self) -> None:
         """Raise InvalidGrammar if too much is combined."""
@@ -61,9 +67,9 @@ class _Intersections:
             self._early.clear()
             self._of(self._root)
 
-    def _of(self, schema: Any) -> Met:
+    def _of(self, schema: Any) -> Bounds:
         if not isinstance(schema, dict):
-            return Met()
+            return UNKNOWN
         key = id(schema)
         if key in self._final:
             return self._known[key]
@@ -71,7 +77,7 @@ class _Intersections:
             self._early.add(key)
         if key in self._visited:
             self._unsure = True
-            return self._known.get(key, Met())
+            return self._known.get(key, UNKNOWN)
         self._visits += 1
         if self._visits > self._limits.max_values:
             raise InvalidGrammar("the references of the schema form too many circles; use fewer")
@@ -83,41 +89,59 @@ class _Intersections:
             self._final.add(key)
         self._unsure = self._unsure or outer
         self._open.remove(key)
-        if key in self._early and found != self._known.get(key, Met()):
+        if key in self._early and found != self._known.get(key, UNKNOWN):
             self._stale = True
         self._known[key] = found
         return found
 
-    def _visit(self, schema: dict[str, Any]) -> Met:
-        own = _own(schema)
-        inner = _largest([own, *(self._of(child) for child in _children(schema))])
-        parts = [self._of(each) for each in _list(schema.get("allOf"))]
-        parts += [_largest(map(self._of, _list(schema.get(name)))) for name in ("anyOf", "oneOf")]
+    def _visit(self, schema: dict[str, Any]) -> Bounds:
+        parts = [self._own(schema), *map(self._of, listed(schema.get("allOf")))]
+        for name in ("anyOf", "oneOf"):
+            parts.append(alternatives([self._of(option) for option in listed(schema.get(name))]))
         if isinstance(schema.get("$ref"), str):
             parts.append(self._target(schema["$ref"]))
-        total = Met(
-            inner.patterns + sum(part.patterns for part in parts),
-            max(inner.literals, *(part.literals for part in parts)),
-        )
-        meeting = sum(any(each) for each in (inner, *parts)) > 1 or all(own)
-        self._check(total, meeting)
-        return total
+        parts = [part for part in parts if part != UNKNOWN]
+        if len(parts) < 2:
+            return parts[0] if parts else UNKNOWN
+        self._combined += len(parts) * sum(len(part.named) for part in parts)
+        if self._combined > NAMES_PER_VALUE * self._limits.max_values:
+            raise InvalidGrammar("allOf and references combine too many properties; use fewer")
+        for each in meetings(parts):
+            self._check(total(each), sum(met != NOTHING for met in each) > 1)
+        return all_of(parts)
 
-    def _check(self, total: Met, meeting: bool) -> None:
+    def _own(self, schema: dict[str, Any]) -> Bounds:
+        """Return what a schema says without the schemas that it combines."""
+        here = own_bounds(schema)
+        self._check(here, True)
+        items = largest(self._of(item).anywhere for item in item_schemas(schema))
+        properties = mapped(schema.get("properties"))
+        named = {
+            name: met for name, child in properties.items() if (met := self._of(child).anywhere) != NOTHING
+        }
+        reaching = [schema.get("additionalProperties"), *mapped(schema.get("patternProperties")).values()]
+        others = largest(self._of(child).anywhere for child in reaching)
+        return Bounds(here, named, others, items, largest([here, items, others, *named.values()]))
+
+    def _check(self, found: Met, meeting: bool) -> None:
+        """Refuse bounds over the limits. `meeting`: the patterns and literals come from different places."""
         limits = self._limits
-        if total.patterns > limits.max_intersected:
+        if found.patterns > limits.max_intersected:
             raise InvalidGrammar(
                 f"allOf and references combine over {limits.max_intersected} patterns, formats and lengths; "
                 "combine fewer"
             )
-        if meeting and total.patterns and total.literals > limits.max_intersected_values:
+        if meeting and found.patterns and found.literals > limits.max_intersected_values:
             raise InvalidGrammar(
                 f"an enum of over {limits.max_intersected_values} values is combined with a pattern, format or length; "
                 "leave one of them out"
             )
 
-    def _target(self, reference: str) -> Met:
-        """Return what a reference may add. llguidance refuses one that is no path, or resolves it in other ways."""
+    def _target(self, reference: str) -> Bounds:
+        """Return bounds of what a reference adds.
+
+        llguidance refuses one that is no path, or resolves it in other ways: it may then add everything.
+        """
         if not reference.startswith("#"):
             return self._everything()
         found = self._root
@@ -128,15 +152,17 @@ class _Intersections:
             elif isinstance(found, dict) and key in found:
                 found = found[key]
             else:
-                return Met()  # llguidance refuses it
+                return UNKNOWN  # llguidance refuses it
         if len(reference) > 1 and reference[1] != "/":
             return self._everything()
         return self._of(found)
 
-    def _everything(self) -> Met:
-        """Bound what any part of the schema adds."""
+    def _everything(self) -> Bounds:
+        """Return bounds of what any part of the schema adds."""
         if self._whole is None:
-            self._whole = self._sum()
+            found = self._sum()
+            self._check(found, False)
+            self._whole = Bounds(found, {}, found, found, found)
         return self._whole
 
     def _sum(self) -> Met:
@@ -145,37 +171,9 @@ class _Intersections:
         while waiting:
             value = waiting.pop()
             if isinstance(value, dict):
-                own = _own(value)
+                own = own_bounds(value)
                 patterns, literals = patterns + own.patterns, max(literals, own.literals)
                 waiting.extend(value.values())
             elif isinstance(value, list):
                 waiting.extend(value)
         return Met(patterns, literals)
-
-
-def _own(schema: dict[str, Any]) -> Met:
-    """Return what the keywords of a schema itself say about a text."""
-    patterns = ("pattern" in schema) + ("format" in schema) + any(name in schema for name in LENGTHS)
-    return Met(patterns, len(_list(schema.get("enum"))))
-
-
-def _children(schema: dict[str, Any]) -> Iterator[Any]:
-    """Yield the schemas of values inside a value."""
-    yield from (schema.get(name) for name in CHILDREN)
-    for name in LISTED_CHILDREN:
-        yield from _list(schema.get(name))
-    for name in NAMED_CHILDREN:
-        named = schema.get(name)
-        if isinstance(named, dict):
-            yield from named.values()
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _largest(found: Iterable[Met]) -> Met:
-    patterns = literals = 0
-    for each in found:
-        patterns, literals = max(patterns, each.patterns), max(literals, each.literals)
-    return Met(patterns, literals)

@@ -29,6 +29,7 @@ def chain(**more: Any) -> dict[str, Any]:
         ({"allOf": [{"items": {"items": each}} for each in PATTERNS]}, "over 12 patterns"),
         ({"allOf": [{"prefixItems": [each]} for each in PATTERNS]}, "over 12 patterns"),
         ({"properties": {"a": {"items": {"allOf": PATTERNS}}}}, "over 12 patterns"),
+        ({"items": [{}], "additionalItems": {"allOf": PATTERNS}}, "over 12 patterns"),
         ({"allOf": [{"allOf": PATTERNS[:7]}, {"anyOf": [{}, {"allOf": PATTERNS[7:]}]}]}, "over 12 patterns"),
         ({"allOf": PATTERNS[:12], "maxLength": 5}, "over 12 patterns"),
         ({"allOf": PATTERNS[:12], "format": "date"}, "over 12 patterns"),
@@ -82,12 +83,75 @@ def test_too_much_meets_in_one_text(schema: dict[str, Any], words: str) -> None:
             "$defs": {"n": {"pattern": "a", "items": {"$ref": "#/$defs/n"}}},
             "allOf": [{"$ref": "#/$defs/n"}] * 2,
         },
+        # enum and pattern of different properties do not meet
+        {"allOf": [{"properties": {"a": {"enum": ENUM}}}, {"properties": {"b": PATTERNS[0]}}]},
+        {"allOf": [{"properties": {f"p{i}": each}} for i, each in enumerate(PATTERNS)]},
         {"$ref": "#/nowhere/at/all"},
         {"allOf": 5, "properties": [], "enum": {}, "prefixItems": None, "$ref": 7},
     ],
 )
 def test_ordinary_schemas_pass(schema: Any) -> None:
     check_intersections([schema], GrammarLimits())
+
+
+BASE = {"properties": {"name": {"type": "string", "pattern": "^[a-z]+$"}}}
+
+
+def inherited(**fields: Any) -> dict[str, Any]:
+    """Return a schema with the properties of `Base` and others."""
+    return {"allOf": [{"$ref": "#/$defs/Base"}, {"type": "object", "properties": fields}]}
+
+
+@pytest.mark.parametrize(
+    "definitions",
+    [
+        {"Node": inherited(children={"type": "array", "items": {"$ref": "#/$defs/Node"}})},
+        {"Node": inherited(next={"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]})},
+        {
+            "Node": inherited(owner={"$ref": "#/$defs/Owner"}, made={"format": "date"}),
+            "Owner": inherited(nodes={"additionalProperties": {"$ref": "#/$defs/Node"}}),
+        },
+    ],
+    ids=["tree", "list", "mutual"],
+)
+def test_recursive_schemas_inherit_properties(definitions: dict[str, Any]) -> None:
+    """Different properties are different texts: no bound grows from pass to pass."""
+    check_intersections(
+        [{"$defs": {"Base": BASE, **definitions}, "$ref": "#/$defs/Node"}], GrammarLimits(max_intersected=1)
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        BASE,
+        {"additionalProperties": {"format": "date"}},
+        {"patternProperties": {"^n": {"maxLength": 3}}},
+        {"anyOf": [{}, {"additionalProperties": {"$ref": "#/$defs/Base/properties/name"}}]},
+    ],
+)
+def test_parts_meet_in_a_property_that_both_constrain(other: dict[str, Any]) -> None:
+    schema = {"$defs": {"Base": BASE}, "allOf": [{"$ref": "#/$defs/Base"}, other]}
+    check_intersections([schema], GrammarLimits(max_intersected=2))
+    with pytest.raises(InvalidGrammar, match="over 1 patterns"):
+        check_intersections([schema], GrammarLimits(max_intersected=1))
+
+
+def test_a_recursive_property_that_two_parts_constrain_is_refused() -> None:
+    """Each level adds the pattern of the part that is not recursive."""
+    node = inherited(name={"$ref": "#/$defs/Node"})
+    with pytest.raises(InvalidGrammar, match="over 12 patterns"):
+        check_intersections(
+            [{"$defs": {"Base": BASE, "Node": node}, "$ref": "#/$defs/Node"}], GrammarLimits()
+        )
+
+
+def test_the_work_of_combining_properties_is_bounded() -> None:
+    wide = {"properties": {f"p{i}": PATTERNS[0] for i in range(500)}}
+    twice = {"allOf": [{"$ref": "#/$defs/wide"}] * 2}
+    schema = {"$defs": {"wide": wide}, "prefixItems": [deepcopy(twice) for _ in range(150)]}
+    with pytest.raises(InvalidGrammar, match="too many properties"):
+        check_intersections([schema], GrammarLimits())
 
 
 def test_a_long_chain_of_references_is_refused() -> None:
