@@ -17,7 +17,7 @@ from router.http_errors import body_of, defect, request_id_key
 from router.json_answer import send_json
 from router.openai_responses import AnswerPiece, Usage, usage_field
 from router.openai_schema import SharedFields
-from router.sse import SseWriter
+from router.sse import EVENT_END, SseWriter
 
 
 class _Collected:
@@ -90,6 +90,7 @@ class Answering:
         """Answer with server-sent events. An error before the first token is an ordinary HTTP error."""
         writer = SseWriter(request, self._write_timeout)
         sink = _Streamed(form, writer, usage, body, len(choices))
+        last = b""
         reader = AnswerReader(self._generator, choices, usage, sink)
         try:
             pieces = reader.pieces()
@@ -100,12 +101,11 @@ class Answering:
                         await writer.start()
                         events = form.opening(len(choices), sink.reported()) + events
                     await writer.send(events)
-                last = b""
                 for part in form.ending(usage, sink.at_end):
-                    if last:
-                        await writer.send(last)
+                    ready, last = last, part
+                    if ready:
+                        await writer.send(ready)
                         await asyncio.sleep(0)
-                    last = part
                 return await writer.finish(last)
             except ClientGone:
                 raise
@@ -113,7 +113,9 @@ class Answering:
                 if not writer.started:
                     raise
                 known = error if isinstance(error, RequestError) else defect(self._log, request)
-                return await writer.finish(form.failure(body_of(known)))
+                # The last part may be the middle of an event; the error is an event of its own.
+                open_event = last and not last.endswith(EVENT_END)
+                return await writer.finish(last + EVENT_END * bool(open_event) + form.failure(body_of(known)))
             finally:
                 await pieces.aclose()
         except ClientGone as error:

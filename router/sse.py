@@ -12,6 +12,7 @@ from common.errors import ClientGone
 from router.http_errors import REQUEST_ID, request_id_key
 
 DONE = b"data: [DONE]\n\n"
+EVENT_END = b"\n\n"
 HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
-from common.errors import InternalError, InvalidRequest, RequestError
+from common.errors import InternalError, RequestError
 from common.grammar.matcher import ALL, mask_width
+from common.grammar.nothing_left import GRAMMAR, nothing_left
 from common.grammar.token_rules import Follower
 from common.messages.generation import SamplingParams
 
@@ -26,28 +27,17 @@ def no_token(sampling: SamplingParams, said: int, follower: Follower | None, voc
             return follower.failure
     allowed = np.unpackbits(masks.view(np.uint8), bitorder="little")[:vocab_size]
     allowed[list(barred)] = 0
-    fields = _limiting_fields(sampling, bool(withheld))
-    if fields and not allowed.any():
-        return InvalidRequest(
-            f"no token is left that could come next: {_listed(fields)} {'together ' * (len(fields) > 1)}forbid all of "
-            "them",
-            param=fields[0],
-        )
-    return InternalError("the model produced non-finite logits")
+    error = None if allowed.any() else nothing_left(_forbidding(sampling, bool(withheld)))
+    return error or InternalError("the model produced non-finite logits")
 
 
-def _limiting_fields(sampling: SamplingParams, withholds: bool) -> list[str]:
-    """Return the fields of a request that forbid tokens. `withholds`: its answer is shorter than `min_tokens`."""
+def _forbidding(sampling: SamplingParams, withholds: bool) -> dict[str, bool]:
+    """Say which fields of a request forbid tokens. `withholds`: its answer is shorter than `min_tokens`."""
     rules = sampling.token_rules
-    used = {
+    return {
         "allowed_token_ids": rules is not None and bool(rules.allowed),
         "bad_words": rules is not None and bool(rules.bad_words),
         "min_tokens": withholds,
         "logit_bias": any(bias == -math.inf for _, bias in sampling.logit_bias),
-        "the grammar": bool(sampling.grammar),
+        GRAMMAR: bool(sampling.grammar),
     }
-    return [name for name, limits in used.items() if limits]
-
-
-def _listed(names: list[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]

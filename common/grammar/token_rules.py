@@ -12,9 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
-from common.errors import InvalidRequest, RequestError
+from common.errors import RequestError
 from common.grammar.grammars import Grammars
 from common.grammar.matcher import ALL, Masks, Matcher, mask_width
+from common.grammar.nothing_left import GRAMMAR, nothing_left
 from common.messages.generation import SamplingParams, TokenRules
 
 Words = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
@@ -53,6 +54,11 @@ class RuleFollower:
 
     def __init__(self, rules: TokenRules, grammar: Matcher | None, vocab_size: int) -> None:
         self._grammar = grammar
+        self._forbidding = {
+            "allowed_token_ids": bool(rules.allowed),
+            "bad_words": bool(rules.bad_words),
+            GRAMMAR: grammar is not None,
+        }
         self._always = _allowed(rules, vocab_size)
         # last token of the beginning of a bad word -> (beginning, last token) of each such word
         self._words: dict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
@@ -118,10 +124,7 @@ class RuleFollower:
     def _check(self, masks: Masks, row: int) -> None:
         if self.failure is None and not masks[row].any():
             masks[row] = ALL
-            self._empty = InvalidRequest(
-                "bad_words, allowed_token_ids and the grammar together leave no token that could come next",
-                param="bad_words",
-            )
+            self._empty = nothing_left(self._forbidding)
 
 
 class _Ready:

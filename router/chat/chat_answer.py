@@ -38,12 +38,15 @@ class ChatAnswer:
         """Return what the answer must match; `asked` is what the fields for structured output ask for.
 
         As in OpenAI's API, response_format concerns text: an answer may call tools instead, and a forced call is no
-        text. Raises InvalidRequest if both tools and another `asked` constrain the answer.
+        text. Where no marker tells calls from text, an answer that is not forced to call has that format. Raises
+        InvalidRequest if both tools and another `asked` constrain the answer.
         """
         if asked is not None and asked.field.startswith("response_format"):
             if self._rules.calls.forced:
                 asked = None
-            elif self._may_call and isinstance(asked.form, JsonSchema):
+            elif self._style.calls is None or self._style.calls.trigger is None:
+                return self._after_reasoning(asked)
+            elif self._rules.calls.tools and isinstance(asked.form, JsonSchema):
                 return self._calls_or_json(asked.field, asked.form)
         calls = self._rules.call_grammar(self._style, self._prefix)
         if calls is None:
@@ -55,13 +58,8 @@ class ChatAnswer:
             )
         return Constraint(field, Lark(grammar.lark, grammar.schemas))
 
-    @property
-    def _may_call(self) -> bool:
-        """True if the answer may hold calls in a format whose marker tells them from JSON."""
-        calls = self._style.calls
-        return bool(self._rules.calls.tools) and calls is not None and calls.trigger is not None
-
     def _calls_or_json(self, field: str, form: JsonSchema) -> Constraint:
+        """Allow calls or JSON, in a format of calls whose marker tells them from JSON."""
         grammar = self._rules.calls_or_json(self._style, self._prefix, form.schema)
         return Constraint(field, Lark(grammar.lark, grammar.schemas))
 

@@ -98,8 +98,46 @@ def test_a_request_ends_if_no_token_is_left(tree: bool) -> None:
     else:
         follower.fill(masks, 0)
     assert isinstance(follower.failure, InvalidRequest)
-    assert follower.failure.param == "bad_words"
+    assert follower.failure.param == "allowed_token_ids"
     assert bits(masks, 0) == set(range(VOCAB)), "a failed follower allows every token"
+
+
+@pytest.mark.parametrize(
+    ("rules", "fields", "param"),
+    [
+        (TokenRules((0,)), "allowed_token_ids and the grammar together forbid", "allowed_token_ids"),
+        (
+            TokenRules((0,), ((28,),)),
+            "allowed_token_ids, bad_words and the grammar together",
+            "allowed_token_ids",
+        ),
+        (TokenRules((), tuple((token,) for token in range(VOCAB))), "bad_words and the grammar", "bad_words"),
+    ],
+)
+def test_the_error_lists_the_fields_of_the_request(rules: TokenRules, fields: str, param: str) -> None:
+    follower = RuleFollower(rules, matcher(GRAMMARS["numbers"]), VOCAB)
+    everything = np.full((1, mask_width(VOCAB)), 0, dtype=np.int32)
+    matcher(GRAMMARS["numbers"]).fill(everything, 0)
+    assert not rules.allowed or not bits(everything, 0) & set(rules.allowed)
+    assert next_tokens(follower) == set(range(VOCAB))
+    assert isinstance(follower.failure, InvalidRequest)
+    assert fields in str(follower.failure)
+    assert follower.failure.param == param
+
+
+class Nothing(RuleFollower):
+    """Forbids every token and does not notice."""
+
+    def fill(self, masks: np.ndarray[tuple[int, ...], np.dtype[np.int32]], row: int) -> None:
+        masks[row] = 0
+
+
+def test_a_grammar_is_no_field() -> None:
+    params = SamplingParams(max_tokens=4, grammar=GRAMMARS["numbers"])
+    error = no_token(params, 1, Nothing(TokenRules(), None, VOCAB), VOCAB)
+    assert isinstance(error, InvalidRequest)
+    assert "the grammar forbids all of them" in str(error)
+    assert error.param is None
 
 
 def test_a_draw_without_a_result_is_a_defect_if_tokens_were_left() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from common.errors import NodeLost
+from router.openai_form import OpenAiForm
+from router.openai_responses import Usage
 from tests.unit.router.conftest import Rig
 from tests.unit.router.scripted_generator import delta, one_by_one
 
@@ -127,6 +130,24 @@ async def test_a_defect_ends_the_stream_with_a_generic_error(
     assert "secret" not in str(error)
     assert error["code"] == "internal_error"
     assert [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("part", ['data: {"late": 1}\n\n', 'data: {"late":'])
+async def test_a_defect_between_the_last_parts_ends_with_an_event_of_its_own(
+    rig: Rig, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was made before the defect is sent, and the error is not joined to an unfinished event."""
+
+    def ending(self: OpenAiForm, usage: Usage, with_usage: bool) -> Iterator[bytes]:
+        yield b": first\n\n"
+        yield part.encode()
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(OpenAiForm, "ending", ending)
+    rig.generator.will(delta([10], "stop"))
+    *_, first, late, error, empty = (await rig.raw("/v1/chat/completions", CHAT)).decode().split("\n\n")
+    assert (first, late, empty) == (": first", part.strip(), "")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "internal_error"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -310,6 +310,28 @@ async def test_typed_text_leaves_calls_possible(serve: Serve, tokenizer: Tokeniz
 
 
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_typed_text_in_llama_3s_format(
+    serve: Serve, tokenizer: Tokenizer, strict: bool, choice: str
+) -> None:
+    """No marker tells calls from JSON, so an answer that is not forced to call is always that JSON."""
+    style = AnswerStyle(template_of("llama3"), calls=CALL_FORMATS["llama3"])
+    rig = await serve(served=replace(SERVED, answers=style))
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    typed = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tool = {"type": "function", "function": {**WEATHER["function"], "strict": strict}}
+    call = '{"name": "weather", "parameters": {"city": "Paris", "days": 3}}'
+    answers(rig, tokenizer, call if choice == "required" else '{"age": 5}')
+    body = ASK | {"tools": [tool], "tool_choice": choice, "response_format": typed}
+    status, answer, _ = await rig.post(CHAT, body)
+    assert status == 200, answer
+    grammar = rig.generator.requests[-1].sampling.grammar
+    matcher = GrammarCompiler((TINY / "tokenizer.json").read_text(), 704, [2]).matcher(grammar)
+    for text, wanted in (('{"age": 5}', "auto"), (call, "required"), ("It rains.", "")):
+        assert matcher.fork().accept([*tokenizer.encode(text, False), 2]) == (wanted == choice), text
+
+
+@pytest.mark.parametrize("strict", [False, True])
 async def test_structural_tags_beside_tools(serve: Serve, tokenizer: Tokenizer, strict: bool) -> None:
     """Tags constrain an answer that may call tools; a strict tool constrains it, too, and only one of them can."""
     rig = await serve(served=replace(SERVED, answers=replace(STYLE, calls=CALL_FORMATS["qwen3"])))
