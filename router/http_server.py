@@ -58,7 +58,7 @@ def http_runner(app: web.Application, limit: ConnectionLimit | None = None) -> w
 
 
 class _Protocol(web.RequestHandler):
-    __slots__ = ("_broken", "_deferred", "_held", "_limit", "_turns")
+    __slots__ = ("_broken", "_deferred", "_held", "_limit", "_stopped", "_turns")
 
     def __init__(self, *args: Any, limit: ConnectionLimit | None, turns: Turns, **kwargs: Any) -> None:
         """`turns` spreads received data and closed connections over turns of the event loop."""
@@ -68,6 +68,7 @@ class _Protocol(web.RequestHandler):
         self._broken = False  # bytes have arrived that are not HTTP
         self._deferred = 0  # received pieces that wait to be parsed
         self._held = False  # the transport does not read because of them
+        self._stopped = False  # a body has paused the parser, now or earlier
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -108,10 +109,24 @@ class _Protocol(web.RequestHandler):
             self._held = True
             self._pause_transport_reading()
 
+    def pause_reading(self) -> None:
+        self._stopped = True
+        super().pause_reading()
+
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """Continue to read and to parse. aiohttp calls this for every body, although few have stopped anything."""
-        if self._reading_paused or self._buffer_paused or self._held:
+        """Continue to read and to parse. aiohttp calls this for every body, although few have stopped anything.
+
+        The parser of a chunked body stops only at the next bytes of a body. They may arrive after `_reading_paused` has
+        been reset, or belong to the next request. The parser does not tell, so on a connection whose parser has ever
+        been paused, each call wakes it.
+        """
+        if self._stopped or self._buffer_paused:
             super().resume_reading(resume_parser)
+
+    def _resume_transport_reading(self) -> None:
+        """Read from the socket again, unless received pieces still wait: then `_parse` does so after the last one."""
+        if not self._held:
+            super()._resume_transport_reading()
 
     def _feed(self, data: bytes) -> None:
         """Give bytes to the parser, none after those that are not HTTP."""

@@ -29,7 +29,9 @@ async def send_json(
     size = sum(map(len, ready)) if len(ready) == len(parts) else None
     if size is not None and size <= PIECE:
         body = b"".join(ready)
-        return DirectAnswer(request, body) if fits(request) else web.Response(body=body, content_type=JSON)
+        if fits(request):
+            return DirectAnswer(request, body, write_timeout)
+        return web.Response(body=body, content_type=JSON)
     response = web.StreamResponse(headers={REQUEST_ID: request[request_id_key]})
     response.content_type, response.content_length = JSON, size
     if size is None and request.version == HttpVersion11:

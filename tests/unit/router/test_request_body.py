@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from common.observability.logs import Log
-from router import body_memory, request_body
+from router import body_memory, http_server, request_body
 from router.body_memory import SMALL_BODY, BodyMemory, Reservation
 from router.http_errors import error_middleware
 from router.http_server import PARSED_AT_ONCE, READ_BUFFER, http_runner
@@ -157,6 +157,62 @@ async def test_a_body_that_is_refused_is_parsed_in_small_pieces(monkeypatch: pyt
         assert (await ask(address, request))[0] == 415
     assert sum(fed) == len(request)
     assert max(fed) <= PARSED_AT_ONCE
+
+
+async def test_pipelined_bodies_wait_in_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of each body aiohttp reads on, although no limit counts what is received before it is parsed."""
+    monkeypatch.setattr(http_server, "EVENT_SECONDS", 0.0)
+    received_bytes, parsed_bytes, unparsed = 0, 0, [0]
+    kinds: list[type[web.RequestHandler]] = []
+    parse = web.RequestHandler.data_received
+
+    async def handler(request: web.Request) -> web.Response:
+        kinds.append(type(request.protocol))
+        return await size_of_body(request)
+
+    async with serving(handler, 1 << 20) as (_, address):
+        await ask(address, post(10))
+        receive = kinds[0].data_received
+
+        def noted(self: web.RequestHandler, data: bytes) -> None:
+            nonlocal received_bytes
+            if data:
+                unparsed.append(received_bytes - parsed_bytes)
+            received_bytes += len(data)
+            receive(self, data)
+
+        def noted_parse(self: web.RequestHandler, data: bytes) -> None:
+            nonlocal parsed_bytes
+            parsed_bytes += len(data)
+            parse(self, data)
+
+        monkeypatch.setattr(kinds[0], "data_received", noted)
+        monkeypatch.setattr(web.RequestHandler, "data_received", noted_parse)
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(post(20_000).replace(b"Connection: close\r\n", b"") * 100 + post(10))
+        answers = await asyncio.wait_for(reader.read(), PATIENCE)
+        writer.close()
+    assert answers.count(b'{"bytes": 20000}') == 100
+    assert answers.endswith(b'{"bytes": 10}')
+    # the transport is not paused for a single piece
+    assert max(unparsed) <= PARSED_AT_ONCE
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_pause_at_the_last_chunk_that_has_arrived_delays_nothing(cut: bool) -> None:
+    """aiohttp's parser stays paused then, at the start of the next chunk or of the body of the next request."""
+    chunks = b"1\r\nx\r\n" * (READ_BUFFER // 16 + 1)
+    rest = b"1\r\ny\r\n" if cut else b""
+    async with serving(size_of_body, 1 << 20) as (app, address):
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(CHUNKED.replace(b"Connection: close\r\n", b"") + chunks)
+        if cut:
+            await eventually(lambda: app[memory_key].small == len(chunks) // 6)
+        writer.write(rest + b"0\r\n\r\n" + post(10))
+        answers = await asyncio.wait_for(reader.read(), PATIENCE)
+        writer.close()
+    assert answers.count(b"HTTP/1.1 200 OK") == 2
+    assert answers.endswith(b'{"bytes": 10}')
 
 
 async def test_an_upload_may_be_revoked_at_the_moment_at_which_its_time_is_over() -> None:
