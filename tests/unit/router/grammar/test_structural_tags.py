@@ -89,7 +89,7 @@ def test_special_tokens_in_tags_are_tokens() -> None:
     assert _accepts(grammar, "free", SPECIAL, "a5", SPECIAL, "free")
     assert not _accepts(grammar, "free", SPECIAL, "b5", SPECIAL)
     mixed = Constraint("f", Tags([Tag(f"x{name}a", "{}", "")], [f"x{name}"]))
-    with pytest.raises(InvalidGrammar, match="the trigger alone"):
+    with pytest.raises(InvalidGrammar, match="this token and nothing else"):
         grammar_text(mixed, {name: SPECIAL})
     within = Constraint("f", Tags([Tag(f"{name}a", "{}", "")], [name[:-1]]))
     with pytest.raises(InvalidGrammar, match="ends inside the special token"):
