@@ -235,7 +235,7 @@ def body(dtype: torch.dtype) -> None:
             slots = torch.zeros(4, dtype=torch.int64)
             rotary_kv_write_triton(qkv, angles, angles, norm, norm, 1e-5, plane, plane, slots)
             rest = plane, plane, torch.zeros(4, 70, dtype=torch.int32), slots.int(), 1024, None, 0.1
-            rotary_decode_triton(qkv[:, :40], angles, angles, norm, norm, 1e-5, slots, *rest, early=True)
+            rotary_decode_triton(qkv[:, :40], angles, angles, norm, norm, 1e-5, slots, *rest)
     wide = torch.zeros(4, 1, 80)
     rotary_qk_triton(torch.zeros(4, 3, 16, 80, dtype=dtype), wide, wide)  # shape of Qwen2.5-VL's tower
     frequencies = torch.zeros(64)

@@ -49,6 +49,8 @@ def compare_attention(
     expected = decode_reference(rotated[:, :queries], *expected_planes, table, lengths, 76, window, 0.2)
     given = qkv.clone()
     norms = weights[0], weights[1], 1e-6
+    if qkv.is_cuda:
+        torch.cuda.synchronize()  # the kernel reads keys before it waits for the launch before it
     found = rotary_decode_triton(
         qkv, cos, sin, *norms, slots, planes[0], planes[1], table, lengths, 76, window, 0.2, most_keys=16
     )

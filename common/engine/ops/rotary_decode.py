@@ -14,7 +14,6 @@ from common.engine.ops.rotary_kv_write import rotary_kv_write_reference
 from common.engine.ops.rotated_heads import rotated_heads
 from common.engine.ops.shared_memory import cut_attention, room_of
 from common.engine.ops.triton_kernel import (
-    await_previous,
     await_results,
     chained,
     kernel,
@@ -124,17 +123,13 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GRANULE: tl.constexpr,  # parts are multiples of so many keys
-    EARLY: tl.constexpr,  # read the first block of keys before the wait
     CHAINED: tl.constexpr,
 ):
     """Each program computes one part of one request's keys, for all query heads of one KV head.
 
-    The keys but the new one are older than the kernel that computes the new tokens.
+    It reads the first block of keys before it waits for the new token: only the new key is written by this step.
     """
-    if EARLY:
-        launch_next(CHAINED)
-    else:
-        await_previous(CHAINED)
+    launch_next(CHAINED)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lens_ptr + request)
@@ -155,8 +150,7 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     place += dim[None, :]
     key = tl.load(key_ptr + place, mask=old[:, None] & inside, other=0.0)
     value = tl.load(value_ptr + place, mask=old[:, None] & inside, other=0.0)
-    if EARLY:
-        await_results(CHAINED)
+    await_results(CHAINED)
 
     token = qkv_ptr + request * qkv_stride
     cos, sin = cos_ptr + request * (2 * TURNED), sin_ptr + request * (2 * TURNED)
@@ -218,15 +212,15 @@ def rotary_decode_triton(
     max_seq_len: int,
     window: int | None,
     scale: float,
-    early: bool = False,
     most_keys: int = BLOCK_KEYS,
 ) -> Tensor:
     """Split over keys, then combine (flash-decoding). A padding row (length 0) yields zeros.
 
+    The previous kernel on the stream computes `qkv`, and lets this one be launched only after all kernels before it
+    have ended.
+
     Args:
-        early: the previous kernel on the stream computes `qkv`, and lets this one be launched only after all kernels
-            before it have ended.
-        most_keys: of a block.
+        most_keys: the maximum number of keys per block.
     """
     batch, all_heads, head_dim = qkv.shape
     _, page_size, kv_heads, _ = key_plane.shape
@@ -278,48 +272,12 @@ def rotary_decode_triton(
         BLOCK_D=max(next_power_of_2(head_dim), 16),
         BLOCK_N=block_keys,
         GRANULE=GRANULE,
-        EARLY=early,
         num_warps=WARPS,
         num_stages=STAGES,
         **chained(qkv.device),
     )
     parts.combine()
     return out
-
-
-def _rotary_decode_cuda(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    slots: Tensor,
-    key_plane: Tensor,
-    value_plane: Tensor,
-    page_table: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    window: int | None,
-    scale: float,
-) -> Tensor:
-    return rotary_decode_triton(
-        qkv,
-        cos,
-        sin,
-        q_weight,
-        k_weight,
-        eps,
-        slots,
-        key_plane,
-        value_plane,
-        page_table,
-        seq_lens,
-        max_seq_len,
-        window,
-        scale,
-        early=True,
-    )
 
 
 def _fake(
@@ -348,5 +306,5 @@ rotary_decode = register_op(
     rotary_decode_reference,
     mutates=("key_plane", "value_plane"),
     fake=_fake,
-    cuda=_rotary_decode_cuda,
+    cuda=rotary_decode_triton,
 )
