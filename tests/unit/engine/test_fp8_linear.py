@@ -1,0 +1,83 @@
+"""FP8 products: quantised rows, scales of both schemes, and what is independent of the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.ops.fp8_fused import fp8_add_rms_norm, fp8_gate
+from common.engine.ops.fp8_linear import FP8, HIGHEST, fp8_linear, fp8_product, quantize_rows, values_of
+from common.engine.ops.rms_norm import add_rms_norm
+from common.engine.ops.silu_mul import gelu_mul, silu_mul
+
+DEPTH, SIZE = 200, 150
+
+
+def weight_of(blocks: bool) -> tuple[Tensor, Tensor]:
+    codes = torch.randn(SIZE, DEPTH).to(FP8)
+    return codes, torch.rand((2, 2) if blocks else (SIZE,)) + 0.5
+
+
+@pytest.mark.parametrize(("blocks", "groups"), [(False, 1), (True, 2)])
+def test_quantised_rows_are_near_their_values(blocks: bool, groups: int) -> None:
+    x = torch.randn(2, 3, DEPTH)
+    x[0, 0] = 0.0
+    codes, scales = quantize_rows(x, blocks)
+    assert (codes.dtype, scales.shape) == (FP8, (2, 3, groups))
+    wide = scales.repeat_interleave(128, -1)[..., :DEPTH] if blocks else scales
+    torch.testing.assert_close(codes.float() * wide, x, rtol=2**-4, atol=float(scales.max()) * 2**-9)
+    assert codes[0, 0].float().abs().max() == 0
+
+
+def test_the_largest_magnitude_of_a_group_is_the_largest_code() -> None:
+    x = torch.randn(4, DEPTH)
+    codes, scales = quantize_rows(x, True)
+    highest = codes.float().abs()
+    assert highest[:, :128].amax(-1).tolist() == highest[:, 128:].amax(-1).tolist() == [HIGHEST] * 4
+    torch.testing.assert_close(scales[:, 1] * HIGHEST, x[:, 128:].abs().amax(-1))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_product_applies_all_scales(blocks: bool, biased: bool) -> None:
+    (weight, scales), x = weight_of(blocks), torch.randn(5, DEPTH)
+    bias = torch.randn(SIZE) if biased else None
+    codes, row_scales = quantize_rows(x, blocks)
+    wide = row_scales.repeat_interleave(128, -1)[..., :DEPTH] if blocks else row_scales
+    expected = (codes.float() * wide) @ values_of(weight, scales).T + (0.0 if bias is None else bias)
+    torch.testing.assert_close(fp8_linear(x, weight, scales, bias), expected)
+    found = fp8_product(codes, row_scales, weight, scales, bias, torch.float32)
+    assert torch.equal(found, fp8_linear(x, weight, scales, bias))
+    half = fp8_product(codes, row_scales, weight, scales, None, torch.bfloat16)
+    assert half.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_rows_codes_do_not_depend_on_the_batch(blocks: bool) -> None:
+    x = torch.randn(6, DEPTH)
+    all_codes, all_scales = quantize_rows(x, blocks)
+    codes, scales = quantize_rows(x[2:3], blocks)
+    assert torch.equal(codes.float(), all_codes[2:3].float())
+    assert torch.equal(scales, all_scales[2:3])
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("gelu", [False, True])
+def test_gates_are_quantised_after_the_activation(gelu: bool, blocks: bool) -> None:
+    gate_up = torch.randn(3, 2 * DEPTH)
+    codes, scales = fp8_gate(gate_up, gelu, blocks)
+    expected = quantize_rows((gelu_mul if gelu else silu_mul)(gate_up), blocks)
+    assert torch.equal(codes.float(), expected[0].float())
+    assert torch.equal(scales, expected[1])
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_normed_stream_is_quantised(blocks: bool) -> None:
+    x, residual, weight = torch.randn(3, DEPTH), torch.randn(3, DEPTH), torch.randn(DEPTH)
+    codes, scales, total = fp8_add_rms_norm(x, residual, weight, 1e-5, blocks)
+    normed, expected_total = add_rms_norm(x, residual, weight, 1e-5)
+    expected = quantize_rows(normed, blocks)
+    assert torch.equal(codes.float(), expected[0].float())
+    assert torch.equal(scales, expected[1])
+    assert torch.equal(total, expected_total)
