@@ -13,7 +13,7 @@ from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.process import ClusterOption, SetOption, StatusOption, run_command, run_process
 from router.build import build
-from router.collector import collect_when_idle, prepare_heap
+from router.process.garbage import collect_when_idle, prepare_heap
 
 
 async def _serve(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:

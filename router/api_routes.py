@@ -7,18 +7,18 @@ from collections.abc import Callable
 from aiohttp import web
 
 from common.observability.logs import Log
-from router.apis.generate_routes import GenerateRoutes
-from router.apis.messages_routes import MessagesRoutes
-from router.apis.responses_routes import ResponsesRoutes
 from router.availability import ServedModels
-from router.chat_prompts import ChatPrompts
-from router.control_routes import ActiveRequests, ControlRoutes
-from router.generation import Generator
-from router.openai_routes import OpenAiRoutes
+from router.dispatch.generation import Generator
 from router.openapi.routes import OpenApiRoutes
 from router.parts import ApiParts
-from router.status_routes import VERSION, ClusterView, StatusRoutes
-from router.tokenizer_routes import TokenizerRoutes
+from router.routes.control import ActiveRequests, ControlRoutes
+from router.routes.generate import GenerateRoutes
+from router.routes.messages import MessagesRoutes
+from router.routes.openai import OpenAiRoutes
+from router.routes.responses import ResponsesRoutes
+from router.routes.status import VERSION, ClusterView, StatusRoutes
+from router.routes.tokenizer import TokenizerRoutes
+from router.text.chat_prompts import ChatPrompts
 
 
 class ApiRoutes:

@@ -9,8 +9,8 @@ from common.errors import Unavailable
 from router.api_routes import ApiRoutes
 from router.availability import SHUTTING_DOWN, Availability
 from router.core import Core
-from router.http_listeners import HttpListeners
 from router.parts import ChildProcesses, ControlLink, Observation
+from router.server.listeners import HttpListeners
 
 
 class RouterApp:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from router.admin_routes import AdminRoutes
 from router.api_routes import ApiRoutes
 from router.app import RouterApp
 from router.availability import Availability
 from router.core import assemble_core
-from router.http_listeners import HttpListeners, HttpPlan
 from router.parts import ApiParts, ChildProcesses, ControlLink, Dispatching, NodeRules, Observation
-from router.request_checks import ServedModel
+from router.requests.checks import ServedModel
+from router.routes.admin import AdminRoutes
+from router.routes.status import ClusterView
+from router.server.listeners import HttpListeners, HttpPlan
 from router.server_info import ServerInfo
-from router.status_routes import ClusterView
 
 
 def assemble(

@@ -10,8 +10,8 @@ from common.errors import Unavailable
 from common.messages.identity import Role
 from common.observability.logs import Log
 from router.core import Core
-from router.node_registry import ROLES
-from router.request_checks import ServedModel
+from router.nodes.registry import ROLES
+from router.requests.checks import ServedModel
 
 SHUTTING_DOWN = "this router is shutting down"
 

@@ -23,20 +23,20 @@ from common.observability.event_log import event_log
 from common.observability.logs import Log
 from router.app import RouterApp
 from router.assemble import assemble
-from router.dispatch_limits import DispatchLimits
-from router.fetch_process import FetchProcess
-from router.field_rules import UnknownFields
+from router.dispatch.limits import DispatchLimits
 from router.from_config import answer_style, http_plan, registration_rules, state_limit
-from router.image_inspector import ImageInspector
-from router.images import ImageLimits, ImageLoader, RefusingImageLoader, VerifyingImageLoader
+from router.images.fetch_process import FetchProcess
+from router.images.inspector import ImageInspector
+from router.images.loader import ImageLimits, ImageLoader, RefusingImageLoader, VerifyingImageLoader
+from router.nodes.placement import decode_cost, make_policy, prefill_cost
 from router.parts import ApiParts, ChildProcesses, ControlLink, Dispatching, NodeRules, Observation
-from router.placement import decode_cost, make_policy, prefill_cost
-from router.request_checks import ServedModel
-from router.spawner import Spawner
-from router.text_pool import TextPool
-from router.text_service import TextService
-from router.tokenizer import Tokenizer
-from router.tokenizer_info import tokenizer_info
+from router.process.spawner import Spawner
+from router.requests.checks import ServedModel
+from router.requests.field_rules import UnknownFields
+from router.text.pool import TextPool
+from router.text.service import TextService
+from router.tokens.tokenizer import Tokenizer
+from router.tokens.tokenizer_info import tokenizer_info
 
 
 def build(resolved: Resolved, log: Log) -> RouterApp:

@@ -36,10 +36,10 @@ from common.messages.router_inbox import (
 from common.messages.wire import encode
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
-from router.dispatcher import Dispatcher
-from router.freed_memory import FreedMemory
-from router.node_registry import Node, NodeRegistry
-from router.registration import RegistrationRules
+from router.dispatch.dispatcher import Dispatcher
+from router.nodes.registration import RegistrationRules
+from router.nodes.registry import Node, NodeRegistry
+from router.process.freed_memory import FreedMemory
 
 SWEEP_INTERVAL = 0.25
 # Probes that may be postponed while messages wait to be read: a flood must not hide a dead node for more than a second.

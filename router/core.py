@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import msgspec
 
 from router.control_plane import ControlPlane
-from router.dispatcher import Dispatcher
-from router.flush import flush_caches
-from router.metrics import RouterMetrics
-from router.node_health import NodeHealth
-from router.node_registry import Node, NodeRegistry
+from router.dispatch.dispatcher import Dispatcher
+from router.metrics.router_metrics import RouterMetrics
+from router.nodes.flush import flush_caches
+from router.nodes.health import NodeHealth
+from router.nodes.registry import Node, NodeRegistry
+from router.nodes.return_watch import ReturnWatch
 from router.parts import ControlLink, Dispatching, NodeRules, Observation
-from router.return_watch import ReturnWatch
 
 Send = Callable[[str, msgspec.Struct], bool]
 

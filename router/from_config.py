@@ -16,19 +16,19 @@ from common.config.http_exposure import is_loopback
 from common.config.run_directory import peer_address
 from common.config.schema import DecodeSection, Model, PrefillSection
 from common.observability.logs import Log
-from router.auth import Gate, KeyGate, OpenGate
-from router.auth_keys import KeyFile, KeyRing
-from router.auth_limits import Quotas
-from router.auth_origin import Cors, HostRule
+from router.auth.gates import Gate, KeyGate, OpenGate
+from router.auth.keys import KeyFile, KeyRing
+from router.auth.limits import Quotas
+from router.auth.origin import Cors, HostRule
 from router.chat.answer_style import AnswerStyle, find_template
 from router.chat.call_formats import CALL_FORMATS
-from router.client import View
-from router.connections import ConnectionLimit
-from router.hidden_states import StateLimit
-from router.http_listeners import HttpPlan, TcpEntry
-from router.listeners import TlsFiles
-from router.registration import ExpectedNode, RegistrationRules
-from router.tokenizer import Tokenizer
+from router.http.client import View
+from router.nodes.registration import ExpectedNode, RegistrationRules
+from router.requests.hidden_states import StateLimit
+from router.server.connections import ConnectionLimit
+from router.server.listeners import HttpPlan, TcpEntry
+from router.server.sockets import TlsFiles
+from router.tokens.tokenizer import Tokenizer
 
 
 def registration_rules(resolved: Resolved, max_model_len: int, vocab_size: int) -> RegistrationRules:

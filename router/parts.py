@@ -13,15 +13,15 @@ from common.ipc import LinkSecurity
 from common.messages.identity import Role
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
-from router.dispatch_limits import DispatchLimits
-from router.images import ImageLoader
-from router.json_answer import WRITE_TIMEOUT
-from router.placement import PlacementPolicy
-from router.registration import RegistrationRules
-from router.spawner import Spawner
-from router.text_pool import TextPool
-from router.text_service import TextService
-from router.tokenizer import Tokenizer
+from router.dispatch.limits import DispatchLimits
+from router.http.json_answer import WRITE_TIMEOUT
+from router.images.loader import ImageLoader
+from router.nodes.placement import PlacementPolicy
+from router.nodes.registration import RegistrationRules
+from router.process.spawner import Spawner
+from router.text.pool import TextPool
+from router.text.service import TextService
+from router.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from router.availability import Availability
-from router.client import View
 from router.core import Core
-from router.node_health import Condition
-from router.node_registry import Node
-from router.openai_schema import ChatRequest, CompletionRequest, honoured
-from router.request_checks import ServedModel
+from router.http.client import View
+from router.nodes.health import Condition
+from router.nodes.registry import Node
+from router.requests.checks import ServedModel
+from router.requests.openai_schema import ChatRequest, CompletionRequest, honoured
 
 PARAMETERS = {
     "/v1/chat/completions": honoured(ChatRequest),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from router.answers.openai_responses import AnswerPiece, ChatFormat
 from router.chat.answer_events import CallArguments, CallOpened, Content, Reasoning
-from router.openai_responses import AnswerPiece, ChatFormat
 
 
 class ItemKind(Enum):

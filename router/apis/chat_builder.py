@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidRequest
-from router.json_body import invalid_body
-from router.openai_schema import ChatRequest
+from router.requests.json_body import invalid_body
+from router.requests.openai_schema import ChatRequest
 
 Part = dict[str, Any]
 

@@ -11,14 +11,14 @@ import msgspec
 
 from common.errors import InvalidRequest
 from common.messages.generation import FINISH_LENGTH, FINISH_STOP, OutputToken, TokenLogprob
-from router.answer_states import AnswerStates
+from router.answers.openai_responses import LOWEST_LOGPROB, AnswerPiece, Usage, error_event
+from router.answers.prompt_pieces import PromptPiece
 from router.apis.generate_request import GenerateTask
-from router.generation import FINISH_ABORT
-from router.json_answer import Part
-from router.openai_responses import LOWEST_LOGPROB, AnswerPiece, Usage, error_event
-from router.prompt_pieces import PromptPiece
-from router.sse import DONE
-from router.tokenizer import Tokenizer
+from router.dispatch.answer_states import AnswerStates
+from router.dispatch.generation import FINISH_ABORT
+from router.http.json_answer import Part
+from router.http.sse import DONE
+from router.tokens.tokenizer import Tokenizer
 
 # An event is sent once a choice has grown by 1 / GROWTH since the last one: events repeat everything, so without this
 # their total size would be quadratic in the length of the answer.

@@ -10,8 +10,8 @@ from msgspec import Meta
 from common.errors import InvalidRequest
 from router.apis.renamed_fields import refuse_fields
 from router.grammar.fields import StructuredOutputs
-from router.json_body import decode_json
-from router.openai_schema import CompletionRequest, Text
+from router.requests.json_body import decode_json
+from router.requests.openai_schema import CompletionRequest, Text
 
 DEFAULT_TOKENS = 128  # as in SGLang, or what the context leaves
 # Names in refusals: field of the completions request -> field of the client's request.

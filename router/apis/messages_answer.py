@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from common.messages.generation import FINISH_LENGTH, FINISH_STOP
+from router.answers.openai_responses import AnswerPiece, ChatFormat, Usage
 from router.apis.answer_items import Added, AnswerItems, Change, Item, ItemKind, Opened
-from router.apis.messages_errors import messages_error
-from router.openai_responses import AnswerPiece, ChatFormat, Usage
+from router.http.messages_errors import messages_error
 
 MESSAGE_ID = "msg_"  # prefix of an answer's id; the request id follows
 FINISH_CALLS = "tool_calls"

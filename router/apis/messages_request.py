@@ -10,9 +10,9 @@ from msgspec import Meta
 from common.errors import InvalidRequest
 from router.apis.chat_builder import ChatBuilder, Part, image_part, text_part, unsupported_part
 from router.apis.renamed_fields import refuse_fields
-from router.chat.request_fields import EFFORTS
-from router.json_body import decode_json
-from router.openai_schema import MAX_MESSAGES, MAX_PARTS, ChatRequest, Text
+from router.requests.chat_fields import EFFORTS
+from router.requests.json_body import decode_json
+from router.requests.openai_schema import MAX_MESSAGES, MAX_PARTS, ChatRequest, Text
 
 # Names in refusals: field of the chat -> field of the client's request.
 NAMES = {

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from common.messages.generation import FINISH_LENGTH
+from router.answers.openai_responses import AnswerPiece, ChatFormat, Usage
 from router.apis.answer_items import Added, AnswerItems, Change, Closed, Item, ItemKind, Opened
 from router.apis.responses_request import ResponsesTask
-from router.generation import FINISH_ABORT
-from router.openai_responses import AnswerPiece, ChatFormat, Usage
+from router.dispatch.generation import FINISH_ABORT
 
 RESPONSE_ID = "resp_"  # prefix of an answer's id; the request id follows
 _encode = msgspec.json.Encoder().encode

@@ -12,8 +12,8 @@ from common.errors import InvalidRequest
 from router.apis.generate_request import GenerateRequest, GenerateTask, read_generate
 from router.apis.messages_request import MessagesRequest, MessagesTask, read_count, read_messages
 from router.apis.responses_request import ResponsesRequest, ResponsesTask, read_responses
-from router.field_rules import undeclared
-from router.openai_schema import compact_chat, compact_completion
+from router.requests.field_rules import undeclared
+from router.requests.openai_schema import compact_chat, compact_completion
 
 T = TypeVar("T", bound=msgspec.Struct)
 

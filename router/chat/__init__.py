@@ -1,1 +1,1 @@
-"""Tools and reasoning in chats: checks the fields of requests, and parses answers into messages with tool calls."""
+"""Tool calls and reasoning as models write them: their formats, a grammar that forces calls, and parsers of answers."""

@@ -7,7 +7,7 @@ from common.grammar import GrammarCompiler
 from router.grammar.constraint import Constraint, Lark
 from router.grammar.grammar_text import grammar_text
 from router.grammar.structural_tags import Tags
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 
 
 class GrammarWork:

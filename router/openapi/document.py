@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from router.apis.messages_errors import is_messages
+from router.http.messages_errors import is_messages
 from router.openapi.answers import ErrorAnswer, MessagesError
 from router.openapi.operations import EMPTY, JSON, OPERATIONS, Operation
 

@@ -9,8 +9,6 @@ from router.apis.generate_request import GenerateRequest
 from router.apis.messages_answer import TokenCount
 from router.apis.messages_request import CountRequest, MessagesRequest
 from router.apis.responses_request import ResponsesRequest
-from router.control_routes import AbortRequest, ServerLoad
-from router.openai_schema import ChatRequest, CompletionRequest
 from router.openapi.answers import (
     ChatCompletion,
     Generated,
@@ -23,7 +21,14 @@ from router.openapi.answers import (
     TextCompletion,
     Version,
 )
-from router.tokenize_requests import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
+from router.requests.openai_schema import ChatRequest, CompletionRequest
+from router.requests.tokenize_requests import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+from router.routes.control import AbortRequest, ServerLoad
 
 JSON = "application/json"
 TEXT = "text/plain"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from router.json_answer import send_json
+from router.http.json_answer import send_json
 from router.openapi.document import openapi_document
 from router.openapi.page import docs_page
 

@@ -11,7 +11,7 @@ from common.checkpoint.families import FAMILIES
 from common.config.transports import TRANSPORTS
 from common.speculation.table import ALGORITHMS
 from router.grammar.fields import ConstraintFields
-from router.openai_schema import NOT_YET
+from router.requests.openai_schema import NOT_YET
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"

@@ -100,7 +100,7 @@ def _defined(tree: ast.AST) -> Iterator[str]:
     [
         "rig.sender._rooms",
         "del rig._rooms[1]",
-        "from router.images import _from_base64",
+        "from router.images.loader import _from_base64",
         "monkeypatch.setattr(graphs, '_choose', choose)",
         "monkeypatch.setattr('deploy.own_model._read', f)",
         "getattr(link, '_dealer')",

@@ -333,9 +333,9 @@ def test_wall_clock_time_is_only_shown_to_people() -> None:
         "common/observability/logs.py",
         "router/build.py",  # `created` of the model
         "router/apis/responses_answer.py",
-        "router/histogram.py",  # when a series began
-        "router/openai_routes.py",  # `created` of an answer
-        "router/template_sandbox.py",  # the date that chat templates may print
+        "router/metrics/histogram.py",  # when a series began
+        "router/routes/openai.py",  # `created` of an answer
+        "router/templates/sandbox.py",  # the date that chat templates may print
     }
     wall = re.compile(r"\btime\.(time|time_ns|localtime)\(|\bdatetime\.(now|utcnow|today)\(|\bdate\.today\(")
     cards = "deploy/tiny_models/"  # record when they were made

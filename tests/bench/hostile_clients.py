@@ -210,7 +210,7 @@ async def worker_killed(port: int, pair: ScriptedPair) -> list[int]:
     """Kill every text worker of the router, and wait until they have been started again."""
     killed = 0
     for each in with_children(Path(f"/proc/{pair.router_pid}")):
-        if b"router.text_process" in (each / "cmdline").read_bytes():
+        if b"router.text.process" in (each / "cmdline").read_bytes():
             os.kill(int(each.name), signal.SIGKILL)
             killed += 1
     assert killed, "no text worker is running"

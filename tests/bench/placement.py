@@ -15,10 +15,10 @@ from common.messages.identity import NodeLoad, NodeRef, Role
 from common.messages.router_inbox import Register
 from common.observability.logs import Log
 from common.placements import PLACEMENTS
-from router.node_health import NodeHealth
-from router.node_registry import ROLES, NodeRegistry
-from router.placement import decode_cost, make_policy, prefill_cost
-from router.placer import Placer
+from router.nodes.health import NodeHealth
+from router.nodes.placement import decode_cost, make_policy, prefill_cost
+from router.nodes.placer import Placer
+from router.nodes.registry import ROLES, NodeRegistry
 
 ROUNDS = 15
 CHOICES = 400

@@ -28,7 +28,7 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.bench.environment import describe
 from tests.bench.raw_http import serving
 from tests.bench.router_cost import cpu_seconds

@@ -32,7 +32,7 @@ from common.messages.generation import OutputToken
 from common.messages.identity import NodeCounters, NodeLoad, new_incarnation
 from common.messages.router_inbox import Failed, FirstToken, Heartbeat, PrefillDone, TokenRun, Tokens
 from common.messages.wire import encode
-from router.freed_memory import TRIM_SECONDS
+from router.process.freed_memory import TRIM_SECONDS
 from tests.bench.environment import describe
 from tests.bench.raw_http import RawClient, serving
 from tests.bench.scripted_pair import ScriptedPair

@@ -28,7 +28,7 @@ from deploy.tiny_models.drafts import measure
 from deploy.tiny_models.language_model import LanguageModel
 from deploy.tiny_models.mixture import checkpoint
 from deploy.tiny_models.mixture.shapes import FAMILIES
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.cluster.harness import ROOT, Answer, Client, RunningCluster
 from tests.fakes.waiting import PATIENCE
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from deploy.tiny_models.prompts import few_shot_prompt
 from deploy.tiny_models.word_problems import take
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.cluster.harness import MODEL, RunningCluster
 from tests.cluster.masked_reference import MaskedReference, shipped_reference
 

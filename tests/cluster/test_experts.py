@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.unit.engine import families
 

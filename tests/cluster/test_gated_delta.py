@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.unit.engine import families
 

@@ -16,7 +16,7 @@ from deploy.tiny_models.language_model import LanguageModel
 from deploy.tiny_models.mixture import checkpoint
 from deploy.tiny_models.mixture.mtp_head import MtpHead
 from deploy.tiny_models.mixture.shapes import FAMILIES
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.cluster.check_families import generated, shipped
 from tests.cluster.constrained_answers import Questions, expect_constrained
 from tests.cluster.harness import ROOT, Client, RunningCluster

@@ -13,7 +13,7 @@ from common.checkpoint.families import FAMILIES
 from common.checkpoint.model_config import ModelConfig
 from common.kv_cache.layer_kinds import MIXERS
 from common.named import named
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.fakes.toy_state.checkpoint import write_checkpoint
 from tests.fakes.toy_state.record import ARCHITECTURE, ROWS

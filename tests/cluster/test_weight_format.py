@@ -11,7 +11,7 @@ import torch
 
 from common.checkpoint.weight_formats import FORMATS
 from common.engine.forward.model_runner import load_model
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.fakes import int8_format
 from tests.fakes.int8_record import METHOD, ROW

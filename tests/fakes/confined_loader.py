@@ -34,8 +34,8 @@ from common.errors import ModelError
 from common.node.serving_draft import load_serving_draft
 from common.speculation.directory import load_draft_config
 from prefill_node.pixel_reader import load_pixel_reader
-from router.chat_template import ChatTemplate
-from router.tokenizer import Tokenizer
+from router.templates.chat_template import ChatTemplate
+from router.tokens.tokenizer import Tokenizer
 
 MEMORY = 512 << 20
 CPU_SECONDS = 3

@@ -85,7 +85,7 @@ from prefill_node.node import PrefillNode
 from prefill_node.step import PrefillStep
 from prefill_node.vision import TextEmbeds
 from prefill_node.vision_stage import VisionStage
-from router.answer_states import AnswerStates
+from router.dispatch.answer_states import AnswerStates
 from tests.fakes.clock import Clock
 from tests.fakes.fake_link import FakeLink
 from tests.fakes.late_graphs import capture_late

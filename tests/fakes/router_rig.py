@@ -20,13 +20,13 @@ from common.messages.identity import Role
 from common.messages.node_inbox import Registered
 from common.messages.prefill_inbox import Prefill
 from common.observability.logs import Log
-from router.answer_states import AnswerStates
 from router.core import Send, assemble_core
-from router.dispatch_limits import DispatchLimits
-from router.generation import GenerationRequest, PromptBatch, TokenDelta
+from router.dispatch.answer_states import AnswerStates
+from router.dispatch.generation import GenerationRequest, PromptBatch, TokenDelta
+from router.dispatch.limits import DispatchLimits
+from router.nodes.placement import PlacementPolicy, RoundRobin
+from router.nodes.registration import ExpectedNode, RegistrationRules
 from router.parts import ControlLink, Dispatching, NodeRules, Observation
-from router.placement import PlacementPolicy, RoundRobin
-from router.registration import ExpectedNode, RegistrationRules
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import PEER_ADDRESS, FakeNode
 from tests.fakes.waiting import PATIENCE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from router.text_jobs import Job, JobResult
-from router.text_work import Payload, TextWork
+from router.text.jobs import Job, JobResult
+from router.text.work import Payload, TextWork
 
 
 class InProcess:

@@ -17,8 +17,8 @@ from common.checkpoint.safetensors_header import parse_header
 from common.config.load import load_cluster
 from common.errors import ConfigError, ModelError
 from common.speculation.directory import load_draft_config
-from router.chat_template import ChatTemplate
-from router.tokenizer import Tokenizer
+from router.templates.chat_template import ChatTemplate
+from router.tokens.tokenizer import Tokenizer
 from tests.architecture.source_tree import ROOT
 from tests.fuzz.target import Target
 

@@ -12,10 +12,11 @@ import msgspec
 from common.checkpoint.generation_config import DefaultSampling
 from common.errors import RequestError
 from common.messages.generation import OutputToken, TokenLogprob
+from router.answers.openai_responses import AnswerPiece, ChatFormat, CompletionFormat, Usage, usage_field
 from router.apis.tasks import READERS
-from router.json_body import decode_json
-from router.openai_responses import AnswerPiece, ChatFormat, CompletionFormat, Usage, usage_field
-from router.openai_schema import (
+from router.requests.checks import ServedModel, check_model, sampling_params
+from router.requests.json_body import decode_json
+from router.requests.openai_schema import (
     ChatRequest,
     CompletionRequest,
     SharedFields,
@@ -25,8 +26,7 @@ from router.openai_schema import (
     image_parts,
     prompts,
 )
-from router.request_checks import ServedModel, check_model, sampling_params
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.fuzz.file_targets import MODELS
 from tests.fuzz.target import Target
 

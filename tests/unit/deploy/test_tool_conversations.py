@@ -34,11 +34,11 @@ from deploy.tiny_models.tool_calls.documents import TURNS, ConversationSource
 from deploy.tiny_models.tool_calls.expressions import drawn, evaluate, expression_of, shown, small
 from deploy.tiny_models.word_problems import problems, split_of
 from router.chat.families import family_of
-from router.chat.request_fields import Tool as RequestTool
-from router.chat.request_fields import check_tools
-from router.chat_template import ChatTemplate
-from router.openai_schema import Message
-from router.tokenizer import Tokenizer as RouterTokenizer
+from router.requests.chat_fields import Tool as RequestTool
+from router.requests.chat_fields import check_tools
+from router.requests.openai_schema import Message
+from router.templates.chat_template import ChatTemplate
+from router.tokens.tokenizer import Tokenizer as RouterTokenizer
 
 
 @pytest.fixture(scope="module")

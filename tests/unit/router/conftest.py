@@ -16,25 +16,25 @@ from aiohttp import web
 from common.checkpoint.generation_config import DefaultSampling
 from common.observability.logs import Log
 from router.api_routes import ApiRoutes
-from router.auth import Gate, OpenGate
-from router.auth_origin import Cors, HostRule
-from router.chat_template import ChatTemplate
-from router.client import View
-from router.connections import ConnectionLimit
-from router.field_rules import UnknownFields
-from router.generation import Generator
-from router.http_listeners import application
-from router.http_server import http_runner
-from router.images import ImageLoader, RefusingImageLoader
+from router.auth.gates import Gate, OpenGate
+from router.auth.origin import Cors, HostRule
+from router.dispatch.generation import Generator
+from router.dispatch.running_requests import RunningRequests
+from router.http.client import View
+from router.images.loader import ImageLoader, RefusingImageLoader
 from router.parts import ApiParts
-from router.request_checks import ServedModel
-from router.running_requests import RunningRequests
-from router.spawner import Spawner
-from router.status_routes import ClusterView
-from router.text_service import TextService, Workers
-from router.text_work import TextWork
-from router.tokenizer import Tokenizer
-from router.tokenizer_info import tokenizer_info
+from router.process.spawner import Spawner
+from router.requests.checks import ServedModel
+from router.requests.field_rules import UnknownFields
+from router.routes.status import ClusterView
+from router.server.connections import ConnectionLimit
+from router.server.http_server import http_runner
+from router.server.listeners import application
+from router.templates.chat_template import ChatTemplate
+from router.text.service import TextService, Workers
+from router.text.work import TextWork
+from router.tokens.tokenizer import Tokenizer
+from router.tokens.tokenizer_info import tokenizer_info
 from tests.fakes.text_workers import InProcess
 from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.scripted_generator import ScriptedGenerator

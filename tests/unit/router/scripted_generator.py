@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from common.messages.generation import OutputToken, TokenLogprob
-from router.generation import GenerationRequest, TakeNow, TokenDelta, take_nothing
+from router.dispatch.generation import GenerationRequest, TakeNow, TokenDelta, take_nothing
 
 Step = TokenDelta | float | BaseException  # tokens; seconds to wait; an error to raise
 

@@ -23,8 +23,8 @@ from common.messages.router_inbox import FirstToken
 from common.observability.logs import Log
 from router.app import RouterApp
 from router.build import build
-from router.text_jobs import Job, JobResult
-from router.text_work import Payload
+from router.text.jobs import Job, JobResult
+from router.text.work import Payload
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import legs
 from tests.fakes.waiting import PATIENCE, eventually
@@ -166,7 +166,7 @@ async def test_what_is_not_done_in_time_ends_with_an_error(
     cluster: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream ends with an error event and no [DONE], other requests with 503; both nodes get aborts."""
-    monkeypatch.setattr("router.http_server.SHUTDOWN_SECONDS", PATIENCE)
+    monkeypatch.setattr("router.server.http_server.SHUTDOWN_SECONDS", PATIENCE)
     app = build(load_cluster(cluster, ["health.drain_timeout=0.2", "health.node_timeout=600"]), Log("test"))
     await app.start()
     host, port = app.http.public.addresses[0][:2]
@@ -235,7 +235,7 @@ async def test_a_request_whose_text_is_worked_on_is_finished_before_the_router_e
 
 async def test_a_port_that_is_taken_for_a_moment(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The previous router may still be exiting."""
-    monkeypatch.setattr("router.http_listeners.BIND_SECONDS", PATIENCE)
+    monkeypatch.setattr("router.server.listeners.BIND_SECONDS", PATIENCE)
     server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     app = build(load_cluster(cluster, [f"router.port={port}"]), Log("test"))
@@ -250,7 +250,7 @@ async def test_a_port_that_is_taken_for_a_moment(cluster: Path, monkeypatch: pyt
 
 
 async def test_a_port_that_is_taken_is_named(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.http_listeners.BIND_SECONDS", 0.0)
+    monkeypatch.setattr("router.server.listeners.BIND_SECONDS", 0.0)
     server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     app = build(load_cluster(cluster, [f"router.port={port}"]), Log("test"))

@@ -39,8 +39,8 @@ from common.node.router_link import RouterLink
 from common.node_plan import RouterPlan
 from common.observability import bounded_log
 from router import control_plane
-from router.generation import GenerationRequest, PromptImage
-from router.node_registry import SIGN_OF_LIFE
+from router.dispatch.generation import GenerationRequest, PromptImage
+from router.nodes.registry import SIGN_OF_LIFE
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import registration
 from tests.fakes.router_rig import Client, legs, router_rig

@@ -11,13 +11,13 @@ from aiohttp import web
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import OutputToken
 from common.messages.router_inbox import FirstToken, Goodbye, TokenRun, Tokens
-from router import dispatcher
-from router.attempt import Attempt
 from router.control_plane import STEPS_PER_TURN
-from router.legs import placement_messages
-from router.node_registry import Node
-from router.placer import Placer
-from router.turns import PER_TURN
+from router.dispatch import dispatcher
+from router.dispatch.attempt import Attempt
+from router.dispatch.legs import placement_messages
+from router.nodes.placer import Placer
+from router.nodes.registry import Node
+from router.process.turns import PER_TURN
 from tests.fakes.router_rig import legs, router_rig
 from tests.fakes.turn_count import counting_turns
 from tests.fakes.waiting import PATIENCE, eventually

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.unit.router.apis.test_responses import HELLO
 from tests.unit.router.chat.test_chat_tools_http import STYLE, answers
 from tests.unit.router.chat.wire_formats import OBJECT_CALLS, THOUGHT, TOOLS

@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import NodeLost
 from common.messages.generation import PromptLogprob
-from router.generation import TokenDelta
+from router.dispatch.generation import TokenDelta
 from tests.unit.router.conftest import Rig
 from tests.unit.router.scripted_generator import delta, one_by_one
 

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from common.errors import Unavailable
-from router.auth import KeyGate
-from router.auth_keys import KeyRing
-from router.auth_limits import Quotas
+from router.auth.gates import KeyGate
+from router.auth.keys import KeyRing
+from router.auth.limits import Quotas
 from tests.fakes.api_keys import api_key, bearer
 from tests.fakes.clock import Clock
+from tests.unit.router.auth.test_gates import NOW
 from tests.unit.router.conftest import Rig, Serve
+from tests.unit.router.routes.test_openai_disconnect import connect, leave, running
 from tests.unit.router.scripted_generator import one_by_one
-from tests.unit.router.test_auth import NOW
-from tests.unit.router.test_openai_routes_disconnect import connect, leave, running
 
 USER = {"role": "user", "content": "Hello"}
 BODIES: dict[str, Any] = {

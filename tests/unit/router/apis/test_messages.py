@@ -12,9 +12,9 @@ from common.errors import NodeLost
 from router.apis.messages_request import read_messages
 from tests.fakes.api_keys import bearer
 from tests.unit.router.apis.test_responses import HELLO, prompt_of
+from tests.unit.router.auth.test_gates import key_gate
 from tests.unit.router.conftest import Rig, Serve
 from tests.unit.router.scripted_generator import delta, one_by_one
-from tests.unit.router.test_auth import key_gate
 
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "Hello"}

@@ -11,9 +11,9 @@ import pytest
 from router.apis.messages_request import read_messages
 from router.apis.responses_request import read_responses
 from router.chat.call_formats import CALL_FORMATS
-from router.chat.request_fields import ChosenFunction, NamedChoice
-from router.openai_schema import ChatRequest
-from router.tokenizer import Tokenizer
+from router.requests.chat_fields import ChosenFunction, NamedChoice
+from router.requests.openai_schema import ChatRequest
+from router.tokens.tokenizer import Tokenizer
 from tests.unit.router.apis import test_messages, test_responses
 from tests.unit.router.chat.test_chat_tools_http import STYLE, answers
 from tests.unit.router.chat.wire_formats import OBJECT_CALLS, THOUGHT, TOOLS

@@ -10,7 +10,7 @@ from common.config import load_cluster
 from common.observability.logs import Log
 from router.chat.answer_style import AnswerStyle
 from router.from_config import answer_style
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.unit.router.chat.wire_formats import Meaning, events_of, meaning_of, parse, parser_of
 from tests.unit.router.conftest import TINY
 

@@ -13,7 +13,7 @@ import pytest
 from common.grammar import GrammarCompiler, mask_width
 from router.chat.call_formats import CALL_FORMATS, CallFormat
 from router.chat.call_grammar import CallGrammar, CallGrammars, Thought
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.unit.router.chat.wire_formats import CLOCK, TOOLS, WEATHER, WELL_FORMED, Meaning, parse
 from tests.unit.router.conftest import TINY
 

@@ -9,7 +9,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from router.chat.answer_style import AnswerStyle
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.fakes.waiting import PATIENCE
 from tests.unit.router.chat.wire_formats import OBJECT_CALLS, THOUGHT, TOOLS, template_of
 from tests.unit.router.conftest import SERVED, Serve

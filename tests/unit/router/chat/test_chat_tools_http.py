@@ -11,7 +11,7 @@ import pytest
 from common.grammar import GrammarCompiler
 from router.chat.answer_style import AnswerStyle
 from router.chat.call_formats import CALL_FORMATS
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.unit.router.chat.wire_formats import CLOCK, OBJECT_CALLS, THOUGHT, TOOLS, WEATHER, template_of
 from tests.unit.router.conftest import SERVED, TINY, Rig, Serve
 from tests.unit.router.scripted_generator import one_by_one

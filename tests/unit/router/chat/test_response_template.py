@@ -14,7 +14,7 @@ from common.errors import InternalError, ModelError
 from router.chat.answer_style import AnswerStyle, find_template
 from router.chat.families import BY_NAME, FAMILIES, family_of
 from router.chat.response_template import compile_template
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.unit.router.chat.wire_formats import Meaning, events_of, meaning_of, parser_of, template_of
 from tests.unit.router.conftest import TINY
 

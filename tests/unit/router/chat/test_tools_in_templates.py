@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from common.errors import InvalidRequest
-from router.chat.request_fields import Tool, template_tools, template_variables
-from router.chat_template import ChatTemplate
-from router.openai_schema import Message
+from router.requests.chat_fields import Tool, template_tools, template_variables
+from router.requests.openai_schema import Message
+from router.templates.chat_template import ChatTemplate
 from tests.unit.router.chat.wire_formats import TOOLS
 from tests.unit.router.conftest import TINY
 

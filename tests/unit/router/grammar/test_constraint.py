@@ -26,7 +26,7 @@ from router.grammar.fields import ConstraintFields
 from router.grammar.grammar_text import grammar_text
 from router.grammar.grammar_work import GrammarWork
 from router.grammar.known_grammars import KnownGrammars
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(Path("deploy/tiny_models/tiny-target"))
 VOCAB, EOS = 704, (2,)

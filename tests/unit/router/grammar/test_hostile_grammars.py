@@ -16,7 +16,7 @@ from common.grammar import GrammarCompiler, mask_width
 from router.grammar.constraint import read_constraint, with_schema_texts
 from router.grammar.fields import ConstraintFields
 from router.grammar.grammar_work import GrammarWork
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.fakes.hostile_grammars import HOSTILE
 from tests.unit.router.conftest import SERVED, TINY
 

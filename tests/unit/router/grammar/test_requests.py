@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from router.chat_template import ChatTemplate
-from router.text_jobs import CompileGrammar
-from router.text_work import TextWork
-from router.tokenizer import Tokenizer
+from router.templates.chat_template import ChatTemplate
+from router.text.jobs import CompileGrammar
+from router.text.work import TextWork
+from router.tokens.tokenizer import Tokenizer
 from tests.fakes.text_workers import InProcess
 from tests.unit.router.conftest import SERVED, TINY, Rig, Serve
 from tests.unit.router.scripted_generator import delta

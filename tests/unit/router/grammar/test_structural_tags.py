@@ -16,7 +16,7 @@ from router.grammar.fields import ConstraintFields
 from router.grammar.grammar_text import grammar_text
 from router.grammar.grammar_work import GrammarWork
 from router.grammar.structural_tags import Tag, Tags
-from router.tokenizer import Tokenizer
+from router.tokens.tokenizer import Tokenizer
 from tests.unit.router.conftest import Rig
 from tests.unit.router.scripted_generator import one_by_one
 

@@ -1,0 +1,1 @@
+"""Shows an answer to its client: tokens become text, text becomes JSON or events."""

@@ -1,0 +1,51 @@
+"""The interface of an API's answers: how pieces of generated text become JSON or server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from router.answers.openai_responses import AnswerPiece, ChatFormat, CompletionFormat, Usage
+from router.http.json_answer import Part
+
+
+class Collector(Protocol):
+    """Builds a complete answer."""
+
+    def add(self, piece: AnswerPiece) -> None:
+        """Add a piece; those of one choice arrive in order."""
+        ...
+
+    async def parts(self, usage: Usage) -> Sequence[Part]:
+        """Return the body as consecutive parts. Called once, when all choices have finished."""
+        ...
+
+
+class AnswerForm(Protocol):
+    """The answers of one API. A request is either streamed (the first four methods) or collected."""
+
+    def opening(self, choices: int, usage: bytes) -> bytes:
+        """Return the events before the first token. `usage` is the usage member of each event, for OpenAI's chunks."""
+        ...
+
+    def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
+        """Return the events of a piece; b"" while its text is held back."""
+        ...
+
+    def ending(self, usage: Usage, with_usage: bool) -> Iterable[bytes]:
+        """Return the events after the last piece, in parts that are made in turns of their own.
+
+        `with_usage`: stream_options.include_usage asks for the token counts.
+        """
+        ...
+
+    def failure(self, body: dict[str, Any]) -> bytes:
+        """Return the events that end an incomplete answer. `body` is the error as the body of a response."""
+        ...
+
+    def collector(self, choices: int) -> Collector: ...
+
+
+# Make the form of another API around OpenAI's; the list has the number of prompt tokens of each choice.
+ShowChat = Callable[[ChatFormat, Sequence[int]], AnswerForm]
+ShowCompletion = Callable[[CompletionFormat, Sequence[int]], AnswerForm]

@@ -1,0 +1,104 @@
+"""Constrains, decodes, parses and formats the answer of one chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from common.errors import InvalidRequest
+from router.answers.assistant_format import AnswerHead, AssistantFormat, Shown
+from router.answers.openai_responses import ChatFormat
+from router.chat.answer_parser import AnswerParser
+from router.chat.answer_style import AnswerStyle
+from router.chat.call_grammar import Thought
+from router.grammar.constraint import Constraint, End, JsonSchema, Lark
+from router.requests.chat_rules import ChatRules
+from router.tokens.tokenizer import Tokenizer
+
+
+class ChatAnswer:
+    """Follows from the fields of a request, the model and the prompt. An answer that needs no parser gets none."""
+
+    def __init__(
+        self, rules: ChatRules, style: AnswerStyle, prompt: Sequence[int], tokenizer: Tokenizer
+    ) -> None:
+        self._rules = rules
+        self._style = style
+        self._prefix = ""
+        if rules.parsed:
+            self._prefix = style.prefix(prompt, lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """Special tokens that must be decoded, because markers consist of them."""
+        return self._style.kept if self._rules.parsed else frozenset()
+
+    def constraint(self, asked: Constraint | None) -> Constraint | None:
+        """Return what the answer must match; `asked` is what the fields for structured output ask for.
+
+        As in OpenAI's API, response_format concerns text: an answer may call tools instead, and a forced call is no
+        text. Where no marker tells calls from text, an answer that is not forced to call has that format. Raises
+        InvalidRequest if both tools and another `asked` constrain the answer.
+        """
+        if asked is not None and asked.field.startswith("response_format"):
+            if self._rules.calls.forced:
+                asked = None
+            elif self._style.calls is None or self._style.calls.trigger is None:
+                return self._after_reasoning(asked)
+            elif self._rules.calls.tools and isinstance(asked.form, JsonSchema):
+                return self._calls_or_json(asked.field, asked.form)
+        calls = self._rules.call_grammar(self._style, self._prefix)
+        if calls is None:
+            return asked if asked is None else self._after_reasoning(asked)
+        field, grammar = calls
+        if asked is not None:
+            raise InvalidRequest(
+                f"{field} and {asked.field} both constrain the answer; send only one", param=asked.field
+            )
+        return Constraint(field, Lark(grammar.lark, grammar.schemas))
+
+    def _calls_or_json(self, field: str, form: JsonSchema) -> Constraint:
+        """Allow calls or JSON, in a format of calls whose marker tells them from JSON."""
+        grammar = self._rules.calls_or_json(self._style, self._prefix, form.schema)
+        return Constraint(field, Lark(grammar.lark, grammar.schemas))
+
+    def format(self, head: AnswerHead, choices: int) -> ChatFormat:
+        """Return the format of the answer."""
+        rules, style = self._rules, self._style
+        if not rules.parsed:
+            return ChatFormat(*head)
+        assert style.template is not None
+        parsers = [
+            AnswerParser(
+                style.template, self._prefix, rules.calls.tools, rules.reasoning.separated, style.new_id
+            )
+            for _ in range(choices)
+        ]
+        shown = Shown(
+            style.reasoning_fields if rules.reasoning.shown else (),
+            rules.calls.parallel,
+            "stop" if rules.calls.named else "tool_calls",
+            rules.reasoning.streamed,
+        )
+        return AssistantFormat(head, parsers, shown)
+
+    def _after_reasoning(self, asked: Constraint) -> Constraint:
+        """Constrain what follows the model's reasoning."""
+        think, thought = self._style.think, Thought.NONE
+        if self._rules.parsed and think is not None:
+            thought = self._style.thought(self._prefix)
+        if thought is Thought.NONE or think is None:
+            return asked
+        begin, end = think
+        special = self._style.special
+        optional = thought is Thought.POSSIBLE
+        return replace(
+            asked,
+            after=End(
+                end,
+                special.get(end),
+                begin=begin if optional else None,
+                begin_token=special.get(begin) if optional else None,
+            ),
+        )

@@ -1,0 +1,139 @@
+"""Makes the generation requests of one prompt, and what turns their tokens into text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from aiohttp import web
+from msgspec.structs import replace
+
+from common.errors import InvalidRequest
+from common.messages.generation import TokenRules
+from router.answers.prompt_pieces import PromptOnly, ShownPrompt
+from router.dispatch.generation import GenerationRequest, PromptBatch, PromptImage
+from router.dispatch.shared_prompt import shares
+from router.http.client import cache_salt, client_key
+from router.http.errors import request_id_key
+from router.requests.checks import ServedModel, check_logprobs, check_priority, sampling_params
+from router.requests.choice_count import choice_count, samplings
+from router.requests.hidden_states import answer_states
+from router.requests.openai_schema import CompletionRequest, SharedFields, check_stops
+from router.tokens.text_stream import TextStream
+from router.tokens.tokenizer import Tokenizer
+
+MAX_SCORES = 1_000_000  # log-probabilities of one prompt
+
+
+class Choice(msgspec.Struct, frozen=True, eq=False):
+    """One answer of a request, ready to be generated."""
+
+    request: GenerationRequest
+    text: TextStream | PromptOnly
+    shown: ShownPrompt | None = None  # what the answer shows of its prompt
+
+
+def prompt_lengths(choices: Sequence[Choice]) -> list[int]:
+    """Return the number of prompt tokens of each choice."""
+    return [len(choice.request.token_ids) for choice in choices]
+
+
+class Prompt(msgspec.Struct, frozen=True, eq=False):
+    """One prompt of a request."""
+
+    tokens: list[int]
+    index: int = 0  # among the prompts of the request
+    images: tuple[PromptImage, ...] = ()
+    text: str | None = None  # as the client sent it; None: token ids or messages
+
+
+class AnswerOptions(msgspec.Struct, frozen=True, eq=False):
+    """Options of all answers of a request, as its handler has read them from the body."""
+
+    max_field: str  # the name under which the client sent max_tokens
+    logprobs: int | None
+    grammar: str
+    rules: TokenRules | None
+    kept: frozenset[int] = frozenset()  # special tokens that are never skipped
+
+
+class ChoiceMaker:
+    """Makes the choices of requests to one model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def make(
+        self,
+        request: web.Request,
+        body: SharedFields,
+        model: ServedModel,
+        options: AnswerOptions,
+        prompt: Prompt,
+        batch: PromptBatch,
+    ) -> list[Choice]:
+        """Return the choices of one prompt. Raises InvalidRequest."""
+        tokens, logprobs, rules = prompt.tokens, options.logprobs, options.rules
+        wanted = getattr(body, options.max_field)
+        if wanted is None and body.default_tokens is not None:
+            wanted = min(body.default_tokens, model.max_model_len - len(tokens))
+        prompt_only = wanted == 0 and isinstance(body, CompletionRequest) and bool(body.echo)
+        if prompt_only:
+            wanted = 1  # the prefill node draws a token, which is dropped
+        sampling = sampling_params(
+            body, len(tokens), model, wanted, options.max_field, logprobs, options.grammar
+        )
+        if rules is not None:
+            sampling = replace(sampling, token_rules=rules)
+        scores = _prompt_logprobs(body, logprobs, len(tokens))
+        if scores is not None:
+            sampling = replace(sampling, prompt_logprobs=scores)
+        shown = None
+        if isinstance(body, CompletionRequest) and body.echo:
+            shown = ShownPrompt.echoed(tokens, prompt.text, self._tokenizer)
+        elif scores is not None:
+            shown = ShownPrompt(tokens)
+        client = request[client_key]
+        count = choice_count(body)
+        priority = check_priority(body.priority, client.most_urgent)
+        choices = []
+        drawn = zip(samplings(sampling, count), shares(count), strict=True)
+        for number, (own, share) in enumerate(drawn, start=prompt.index * count):
+            asked = GenerationRequest(
+                request[request_id_key] if number == 0 else f"{request[request_id_key]}-{number}",
+                tokens,
+                own,
+                images=prompt.images,
+                client=client.name,
+                weight=client.weight,
+                salt=cache_salt(client.tenant, body.cache_salt),
+                priority=priority,
+                batch=batch,
+                share=share,
+                states=answer_states(body, model.states, len(tokens), own.max_tokens),
+            )
+            decoder = self._tokenizer.stream(body.skip_special_tokens is not False, tokens, options.kept)
+            include_stop = bool(body.include_stop_str_in_output)
+            ends = own.stop_token_ids if options.grammar else None
+            answer = TextStream(decoder, check_stops(body), include_stop, own.min_tokens, ends)
+            choices.append(Choice(asked, PromptOnly() if prompt_only else answer, shown))
+        return choices
+
+
+def _prompt_logprobs(body: SharedFields, logprobs: int | None, tokens: int) -> int | None:
+    """Return how many likeliest tokens are wanted in place of each prompt token; None: no log-probabilities."""
+    wanted = check_logprobs(body.prompt_logprobs, "prompt_logprobs")
+    if wanted is not None and body.stream:
+        raise InvalidRequest(
+            "prompt_logprobs are not streamed; send stream: false, or echo with logprobs",
+            param="prompt_logprobs",
+        )
+    if isinstance(body, CompletionRequest) and body.echo and logprobs is not None:
+        wanted = max(logprobs, wanted or 0)
+    if wanted is not None and tokens * (wanted + 1) > MAX_SCORES:
+        raise InvalidRequest(
+            f"log-probabilities of a prompt may have {MAX_SCORES} values; {tokens} tokens with {wanted} alternatives "
+            "each need more: ask for fewer, or shorten the prompt",
+            param="prompt_logprobs" if body.prompt_logprobs is not None else "logprobs",
+        )
+    return wanted

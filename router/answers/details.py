@@ -1,0 +1,259 @@
+"""Details of answers that vLLM's and SGLang's clients ask for: token ids, `prompt_logprobs` and hidden states.
+
+With `return_token_ids` every choice, complete or in a chunk, has its `token_ids`. The ids of the prompt are
+`prompt_token_ids`: of the answer and its first chunks for a chat, of each choice and its first chunk for a completion.
+`prompt_logprobs` belong to the answer of a chat and to each choice of a completion. `hidden_states` of a choice are, as
+in SGLang, those that its last token was drawn from; a stream sends them in an event after the last one of the choice.
+What other requests send does not pass through this module.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from router.answers.answer_form import AnswerForm, Collector
+from router.answers.openai_responses import LOWEST_LOGPROB, AnswerPiece, Format, Usage
+from router.answers.prompt_pieces import PromptPiece
+from router.answers.whole_answers import AnswerChoice, WholeChoice, whole_answer
+from router.dispatch.answer_states import AnswerStates
+from router.requests.openai_schema import CompletionRequest, SharedFields
+from router.tokens.names import TokenNames
+
+_encode = msgspec.json.Encoder().encode
+_OPEN = b'"choices":['
+_PREFIX, _END = b"data: ", b"\n\n"
+
+
+def with_details(
+    shown: AnswerForm, form: Format, body: SharedFields, prompts: Sequence[Sequence[int]], names: TokenNames
+) -> AnswerForm:
+    """Return `shown` with the details that a request asks for; `prompts` are the ids of each choice's prompt."""
+    if body.native or not (
+        body.return_token_ids or body.prompt_logprobs is not None or body.return_hidden_states
+    ):
+        return shown
+    return FormWithDetails(shown, form, body, prompts, names)
+
+
+class FormWithDetails:
+    """Adds details to the answers of OpenAI's API. Log-probabilities of prompts are not streamed."""
+
+    def __init__(
+        self,
+        shown: AnswerForm,
+        form: Format,
+        body: SharedFields,
+        prompts: Sequence[Sequence[int]],
+        names: TokenNames,
+    ) -> None:
+        """`shown` makes the events to extend, `form` the complete answer. `names`: of prompt tokens."""
+        self._shown = shown
+        self._form = form
+        self._body = body
+        self._prompts = prompts
+        self._names = names
+        self._chat = not isinstance(body, CompletionRequest)
+        self._waiting: dict[int, list[int]] = {}  # choice -> ids of tokens whose event is still to come
+        self._begun: set[int] = set()  # choices whose prompt ids were sent
+        self._tokens: Counter[int] = Counter()  # of each choice
+
+    def opening(self, choices: int, usage: bytes) -> bytes:
+        sent = self._shown.opening(choices, usage)
+        if not self._body.return_token_ids:
+            return sent
+        return b"".join(_event({**event, "prompt_token_ids": self._prompts[0]}) for event in _events(sent))
+
+    def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
+        """Return the events of a piece. Each token's id is in the first event of its choice from its piece on."""
+        sent = self._shown.events(piece, usage)
+        if not isinstance(piece, PromptPiece):
+            self._tokens[piece.index] += len(piece.tokens)
+        made = self._with_ids(piece, sent) if self._body.return_token_ids else sent
+        if piece.finish_reason is None or piece.states is None:
+            return made
+        return made + self._last_state(piece, piece.states, _events(sent)[-1])
+
+    def _last_state(self, piece: AnswerPiece, states: AnswerStates, last: dict[str, Any]) -> bytes:
+        """Return the event with a choice's hidden states. `last`: its event before."""
+        found = states.last(self._tokens[piece.index])
+        shown = {"delta": {"hidden_states": found}} if self._chat else {"text": "", "hidden_states": found}
+        choice = {"index": piece.index, **shown, "logprobs": None, "finish_reason": None}
+        return _event({**last, "choices": [choice]})
+
+    def _with_ids(self, piece: AnswerPiece, sent: bytes) -> bytes:
+        waiting = self._waiting.setdefault(piece.index, [])
+        if not isinstance(piece, PromptPiece):
+            waiting += [token.id for token in piece.tokens]
+        made = b""
+        for event in _events(sent):
+            for choice in event["choices"]:
+                choice["token_ids"] = list(waiting)
+                waiting.clear()
+                if not self._chat and piece.index not in self._begun:
+                    self._begun.add(piece.index)
+                    choice["prompt_token_ids"] = self._prompts[piece.index]
+            made += _event(event)
+        return made
+
+    def ending(self, usage: Usage, with_usage: bool) -> Iterable[bytes]:
+        return self._shown.ending(usage, with_usage)
+
+    def failure(self, body: dict[str, Any]) -> bytes:
+        return self._shown.failure(body)
+
+    def collector(self, choices: int) -> Collector:
+        return AnswerWithDetails(self._form, self._body, self._prompts, self._chat, self._names)
+
+
+class AnswerWithDetails:
+    """Builds a complete answer."""
+
+    def __init__(
+        self,
+        form: Format,
+        body: SharedFields,
+        prompts: Sequence[Sequence[int]],
+        chat: bool,
+        names: TokenNames,
+    ) -> None:
+        self._head = form.before_choices()
+        self._choices: list[AnswerChoice] = [WholeChoice(form, index) for index in range(len(prompts))]
+        self._chat_scores: ScoreList | None = None
+        if body.return_token_ids:
+            if chat:
+                assert self._head.endswith(_OPEN)
+                listed = b'"prompt_token_ids":%b,' % _encode(prompts[0])
+                self._head = self._head[: -len(_OPEN)] + listed + _OPEN
+            self._choices = [
+                ChoiceWithIds(choice, None if chat else ids)
+                for choice, ids in zip(self._choices, prompts, strict=True)
+            ]
+        if body.return_hidden_states:
+            self._choices = [ChoiceWithState(choice) for choice in self._choices]
+        if body.prompt_logprobs is not None:
+            scores = [ScoreList(ids, body.prompt_logprobs, names) for ids in prompts]
+            if chat:
+                self._chat_scores = scores[0]
+            else:
+                pairs = zip(self._choices, scores, strict=True)
+                self._choices = [ChoiceWithScores(choice, each) for choice, each in pairs]
+
+    def add(self, piece: AnswerPiece) -> None:
+        self._choices[piece.index].add(piece)
+        if self._chat_scores is not None and piece.index == 0:
+            self._chat_scores.add(piece)
+
+    async def parts(self, usage: Usage) -> list[bytes]:
+        parts = await whole_answer(self._head, self._choices, usage)
+        return parts if self._chat_scores is None else extended(parts, self._chat_scores.member())
+
+
+class ChoiceWithIds:
+    """Adds token ids to a choice of a complete answer."""
+
+    def __init__(self, choice: AnswerChoice, prompt: Sequence[int] | None) -> None:
+        """`prompt`: ids to list in the choice; None for a chat, whose answer lists them once."""
+        self._choice = choice
+        self._prompt = prompt
+        self._ids: list[int] = []
+
+    def add(self, piece: AnswerPiece) -> None:
+        self._choice.add(piece)
+        if not isinstance(piece, PromptPiece):
+            self._ids += [token.id for token in piece.tokens]
+
+    @property
+    def characters(self) -> int:
+        return self._choice.characters
+
+    def parts(self) -> list[bytes]:
+        members = [b',"token_ids":', _encode(self._ids)]
+        if self._prompt is not None:
+            members += [b',"prompt_token_ids":', _encode(self._prompt)]
+        return extended(self._choice.parts(), members)
+
+
+class ChoiceWithState:
+    """Adds the hidden state of its last token to a choice of a complete answer."""
+
+    def __init__(self, choice: AnswerChoice) -> None:
+        self._choice = choice
+        self._tokens = 0
+        self._states: AnswerStates | None = None
+
+    def add(self, piece: AnswerPiece) -> None:
+        self._choice.add(piece)
+        if not isinstance(piece, PromptPiece):
+            self._tokens += len(piece.tokens)
+            self._states = piece.states
+
+    @property
+    def characters(self) -> int:
+        return self._choice.characters
+
+    def parts(self) -> list[bytes]:
+        found = None if self._states is None else self._states.last(self._tokens)
+        return extended(self._choice.parts(), [b',"hidden_states":', _encode(found)])
+
+
+class ScoreList:
+    """The member `prompt_logprobs`: null for the first token, then id -> log-probability of each and its likeliest."""
+
+    def __init__(self, ids: Sequence[int], top: int, names: TokenNames) -> None:
+        self._ids = ids
+        self._top = top
+        self._names = names
+        self._parts = [b"null"]
+
+    def add(self, piece: AnswerPiece) -> None:
+        for score in piece.prompt_logprobs:
+            token = self._ids[len(self._parts)]
+            pairs = list(zip(score.top_ids, score.top_logprobs))[: self._top]
+            entries = {each: self._entry(each, value, rank) for rank, (each, value) in enumerate(pairs, 1)}
+            entries.setdefault(token, self._entry(token, score.logprob, score.rank))
+            self._parts.append(_encode(entries))
+
+    def member(self) -> list[bytes]:
+        return [b',"prompt_logprobs":[', b",".join(self._parts), b"]"]
+
+    def _entry(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
+        shown = max(LOWEST_LOGPROB, logprob)
+        return {"logprob": shown, "rank": rank, "decoded_token": self._names.token_text(token)}
+
+
+class ChoiceWithScores:
+    """Adds the log-probabilities of the prompt to a choice of a complete answer."""
+
+    def __init__(self, choice: AnswerChoice, scores: ScoreList) -> None:
+        self._choice = choice
+        self._scores = scores
+
+    def add(self, piece: AnswerPiece) -> None:
+        self._choice.add(piece)
+        self._scores.add(piece)
+
+    @property
+    def characters(self) -> int:
+        return self._choice.characters
+
+    def parts(self) -> list[bytes]:
+        return extended(self._choice.parts(), self._scores.member())
+
+
+def extended(parts: Sequence[bytes], members: Sequence[bytes]) -> list[bytes]:
+    """Return the parts of a JSON object with more members at its end."""
+    *before, last = parts
+    assert last.endswith(b"}")
+    return [*before, last[:-1], *members, b"}"]
+
+
+def _events(sent: bytes) -> list[Any]:
+    return [msgspec.json.decode(event[len(_PREFIX) :]) for event in sent.split(_END) if event]
+
+
+def _event(event: Any) -> bytes:
+    return _PREFIX + _encode(event) + _END

@@ -1,0 +1,296 @@
+"""Formats answers of the OpenAI API, complete and as server-sent events.
+
+Events are assembled from bytes: for a streamed token only its text is newly encoded.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import msgspec
+
+from common.messages.generation import OutputToken, PromptLogprob
+from router.chat.answer_events import Content, Event
+from router.dispatch.answer_states import AnswerStates
+from router.tokens.names import TokenNames
+
+FINGERPRINT = "tandem"
+CHAT_ID = "chatcmpl-"  # prefix of an answer's id; the request id follows
+COMPLETION_ID = "cmpl-"
+LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts over all choices of a request."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(slots=True)
+class AnswerPiece:
+    """The part of one choice's answer that arrived with one delta."""
+
+    index: int
+    text: str
+    tokens: Sequence[OutputToken]
+    offsets: Sequence[int]  # per token: characters of this choice's text that precede it
+    finish_reason: str | None
+    cached_tokens: int | None = None  # in the first piece: prompt tokens found in the prefix cache
+    stop_string: str | None = None  # the stop string that has ended the text
+    # In the first piece: scores of the prompt's tokens, from the second one on.
+    prompt_logprobs: Sequence[PromptLogprob] = ()
+    states: AnswerStates | None = None  # the hidden states of the choice, complete with its last piece
+
+
+class Format(ABC):
+    """Common part of both endpoints' formats; subclasses define the format of a choice."""
+
+    whole: ClassVar[str]  # `object` of the complete answer
+    part: ClassVar[str]  # `object` of a chunk
+    lists: ClassVar[tuple[str, ...]]  # keys of `logprobs` whose values are lists
+    constant_columns: ClassVar[bytes] = b""  # the remaining members of `logprobs` in a complete answer
+    # Bytes between the text and the logprobs of a choice in a complete answer.
+    after_text: ClassVar[bytes]
+
+    def __init__(
+        self, identity: str, model: str, created: int, names: TokenNames, logprobs: int | None
+    ) -> None:
+        """`names` of tokens are returned with their log-probabilities.
+
+        `logprobs`: number of top tokens listed with each token; None for no log-probabilities.
+        """
+        self._head = {"id": identity, "created": created, "model": model, "system_fingerprint": FINGERPRINT}
+        self._names = names
+        self._logprobs = logprobs
+        self._before: dict[int, bytes] = {}  # choice -> an event with text only, up to the text
+
+    @cached_property
+    def _open(self) -> bytes:
+        """An event up to its choices."""
+        return b"data: " + _encode({"object": self.part, **self._head})[:-1] + b',"choices":['
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Keys of `logprobs` in a choice of the complete answer; empty without log-probabilities."""
+        return self.lists if self._logprobs is not None else ()
+
+    def before_choices(self) -> bytes:
+        """Return the complete answer up to its choices."""
+        return _encode({"object": self.whole, **self._head})[:-1] + b',"choices":['
+
+    @abstractmethod
+    def before_text(self, index: int) -> bytes:
+        """Return a choice of the complete answer up to its text."""
+
+    def text_of(self, piece: AnswerPiece) -> str:
+        """Return what a piece adds to the text of its choice in a complete answer."""
+        return piece.text
+
+    def encoded_text(self, index: int, text: str) -> bytes:
+        """Return the text of a choice as JSON."""
+        return _encode(text)
+
+    def end_of_message(self, index: int) -> bytes:
+        """Return the members that follow the text of a choice, up to its logprobs."""
+        return self.after_text
+
+    def finish_reason(self, index: int, reason: str | None) -> str | None:
+        """Return the finish reason of a choice that the client gets."""
+        return reason
+
+    def fragments(self, piece: AnswerPiece) -> list[bytes]:
+        """Return what a piece adds to each of `columns`: items of a JSON list, without the brackets."""
+        listed = self._listed([piece]) or {}
+        return [_encode(listed[name])[1:-1] for name in self.columns]
+
+    @abstractmethod
+    def _listed(self, pieces: Sequence[AnswerPiece]) -> dict[str, Any] | None:
+        """Return the logprobs of consecutive pieces."""
+
+    def opening(self, choices: int, usage: bytes) -> bytes:
+        """Return the events before the first token. `usage` is the usage member of each event, from `usage_field`."""
+        return b""
+
+    @abstractmethod
+    def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
+        """Return the events of a piece; b"" while its text is held back."""
+
+    def last_event(self, usage: Usage) -> bytes:
+        """Return the final event that stream_options.include_usage requests."""
+        return self._event(b"", usage_field(usage))
+
+    def _event(self, choice: bytes, usage: bytes) -> bytes:
+        return self._open + choice + b"]" + usage + b"}\n\n"
+
+
+class ChatFormat(Format):
+    """Formats chat.completion and chat.completion.chunk."""
+
+    whole = "chat.completion"
+    part = "chat.completion.chunk"
+
+    lists = ("content",)
+    constant_columns = b',"refusal":null'
+    after_text = b',"refusal":null},"logprobs":'
+
+    def before_text(self, index: int) -> bytes:
+        return b'{"index":%d,"message":{"role":"assistant","content":' % index
+
+    def parsed(self, piece: AnswerPiece) -> list[Event]:
+        """Return what a piece adds to the answer's parts. Each piece is parsed once: here, or where it is encoded."""
+        return [Content(piece.text)] if piece.text else []
+
+    def opening(self, choices: int, usage: bytes) -> bytes:
+        delta = b'{"role":"assistant","content":""}'
+        return b"".join(self._event(chunk(i, delta, b"null", b"null"), usage) for i in range(choices))
+
+    def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
+        if self._logprobs is None and piece.finish_reason is None:
+            if not piece.text:
+                return b""
+            before = self._before.get(piece.index)
+            if before is None:
+                before = self._before[piece.index] = b'%b{"index":%d,"delta":{"content":' % (
+                    self._open,
+                    piece.index,
+                )
+            return b'%b%b},"logprobs":null,"finish_reason":null}]%b}\n\n' % (
+                before,
+                _encode(piece.text),
+                usage,
+            )
+        events = b""
+        if piece.text or (self._logprobs is not None and piece.tokens):
+            logprobs = b"null" if self._logprobs is None else _encode(self._listed([piece]))
+            delta = b'{"content":' + _encode(piece.text) + b"}"
+            events = self._event(chunk(piece.index, delta, logprobs, b"null"), usage)
+        if piece.finish_reason is not None:
+            events += self._event(chunk(piece.index, b"{}", b"null", _encode(piece.finish_reason)), usage)
+        return events
+
+    def _listed(self, pieces: Sequence[AnswerPiece]) -> dict[str, Any] | None:
+        if self._logprobs is None:
+            return None
+        tokens = (token for piece in pieces for token in piece.tokens)
+        return {
+            "content": [self._entry(token) for token in tokens if token.logprob is not None],
+            "refusal": None,
+        }
+
+    def _entry(self, token: OutputToken) -> dict[str, Any]:
+        assert token.logprob is not None
+        top = zip(token.logprob.top_ids, token.logprob.top_logprobs)
+        return {
+            **self._named(token.id, token.logprob.logprob),
+            "top_logprobs": [self._named(token_id, value) for token_id, value in top][: self._logprobs],
+        }
+
+    def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._names.token_text(token_id),
+            "logprob": max(LOWEST_LOGPROB, logprob),
+            "bytes": list(self._names.token_bytes(token_id)),
+        }
+
+
+class CompletionFormat(Format):
+    """Formats text_completion, complete and in chunks."""
+
+    whole = part = "text_completion"
+
+    lists = ("text_offset", "tokens", "token_logprobs", "top_logprobs")
+    after_text = b',"logprobs":'
+
+    def before_text(self, index: int) -> bytes:
+        return b'{"index":%d,"text":' % index
+
+    def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
+        if self._logprobs is None and piece.finish_reason is None:
+            if not piece.text:
+                return b""
+            before = self._before.get(piece.index)
+            if before is None:
+                before = self._before[piece.index] = b'%b{"index":%d,"text":' % (self._open, piece.index)
+            return b'%b%b,"logprobs":null,"finish_reason":null}]%b}\n\n' % (
+                before,
+                _encode(piece.text),
+                usage,
+            )
+        listed = self._listed([piece])
+        if not (piece.text or piece.finish_reason or (listed is not None and piece.tokens)):
+            return b""
+        choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
+            piece.index,
+            _encode(piece.text),
+            b"null" if listed is None else _encode(listed),
+            b"null" if piece.finish_reason is None else _encode(piece.finish_reason),
+        )
+        return self._event(choice, usage)
+
+    def _listed(self, pieces: Sequence[AnswerPiece]) -> dict[str, Any] | None:
+        if self._logprobs is None:
+            return None
+        text_of = self._names.token_text
+        offsets: list[int] = []
+        texts: list[str] = []
+        values: list[float] = []
+        tops: list[dict[str, float]] = []
+        for piece in pieces:
+            for token, offset in zip(piece.tokens, piece.offsets):
+                if (found := token.logprob) is None:
+                    continue
+                offsets.append(offset)
+                texts.append(text_of(token.id))
+                values.append(max(LOWEST_LOGPROB, found.logprob))
+                top: dict[str, float] = {}
+                # The sampled token is always listed. Of several tokens with the same text, the most likely one counts.
+                pairs = [
+                    *list(zip(found.top_ids, found.top_logprobs))[: self._logprobs],
+                    (token.id, found.logprob),
+                ]
+                for each, value in pairs:
+                    top.setdefault(text_of(each), max(LOWEST_LOGPROB, value))
+                tops.append(top)
+        return {"text_offset": offsets, "tokens": texts, "token_logprobs": values, "top_logprobs": tops}
+
+
+def usage_field(usage: Usage) -> bytes:
+    """Return the member `,"usage":{...}` of an event."""
+    return (
+        b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,'
+        b'"prompt_tokens_details":{"cached_tokens":%d}}'
+    ) % (
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.prompt_tokens + usage.completion_tokens,
+        usage.cached_tokens,
+    )
+
+
+def error_event(body: dict[str, Any]) -> bytes:
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+def chunk(index: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> bytes:
+    return b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}' % (
+        index,
+        delta,
+        logprobs,
+        finish_reason,
+    )

@@ -1,0 +1,238 @@
+"""Admission control: requests wait here, in fair order and for a bounded time, until the nodes have room for them.
+
+The cost of a request is its prompt plus the tokens that a decode node reserves for its answer. A request is admitted
+while the total cost fits the capacity of the decode nodes, or while the nodes report spare capacity for it, because
+prompts can share cached pages. Without this gate the queues of the nodes would fill up in order of arrival, and a short
+request would wait for every long one that arrived before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from common.errors import Overloaded
+from router.dispatch.fair_queue import FairQueue, WaitingRequest
+from router.nodes.registry import Node
+
+LOOK_SECONDS = 0.25  # interval at which reported loads are read again while requests wait
+REPORTED_SECONDS = 1.0  # a request appears in the load report of its node within this time
+RATE_SECONDS = 10.0  # window over which the completion rate is measured
+LONGEST_RETRY = 60.0  # upper bound of Retry-After, in seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Capacity of the decode nodes."""
+
+    tokens: int  # total
+    requests: int
+    spare_tokens: int  # free now, as the nodes report
+
+
+class NodeRoom:
+    """Computes the `Room` of all nodes that are up."""
+
+    def __init__(self, nodes: Callable[[], Iterable[Node]], requests_per_node: int) -> None:
+        """`requests_per_node`: requests that a decode node may have in its batch or in transfer."""
+        self._nodes = nodes
+        self._requests = requests_per_node
+
+    def __call__(self) -> Room:
+        tokens = requests = spare = 0
+        for node in self._nodes():
+            if node.role == "decode" and node.state == "up":
+                page = node.register.page_size
+                tokens += node.register.total_pages * page
+                requests += self._requests
+                if not node.load.queued:
+                    # Only half of it: running requests will need more pages, too.
+                    spare += (node.load.free_pages + node.load.cached_pages) * page // 2
+        return Room(tokens, requests, spare)
+
+
+class SlidingSum:
+    """The sum of the amounts that were added in the last `seconds`. Older ones are dropped at each call."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._added: deque[tuple[float, int]] = deque()
+        self._sum = 0
+
+    def __len__(self) -> int:
+        return len(self._added)
+
+    def add(self, amount: int) -> None:
+        self._added.append((self._clock(), amount))
+        self._sum += amount
+        self._forget()
+
+    def total(self) -> int:
+        self._forget()
+        return self._sum
+
+    def _forget(self) -> None:
+        before = self._clock() - self._seconds
+        while self._added and self._added[0][0] < before:
+            self._sum -= self._added.popleft()[1]
+
+
+@dataclass(slots=True)
+class _Gate:
+    """A waiting request and the event that admits it."""
+
+    waiting: WaitingRequest
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Admission:
+    """Admits requests in fair order while the decode nodes have room. Used on the event loop only."""
+
+    def __init__(
+        self,
+        room: Callable[[], Room],
+        reserved_tokens: int,
+        longest_wait: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """`reserved_tokens`: the most tokens that a decode node reserves for the answer of one request."""
+        self._room = room
+        self._reserved = reserved_tokens
+        self._longest_wait = longest_wait
+        self._clock = clock
+        self._queue = FairQueue()
+        self._gates: dict[WaitingRequest, _Gate] = {}
+        self._tokens = 0  # cost of the admitted requests that have not ended
+        self._requests = 0
+        self._recent = SlidingSum(REPORTED_SECONDS, clock)  # cost that nodes may not report yet
+        self._finished = SlidingSum(RATE_SECONDS, clock)  # cost of ended requests
+        self._look: asyncio.TimerHandle | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Number of waiting requests."""
+        return len(self._gates)
+
+    @property
+    def tokens(self) -> int:
+        """The cost of the admitted requests that have not ended."""
+        return self._tokens
+
+    @property
+    def requests(self) -> int:
+        """Number of admitted requests that have not ended."""
+        return self._requests
+
+    @property
+    def clients(self) -> int:
+        """Number of clients that are remembered: those of waiting and of admitted requests."""
+        return self._queue.clients
+
+    async def enter(
+        self,
+        client: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        patience: float,
+        weight: int = 1,
+        priority: int = 0,
+    ) -> int:
+        """Wait for room. The request counts as in flight until `leave`, which takes the returned cost.
+
+        `weight` and `priority`: see FairQueue. Raises Overloaded if the request would wait, or has waited, longer than
+        `patience` or the configured limit.
+        """
+        cost = prompt_tokens + min(max_tokens, self._reserved)
+        if not len(self._queue) and self._fits(cost):
+            self._queue.let_in(client, cost, weight)
+            self._count(cost)
+        else:
+            waiting = WaitingRequest(client, cost, self._clock(), weight, priority=priority)
+            await self._wait(waiting, min(patience, self._longest_wait))
+        return cost
+
+    def leave(self, client: str, cost: int) -> None:
+        """Count the end of a request, and admit others."""
+        self._tokens -= cost
+        self._requests -= 1
+        self._finished.add(cost)
+        self._queue.leave(client)
+        self._open_gates()
+
+    def open_all(self) -> None:
+        """Admit every waiting request: the router is shutting down, and each request ends with its own error."""
+        while (head := self._queue.head()) is not None:
+            self._open(head)
+
+    async def _wait(self, waiting: WaitingRequest, patience: float) -> None:
+        expected = self._expected_wait(waiting)
+        if expected > self._longest_wait:
+            raise _overloaded(expected)
+        gate = _Gate(waiting)
+        self._queue.push(waiting)
+        self._gates[waiting] = gate
+        try:
+            self._open_gates()
+            async with asyncio.timeout(patience):
+                await gate.opened.wait()
+        except BaseException as error:
+            # Admitted and cancelled at the same time.
+            if gate.opened.is_set():
+                self._tokens -= waiting.cost
+                self._requests -= 1
+                self._queue.leave(waiting.client)
+                self._open_gates()
+            else:
+                del self._gates[waiting]
+                self._queue.withdraw(waiting)
+            if isinstance(error, TimeoutError):
+                raise _overloaded(self._expected_wait(waiting)) from None
+            raise
+
+    def _open_gates(self) -> None:
+        """Admit the requests whose turn it is while there is room."""
+        while (head := self._queue.head()) is not None and self._fits(head.cost):
+            self._open(head)
+        if len(self._queue) and self._look is None:
+            self._look = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look_again)
+
+    def _open(self, head: WaitingRequest) -> None:
+        self._queue.take(head)
+        self._count(head.cost)
+        self._gates.pop(head).opened.set()
+
+    def _look_again(self) -> None:
+        self._look = None
+        self._open_gates()
+
+    def _count(self, cost: int) -> None:
+        self._tokens += cost
+        self._requests += 1
+        self._recent.add(cost)
+
+    def _fits(self, cost: int) -> bool:
+        room = self._room()
+        if not self._requests or not room.requests:
+            # An idle cluster takes a request of any size. Without decode nodes, placement waits or refuses.
+            return True
+        if self._requests >= room.requests:
+            return False
+        if self._tokens + cost <= room.tokens:
+            return True
+        return self._recent.total() + cost <= room.spare_tokens
+
+    def _expected_wait(self, waiting: WaitingRequest) -> float:
+        """Return the seconds until this client's next request is admitted; 0 while no completion rate is known."""
+        finished = self._finished.total()
+        before = self._queue.tokens_before(waiting.client, waiting.weight)
+        return before * RATE_SECONDS / finished if finished else 0.0
+
+
+def _overloaded(seconds: float) -> Overloaded:
+    return Overloaded(
+        "the cluster is overloaded; try again later",
+        retry_after=min(max(seconds, 1.0), LONGEST_RETRY),
+    )

@@ -1,0 +1,146 @@
+"""One attempt of one request on a pair of nodes: merges the token streams of both nodes by offset."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from common.errors import DeadlineExceeded, InternalError, NodeLost, RequestError
+from common.messages.generation import OutputToken, PromptLogprob
+from common.messages.router_inbox import FirstToken, HiddenStates, PromptScores, TokenRun
+from router.dispatch.answer_states import AnswerStates
+from router.dispatch.generation import TakeNow, TokenDelta
+from router.nodes.registry import Node
+
+MAX_EARLY_RUNS = 4096  # token runs of a decode node that may arrive before the first token
+# Tokens that go to the client in one turn of the event loop. With log-probabilities a token costs 27 us.
+MAX_TAKEN = 128
+# Tokens of one run that may go to the client in the turn in which they arrive: a hundred runs share that turn.
+MAX_DIRECT = 16
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """The state of one attempt. The control plane fills it, the dispatcher empties it; both run on the event loop."""
+
+    room: int
+    prefill: Node
+    decode: Node
+    emitted: int = 0  # tokens of the answer from earlier attempts
+    next_offset: int = 0
+    pending: list[OutputToken] = field(default_factory=list)  # in order, not sent to the client yet
+    # offset -> run that arrived before the runs that precede it
+    early: dict[int, TokenRun] = field(default_factory=dict)
+    finish_reason: str | None = None
+    error: RequestError | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
+    states: AnswerStates | None = None  # collects the hidden states that the client asks for
+    prefill_over: bool = False  # the pages are handed over or the prefill failed: no abort is needed there
+    decode_over: bool = False
+    transferred: bool = False  # the prefill node has handed over the pages
+    blamed: set[str] = field(default_factory=set)  # incarnations that the next attempt should avoid
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    # Takes the tokens of a run at once; None unless the reader's task waits and has nothing to do.
+    direct: TakeNow | None = None
+
+    @property
+    def said(self) -> int:
+        """Tokens of the answer so far over all attempts, including those in `pending`."""
+        return self.emitted + self.next_offset
+
+    def on_prompt_scores(self, message: PromptScores) -> None:
+        """Add log-probabilities of the prompt, which arrive in order before the first token."""
+        if message.start != len(self.prompt_logprobs) + 1:
+            self.fail(InternalError("the prefill node left out log-probabilities of the prompt"))
+        elif self.finish_reason is None:
+            self.prompt_logprobs += message.tokens
+
+    def on_states(self, message: HiddenStates, incarnation: str) -> None:
+        """Add hidden states from one of the nodes, the one with this incarnation."""
+        decoded = incarnation == self.decode.incarnation
+        known = decoded or incarnation == self.prefill.incarnation
+        if self.states is None or not known or self.error is not None:
+            return
+        try:
+            self.states.add(message.start, message.states, decoded)
+        except InternalError as error:
+            self.fail(error)
+
+    def delta(self, tokens: list[OutputToken], done: str | None, first: bool) -> TokenDelta:
+        """Return what the reader gets. `first`: nothing was yielded before, in this attempt or an earlier one."""
+        if first:
+            return TokenDelta(tokens, done, self.cached_tokens, self.prompt_logprobs)
+        return TokenDelta(tokens, done, None)
+
+    def on_first_token(self, message: FirstToken) -> None:
+        self.cached_tokens = message.cached_tokens
+        self.on_run(TokenRun(self.room, 0, [message.token], message.finish_reason))
+
+    def on_run(self, run: TokenRun) -> None:
+        """Add tokens from either node. Duplicates are dropped; a run that arrives early waits in `early`."""
+        if self.finish_reason is not None:
+            return
+        if run.offset > self.next_offset:
+            if len(self.early) >= MAX_EARLY_RUNS:
+                self.fail(
+                    InternalError(
+                        "the decode node sent too many tokens before the prefill node sent the first one"
+                    )
+                )
+            else:
+                self.early[run.offset] = run
+            return
+        if (
+            self.direct is not None
+            and not self.early
+            and run.finish_reason is None
+            and run.offset == self.next_offset
+            and len(run.tokens) <= MAX_DIRECT
+            and self.direct(run.tokens)
+        ):
+            return
+        self._append(run)
+        if self.early:
+            for offset in sorted(self.early):
+                if self.finish_reason is not None or offset > self.next_offset:
+                    break
+                self._append(self.early.pop(offset))
+        self._wake()
+
+    def fail(self, error: RequestError) -> None:
+        """End the attempt with `error`, unless it has already failed or finished."""
+        if self.error is None and self.finish_reason is None:
+            self.error = error
+        self._wake()
+
+    def lose(self, node: Node, reason: str) -> None:
+        """End the attempt because one of its nodes is lost."""
+        if node is self.prefill:
+            self.prefill_over = True
+        else:
+            self.decode_over = True
+        self.fail(NodeLost(f"{node.role} node {node.name} was lost: {reason}"))
+
+    def expire(self) -> None:
+        """End the attempt at the deadline of the request. One timer per attempt: one per token would cost too much."""
+        self.fail(DeadlineExceeded("the request took longer than its timeout"))
+
+    def take(self) -> list[OutputToken]:
+        """Return up to MAX_TAKEN of the tokens that have arrived since the last call; the rest stays in `pending`."""
+        tokens, self.pending = self.pending[:MAX_TAKEN], self.pending[MAX_TAKEN:]
+        if not self.pending:
+            self.woken.clear()
+        return tokens
+
+    def _wake(self) -> None:
+        """Let the reader's task run. Until it waits again, later tokens have to queue up after those in `pending`."""
+        self.direct = None
+        self.woken.set()
+
+    def _append(self, run: TokenRun) -> None:
+        fresh = run.tokens[self.next_offset - run.offset :]
+        self.pending.extend(fresh)
+        self.next_offset += len(fresh)
+        if run.finish_reason is not None:
+            self.finish_reason = run.finish_reason

@@ -1,0 +1,29 @@
+"""Measures the speed of a decode node while an answer is in progress, so that a slow node is found early."""
+
+from __future__ import annotations
+
+from router.dispatch.attempt import Attempt
+from router.nodes.health import NodeHealth
+
+PACE_SECONDS = 1.0  # shortest time between two measurements of one attempt
+
+
+class DecodePace:
+    """Measures the decode node of one attempt."""
+
+    def __init__(self, attempt: Attempt, health: NodeHealth) -> None:
+        self._attempt = attempt
+        self._health = health
+        self._since: float | None = None  # when the last measurement ended
+        self._offset = 0
+
+    def measure(self, now: float) -> None:
+        """Record progress when tokens arrive. The final tokens are measured by `Dispatcher.decoded`."""
+        attempt = self._attempt
+        if attempt.error is not None or attempt.finish_reason is not None or attempt.next_offset < 2:
+            return
+        if self._since is not None:
+            if now - self._since < PACE_SECONDS:
+                return
+            self._health.decoded(attempt.decode, now - self._since, attempt.next_offset - self._offset)
+        self._since, self._offset = now, attempt.next_offset

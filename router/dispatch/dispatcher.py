@@ -1,0 +1,396 @@
+"""Runs one request from start to end: placement, reservation and prefill, token merging, retry on lost nodes.
+
+A request whose node is lost is placed again, with the tokens of its answer so far appended to the prompt. Sampling is
+keyed by (seed, position), so the answer continues with the tokens that it would have had; the client sees a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
+from functools import partial
+
+import msgspec
+
+from common.errors import (
+    ChecksumFailed,
+    InternalError,
+    Overloaded,
+    RequestError,
+    TransferFailed,
+    Unavailable,
+)
+from common.messages.generation import FINISH_STOP
+from common.messages.identity import Role, new_room
+from common.messages.node_inbox import Abort
+from common.observability.event_log import NO_EVENTS, EventLog
+from common.observability.logs import Log
+from router.dispatch.admission import Admission, NodeRoom
+from router.dispatch.attempt import Attempt
+from router.dispatch.delivery import Delivery
+from router.dispatch.generation import (
+    FINISH_ABORT,
+    AnswerComplete,
+    GenerationRequest,
+    TakeNow,
+    TokenDelta,
+    take_nothing,
+)
+from router.dispatch.in_flight import InFlight
+from router.dispatch.isolation import Trial
+from router.dispatch.legs import check_length, placement_messages
+from router.dispatch.limits import DispatchLimits
+from router.dispatch.pair_wait import PairWait
+from router.dispatch.poison_watch import PoisonWatch, poison_error
+from router.dispatch.retries import Retries
+from router.dispatch.retry_budget import RetryBudget
+from router.dispatch.running_requests import RunningRequests
+from router.metrics.router_metrics import RouterMetrics
+from router.metrics.timeline import Timeline, Timelines
+from router.nodes.health import NodeHealth
+from router.nodes.outbox import Outbox
+from router.nodes.placement import PlacementPolicy
+from router.nodes.placer import Placer, unavailable
+from router.nodes.registry import Node, NodeRegistry
+from router.process.turns import Turns
+
+LOSSES_PER_TURN = 64  # requests that learn of the loss of their node in one turn of the loop
+
+
+class Dispatcher:
+    """Places and runs requests. Implements router.dispatch.generation.Generator."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        policies: dict[Role, PlacementPolicy],
+        send: Callable[[str, msgspec.Struct], bool],
+        limits: DispatchLimits,
+        metrics: RouterMetrics,
+        log: Log,
+        health: NodeHealth | None = None,
+        events: EventLog = NO_EVENTS,
+    ) -> None:
+        """`send` takes (routing id, message) and returns False if the node cannot be reached."""
+        self._registry = registry
+        self.health = health or NodeHealth(0.0, time.monotonic)
+        self._placer = Placer(registry, policies, self.health)
+        self._outbox = Outbox(send)
+        self._limits = limits
+        self._metrics = metrics
+        self._log = log
+        self._events = events
+        self._attempts: dict[int, Attempt] = {}  # room -> current attempt
+        self._flights: dict[int, InFlight] = {}  # room -> request of the attempt
+        self.poison = PoisonWatch(self.health.clock, limits.max_crashes)
+        room = NodeRoom(lambda: registry, limits.requests_per_node)
+        self.admission = Admission(room, limits.reserved_tokens, limits.queue_wait, time.monotonic)
+        metrics.placement.waiting.set_function(lambda: self.admission.waiting)
+        self._budget = RetryBudget(limits.retry_ratio, self.health.clock)
+        self._turns = Turns()  # spreads placements over turns of the event loop
+        self._pairs = PairWait(self._placer, registry, limits, metrics.placement, self._turns)
+        self._losses = Turns(LOSSES_PER_TURN)
+        self._active = 0
+        self._ended = asyncio.Event()
+        self._ending: RequestError | None = None  # ends every request once `end_all` was called
+        self.timelines = Timelines()
+        self.running = RunningRequests()
+
+    @property
+    def active(self) -> int:
+        """Number of requests in flight."""
+        return self._active
+
+    def attempt(self, room: int) -> Attempt | None:
+        """Return the attempt of a room, for messages of nodes; None once it has ended."""
+        return self._attempts.get(room)
+
+    def nodes_changed(self) -> None:
+        """Wake every request that waits for a node."""
+        self.poison.look_for_survivors(self._registry)
+        self._pairs.nodes_changed()
+
+    def node_lost(self, node: Node, reason: str) -> None:
+        self.health.lost(node)
+        aboard = [room for room in list(node.rooms) if room in self._attempts]
+        if node.lost_by == "closed":
+            found = [(self._attempts[room], self._flights[room]) for room in aboard]
+            for attempt in self.poison.crashed(node, found):
+                self._log.error(
+                    "quarantined a request", request_id=self._flights[attempt.room].request.request_id
+                )
+                self._metrics.placement.quarantined.inc()
+                attempt.fail(poison_error())
+        for room in aboard:
+            # Each call wakes a request.
+            self._losses.call(partial(self._attempts[room].lose, node, reason))
+
+    def transferred(self, attempt: Attempt, stages: Mapping[str, float]) -> None:
+        """Note that the prefill node has handed over the pages. `stages`: seconds since it received the prompt."""
+        attempt.transferred = True
+        flight = self._flights[attempt.room]
+        self.poison.prefilled(flight)
+        flight.request.share.handed_over()
+        self.health.transferred(attempt.prefill, attempt.decode)
+        self.health.node_served(attempt.prefill)
+        prompt = len(flight.request.token_ids) + attempt.emitted
+        took = stages.get("prefill_end", 0.0) - stages.get("prefill_start", 0.0)
+        self.health.prefilled(attempt.prefill, took, prompt - attempt.cached_tokens)
+
+    def decoded(self, attempt: Attempt, stages: Mapping[str, float], tokens: int) -> None:
+        """Note that the decode node ended the request after `tokens` tokens. `stages`: seconds since reservation."""
+        self.health.node_served(attempt.decode)
+        self.health.verified(attempt.prefill, attempt.decode)
+        took = stages.get("finished", 0.0) - stages.get("first_decode", 0.0)
+        # The prefill node draws the first token, and the measurement begins with the first decoded one.
+        self.health.decoded(attempt.decode, took, tokens - 2)
+
+    def failed(self, attempt: Attempt, node: Node, error: RequestError) -> None:
+        """Note that one node of the attempt reported a failure."""
+        if isinstance(error, ChecksumFailed):
+            self.health.corrupted(attempt.prefill, attempt.decode)
+        elif isinstance(error, TransferFailed):
+            # Either end, or the network between them, may be the cause.
+            self.health.transfer_failed(attempt.prefill, attempt.decode)
+        elif isinstance(error, InternalError):
+            self.health.node_failed(node)
+        attempt.fail(error)
+
+    def end_all(self, error: RequestError) -> None:
+        """End every request, including those that wait for a node, with `error`, which must not be `retryable`."""
+        self._ending = error
+        self._ended.set()
+        self._pairs.end_all(error)
+        self.admission.open_all()
+        self.nodes_changed()
+        for attempt in list(self._attempts.values()):
+            attempt.fail(error)
+
+    async def generate(
+        self, request: GenerationRequest, take_now: TakeNow = take_nothing
+    ) -> AsyncGenerator[TokenDelta, None]:
+        """Yield tokens as they arrive. Raises RequestError. Closing the generator at any point frees both nodes."""
+        if self._ending is not None:
+            self._metrics.request_refused(self._ending.code)
+            raise self._ending
+        if self._active >= self._limits.max_requests:
+            self._metrics.request_refused(Overloaded.code)
+            raise Overloaded(f"{self._limits.max_requests} requests are in flight; try again later")
+        loop = asyncio.get_running_loop()
+        timeout = min(request.timeout_s or self._limits.request_timeout, self._limits.request_timeout)
+        timeline = Timeline(request.request_id, time.monotonic(), request.client)
+        self.timelines.add(timeline)
+        task = asyncio.current_task()
+        flight = InFlight(request, timeline, loop.time() + timeout, task, take_now=take_now)
+        self.running.add(flight)
+        self._active += 1
+        self._budget.request()
+        self._events.add("received", request=request.request_id, prompt=len(request.token_ids))
+        finished: str | None = None
+        try:
+            self.poison.check(flight)
+            await request.share.wait(timeout)
+            cost = await self._enter(request, timeout)
+            try:
+                timeline.mark("admitted", time.monotonic())
+                deltas = self._attempt_until_done(flight)
+                try:
+                    async for delta in deltas:
+                        finished = delta.finish_reason
+                        yield delta
+                finally:
+                    await deltas.aclose()
+            finally:
+                self.admission.leave(request.client, cost)
+            timeline.outcome = finished or "aborted"
+        except AnswerComplete:
+            timeline.outcome = FINISH_STOP
+        except (RequestError, asyncio.CancelledError) as error:
+            if isinstance(error, RequestError):
+                timeline.outcome = f"error: {error.code}"
+            if not flight.ended_by_abort(error):
+                raise
+            timeline.outcome = FINISH_ABORT
+            yield TokenDelta([], FINISH_ABORT, None)
+        finally:
+            self.running.remove(flight)
+            self._active -= 1
+            request.share.ended()
+            if timeline.outcome == "running":
+                ended = "sibling failed" if request.batch.failed else "client gone"
+                timeline.outcome = finished or ended
+            timeline.mark("finished", time.monotonic())
+            tokens = len(flight.said)
+            self._events.add("ended", request=request.request_id, outcome=timeline.outcome, tokens=tokens)
+            self._metrics.request_finished(timeline, len(request.token_ids), tokens)
+            self._log.info("request finished", tokens=tokens, **timeline.report())
+
+    async def _enter(self, request: GenerationRequest, patience: float) -> int:
+        """Wait for room; return the cost that the request occupies."""
+        prompt, wanted = len(request.token_ids), request.sampling.max_tokens
+        order = request.weight, request.priority
+        return await self.admission.enter(request.client, prompt, wanted, patience, *order)
+
+    async def _attempt_until_done(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
+        loop = asyncio.get_running_loop()
+        limits = self._limits
+        retries = Retries(limits.max_attempts, limits.placement_wait, flight.deadline)
+        while True:
+            before = len(flight.said)
+            flight.attempts += 1
+            deltas = self._attempt(flight)
+            try:
+                try:
+                    async for delta in deltas:
+                        yield delta
+                finally:
+                    # Here rather than in the garbage collector: a client that leaves must free both nodes at once.
+                    await deltas.aclose()
+                self.poison.completed(flight)
+                return
+            except RequestError as error:
+                request = flight.request.request_id
+                self._events.add("failed", request=request, attempt=flight.attempts, code=error.code)
+                elsewhere = self._placer.has_others(flight.avoid)
+                # The router itself put other suspects beside it: a crash there is no failure of the request.
+                progress = len(flight.said) > before or flight.shared_trial
+                pause = retries.pause(error, progress, elsewhere, loop.time())
+                if pause is None or flight.aborted:
+                    raise
+                if retries.repeated and not self._budget.take():
+                    self._metrics.placement.over_budget.inc()
+                    reason = f"the retry budget of the cluster is used up; the last failure: {error}"
+                    raise Unavailable(reason) from error
+                self._metrics.retries.labels(error.code).inc()
+                if not isinstance(error, Overloaded):
+                    self._log.warning(
+                        "placing a request again",
+                        request_id=request,
+                        attempt=flight.attempts,
+                        tokens=len(flight.said),
+                        reason=str(error),
+                        pause=round(pause, 3),
+                    )
+            if pause:
+                await self.pause(pause)
+
+    async def pause(self, seconds: float) -> None:
+        """Wait, but no longer than until `end_all`: its error must reach the client before the connection closes."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._ended.wait()
+
+    async def _attempt(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
+        """Run one attempt. If it fails, the nodes to blame are added to `flight.avoid`."""
+        started = asyncio.get_running_loop().time()
+        trial = await self.poison.trial(flight, self._limits.placement_wait)
+        flight.shared_trial = trial.companions > 0
+        try:
+            await self._turns.wait()
+            attempt = await self._place(flight, trial, started)
+            trial.placed()
+        except BaseException:
+            trial.release()
+            raise
+        first = not flight.said
+        delivery = Delivery(flight, attempt, trial, self.health, self.poison, self._events)
+        deadline = asyncio.get_running_loop().call_at(flight.deadline, attempt.expire)
+        try:
+            while True:
+                if not (first or attempt.woken.is_set()):
+                    attempt.direct = delivery.take_now
+                await attempt.woken.wait()
+                tokens = attempt.take()
+                if tokens:
+                    delivery.record(tokens)
+                done = attempt.finish_reason if not attempt.pending else None
+                if tokens or done:
+                    yield attempt.delta(tokens, done, first)
+                    first = False
+                if done:
+                    return
+                if attempt.pending:
+                    await asyncio.sleep(0)
+                elif attempt.error is not None:
+                    await self._turns.wait()  # one lost node may fail a thousand requests
+                    raise attempt.error
+        finally:
+            deadline.cancel()
+            trial.release()
+            flight.avoid |= attempt.blamed
+            self._close(attempt)
+
+    async def _place(self, flight: InFlight, trial: Trial, started: float) -> Attempt:
+        """Choose a pair of nodes and send both halves of the request. `started`: when its wait for a pair began.
+
+        A node to which sending fails counts as unreachable until it is heard from; that is not a failed attempt.
+        """
+        loop = asyncio.get_running_loop()
+        tokens = flight.tokens
+        while True:
+            prefill, decode = await self._pairs.find(flight, partial(self._avoided, flight, trial), started)
+            self.poison.check(flight)
+            check_length(flight.request, self._registry.max_model_len)
+            attempt = Attempt(new_room(), prefill, decode, emitted=len(flight.said))
+            self._open(attempt, flight, len(tokens))
+            remaining_ms = max(int((flight.deadline - loop.time()) * 1000), 1)
+            messages = placement_messages(flight.request, attempt, tokens, remaining_ms)
+            pending = self._outbox.put(messages)
+            try:
+                unreached = await pending
+            except BaseException:
+                if pending.cancelled():
+                    # Nothing was sent.
+                    attempt.prefill_over = attempt.decode_over = True
+                self._close(attempt)
+                raise
+            if unreached is None:
+                return attempt
+            self._registry.unreachable(unreached)
+            self.health.node_failed(unreached)
+            # The message to the decode node is sent first, so only that node can hold state of this attempt.
+            attempt.prefill_over, attempt.decode_over = True, unreached is decode
+            self._close(attempt)
+            flight.check_aborted()
+            if loop.time() >= self._pairs.until(flight, started):
+                raise unavailable(unreached.role)
+
+    def _avoided(self, flight: InFlight, trial: Trial) -> set[str]:
+        """Return the incarnations to blame for failed attempts; on trial, also those with other suspects."""
+        if not trial.isolated:
+            return flight.avoid
+        others = ((attempt, self._flights[room]) for room, attempt in self._attempts.items())
+        return flight.avoid | self.poison.avoided_by(flight, others)
+
+    def _open(self, attempt: Attempt, flight: InFlight, tokens: int) -> None:
+        """Register the attempt: both nodes count it until `_close`."""
+        prefill, decode, timeline = attempt.prefill, attempt.decode, flight.timeline
+        self._attempts[attempt.room] = flight.attempt = attempt
+        self._flights[attempt.room] = flight
+        now = time.monotonic()
+        self.timelines.open(attempt.room, timeline, now, prefill.incarnation, decode.incarnation)
+        prefill.rooms.add(attempt.room, tokens)
+        decode.rooms.add(attempt.room, 0)
+        timeline.mark("placed", now)
+        pair = {"prefill": prefill.incarnation, "decode": decode.incarnation}
+        self._events.add("placed", attempt.room, request=timeline.request_id, tokens=tokens, **pair)
+        timeline.nodes.append({"prefill": prefill.name, "decode": decode.name})
+        self.health.placed(prefill, decode)
+        flight.request.share.placed(prefill.incarnation, decode.incarnation)
+
+    def _close(self, attempt: Attempt) -> None:
+        """End an attempt, finished or not, and abort whatever a node still holds of it."""
+        del self._attempts[attempt.room]
+        self._flights.pop(attempt.room).attempt = None
+        self.timelines.close(attempt.room)
+        self.health.released(attempt.prefill, attempt.decode)
+        finished = attempt.finish_reason is not None
+        reason = "finished" if finished else "the request ended at the router"
+        # After the last token the prompt has been handed over, and the prefill node is about to report it.
+        prefill_over = attempt.prefill_over or finished
+        for node, over in ((attempt.prefill, prefill_over), (attempt.decode, attempt.decode_over)):
+            node.rooms.remove(attempt.room)
+            if not over:
+                self._outbox.post(node, Abort(room=attempt.room, reason=reason))

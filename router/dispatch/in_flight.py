@@ -1,0 +1,63 @@
+"""One request while the dispatcher works on it, over all its attempts."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.errors import ClientGone
+from router.dispatch.attempt import Attempt
+from router.dispatch.generation import GenerationRequest, TakeNow, take_nothing
+from router.metrics.timeline import Timeline
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """State shared by the attempts of a request."""
+
+    request: GenerationRequest
+    timeline: Timeline
+    deadline: float  # on the event loop's clock
+    task: asyncio.Task[Any] | None = None  # reads the answer
+    said: list[int] = field(default_factory=list)  # tokens that were sent to the client
+    avoid: set[str] = field(default_factory=set)  # incarnations to blame for failed attempts
+    attempts: int = 0
+    suspect: bytes = b""  # fingerprint of the request, once a node crashed while it ran there
+    shared_trial: bool = False  # the latest attempt ran in isolation together with other suspects
+    attempt: Attempt | None = None  # the attempt that nodes are working on
+    aborted: bool = False
+    take_now: TakeNow = take_nothing  # of the reader of the answer
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens to prefill: the prompt and the answer so far."""
+        return [*self.request.token_ids, *self.said]
+
+    def abort(self) -> None:
+        """End the request because its client asked for that; the answer so far stays."""
+        if self.aborted:
+            return
+        self.aborted = True
+        if self.attempt is not None:
+            self.attempt.fail(_gone())
+        elif self.task is not None:
+            # Without an attempt, the task waits inside the dispatcher: for room, a node, or the next attempt.
+            self.task.cancel()
+
+    def check_aborted(self) -> None:
+        """Raise ClientGone if `abort` was called: its attempt may have ended in another way at the same moment."""
+        if self.aborted:
+            raise _gone()
+
+    def ended_by_abort(self, error: BaseException) -> bool:
+        """Return whether `error` is the consequence of `abort` only: a client may also leave at the same moment."""
+        if not self.aborted:
+            return False
+        if isinstance(error, asyncio.CancelledError):
+            return self.task is not None and self.task.uncancel() == 0
+        return True
+
+
+def _gone() -> ClientGone:
+    return ClientGone("the client aborted the request")

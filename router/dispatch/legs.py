@@ -1,0 +1,78 @@
+"""Builds the messages that start an attempt: a reservation for the decode node and the prompt for the prefill node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from msgspec.structs import replace
+
+from common.errors import InvalidRequest
+from common.messages.decode_inbox import Reserve
+from common.messages.image_inbox import LINK, ImageData
+from common.messages.prefill_inbox import Prefill
+from router.dispatch.attempt import Attempt
+from router.dispatch.generation import GenerationRequest
+from router.nodes.registry import Node
+
+
+def placement_messages(
+    request: GenerationRequest, attempt: Attempt, tokens: list[int], remaining_ms: int
+) -> Iterator[tuple[str, Node, msgspec.Struct]]:
+    """Yield (address, node, message) in sending order. `tokens`: the prompt and the answer so far."""
+    prefill, decode = attempt.prefill, attempt.decode
+    emitted = len(tokens) - len(request.token_ids)
+    spans = tuple(image.span for image in request.images)
+    sampling = request.sampling
+    if emitted and sampling.prompt_logprobs is not None:
+        sampling = replace(sampling, prompt_logprobs=None)  # the client has them
+    if request.states is not None:
+        attempt.states = request.states
+        request.states.resume(len(tokens))
+        sampling = replace(sampling, hidden_states_from=request.states.wanted_from)
+    yield (
+        decode.routing_id,
+        decode,
+        Reserve(
+            room=attempt.room,
+            request_id=request.request_id,
+            token_ids=tokens,
+            emitted=emitted,
+            sampling=sampling,
+            prefill=prefill.register.node,
+            deadline_ms=remaining_ms,
+            salt=request.salt,
+            images=spans,
+            priority=request.priority,
+        ),
+    )
+    # Send each image once, however often it occurs in the prompt.
+    for digest, data in {image.span.digest: image.data for image in request.images}.items():
+        address = prefill.register.link_id(LINK)
+        yield address, prefill, ImageData(digest=digest, data=data, salt=request.salt)
+    yield (
+        prefill.routing_id,
+        prefill,
+        Prefill(
+            room=attempt.room,
+            request_id=request.request_id,
+            token_ids=tokens,
+            emitted=emitted,
+            sampling=sampling,
+            decode=decode.incarnation,
+            deadline_ms=remaining_ms,
+            salt=request.salt,
+            images=spans,
+            priority=request.priority,
+        ),
+    )
+
+
+def check_length(request: GenerationRequest, limit: int | None) -> None:
+    """Raise InvalidRequest if the request needs more than `limit` tokens, which every node supports."""
+    wanted = len(request.token_ids) + request.sampling.max_tokens
+    if limit is not None and wanted > limit:
+        raise InvalidRequest(
+            f"prompt and max_tokens together need {wanted} tokens; this cluster serves at most {limit}",
+            param="max_tokens",
+        )

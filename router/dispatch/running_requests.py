@@ -1,0 +1,50 @@
+"""The requests in flight, by client: to abort them by id and to count them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from router.dispatch.in_flight import InFlight
+
+
+class RunningRequests:
+    """Requests from their entry into the dispatcher to their end."""
+
+    def __init__(self) -> None:
+        self._of: defaultdict[str, set[InFlight]] = defaultdict(set)
+
+    def add(self, flight: InFlight) -> None:
+        self._of[flight.request.client].add(flight)
+
+    def remove(self, flight: InFlight) -> None:
+        client = flight.request.client
+        self._of[client].discard(flight)
+        if not self._of[client]:
+            del self._of[client]
+
+    def count(self, client: str) -> int:
+        """Return the number of prompts that `client` has in flight."""
+        return len(self._of.get(client, ()))
+
+    def abort(self, client: str, identities: Iterable[str]) -> int:
+        """Abort all prompts of the requests with one of these ids, if they are the client's; return how many."""
+        wanted = set(identities)
+        found = [flight for flight in self._of.get(client, ()) if _http_ids(flight) & wanted]
+        for flight in found:
+            flight.abort()
+        return len(found)
+
+    def abort_all(self) -> int:
+        """Abort the requests of all clients; return how many prompts that were."""
+        found = [flight for flights in self._of.values() for flight in flights]
+        for flight in found:
+            flight.abort()
+        return len(found)
+
+
+def _http_ids(flight: InFlight) -> set[str]:
+    """Return the ids under which a client knows the prompt: its own, and that of a request with several prompts."""
+    identity = flight.request.request_id
+    first, _, index = identity.rpartition("-")
+    return {identity, first} if index.isdecimal() else {identity}

@@ -1,0 +1,1 @@
+"""Reads bodies of HTTP requests and writes responses: JSON, server-sent events and errors."""

@@ -1,0 +1,41 @@
+"""The identity of a client, as a gate of router.auth.gates has established it and handlers may see it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import IntEnum
+
+import msgspec
+from aiohttp import web
+
+from common.messages.generation import MAX_PRIORITY
+
+
+class View(IntEnum):
+    """The part of the cluster that a client may see; each level includes the levels below it."""
+
+    SERVICE = 0  # the model and its own requests
+    CLUSTER = 1  # also node names, their load, metrics and the configuration
+    OPERATOR = 2  # also processes, hosts and incarnations
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A client. `name` appears in logs and timelines and identifies the client for fair shares."""
+
+    name: str  # API key id, or the client's address where there are no keys
+    view: View
+    tenant: str = ""  # only prompts of one tenant share cached pages; "" is shared by everyone
+    weight: int = 1  # its share of the cluster relative to other waiting clients
+    most_urgent: int = -MAX_PRIORITY  # the lowest priority that its requests may have
+
+
+client_key: web.RequestKey[Client] = web.RequestKey("client", Client)
+
+
+def cache_salt(tenant: str, asked: str | None) -> bytes:
+    """Derive the salt of a request's cached pages from its tenant and its `cache_salt` field."""
+    if not tenant and asked is None:
+        return b""
+    return hashlib.sha256(msgspec.msgpack.encode((tenant, asked))).digest()[:16]

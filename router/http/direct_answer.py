@@ -1,0 +1,88 @@
+"""A small JSON answer that is written with its head in one piece.
+
+aiohttp builds the head of a response from objects, which costs as much as a tenth of a small request. This one is for
+the case of almost all requests: HTTP/1.1, status 200, and the connection stays open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiohttp import HttpVersion11, web
+from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.http import SERVER_SOFTWARE
+
+from router.http.errors import REQUEST_ID, request_id_key
+
+Headers = Callable[[web.Request], Mapping[str, str]]
+# What the listener adds to every answer, where it adds anything.
+listener_headers_key: web.RequestKey[Headers] = web.RequestKey("listener_headers")
+_HEAD = (
+    "HTTP/1.1 200 OK\r\n"
+    "Content-Type: application/json\r\n"
+    f"{REQUEST_ID}: %s\r\n"
+    "%s"
+    "Content-Length: %d\r\n"
+    "Date: %s\r\n"
+    f"Server: {SERVER_SOFTWARE}\r\n"
+    "\r\n"
+)
+
+
+class DirectAnswer(web.StreamResponse):
+    """An answer of status 200 with a JSON body, for a request that `fits`."""
+
+    def __init__(self, request: web.Request, body: bytes, write_timeout: float) -> None:
+        """`write_timeout`: seconds that a client may leave its socket full."""
+        super().__init__()
+        self._asked = request
+        self._json = body
+        self._timeout = write_timeout
+
+    @property
+    def prepared(self) -> bool:
+        """True: nobody can change its head."""
+        return True
+
+    @property
+    def keep_alive(self) -> bool | None:
+        return True
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Write the answer. Raises ConnectionResetError if the client has disconnected or does not read.
+
+        The head is made here, where the quota of the request's key is charged for the answer.
+        """
+        transport = request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client disconnected")
+        extra = self._asked.get(listener_headers_key)
+        named: Mapping[str, str] = {} if extra is None else extra(self._asked)
+        lines = "".join([f"{name}: {value}\r\n" for name, value in named.items()])
+        identity = self._asked[request_id_key]
+        head = _HEAD % (identity, lines, len(self._json), rfc822_formatted_time())
+        transport.write(head.encode("ascii") + self._json)
+        if request.protocol.writing_paused:
+            await self._drain(request, transport)
+
+    async def _drain(self, request: web.BaseRequest, transport: asyncio.Transport) -> None:
+        """Wait until the client has read enough, so that answers to pipelined requests do not pile up.
+
+        aiohttp handles the next request of the connection only after this one.
+        """
+        try:
+            async with asyncio.timeout(self._timeout):
+                await request.writer.drain()
+        except TimeoutError:
+            transport.abort()
+            raise ConnectionResetError("the client does not read its answers") from None
+
+    async def write_eof(self, data: Any = b"") -> None:
+        """Do nothing: `prepare` has written everything."""
+
+
+def fits(request: web.Request) -> bool:
+    """Return whether a request may be answered by a DirectAnswer."""
+    return request.version == HttpVersion11 and request.keep_alive and request.method != "HEAD"

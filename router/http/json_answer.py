@@ -1,0 +1,70 @@
+"""Writes JSON answers of any size.
+
+Large ones are written in pieces, so that no write blocks the event loop for long. Parts that take much more memory as
+JSON are encoded while they are written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from aiohttp import HttpVersion11, web
+
+from router.http.direct_answer import DirectAnswer, fits
+from router.http.errors import REQUEST_ID, request_id_key
+
+PIECE = 1 << 17  # bytes per write; a smaller body is written at once
+WRITE_TIMEOUT = 30.0  # seconds that a client may leave its socket full before it is disconnected
+JSON = "application/json"
+Part = bytes | bytearray | Iterator[bytes]  # what an iterator yields is made in a turn of its own
+
+
+async def send_json(
+    request: web.Request, parts: Sequence[Part], write_timeout: float = WRITE_TIMEOUT
+) -> web.StreamResponse:
+    """Answer 200 with the concatenated `parts`. A client that leaves or stops reading is disconnected."""
+    ready = [part for part in parts if isinstance(part, bytes | bytearray)]
+    size = sum(map(len, ready)) if len(ready) == len(parts) else None
+    if size is not None and size <= PIECE:
+        body = b"".join(ready)
+        if fits(request):
+            return DirectAnswer(request, body, write_timeout)
+        return web.Response(body=body, content_type=JSON)
+    response = web.StreamResponse(headers={REQUEST_ID: request[request_id_key]})
+    response.content_type, response.content_length = JSON, size
+    if size is None and request.version == HttpVersion11:
+        response.enable_chunked_encoding()
+    try:
+        await response.prepare(request)
+        for piece in _pieces(parts):
+            async with asyncio.timeout(write_timeout):
+                await response.write(piece)
+            # If the socket accepts everything at once, `write` never yields to the event loop.
+            await asyncio.sleep(0)
+        await response.write_eof()
+    except (ConnectionError, TimeoutError):
+        if request.transport is not None:
+            request.transport.abort()
+    return response
+
+
+def _pieces(parts: Sequence[Part]) -> Iterator[bytes | bytearray]:
+    """Yield the same bytes in pieces of at most PIECE; small parts are joined."""
+    held = bytearray()
+    for part in chain.from_iterable(
+        (part,) if isinstance(part, bytes | bytearray) else part for part in parts
+    ):
+        if len(held) + len(part) <= PIECE:
+            held += part
+            continue
+        if held:
+            yield held
+        for start in range(0, len(part), PIECE):
+            held = bytearray(part[start : start + PIECE])
+            if len(held) == PIECE:
+                yield held
+                held = bytearray()
+    if held:
+        yield held

@@ -1,0 +1,193 @@
+"""Decodes every image once in a child process, so that a malicious file can crash or exhaust only that process.
+
+    python -m router.images.inspector      reads frames from standard input and writes verdicts to standard output
+
+A request frame holds an `Inspection`, an answer an `ImageVerdict`. The first
+`ImageVerdict` reports that the process is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import traceback
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import msgspec
+
+from common.errors import InternalError, InvalidRequest, Overloaded, ProtocolError
+from common.image_files import decode_image
+from router.process.child_process import START_SECONDS, confine, framed, read_frame
+from router.process.spawner import Child, Spawner
+
+ADDRESS_SPACE = 2 << 30  # bytes
+OPEN_FILES = 64
+SECONDS = 3.0  # limit for decoding one image, without its wait for earlier ones
+TURN_SECONDS = 30.0  # limit for that wait
+VERDICT_BYTES = 1 << 16
+PROGRAM = ("-m", "router.images.inspector")
+
+
+class Inspection(msgspec.Struct, frozen=True, array_like=True):
+    """One image as the client sent it."""
+
+    media_type: str | None
+    max_pixels: int
+    data: bytes
+
+
+class ImageVerdict(msgspec.Struct, frozen=True, array_like=True):
+    """The result for one image: it decodes completely and within the limits unless `problem` or `defect` is set."""
+
+    problem: str
+    width: int = 0  # pixels, after EXIF rotation
+    height: int = 0
+    defect: str = ""  # a traceback of a bug of ours, for the log
+
+
+_verdicts = msgspec.msgpack.Decoder(ImageVerdict)
+_inspections = msgspec.msgpack.Decoder(Inspection)
+
+
+@dataclass(frozen=True, slots=True)
+class InspectorProcess:
+    """A running inspection process and the channel to it."""
+
+    child: Child
+    reader: StreamReader
+    writer: StreamWriter
+
+    async def verdict(self) -> ImageVerdict:
+        return _verdicts.decode(await read_frame(self.reader, VERDICT_BYTES))
+
+
+class ImageInspector:
+    """The router's end. It handles one image at a time and starts the process when needed, and again if it died."""
+
+    def __init__(self, spawner: Spawner, max_pixels: int, seconds: float = SECONDS) -> None:
+        self._spawner = spawner
+        self._max_pixels = max_pixels
+        self.seconds = seconds
+        self._process: InspectorProcess | None = None
+        # Held by the check in progress.
+        self.turn = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """The inspecting process; None while there is none."""
+        return None if self._process is None else self._process.child.pid
+
+    async def check(self, data: bytes, media_type: str | None) -> tuple[int, int]:
+        """Return (width, height) in pixels.
+
+        Raises InvalidRequest, which says what is wrong with the image, or Overloaded.
+        """
+        frame = framed(Inspection(media_type, self._max_pixels, data))
+        async with self._next():
+            process = await self._running()
+            try:
+                async with asyncio.timeout(self.seconds):
+                    process.writer.write(frame)
+                    await process.writer.drain()
+                    verdict = await process.verdict()
+            except (OSError, EOFError, TimeoutError, ProtocolError, msgspec.DecodeError) as error:
+                await self._end()
+                raise InvalidRequest(
+                    "the image cannot be decoded: it took too much time or memory"
+                ) from error
+            except BaseException:
+                # Cancelled: the verdict on this image must not be taken for that on the next one.
+                await self._end()
+                raise
+        if verdict.defect:
+            raise RuntimeError(f"the image inspection process failed:\n{verdict.defect}")
+        if verdict.problem:
+            raise InvalidRequest(verdict.problem)
+        return verdict.width, verdict.height
+
+    @contextlib.asynccontextmanager
+    async def _next(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(TURN_SECONDS):
+                await self.turn.acquire()
+        except TimeoutError:
+            raise Overloaded("the image decoder is busy with other requests; try again later") from None
+        try:
+            yield
+        finally:
+            self.turn.release()
+
+    async def close(self) -> None:
+        async with self.turn:
+            await self._end()
+
+    async def _running(self) -> InspectorProcess:
+        """Return a process that is ready for an image. Raises InternalError."""
+        if self._process is None or self._process.child.returncode is not None:
+            await self._end()
+            try:
+                self._process = await self._start()
+                async with asyncio.timeout(START_SECONDS):
+                    await self._process.verdict()
+            except (OSError, EOFError, TimeoutError, ProtocolError, msgspec.DecodeError) as error:
+                await self._end()
+                raise InternalError(f"cannot start the image inspection process: {error}") from error
+            except BaseException:
+                # Cancelled: its initial verdict must not be taken for that on an image.
+                await self._end()
+                raise
+        return self._process
+
+    async def _start(self) -> InspectorProcess:
+        """Start a process. Raises OSError or InternalError."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                child = await self._spawner.start(PROGRAM, theirs, answers=True)
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        return InspectorProcess(child, reader, writer)
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.child.kill()
+            process.writer.close()
+            await asyncio.shield(process.child.wait())
+
+
+def serve() -> None:
+    """Run the child's end of the channel. Returns when the router closes its end."""
+    confine(ADDRESS_SPACE, OPEN_FILES)
+    source, answers = sys.stdin.buffer, sys.stdout.buffer
+    verdict = ImageVerdict("")
+    while True:
+        answers.write(framed(verdict))
+        answers.flush()
+        head = source.read(4)
+        if not head:
+            return
+        verdict = inspect(_inspections.decode(source.read(int.from_bytes(head, "little"))))
+
+
+def inspect(inspection: Inspection) -> ImageVerdict:
+    """Return the verdict on one image, whatever the decoders raise."""
+    try:
+        image = decode_image(inspection.data, inspection.max_pixels, inspection.media_type)
+    except InvalidRequest as error:
+        return ImageVerdict(str(error))
+    except MemoryError:
+        return ImageVerdict("the image cannot be decoded: it takes too much memory")
+    except Exception:  # a bug of ours: other requests must not wait for a new process
+        return ImageVerdict("", defect=traceback.format_exc()[-VERDICT_BYTES // 2 :])
+    return ImageVerdict("", image.width, image.height)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,114 @@
+"""Chooses a pair of nodes: candidates from the registry, their weights and breakers, then the policies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from common.errors import Unavailable
+from common.messages.identity import Role
+from router.nodes.health import NodeHealth, PairKey
+from router.nodes.placement import Candidate, PlacementPolicy, choose_pair
+from router.nodes.registry import ROLES, Node, NodeRegistry
+
+NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """The candidates of one choice; both lists are non-empty."""
+
+    prefills: Sequence[Candidate]
+    decodes: Sequence[Candidate]
+    bad_pairs: Collection[PairKey]
+
+    def without(self, avoid: Collection[str]) -> _Field:
+        """Drop these incarnations from each role that has other candidates."""
+        return _Field(_others(self.prefills, avoid), _others(self.decodes, avoid), self.bad_pairs)
+
+    def among(self, prefer: Collection[str]) -> _Field:
+        """Keep only these incarnations in each role that has any of them."""
+        return _Field(_among(self.prefills, prefer), _among(self.decodes, prefer), self.bad_pairs)
+
+    @property
+    def has_good_pair(self) -> bool:
+        return not self.bad_pairs or any(
+            (p.incarnation, d.incarnation) not in self.bad_pairs for p in self.prefills for d in self.decodes
+        )
+
+
+class Placer:
+    """Chooses pairs. It is deterministic except for the turns of its policies."""
+
+    def __init__(
+        self, registry: NodeRegistry, policies: Mapping[Role, PlacementPolicy], health: NodeHealth
+    ) -> None:
+        self._registry = registry
+        self._policies = policies
+        self._health = health
+
+    def choose(
+        self, avoid: Collection[str] = NOTHING, prefer: Collection[str] = NOTHING
+    ) -> tuple[Node, Node] | Role:
+        """Return (prefill, decode), or the role that has no node that could serve.
+
+        Nodes with an open breaker are left out, then nodes of `avoid`, then bad pairs; each of these only while
+        something else is left. Among the rest, nodes of `prefer` are taken whatever their load.
+        """
+        nodes = self._eligible()
+        if len(nodes["prefill"]) == 1 and len(nodes["decode"]) == 1:
+            return nodes["prefill"][0], nodes["decode"][0]
+        field = self._field(nodes)
+        if not isinstance(field, _Field):
+            return field
+        narrowed = field.without(avoid) if avoid else field
+        if not narrowed.has_good_pair:
+            narrowed = field
+        if prefer and (preferred := narrowed.among(prefer)).has_good_pair:
+            narrowed = preferred
+        prefill, decode = choose_pair(narrowed.prefills, narrowed.decodes, self._policies, narrowed.bad_pairs)
+        return self._registry.node(prefill.incarnation), self._registry.node(decode.incarnation)
+
+    def has_others(self, avoid: Collection[str]) -> bool:
+        """Return whether a pair without any node of `avoid` can take a request."""
+        field = self._field(self._eligible())
+        if not isinstance(field, _Field):
+            return False
+        narrowed = field.without(avoid)
+        return narrowed.has_good_pair and not any(
+            c.incarnation in avoid for c in (*narrowed.prefills, *narrowed.decodes)
+        )
+
+    def _eligible(self) -> dict[Role, list[Node]]:
+        """Return the nodes of each role that take requests and can be reached."""
+        nodes: dict[Role, list[Node]] = {"prefill": [], "decode": []}
+        for node in self._registry.eligible():
+            nodes[node.role].append(node)
+        return nodes
+
+    def _field(self, nodes: Mapping[Role, Sequence[Node]]) -> _Field | Role:
+        prefills, decodes = (self._candidates(nodes[role]) for role in ROLES)
+        if not prefills:
+            return "prefill"
+        if not decodes:
+            return "decode"
+        field = _Field(prefills, decodes, self._health.bad_pairs())
+        broken = self._health.nodes.blocked()
+        return field.without(broken) if broken else field
+
+    def _candidates(self, nodes: Sequence[Node]) -> list[Candidate]:
+        weights = self._health.weights(nodes)
+        return [node.candidate(weight) for node, weight in zip(nodes, weights, strict=True)]
+
+
+def _others(candidates: Sequence[Candidate], avoid: Collection[str]) -> Sequence[Candidate]:
+    return [c for c in candidates if c.incarnation not in avoid] or candidates
+
+
+def _among(candidates: Sequence[Candidate], prefer: Collection[str]) -> Sequence[Candidate]:
+    return [c for c in candidates if c.incarnation in prefer] or candidates
+
+
+def unavailable(role: Role) -> Unavailable:
+    """Return the refusal when no node of `role` can be chosen."""
+    return Unavailable(f"no {role} node can take requests now; try again in a few seconds")

@@ -1,0 +1,267 @@
+"""Membership of the cluster: nodes register, send heartbeats with their load, and are lost when they fall silent.
+
+A node to which sending fails is unreachable: it is not chosen until it is heard from again.
+
+A name belongs to one process. While that process lives, another one that registers under the same name is refused; once
+it is lost, the other one takes over. Until it is known which case holds, the other one gets no answer and asks again.
+
+(unknown) ──Register──> up ──heartbeat says so──> draining ──Goodbye──> gone
+                         └─── no heartbeat, hung loop, closed socket ───> lost (forgotten)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from common.messages.identity import NodeCounters, NodeLoad, NodeState, Role
+from common.messages.router_inbox import Heartbeat, Register
+from common.observability.logs import Log
+from router.nodes.assigned_rooms import AssignedRooms
+from router.nodes.placement import Candidate
+from router.nodes.return_watch import ReturnWatch
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+# How a node left. `closed` means that its socket closed, so most likely its process died.
+LossCause = Literal["closed", "silent", "hung", "goodbye", "cut_off"]
+# A heartbeat read this many seconds after another process asked for the name proves that the sender lives.
+SIGN_OF_LIFE = 0.5
+MAX_CONTENDERS = 8  # processes that may ask for the name of one node
+
+
+@dataclass(slots=True)
+class Node:
+    """One incarnation of one node."""
+
+    register: Register
+    seen: float  # monotonic seconds when it was last heard from
+    since: float = 0.0  # monotonic seconds when it registered
+    state: NodeState = "up"
+    load: NodeLoad = field(default_factory=NodeLoad)
+    counters: NodeCounters = field(default_factory=NodeCounters)
+    loop_age: float = 0.0
+    announced: float = 0.0  # seconds that its main loop may take for one turn, as the node announced
+    as_of: float = 0.0  # Unix seconds on its host at which load and counters were read
+    rooms: AssignedRooms = field(default_factory=AssignedRooms)
+    reachable: bool = True  # False from a failed send to its next heartbeat or registration
+    lost_by: LossCause | None = None  # set when it is lost
+    # incarnation -> when it first asked for the name
+    contenders: dict[str, float] = field(default_factory=dict)
+    # of its registration
+    name: str = field(init=False)
+    incarnation: str = field(init=False)
+    role: Role = field(init=False)
+    routing_id: str = field(init=False)  # of its control link
+
+    def __post_init__(self) -> None:
+        ref = self.register.node
+        self.name, self.incarnation, self.role = ref.name, ref.incarnation, ref.role
+        self.routing_id = self.register.link_id()
+
+    @property
+    def eligible(self) -> bool:
+        """True if it takes requests and can be reached."""
+        return self.state == "up" and self.reachable
+
+    def candidate(self, weight: float = 1.0) -> Candidate:
+        return Candidate(self.name, self.incarnation, self.load, len(self.rooms), self.rooms.tokens, weight)
+
+
+class NodeRegistry:
+    """The nodes of the cluster. Callbacks announce changes, so that requests on a lost node hear of it at once."""
+
+    def __init__(
+        self,
+        fingerprint: str,
+        node_timeout: float,
+        loop_timeout: float,
+        clock: Callable[[], float],
+        log: Log,
+        on_lost: Callable[[Node, str], None],
+        on_change: Callable[[], None],
+        returns: ReturnWatch | None = None,
+    ) -> None:
+        """`returns` knows the nodes of the cluster file; without it no node is expected back."""
+        self._fingerprint = fingerprint
+        self._node_timeout = node_timeout
+        self._loop_timeout = loop_timeout
+        self._clock = clock
+        self._log = log
+        self._on_lost = on_lost
+        self._on_change = on_change
+        self._returns = returns or ReturnWatch({}, 0.0, clock)
+        self._nodes: dict[str, Node] = {}  # incarnation -> node
+        self.max_model_len: int | None = None  # the smallest limit of all nodes; None without nodes
+        self._served_at: dict[Role, float] = dict.fromkeys(ROLES, clock())  # when a node last took requests
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(list(self._nodes.values()))
+
+    def get(self, incarnation: str) -> Node | None:
+        return self._nodes.get(incarnation)
+
+    def node(self, incarnation: str) -> Node:
+        """Return a registered node."""
+        return self._nodes[incarnation]
+
+    def eligible(self) -> list[Node]:
+        """Return the nodes of both roles that take requests and can be reached."""
+        return [node for node in self._nodes.values() if node.eligible]
+
+    def undecided(self, message: Register) -> bool:
+        """Return whether another process holds the node's name and may be dead; its next heartbeat or its loss decides.
+
+        A draining node holds its name until it has ended.
+        """
+        holder = self._holder(message)
+        if holder is None:
+            return False
+        asked = holder.contenders
+        if len(asked) >= MAX_CONTENDERS and message.node.incarnation not in asked:
+            del asked[next(iter(asked))]
+        since = asked.setdefault(message.node.incarnation, self._clock())
+        return holder.state == "draining" or holder.seen < since + SIGN_OF_LIFE
+
+    def register(self, message: Register) -> str | None:
+        """Add a node. Returns None, or the reason for a refusal."""
+        node = message.node
+        if message.model_fingerprint != self._fingerprint:
+            return (
+                f"{node.name} serves the model with fingerprint {message.model_fingerprint[:12]}, this router "
+                f"{self._fingerprint[:12]}: start both from the same model directory"
+            )
+        for other in self:
+            if other.role == node.role or other.name == node.name:
+                continue
+            if other.register.page_size != message.page_size:
+                return (
+                    f"{node.name} has pages of {message.page_size} tokens, {other.name} of "
+                    f"{other.register.page_size}: set kv.page_size alike"
+                )
+        holder = self._holder(message)
+        if holder is not None:
+            where = holder.register
+            return (
+                f"{node.name} is already running as process {where.pid} on {where.host}: stop that one first, or "
+                "start this one under another name of the cluster file"
+            )
+        known = self._nodes.get(node.incarnation)
+        if known is not None:
+            self._heard(known)
+        else:
+            now = self._clock()
+            self._nodes[node.incarnation] = Node(message, now, now)
+            self._find_limit()
+            self._returns.arrived(node.role, node.name)
+            self._log.info(
+                "node registered", peer=node.name, role=node.role, incarnation=node.incarnation[:8]
+            )
+            self._on_change()
+        return None
+
+    def heartbeat(self, message: Heartbeat) -> bool:
+        """Record a heartbeat. Return False if the incarnation is unknown, so that it has to register."""
+        node = self._nodes.get(message.incarnation)
+        if node is None:
+            return False
+        changed = node.state != message.state
+        if changed:
+            self._served(node)
+        self._heard(node)
+        node.state, node.load, node.counters = message.state, message.load, message.counters
+        node.loop_age, node.announced = message.loop_age_ms / 1000, message.announced_ms / 1000
+        node.as_of = message.as_of
+        if changed:
+            self._on_change()
+        return True
+
+    def leave(self, incarnation: str) -> None:
+        """Remove a node that said goodbye: what it still held is lost, as with a dead node."""
+        node = self._nodes.get(incarnation)
+        if node is not None:
+            self.lose(node, "it said goodbye", "goodbye")
+
+    def unreachable(self, node: Node) -> None:
+        """Mark a node to which sending failed: it is not chosen until it is heard from again."""
+        if node.reachable:
+            node.reachable = False
+            self._log.warning("node unreachable", peer=node.name, role=node.role)
+
+    def lose(self, node: Node, reason: str, cause: LossCause) -> None:
+        """Remove a node and end the requests that it holds."""
+        if self._nodes.pop(node.incarnation, None) is not None:
+            self._find_limit()
+            node.lost_by = cause
+            self._served(node)
+            self._returns.left(node.role, node.name)
+            self._log.warning(
+                "node lost", peer=node.name, role=node.role, reason=reason, requests=len(node.rooms)
+            )
+            self._on_lost(node, reason)
+            self._on_change()
+
+    def sweep(self, stalled: float = 0.0) -> None:
+        """Lose nodes that are silent or hung.
+
+        `stalled`: seconds in which this process did not listen; they do not count.
+        """
+        now = self._clock()
+        for node in self:
+            node.seen = min(node.seen + stalled, now)
+            if now - node.seen > self._node_timeout:
+                self.lose(node, f"no heartbeat for {now - node.seen:.1f} s", "silent")
+            elif node.loop_age > node.announced + self._loop_timeout:
+                announced = f"{node.announced:.1f} s of work announced"
+                self.lose(
+                    node, f"its main loop has not turned for {node.loop_age:.1f} s, {announced}", "hung"
+                )
+
+    def expected_within(self, role: Role) -> float:
+        """Return the seconds for which a node of `role` may be expected to take requests soon; 0 if none is expected.
+
+        Expected are nodes of the cluster file that left or have not arrived yet, the successor of a draining node, and
+        nodes that are unreachable now, because they either return or are lost.
+        """
+        back = any(
+            node.role == role
+            and (not node.reachable or (node.state != "up" and self._returns.is_configured(role, node.name)))
+            for node in self._nodes.values()
+        )
+        return math.inf if back else self._returns.remaining(role)
+
+    def expected(self, role: Role) -> list[str]:
+        """Return the names of nodes of the cluster file that are absent and expected back."""
+        return self._returns.expected(role)
+
+    def missing_for(self, role: Role) -> float:
+        """Return the seconds since the last node of a role stopped taking requests; 0 while one takes them."""
+        return self._clock() - self._served_at[role] if not self.count(role) else 0.0
+
+    def count(self, role: Role) -> int:
+        """Return the number of nodes of a role that take requests."""
+        return sum(node.role == role and node.state == "up" for node in self)
+
+    def _holder(self, message: Register) -> Node | None:
+        """Return another process that holds the name."""
+        node = message.node
+        return next(
+            (other for other in self if other.name == node.name and other.incarnation != node.incarnation),
+            None,
+        )
+
+    def _served(self, node: Node) -> None:
+        """Record the time until which the node took requests, before it leaves or changes its state."""
+        if node.state == "up":
+            self._served_at[node.role] = self._clock()
+
+    def _heard(self, node: Node) -> None:
+        node.seen = self._clock()
+        if not node.reachable:
+            node.reachable = True
+            self._on_change()
+
+    def _find_limit(self) -> None:
+        self.max_model_len = min((node.register.max_model_len for node in self), default=None)

@@ -1,0 +1,192 @@
+"""The router's end of the spawn process, which starts all of its other child processes (spawn_process.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import socket
+import sys
+from asyncio import Future
+from asyncio.subprocess import Process
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from common.errors import InternalError
+from router.process.child_process import START_BYTES, START_SECONDS
+from router.process.spawn_process import Ended, Kill, Start, Started
+
+PROGRAM = ("-m", "router.process.spawn_process")
+END_SECONDS = 10.0  # how long to wait for the end of a process that was killed or closed its channel
+_answers: msgspec.msgpack.Decoder[Started | Ended] = msgspec.msgpack.Decoder(Started | Ended)
+_encode = msgspec.msgpack.encode
+
+
+class Child:
+    """A process that a Spawner started."""
+
+    def __init__(self, spawner: Spawner, number: int) -> None:
+        self._spawner = spawner
+        self._number = number
+        self.started: Future[int] = asyncio.get_running_loop().create_future()
+        self._ended: Future[int] = asyncio.get_running_loop().create_future()
+
+    @property
+    def pid(self) -> int:
+        return self.started.result()
+
+    @property
+    def returncode(self) -> int | None:
+        """None while the process runs; -N if signal N killed it."""
+        return self._ended.result() if self._ended.done() else None
+
+    def kill(self) -> None:
+        """Send SIGKILL; does nothing if the process has ended."""
+        self._spawner.tell(Kill(self._number))
+
+    async def wait(self) -> int:
+        """Wait for the end and return the exit code; -SIGKILL if no end is reported for END_SECONDS."""
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                return await asyncio.shield(self._ended)
+        except TimeoutError:
+            return -signal.SIGKILL
+
+    def end(self, code: int, problem: str = "it has ended") -> None:
+        """Record that the process has ended, or that it could not be started because of `problem`."""
+        if not self.started.done():
+            self.started.set_exception(OSError(problem))
+            # Marks it as retrieved: the caller that awaited it may have been cancelled.
+            self.started.exception()
+        self._ended.set_result(code)
+
+
+class Spawner:
+    """Starts processes without blocking the event loop: only the start of the spawn process itself forks the router."""
+
+    def __init__(self, program: Sequence[str] = PROGRAM) -> None:
+        self._program = tuple(program)
+        self._turn = asyncio.Lock()
+        self._process: Process | None = None
+        self._socket: socket.socket | None = None
+        self._numbers = itertools.count(1)
+        self._children: dict[int, Child] = {}
+
+    @property
+    def pid(self) -> int | None:
+        """The spawn process; None before the first one was started."""
+        return None if self._process is None else self._process.pid
+
+    async def open(self) -> None:
+        """Start the spawn process unless it runs. Raises InternalError."""
+        async with self._turn:
+            if self._socket is not None:
+                return
+            try:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with theirs:
+                    self._process = await asyncio.create_subprocess_exec(
+                        sys.executable, *self._program, stdin=theirs.fileno()
+                    )
+            except OSError as error:
+                raise InternalError(f"the spawn process cannot be started: {error}") from error
+            ours.setblocking(False)
+            self._socket = ours
+            asyncio.get_running_loop().add_reader(ours, self._read)
+
+    async def start(
+        self,
+        arguments: Sequence[str],
+        channel: socket.socket,
+        environment: Mapping[str, str] | None = None,
+        answers: bool = False,
+        discard_output: bool = False,
+    ) -> Child:
+        """Run Python with these arguments and `channel` as standard input. Raises OSError or InternalError.
+
+        Args:
+            environment: variables in addition to those of this process.
+            answers: make `channel` standard output, too.
+            discard_output: send the output of the process to /dev/null.
+        """
+        await self.open()
+        number = next(self._numbers)
+        child = self._children[number] = Child(self, number)
+        asked = Start(number, tuple(arguments), dict(environment or {}), answers, discard_output)
+        try:
+            self.tell(asked, channel)
+            async with asyncio.timeout(START_SECONDS):
+                await asyncio.shield(child.started)
+        except TimeoutError as error:
+            self._replace()
+            raise OSError("the spawn process did not answer") from error
+        except asyncio.CancelledError:
+            child.kill()
+            raise
+        return child
+
+    async def close(self) -> None:
+        """End the spawn process. The processes that it started keep running."""
+        self._replace()
+        if self._process is not None:
+            await self._process.wait()
+
+    def tell(self, message: Start | Kill, channel: socket.socket | None = None) -> None:
+        """Send a message. Raises OSError if a Start cannot be sent; drops a Kill if the spawn process has ended."""
+        if self._socket is None:
+            if isinstance(message, Start):
+                raise ConnectionResetError("the spawn process has ended")
+            return
+        descriptors = [] if channel is None else [channel.fileno()]
+        try:
+            socket.send_fds(self._socket, [_encode(message)], descriptors)
+        except BlockingIOError:
+            # The process has left hundreds of messages unread: it hangs.
+            self._replace()
+        except (BrokenPipeError, ConnectionResetError):
+            self._lose()
+
+    def _read(self) -> None:
+        """Handle the messages of the spawn process, and its end."""
+        while self._socket is not None:
+            try:
+                message = self._socket.recv(START_BYTES)
+            except BlockingIOError:
+                return
+            except OSError:
+                message = b""
+            if not message:
+                self._lose()
+                return
+            self._take(_answers.decode(message))
+
+    def _take(self, answer: Started | Ended) -> None:
+        child = self._children[answer.number]
+        if isinstance(answer, Ended):
+            del self._children[answer.number]
+            child.end(answer.code)
+        elif answer.problem:
+            del self._children[answer.number]
+            child.end(-signal.SIGKILL, answer.problem)
+        else:
+            child.started.set_result(answer.pid)
+
+    def _replace(self) -> None:
+        """Kill the spawn process, which may hang. The next start launches a new one."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+        self._lose()
+
+    def _lose(self) -> None:
+        """Drop the spawn process. Its children run until their channels close; they are reported as killed now."""
+        if self._socket is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+        self._socket = None
+        for child in self._children.values():
+            child.end(-signal.SIGKILL, "the spawn process has ended")
+        self._children.clear()

@@ -1,0 +1,159 @@
+"""Derives from the fields of one chat request the rules for its prompt and for the reading of its answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import InvalidRequest
+from router.chat.answer_style import AnswerStyle
+from router.chat.call_grammar import CallGrammar, CallGrammars
+from router.requests.chat_fields import (
+    NamedChoice,
+    check_calls,
+    check_tools,
+    template_tools,
+    template_variables,
+)
+from router.requests.openai_schema import ChatRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningRules:
+    """Options for the reasoning in an answer."""
+
+    separated: bool  # from the content
+    shown: bool  # separated reasoning is part of the answer
+    streamed: bool  # a stream shows reasoning while it is generated
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """The tools that an answer may call, and those that it must call.
+
+    Attributes:
+        tools: what the template and the parser get; empty if there are none or tool_choice is none.
+        forced: the functions of which the answer must call one; empty if the model chooses freely.
+        named: tool_choice names the function.
+        strict: names of functions whose arguments must have their schema.
+        parallel: more than one call is passed on.
+    """
+
+    tools: list[dict[str, Any]]
+    forced: list[dict[str, Any]]
+    named: bool
+    strict: frozenset[str]
+    parallel: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRules:
+    """The fields of a request, checked."""
+
+    variables: dict[str, Any]  # what the template gets in addition to messages and tools
+    reasoning: ReasoningRules
+    calls: CallRules
+
+    @property
+    def parsed(self) -> bool:
+        """True if the answer must be parsed: it may hold calls, or reasoning that is to be separated."""
+        return bool(self.calls.tools) or self.reasoning.separated
+
+    def call_grammar(self, style: AnswerStyle, prefix: str) -> tuple[str, CallGrammar] | None:
+        """Return the field that constrains the calls of the answer, and the grammar; None if nothing does."""
+        calls = self.calls
+        if not calls.forced and not calls.strict:
+            return None
+        grammars, thought = self._grammars(style), style.thought(prefix)
+        if calls.forced:
+            return "tool_choice", grammars.forced(calls.forced, thought, calls.parallel and not calls.named)
+        grammar = grammars.triggered(calls.tools, calls.strict, thought)
+        return None if grammar is None else ("tools", grammar)
+
+    def calls_or_json(self, style: AnswerStyle, prefix: str, schema: str) -> CallGrammar:
+        """Return a grammar for calls of the tools, or JSON that `schema` accepts. Only for formats with a marker."""
+        grammars, thought, calls = self._grammars(style), style.thought(prefix), self.calls
+        return grammars.or_json(calls.tools, calls.strict, schema, thought, calls.parallel)
+
+    def _grammars(self, style: AnswerStyle) -> CallGrammars:
+        assert style.calls is not None
+        return CallGrammars(style.calls, style.think if self.reasoning.separated else None, style.special)
+
+
+def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
+    """Return the rules of a request. Raises InvalidRequest, which names the field."""
+    check_chat_fields(request)
+    tools = request.tools or []
+    choice = _choice(request, style)
+    if tools and choice != "none":
+        if style.template is None or not style.template.calls:
+            raise InvalidRequest(
+                "the format in which this model calls tools is not known; leave tools out, send tool_choice none, or "
+                "set model.response_template",
+                param="tools",
+            )
+    else:
+        tools = []
+    known = template_tools(tools)
+    reasons = style.template is not None and style.template.reasons
+    return ChatRules(
+        template_variables(request.chat_template_kwargs, request.reasoning_effort, style.template_variables),
+        ReasoningRules(
+            separated=reasons and request.separate_reasoning is not False,
+            shown=request.include_reasoning is not False,
+            streamed=request.stream_reasoning is not False,
+        ),
+        CallRules(
+            tools=known,
+            forced=[tool for tool in known if choice == "required" or choice == _name(tool)],
+            named=choice not in ("none", "auto", "required"),
+            strict=frozenset(tool.function.name for tool in tools if tool.function.strict),
+            parallel=request.parallel_tool_calls is not False,
+        ),
+    )
+
+
+def check_chat_fields(request: ChatRequest) -> None:
+    """Check the bounds of tools and of the calls in messages. Raises InvalidRequest."""
+    check_tools(request.tools or [])
+    for index, message in enumerate(request.messages):
+        check_calls(message.tool_calls or [], f"messages[{index}].tool_calls")
+
+
+def _choice(request: ChatRequest, style: AnswerStyle) -> str:
+    """Return none, auto, required, or `function NAME` for a function that must be called. Raises InvalidRequest."""
+    given, tools = request.tool_choice, request.tools or []
+    if isinstance(given, NamedChoice):
+        if given.type != "function":
+            raise InvalidRequest("tool_choice.type must be function", param="tool_choice.type")
+        if all(tool.function.name != given.function.name for tool in tools):
+            raise InvalidRequest(
+                f"tool_choice names {given.function.name[:100]!r}, which is not among the tools",
+                param="tool_choice.function.name",
+            )
+        choice = f"function {given.function.name}"
+    elif given in (None, "auto", "none", "required"):
+        choice = given or "auto"
+    else:
+        raise InvalidRequest(
+            "tool_choice must be none, auto, required or an object that names a function", param="tool_choice"
+        )
+    if choice not in ("none", "auto") and (not tools or style.calls is None):
+        raise InvalidRequest(
+            "tool_choice can force a call only with tools, and with a model whose format of calls is known; send auto",
+            param="tool_choice",
+        )
+    if choice == "auto" and (style.calls is None or not style.calls.told_apart):
+        for index, tool in enumerate(tools):
+            if tool.function.strict:
+                where = f"tools[{index}].function.strict"
+                raise InvalidRequest(
+                    f"{where}: this model marks no calls, so that only tool_choice required or a named function can "
+                    "enforce a schema; leave strict out",
+                    param=where,
+                )
+    return choice
+
+
+def _name(tool: dict[str, Any]) -> str:
+    return f"function {tool['function']['name']}"

@@ -1,0 +1,235 @@
+"""Converts a request's fields to SamplingParams: ranges, defaults, lengths. Every refusal names its field."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+
+from common.checkpoint.generation_config import DefaultSampling
+from common.checkpoint.vision_config import VisionConfig
+from common.errors import ContextTooLong, InvalidRequest, ModelNotFound
+from common.messages.generation import MAX_BIASES, MAX_PRIORITY, SamplingParams, TokenBias
+from router.chat.answer_style import PLAIN, AnswerStyle
+from router.requests.hidden_states import StateLimit
+from router.requests.openai_schema import (
+    MAX_STOP_TOKENS,
+    TOP_LOGPROBS,
+    SharedFields,
+    TokenIds,
+    refuse_unsupported,
+)
+
+MAX_NAME_SHOWN = 1000  # characters of a model name in an error message
+MAX_BIAS = 100.0  # largest absolute bias of one token
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The HTTP side's knowledge about the model."""
+
+    name: str
+    path: str
+    created: int  # Unix seconds
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    defaults: DefaultSampling
+    vision: VisionConfig | None = None  # None for a text-only model
+    answers: AnswerStyle = PLAIN
+    states: StateLimit | None = None  # None: requests may not ask for hidden states
+
+
+def check_request(body: SharedFields, model: ServedModel) -> None:
+    """Apply the checks that need no prompt."""
+    refuse_unsupported(body)
+    check_model(body, model)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+
+
+def check_model(request: SharedFields, model: ServedModel) -> None:
+    if request.model not in (None, "", model.name, model.path):
+        raise ModelNotFound(
+            f"the model {request.model[:MAX_NAME_SHOWN]!r} is not served here; use {model.name!r}",
+            param="model",
+        )
+
+
+def check_prompt(token_ids: TokenIds, model: ServedModel, prompt_field: str) -> None:
+    """Require a non-empty prompt, shorter than the context, of valid token ids. The cheap length check comes first."""
+    if not token_ids:
+        raise InvalidRequest("the prompt is empty", param=prompt_field)
+    check_length(len(token_ids), model.max_model_len, prompt_field)
+    check_tokens_in_vocabulary(token_ids, model.vocab_size, prompt_field)
+
+
+def check_length(tokens: int, max_model_len: int, prompt_field: str, exact: bool = True) -> None:
+    """Raise ContextTooLong for a prompt that leaves no room. If not `exact`, `tokens` is a lower bound."""
+    if tokens >= max_model_len:
+        raise ContextTooLong(
+            f"This model's maximum context length is {max_model_len} tokens; the prompt has "
+            f"{'' if exact else 'at least '}{tokens}, which leaves no room for the completion. Shorten the prompt.",
+            param=prompt_field,
+        )
+
+
+def check_tokens_in_vocabulary(token_ids: TokenIds, vocab_size: int, field: str) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        raise InvalidRequest(f"token ids must be from 0 to {vocab_size - 1}", param=field)
+
+
+def sampling_params(
+    request: SharedFields,
+    prompt_tokens: int,
+    model: ServedModel,
+    max_tokens: int | None,
+    max_field: str,
+    logprobs: int | None,
+    grammar: str = "",
+) -> SamplingParams:
+    """Check the fields and fill in defaults.
+
+    `max_field` is the name under which the client sent `max_tokens`; `grammar` comes from `TextService.grammar`.
+    """
+    defaults = model.defaults
+    room = model.max_model_len - prompt_tokens
+    _check_max_tokens(max_tokens, room, prompt_tokens, model, max_field)
+    stop_tokens = _stop_tokens(request, model, bool(grammar))
+    if request.seed is not None and not -(2**63) <= request.seed < 2**63:
+        raise InvalidRequest("seed must fit in 64 bits", param="seed")
+    if grammar and request.min_tokens:
+        raise InvalidRequest(
+            "min_tokens cannot be combined with structured output: the grammar decides where the answer may end",
+            param="min_tokens",
+        )
+    most = room if max_tokens is None else max_tokens
+    return SamplingParams(
+        max_tokens=most,
+        temperature=_in_range("temperature", request.temperature, defaults.temperature, 1.0, 0.0, 2.0),
+        top_p=_in_range("top_p", request.top_p, defaults.top_p, 1.0, 0.0, 1.0, low_open=True),
+        top_k=_top_k(request.top_k, defaults.top_k, model.vocab_size),
+        min_p=_in_range("min_p", request.min_p, defaults.min_p, 0.0, 0.0, 1.0),
+        repetition_penalty=_in_range(  # logits are divided by it and must stay finite
+            "repetition_penalty", request.repetition_penalty, defaults.repetition_penalty, 1.0, 0.01, 2.0
+        ),
+        presence_penalty=_in_range("presence_penalty", request.presence_penalty, None, 0.0, -2.0, 2.0),
+        frequency_penalty=_in_range("frequency_penalty", request.frequency_penalty, None, 0.0, -2.0, 2.0),
+        logit_bias=_logit_bias(request.logit_bias or {}, model.vocab_size),
+        min_tokens=_min_tokens(request.min_tokens or 0, most, len(stop_tokens), model.vocab_size),
+        seed=_new_seed() if request.seed is None else request.seed & (2**63 - 1),
+        stop_token_ids=tuple(sorted(stop_tokens)),
+        logprobs=logprobs,
+        grammar=grammar,
+    )
+
+
+def _new_seed() -> int:
+    """Return 63 random bits, without the layers of `secrets`."""
+    return int.from_bytes(os.urandom(8), "little") >> 1
+
+
+def _check_max_tokens(
+    max_tokens: int | None, room: int, prompt_tokens: int, model: ServedModel, max_field: str
+) -> None:
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidRequest(f"{max_field} must be at least 1", param=max_field)
+    if max_tokens is not None and max_tokens > room:
+        raise ContextTooLong(
+            f"This model's maximum context length is {model.max_model_len} tokens; the request has {prompt_tokens} "
+            f"in the prompt and {max_tokens} for the completion. Shorten the prompt or lower {max_field}.",
+            param=max_field,
+        )
+
+
+def _stop_tokens(request: SharedFields, model: ServedModel, constrained: bool) -> set[int]:
+    """Return the tokens that end the answer. A constrained one ends with its grammar, whatever `ignore_eos` says."""
+    stop_tokens = set(request.stop_token_ids or [])
+    if len(stop_tokens) > MAX_STOP_TOKENS or not all(0 <= t < model.vocab_size for t in stop_tokens):
+        raise InvalidRequest(
+            f"stop_token_ids may have at most {MAX_STOP_TOKENS} ids, each from 0 to {model.vocab_size - 1}",
+            param="stop_token_ids",
+        )
+    if request.ignore_eos and not constrained:
+        return stop_tokens
+    return stop_tokens | {token for token in model.eos_token_ids if token < model.vocab_size}
+
+
+def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[TokenBias, ...]:
+    """Parse biases. Token ids are decimal without sign, spaces or leading zeros, so that no id occurs twice."""
+    if len(given) > MAX_BIASES:
+        raise InvalidRequest(f"logit_bias takes at most {MAX_BIASES} tokens", param="logit_bias")
+    biases: list[TokenBias] = []
+    for key, bias in given.items():
+        plain = key.isascii() and key.isdigit() and len(key) < 10 and key == str(int(key))
+        if not plain or int(key) >= vocab_size:
+            raise InvalidRequest(
+                f"the keys of logit_bias must be token ids from 0 to {vocab_size - 1}, not {key[:20]!r}",
+                param="logit_bias",
+            )
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise InvalidRequest(
+                f"the values of logit_bias must be between {-MAX_BIAS:g} and {MAX_BIAS:g}", param="logit_bias"
+            )
+        if bias:
+            biases.append((int(key), bias))
+    return tuple(biases)
+
+
+def _min_tokens(given: int, max_tokens: int, stop_tokens: int, vocab_size: int) -> int:
+    if not 0 <= given <= max_tokens:
+        raise InvalidRequest(
+            f"min_tokens must be at least 0 and at most max_tokens ({max_tokens})", param="min_tokens"
+        )
+    if given and stop_tokens >= vocab_size:
+        raise InvalidRequest("min_tokens cannot be met: every token is a stop token", param="min_tokens")
+    return given
+
+
+def check_priority(priority: int | None, most_urgent: int) -> int:
+    """Return the priority of a request. `most_urgent`: the lowest that the client may ask for."""
+    if priority is None:
+        return 0 if most_urgent <= 0 else most_urgent
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidRequest(
+            f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}; lower goes first", param="priority"
+        )
+    if priority < most_urgent:
+        raise InvalidRequest(
+            f"this API key may ask for a priority of {most_urgent} or more; lower ones are more urgent",
+            param="priority",
+        )
+    return priority
+
+
+def check_logprobs(count: int | None, field: str) -> int | None:
+    if count is not None and not 0 <= count <= TOP_LOGPROBS:
+        raise InvalidRequest(f"{field} must be between 0 and {TOP_LOGPROBS}", param=field)
+    return count
+
+
+def _in_range(
+    field: str,
+    value: float | None,
+    default: float | None,
+    otherwise: float,
+    low: float,
+    high: float,
+    low_open: bool = False,
+) -> float:
+    if value is None:
+        return otherwise if default is None else default
+    if not (math.isfinite(value) and low <= value <= high) or (low_open and value == low):
+        raise InvalidRequest(
+            f"{field} must be {'over' if low_open else 'at least'} {low:g} and at most {high:g}", param=field
+        )
+    return value
+
+
+def _top_k(value: int | None, default: int | None, vocab_size: int) -> int:
+    """Return the effective top_k; 0 means off, as does a value that keeps the whole vocabulary."""
+    if value is None:
+        value = default or 0
+    elif not -1 <= value < 2**63:
+        raise InvalidRequest("top_k must be positive, or 0 or -1 for off", param="top_k")
+    return value if 0 < value < vocab_size else 0

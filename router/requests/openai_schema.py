@@ -1,0 +1,351 @@
+"""Requests of the OpenAI API as clients send them: typed and bounded. `field_rules` handles undeclared fields.
+
+A field that would change the answer but is not supported must never be ignored silently. Such fields are listed in
+NOT_YET with the values that have no effect: those values are accepted, any other value is refused with the field's
+name.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from common.errors import InvalidRequest
+from common.messages.generation import MAX_ALLOWED, MAX_BAD_WORDS, MAX_BIASES
+from router.grammar.constraint import read_constraint, with_schema_texts
+from router.grammar.fields import ConstraintFields
+from router.requests.chat_fields import Identity, NamedChoice, Tool, ToolCall
+from router.requests.field_rules import refuse_unless_neutral
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 256
+MAX_MESSAGES = 4096
+MAX_PROMPTS = 64  # prompts in one completions request
+MAX_STOP_TOKENS = 128
+MAX_BAD_WORD_LENGTH = 256  # characters
+MAX_PARTS = 8192  # content parts over all messages, in a large body
+TOP_LOGPROBS = 20
+
+MAX_TEXT = 8 << 20  # characters
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+TokenIds: TypeAlias = "list[int] | array[int]"
+Completion = TypeVar("Completion", bound="CompletionRequest")
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM: usage in every chunk
+
+
+class ImageUrl(msgspec.Struct, frozen=True):
+    """An image, as a data: URL or an https URL. `detail` has no effect: every image is scaled to the model's size."""
+
+    url: str
+    detail: str | None = None
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """One part of a message's content, text or image_url. Parts of other types are refused with their type."""
+
+    type: str
+    text: str | None = None
+    image_url: ImageUrl | str | None = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: Text | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Identity | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None  # vLLM's name for reasoning_content
+    # not supported: see MESSAGE_NOT_YET
+    function_call: Any = None
+    audio: Any = None
+
+
+class SharedFields(ConstraintFields, frozen=True, kw_only=True):
+    """Fields of both endpoints."""
+
+    default_tokens: ClassVar[int | None] = None  # without max_tokens; None: what the context leaves
+    # True for SGLang's own route, whose answers have their own form.
+    native: ClassVar[bool] = False
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None  # token id -> value added to its logit
+    min_tokens: int | None = None
+    seed: int | None = None
+    priority: int | None = None  # lower goes first
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[Annotated[str, Meta(max_length=MAX_BAD_WORD_LENGTH)]] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    # as in vLLM: cached prompt pages are shared only between requests with the same salt
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    n: int | None = None  # answers to each prompt
+    best_of: int | None = None  # only 1 or n: see choice_count
+    return_token_ids: bool | None = None  # as in vLLM, and the next one
+    return_tokens_as_token_ids: bool | None = None
+    return_hidden_states: bool | None = None  # as in SGLang
+    prompt_logprobs: int | None = None  # alternatives listed with each token of the prompt
+    # not supported yet: see NOT_YET
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    logits_processors: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_embeds: Any = None
+    lora_path: Any = None
+
+
+class ChatRequest(SharedFields, frozen=True, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedChoice | None = None
+    functions: Any = None
+    function_call: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None  # SGLang: false leaves the reasoning in the content
+    stream_reasoning: bool | None = None  # SGLang: false sends the reasoning in one piece
+    documents: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(SharedFields, frozen=True, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    default_tokens: ClassVar[int | None] = 16  # as at OpenAI
+
+    # one text, several texts, token ids, or lists of token ids: see `prompts`; `compact_completion` packs ids
+    prompt: Text | list[Any]
+    logprobs: int | None = None
+    echo: bool | None = None  # the prompt precedes the answer
+    suffix: Any = None
+
+
+# field -> values that have no effect
+NOT_YET: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "lora_path": (),
+    "chat_template": (),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "documents": ([],),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "suffix": ("",),
+}
+
+MESSAGE_NOT_YET: dict[str, tuple[Any, ...]] = {
+    "function_call": (),
+    "audio": (),
+}
+
+
+def honoured(request: type[SharedFields]) -> list[str]:
+    """Return the supported fields of a request, sorted by name, for /server_info."""
+    return sorted(set(request.__struct_fields__) - set(NOT_YET))
+
+
+def refuse_unsupported(request: SharedFields) -> None:
+    """Raise InvalidRequest for the first field that would change the answer but is not supported."""
+    _refuse(request, NOT_YET, "")
+    if isinstance(request, ChatRequest):
+        refuse_unsupported_messages(request.messages)
+
+
+def refuse_unsupported_messages(messages: Sequence[Message]) -> None:
+    """Raise InvalidRequest for the first field of a message that is not supported."""
+    for index, message in enumerate(messages):
+        _refuse(message, MESSAGE_NOT_YET, f"messages[{index}].")
+
+
+def _refuse(struct: msgspec.Struct, not_yet: dict[str, tuple[Any, ...]], where: str) -> None:
+    for field, neutral in not_yet.items():
+        value = getattr(struct, field, None)
+        if value is not None:
+            refuse_unless_neutral(f"{where}{field}", value, neutral)
+
+
+def prompts(request: CompletionRequest, max_tokens: int) -> list[str | TokenIds]:
+    """Return the prompts of a completions request, one per choice. Raises InvalidRequest("prompt").
+
+    Token ids are checked only in prompts of at most `max_tokens` tokens; longer ones are later refused for their
+    length.
+    """
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise InvalidRequest("prompt is empty; send a text or token ids", param="prompt")
+    if type(prompt[0]) is int:
+        _check_ids(prompt, max_tokens)
+        return [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise InvalidRequest(
+            f"{len(prompt)} prompts in one request; the limit is {MAX_PROMPTS}", param="prompt"
+        )
+    for item in prompt:
+        if isinstance(item, list):
+            _check_ids(item, max_tokens)
+        elif not isinstance(item, str | bytes):
+            raise InvalidRequest(_PROMPT_KINDS, param="prompt")
+    return [array("i", item) if isinstance(item, bytes) else item for item in prompt]
+
+
+def compact_chat(request: ChatRequest) -> ChatRequest:
+    """Return the request if it is cheap to decode: a large body may hold millions of small values.
+
+    Raises InvalidRequest for what exceeds a limit or would be refused later anyway.
+    """
+    _check_sizes(request)
+    parts = sum(len(message.content) for message in request.messages if isinstance(message.content, list))
+    if parts > MAX_PARTS:
+        raise InvalidRequest(
+            f"the messages have {parts} parts; the limit is {MAX_PARTS}: join adjacent text parts",
+            param="messages",
+        )
+    return with_schema_texts(request)
+
+
+def compact_completion(request: Completion) -> Completion:
+    """Compact a completions request like `compact_chat`.
+
+    Token ids are packed as int32; -1 replaces out-of-range ids.
+    """
+    _check_sizes(request)
+    prompt: str | list[Any] = request.prompt
+    if not isinstance(prompt, str):
+        given = prompts(request, len(prompt))
+        for item in given:
+            if isinstance(item, list):
+                _check_ids(item, len(item))
+        prompt = [item if isinstance(item, str) else _packed(item) for item in given]
+    return msgspec.structs.replace(with_schema_texts(request), prompt=prompt)
+
+
+def _check_sizes(request: SharedFields) -> None:
+    """Refuse unsupported fields and lists that are too long, without looking at their items."""
+    refuse_unsupported(request)
+    read_constraint(request)
+    check_stops(request)
+    if len(request.stop_token_ids or ()) > MAX_STOP_TOKENS:
+        raise InvalidRequest(
+            f"stop_token_ids takes at most {MAX_STOP_TOKENS} token ids", param="stop_token_ids"
+        )
+    if len(request.allowed_token_ids or ()) > MAX_ALLOWED:
+        raise InvalidRequest(
+            f"allowed_token_ids takes at most {MAX_ALLOWED} token ids", param="allowed_token_ids"
+        )
+    if len(request.bad_words or ()) > MAX_BAD_WORDS // 2:
+        raise InvalidRequest(f"bad_words takes at most {MAX_BAD_WORDS // 2} words", param="bad_words")
+    if len(request.logit_bias or ()) > MAX_BIASES:
+        raise InvalidRequest(f"logit_bias takes at most {MAX_BIASES} tokens", param="logit_bias")
+    for field in request.__struct_fields__:  # msgpack cannot encode larger integers
+        value = getattr(request, field)
+        values = value if field in ("stop_token_ids", "allowed_token_ids") and value else (value,)
+        if any(type(each) is int and not -(2**63) <= each < 2**64 for each in values):
+            raise InvalidRequest(f"{field} must fit in 64 bits", param=field)
+
+
+def check_stops(request: SharedFields) -> list[str]:
+    """Return the stop strings. Raises InvalidRequest("stop")."""
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stops) > MAX_STOPS:
+        raise InvalidRequest(f"{len(stops)} stop strings; the limit is {MAX_STOPS}", param="stop")
+    for stop in stops:
+        if not 1 <= len(stop) <= MAX_STOP_LENGTH:
+            raise InvalidRequest(f"a stop string must have 1 to {MAX_STOP_LENGTH} characters", param="stop")
+    return stops
+
+
+def _packed(ids: TokenIds) -> bytes:
+    try:
+        return array("i", ids).tobytes()
+    except OverflowError:
+        return array("i", (each if 0 <= each < 1 << 31 else -1 for each in ids)).tobytes()
+
+
+def prompt_names(count: int) -> list[str]:
+    """Return the names of `count` prompts in refusals."""
+    return ["prompt"] if count == 1 else [f"prompt[{index}]" for index in range(count)]
+
+
+def image_parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """Yield (field path, URL) of every image in order. Raises InvalidRequest for parts of unknown types."""
+    for index, message in enumerate(messages):
+        for position, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            where = f"messages[{index}].content[{position}]"
+            if part.type == "image_url" and part.image_url is not None:
+                url = part.image_url
+                yield f"{where}.image_url", url if isinstance(url, str) else url.url
+            elif part.type != "text" or part.text is None:
+                raise InvalidRequest(
+                    f"{where} has type {part.type!r}; send text parts with `text` and image_url parts with `image_url`",
+                    param=where,
+                )
+
+
+def without_addresses(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages without the URLs of their images, which are megabytes of base64 and loaded already."""
+    return [
+        msgspec.structs.replace(
+            message,
+            content=[
+                part if part.image_url is None else msgspec.structs.replace(part, image_url="")
+                for part in message.content
+            ],
+        )
+        if isinstance(message.content, list)
+        else message
+        for message in messages
+    ]
+
+
+_PROMPT_KINDS = (
+    "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+)
+
+
+_INTS = frozenset((int,))
+
+
+def _check_ids(ids: list[Any], max_tokens: int) -> None:
+    if len(ids) <= max_tokens and not {*map(type, ids)} <= _INTS:
+        raise InvalidRequest(_PROMPT_KINDS, param="prompt")

@@ -1,0 +1,50 @@
+"""Requests of /tokenize and /detokenize as clients send them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from router.requests.chat_fields import Tool
+from router.requests.openai_schema import MAX_MESSAGES, Message, Text
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    """The body of POST /tokenize: either `prompt` or `messages`, which are rendered as for a chat."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    # default: true for a prompt, false for messages, whose template writes the special tokens
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    # as in a chat request, for messages only
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True):
+    """The body of POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+    skip_special_tokens: bool = False
+
+
+class TokenizeAnswer(msgspec.Struct, frozen=True):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None  # entries of the vocabulary, if `return_token_strs` asked for them
+
+
+class DetokenizeAnswer(msgspec.Struct, frozen=True):
+    """The answer of /detokenize."""
+
+    prompt: str

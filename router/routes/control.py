@@ -1,0 +1,126 @@
+"""Handlers of SGLang's /abort_request and /flush_cache, and of vLLM's /load."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from typing import Annotated, Protocol
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from common.errors import Forbidden, InvalidRequest
+from common.observability.logs import Log
+from router.dispatch.running_requests import RunningRequests
+from router.http.client import Client, View, client_key
+from router.http.errors import json_response
+from router.http.request_body import received
+from router.requests.json_body import decode_json
+from router.routes.status import without_prefix
+
+LOOK_SECONDS = 0.02  # interval at which /flush_cache looks whether the cluster is idle
+LONGEST_WAIT = 60.0  # of /flush_cache, in seconds
+FLUSHED = "Cache flushed: every node empties its prefix cache before its next request.\n"
+BUSY = "Cache not flushed: requests are in flight. Send timeout=SECONDS to wait for them.\n"
+
+
+class AbortRequest(msgspec.Struct, frozen=True):
+    """The body of POST /abort_request."""
+
+    rid: Annotated[str, Meta(max_length=256)] | None = None
+    abort_all: bool = False
+
+
+class ServerLoad(msgspec.Struct, frozen=True):
+    """The answer of GET /load."""
+
+    server_load: int  # prompts in flight
+
+
+class ActiveRequests(Protocol):
+    """The requests in flight, on which these handlers act."""
+
+    @property
+    def active(self) -> int:
+        """Number of prompts in flight."""
+        ...
+
+    @property
+    def running(self) -> RunningRequests: ...
+
+
+_abort = msgspec.json.Decoder(AbortRequest)
+
+
+class ControlRoutes:
+    """The handlers. What concerns other clients needs the right to see the cluster: the scope `admin`."""
+
+    def __init__(self, requests: ActiveRequests, flush: Callable[[], list[str]], log: Log) -> None:
+        """`flush` tells all nodes to empty their caches and returns the names of those that it cannot reach."""
+        self._requests = requests
+        self._flush = flush
+        self._log = log
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_post("/abort_request", self.abort)
+        app.router.add_post("/flush_cache", self.flush_cache)
+        app.router.add_get("/load", self.load)
+
+    async def abort(self, request: web.Request) -> web.Response:
+        """End requests of the same client. 200 even if there is none with this id, which may just have ended."""
+        async with received(request) as memory:
+            asked = decode_json(memory.take(), _abort)
+        client = request[client_key]
+        if asked.abort_all:
+            _needs_admin(client, "abort_all")
+            count = self._requests.running.abort_all()
+            self._log.info("aborted all requests", client=client.name, prompts=count)
+        elif asked.rid:
+            self._requests.running.abort(client.name, (asked.rid, without_prefix(asked.rid)))
+        else:
+            raise InvalidRequest("send the id of a request as rid, or abort_all: true", param="rid")
+        return web.Response()
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        client = request[client_key]
+        _needs_admin(client, "/flush_cache")
+        if not await self._idle_within(_timeout(request)):
+            return web.Response(text=BUSY, status=400)
+        unreached = self._flush()
+        self._log.info("flushed the prefix caches", client=client.name, unreached=unreached)
+        if unreached:
+            text = f"These nodes could not be reached, and keep their caches: {', '.join(unreached)}\n"
+            return web.Response(text=text, status=503)
+        return web.Response(text=FLUSHED)
+
+    async def load(self, request: web.Request) -> web.Response:
+        """Answer with the load of the cluster, or with the client's own where it may not see the cluster."""
+        client = request[client_key]
+        if client.view >= View.CLUSTER:
+            return json_response(ServerLoad(self._requests.active))
+        return json_response(ServerLoad(self._requests.running.count(client.name)))
+
+    async def _idle_within(self, seconds: float) -> bool:
+        for _ in range(math.ceil(seconds / LOOK_SECONDS)):
+            if not self._requests.active:
+                break
+            await asyncio.sleep(LOOK_SECONDS)
+        return not self._requests.active
+
+
+def _needs_admin(client: Client, what: str) -> None:
+    if client.view < View.CLUSTER:
+        raise Forbidden(f"{what} affects other clients and needs an API key with the scope admin")
+
+
+def _timeout(request: web.Request) -> float:
+    given = request.query.get("timeout", "0")
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= LONGEST_WAIT:
+        raise InvalidRequest(f"timeout must be a number from 0 to {LONGEST_WAIT:g}", param="timeout")
+    return seconds

@@ -1,0 +1,51 @@
+"""The handler of SGLang's /generate."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from aiohttp import web
+
+from router.answers.openai_responses import CompletionFormat
+from router.apis.generate_answer import GenerateForm
+from router.apis.generate_request import NAMES, GenerateTask
+from router.apis.renamed_fields import renamed_fields
+from router.apis.tasks import GENERATE
+from router.http.errors import clean_request_id, request_id_key
+from router.http.request_body import received
+from router.routes.openai import OpenAiRoutes
+from router.text.service import TextService
+from router.tokens.tokenizer import Tokenizer
+
+
+class GenerateRoutes:
+    """The handler: prompts run as completions do, under the same limits."""
+
+    def __init__(self, openai: OpenAiRoutes, texts: TextService, tokenizer: Tokenizer) -> None:
+        self._openai = openai
+        self._texts = texts
+        self._tokenizer = tokenizer
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_post("/generate", self.generate)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        await self._openai.turn()
+        async with received(request) as memory:
+            task = await self._texts.read_task(GENERATE, memory.take())
+            if task.rid is not None:
+                request[request_id_key] = clean_request_id(task.rid) or request[request_id_key]
+            names = NAMES if isinstance(task.completion.prompt, str) else {**NAMES, "prompt": _field_of(task)}
+            show = partial(self._form, task, request[request_id_key])
+            with renamed_fields(names):
+                return await self._openai.answer_completion(request, task.completion, memory, show)
+
+    def _form(
+        self, task: GenerateTask, identity: str, _: CompletionFormat, prompt_tokens: list[int]
+    ) -> GenerateForm:
+        return GenerateForm(task, identity, self._tokenizer, prompt_tokens)
+
+
+def _field_of(task: GenerateTask) -> str:
+    """Return the field that holds a list of prompts."""
+    return "text" if isinstance(task.completion.prompt[0], str) else "input_ids"

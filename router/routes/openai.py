@@ -1,0 +1,227 @@
+"""Handlers of /v1/chat/completions and /v1/completions: body to prompt, tokens to text, complete or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+from aiohttp import web
+
+from common.errors import InvalidRequest
+from common.observability.logs import Log
+from router.answers.answer_form import AnswerForm, ShowChat, ShowCompletion
+from router.answers.answer_stream import Answering
+from router.answers.chat_answer import ChatAnswer
+from router.answers.choices import AnswerOptions, Choice, ChoiceMaker, Prompt, prompt_lengths
+from router.answers.details import with_details
+from router.answers.openai_form import OpenAiForm
+from router.answers.openai_responses import (
+    CHAT_ID,
+    COMPLETION_ID,
+    CompletionFormat,
+    Usage,
+)
+from router.answers.prompt_pieces import EchoFormat
+from router.auth.gates import quota_claim_key
+from router.dispatch.generation import Generator, PromptBatch
+from router.grammar.constraint import read_constraint
+from router.http.client import client_key
+from router.http.errors import request_id_key
+from router.http.json_answer import WRITE_TIMEOUT
+from router.http.request_body import Received, received
+from router.images.loader import ImageLoader
+from router.process.turns import Turns
+from router.requests.chat_rules import check_chat
+from router.requests.checks import (
+    ServedModel,
+    check_logprobs,
+    check_prompt,
+    check_request,
+)
+from router.requests.choice_count import choice_count
+from router.requests.hidden_states import StateMemory
+from router.requests.openai_schema import (
+    ChatRequest,
+    CompletionRequest,
+    SharedFields,
+    TokenIds,
+    prompt_names,
+    prompts,
+)
+from router.routes.request_counter import RequestCounter
+from router.text.chat_prompts import ChatPrompts
+from router.text.service import TextService
+from router.text.token_rules import token_rules
+from router.tokens.names import IdNames, TokenNames
+from router.tokens.tokenizer import Tokenizer
+
+NOTHING_HELD = nullcontext()
+
+
+class OpenAiRoutes:
+    """The handlers. They ask for `model` at each request, because the nodes determine the context length."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: Tokenizer,
+        texts: TextService,
+        model: Callable[[], ServedModel],
+        images: ImageLoader,
+        max_requests: int,
+        log: Log,
+        write_timeout: float = WRITE_TIMEOUT,
+    ) -> None:
+        """`model` raises Unavailable while no requests are accepted.
+
+        `max_requests`: prompts in flight, of all clients.
+        """
+        self._tokenizer = tokenizer
+        self._maker = ChoiceMaker(tokenizer)
+        self._texts = texts
+        self._model = model
+        self._images = images
+        self._prompts = ChatPrompts(texts, images)
+        self._max_requests = max_requests
+        self._answering = Answering(generator, write_timeout, log)
+        self._states = StateMemory()
+        self._turns = Turns()  # spreads the start of requests over turns of the event loop
+        self._active = RequestCounter()
+
+    def add_to(self, app: web.Application) -> None:
+        app.router.add_post("/v1/chat/completions", self.chat)
+        app.router.add_post("/v1/completions", self.completions)
+
+    async def turn(self) -> None:
+        """Wait until this request may start: many requests that arrive together start in several turns of the loop."""
+        await self._turns.wait()
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        await self.turn()
+        async with received(request) as memory:
+            return await self.answer_chat(request, await self._texts.read_chat(memory.take()), memory)
+
+    async def answer_chat(
+        self, request: web.Request, body: ChatRequest, memory: Received, show: ShowChat = OpenAiForm
+    ) -> web.StreamResponse:
+        """Answer a chat. `show` makes the form of the answer for an API other than OpenAI's chat completions."""
+        model = self._model()
+        with self._active:
+            return await self._chat(request, body, model, memory, show)
+
+    async def _chat(
+        self, request: web.Request, body: ChatRequest, model: ServedModel, memory: Received, show: ShowChat
+    ) -> web.StreamResponse:
+        check_request(body, model)
+        chat = check_chat(body, model.answers)
+        if body.top_logprobs and not body.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        top = check_logprobs(body.top_logprobs or 0, "top_logprobs")
+        logprobs = top if body.logprobs else None
+        max_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        client = request[client_key]
+        rendered = await self._prompts.render(body, chat, model, client, model.max_model_len)
+        memory.release()
+        prompt = rendered.tokens
+        check_prompt(prompt, model, "messages")
+        answer = ChatAnswer(chat, model.answers, prompt, self._tokenizer)
+        grammar = await self._texts.grammar(answer.constraint(read_constraint(body)), model)
+        rules = await token_rules(body, model, self._texts)
+        options = AnswerOptions(max_field, logprobs, grammar, rules, answer.kept)
+        asked = Prompt(prompt, images=rendered.placed)
+        choices = self._maker.make(request, body, model, options, asked, PromptBatch())
+        identity = CHAT_ID + request[request_id_key]
+        head = (identity, model.name, int(time.time()), self._names(body), logprobs)
+        form = answer.format(head, len(choices))
+        ids = [prompt] * len(choices)
+        shown = with_details(show(form, prompt_lengths(choices)), form, body, ids, self._tokenizer)
+        with self._images.hold(rendered.images) if rendered.images else NOTHING_HELD:
+            return await self._answer(request, body, shown, choices)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        await self.turn()
+        async with received(request) as memory:
+            model = self._model()
+            with self._active:
+                body = await self._texts.read_completion(memory.take(), model.max_model_len)
+                return await self._complete(request, body, model, memory, OpenAiForm)
+
+    async def answer_completion(
+        self, request: web.Request, body: CompletionRequest, memory: Received, show: ShowCompletion
+    ) -> web.StreamResponse:
+        """Answer prompts of an API other than OpenAI's completions; `show` makes the form of the answer."""
+        model = self._model()
+        with self._active:
+            return await self._complete(request, body, model, memory, show)
+
+    async def _complete(
+        self,
+        request: web.Request,
+        body: CompletionRequest,
+        model: ServedModel,
+        memory: Received,
+        show: ShowCompletion,
+    ) -> web.StreamResponse:
+        check_request(body, model)
+        logprobs = check_logprobs(body.logprobs, "logprobs")
+        choices, batch = list[Choice](), PromptBatch()
+        given = prompts(body, model.max_model_len)
+        answers = len(given) * choice_count(body)
+        if answers > self._max_requests:
+            raise InvalidRequest(
+                f"{answers} answers in one request; this router allows {self._max_requests} in flight; send the "
+                "prompts in several requests",
+                param="prompt",
+            )
+        grammar = await self._texts.grammar(read_constraint(body), model)
+        options = AnswerOptions("max_tokens", logprobs, grammar, await token_rules(body, model, self._texts))
+        encoded = await self._encoded(given, body, model)
+        memory.release()
+        for index, (name, ids) in enumerate(encoded.items()):
+            check_prompt(ids, model, name)
+            text = prompt if isinstance(prompt := given[index], str) else None
+            asked = Prompt(list(ids), index, text=text)
+            choices += self._maker.make(request, body, model, options, asked, batch)
+            if len(encoded) > 1:
+                # Other requests run between many prompts.
+                await asyncio.sleep(0)
+        identity = COMPLETION_ID + request[request_id_key]
+        kind = EchoFormat if body.echo else CompletionFormat
+        form = kind(identity, model.name, int(time.time()), self._names(body), logprobs)
+        told = [choice.request.token_ids for choice in choices]
+        shown = with_details(show(form, prompt_lengths(choices)), form, body, told, self._tokenizer)
+        return await self._answer(request, body, shown, choices)
+
+    @property
+    def active(self) -> int:
+        """Requests in progress, from reading their texts and images to the end of the answer."""
+        return self._active.count
+
+    async def _encoded(
+        self, given: Sequence[str | TokenIds], body: CompletionRequest, model: ServedModel
+    ) -> dict[str, TokenIds]:
+        """Map the name of each prompt to its token ids. All texts of the request are encoded together."""
+        names = prompt_names(len(given))
+        texts = {name: prompt for name, prompt in zip(names, given) if isinstance(prompt, str)}
+        if not texts:
+            return {name: prompt for name, prompt in zip(names, given) if not isinstance(prompt, str)}
+        special = body.add_special_tokens is not False
+        encoded = await self._texts.encode(list(texts.values()), special, model.max_model_len, list(texts))
+        ids = dict(zip(texts, encoded))
+        return {name: ids[name] if isinstance(prompt, str) else prompt for name, prompt in zip(names, given)}
+
+    def _names(self, body: SharedFields) -> TokenNames:
+        return IdNames(self._tokenizer) if body.return_tokens_as_token_ids else self._tokenizer
+
+    async def _answer(
+        self, request: web.Request, body: SharedFields, form: AnswerForm, choices: Sequence[Choice]
+    ) -> web.StreamResponse:
+        usage = Usage(sum(len(each.request.token_ids) for each in choices if each.request.share.counted))
+        states = [each.request.states for each in choices if each.request.states is not None]
+        with self._states.hold(states) if states else NOTHING_HELD:
+            request[quota_claim_key].begin(len(choices), usage)
+            if body.stream:
+                return await self._answering.stream(request, body, form, choices, usage)
+            return await self._answering.collect(request, form, choices, usage)

@@ -1,0 +1,147 @@
+"""Handlers of the routes that only read: health, readiness, models, metrics, server info, timelines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+
+from common.errors import ModelNotFound
+from router.answers.openai_responses import CHAT_ID, COMPLETION_ID
+from router.apis.messages_answer import MESSAGE_ID
+from router.apis.responses_answer import RESPONSE_ID
+from router.http.client import View, client_key
+from router.http.errors import error_body, json_response
+from router.requests.checks import ServedModel
+
+VERSION = "0.1.0"
+ANSWER_PREFIXES = (CHAT_ID, COMPLETION_ID, RESPONSE_ID, MESSAGE_ID)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """Functions that return the current state of the cluster."""
+
+    ready: Callable[[], str | None]  # None if requests can be served, otherwise the reason
+    missing_nodes: Callable[[], list[dict[str, str]]]  # name and role of configured nodes that are not up
+    server_info: Callable[[View], dict[str, Any]]
+    metrics: Callable[[], bytes]
+    timeline: Callable[[str], dict[str, Any] | None]
+
+
+class StatusRoutes:
+    """The handlers. Liveness: the event loop responds. Readiness: a request could be served now."""
+
+    def __init__(self, view: ClusterView, model: Callable[[], ServedModel]) -> None:
+        self._view = view
+        self._model = model
+
+    def add_to(self, app: web.Application) -> None:
+        for path in ("/live", "/liveness", "/ping"):
+            app.router.add_get(path, self.live)
+        for path in ("/health", "/health_generate"):
+            app.router.add_get(path, self.health)
+        for path in ("/ready", "/readiness"):
+            app.router.add_get(path, self.ready)
+        for path in ("/server_info", "/get_server_info"):
+            app.router.add_get(path, self.server_info)
+        for path in ("/model_info", "/get_model_info"):
+            app.router.add_get(path, self.model_info)
+        app.router.add_get("/v1/models", self.models)
+        app.router.add_get("/v1/models/{id:.+}", self.model)
+        app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/version", self.version)
+        app.router.add_get("/requests/{id:.+}", self.timeline)
+
+    async def live(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def health(self, request: web.Request) -> web.Response:
+        """Answer 200 or 503 with an empty body, as vLLM does."""
+        return web.Response(status=200 if self._view.ready() is None else 503)
+
+    async def ready(self, request: web.Request) -> web.Response:
+        """Answer 200 while requests are served ("degraded" if configured nodes are missing), else 503 and why."""
+        reason, missing = self._view.ready(), self._view.missing_nodes()
+        answer: dict[str, Any] = {"status": "ready" if reason is None else "not ready"}
+        if reason is None and missing:
+            answer["status"] = "degraded"
+        if request[client_key].view >= View.CLUSTER:  # other clients must not see node names
+            if reason is not None:
+                answer["reason"] = reason
+            if reason is not None or missing:
+                answer["missing"] = missing
+        return json_response(answer, 200 if reason is None else 503)
+
+    async def server_info(self, request: web.Request) -> web.Response:
+        return json_response({"version": VERSION, **self._view.server_info(request[client_key].view)})
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        """Answer with the fields of SGLang that clients read, and the context length."""
+        model = self._model()
+        path = _path(model, request)
+        return json_response(
+            {
+                "model_path": path,
+                "served_model_name": model.name,
+                "tokenizer_path": path,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": "default",
+                "has_image_understanding": model.vision is not None,
+                "has_audio_understanding": False,
+                "max_model_len": model.max_model_len,
+            }
+        )
+
+    async def models(self, request: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": [_card(self._model(), request)]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        model = self._model()
+        if request.match_info["id"] != model.name:
+            raise ModelNotFound(f"the model {request.match_info['id']!r} is not served here", param="model")
+        return json_response(_card(model, request))
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=self._view.metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+    async def version(self, request: web.Request) -> web.Response:
+        return json_response({"version": VERSION})
+
+    async def timeline(self, request: web.Request) -> web.Response:
+        """Look up a timeline by the request id or by the id of its answer."""
+        found, client = self._timeline(request.match_info["id"]), request[client_key]
+        if found is None or (client.view < View.CLUSTER and found["client"] != client.name):
+            body = error_body("no recent request has this id", "invalid_request_error", "id", 404)
+            return json_response(body, 404)
+        return json_response(found)
+
+    def _timeline(self, identity: str) -> dict[str, Any] | None:
+        return self._view.timeline(identity) or self._view.timeline(without_prefix(identity))
+
+
+def without_prefix(identity: str) -> str:
+    """Return the request id in the id of an answer; other ids are returned unchanged."""
+    prefix = next((each for each in ANSWER_PREFIXES if identity.startswith(each)), "")
+    return identity.removeprefix(prefix)
+
+
+def _path(model: ServedModel, request: web.Request) -> str:
+    """Return the model's directory for clients that may see the cluster, otherwise its name."""
+    return model.path if request[client_key].view >= View.CLUSTER else model.name
+
+
+def _card(model: ServedModel, request: web.Request) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "tandem",
+        "root": _path(model, request),
+        "max_model_len": model.max_model_len,
+    }

@@ -1,0 +1,1 @@
+"""The HTTP server: its sockets, TLS, and the limits on connections."""

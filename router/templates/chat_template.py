@@ -1,0 +1,140 @@
+"""Renders chat messages to one prompt text, with the model's own Jinja template in a sandbox."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jinja2
+
+from common.checkpoint.chat_template_file import find_chat_template
+from common.checkpoint.model_directory import MAX_TOKENIZER_CONFIG_BYTES
+from common.checkpoint.model_files import read_json
+from common.errors import InvalidRequest, ModelError
+from router.requests.openai_schema import Message, image_parts
+from router.templates.content_form import Content, ContentForms, text_part
+from router.templates.message_calls import template_calls
+from router.templates.prompt_end import PromptEnd, render_open
+from router.templates.sandbox import TemplateSandbox
+
+MAX_PROMPT_CHARACTERS = 8 << 20
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class ChatTemplate:
+    """The template of the model, or the one that the cluster file sets instead."""
+
+    def __init__(self, path: Path, given: Path | None = None) -> None:
+        """Compile the template. Raises ModelError if that fails. A model without a template serves no chat."""
+        config = _read_config(path / "tokenizer_config.json")
+        source = find_chat_template(path, given)
+        # A token that the model lacks stays undefined: templates test for it, and it prints as "".
+        self._variables = {
+            name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None
+        }
+        self._sandbox = TemplateSandbox()
+        try:
+            self._template = self._sandbox.from_string(source.text) if source is not None else None
+        except (jinja2.TemplateError, RecursionError) as error:
+            assert source is not None
+            line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise ModelError(
+                f"{source.file}: the chat template cannot be compiled: {error}{line}; correct it, or set another in "
+                "model.chat_template"
+            ) from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        end: PromptEnd = PromptEnd.GENERATION_PROMPT,
+        tools: Sequence[dict[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Return the prompt. Runs on any thread.
+
+        Args:
+            tools: functions that the model may call.
+            variables: what clients set; the messages, the tools and special tokens take precedence.
+
+        Raises:
+            InvalidRequest: the template refuses the messages; its param is "messages".
+        """
+        if self._template is None:
+            raise InvalidRequest(
+                "this model has no chat template; use /v1/completions, or set model.chat_template",
+                param="messages",
+            )
+        plain = [self._plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        try:
+            given = {**variables, "tools": tools or None}
+            if end is PromptEnd.OPEN_MESSAGE:
+                return render_open(
+                    partial(self.render_plain, generation_prompt=False, variables=given), plain
+                )
+            return self.render_plain(plain, end is PromptEnd.GENERATION_PROMPT, given)
+        except Exception as error:  # a template can raise anything that Python can
+            raise InvalidRequest(
+                f"the chat template refused the messages: {error}", param="messages"
+            ) from error
+
+    @cached_property
+    def _forms(self) -> ContentForms:
+        """The forms, probed at the first request: a text worker limits the time of rendering but not of loading."""
+        return ContentForms(self.render_plain)
+
+    def render_plain(
+        self,
+        messages: Sequence[dict[str, Any]],
+        generation_prompt: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
+        """Render messages unchanged. Raises whatever the template raises."""
+        assert self._template is not None
+        given = {
+            "tools": None,
+            **variables,
+            **self._variables,
+            "messages": messages,
+            "add_generation_prompt": generation_prompt,
+            "documents": None,
+        }
+        return self._sandbox.render(self._template, given, MAX_PROMPT_CHARACTERS)
+
+    def _plain(self, message: Message, where: str) -> dict[str, Any]:
+        """Convert a message to what the template expects: images as parts, text in the form of its role."""
+        form = self._forms.of(message.role)
+        content: Content
+        if not isinstance(message.content, list):
+            content = form.of_text(message.content or "")
+        elif list(image_parts([message])):  # raises for parts of other types
+            content = [
+                {"type": "image"} if part.type == "image_url" else text_part(part.text or "")
+                for part in message.content
+            ]
+        else:
+            content = form.of_parts([part.text or "" for part in message.content])
+        plain: dict[str, Any] = {"role": message.role, "content": content}
+        if message.name is not None:
+            plain["name"] = message.name
+        if message.tool_call_id is not None:
+            plain["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            plain["tool_calls"] = template_calls(message.tool_calls, where)
+        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+        if reasoning is not None:
+            # Templates use either name.
+            plain["reasoning_content"] = plain["reasoning"] = reasoning
+        return plain
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    return read_json(file, MAX_TOKENIZER_CONFIG_BYTES) if file.is_file() else {}
+
+
+def _token_text(value: Any) -> str | None:
+    """Return the text of a special token, which is a string or an object with `content`."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None

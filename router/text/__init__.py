@@ -1,0 +1,1 @@
+"""Turns requests into prompts: text jobs in worker processes, chats with images, and rules for tokens."""

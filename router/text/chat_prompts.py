@@ -1,0 +1,48 @@
+"""Turns a chat into the tokens of its prompt, with the places of its images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.dispatch.generation import PromptImage
+from router.http.client import Client, cache_salt
+from router.images.loader import Image, ImageLoader
+from router.images.placeholders import place_images
+from router.requests.chat_input import ChatInput
+from router.requests.chat_rules import ChatRules
+from router.requests.checks import ServedModel
+from router.requests.openai_schema import ChatRequest, without_addresses
+from router.templates.prompt_end import prompt_end
+from router.text.service import TextService
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """The prompt of a chat."""
+
+    tokens: list[int]
+    images: tuple[Image, ...]  # as loaded
+    placed: tuple[PromptImage, ...]  # in the prompt
+
+
+class ChatPrompts:
+    """Renders chats for every route that takes them."""
+
+    def __init__(self, texts: TextService, images: ImageLoader) -> None:
+        self._texts = texts
+        self._images = images
+
+    async def render(
+        self, body: ChatRequest, rules: ChatRules, model: ServedModel, client: Client, max_tokens: int
+    ) -> ChatPrompt:
+        """Return the prompt of a chat. Raises InvalidRequest; ContextTooLong from `max_tokens` tokens on."""
+        images = await self._images.load(body.messages)
+        messages = without_addresses(body.messages) if images else body.messages
+        given = ChatInput(list(messages), rules.calls.tools, rules.variables)
+        end = prompt_end(body.add_generation_prompt, body.continue_final_message)
+        tokens = await self._texts.chat_prompt(given, bool(body.add_special_tokens), max_tokens, end)
+        if model.vision is None:
+            return ChatPrompt(tokens, images, ())
+        salt = cache_salt(client.tenant, body.cache_salt)
+        tokens, placed = place_images(tokens, images, model.vision, model.vocab_size, salt)
+        return ChatPrompt(tokens, images, placed)

@@ -1,0 +1,150 @@
+"""Text operations for the HTTP side. Small, bounded work runs in the router; everything else runs in the workers."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from router.apis.tasks import TaskReader
+from router.grammar.constraint import Constraint
+from router.grammar.known_grammars import KnownGrammars
+from router.requests.chat_input import ChatInput
+from router.requests.checks import ServedModel, check_length
+from router.requests.field_rules import UnknownFields
+from router.requests.openai_schema import ChatRequest, CompletionRequest
+from router.templates.prompt_end import PromptEnd
+from router.text.jobs import (
+    CompileGrammar,
+    Detokenize,
+    EncodeTexts,
+    Job,
+    JobResult,
+    ReadChat,
+    ReadCompletion,
+    ReadTask,
+    RenderChat,
+    Tokenize,
+)
+from router.text.work import Payload, read_chat, read_completion
+from router.tokens.tokenizer import Tokenizer
+
+T = TypeVar("T", bound=msgspec.Struct)
+SMALL_BODY = 1 << 16  # bytes: takes at most 2.3 ms
+SMALL_TEXTS = 2048  # characters of all texts of a request: encoding them is faster than a worker's round trip
+_chat = msgspec.msgpack.Decoder(ChatRequest)
+_completion = msgspec.msgpack.Decoder(CompletionRequest)
+
+
+class Workers(Protocol):
+    """Runs jobs: a TextPool, or in tests the same work in this process."""
+
+    async def run(self, job: Job, payload: Payload) -> tuple[JobResult, Payload]: ...
+
+
+class TextService:
+    """Parses bodies and tokenizes messages and texts. Refusals do not depend on where the work runs."""
+
+    def __init__(self, workers: Workers, tokenizer: Tokenizer, unknown: UnknownFields) -> None:
+        """`unknown`: what to do about unknown fields."""
+        self._workers = workers
+        self._tokenizer = tokenizer
+        self._unknown = unknown
+        self._grammars = KnownGrammars()
+
+    async def read_chat(self, raw: bytearray) -> ChatRequest:
+        """Parse a chat body. Raises InvalidRequest, which names the field."""
+        if len(raw) <= SMALL_BODY:
+            request, unknown = read_chat(raw)
+            self._unknown.check(unknown)
+            return request
+        return _chat.decode(await self._run(ReadChat(), raw))
+
+    async def read_completion(self, raw: bytearray, max_model_len: int) -> CompletionRequest:
+        """Parse a completion body.
+
+        Token ids of a large body arrive packed, and at most as many as the context holds.
+        """
+        if len(raw) <= SMALL_BODY:
+            request, unknown = read_completion(raw)
+            self._unknown.check(unknown)
+            return request
+        return _completion.decode(await self._run(ReadCompletion(max_model_len), raw))
+
+    async def read_task(self, reader: TaskReader[T], raw: bytearray) -> T:
+        """Parse the body of an API that is translated. Raises InvalidRequest, which names the field."""
+        if len(raw) <= SMALL_BODY:
+            task = reader.read(raw)
+            self._unknown.check(reader.unknown(raw))
+            return task
+        return reader.unpacked(await self._run(ReadTask(reader.api), raw))
+
+    async def chat_prompt(
+        self,
+        given: ChatInput,
+        add_special_tokens: bool,
+        max_model_len: int,
+        end: PromptEnd = PromptEnd.GENERATION_PROMPT,
+    ) -> list[int]:
+        """Render and tokenize messages. Always in a worker: the cost of a template depends on its author."""
+        payload = msgspec.msgpack.encode(given)
+        [tokens] = await self._tokens(RenderChat(add_special_tokens, max_model_len, end), payload)
+        return tokens
+
+    async def encode(
+        self, texts: Sequence[str], add_special_tokens: bool, max_model_len: int, fields: Sequence[str]
+    ) -> list[list[int]]:
+        """Tokenize texts.
+
+        Raises ContextTooLong with the field of a text that is too long, early if its length shows it.
+        """
+        for text, field in zip(texts, fields):
+            check_length(self._tokenizer.least_tokens(text), max_model_len, field, exact=False)
+        if sum(map(len, texts)) <= SMALL_TEXTS:
+            return [self._tokenizer.encode(text, add_special_tokens) for text in texts]
+        job = EncodeTexts(add_special_tokens, max_model_len, tuple(fields))
+        return await self._tokens(job, msgspec.msgpack.encode(texts))
+
+    async def tokenize(
+        self, raw: bytearray, max_model_len: int, template_variables: Iterable[str] = ()
+    ) -> Payload:
+        """Return the JSON response of /tokenize. `template_variables`: those that clients may set."""
+        return await self._run(Tokenize(max_model_len, tuple(template_variables)), raw)
+
+    async def detokenize(self, raw: bytearray, vocab_size: int) -> Payload:
+        """Return the JSON response of /detokenize."""
+        return await self._run(Detokenize(vocab_size), raw)
+
+    async def grammar(self, constraint: Constraint | None, model: ServedModel) -> str:
+        """Return the grammar of a constraint, which compiles on the nodes; "" without one.
+
+        Always in a worker, except for constraints of recent requests. Raises InvalidGrammar with the field.
+        """
+        if constraint is None:
+            return ""
+        payload = msgspec.msgpack.encode(constraint)
+        known = self._grammars.get(payload)
+        if known is None:
+            job = CompileGrammar(model.vocab_size, model.eos_token_ids, constraint.field)
+            known = (await self._run(job, payload)).decode()
+            self._grammars.add(payload, known)
+        return known
+
+    async def _tokens(self, job: Job, payload: bytes) -> list[list[int]]:
+        answer, packed = await self._workers.run(job, payload)
+        answer.check()
+        tokens = array("i")
+        tokens.frombytes(packed)
+        found, start = [], 0
+        for count in answer.counts:
+            found.append(tokens[start : start + count].tolist())
+            start += count
+        return found
+
+    async def _run(self, job: Job, payload: Payload) -> Payload:
+        answer, result = await self._workers.run(job, payload)
+        answer.check()
+        self._unknown.check(answer.unknown_fields)
+        return result

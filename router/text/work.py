@@ -1,0 +1,222 @@
+"""Text processing: parses bodies, renders chat prompts, tokenizes and detokenizes.
+
+It runs in a text worker, where time and memory are limited, and for small inputs in the router. Results and refusals
+are the same in both.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from common.errors import InvalidRequest, RequestError
+from router.apis.tasks import READERS
+from router.grammar.constraint import Constraint
+from router.grammar.grammar_work import GrammarWork
+from router.requests.chat_fields import check_calls, check_tools, template_tools, template_variables
+from router.requests.chat_input import ChatInput
+from router.requests.chat_rules import check_chat_fields
+from router.requests.checks import check_length, check_tokens_in_vocabulary
+from router.requests.field_rules import undeclared
+from router.requests.json_body import decode_json
+from router.requests.openai_schema import (
+    ChatRequest,
+    CompletionRequest,
+    compact_chat,
+    compact_completion,
+    prompt_names,
+    refuse_unsupported_messages,
+)
+from router.requests.tokenize_requests import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
+)
+from router.templates.chat_template import ChatTemplate
+from router.templates.prompt_end import prompt_end
+from router.text.jobs import (
+    CompileGrammar,
+    Detokenize,
+    EncodeTexts,
+    Job,
+    JobResult,
+    ReadChat,
+    ReadCompletion,
+    ReadTask,
+    RenderChat,
+    Tokenize,
+    refusal,
+    too_costly,
+)
+from router.tokens.tokenizer import Tokenizer
+
+TOKEN_BYTES = array("i").itemsize
+READ_SECONDS = 10.0  # CPU time for a body
+RENDER_SECONDS = 1.0  # for a chat template
+ENCODE_SECONDS = 20.0  # for the texts of one request
+COMPILE_SECONDS = 1.0  # for a grammar; what is within its limits takes at most some 50 ms
+MAX_DETOKENIZE = 1 << 20  # token ids in one request
+_chat = msgspec.json.Decoder(ChatRequest)
+_completion = msgspec.json.Decoder(CompletionRequest)
+_CHAT_FIELDS = frozenset(ChatRequest.__struct_fields__)
+_COMPLETION_FIELDS = frozenset(CompletionRequest.__struct_fields__)
+_tokenize = msgspec.json.Decoder(TokenizeRequest)
+_detokenize = msgspec.json.Decoder(DetokenizeRequest)
+_chat_input = msgspec.msgpack.Decoder(ChatInput)
+_constraint = msgspec.msgpack.Decoder(Constraint)
+_texts = msgspec.msgpack.Decoder(list[str])
+Payload = bytes | bytearray
+Done = tuple[JobResult, Payload]
+
+
+def read_chat(raw: Payload) -> tuple[ChatRequest, tuple[str, ...]]:
+    """Parse a chat body. Return it and its unknown field names. Raises InvalidRequest."""
+    return decode_json(raw, _chat), undeclared(raw, _CHAT_FIELDS)
+
+
+def read_completion(raw: Payload) -> tuple[CompletionRequest, tuple[str, ...]]:
+    """Parse a completion body. Return it and its unknown field names. Raises InvalidRequest."""
+    return decode_json(raw, _completion), undeclared(raw, _COMPLETION_FIELDS)
+
+
+def _compact(request: ChatRequest) -> ChatRequest:
+    """Compact a chat request. Raises InvalidRequest for what exceeds a limit."""
+    check_chat_fields(request)
+    return compact_chat(request)
+
+
+class TextWork:
+    """The tokenizer and the chat template of one model."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate, limit: Callable[[float], None] = lambda _: None
+    ) -> None:
+        """`limit(seconds)` is called before each phase of a job with the CPU time that the phase may use."""
+        self._tokenizer = tokenizer
+        self._template = template
+        self._limit = limit
+        self._grammars = GrammarWork(tokenizer)
+
+    @classmethod
+    def load(
+        cls, path: Path, limit: Callable[[float], None] = lambda _: None, template: Path | None = None
+    ) -> TextWork:
+        """Load from a model directory; `template` is a file that replaces the model's own template.
+
+        Raises ModelError.
+        """
+        return cls(Tokenizer(path), ChatTemplate(path, template), limit)
+
+    def do(self, job: Job, payload: Payload) -> Done:
+        """Run a job. It never raises for what a client sent: refusals are answers."""
+        try:
+            return self._do(job, payload)
+        except RequestError as error:
+            return refusal(error), b""
+        except MemoryError:
+            message, param = too_costly(job)
+            return refusal(InvalidRequest(message, param=param)), b""
+
+    def _do(self, job: Job, payload: Payload) -> Done:
+        match job:
+            case ReadChat():
+                self._limit(READ_SECONDS)
+                chat, unknown = read_chat(payload)
+                return JobResult(unknown_fields=unknown), msgspec.msgpack.encode(_compact(chat))
+            case ReadCompletion():
+                self._limit(READ_SECONDS)
+                read, unknown = read_completion(payload)
+                request = compact_completion(read)
+                if isinstance(request.prompt, list):
+                    for item, field in zip(request.prompt, prompt_names(len(request.prompt))):
+                        if isinstance(item, bytes):
+                            check_length(len(item) // TOKEN_BYTES, job.max_model_len, field)
+                return JobResult(unknown_fields=unknown), msgspec.msgpack.encode(request)
+            case ReadTask():
+                self._limit(READ_SECONDS)
+                reader = READERS[job.api]
+                return JobResult(unknown_fields=reader.unknown(payload)), reader.packed(payload)
+            case RenderChat():
+                self._limit(RENDER_SECONDS)
+                given = _chat_input.decode(payload)
+                text = self._template.render(given.messages, job.end, given.tools, given.variables)
+                return self._encoded([text], job.add_special_tokens, job.max_model_len, ("messages",))
+            case EncodeTexts():
+                texts = _texts.decode(payload)
+                return self._encoded(texts, job.add_special_tokens, job.max_model_len, job.fields)
+            case Tokenize():
+                return JobResult(), self.tokenize(payload, job.max_model_len, job.template_variables)
+            case Detokenize():
+                return JobResult(), self.detokenize(payload, job.vocab_size)
+            case CompileGrammar():
+                self._grammars.prepare(job.vocab_size, job.eos_ids)
+                self._limit(COMPILE_SECONDS)
+                constraint = _constraint.decode(payload)
+                return JobResult(), self._grammars.compile(constraint, job.vocab_size, job.eos_ids).encode()
+
+    def tokenize(self, raw: Payload, max_model_len: int, variables: Iterable[str] = ()) -> bytes:
+        """Return the response body of /tokenize. Raises InvalidRequest."""
+        self._limit(READ_SECONDS)
+        body = decode_json(raw, _tokenize)
+        text, special = self._text_of(body, frozenset(variables))
+        self._limit(ENCODE_SECONDS)
+        tokens = self._tokenizer.encode(text, special)
+        names = self._tokenizer.vocabulary_entries(tokens) if body.return_token_strs else None
+        return msgspec.json.encode(TokenizeAnswer(len(tokens), max_model_len, tokens, names))
+
+    def _text_of(self, body: TokenizeRequest, allowed: frozenset[str]) -> tuple[str, bool]:
+        """Return the text to encode and whether to add special tokens. Raises InvalidRequest."""
+        if body.messages is None:
+            if body.prompt is None:
+                raise InvalidRequest("send a text as prompt, or a chat as messages", param="prompt")
+            return body.prompt, body.add_special_tokens is not False
+        if body.prompt is not None:
+            raise InvalidRequest("prompt and messages exclude each other", param="messages")
+        refuse_unsupported_messages(body.messages)
+        tools = body.tools or []
+        check_tools(tools)
+        for index, message in enumerate(body.messages):
+            check_calls(message.tool_calls or [], f"messages[{index}].tool_calls")
+        variables = template_variables(body.chat_template_kwargs, None, allowed)
+        end = prompt_end(body.add_generation_prompt, body.continue_final_message)
+        self._limit(RENDER_SECONDS)
+        text = self._template.render(body.messages, end, template_tools(tools), variables)
+        return text, bool(body.add_special_tokens)
+
+    def detokenize(self, raw: Payload, vocab_size: int) -> bytes:
+        """Return the response body of /detokenize. Raises InvalidRequest."""
+        self._limit(READ_SECONDS)
+        body = decode_json(raw, _detokenize)
+        if len(body.tokens) > MAX_DETOKENIZE:
+            raise InvalidRequest(f"at most {MAX_DETOKENIZE} tokens in one request", param="tokens")
+        check_tokens_in_vocabulary(body.tokens, vocab_size, "tokens")
+        self._limit(ENCODE_SECONDS)
+        text = self._tokenizer.decode(body.tokens, body.skip_special_tokens)
+        return msgspec.json.encode(DetokenizeAnswer(text))
+
+    def encode(
+        self, texts: Sequence[str], add_special_tokens: bool, max_model_len: int, fields: Sequence[str]
+    ) -> list[list[int]]:
+        """Tokenize texts. Raises ContextTooLong with the field of a text that leaves no room for an answer."""
+        self._limit(ENCODE_SECONDS)
+        for text, field in zip(texts, fields):  # check all of them before encoding the first
+            check_length(self._tokenizer.least_tokens(text), max_model_len, field, exact=False)
+        encoded = []
+        for text, field in zip(texts, fields):
+            tokens = self._tokenizer.encode(text, add_special_tokens)
+            check_length(len(tokens), max_model_len, field)
+            encoded.append(tokens)
+        return encoded
+
+    def _encoded(
+        self, texts: Sequence[str], add_special_tokens: bool, max_model_len: int, fields: Sequence[str]
+    ) -> Done:
+        encoded = self.encode(texts, add_special_tokens, max_model_len, fields)
+        packed = array("i")
+        for tokens in encoded:
+            packed.extend(tokens)
+        return JobResult(counts=tuple(map(len, encoded))), packed.tobytes()

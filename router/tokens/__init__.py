@@ -1,0 +1,1 @@
+"""Converts text to tokens and tokens to text."""

@@ -1,0 +1,133 @@
+"""The process that fetches images is confined and concurrent, and its death costs only what it was fetching."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from common.errors import InternalError, InvalidRequest, Overloaded
+from router.images import fetch_process
+from router.images.fetch_process import FetchProcess, FetchSettings, Wanted
+from router.process.child_process import framed
+from router.process.spawner import Spawner
+from tests.fakes.waiting import PATIENCE, eventually
+
+PLAYED = """
+import asyncio, os, resource
+from common.errors import InvalidRequest
+from router.images import fetch_process
+
+class Played:
+    def __init__(self, *settings):
+        self.settings = settings
+
+    async def fetch(self, address):
+        what = address.rpartition("/")[2]
+        if what == "never":
+            await asyncio.sleep(3600)
+        if what == "die":
+            os._exit(3)
+        if what == "refused":
+            raise InvalidRequest("the image cannot be fetched: its host answered 404")
+        if what == "defect":
+            raise KeyError("a defect")
+        if what == "large":
+            return bytes(fetch_process.HEAD + self.settings[1] + 1)
+        if what == "limits":
+            kinds = "AS", "FSIZE", "CORE", "NOFILE"
+            return repr([resource.getrlimit(getattr(resource, "RLIMIT_" + each))[1] for each in kinds]).encode()
+        return repr((self.settings, os.getpgrp() == os.getpid())).encode()
+
+fetch_process.ImageFetcher = Played
+fetch_process.main()
+"""
+HOST = "https://images.example"
+
+
+@pytest.fixture
+async def played(spawner: Spawner) -> AsyncIterator[FetchProcess]:
+    """A real process in which only the remote hosts are faked."""
+    made = FetchProcess(spawner, ["images.example"], 300_000, PATIENCE, ("-c", PLAYED))
+    yield made
+    await made.close()
+    await made.close()
+
+
+async def test_the_rules_are_those_of_the_router_and_the_limits_hold(played: FetchProcess) -> None:
+    said = await asyncio.gather(played.fetch(f"{HOST}/"), played.fetch(f"{HOST}/limits"))
+    assert said[0].decode() == repr(((("images.example",), 300_000, PATIENCE), True))
+    assert said[1].decode() == repr([fetch_process.ADDRESS_SPACE, 0, 0, fetch_process.OPEN_FILES])
+    with pytest.raises(InvalidRequest, match="its host answered 404"):
+        await played.fetch(f"{HOST}/refused")
+    with pytest.raises(RuntimeError, match="KeyError: 'a defect'"):  # a 500, with details in the log
+        await played.fetch(f"{HOST}/defect")
+
+
+async def test_the_real_process_applies_every_rule(spawner: Spawner) -> None:
+    """A name of the loopback interface, resolved and refused in the process; with no hosts all are refused."""
+    real = FetchProcess(spawner, ["localhost"], 1_000, PATIENCE)
+    with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
+        await real.fetch("https://localhost/a.png")
+    assert real.pid is not None
+    await real.close()
+    none = FetchProcess(spawner, [], 1_000, PATIENCE)
+    with pytest.raises(InvalidRequest, match="this router does not fetch images"):
+        await none.fetch("https://localhost/a.png")
+    assert none.pid is None
+    await none.close()
+
+
+async def test_a_process_that_dies_floods_or_hangs_costs_only_its_current_fetches(
+    played: FetchProcess,
+) -> None:
+    for end in ("die", "large", "hang"):
+        assert await played.fetch(f"{HOST}/"), "a new one"
+        child = played.pid
+        assert child is not None
+        others = asyncio.create_task(played.fetch(f"{HOST}/never"))
+        await eventually(lambda: played.under_way)
+        if end == "hang":
+            os.kill(child, signal.SIGSTOP)
+            played.seconds = 0.1
+        for each in (played.fetch(f"{HOST}/{end}"), others):
+            with pytest.raises(InvalidRequest, match=r"cannot be fetched$"):
+                await each
+        assert played.pid is None
+
+
+async def test_how_many_are_on_their_way_is_bounded(
+    played: FetchProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fetches of disconnected clients are included until they end, so nobody can accumulate them."""
+    monkeypatch.setattr(fetch_process, "AT_ONCE", 2)
+    for _ in range(2):
+        given_up = asyncio.create_task(played.fetch(f"{HOST}/never"))
+        before = played.under_way
+        await eventually(lambda before=before: played.under_way > before)  # type: ignore[misc]
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+    with pytest.raises(Overloaded, match="2 images are being fetched"):
+        await played.fetch(f"{HOST}/")
+
+
+def test_it_ends_with_the_router_whatever_is_on_its_way() -> None:
+    ours, theirs = socket.socketpair()
+    with subprocess.Popen([sys.executable, "-c", PLAYED], stdin=theirs.fileno()) as process:
+        theirs.close()
+        with ours:
+            ours.settimeout(PATIENCE)
+            ours.sendall(framed(FetchSettings((), 1, 1.0)) + framed(Wanted(1, f"{HOST}/never")))
+            assert ours.recv(1), "it is ready"
+        assert process.wait(PATIENCE) == 0
+
+
+async def test_a_process_that_does_not_start_is_an_error_of_ours(spawner: Spawner) -> None:
+    with pytest.raises(InternalError, match="cannot start the image"):
+        await FetchProcess(spawner, ["images.example"], 1_000, PATIENCE, ("-c", "")).fetch(f"{HOST}/a.png")

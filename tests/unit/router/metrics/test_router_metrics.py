@@ -1,0 +1,117 @@
+"""/metrics: series of the router and of its nodes."""
+
+from __future__ import annotations
+
+from common.messages.identity import GraphTotals, NodeCounters, NodeLoad, NodeRef
+from common.messages.router_inbox import Register
+from router.metrics.router_metrics import RouterMetrics
+from router.metrics.timeline import Timeline
+from router.nodes.registry import Node
+
+
+def node(**load: int) -> Node:
+    ref = NodeRef(name="decode-0", role="decode", incarnation="i")
+    register = Register(
+        node=ref,
+        host="h",
+        pid=1,
+        model_fingerprint="f",
+        max_model_len=9,
+        page_size=1,
+        total_pages=9,
+        effective_config={},
+    )
+    made = Node(register, 0.0)
+    made.load = NodeLoad(**load)
+    totals = GraphTotals(
+        phase="decode", model="target", replays=19, fallbacks={"too_large": 1}, captured=4, unused=3
+    )
+    made.counters = NodeCounters(
+        generated_tokens=41,
+        retractions=2,
+        refused_messages=5,
+        spec_accepted_at=(9, 4),
+        phase_seconds={"draft": 0.5, "verify": 2.0},
+        graphs=(totals,),
+    )
+    return made
+
+
+def finished(metrics: RouterMetrics, outcome: str, first: float | None = 0.5) -> None:
+    timeline = Timeline("r", 0.0)
+    if first is not None:
+        timeline.mark("first_token", first)
+    timeline.mark("finished", 2.0)
+    timeline.outcome = outcome
+    metrics.request_finished(timeline, 7, 3)
+
+
+def series(metrics: RouterMetrics) -> dict[str, float]:
+    lines = [line for line in metrics.render().decode().splitlines() if not line.startswith("#")]
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+def test_nodes_are_read_at_scrape_time() -> None:
+    nodes = [node(running=3, queued=1, free_pages=10, cached_pages=30, total_pages=100)]
+    metrics = RouterMetrics("tiny", lambda: nodes, lambda: 7)
+    labels = '{engine="decode-0",model_name="tiny",role="decode"}'
+    got = series(metrics)
+    assert got[f"vllm:num_requests_running{labels}"] == 3
+    assert got[f"vllm:kv_cache_usage_perc{labels}"] == 0.6
+    assert got[f"vllm:generation_tokens_total{labels}"] == 41
+    assert got[f"vllm:num_preemptions_total{labels}"] == 2
+    assert got[f"tandem_node_up{labels}"] == 1
+    assert got[f"tandem_refused_messages_total{labels}"] == 5
+    assert got['tandem_refused_messages_total{engine="router",model_name="tiny",role="router"}'] == 7
+    nodes[0].state = "draining"
+    assert series(metrics)[f"tandem_node_up{labels}"] == 0
+    nodes.clear()
+    assert f"tandem_node_up{labels}" not in series(metrics)
+
+
+def test_graphs_by_phase_model_and_reason() -> None:
+    """Captured forwards have counters and gauges by phase, model and reason."""
+    got = series(RouterMetrics("tiny", lambda: [node()], lambda: 0))
+    labels = 'engine="decode-0",model="target",model_name="tiny",phase="decode"'
+    assert got[f'graph_replays_total{{{labels},role="decode"}}'] == 19
+    assert got[f'graph_fallbacks_total{{{labels},reason="too_large",role="decode"}}'] == 1
+    assert got[f'graphs_captured{{{labels},role="decode"}}'] == 4
+    assert got[f'graphs_unused{{{labels},role="decode"}}'] == 3
+
+
+def test_speculation_by_place_and_by_phase() -> None:
+    """How often the draft at each position was accepted, and the device time of each phase."""
+    got = series(RouterMetrics("tiny", lambda: [node()], lambda: 0))
+    labels = 'engine="decode-0",model_name="tiny"'
+    for place, count in enumerate((9, 4)):
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        assert got[f'{name}{{{labels},position="{place}",role="decode"}}'] == count
+    assert got[f'tandem_phase_seconds_total{{{labels},phase="verify",role="decode"}}'] == 2.0
+    assert got[f'tandem_phase_seconds_total{{{labels},phase="draft",role="decode"}}'] == 0.5
+
+
+def test_a_node_without_a_load_report_counts_as_empty_in_metrics() -> None:
+    metrics = RouterMetrics("tiny", lambda: [node()], lambda: 0)
+    assert series(metrics)['vllm:kv_cache_usage_perc{engine="decode-0",model_name="tiny",role="decode"}'] == 0
+
+
+def test_requests_are_counted_by_outcome() -> None:
+    metrics = RouterMetrics("tiny", list, lambda: 0)
+    for outcome in ("stop", "length", "stop"):
+        finished(metrics, outcome)
+    finished(metrics, "error: node_lost", first=None)
+    finished(metrics, "client gone")
+    got = series(metrics)
+    assert got['vllm:request_success_total{finished_reason="stop",model_name="tiny"}'] == 2
+    assert got['vllm:request_success_total{finished_reason="length",model_name="tiny"}'] == 1
+    assert got['tandem_request_errors_total{code="node_lost"}'] == 1
+    assert got['tandem_request_errors_total{code="client_gone"}'] == 1
+    assert got['vllm:time_to_first_token_seconds_count{model_name="tiny"}'] == 4
+    assert got['vllm:e2e_request_latency_seconds_count{model_name="tiny"}'] == 3
+    assert got['vllm:request_generation_tokens_sum{model_name="tiny"}'] == 9
+
+
+def test_every_name_is_given_once() -> None:
+    metrics = RouterMetrics("tiny", lambda: [node(total_pages=1)], lambda: 0)
+    names = [line.split()[2] for line in metrics.render().decode().splitlines() if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))

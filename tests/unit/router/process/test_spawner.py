@@ -1,0 +1,118 @@
+"""Processes are started by the spawn process, so the router's event loop never waits for a fork."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from typing import Any, Never
+
+import pytest
+
+from router.process import spawner as spawner_module
+from router.process.spawner import Child, Spawner
+from tests.fakes.waiting import PATIENCE, eventually
+
+ECHO = "import socket; s = socket.socket(fileno=0); s.sendall(s.recv(99))"
+
+
+async def started(spawner: Spawner, program: str, **options: Any) -> tuple[Child, socket.socket]:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(PATIENCE)
+    try:
+        with theirs:
+            return await spawner.start(("-c", program), theirs, **options), ours
+    except OSError:
+        ours.close()
+        raise
+
+
+async def test_a_process_has_a_channel_and_its_end_is_reported(spawner: Spawner) -> None:
+    child, channel = await started(spawner, ECHO)
+    with channel:
+        assert child.returncode is None
+        channel.sendall(b"hello")
+        assert await asyncio.to_thread(channel.recv, 99) == b"hello"
+        assert await child.wait() == child.returncode == 0
+        assert channel.recv(99) == b"", "no other process holds the channel's other end"
+
+
+async def test_it_prints_into_the_channel_with_the_environment_that_it_is_given(spawner: Spawner) -> None:
+    program = "import os; print(os.environ['A'], 'PATH' in os.environ)"
+    child, channel = await started(spawner, program, environment={"A": "b"}, answers=True)
+    with channel:
+        assert await child.wait() == 0
+        assert channel.recv(99) == b"b True\n"
+
+
+async def test_the_event_loop_starts_nothing_itself(
+    spawner: Spawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await spawner.open()
+
+    async def refuse(*_: object, **__: object) -> Never:
+        raise AssertionError("a process is started on the event loop")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    for _ in range(3):
+        child, channel = await started(spawner, "pass")
+        channel.close()
+        assert await child.wait() == 0
+
+
+async def test_a_signal_shows_in_the_code(spawner: Spawner) -> None:
+    child, channel = await started(spawner, "import time; time.sleep(3600)")
+    with channel:
+        child.kill()
+        assert await child.wait() == -signal.SIGKILL
+        child.kill()
+
+
+async def test_a_program_that_cannot_run_is_an_error(spawner: Spawner) -> None:
+    with pytest.raises(OSError, match="embedded null"):
+        await started(spawner, "x", environment={"A": "\0"})
+    child, channel = await started(spawner, "pass")
+    channel.close()
+    assert await child.wait() == 0
+
+
+async def test_the_death_of_the_process_that_starts_others_ends_nothing_else(spawner: Spawner) -> None:
+    child, channel = await started(spawner, ECHO)
+    with channel:
+        first = spawner.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        # The process that could report its end is dead.
+        assert await child.wait() == -signal.SIGKILL
+        child.kill()
+        channel.sendall(b"hello")
+        assert await asyncio.to_thread(channel.recv, 99) == b"hello"
+    child, channel = await started(spawner, "pass")
+    channel.close()
+    assert await child.wait() == 0
+    assert spawner.pid != first
+
+
+async def test_one_that_hangs_is_replaced(spawner: Spawner, monkeypatch: pytest.MonkeyPatch) -> None:
+    await spawner.open()
+    assert spawner.pid is not None
+    os.kill(spawner.pid, signal.SIGSTOP)
+    monkeypatch.setattr(spawner_module, "START_SECONDS", 0.05)
+    with pytest.raises(OSError, match="did not answer"):
+        await started(spawner, ECHO)
+    monkeypatch.undo()
+    child, channel = await started(spawner, "pass")
+    channel.close()
+    assert await child.wait() == 0
+
+
+async def test_it_ends_with_the_router() -> None:
+    spawner = Spawner()
+    child, channel = await started(spawner, "import socket; socket.socket(fileno=0).recv(1)")
+    process = spawner.pid
+    await spawner.close()
+    await spawner.close()
+    assert not os.path.exists(f"/proc/{process}")
+    channel.close()
+    await eventually(lambda: not os.path.exists(f"/proc/{child.pid}/exe"))

@@ -1,0 +1,65 @@
+"""The nesting depth of a body is found in one pass, whatever it contains."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidRequest
+from router.requests import json_body
+from router.requests.json_body import MAX_DEPTH, check_depth
+
+NASTY = st.text(alphabet='[]{}"\\/a', max_size=12)
+VALUES = st.recursive(
+    st.none() | NASTY, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NASTY, inner, max_size=3)
+)
+
+
+def depth_of(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(depth_of, value.values()), default=0)
+    return 1 + max(map(depth_of, value), default=0) if isinstance(value, list) else 0
+
+
+@given(VALUES, st.integers(1, 7), st.integers(0, 4))
+def test_the_depth_is_that_of_the_value(value: Any, piece: int, limit: int) -> None:
+    """This holds wherever escapes and strings are split."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_body, "PIECE", piece)
+        patch.setattr(json_body, "MAX_DEPTH", limit)
+        raw = msgspec.json.encode(value)
+        if depth_of(value) <= limit:
+            check_depth(raw)
+            return
+        with pytest.raises(InvalidRequest, match=f"more than {limit} levels"):
+            check_depth(raw)
+
+
+SIZE = 1 << 20
+HOSTILE = {
+    "an open string of escapes": b"[" * MAX_DEPTH + b'"' + rb"\"" * (SIZE // 2),
+    "backslashes": b"[" * MAX_DEPTH + b'"' + b"\\" * SIZE,
+    "open and shut": b"[" + b"[]," * (SIZE // 3) + b"0]",
+    "empty strings": b"[" * MAX_DEPTH + b'"",' * (SIZE // 3),
+    "strings of brackets": b"[" + b'"[",' * (SIZE // 4) + b"0]",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_the_check_takes_one_pass(kind: str) -> None:
+    """A backtracking pattern would take minutes for the first of these bodies."""
+    started = time.thread_time()
+    check_depth(HOSTILE[kind])
+    assert time.thread_time() - started < 40
+
+
+def test_deep_bodies_are_refused_wherever_that_shows() -> None:
+    for raw in (b"[" * SIZE, b"[" * SIZE + b"]" * SIZE, b"[" + b"[]," * 100_000 + b"[" * MAX_DEPTH):
+        for body in (raw, bytearray(raw)):
+            with pytest.raises(InvalidRequest, match="more than 64"):
+                check_depth(body)

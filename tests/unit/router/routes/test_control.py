@@ -1,0 +1,100 @@
+"""Tests /abort_request, /flush_cache and /load over HTTP: what each client may do."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router.auth.gates import KeyGate, OpenGate
+from router.auth.keys import KeyRing
+from router.auth.limits import Quotas
+from router.auth.origin import Cors, HostRule
+from router.http.client import View
+from tests.fakes.api_keys import api_key, bearer
+from tests.fakes.clock import Clock
+from tests.unit.router.auth.test_gates import NOW, key_gate
+from tests.unit.router.conftest import Rig, Serve
+from tests.unit.router.dispatch.test_running_requests import flight
+
+
+async def send(
+    rig: Rig, path: str, body: Any = None, headers: dict[str, str] | None = None
+) -> tuple[int, str]:
+    async with rig.session.post(rig.url + path, json=body, headers=headers) as response:
+        return response.status, await response.text()
+
+
+async def load(rig: Rig, headers: dict[str, str] | None = None) -> int:
+    async with rig.session.get(rig.url + "/load", headers=headers) as response:
+        assert response.status == 200
+        return int((await response.json())["server_load"])
+
+
+async def test_a_key_reaches_its_own_requests_only(serve: Serve) -> None:
+    rig = await serve(gate=key_gate())
+    mine, other = flight("r1", "team-a"), flight("r1", "team-c")
+    for each in (mine, other, flight("r2", "team-c")):
+        rig.running.add(each)
+    rig.active = 3
+    assert (await load(rig, bearer("secret-a")), await load(rig, bearer("secret-ops"))) == (1, 3)
+    # an unknown id is no error: the request may just have ended
+    assert await send(rig, "/abort_request", {"rid": "r2"}, bearer("secret-a")) == (200, "")
+    assert await send(rig, "/abort_request", {"rid": "chatcmpl-r1"}, bearer("secret-a")) == (200, "")
+    assert (mine.aborted, other.aborted) == (True, False)
+    for path, body in (("/abort_request", {"abort_all": True}), ("/flush_cache", None)):
+        status, text = await send(rig, path, body, bearer("secret-a"))
+        assert status == 403
+        assert "scope admin" in text
+    assert not other.aborted
+    assert await send(rig, "/abort_request", {"abort_all": True}, bearer("secret-ops")) == (200, "")
+    assert other.aborted
+    rig.active = 0
+    assert (await send(rig, "/flush_cache", None, bearer("secret-ops")))[0] == 200
+
+
+async def test_a_client_at_its_limit_can_abort(serve: Serve) -> None:
+    key = api_key("secret-a", "team-a", concurrency=1)
+    quotas = Quotas(Clock())
+    quotas.of(key).occupy(1)
+    rig = await serve(gate=KeyGate(KeyRing([key], lambda: NOW), quotas, None, False, False))
+    headers = bearer("secret-a")
+    assert (await send(rig, "/tokenize", {"prompt": "x"}, headers))[0] == 429
+    assert await send(rig, "/abort_request", {"rid": "r1"}, headers) == (200, "")
+
+
+async def test_open_clusters_on_public_addresses_share_no_rights(serve: Serve) -> None:
+    rig = await serve(gate=OpenGate(HostRule(("x",), Cors(())), View.SERVICE, open_metrics=False))
+    rig.active = 2
+    assert await load(rig) == 0
+    assert (await send(rig, "/flush_cache"))[0] == 403
+    assert not rig.flushes
+
+
+@pytest.mark.parametrize("body", [{}, {"rid": None}, {"rid": ""}, {"rid": 5}, {"rid": "x" * 257}])
+async def test_an_abort_names_a_request(rig: Rig, body: Any) -> None:
+    status, answer, _ = await rig.post("/abort_request", body)
+    assert (status, answer["error"]["param"]) == (400, "rid")
+
+
+async def test_a_flush_needs_an_idle_cluster(rig: Rig) -> None:
+    rig.active = 1
+    status, text = await send(rig, "/flush_cache")
+    assert (status, rig.flushes) == (400, 0)
+    assert "requests are in flight" in text
+    waiting = asyncio.create_task(send(rig, "/flush_cache?timeout=60"))
+    await asyncio.sleep(0.1)
+    rig.active = 0
+    assert (await waiting)[0] == 200
+    rig.unreached = ["decode-0"]
+    status, text = await send(rig, "/flush_cache")
+    assert (status, rig.flushes) == (503, 2)
+    assert "decode-0" in text
+
+
+@pytest.mark.parametrize("timeout", ["-1", "nan", "inf", "61", "x", ""])
+async def test_a_timeout_is_bounded(rig: Rig, timeout: str) -> None:
+    status, text = await send(rig, f"/flush_cache?timeout={timeout}")
+    assert status == 400
+    assert "timeout must be a number from 0 to 60" in text

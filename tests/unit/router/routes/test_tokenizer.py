@@ -1,0 +1,111 @@
+"""Tests /tokenize, /detokenize and /tokenizer_info."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.tokens.tokenizer_info import MAX_BYTES, tokenizer_info
+from tests.unit.router.conftest import TINY, Rig
+from tests.unit.router.scripted_generator import one_by_one
+
+
+async def test_tokenize_and_back(rig: Rig) -> None:
+    text = "Hello é€\0 world"
+    status, found, _ = await rig.post("/tokenize", {"model": "tiny-target", "prompt": text})
+    assert status == 200
+    assert found["tokens"][0] == 1
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 4096)
+    _, plain, _ = await rig.post("/tokenize", {"prompt": text, "add_special_tokens": False})
+    assert plain["tokens"] == found["tokens"][1:]
+    for skip, shown in ((False, "<|bos|>" + text), (True, text)):
+        _, back, _ = await rig.post("/detokenize", {"tokens": found["tokens"], "skip_special_tokens": skip})
+        assert back == {"prompt": shown}
+    _, back, _ = await rig.post("/detokenize", {"tokens": []})
+    assert back == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "messages"),
+        ("/tokenize", {"messages": []}, "messages"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": 1}},
+            "chat_template_kwargs.a",
+        ),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": [{"type": "video"}]}]},
+            "messages[0].content[0]",
+        ),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages[0].audio"),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
+        ("/tokenize", b'{"prompt":"\\ud800"}', None),
+        ("/tokenize", b'{"prompt":"\xff"}', None),
+        ("/tokenize", b"[" * 100_000, None),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [704]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [10**30]}, "tokens"),
+        ("/detokenize", {"tokens": [True]}, "tokens[0]"),
+        ("/detokenize", {"tokens": "x"}, "tokens"),
+    ],
+)
+async def test_refusals(rig: Rig, path: str, body: Any, param: str | None) -> None:
+    status, answer, _ = await rig.post(path, body)
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+async def test_messages_give_the_prompt_of_a_chat(rig: Rig) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    rig.generator.will(*one_by_one([5]))
+    await rig.post("/v1/chat/completions", {"messages": messages})
+    status, found, _ = await rig.post("/tokenize", {"messages": messages})
+    assert status == 200
+    assert found["tokens"] == rig.generator.requests[0].token_ids
+    opened = [*messages, {"role": "assistant", "content": "Hi"}]
+    for end in ({"add_generation_prompt": False}, {"continue_final_message": True}):
+        await rig.post("/v1/chat/completions", {"messages": opened, **end})
+        _, ended, _ = await rig.post("/tokenize", {"messages": opened, **end})
+        assert ended["tokens"] == rig.generator.requests[-1].token_ids
+    _, special, _ = await rig.post("/tokenize", {"messages": messages, "add_special_tokens": True})
+    assert special["tokens"] == [1, *found["tokens"]]
+
+
+async def test_token_strings_are_entries_of_the_vocabulary(rig: Rig) -> None:
+    _, found, _ = await rig.post("/tokenize", {"prompt": " a", "return_token_strs": True})
+    assert found["token_strs"] == ["<|bos|>", "\u0120a"]
+    _, found, _ = await rig.post("/tokenize", {"prompt": " a"})
+    assert found["token_strs"] is None
+
+
+async def test_tokenizer_info(rig: Rig) -> None:
+    async with rig.session.get(rig.url + "/tokenizer_info") as response:
+        found = await response.json()
+    assert (found["tokenizer_class"], found["eos_token"]) == ("PreTrainedTokenizerFast", "<|end|>")
+    assert found["chat_template"] == (TINY / "chat_template.jinja").read_text()
+
+
+def test_tokenizer_info_is_bounded_and_names_no_files(tmp_path: Path) -> None:
+    given = {
+        "added_tokens_decoder": {str(i): {"content": "x" * 100} for i in range(20_000)},
+        "name_or_path": "/secret",
+        "vocab_file": "/secret",
+        "eos_token": "</s>",
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    answer = tokenizer_info(tmp_path, tmp_path / "own.jinja")
+    assert len(answer) < MAX_BYTES
+    assert json.loads(answer) == {
+        "eos_token": "</s>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": "{{ messages }}",
+    }
