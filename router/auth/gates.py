@@ -19,10 +19,9 @@ from common.observability.logs import Log
 from router.auth.keys import KeyRing
 from router.auth.limits import UNLIMITED, Quota, QuotaClaim, Quotas
 from router.auth.origin import Cors, HostRule
-from router.http.client import Client, View, client_key
+from router.http.client import Client, View, client_address, client_key
 from router.http.direct_answer import listener_headers_key
 from router.http.errors import request_id_key
-from router.server.sockets import client_address
 
 METRICS = "/metrics"
 # Routes that orchestrators call without a key.

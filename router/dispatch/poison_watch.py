@@ -1,6 +1,6 @@
 """Keeps a request that crashes nodes from crashing the whole fleet: refuses, isolates and clears requests.
 
-`router.dispatch.suspects` decides which request is to blame; this module applies its verdicts to the requests in flight.
+`suspects.py` decides which request is to blame; this module applies its verdicts to the requests in flight.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The socket of a process closes when it crashes. Its requests are placed again, a
 - First crash: every request on the node is suspected. All of them continue at once, wherever there is room.
 - A crash under suspects: those with the most crashes are to blame. If there is only one, it is quarantined. If there
   are several, each gets one more crash, and from then on they run in isolation (`needs_isolation`): one at a time, or
-  in a few groups if they are many (`router.dispatch.isolation`), which a further crash divides again.
+  in a few groups if they are many (`isolation.py`), which a further crash divides again.
 - A crash under a quarantined request that was running there before its quarantine makes no other request a suspect.
 - A request that gets past the position at which its node crashed, or ends, is cleared.
 

@@ -1,10 +1,12 @@
-"""The identity of a client, as a gate of router.auth.gates has established it and handlers may see it."""
+"""The identity of a client, as a gate (router/auth) has established it and handlers may see it."""
 
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import msgspec
 from aiohttp import web
@@ -39,3 +41,17 @@ def cache_salt(tenant: str, asked: str | None) -> bytes:
     if not tenant and asked is None:
         return b""
     return hashlib.sha256(msgspec.msgpack.encode((tenant, asked))).digest()[:16]
+
+
+@lru_cache(maxsize=4096)
+def client_address(text: str) -> str:
+    """Return one name per client: for IPv6 its /64 network, because one host may have all addresses of it."""
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return text
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return text if address.is_loopback else str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))

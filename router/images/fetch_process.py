@@ -3,7 +3,7 @@
     python -m router.images.fetch_process      its standard input is a socket to the router; it runs until that closes
 
 The router sends `FetchSettings` first, which the process answers with a `Fetched` once it is ready, and then one
-`Wanted` per image; answers come in any order. The process applies all rules of image_fetch.py. The router asks only
+`Wanted` per image; answers come in any order. The process applies all rules of `fetch.py`. The router asks only
 for addresses that these rules allow.
 """
 

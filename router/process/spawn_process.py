@@ -1,6 +1,8 @@
 """Starts the router's child processes: starting one in the router would block its event loop until the child runs.
 
-    python -m router.process.spawn_process      standard input is the router's socket (SOCK_SEQPACKET); runs until it closes
+    python -m router.process.spawn_process
+
+Its standard input is the router's socket (SOCK_SEQPACKET); it runs until that closes.
 
 A `Start` carries one file descriptor: the channel between the router and the new process. It is answered by a
 `Started` and, when the process has ended, by an `Ended`. The processes see from their channels when the router ends.

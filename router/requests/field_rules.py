@@ -1,4 +1,4 @@
-"""Rules for fields of a request body that the schema in `openai_schema` does not declare.
+"""Rules for fields of a request body that the schema in `openai_schema.py` does not declare.
 
 Three kinds of names: fields that never change an answer are ignored silently; fields of OpenAI, vLLM and SGLang that
 tandem does not serve are refused by name, because ignoring them would change the answer; unknown names are ignored with

@@ -13,9 +13,9 @@ import ssl
 from collections.abc import Callable, Sequence
 
 from common.observability.logs import Log
+from router.http.client import client_address
 from router.server.connections import ConnectionLimit
 from router.server.handshakes import TlsHandshakes
-from router.server.sockets import client_address
 
 ACCEPTED_PER_TURN = 8  # per listening socket
 RETRY_SECONDS = 1.0  # after the process or the host has run out of descriptors or memory

@@ -1,17 +1,16 @@
-"""The sockets of HTTP listeners: TLS, the admin socket, and the names of clients."""
+"""The sockets of HTTP listeners: TLS, the admin socket, and the address of a peer."""
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import socket
 import ssl
 import stat
-from functools import lru_cache
 from pathlib import Path
 
 from common.errors import ConfigError
+from router.http.client import client_address
 
 BACKLOG = 1024
 
@@ -98,17 +97,3 @@ def peer_of(transport: asyncio.BaseTransport | None) -> str | None:
     """Return the address of the peer; None on a Unix socket, which has none."""
     peer = transport.get_extra_info("peername") if transport is not None else None
     return client_address(str(peer[0])) if isinstance(peer, tuple) else None
-
-
-@lru_cache(maxsize=4096)
-def client_address(text: str) -> str:
-    """Return one name per client: for IPv6 its /64 network, because one host may have all addresses of it."""
-    try:
-        address = ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:
-        return text
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(address)
-    if address.ipv4_mapped is not None:
-        return str(address.ipv4_mapped)
-    return text if address.is_loopback else str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))

@@ -2,7 +2,8 @@
 
 A template comes with a model from an untrusted author, and its loops run over what a client sent. Loops and calls draw
 from a budget per rendering; operators, filters and methods that can expand their input are capped. What cannot be
-capped here (comparing two deeply nested lists) is stopped by the limits of the rendering process: see text_process.py.
+capped here (comparing two deeply nested lists) is stopped by the limits of the process that renders
+(`router/text/process.py`).
 """
 
 from __future__ import annotations

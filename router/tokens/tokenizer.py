@@ -51,7 +51,10 @@ class Tokenizer:
         return max(vocabulary.values(), default=-1) + 1
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Tokenize. Lone surrogates become U+FFFD. Megabytes of text take seconds and gigabytes: see text_work.py."""
+        """Tokenize. Lone surrogates become U+FFFD.
+
+        Megabytes of text take seconds and gigabytes, so large texts are encoded in text workers (`router/text`).
+        """
         text = _without_surrogates(text)
         # The fast variant skips offsets, which nothing here needs.
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)

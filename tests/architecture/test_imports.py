@@ -229,6 +229,25 @@ def test_no_cycles() -> None:
     assert not cycles, "\n".join(" <-> ".join(cycle) for cycle in cycles)
 
 
+def test_no_cycles_between_folders_of_the_router() -> None:
+    """A folder can then be read with those that it imports, and without those that import it."""
+    graph: dict[str, set[str]] = {}
+    for name, module in MODULES.items():
+        if (folder := _folder(name)) is not None:
+            found = {_folder(target) for target in imported(module, MODULES, run=False)}
+            graph.setdefault(folder, set()).update(each for each in found - {folder} if each is not None)
+    cycles = [sorted(group) for group in _components(graph) if len(group) > 1]
+    assert len(graph) > 10
+    assert not cycles, "\n".join(" <-> ".join(cycle) for cycle in cycles)
+
+
+def _folder(name: str) -> str | None:
+    """Return the folder of a module of the router, or None for modules outside folders."""
+    parts = name.split(".")
+    is_package = len(parts) == 2 and MODULES[name].place.endswith("__init__.py")
+    return parts[1] if parts[0] == "router" and (len(parts) > 2 or is_package) else None
+
+
 def _components(graph: dict[str, set[str]]) -> list[set[str]]:
     """Return the strongly connected components (Tarjan)."""
     index: dict[str, int] = {}

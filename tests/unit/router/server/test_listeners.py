@@ -18,10 +18,11 @@ from common.observability.logs import Log
 from router.app import RouterApp
 from router.build import build
 from router.from_config import http_plan
+from router.http.client import client_address
 from router.server.accepting import ACCEPTED_PER_TURN
 from router.server.connections import ConnectionLimit
 from router.server.listeners import HttpListeners
-from router.server.sockets import TlsFiles, client_address, owner_socket
+from router.server.sockets import TlsFiles, owner_socket
 from tests.fakes.api_keys import api_key, bearer
 from tests.fakes.tls_files import AUTHORITY, copy_certificates
 from tests.fakes.turn_count import counting_turns
