@@ -1,1 +1,1 @@
-"""What a request may say: the fields of bodies, their ranges and the rules for unknown fields."""
+"""The fields of request bodies: their types, their ranges, and the rules for unknown fields."""

@@ -239,9 +239,8 @@ async def test_a_new_request_leaves_a_full_queue_for_another_node(role: Role) ->
 async def test_shutdown_reaches_requests_that_are_between_nodes(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "router.dispatch.retries.FULL_QUEUE_SECONDS", 2 * PATIENCE
-    )  # only the end ends a pause
+    # Only the shutdown ends a pause.
+    monkeypatch.setattr("router.dispatch.retries.FULL_QUEUE_SECONDS", 2 * PATIENCE)
     async with router_rig(placement_wait=300.0) as rig:
         prefill, decode = await rig.pair()
         client = rig.client([1])
