@@ -312,7 +312,7 @@ class DecodeNode:
             )
             return
         record = event.record
-        draft = DraftRow(record.draft_topk_p, record.draft_topk_ids, record.draft_hidden)
+        draft = DraftRow(record.draft_topk_probs, record.draft_topk_ids, record.draft_hidden)
         if not draft.fits(self._draft) or record.draft_hidden_dtype != self._draft.dtype_name:
             self._fail(
                 request,

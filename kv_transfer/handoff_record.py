@@ -39,15 +39,15 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     cached_tokens: Count = 0  # of num_tokens: found in the prefill node's prefix cache
     # u64 little-endian, one per page sent and one for the state if there is any; filled in by Sender
     checksums: bytes = b""
-    draft_topk_p: tuple[float, ...] = ()  # [topk or topk * steps]
+    draft_topk_probs: tuple[float, ...] = ()  # [topk or topk * steps]
     draft_topk_ids: tuple[int, ...] = ()  # same length
     draft_hidden: bytes = b""  # [hidden width] of draft_hidden_dtype
     draft_hidden_dtype: HiddenDtype = ""
 
     def __post_init__(self) -> None:
-        if len(self.draft_topk_p) != len(self.draft_topk_ids):
+        if len(self.draft_topk_probs) != len(self.draft_topk_ids):
             raise ValueError(
-                f"{len(self.draft_topk_p)} draft probabilities, {len(self.draft_topk_ids)} tokens"
+                f"{len(self.draft_topk_probs)} draft probabilities, {len(self.draft_topk_ids)} tokens"
             )
         if len(self.checksums) % 8:
             raise ValueError(f"{len(self.checksums)} bytes of checksums: not a multiple of 8")

@@ -128,7 +128,7 @@ class MultiLayerPrefill:
             given = module.forward(self._batch(batch, windows, drawn), hidden)
             if sampled is not None:
                 state = module.propose(send_one(windows.last_rows, hidden.device), given)
-                probs, drawn = [*probs, state.probs], torch.cat((drawn, state.ids.T))
+                probs, drawn = [*probs, state.draft_topk_probs], torch.cat((drawn, state.draft_topk_ids.T))
             hidden, before = given.hidden, windows
             if step < keep.shape[1]:
                 # The next module reads this in the row before its first unverified one.

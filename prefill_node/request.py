@@ -132,8 +132,8 @@ class PrefillRequest:
             first_logprob=self.first_token.logprob,
             num_tokens=self.num_tokens,
             cached_tokens=self.lease.cached_tokens,
-            draft_topk_p=self.draft.probs,
-            draft_topk_ids=self.draft.ids,
+            draft_topk_probs=self.draft.draft_topk_probs,
+            draft_topk_ids=self.draft.draft_topk_ids,
             draft_hidden=self.draft.hidden,
             draft_hidden_dtype=hidden_dtype,
         )

@@ -51,7 +51,7 @@ class LaunchedPrefill:
         tokens = read_tokens(self.sampled, [draw.sampling.logprobs for draw in self.draws])
         if self.draft is None:
             return [Drawn(token, NO_DRAFT) for token in tokens]
-        rows = draft_rows(self.draft.probs, self.draft.ids, self.draft.hidden)
+        rows = draft_rows(self.draft)
         return [Drawn(token, row) for token, row in zip(tokens, rows, strict=True)]
 
 

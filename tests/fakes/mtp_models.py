@@ -108,7 +108,7 @@ def eager_rows(name: str, steps: int, text: tuple[int, ...]) -> tuple[list[int],
     known, hidden = list(text), hidden_states(list(text[:-1]))
     for step, module in enumerate(runner.modules):
         given = module.forward(one_page(known[1 + step : 1 + step + len(hidden)]), hidden)
-        known.append(int(module.propose(torch.tensor([len(hidden) - 1]), given).ids))
+        known.append(int(module.propose(torch.tensor([len(hidden) - 1]), given).draft_topk_ids))
         hidden = given.hidden
     planes = [plane(module)[1] for module in range(steps) for plane in (pool.key, pool.value)]
     return known[len(text) :], [plane[: len(text) - 1].clone() for plane in planes]
@@ -165,7 +165,7 @@ class ObservedModules(Watched):
 
     def watch(self, index: int, text: list[int], rest: list[int]) -> None:
         request = self.told.requests[index]
-        drafts = self._relay.draft.ids[request.row]
+        drafts = self._relay.draft.draft_topk_ids[request.row]
         assert not self._relay.draft.hidden[0].any(), "padding has stored hidden states"
         if rest:  # past the end there are no pages and no draft that could be emitted
             planes = self.draft_kv(index, len(text) - 1)

@@ -30,7 +30,7 @@ def test_a_save_waits_for_the_steps_before_it_and_not_for_those_after_it() -> No
         for layer in range(4):
             pool.key(layer)[1:41] = layer + 1
             pool.value(layer)[1:41] = index[:, None, None, None].to(torch.bfloat16)
-        relay.draft.probs[1] = probabilities
+        relay.draft.draft_topk_probs[1] = probabilities
 
     # Loads all kernels, which waits for the device the first time that each is called, and pins memory.
     step_before()
@@ -62,7 +62,7 @@ def test_a_save_waits_for_the_steps_before_it_and_not_for_those_after_it() -> No
     for layer in range(4):
         assert (pool.key(layer)[52:90] == layer + 1).all()
         assert (pool.value(layer)[52:90] == index[2:, None, None, None]).all()
-    assert relay.draft.probs[2].tolist() == [0.5, 0.25]
+    assert relay.draft.draft_topk_probs[2].tolist() == [0.5, 0.25]
 
 
 def test_a_load_follows_its_save_on_the_device() -> None:

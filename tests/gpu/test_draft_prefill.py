@@ -73,8 +73,8 @@ def compare(name: str, poisoned: bool, device: torch.device, backend: Backend) -
         batch = replace(batch, logits_rows=(batch.query_start[1:] - 1).to(torch.int64))
         hidden = torch.randn(sum(lengths), target_width(config), device=device)
         actual, expected = graphed(batch, hidden), eager.extend(batch, hidden)
-        assert torch.equal(actual.ids[:, 0], expected.ids[:, 0])
-        torch.testing.assert_close(actual.probs, expected.probs, atol=1e-4, rtol=0)
+        assert torch.equal(actual.draft_topk_ids[:, 0], expected.draft_topk_ids[:, 0])
+        torch.testing.assert_close(actual.draft_topk_probs, expected.draft_topk_probs, atol=1e-4, rtol=0)
         torch.testing.assert_close(actual.hidden, expected.hidden, atol=1e-3, rtol=0)
         driver.run(rows, lengths)
     for ours, theirs in zip(

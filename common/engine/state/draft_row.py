@@ -35,13 +35,17 @@ NO_DRAFT_SHAPE = DraftShape()
 class DraftRow:
     """The draft's part of one row."""
 
-    probs: tuple[float, ...] = ()  # [topk]
-    ids: tuple[int, ...] = ()  # [topk]
+    draft_topk_probs: tuple[float, ...] = ()  # [topk]
+    draft_topk_ids: tuple[int, ...] = ()  # [topk]
     hidden: bytes = b""  # [hidden] of the draft's dtype
 
     def fits(self, shape: DraftShape) -> bool:
-        sizes = len(self.ids) == len(self.probs) == shape.topk and len(self.hidden) == shape.hidden_bytes
-        return sizes and all(0 <= token < shape.vocab for token in self.ids)
+        """Return whether the sizes are those of `shape` and all ids are in its vocabulary."""
+        return (
+            len(self.draft_topk_ids) == len(self.draft_topk_probs) == shape.topk
+            and len(self.hidden) == shape.hidden_bytes
+            and all(0 <= token < shape.vocab for token in self.draft_topk_ids)
+        )
 
 
 NO_DRAFT = DraftRow()

@@ -26,10 +26,11 @@ def hidden_dtype(dtype: torch.dtype) -> HiddenDtype:
     return cast("HiddenDtype", str(dtype).removeprefix("torch."))
 
 
-def draft_rows(probs: torch.Tensor, ids: torch.Tensor, hidden: torch.Tensor) -> list[DraftRow]:
-    """Convert device rows [R, k], [R, k], [R, H]. Waits for the device."""
-    raw = hidden.cpu().contiguous().view(torch.uint8).numpy()
-    return [DraftRow(tuple(p), tuple(i), h.tobytes()) for p, i, h in zip(probs.tolist(), ids.tolist(), raw)]
+def draft_rows(draft: DraftInput) -> list[DraftRow]:
+    """Convert device rows. Waits for the device."""
+    probs, ids = draft.draft_topk_probs.tolist(), draft.draft_topk_ids.tolist()
+    hidden = draft.hidden.cpu().contiguous().view(torch.uint8).numpy()
+    return [DraftRow(tuple(p), tuple(i), h.tobytes()) for p, i, h in zip(probs, ids, hidden)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +124,20 @@ class RelayState:
 
     def write_draft_row(self, row: int, draft: DraftRow) -> None:
         """Set the draft's part of a row; no-op for a request without one."""
-        if draft.ids:
-            probs, ids = np.asarray(draft.probs, dtype=np.float32), np.asarray(draft.ids, dtype=np.int64)
+        if draft.draft_topk_ids:
+            probs = np.asarray(draft.draft_topk_probs, dtype=np.float32)
+            ids = np.asarray(draft.draft_topk_ids, dtype=np.int64)
             # A copy, because torch does not accept read-only memory.
             hidden = np.frombuffer(draft.hidden, dtype=np.uint8).copy()
             # Pinned, since a copy from pageable memory would wait for the running step.
-            sent = send((probs, ids, hidden), self.draft.probs.device)
-            self.draft.probs[row], self.draft.ids[row] = sent[0], sent[1]
+            sent = send((probs, ids, hidden), self.draft.draft_topk_probs.device)
+            self.draft.draft_topk_probs[row], self.draft.draft_topk_ids[row] = sent[0], sent[1]
             if draft.hidden:
                 self.draft.hidden[row] = sent[2].view(self.draft.hidden.dtype)
 
     @property
     def _draft_columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.draft.probs, self.draft.ids, self.draft.hidden
+        return self.draft.draft_topk_probs, self.draft.draft_topk_ids, self.draft.hidden
 
     def draft_input(self, rows: torch.Tensor) -> DraftInput:
         """Return the inputs of the draft in rows [R]."""
@@ -143,15 +145,17 @@ class RelayState:
 
     def write_draft(self, rows: torch.Tensor, draft: DraftInput) -> None:
         """Set the draft's next inputs in rows [R]; padding rows 0 stay zero."""
-        self.write_proposal(rows, draft.probs, draft.ids)
+        self.write_proposal(rows, draft.draft_topk_probs, draft.draft_topk_ids)
         live = (rows > 0)[:, None]
         self.draft.hidden.index_copy_(0, rows, torch.where(live, draft.hidden, 0))
 
-    def write_proposal(self, rows: torch.Tensor, probs: torch.Tensor, ids: torch.Tensor) -> None:
+    def write_proposal(
+        self, rows: torch.Tensor, draft_topk_probs: torch.Tensor, draft_topk_ids: torch.Tensor
+    ) -> None:
         """Set only the drafts: a multi-layer draft stores its hidden states itself (ops/keep_hidden)."""
         live = (rows > 0)[:, None]
-        self.draft.probs.index_copy_(0, rows, torch.where(live, probs, 0))
-        self.draft.ids.index_copy_(0, rows, torch.where(live, ids, 0))
+        self.draft.draft_topk_probs.index_copy_(0, rows, torch.where(live, draft_topk_probs, 0))
+        self.draft.draft_topk_ids.index_copy_(0, rows, torch.where(live, draft_topk_ids, 0))
 
     def copy_draft_out(self, row: int) -> list[torch.Tensor]:
         """Copy the draft's part of a row to the host; on a GPU it is readable once the stream reaches this point."""

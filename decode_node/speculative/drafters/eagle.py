@@ -74,11 +74,11 @@ class ChainGrowth:
         """Step i reads draft i at position seq_len + i - 1. The first draft needs no step."""
         if not self.steps:
             return
-        state, drafts = start, [start.ids[:, 0]]
+        state, drafts = start, [start.draft_topk_ids[:, 0]]
         for forward in batch.singles(self.steps - 1):
             forward.input_ids = drafts[-1]
             state = self._runner.step(forward, state.hidden)
-            drafts.append(state.ids[:, 0])
+            drafts.append(state.draft_topk_ids[:, 0])
         tree.tokens[:, 1:] = torch.stack(drafts, dim=1)
 
     def force(self, forced: Tensor, tree: TreeVerifyInput) -> None:

@@ -31,10 +31,11 @@ class TreeGrowth:
     def grow(self, batch: Round, start: DraftInput, tree: TreeVerifyInput) -> None:
         """Grow the tree. The k rows of a level attend to the prefix and to their own ancestors in earlier levels."""
         count, k, width = batch.count, self._topk, start.hidden.shape[1]
-        scores, tokens = [start.probs], [start.ids]
+        scores, tokens = [start.draft_topk_probs], [start.draft_topk_ids]
         parents = [(batch.index[: k + 1] - 1).expand(count, -1)]
         # of the k paths
-        ids, score, hidden = start.ids, start.probs, start.hidden[:, None].expand(-1, k, -1)
+        ids, score = start.draft_topk_ids, start.draft_topk_probs
+        hidden = start.hidden[:, None].expand(-1, k, -1)
         index, rows = batch.index[:k], batch.index[: count * k]
         own = (index[:, None] == index).expand(count, -1, -1)
         above = own[:, :, :0]  # [R, k, slots so far]: the slots that the end of each path attends to
@@ -42,8 +43,8 @@ class TreeGrowth:
             above = torch.cat((above, own), 2)
             depth = (batch.index[level - 1 : level]).expand(k)
             state = self._runner.step(batch.window(ids, depth, above, rows), hidden.flatten(0, 1))
-            grown = (score[:, :, None] * state.probs.view(count, k, k)).view(count, k * k)
-            following = state.ids.view(count, k * k)
+            grown = (score[:, :, None] * state.draft_topk_probs.view(count, k, k)).view(count, k * k)
+            following = state.draft_topk_ids.view(count, k * k)
             scores.append(grown)
             tokens.append(following)
             chosen = grown.sort(dim=1, descending=True, stable=True).indices[:, :k]

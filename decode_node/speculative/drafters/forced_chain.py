@@ -41,7 +41,7 @@ class ForcedChain:
         self.carried = carried
         self.skipped = skipped
         self.phases = extend
-        self._drafts = rounds.relay.draft.ids
+        self._drafts = rounds.relay.draft.draft_topk_ids
         self.slots: Sequence[Slot[RoundCall]] = (
             # Padding is embedded too, so it must be some token of the vocabulary.
             Slot("drafts", Axis.REQUEST, (width,), torch.int64, lambda call: call.drafts, poison=Fill(1)),

@@ -59,17 +59,17 @@ class MultiLayerDrafter:
         """Put forced tokens in the place of drafts, which were made at the end of the previous round."""
         if call.forced is not None:
             rows = call.placed[:, 0]
-            drafts = self._relay.draft.ids.index_select(0, rows)
+            drafts = self._relay.draft.draft_topk_ids.index_select(0, rows)
             replace_drafts(drafts, call.forced)
-            self._relay.draft.ids.index_copy_(0, rows, drafts)
+            self._relay.draft.draft_topk_ids.index_copy_(0, rows, drafts)
 
     def trees(self, call: RoundCall) -> tuple[Tensor, Tensor]:
         rows = call.placed[:, 0]
         _, parents = self.state.drafts(len(rows))
-        return self._relay.draft.ids.index_select(0, rows), parents
+        return self._relay.draft.draft_topk_ids.index_select(0, rows), parents
 
     def fill(self, batch: Round, inputs: Inputs) -> None:
-        drafts = self._relay.draft.ids.index_select(0, batch.rows)
+        drafts = self._relay.draft.draft_topk_ids.index_select(0, batch.rows)
         self.state.tree.first(batch.count).tokens[:, 1:] = drafts
 
     def draft_extend(self, call: RoundCall) -> None:
@@ -111,9 +111,9 @@ class ModulesExtend:
             window = ModuleWindow(batch, walk.start, step, self._nodes)
             given = module.forward(window.batch(tokens, self._chains), hidden.flatten(0, 1))
             state = module.propose(window.row(emitted + step), given)
-            tokens.scatter_(1, (emitted + step)[:, None], state.ids)
-            probs.append(state.probs)
-            ids.append(state.ids)
+            tokens.scatter_(1, (emitted + step)[:, None], state.draft_topk_ids)
+            probs.append(state.draft_topk_probs)
+            ids.append(state.draft_topk_ids)
             if step < self._steps - 1:
                 lens = torch.where(batch.live, emitted - window.missing, 0)
                 keep_hidden(given.hidden, rows, self._kept, step, lens, window.starts)

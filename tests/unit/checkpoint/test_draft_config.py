@@ -354,7 +354,7 @@ def test_draft_state_travels_bit_by_bit(dtype: torch.dtype) -> None:
     assert row.fits(shape)
     relay.write_row(1, [1, 2, 3, 4, 5, 4], 1, SamplingParams(max_tokens=1), row)
     assert torch.equal(relay.draft.hidden[1], hidden)
-    assert draft_rows(relay.draft.probs[1:], relay.draft.ids[1:], relay.draft.hidden[1:])[0] == row
+    assert draft_rows(relay.draft_input(torch.tensor([1]))) == [row]
     for wrong in (DraftRow(), DraftRow((0.5, 0.25), (7, 9), row.hidden), DraftRow((0.5,), (7,), row.hidden)):
         assert not wrong.fits(shape)
     assert DraftRow().fits(DraftShape())

@@ -119,14 +119,14 @@ def test_widths(steps: int, target: CausalLM) -> None:
     assert row.fits(shape)
     assert not DraftRow((0.5,), (1,), state).fits(shape) or steps == 1
     relay.write_row(1, [4, 5], 1, SamplingParams(max_tokens=1), row)
-    assert draft_rows(relay.draft.probs[1:], relay.draft.ids[1:], relay.draft.hidden[1:])[0] == row
+    assert draft_rows(relay.draft_input(torch.tensor([1]))) == [row]
 
 
 def test_idle_state_has_no_rows_and_all_widths() -> None:
     """D6: an idle batch of a multi-layer draft has zero rows of width topk x steps."""
     shape = draft_shape(config_of(), 1, PLACEMENT)
     relay = RelayState.allocate(1, VOCAB, PLACEMENT.device, shape)
-    idle = relay.draft.ids[:0], relay.draft.probs[:0], relay.draft.hidden[:0]
+    idle = relay.draft.draft_topk_ids[:0], relay.draft.draft_topk_probs[:0], relay.draft.hidden[:0]
     assert [tuple(each.shape) for each in idle] == [(0, 3), (0, 3), (0, 2 * HIDDEN)]
     assert idle[2].dtype == PLACEMENT.dtype
 

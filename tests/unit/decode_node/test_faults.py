@@ -51,7 +51,7 @@ def test_a_damaged_write(damage: Any, write: int) -> None:
 
 WRONG_RECORDS: dict[str, dict[str, Any]] = {
     "another prompt length": {"num_tokens": 29},
-    "drafts where there is no draft model": {"draft_topk_p": (0.5,), "draft_topk_ids": (1,)},
+    "drafts where there is no draft model": {"draft_topk_probs": (0.5,), "draft_topk_ids": (1,)},
     "a hidden state where there is no draft model": {
         "draft_hidden": bytes(4),
         "draft_hidden_dtype": "float32",

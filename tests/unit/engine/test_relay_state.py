@@ -45,8 +45,8 @@ def test_a_row_is_set_whole() -> None:
         "top_k": 11,
         "min_p": 0.125,
         "seed": 77,
-        "probs": [0.5, 0.25],
-        "ids": [7, 8],
+        "draft_topk_probs": [0.5, 0.25],
+        "draft_topk_ids": [7, 8],
         "hidden": HIDDEN.tolist(),
     }
     for column in columns(relay).values():
@@ -63,10 +63,10 @@ def test_padding_rows_stay_zero_whatever_a_batch_has_for_them() -> None:
     """Row 0 is gathered as a request without tokens, so what a padded batch computes for it must not be stored."""
     relay = RelayState.allocate(2, 64, torch.device("cpu"), SHAPE)
     state = DraftInput.zeros(2, 2, 3, torch.float32, torch.device("cpu"))
-    for column in (state.probs, state.ids, state.hidden):
+    for column in (state.draft_topk_probs, state.draft_topk_ids, state.hidden):
         column.fill_(5)
     relay.write_draft(torch.tensor([2, 0]), state)
-    for column in (relay.draft.probs, relay.draft.ids, relay.draft.hidden):
+    for column in (relay.draft.draft_topk_probs, relay.draft.draft_topk_ids, relay.draft.hidden):
         assert not column[0].any()
         assert not column[1].any()
         assert (column[2] == 5).all()

@@ -37,7 +37,7 @@ def records(draw: st.DrawFn) -> HandoffRecord:
         num_tokens=draw(u63),
         cached_tokens=draw(u63),
         checksums=hr.pack_checksums(draw(st.lists(st.integers(0, 2**64 - 1), max_size=10))),
-        draft_topk_p=tuple(draw(st.lists(f, min_size=topk, max_size=topk))),
+        draft_topk_probs=tuple(draw(st.lists(f, min_size=topk, max_size=topk))),
         draft_topk_ids=tuple(draw(st.lists(u63, min_size=topk, max_size=topk))),
         draft_hidden=hidden,
         draft_hidden_dtype="bfloat16" if hidden else "",
@@ -109,7 +109,7 @@ def test_too_large_is_refused_at_encode_and_record_bytes_is_enough() -> None:
         num_tokens=2**63 - 1,
         cached_tokens=2**63 - 1,
         checksums=bytes(8 * 300),
-        draft_topk_p=(0.3,) * 16,
+        draft_topk_probs=(0.3,) * 16,
         draft_topk_ids=(2**62,) * 16,
         draft_hidden=hidden,
         draft_hidden_dtype="bfloat16",
@@ -124,7 +124,7 @@ def test_too_large_is_refused_at_encode_and_record_bytes_is_enough() -> None:
 
 def test_a_record_must_agree_with_itself() -> None:
     with pytest.raises(ValueError, match="draft probabilities"):
-        HandoffRecord(first_token=1, num_tokens=1, draft_topk_p=(0.1,))
+        HandoffRecord(first_token=1, num_tokens=1, draft_topk_probs=(0.1,))
     with pytest.raises(ValueError, match="come together"):
         HandoffRecord(first_token=1, num_tokens=1, draft_hidden=b"ab")
     with pytest.raises(ValueError, match="not a multiple of 8"):

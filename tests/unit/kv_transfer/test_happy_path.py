@@ -113,7 +113,7 @@ def test_pages_and_record_arrive_as_they_were(ends: Ends) -> None:
         first_logprob=TokenLogprob(-0.5, (42, 7), (-0.5, -1.5)),
         num_tokens=10,
         cached_tokens=4,
-        draft_topk_p=(0.5, 0.25),
+        draft_topk_probs=(0.5, 0.25),
         draft_topk_ids=(1, 2),
         draft_hidden=b"\x01\x02",
         draft_hidden_dtype="float16",

@@ -115,7 +115,7 @@ class RoundRig:
         tree = self.drafter.state.tree.first(len(chosen))
         drafted = tree.tokens[:, 1:].clone()
         if self.kind.name in FORMATS:  # proposals stay in the relay rows until verify reads them
-            drafted = self.relay.draft.ids[[request + 1 for request in chosen]].clone()
+            drafted = self.relay.draft.draft_topk_ids[[request + 1 for request in chosen]].clone()
         self._correct(chosen, call)
         self._spoil(len(chosen))
         emitted = self.verify(call)
@@ -160,7 +160,7 @@ class RoundRig:
                 for step, right in enumerate(rest[: self.kind.steps]):
                     if self._random.random() > self._hit:
                         break
-                    self.relay.draft.ids[request + 1, step] = right
+                    self.relay.draft.draft_topk_ids[request + 1, step] = right
                 continue
             tokens, parents = tree.tokens[index].tolist(), tree.parents[index].tolist()
             at = 0

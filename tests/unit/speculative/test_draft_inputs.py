@@ -73,7 +73,7 @@ def test_idle_inputs_of_modules_hold_the_proposals_of_every_step(
     config, place = mtp_config(name, 3), Placement(dtype, CPU)
     width, wide = DraftInput.carried_size_for(config), DraftExtendInput.hidden_size_for(config)
     idle = DraftInput.zeros(0, proposals_for(config, 1), width, DraftInput.dtype_for(place), CPU)
-    assert (idle.probs.shape, idle.ids.shape) == ((0, 3), (0, 3))
+    assert (idle.draft_topk_probs.shape, idle.draft_topk_ids.shape) == ((0, 3), (0, 3))
     assert (idle.hidden.shape, idle.hidden.dtype) == ((0, 2 * kept), dtype)
     extend = DraftExtendInput.zeros(2, 4, wide, DraftExtendInput.dtype_for(place), CPU).first(0)
     assert (extend.hidden.shape, extend.hidden.dtype) == ((0, 4, CONFIG.hidden_size), dtype)
@@ -85,7 +85,7 @@ def test_idle_inputs_have_no_rows_and_every_width(dtype: torch.dtype) -> None:
     """Row D6: idle inputs have device, width, dtype, top-k and hidden mode LAST, with zero rows."""
     config, place = DRAFTS["eagle3"], Placement(dtype, CPU)
     draft = DraftInput.zeros(0, 4, DraftInput.hidden_size_for(config), DraftInput.dtype_for(place), CPU)
-    assert (draft.probs.shape, draft.ids.shape) == ((0, 4), (0, 4))
+    assert (draft.draft_topk_probs.shape, draft.draft_topk_ids.shape) == ((0, 4), (0, 4))
     assert (draft.hidden.shape, draft.hidden.dtype) == ((0, CONFIG.hidden_size), dtype)
     width = DraftExtendInput.hidden_size_for(config)
     extend = DraftExtendInput.zeros(0, 5, width, DraftExtendInput.dtype_for(place), CPU)

@@ -120,7 +120,7 @@ def test_a_standalone_model_of_another_width_across_the_cut(chunk: int, completi
     [
         {"draft_hidden_dtype": "float16"},
         {"draft_topk_ids": (VOCAB,)},
-        {"draft_topk_p": (), "draft_topk_ids": ()},
+        {"draft_topk_probs": (), "draft_topk_ids": ()},
     ],
     ids=["dtype", "id", "none"],
 )

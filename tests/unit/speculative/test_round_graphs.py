@@ -27,8 +27,8 @@ from tests.unit.engine.graphs.rig import BACKENDS
 from tests.unit.speculative.rig import Kind, RoundRig, Seen, prompts_of
 
 # columns of the relay rows: equal in two runs to the bit, or up to rounding
-EXACT = ("last_token", "seq_len", "draft.ids")
-ROUNDED = ("draft.probs", "draft.hidden")
+EXACT = ("last_token", "seq_len", "draft.draft_topk_ids")
+ROUNDED = ("draft.draft_topk_probs", "draft.hidden")
 PROMPTS = prompts_of([21, 9, 30, 4, 13])
 PARAMS = {
     GREEDY: SamplingParams(max_tokens=99, temperature=0.0, seed=1),

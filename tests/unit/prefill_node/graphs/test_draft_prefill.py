@@ -104,14 +104,15 @@ class Rig:
 
 def same(actual: DraftInput, expected: DraftInput) -> bool:
     return all(
-        torch.equal(getattr(actual, name), getattr(expected, name)) for name in ("probs", "ids", "hidden")
+        torch.equal(getattr(actual, name), getattr(expected, name))
+        for name in ("draft_topk_probs", "draft_topk_ids", "hidden")
     )
 
 
 def expect_same(actual: DraftInput, expected: DraftInput) -> None:
     """Compare a padded and an unpadded forward: equal proposals, and equal numbers up to rounding."""
-    assert torch.equal(actual.ids, expected.ids)
-    expect_close(actual.probs, expected.probs)
+    assert torch.equal(actual.draft_topk_ids, expected.draft_topk_ids)
+    expect_close(actual.draft_topk_probs, expected.draft_topk_probs)
     expect_close(actual.hidden, expected.hidden)
 
 
@@ -172,7 +173,8 @@ def test_captured_last_while_the_target_is_captured_full() -> None:
     }
     batch = rig.batch([0, 1], [6, 3])
     state = rig.graphed(batch, rig.hidden(batch))
-    assert (state.probs.shape, state.ids.shape, state.hidden.shape) == ((2, 3), (2, 3), (2, 32))
+    assert state.draft_topk_probs.shape == state.draft_topk_ids.shape == (2, 3)
+    assert state.hidden.shape == (2, 32)
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3-full-vocabulary"])
