@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from common.checkpoint import model_files
 from common.checkpoint.experts_config import (
@@ -58,7 +58,9 @@ from common.errors import ModelError
 Raw = Mapping[str, Any]
 
 EXPERTS = "experts"  # LayerKind.feed_forward of layers with experts
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> tandem's
+Activation = Literal["silu", "gelu_tanh"]
+# transformers' name -> tandem's
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # tandem's name -> safetensors' name
 
 
@@ -96,7 +98,7 @@ class ModelConfig:
     layer_norms: LayerNorms = PRE_NORM
     norm_float32: bool = False  # norms multiply by their weight in float32
     norm_offset: bool = False  # norms multiply by 1 + weight, in float32
-    activation: str = "silu"  # of gates: a value of ACTIVATIONS
+    activation: Activation = "silu"  # of gates
     embedding_scale: float = 1.0
     attention_scale: float | None = None  # of scores; None: head_dim^-1/2
     value_scale: float = 1.0  # of attention's output
@@ -262,7 +264,7 @@ def _refuse(raw: Raw, family: Family, where: str) -> None:
             raise ModelError(f"{where}: {key} {shown(raw[key])} is not supported: {reason}")
 
 
-def _activation(raw: Raw, family: Family, where: str) -> str:
+def _activation(raw: Raw, family: Family, where: str) -> Activation:
     key, default = family.activation
     found = raw.get(key, default)
     known = ("silu",) if family.experts is not None else tuple(ACTIVATIONS)

@@ -90,7 +90,7 @@ def made(*shape: int) -> Tensor:
 
 def product(x: Tensor, weight: Tensor, way: Way, gated: bool = False) -> Tensor:
     if isinstance(way, Tiles):
-        return linear_triton(x, weight, None, way, gated=gated)
+        return linear_triton(x, weight, None, way, "silu" if gated else None)
     if way == SERVED:
         return gated_linear(x, weight, None) if gated else linear(x, weight, None)
     return silu_mul_triton(F.linear(x, weight)) if gated else F.linear(x, weight)

@@ -256,8 +256,8 @@ def products(dtype: torch.dtype) -> None:
             weights = torch.empty(size, HIDDEN, dtype=dtype)  # never touched, so no memory is committed
             linear._linear_cuda(x, weights, None)
         linear._linear_cuda(x, weights, weights[:, 0].contiguous())
-        for gelu in (False, True):
-            linear._gated_linear_cuda(x, torch.empty(2 * INNER, HIDDEN, dtype=dtype), None, gelu)
+        for activation in ("silu", "gelu_tanh"):
+            linear._gated_linear_cuda(x, torch.empty(2 * INNER, HIDDEN, dtype=dtype), None, activation)
         for depth in (HIDDEN, INNER):
             wide, down = torch.zeros(rows, depth, dtype=dtype), torch.empty(HIDDEN, depth, dtype=dtype)
             linear_norm.linear_add_rms_norm_cuda(wide, down, None, x, gain, 1e-5)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from common.checkpoint.model_config import Activation
 from common.checkpoint.weight_formats import StoredWeights
 from common.engine.formats.dense import DenseFormat
 from common.engine.layers.activations import Activations, Quantised, Reads
@@ -64,9 +65,10 @@ class Int8Linear(Linear):
         out = (codes.float() @ self.codes.float().T * scales * self.scales.T).to(self._dtype)
         return out if self.bias is None else out + self.bias
 
-    def gated(self, x: Activations, reads: Reads, gelu: bool = False) -> Activations:
+    def gated(self, x: Activations, reads: Reads, activation: Activation = "silu") -> Activations:
         gate, up = self.product(x).chunk(2, dim=-1)
-        return in_forms((F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)) * up, reads)
+        activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        return in_forms(activated * up, reads)
 
     def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
         normed, total = add_rms_norm(self.product(x), stream, norm.weight, norm.eps)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from common.checkpoint.model_config import Activation
 from common.engine.layers.activations import Activations, Reads
 from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.linear import Embedding, Linear
@@ -77,7 +78,7 @@ class JoinedLinear(Linear):
     def product(self, x: Activations) -> Tensor:
         return self._join(self.inner.product(x))
 
-    def gated(self, x: Activations, reads: Reads, gelu: bool = False) -> Activations:
+    def gated(self, x: Activations, reads: Reads, activation: Activation = "silu") -> Activations:
         raise AssertionError("no gate follows a product that is joined")
 
     def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:

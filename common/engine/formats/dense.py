@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.checkpoint.experts_config import ExpertsConfig
+from common.checkpoint.model_config import Activation
 from common.checkpoint.weight_formats import StoredWeights
 from common.engine.formats.dense_experts import DenseExperts
 from common.engine.layers.activations import DENSE, Activations, Reads
@@ -42,8 +43,8 @@ class DenseLinear(Linear):
     def product(self, x: Activations) -> Tensor:
         return linear(x.tensor(), self.weight, self.bias)
 
-    def gated(self, x: Activations, reads: Reads, gelu: bool = False) -> Activations:
-        return Activations(gated_linear(x.tensor(), self.weight, self.bias, gelu))
+    def gated(self, x: Activations, reads: Reads, activation: Activation = "silu") -> Activations:
+        return Activations(gated_linear(x.tensor(), self.weight, self.bias, activation))
 
     def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
         normed, stream = linear_add_rms_norm(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.checkpoint.experts_config import ExpertsConfig
+from common.checkpoint.model_config import Activation
 from common.engine.layers.activations import Activations, Reads
 from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.norm import RmsNorm
@@ -48,12 +49,11 @@ class Linear(nn.Module, ABC):
         """
 
     @abstractmethod
-    def gated(self, x: Activations, reads: Reads, gelu: bool = False) -> Activations:
-        """Return silu(gate) * up [..., out / 2] for x [..., in]; the first half of the rows of W are gates.
+    def gated(self, x: Activations, reads: Reads, activation: Activation = "silu") -> Activations:
+        """Return activation(gate) * up [..., out / 2] for x [..., in]; the first half of the rows of W are gates.
 
         Args:
             reads: the forms that the next product takes.
-            gelu: the tanh form of gelu instead of silu.
         """
 
     @abstractmethod

@@ -18,7 +18,7 @@ from common.kv_cache.plane import HeadGroup
 
 
 class Mlp(FeedForward):
-    """down(act(gate(x)) * up(x)), where act is silu or gelu."""
+    """down(act(gate(x)) * up(x)), where act is `config.activation`."""
 
     def __init__(self, name: str, config: ModelConfig, weights: WeightFormat) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Mlp(FeedForward):
         parts: Parts = {f"{name}.mlp.gate_proj": divided, f"{name}.mlp.up_proj": divided}
         if config.fused:
             parts = runs_of(f"{name}.mlp.gate_up_proj", divided, divided)
-        self._gelu = config.activation == "gelu_tanh"
+        self._activation = config.activation
         self.gate_up_proj = weights.linear(size, parts, bias)
         self.down_proj = weights.linear(divided, {f"{name}.mlp.down_proj": size}, bias)
         self.reads = self.gate_up_proj.reads
@@ -45,4 +45,4 @@ class Mlp(FeedForward):
         yield from self.down_proj.pieces()
 
     def _gated(self, x: Activations) -> Activations:
-        return self.gate_up_proj.gated(x, self.down_proj.reads, self._gelu)
+        return self.gate_up_proj.gated(x, self.down_proj.reads, self._activation)

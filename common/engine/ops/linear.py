@@ -15,11 +15,9 @@ from torch import Tensor
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import room_of
 from common.engine.ops.silu_mul import (
+    GATED_KERNELS,
+    GATED_REFERENCES,
     activate,
-    gelu_mul_reference,
-    gelu_mul_triton,
-    silu_mul_reference,
-    silu_mul_triton,
 )
 from common.engine.ops.tiles import FEW, Tiles, choose_gated_tiles, choose_tiles
 from common.engine.ops.triton_kernel import (
@@ -124,22 +122,24 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
 
 
 def linear_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, gated: bool = False, gelu: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles, activation: str | None = None
 ) -> Tensor:
-    """Compute at most `tiles.rows` rows in one part; for several parts see `linear_parts`, for `gated`
-    `gated_linear`.
+    """Compute at most `tiles.rows` rows in one part; for several parts see `linear_parts`.
+
+    Args:
+        activation: of the gates of a gated product, see `gated_linear`; None for a plain product.
     """
     assert tiles.parts == 1, "the reader of a product adds up its parts"
-    size = weight.shape[0] // 2 if gated else weight.shape[0]
+    size = weight.shape[0] // 2 if activation else weight.shape[0]
     out = x.new_empty((*x.shape[:-1], size))
-    _launch(x, weight, bias, out, tiles, gated, gelu)
+    _launch(x, weight, bias, out, tiles, activation)
     return out
 
 
 def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, tiles: Tiles) -> Tensor:
     """Divide the depth among programs and return [parts, rows, size] float32; see `linear_add_rms_norm`."""
     out = x.new_empty((tiles.parts, rows_of(x), weight.shape[0]), dtype=torch.float32)
-    _launch(x, weight, bias, out, tiles, gated=False)
+    _launch(x, weight, bias, out, tiles, activation=None)
     return out
 
 
@@ -149,8 +149,7 @@ def _launch(
     bias: Tensor | None,
     out: Tensor,
     tiles: Tiles,
-    gated: bool,
-    gelu: bool = False,
+    activation: str | None,
 ) -> None:
     size, depth = weight.shape
     rows = x.reshape(-1, depth)
@@ -159,7 +158,7 @@ def _launch(
     assert rows.stride(1) == 1, "the elements of a row must be adjacent"
     assert weight.is_contiguous(), "the weight must be contiguous"
     assert bias is None or (bias.shape == (size,) and bias.is_contiguous()), "one bias per output"
-    if gated:
+    if activation:
         assert bias is None and size % 2 == 0, "gate and up have one width and no bias"  # noqa: PT018
         size //= 2
     if out.numel() == 0:
@@ -183,8 +182,8 @@ def _launch(
         ROWS=tiles.rows,
         BLOCK_N=tiles.columns,
         BLOCK_K=tiles.depth,
-        GATED=gated,
-        GELU=gelu,
+        GATED=activation is not None,
+        GELU=activation == "gelu_tanh",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **chained(x.device),
@@ -219,26 +218,22 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 linear = register_op("linear", linear_reference, mutates=(), fake=_fake, cuda=_linear_cuda)
 
 
-def gated_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
-    """Return silu(gate) * up [..., I] for x [..., in], weight [2 * I, in] and bias [2 * I], gates first.
-
-    Args:
-        gelu: the tanh form of gelu instead of silu.
-    """
-    activated = gelu_mul_reference if gelu else silu_mul_reference
-    return activated(F.linear(x, weight, bias))
+def gated_linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "silu"
+) -> Tensor:
+    """Return activation(gate) * up [..., I] for x [..., in], weight [2 * I, in] and bias [2 * I], gates first."""
+    return GATED_REFERENCES[activation](F.linear(x, weight, bias))
 
 
-def _gated_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
+def _gated_linear_cuda(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "silu") -> Tensor:
     gpu = multiprocessors(x.device), room_of(x.device).shared_bytes
     tiles = choose_gated_tiles(rows_of(x), weight.shape[0], *gpu)
     if tiles is not None and bias is None and halves(x, weight):
-        return linear_triton(x, weight, None, tiles, gated=True, gelu=gelu)
-    activated = gelu_mul_triton if gelu else silu_mul_triton
-    return activated(F.linear(x, weight, bias))
+        return linear_triton(x, weight, None, tiles, activation)
+    return GATED_KERNELS[activation](F.linear(x, weight, bias))
 
 
-def _gated_fake(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool = False) -> Tensor:
+def _gated_fake(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str = "silu") -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
 
 

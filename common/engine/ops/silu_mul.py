@@ -1,6 +1,11 @@
-"""The product of SwiGLU, silu(gate) * up, and of GeGLU, gelu(gate) * up (arXiv 2002.05202)."""
+"""The product of SwiGLU, silu(gate) * up, and of GeGLU, gelu(gate) * up (arXiv 2002.05202).
+
+The activation is named as in `ModelConfig.activation`: "silu", or "gelu_tanh" for the tanh form of gelu.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -91,3 +96,13 @@ def _fake(gate_up: Tensor) -> Tensor:
 
 silu_mul = register_op("silu_mul", silu_mul_reference, mutates=(), fake=_fake, cuda=silu_mul_triton)
 gelu_mul = register_op("gelu_mul", gelu_mul_reference, mutates=(), fake=_fake, cuda=gelu_mul_triton)
+
+# activation -> its product in torch, and its kernel's launcher
+GATED_REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu_mul_reference,
+    "gelu_tanh": gelu_mul_reference,
+}
+GATED_KERNELS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu_mul_triton,
+    "gelu_tanh": gelu_mul_triton,
+}

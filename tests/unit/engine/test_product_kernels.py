@@ -9,7 +9,7 @@ from common.engine.ops import linear as linear_ops
 from common.engine.ops.linear import gated_linear, linear, linear_parts, linear_triton
 from common.engine.ops.linear_norm import linear_add_rms_norm
 from common.engine.ops.rms_norm import add_parts_rms_norm_triton, add_rms_norm
-from common.engine.ops.silu_mul import silu_mul
+from common.engine.ops.silu_mul import gelu_mul, silu_mul
 from common.engine.ops.tiles import FEW, Tiles, choose_gated_tiles, choose_tiles, divide_depth
 from common.engine.ops.top_tokens import top_tokens, top_tokens_triton
 from common.engine.ops.triton_kernel import cdiv, tl
@@ -76,12 +76,14 @@ def test_linear_refuses_what_a_tile_cannot_hold() -> None:
 def test_gated_linear(dtype: torch.dtype, rows: int, width: int, depth: int) -> None:
     x, weight = torch.randn(rows, depth, dtype=dtype), torch.randn(2 * width, depth, dtype=dtype) / depth**0.5
     tiles = TILES._replace(rows=32 if rows > FEW else FEW)
-    out = linear_triton(x, weight, None, tiles, gated=True)
     limit = 4e-3 if dtype == torch.float16 else 5e-6
-    torch.testing.assert_close(out, gated_linear(x, weight, None), atol=limit, rtol=limit)
-    assert torch.equal(gated_linear(x, weight, None), silu_mul(linear(x, weight, None)))
+    for activation, multiply in (("silu", silu_mul), ("gelu_tanh", gelu_mul)):
+        out = linear_triton(x, weight, None, tiles, activation)
+        expected = gated_linear(x, weight, None, activation)
+        torch.testing.assert_close(out, expected, atol=limit, rtol=limit)
+        assert torch.equal(expected, multiply(linear(x, weight, None)))
     with pytest.raises(AssertionError, match="no bias"):
-        linear_triton(x, weight, weight[:, 0].contiguous(), tiles, gated=True)
+        linear_triton(x, weight, weight[:, 0].contiguous(), tiles, "silu")
 
 
 @pytest.mark.usefixtures("_copies")
