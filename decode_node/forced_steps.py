@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from common.engine.forward.model_runner import ModelRunner
 from common.node.overlap import Completion
@@ -37,18 +37,23 @@ class ForcedSetup:
     """The parts of which these steps are made."""
 
     runner: ModelRunner
-    rounds_of: Callable[[int, int], Rounds]  # of batches from a smallest to a largest number of requests
-    chain_of: Callable[[Rounds, int], ForcedChain]  # of a width
+    # from the smallest and the largest batch
+    rounds_of: Callable[[int, int], Rounds]
+    # from the rounds and the width
+    chain_of: Callable[[Rounds, int], ForcedChain]
+    # from a chain of any width
     choice_of: Callable[[ForcedChain], ForcedChoice]
     completion: Callable[[], Completion]
     hidden_states: bool = False
-    phase_seconds: dict[str, float] = field(default_factory=no_seconds)  # totals to which the steps add
 
 
 def with_forced_steps(steps: DecodeSteps, forced: Sequence[ForcedStep], setup: ForcedSetup) -> DecodeSteps:
     """Add the steps `forced` to those of a node."""
-    by_width, graphs, rules = dict[int, SpeculativeStep](), list(steps.graphs), steps.rules
+    if not forced:
+        return steps
+    by_width, graphs = dict[int, SpeculativeStep](), list(steps.graphs)
     device, smallest = setup.runner.pool.device, 1
+    seconds = steps.phase_seconds or no_seconds()
     for width, largest in forced:
         rounds, acceptor = setup.rounds_of(smallest, largest), ChainAcceptor()
         chain = setup.chain_of(rounds, width)
@@ -56,10 +61,15 @@ def with_forced_steps(steps: DecodeSteps, forced: Sequence[ForcedStep], setup: F
         # compiles the kernels that follow the logits, for each number of requests.
         verify = Verify(setup.runner, rounds, chain, acceptor, (GREEDY, LOGITS), setup.hidden_states)
         watch = stopwatch_for(device)
-        step = SpeculativeStep(verify, chain, acceptor, device, setup.completion, watch, setup.phase_seconds)
+        step = SpeculativeStep(verify, chain, acceptor, device, setup.completion, watch, seconds)
         by_width[width] = step
         graphs += step.graphs
         smallest = largest + 1
-        rules = replace(rules, carried=chain.carried, forced_choice=setup.choice_of(chain))
-    rules = replace(rules, forced_steps=tuple(forced))
-    return replace(steps, forced=by_width, rules=rules, graphs=graphs)
+    # Chains of all widths carry and skip alike.
+    rules = replace(
+        steps.rules,
+        forced_steps=tuple(forced),
+        carried=chain.carried,
+        forced_choice=setup.choice_of(chain),
+    )
+    return replace(steps, forced=by_width, rules=rules, graphs=graphs, phase_seconds=seconds)

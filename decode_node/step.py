@@ -36,7 +36,8 @@ class DecodeSteps:
     by_width: Mapping[int, DecodeStep]
     rules: StepRules
     graphs: Sequence[node_graphs.NodeGraphs[Any]]
-    phase_seconds: Mapping[str, float]
+    # device time by the phases of a round, to which steps add; empty without rounds
+    phase_seconds: dict[str, float]
     forced: Mapping[int, DecodeStep] = field(default_factory=dict)  # wide steps for forced tokens, by width
 
     def of(self, plan: StepPlan) -> DecodeStep:

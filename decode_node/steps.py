@@ -14,6 +14,7 @@ from common.engine.state.relay_state import RelayState
 from common.node.completion import completion_for
 from common.node.overlap import Completion
 from common.node.serving_model import ServingModel
+from common.speculation.forced_widths import DRAFTED_WIDTHS, PLAIN_WIDTHS
 from common.speculation.table import algorithm
 from decode_node.forced_choice import ForcedChoice, ForcedGain, ForcedShare
 from decode_node.forced_steps import ForcedSetup, forced_steps, with_forced_steps
@@ -35,10 +36,6 @@ from decode_node.speculative.width_policy import WidthPolicy, batches_of, classe
 from decode_node.step import AutoregressiveStep, DecodeSteps
 from decode_node.step_rules import FixedWidth, StepRules, TextDrafts, Widths
 from decode_node.stopwatch import stopwatch_for
-
-# Forced tokens per request that a step for them verifies, on nodes without and with a draft model. A key of a JSON
-# object and the punctuation around it are 4 to 25 tokens.
-PLAIN_WIDTHS, DRAFTED_WIDTHS = (7, 3), (15, 7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +143,6 @@ class _Composition:
                 sizes.algorithm, self._drafter_setup(rounds, sizes.steps), width
             ),
             lambda chain: ForcedGain(sizes.steps, chain.carried, chain.skipped),
-            seconds,
         )
 
     def _round(self, width: int, batches: tuple[int, int], seconds: dict[str, float]) -> SpeculativeStep:
@@ -176,7 +172,6 @@ class _Composition:
         widths: Sequence[int],
         chain_of: Callable[[Rounds, int], ForcedChain],
         choice_of: Callable[[ForcedChain], ForcedChoice],
-        seconds: dict[str, float] | None = None,
     ) -> DecodeSteps:
         sizes, runner = self.sizes, self.runner
 
@@ -192,7 +187,6 @@ class _Composition:
             choice_of,
             sizes.completion(runner.pool.device),
             sizes.hidden_states,
-            no_seconds() if seconds is None else seconds,
         )
         return with_forced_steps(steps, forced_steps(sizes.max_running, widths), setup)
 
@@ -201,7 +195,7 @@ def speculative_steps(
     steps: Mapping[int, SpeculativeStep],
     widths: Widths,
     drafts: TextDrafts,
-    phase_seconds: Mapping[str, float],
+    phase_seconds: dict[str, float],
     forced_drafts: int = 0,
 ) -> DecodeSteps:
     """Return steps of one or of several widths; all rows get the pages that the widest needs."""

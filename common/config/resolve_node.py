@@ -20,10 +20,8 @@ from common.node_plan import (
     TransferPlan,
 )
 from common.speculation.directory import load_draft_config
+from common.speculation.forced_widths import DRAFTED_WIDTHS
 from common.speculation.table import algorithm
-
-# Forced tokens that one step verifies where a model keeps a state per request; every row has room for them in a window.
-STATE_FORCED_WIDTH = 7
 
 
 def node_plan(
@@ -101,14 +99,16 @@ def pool_budget(name: str, section: PrefillSection | DecodeSection, device_name:
 
 
 def _round_tokens(speculation: Speculation) -> int:
-    """Return the most new tokens of a request in one step of a model that keeps a state per request."""
+    """Return the most new tokens of a request in one step of a model that keeps a state per request.
+
+    Every row has a window for them, so of the steps for forced tokens only the narrowest is served.
+    """
     record = algorithm(speculation.algorithm)
     if not record.drafts:
         return 1
     has_draft_model = record.directory is not None
-    return 1 + max(
-        speculation.steps, STATE_FORCED_WIDTH if has_draft_model and speculation.forced_tokens else 0
-    )
+    forced = min(DRAFTED_WIDTHS) if has_draft_model and speculation.forced_tokens else 0
+    return 1 + max(speculation.steps, forced)
 
 
 def _shares(cluster: Cluster) -> list[tuple[tuple[str, str], NodeShare]]:

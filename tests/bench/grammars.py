@@ -36,6 +36,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from common.grammar import GrammarCompiler
+from common.speculation.forced_widths import DRAFTED_WIDTHS, PLAIN_WIDTHS
 from decode_node.grammar_masks import step_masks
 from decode_node.masked_step import MaskedStep
 from decode_node.planner import step_plan
@@ -43,7 +44,6 @@ from decode_node.request import DecodeRequest, Emission
 from decode_node.step import DecodeSteps
 from decode_node.step_plan import StepPlan
 from decode_node.step_result import Launched
-from decode_node.steps import DRAFTED_WIDTHS, PLAIN_WIDTHS
 from deploy.tiny_models.constructed_head import Drafting
 from deploy.tiny_models.constructed_shape import Shape
 from tests.bench.drafted_engine import Engine, random_prompts

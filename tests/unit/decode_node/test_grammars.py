@@ -192,6 +192,7 @@ def test_plain_decoding_verifies_forced_tokens(completion: type[Completion]) -> 
         free = cluster.submit(prompt_of(9), 20)
         cluster.run()
         decode, verify, _ = (graphs.forward.graphs.counters for graphs in cluster.decode.steps.graphs)
+        assert not any(cluster.decode.link.counters.phase_seconds.values())
         assert not verify.replays
         assert not verify.fallbacks
         calls = [submit(cluster, "record", 9), submit(cluster, "record", 17, seed=5, **RANDOM)]
@@ -207,6 +208,7 @@ def test_plain_decoding_verifies_forced_tokens(completion: type[Completion]) -> 
     assert verify.fallbacks == {"too_large": verify.fallbacks["too_large"]}
     assert decode.replays.total() > 20
     assert alone.steps - 19 < max(len(call.ids) for call in calls[:2]) - 10
+    assert counters.phase_seconds["verify"] > 0
     assert counters.spec_forced_tokens >= counters.spec_accepted_forced > 20
     assert counters.spec_drafts == counters.spec_draft_tokens == 0
 

@@ -9,7 +9,7 @@ import torch
 from llguidance import LLMatcher
 
 from common.grammar import GrammarCompiler
-from decode_node.steps import DRAFTED_WIDTHS, PLAIN_WIDTHS
+from common.speculation.forced_widths import DRAFTED_WIDTHS, PLAIN_WIDTHS
 from tests.bench import grammars, shapes
 from tests.bench.drafted_engine import Engine
 

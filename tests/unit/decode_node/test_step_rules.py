@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from common.speculation.forced_widths import DRAFTED_WIDTHS, PLAIN_WIDTHS
 from decode_node.forced_choice import ForcedGain, ForcedRow, ForcedStep
 from decode_node.forced_steps import forced_steps
 from decode_node.step_rules import FixedWidth, StepRules
-from decode_node.steps import DRAFTED_WIDTHS, PLAIN_WIDTHS
 
 PLAIN = StepRules(forced_steps=(ForcedStep(7, 32), ForcedStep(3, 64)))
 
