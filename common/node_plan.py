@@ -81,7 +81,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     name: str
     device: str
-    threads: int  # of torch on a CPU; 0: torch's default
+    threads: int  # torch's threads on a CPU; 0: torch's default
     spec: PoolSpec  # what one request keeps: the planes of the target and its draft
     pool: PoolBudget
     max_rows: int  # requests in one step

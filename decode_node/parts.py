@@ -28,7 +28,7 @@ from kv_transfer.receiver import Receiver
 class Links:
     """The sockets and peers that the node communicates with."""
 
-    incarnation: str  # of this node
+    incarnation: str  # this node's
     router: RouterLink[DecodeMessage]
     peers: PeerConnections
     poller: zmq.Poller

@@ -46,7 +46,7 @@ class DecodeRequest:
     deadline: float
     images: tuple[ImageSpan, ...] = ()  # in the prompt
     priority: int = 0  # lower goes first
-    salt: bytes = b""  # of its pages in the prefix cache
+    salt: bytes = b""  # separates its pages in the prefix cache from other requests'
     lease: PageLease | None = None
     row: int = 0  # in the page table and the relay state; 0 = none
     # tokens known to the host; the first came with the record
@@ -60,7 +60,7 @@ class DecodeRequest:
     trusted: bool = True  # False after non-finite logits: the prefix cache must not keep its KV
     retract: bool = False  # leaves the batch as soon as nothing is in flight
     backup: BackupSize | None = None
-    compilation: PendingFollower | None = None  # of its grammar, until `matcher` is set
+    compilation: PendingFollower | None = None  # its grammar's, until `matcher` is set
     matcher: Follower | None = None  # has followed the answer so far
     forced: tuple[int, ...] = ()  # the next tokens that its grammar forces, as drafts of its next step
     draft: DraftRow = NO_DRAFT  # initial draft state of its row, after hand-over or resume

@@ -34,7 +34,7 @@ class Join(msgspec.Struct, frozen=True, kw_only=True):
     outputs: int  # number of tokens at the end of `text` that are output
     sampling: SamplingParams
     rope_delta: int = 0
-    slot: int = 0  # of the state that holds all of `text` but its last token; 0: the model keeps none
+    slot: int = 0  # holds the state after all of `text` but its last token; 0: the model keeps none
     draft: DraftRow = NO_DRAFT  # after a retraction, a Load sets it instead
 
 
@@ -48,7 +48,7 @@ class Save(msgspec.Struct, frozen=True):
     key: int  # the request's room
     row: int
     pages: tuple[int, ...]
-    slot: int = 0  # of per-request state; 0: the model keeps none
+    slot: int = 0  # holds per-request state; 0: the model keeps none
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -102,7 +102,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 class Masks(msgspec.Struct, frozen=True, kw_only=True):
     """The tokens that grammars allow at the draws of one step."""
 
-    generation: int  # of the plan
+    generation: int  # the plan's
     # The row of logits that each mask is for: request * nodes + node, requests in the order of the plan.
     rows: tuple[int, ...]
     words: bytearray  # int32 [len(rows), ceil(vocabulary / 32)], see ops/mask_logits.py

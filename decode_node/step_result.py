@@ -32,7 +32,7 @@ class StepResult:
 class Trees(NamedTuple):
     """The drafts of a step, per row of its plan. Node 0, the root, is the row's last token and not listed."""
 
-    tokens: Sequence[Sequence[int]]  # of nodes 1, 2, ...
+    tokens: Sequence[Sequence[int]]  # for nodes 1, 2, ...
     parents: Sequence[Sequence[int]]  # node index of each node's parent
 
     @property

@@ -45,7 +45,7 @@ class StepSizes:
     wanted: PhaseSwitch
     max_running: int
     one_behind: bool  # results are read one step after their launch
-    algorithm: str  # of speculation
+    algorithm: str  # the speculative algorithm's name
     steps: int = 0
     topk: int = 1
     nodes: int = 0

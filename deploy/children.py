@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 # Resolved before any fork: between fork and exec hardly anything is safe to call.
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 TAIL_BYTES = 2000
-LINE_CHARACTERS = 300  # of a log line in a report
+LINE_CHARACTERS = 300  # limit for a log line in a report
 KILLED_SECONDS = 30.0  # wait after SIGKILL; a process that takes longer hangs in the kernel
 
 

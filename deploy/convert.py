@@ -29,7 +29,7 @@ PICKLED_INDEX, PICKLED_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.b
 BASE_MEMORY, BASE_OUTPUT, BASE_SECONDS = 1 << 30, 16 * MIB, 120
 BYTES_PER_SECOND = 20 * MIB
 MAX_FILES = 1024
-SHOWN_BYTES = 500  # of what the child printed
+SHOWN_BYTES = 500  # limit for what the child printed
 Say = Callable[[str], None]
 
 

@@ -94,7 +94,7 @@ class Report:
     tools: bool
     calls: int  # tool calls that the model made
     valid_calls: int  # those that an offered tool takes
-    accept_length: float | None  # of the server, if it reports one
+    accept_length: float | None  # the server's, if it reports one
 
 
 def wilson(right: int, count: int, z: float = 1.96) -> tuple[float, float]:

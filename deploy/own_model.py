@@ -21,14 +21,14 @@ from common.speculation.directory import algorithm_of, most_steps
 from deploy.gpus import Gpu
 
 GIB = 1 << 30
-SHARED_GPU = 0.93  # of one GPU for both nodes; the driver and two CUDA contexts need the rest
+SHARED_GPU = 0.93  # share of one GPU for both nodes; the driver and two CUDA contexts need the rest
 # Share of a single GPU's memory, after the weights, for the prefill node. The decode node's pool holds every running
 # request and gets the rest.
 PREFILL_SHARE = 0.25
 LARGE_GPU = 40 * GIB  # from this size a forward of LARGE_CHUNK tokens needs only a small part of the memory
 LARGE_CHUNK = 8192
 CPU_DECODE_SHARE, CPU_PREFILL_SHARE = 0.4, 0.2  # pools, as shares of the memory that the weights leave free
-SHM_SHARE = 0.8  # of /dev/shm, which holds the decode pool
+SHM_SHARE = 0.8  # share of /dev/shm, which holds the decode pool
 POOL_STEP = 1024  # tokens; CPU pools are a multiple of it
 FLOAT32 = 4  # bytes per value on a CPU node
 STEPS = 3

@@ -10,7 +10,7 @@ from typing import Any
 from deploy.tiny_models.tool_calls.chat_form import messages
 from deploy.tiny_models.tool_calls.conversations import Conversation, exam
 
-MOST_NEW_TOKENS = 256  # of one turn: three calls after a thought have some 150
+MOST_NEW_TOKENS = 256  # limit per turn: three calls after a thought have some 150
 MOST_CALL_TURNS = 4  # turns with calls in one conversation; a further one is not answered
 
 

@@ -36,7 +36,7 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     first_token: Count
     first_logprob: TokenLogprob | None = None
     num_tokens: Count  # prompt tokens whose KV the decode node now has
-    cached_tokens: Count = 0  # of num_tokens: found in the prefill node's prefix cache
+    cached_tokens: Count = 0  # among num_tokens: found in the prefill node's prefix cache
     # u64 little-endian, one per page sent and one for the state if there is any; filled in by Sender
     checksums: bytes = b""
     draft_topk_probs: tuple[float, ...] = ()  # [topk or topk * steps]

@@ -62,7 +62,7 @@ class Slots(msgspec.Struct, frozen=True, tag="slots"):
     record_slot: U32
     held_pages: U32  # logical pages that the decode node already has
     deadline_ms: U63 | None = None  # time left of the request when this was sent
-    state_slot: U32 = 0  # of the planes that are kept per request; 0 if there are none
+    state_slot: U32 = 0  # in the planes that are kept per request; 0 if there are none
 
 
 class AbortTransfer(msgspec.Struct, frozen=True, tag="abort"):

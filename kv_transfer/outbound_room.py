@@ -15,7 +15,7 @@ class GrantedSlots:
     held_pages: int
     num_pages: int
     generation: int
-    incarnation: str  # of the decode node
+    incarnation: str  # the decode node's
 
 
 @dataclass(slots=True, eq=False)

@@ -17,9 +17,9 @@ from kv_transfer.cuts import Cut, RankPair, cuts
 class StridedRows(NamedTuple):
     """Rows of equal length in every item (page or slot) of one plane; all values are bytes."""
 
-    offset: int  # of the first row of item 0
+    offset: int  # where the first row of item 0 begins
     item: int  # from the start of one item to the next
-    length: int  # of a row
+    length: int  # bytes per row
     rows: int  # in each item
     stride: int  # from the start of one row to the next
 

@@ -36,7 +36,7 @@ class Computation:
     adjustments: AdjustmentRows
     rotary: RotaryPlaces
     completion: Callable[[], Completion]
-    hidden_dtype: HiddenDtype  # of the draft's hidden states in a record
+    hidden_dtype: HiddenDtype  # dtype of the draft's hidden states in a record
 
 
 @dataclass(frozen=True, slots=True)

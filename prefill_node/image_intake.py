@@ -22,9 +22,9 @@ from common.observability.logs import Log
 from prefill_node.prompt_images import PendingImage, PromptImages, RowCache
 
 MAX_WAITING = 512  # images of waiting prompts; their pixels are in host memory
-MAX_WAITING_TOKENS = 1 << 19  # of those images; one token takes some kilobytes of pixels
+MAX_WAITING_TOKENS = 1 << 19  # limit for those images; one token takes some kilobytes of pixels
 UNCLAIMED = 256  # images kept although no prompt waits for them; the oldest are evicted
-UNCLAIMED_BYTES = 1 << 30  # of their pixels
+UNCLAIMED_BYTES = 1 << 30  # limit for their pixels
 AT_ONCE = 4  # images received in one turn of the loop, each of which takes some milliseconds to copy
 DECODERS = 2  # threads; Pillow releases the GIL while it decodes
 

@@ -24,7 +24,7 @@ from prefill_node.step_rules import PromptRules
 class Links:
     """The links to other processes."""
 
-    incarnation: str  # of this node
+    incarnation: str  # this node's
     router: RouterLink[PrefillMessage]
     peers: RouterSocket
     sender: Sender

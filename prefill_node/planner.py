@@ -85,7 +85,7 @@ class PromptProgress(NamedTuple):
     request: PrefillRequest
     drawn: Drawn | None  # None unless this was its last chunk
     first_scored: int = 0  # index in the prompt of the first of `scores`
-    scores: Sequence[PromptLogprob] = ()  # of the prompt's tokens that this plan predicted
+    scores: Sequence[PromptLogprob] = ()  # for the prompt's tokens that this plan predicted
     states: StateRows | None = None  # hidden states of the last positions that this plan computed
 
 

@@ -36,7 +36,7 @@ class PrefillRequest:
     images: tuple[ImageSpan, ...] = ()  # their pixels stay with the worker
     priority: int = 0  # lower goes first
     salt: bytes = b""  # its pages in the prefix cache are found only with the same salt
-    compilation: PendingFollower | None = None  # of its grammar, until `matcher` and `mask` are set
+    compilation: PendingFollower | None = None  # its grammar's, until `matcher` and `mask` are set
     matcher: Follower | None = None  # has followed the answer so far
     mask: bytes = b""  # the tokens that may come first, one row of common.grammar.matcher.Masks; empty: all
     granted: bool = False  # the decode node has reserved its pages

@@ -39,12 +39,12 @@ class PlannedChunk(msgspec.Struct, frozen=True, kw_only=True):
     # Token ids in int64: the chunk's, then as many of the prompt's next ones as the draft reads (if scored, one).
     ids: bytes
     pages: tuple[int, ...]  # the pages of positions 0 .. end
-    slot: int = 0  # of per-request state, which holds the tokens before `start`; 0: the model keeps none
+    slot: int = 0  # holds per-request state after the tokens before `start`; 0: the model keeps none
     restore: int = 0  # slot whose state is copied to `slot` first; 0: none
     # (slot, count): the state after `count` tokens of this chunk is also stored in that slot
     saves: tuple[tuple[int, int], ...] = ()
     cached: int = 0  # tokens whose KV came from the prefix cache
-    images: tuple[ImageSpan, ...] = ()  # of the whole prompt; pixels and rows stay with the worker
+    images: tuple[ImageSpan, ...] = ()  # in the whole prompt; pixels and rows stay with the worker
     scored: int | None = None  # prompt_logprobs of the request
     states: int = 0  # how many of its last positions send their hidden states to the router
     draw: FirstDraw | None = None  # set only in the last chunk of a prompt

@@ -24,7 +24,7 @@ class MergedEmbeds:
 
     rows: Tensor  # [T, H]; of live tokens only, without padding
     chunks: Sequence[PlannedChunk]
-    images: Sequence[Sequence[PendingImage]]  # of each chunk's prompt
+    images: Sequence[Sequence[PendingImage]]  # per chunk: those in its prompt
     embed: Embed
 
     @torch.inference_mode()

@@ -86,24 +86,24 @@ class ModelConfig:
     qk_norm: bool
     # [num_layers] number of keys visible to a query, including its own; None: all
     sliding_windows: tuple[int | None, ...]
-    dtype: str  # of the checkpoint: a key of DTYPES
+    dtype: str  # the checkpoint's: a key of DTYPES
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: DefaultSampling = NO_DEFAULTS
     vision: VisionConfig | None = None  # the vision part of a model that takes images; None: text only
     weights: StoredWeights = DENSE  # how the checkpoint stores its products
     layer_kinds: tuple[LayerKind, ...] = ()  # [num_layers]; (): attention and a dense feed-forward in each
-    experts: ExpertsConfig | None = None  # of the layers whose feed-forward is "experts"
-    gated_delta: GatedDeltaConfig | None = None  # of the layers whose mixer is one; None: there is none
+    experts: ExpertsConfig | None = None  # for layers whose feed-forward is "experts"
+    gated_delta: GatedDeltaConfig | None = None  # for layers with such a mixer; None: there are none
     qk_norm_whole: bool = False  # q_norm and k_norm cover all heads of a token together
     layer_norms: LayerNorms = PRE_NORM
     norm_float32: bool = False  # norms multiply by their weight in float32
     norm_offset: bool = False  # norms multiply by 1 + weight, in float32
-    activation: Activation = "silu"  # of gates
+    activation: Activation = "silu"  # applied to gates
     embedding_scale: float = 1.0
-    attention_scale: float | None = None  # of scores; None: head_dim^-1/2
-    value_scale: float = 1.0  # of attention's output
+    attention_scale: float | None = None  # factor for scores; None: head_dim^-1/2
+    value_scale: float = 1.0  # factor for attention's output
     fused: bool = False  # one tensor for q, k and v projections, one for gate and up projections
-    window_rope: RopeConfig | None = None  # of layers with a window; None: as all layers
+    window_rope: RopeConfig | None = None  # for layers with a window; None: as all layers
     output_gate: bool = False  # attention's output is multiplied by sigmoid of a gate from q_proj
     text_part: bool = False  # other parts of the checkpoint are not loaded
 

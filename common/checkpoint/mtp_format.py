@@ -46,7 +46,7 @@ MODULES = "num_nextn_predict_layers"
 QWEN_COUNT = "mtp_num_hidden_layers"  # Qwen3-Next has none, and one module
 MAX_MODULES = 32  # a draft runs one per step
 LISTED = "model.mtp_layers"  # MiMo's list
-QWEN_MODULES = "mtp"  # of Qwen3-Next and Qwen3.5, whether or not config.json has a count
+QWEN_MODULES = "mtp"  # in Qwen3-Next and Qwen3.5, whether or not config.json has a count
 POST_ATTENTION = "post_attention_layernorm"  # the name of the norm before the feed-forward in most forms
 
 

@@ -36,7 +36,7 @@ ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
 MAX_RATIO = 200  # ratio of an image's longer side to its shorter one
 MAX_IMAGE_TOKENS = 65_536
 MAX_PATCH_SIZE, MAX_MERGE_SIZE, MAX_FRAMES = 64, 8, 8
-MAX_PIXELS = 1 << 26  # of a resized image
+MAX_PIXELS = 1 << 26  # per resized image
 BICUBIC = 3  # Pillow's number
 TOWER_DEFAULTS: Mapping[str, Any] = {  # keys that define the tower, with transformers' defaults
     "depth": 32,

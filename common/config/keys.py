@@ -15,8 +15,9 @@ from common.config.schema import Cluster, Section
 from common.errors import ConfigError
 
 ENV_PREFIX = "TANDEM_"
-ENV_OF_SCRIPTS = ("TANDEM_PYTHON", "TANDEM_TORCH", "TANDEM_TORCH_INDEX")  # of deploy/setup and deploy/env.sh
-SURE = 0.8  # of 1: similarity from which a name of another section is suggested
+# read by deploy/setup and deploy/env.sh
+ENV_OF_SCRIPTS = ("TANDEM_PYTHON", "TANDEM_TORCH", "TANDEM_TORCH_INDEX")
+SURE = 0.8  # similarity, up to 1, from which a name of another section is suggested
 SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 
 

@@ -201,7 +201,7 @@ class DecodeSection(Section, frozen=True, kw_only=True):
     # Tokens kept free per active request at admission, at most what it may still emit.
     reserved_tokens: NotNegative = 256
     skip_ahead: NotNegative = 8  # how often smaller, later requests may overtake one that does not fit
-    graphs: Literal["auto", "full", "none"] = "auto"  # of the decode step; auto: on GPUs only
+    graphs: Literal["auto", "full", "none"] = "auto"  # for the decode step; auto: on GPUs only
     prefix_cache: PrefixCaching = "auto"
     # Host memory for the KV of retracted requests; requests beyond it are prefilled again.
     backup_mib: NotNegative = 1024

@@ -20,7 +20,8 @@ from common.grammar.limits import GrammarLimits
 from common.grammar.matcher import Matcher, mask_width
 
 MAX_CACHED = 256  # compiled grammars, and refusals
-MAX_CACHED_CHARACTERS = 4 << 20  # of the texts of cached grammars, which their memory is in proportion to
+# limit for the texts of cached grammars, which their memory is in proportion to
+MAX_CACHED_CHARACTERS = 4 << 20
 MAX_WAITING = 256  # compilations that wait for the thread
 MAX_MESSAGE = 500  # characters of an error of llguidance
 BUSY = "compiling grammars keeps this node busy; try again later"

@@ -14,7 +14,7 @@ from common.grammar.limits import GrammarLimits
 from common.grammar.schema_intersections import check_intersections
 from common.messages.generation import MAX_GRAMMAR
 
-MAX_DIGITS = 40  # of a `multipleOf`; llguidance refuses fewer
+MAX_DIGITS = 40  # in a `multipleOf`; llguidance refuses fewer
 
 
 class GrammarPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -19,7 +19,7 @@ class GrammarLimits:
     max_properties: int = 512  # in all schemas of a grammar together
     max_pattern_properties: int = 32  # in all schemas of a grammar together
     max_intersected: int = 12  # patterns, formats and bounds of lengths that the same text has to match
-    max_intersected_values: int = 1000  # of an enum that is combined with such a one
+    max_intersected_values: int = 1000  # in an enum that is combined with such a one
     max_ampersands: int = 6  # in a Lark grammar: each may intersect one more pattern
     max_values: int = 20_000  # numbers, texts, lists and objects of all schemas together
     max_depth: int = 64

@@ -29,7 +29,7 @@ from common.ipc.sessions import Sessions
 
 MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 5 MiB
 HIGH_WATER_MARK = 10_000  # messages that wait for one peer, or for this process
-QUEUED_BYTES = 512 << 20  # of large messages that one peer has not acknowledged
+QUEUED_BYTES = 512 << 20  # limit for large messages that one peer has not acknowledged
 DRAIN_LIMIT = 1_000
 BACKLOG = 1_024  # connections that the kernel holds until they are accepted
 # No ZMQ heartbeats: their timer aborts the process (libzmq 4.3.5, assertion !_io_error) if a connection breaks whose

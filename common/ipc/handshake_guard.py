@@ -30,7 +30,7 @@ MOST_OF_A_SOURCE = 512  # all processes of one host may connect at the same time
 # the server's public key, gets no further than HELLO.
 HANDSHAKE_BYTES = 64 + 202 + 259
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
-_BYTES_RECEIVED = struct.Struct("128xQ")  # of Linux's struct tcp_info
+_BYTES_RECEIVED = struct.Struct("128xQ")  # in Linux's struct tcp_info
 
 Peer = tuple[str, int]  # address and port
 

@@ -35,7 +35,7 @@ import xxhash
 from common.errors import ProtocolError
 
 HEADER = struct.Struct("<B7xQQQQ")  # kind, epoch, number, acknowledged, digest
-PROBE_SECONDS = 0.25  # of silence while something is unacknowledged; doubled up to MAX_PROBE_SECONDS
+PROBE_SECONDS = 0.25  # silence while something is unacknowledged; doubled up to MAX_PROBE_SECONDS
 MAX_PROBE_SECONDS = 1.0
 ACK_SECONDS = 0.05  # for which an acknowledgement waits for a frame that carries it
 ACK_FRAMES = 64  # received frames after which it is sent at once
@@ -118,7 +118,7 @@ class Session:
         self._max_frames = max_frames
         self._max_bytes = max_bytes
         self._kept: deque[_Kept] = deque()
-        self._kept_bytes = 0  # of payloads that are not SMALL
+        self._kept_bytes = 0  # in payloads that are not SMALL
         self._sent = 0  # highest number sent
         self._received = 0  # highest number received in a row
         self._owed = 0  # frames received since the last acknowledgement

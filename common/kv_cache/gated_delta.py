@@ -15,8 +15,8 @@ CHUNK = 64  # tokens of one chunk of the prompt form, whose grid begins at posit
 class DeltaHeadGroups(NamedTuple):
     """The heads of a gated delta layer that ranks divide among themselves."""
 
-    keys: HeadGroup  # of the queries, and of the keys
-    values: HeadGroup  # of the values, the gates and what leaves the layer
+    keys: HeadGroup  # heads of the queries, and of the keys
+    values: HeadGroup  # heads of the values, the gates and the output
     states: HeadGroup  # one value per value head, such as each of the two that control its state
 
     @property

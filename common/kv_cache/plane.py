@@ -40,7 +40,7 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
     """A function of the configs only, so equal on every rank. Raises ValueError unless its fields agree."""
 
     owner: Owner
-    layer: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]  # of the owner
+    layer: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]  # the owner's layer
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=32)]  # "k", "v", ...; unique within the layer
     kept: Kept
     # Shape of one entry over all ranks.

@@ -45,7 +45,8 @@ class PlacedPlane:
 class PoolLayout(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The layout of one rank's pool. Offsets are derived, so a layout from the wire cannot contradict itself."""
 
-    fingerprint: Annotated[str, msgspec.Meta(max_length=256)]  # of the weights: target, or target+draft
+    # identifies the weights: target, or target+draft
+    fingerprint: Annotated[str, msgspec.Meta(max_length=256)]
     spec: PoolSpec
     num_pages: Size
     num_slots: Count = 0  # slots of per-request state; 0 if the spec has no such planes

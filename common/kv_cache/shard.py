@@ -57,4 +57,4 @@ class Shard(msgspec.Struct, frozen=True):
         return tuple(entry)
 
 
-WHOLE: Final = Shard()  # of one rank
+WHOLE: Final = Shard()  # a model that is not divided

@@ -103,7 +103,7 @@ class StateLease:
         """`start`: the state after the cached prefix; pinned until `restored`."""
         self._snapshots = snapshots
         self._from = start
-        self.slot = slot  # of the planes that are kept per request; 0: the model has none
+        self.slot = slot  # in the planes that are kept per request; 0: the model has none
         # (tokens, slot): the state after so many tokens of the request is to be saved in that slot
         self.saves: list[tuple[int, int]] = []
         if start is not None:

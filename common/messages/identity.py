@@ -119,7 +119,7 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     transfers: Total = 0
     transfer_failures: Total = 0
     transferred_pages: Total = 0
-    layered_pages: Total = 0  # of transferred_pages: sent layer by layer while being computed
+    layered_pages: Total = 0  # among transferred_pages: sent layer by layer while being computed
     checksum_failures: Total = 0
     record_failures: Total = 0
     refused_messages: Total = 0  # peers that follow the protocol never cause any

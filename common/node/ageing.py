@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-AGEING_SECONDS = 10.0  # of waiting after which a request counts half its length
+AGEING_SECONDS = 10.0  # wait after which a request counts half its length
 
 
 def aged(tokens: int, waited: float) -> float:
@@ -15,7 +15,7 @@ def aged(tokens: int, waited: float) -> float:
     return tokens / (AGEING_SECONDS + waited)
 
 
-PROMOTION_SECONDS = 10.0  # of waiting after which a request counts as one priority more urgent
+PROMOTION_SECONDS = 10.0  # wait after which a request counts as one priority more urgent
 
 
 def promoted(priority: int, waited: float, most_urgent: int) -> int:

@@ -75,7 +75,7 @@ def _qwen(vision: QwenVision, hidden: int, size: int) -> int:
 def largest_image(vision: QwenVision) -> int:
     """Return the maximum tokens of one image. Each side is rounded up by less than one."""
     tokens = vision.max_pixels / (vision.patch_size * vision.merge_size) ** 2
-    sides = math.sqrt(tokens / MAX_RATIO) + math.sqrt(tokens * MAX_RATIO)  # of the longest image, in tokens
+    sides = math.sqrt(tokens / MAX_RATIO) + math.sqrt(tokens * MAX_RATIO)  # the longest image's, in tokens
     return math.ceil(tokens + sides + 1)
 
 

@@ -55,7 +55,7 @@ class NodeMemory:
     """The memory that a node takes of its device."""
 
     budget: PoolBudget
-    plan: MemoryPlan  # of its GPU, with an empty pool
+    plan: MemoryPlan  # for its GPU, with an empty pool
     beside: int = 0  # bytes that this cluster's other nodes take of its GPU
 
 

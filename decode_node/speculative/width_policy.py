@@ -109,7 +109,7 @@ class _Size:
     """Widths for batch sizes from one power of two up to the next."""
 
     def __init__(self, widths: Sequence[int]) -> None:
-        self.width = widths[-1]  # of the next round
+        self.width = widths[-1]  # the next round's
         self._best = self.width  # best known width
         self._costs = {width: _Cost() for width in widths}
         self._rounds = 0

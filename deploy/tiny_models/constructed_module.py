@@ -23,7 +23,7 @@ from deploy.tiny_models.constructed_tensors import MARK, PREVIOUS_MARK, TargetTe
 
 OPEN = 20.0  # input of the activation where the mark is negative
 WRONG = 4.0  # size of the wrong embedding relative to the stream
-UNIT = 0  # of the feed-forward that reads the mark
+UNIT = 0  # index of the feed-forward unit that reads the mark
 
 
 class ModuleTensors:

@@ -48,7 +48,7 @@ class WindowKind:
     """A window length, how often it is drawn, and which documents such windows hold."""
 
     window: int
-    share: float  # of the batches
+    share: float  # share of the batches
     most_shots: int
     many: float  # share of few-shot documents, and of multi-turn chats; most of the rest are single chats
 
@@ -62,7 +62,7 @@ WINDOW_KINDS = (
 
 DRILL_SHARE = 0.12
 SYSTEM_SHARE = 0.25
-NO_BOS_SHARE = 0.05  # of few-shot documents: some clients tokenize completions without special tokens
+NO_BOS_SHARE = 0.05  # share of few-shot documents: some clients tokenize completions without special tokens
 
 
 class DocumentSource:

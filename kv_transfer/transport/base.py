@@ -53,7 +53,7 @@ class Window:
     """The memory that one generation may write: these pages, one state slot (0: none) and one record slot."""
 
     generation: int
-    incarnation: str  # of the only peer that may use it
+    incarnation: str  # identifies the only peer that may use it
     pages: frozenset[int]
     record_slot: int
     state_slot: int = 0

@@ -26,7 +26,7 @@ class WireDescription(msgspec.Struct, frozen=True):
     """A description as it crosses the wire."""
 
     transport: Name
-    schema: Hash  # of the description's struct
+    schema: Hash  # hash of the description's struct
     body: msgspec.Raw  # msgpack
 
 

@@ -29,7 +29,7 @@ from tests.fakes import hostile_frames
 from tests.fakes.tls_files import AUTHORITY
 
 CROWD = 1000
-REPEATS = 4  # of the corpus of bytes and of each image
+REPEATS = 4  # for the corpus of bytes and for each image
 IMAGES_AT_ONCE = 8
 STAY_SECONDS = 3.0
 MIB = 1 << 20
@@ -41,7 +41,7 @@ BULK = "decode-0"  # the decode node listens only for pages
 class Place(msgspec.Struct, frozen=True):
     """Where the cluster is."""
 
-    port: int  # of the HTTPS listener
+    port: int  # the HTTPS listener's
     folder: str  # the run directory
     addresses: dict[str, int]  # node -> port of its listener
 

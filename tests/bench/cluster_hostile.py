@@ -40,7 +40,7 @@ WARM_UP_SECONDS = 20.0  # the nodes grow while they serve their first requests
 QUIET_SECONDS = 8.0
 SETTLE_SECONDS = 0.5
 ATTACK_SECONDS = 120.0
-NICE = 10  # of attackers: they get a tenth of the processors that the cluster wants
+NICE = 10  # for attackers: they get a tenth of the processors that the cluster wants
 
 
 @dataclass(frozen=True, slots=True)

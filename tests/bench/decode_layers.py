@@ -43,7 +43,7 @@ LIBRARY = "library"
 H200_PROCESSORS = 132
 Way = Tiles | VectorTiles | ExpertTiles | str
 BF16, DEVICE = torch.bfloat16, "cuda"
-KEY_HEADS, DELTA_HEADS, DIM = 16, 32, 128  # of gated delta layers
+KEY_HEADS, DELTA_HEADS, DIM = 16, 32, 128  # in gated delta layers
 CHANNELS = (2 * KEY_HEADS + DELTA_HEADS) * DIM
 
 
@@ -81,7 +81,7 @@ SHAPES = {
 class Ways:
     """How each product of a layer is computed."""
 
-    into: Way  # of the mixer
+    into: Way  # into the mixer
     out: Way
     up: Way
     down: Way

@@ -56,7 +56,7 @@ class Row:
     rows: int
     used: float  # experts per layer
     us: float  # per layer
-    products_us: float  # of it, the products
+    products_us: float  # the products' part of it
     floor_us: float
 
 

@@ -36,9 +36,9 @@ BF16 = torch.bfloat16
 class Row:
     what: str  # step or prompt
     size: int  # requests of a step, tokens of a prompt
-    us: float  # of a layer
+    us: float  # per layer
     floor_us: float
-    kernels: dict[str, float]  # of it, each kernel
+    kernels: dict[str, float]  # each kernel's part of it
 
 
 def made(*shape: int, dtype: torch.dtype = BF16) -> Tensor:

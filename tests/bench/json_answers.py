@@ -63,7 +63,7 @@ class Row:
     free_tokens_per_s: float
     json_tokens_per_s: float
     ratio: float
-    busy_ratio: float  # of tokens per second of processor time of the decode node
+    busy_ratio: float  # ratio of tokens per second of processor time of the decode node
     free_tokens_per_step: float
     json_tokens_per_step: float
     free_ms: float  # wall-clock time per step, prompts included

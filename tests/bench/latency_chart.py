@@ -46,7 +46,7 @@ THEMES = (LIGHT, DARK)
 class Panel:
     """One column of the chart."""
 
-    key: str  # of a row in the JSON
+    key: str  # key of a row in the JSON
     title: str
     better: str
 

@@ -30,7 +30,7 @@ from tests.bench.ops import DIM, HEADS, HIDDEN, KV_HEADS, PAGE, SCALE, Pages, bf
 from tests.bench.timing import copy_bandwidth, graph_us, wake
 
 LAYERS = 32
-BOUND = 8192  # of a request's length, as known to a node
+BOUND = 8192  # bound of a request's length, as known to a node
 Attend = Callable[[Tensor, Tensor, Pages], Tensor]  # (query, planes, pages) -> [rows, heads, D]
 
 

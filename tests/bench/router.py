@@ -46,7 +46,7 @@ AT_ONCE = 64  # connections that are opened together
 START_SECONDS = 60.0
 MODEL_NAME = "tiny"
 MOST = 32_768  # connections and requests at once
-FIRST_ID = 260  # of the tokens that are words or parts of words
+FIRST_ID = 260  # first of the tokens that are words or parts of words
 
 
 @dataclass(frozen=True)

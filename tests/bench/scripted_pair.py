@@ -26,7 +26,7 @@ TURN_SECONDS = 0.002
 BEAT_SECONDS = 0.5
 PAGE_SIZE = 16
 TOKEN = 260
-FIRST_LISTED = 300  # of the top tokens
+FIRST_LISTED = 300  # first of the top tokens
 
 
 class ScriptedNode(FakeNode):
@@ -44,7 +44,7 @@ class _Running:
     """A request on the decode node."""
 
     token: OutputToken | None  # None: that of the step
-    offset: int  # of its next token
+    offset: int  # offset of its next token
     end: int
 
 

@@ -28,11 +28,11 @@ from tests.chaos.stations import STATIONS, Station
 
 TRIES = 20  # drawn targets before giving up for now
 RESERVE = 1.1  # times the minimum
-ROUTER_SHARE = 0.12  # of process faults
-AIMED_SHARE = 0.6  # of faults that wait for a request at a drawn station
+ROUTER_SHARE = 0.12  # share of process faults
+AIMED_SHARE = 0.6  # share of faults that wait for a request at a drawn station
 AIMED_SHARE_OF_PROCESSES = 0.85
 HIT = 2  # weight of a hit station relative to a missed one, so that rare stations are aimed at more often
-LONG_SHARE = 0.25  # of faults that last for seconds
+LONG_SHARE = 0.25  # share of faults that last for seconds
 
 
 @dataclass

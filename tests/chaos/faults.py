@@ -54,7 +54,7 @@ WEIGHTS: dict[Kind, float] = {
 MINIMUM: dict[str, float] = {"kill": 0.06, "stop": 0.06, "link": 0.1}
 BOTH: tuple[Direction, ...] = ("up", "down")
 DAMAGE_WAIT = 2.0  # seconds in which the link must carry the bytes that are to be damaged
-BURST_SECONDS = 12.0  # of short requests after a restart, one per BURST_INTERVAL
+BURST_SECONDS = 12.0  # short requests after a restart, one per BURST_INTERVAL
 BURST_INTERVAL = 0.1
 
 
@@ -68,7 +68,7 @@ class Fault:
     seconds: float = 0.0
     directions: tuple[Direction, ...] = BOTH
     amount: float = 0.0  # chunks to damage, seconds of delay, or bytes per second
-    station: Station | None = None  # of a request at the target when it begins
+    station: Station | None = None  # where a request at the target is when it begins
 
     @property
     def name(self) -> str:

@@ -25,7 +25,7 @@ class History:
     faults: list[dict[str, Any]]
     answers: dict[str, dict[str, Any]]  # case -> text, tokens, logprobs, finish_reason
     run: dict[str, Any]  # pairs -> parts, bounds, leaks
-    events: list[dict[str, Any]] = field(default_factory=list)  # of all processes, by time
+    events: list[dict[str, Any]] = field(default_factory=list)  # all processes' events, by time
     torn_lines: int = 0
 
 

@@ -20,7 +20,7 @@ REPORT_EVERY = 100  # faults
 AIM_SECONDS = 1.5  # longest wait of a fault for a request at its station
 DRAIN_SECONDS = 60.0  # for a node to end after SIGTERM: health.drain_timeout, on a busy machine
 START_SECONDS = 90.0  # until a restarted process is listed, on a busy machine
-RESETS, RESET_INTERVAL = 3, 0.7  # of peer links after a restart
+RESETS, RESET_INTERVAL = 3, 0.7  # for peer links after a restart
 ABSENT_SECONDS = 20.0  # until a process that was only disturbed is listed again
 
 

@@ -17,7 +17,7 @@ from tests.cluster.harness import Client
 
 Behaviour = Literal["stays", "leaves", "slow"]
 BATCH_TOKENS = 200  # cases with longer answers are not part of batches
-BURST_TOKENS = 12  # of an answer in a burst
+BURST_TOKENS = 12  # per answer in a burst
 BURST_OPEN = 12  # open requests of a burst; more would measure the machine
 GIVE_UP = 90.0  # default: after this many silent seconds the client leaves, and the checker calls it a hang
 
@@ -42,7 +42,7 @@ class Exchange:
     finishes: int = 0  # number of events with a finish_reason
     done: bool = False  # [DONE], or a complete body
     after_done: int = 0  # number of events after [DONE]
-    error_code: str | None = None  # of an explicit error
+    error_code: str | None = None  # if it ended with an explicit error
     error: str = ""
     broken: str = ""  # why the connection ended without a terminal event
     left: bool = False

@@ -9,7 +9,7 @@ from tests.chaos.history import History
 from tests.chaos.progress_rules import starvation_of
 from tests.chaos.violation import Violation
 
-SHARE = 0.95  # of the undisturbed throughput
+SHARE = 0.95  # share of the undisturbed throughput
 WITHIN = 60.0  # seconds after the last fault was healed
 
 

@@ -90,7 +90,8 @@ def test_a_healthy_pair_is_left() -> None:
     made = cluster()
     made.timeline.begin("0", ["prefill-0"], kind="kill", target="prefill-0")
     held = {"kill", "stop", "drain", "withhold", "swallow", "half-open", "refuse", "rate", "delay"}
-    kinds = [kind for kind in KINDS if kind != "restart"]  # of the other prefill node: it would leave no pair
+    # The other prefill node's restart would leave no pair.
+    kinds = [kind for kind in KINDS if kind != "restart"]
     for fault in drawn(300, made=made, kinds=kinds):
         impaired = {"prefill-0", fault.target}
         assert fault.target not in ("prefill-0", "router-prefill-0") or fault.kind not in held

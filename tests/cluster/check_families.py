@@ -73,7 +73,7 @@ class Setting:
 
     chunk: int = 2048
     transport: str = "shm"
-    nodes: int = 1  # of each role
+    nodes: int = 1  # per role
     kill: bool = False
     pool: int | None = None  # tokens of a decode node's pool
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn, Protocol
 
 PRELOADED = ("decode_node.build", "prefill_node.build")
-MOST_BYTES = 65_536  # of one order
+MOST_BYTES = 65_536  # limit for one order
 
 
 class Started(Protocol):

@@ -93,7 +93,7 @@ from tests.fakes.plan_wire import WirePromptWorker, WireWorker, wired
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, tiny_model
 
 MakeCompletion = Callable[[], Completion]
-LOOKAHEAD_SLOTS = 64  # of the widest drafts of any test
+LOOKAHEAD_SLOTS = 64  # for the widest drafts of any test
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Shape:
     change_prompts: Callable[[Forwards], Forwards] = lambda forwards: forwards
     prefills: int = 1
     model: ModelConfig = CONFIG
-    target: CausalLM | None = None  # of `model`; None: the tiny one
+    target: CausalLM | None = None  # built for `model`; None: the tiny one
     decodes: int = 1
     fencing: bool = False
     max_len: int = MAX_LEN

@@ -61,7 +61,7 @@ class Form:
     draft_vocab: int | None = 40
     own_embedding: bool = False
     qk_norm: bool = False
-    bias: bool = False  # of queries, keys and values
+    bias: bool = False  # for queries, keys and values
     fc_bias: bool = False
     windows: tuple[int | None, ...] = (None,)
     states: int = 3

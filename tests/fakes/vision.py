@@ -37,7 +37,7 @@ from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, tiny_model
 from tests.fakes.waiting import until
 
 TOKENS = 5  # rows of an image with a number below 100, in one line
-GRIDS = ((2, 3), (4, 1), (3, 3), (1, 6))  # of images with larger numbers, in turn
+GRIDS = ((2, 3), (4, 1), (3, 3), (1, 6))  # for images with larger numbers, in turn
 MOST = 9  # largest number of tokens of an image
 PIXELS = (3, 2, 2)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-LEAST_REPLAYED = 0.95  # of a phase's forwards
+LEAST_REPLAYED = 0.95  # share of a phase's forwards
 
 
 def score(report: dict[str, Any], least: str) -> Iterator[str]:

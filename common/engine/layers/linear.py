@@ -102,7 +102,7 @@ class WeightFormat(ABC):
     formats make products from blocks.
     """
 
-    placement: Placement  # of activations, norms and embeddings
+    placement: Placement  # for activations, norms and embeddings
 
     @abstractmethod
     def make_linear(self, blocks: Sequence[WeightBlock], bias: bool) -> Linear:

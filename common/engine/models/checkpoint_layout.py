@@ -21,7 +21,7 @@ OTHER_PARTS = tuple(f"{prefix}{part}" for prefix in ("", "model.") for part in (
 class CheckpointLayout:
     """The prefixes of a model's two parts in its checkpoint; the defaults are those of a text-only model."""
 
-    prefix: str = "model."  # of the language model's layers
+    prefix: str = "model."  # before the language model's layers
     head: str = ""  # before lm_head
     # Prefixes of parts that are loaded separately or not at all: the tower, and the projector if it has its own.
     vision_prefixes: tuple[str, ...] = ()

@@ -59,7 +59,7 @@ class TowerSizes(NamedTuple):
     """The sizes of a tower."""
 
     width: int  # C values of a patch inside the tower
-    inner: int  # of MLPs
+    inner: int  # width inside MLPs
     heads: int
     depth: int  # blocks
     patch: tuple[int, ...]  # (channels, frames, rows, columns) of the values of one patch

@@ -60,7 +60,7 @@ def delta_extend_reference(
     tidy = torch.where(live[:, None], projected, 0)
     inputs, gate = torch.split(tidy, [channels + 2 * heads, heads * shape[2]], dim=-1)
     columns = torch.where(begun[:, None, None], conv.index_select(0, slots).transpose(1, 2), 0)  # [B, 3, C]
-    place = index - starts.index_select(0, owner)  # of a token among the new ones of its request
+    place = index - starts.index_select(0, owner)  # a token's index among the new ones of its request
     x = inputs[:, :channels]
     seen = torch.stack([_before(x, columns, index, owner, place, back) for back in (3, 2, 1, 0)], 1)
     b, a = inputs[:, channels:].chunk(2, dim=-1)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-L2_EPS = 1e-6  # of the normalised queries and keys
+L2_EPS = 1e-6  # for normalising queries and keys
 
 
 class DeltaHeads(NamedTuple):

@@ -21,7 +21,7 @@ def chunk_of(starts_ptr, chunk, requests, REQUESTS: tl.constexpr, CHUNK: tl.cons
 def _convolve_head(  # type: ignore[no-untyped-def]
     projected_ptr,
     taps_ptr,
-    columns_ptr,  # of the request: its inputs before `begin`, which count if `keeps`
+    columns_ptr,  # the request's inputs before `begin`, which count if `keeps`
     out_ptr,  # [CHUNK, BLOCK] of this head and chunk
     first,  # channel
     scale,

@@ -35,8 +35,8 @@ def save_state(  # type: ignore[no-untyped-def]
     saves_ptr,  # [B, SAVES, 2]
     request,
     before,  # new tokens of the request before this chunk
-    offset,  # of the values in a slot
-    size,  # of a slot
+    offset,  # first value in a slot
+    size,  # values per slot
     state,  # after this chunk
     inside,
     SAVES: tl.constexpr,

@@ -78,7 +78,7 @@ def _delta_step_kernel(  # type: ignore[no-untyped-def]
     rows_ptr,  # [R]
     pending_ptr,  # [R]
     out_ptr,  # [R * N, Hv * dv]: what the queries see, rounded
-    row_stride,  # of `projected`
+    row_stride,  # row stride in `projected`
     channels,
     HEADS: tl.constexpr,  # Hv
     SERVED: tl.constexpr,  # value heads of a key head
@@ -169,7 +169,7 @@ def _delta_finish_kernel(  # type: ignore[no-untyped-def]
     rows_ptr,  # [R]
     pending_ptr,  # [R]
     out_ptr,  # [R * N, Hv * dv]
-    row_stride,  # of `projected`
+    row_stride,  # row stride in `projected`
     channels,
     eps,
     HEADS: tl.constexpr,
@@ -225,7 +225,7 @@ class StepTiles(NamedTuple):
 
     part: int  # values of a head in a program
     warps: int
-    registers: int  # of a thread at most, so that more programs run at once
+    registers: int  # limit per thread, so that more programs run at once
 
 
 def choose_step(heads: int, window: int, key: int, value: int, processors: int) -> StepTiles:

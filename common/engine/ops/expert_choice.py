@@ -69,7 +69,7 @@ def choose_experts(  # type: ignore[no-untyped-def]
         bits = tl.where(index == place, -0x80000000, bits)
     if not CORRECTED:
         shares = tl.where(found < 0, found ^ 0x7FFFFFFF, found).to(tl.float32, bitcast=True)
-        shares = tl.where(shares < 0.0, float("nan"), shares)  # of a row with NaN
+        shares = tl.where(shares < 0.0, float("nan"), shares)  # a row with NaN has NaN shares
         shares = tl.where(rank < CHOSEN, shares, 0.0)
     if NORMALISED:
         shares = shares / (tl.sum(shares, axis=0) + epsilon)

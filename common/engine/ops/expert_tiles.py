@@ -21,7 +21,7 @@ class ExpertTiles(NamedTuple):
     """The tile of one program."""
 
     columns: int  # output columns
-    depth: int  # of a step
+    depth: int  # depth per step
     rows: int  # pairs
     warps: int
     stages: int  # steps in flight

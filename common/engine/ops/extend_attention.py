@@ -84,7 +84,7 @@ def _over_keys(  # type: ignore[no-untyped-def]
     query_position,
     key_ptr,
     value_ptr,
-    table_ptr,  # of the request
+    table_ptr,  # the request's page table
     kv_head,
     begin,
     end,

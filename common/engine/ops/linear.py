@@ -83,7 +83,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
-    GELU: tl.constexpr,  # of the gates; else silu
+    GELU: tl.constexpr,  # the activation of gates; else silu
     CHAINED: tl.constexpr,
 ):
     """Each program computes BLOCK_N columns of all rows over one part of the depth."""

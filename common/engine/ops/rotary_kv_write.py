@@ -83,7 +83,7 @@ def _rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     value_ptr,
     slots_ptr,
     num_slots,
-    token_stride,  # of qkv
+    token_stride,  # stride between tokens in qkv
     eps,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,

@@ -20,7 +20,7 @@ from common.engine.ops.triton_kernel import (
 )
 from common.engine.ops.vector_products import VectorTiles, choose_vectors, vector_linear_triton
 
-LOGIT_VECTORS = VectorTiles(1, 4)  # of the logits of one row
+LOGIT_VECTORS = VectorTiles(1, 4)  # for the logits of one row
 # Tiles of the logits of few rows: many small programs, since a router is small (512 KiB in Qwen3-30B-A3B).
 LOGIT_COLUMNS, LOGIT_DEPTH, LOGIT_PARTS = 16, 128, 16
 

@@ -21,7 +21,7 @@ from common.engine.ops.triton_kernel import (
     tl,
 )
 
-MOST_ROWS = 4  # of x that the kernel takes
+MOST_ROWS = 4  # the most rows that the kernel takes
 DEPTH, DEEP = 2048, 4096  # elements of a row of the weight
 COLUMNS = 16384
 FEW_COLUMNS = 2048

@@ -15,7 +15,7 @@ class DraftShape:
 
     topk: int = 0  # proposals of the first step, or of all steps of a multi-layer draft
     hidden: int = 0  # values of the newest hidden state, or of one state per later module (models/mtp.py)
-    dtype: HiddenDtype = "float32"  # of the hidden state
+    dtype: HiddenDtype = "float32"  # the hidden state's
     vocab: int = 0  # ids are below it
 
     @property

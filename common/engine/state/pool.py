@@ -42,7 +42,7 @@ class KvPool:
             self._by_layer.setdefault(layer, {})[name] = plane
             plane[0].zero_()
         self._paged = [each for each in placed if each.plane.kept is Kept.PAGED]
-        self.page_bytes = sum(each.page_bytes for each in self._paged)  # of one page over all planes
+        self.page_bytes = sum(each.page_bytes for each in self._paged)  # one page over all planes
         self._groups = [
             [self._planes[each.plane.layer, each.plane.name] for each in group]
             for group in _alike(self._paged)
@@ -53,7 +53,7 @@ class KvPool:
             for each in placed
             if each.plane.kept is Kept.PER_REQUEST
         ]
-        self.state_bytes = sum(plane[0].nbytes for plane in self._state)  # of one request over all planes
+        self.state_bytes = sum(plane[0].nbytes for plane in self._state)  # one request over all planes
 
     @property
     def attention_layer(self) -> int | None:

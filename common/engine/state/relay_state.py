@@ -60,9 +60,9 @@ class RelayState:
     # int64, rotary position minus sequence index after the prompt (rotary_places.py)
     rope_delta: torch.Tensor
     sampling: SamplingRows
-    draft: DraftInput  # of the next step; [rows, topk] proposals and [rows, hidden]
+    draft: DraftInput  # for the next step; [rows, topk] proposals and [rows, hidden]
     adjustments: AdjustmentRows
-    state: StateRows | None = None  # of a model with per-request planes
+    state: StateRows | None = None  # for models with per-request planes
 
     @classmethod
     def allocate(

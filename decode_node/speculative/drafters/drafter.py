@@ -29,7 +29,7 @@ class DrafterSetup:
     rounds: Rounds
     steps: int  # length of a draft chain
     topk: int  # branching factor of a tree; 1 for a chain
-    nodes: int  # of a tree, including the root
+    nodes: int  # per tree, including the root
 
 
 class Drafter(Protocol):

@@ -56,7 +56,7 @@ class Family:
     config: Callable[[Shape, Tokenizer], Config]  # the content of config.json
     text: Callable[[Config], Config]  # the part of it that describes the language model
     new_model: Callable[[Config], LanguageModel]  # an initialised model of that part
-    prefix: str  # of the layers in the checkpoint
+    prefix: str  # before the layers in the checkpoint
     # suffixes of tensors that stay float32 in the checkpoint; the others are bf16
     wide: tuple[str, ...] = ()
     has_mtp: bool = False

@@ -52,7 +52,7 @@ class Exchange:
     wanted: tuple[str, ...] = ()  # what the answer must say to be right; without calls: all of it
     calls: tuple[Call, ...] = ()
     needs: tuple[str, ...] = ()  # what the thought says about each call
-    results: tuple[str, ...] = ()  # of the calls
+    results: tuple[str, ...] = ()  # the calls' results
     conclusion: str = ""  # the thought before the answer, after calls
 
 

@@ -30,9 +30,9 @@ CALCULATOR = Topic(
     "{0} is {result}.",
     str,
 )
-STANDARD_SHARE = 0.45  # of calculators: the name `calculator` and the argument `expression`
-RANDOM_SHARE = 0.2  # of names that say nothing: only the description tells what the tool is for
-OPTIONAL_SHARE = 0.12  # of tools that have an argument which calls leave out
+STANDARD_SHARE = 0.45  # share of calculators: the name `calculator` and the argument `expression`
+RANDOM_SHARE = 0.2  # share of names that say nothing: only the description tells what the tool is for
+OPTIONAL_SHARE = 0.12  # share of tools that have an argument which calls leave out
 OPTIONAL: Mapping[str, Mapping[str, Any]] = {
     "unit": {"type": "string", "enum": ["metric", "imperial"]},
     "format": {"type": "string", "enum": ["short", "long"]},
@@ -51,7 +51,7 @@ class Tool:
 
     topic: Topic
     name: str
-    keys: tuple[str, ...]  # of its arguments
+    keys: tuple[str, ...]  # names of its arguments
     declaration: dict[str, Any]  # as the field `tools` of a request has it
 
     def takes(self, arguments: Any) -> bool:

@@ -27,8 +27,8 @@ TURNS = (
     Turns(thinks=False, first=False, second=True, keeps=False),
 )
 TURN_SHARES = (0.45, 0.15, 0.25, 0.15)
-SINGLY_SHARE = 0.1  # of parallel calls
-WITHOUT_TOOLS_SHARE = 0.05  # of second turns: clients leave the tools out when they want an answer
+SINGLY_SHARE = 0.1  # share of parallel calls
+WITHOUT_TOOLS_SHARE = 0.05  # share of second turns: clients leave the tools out when they want an answer
 
 
 class ConversationSource:

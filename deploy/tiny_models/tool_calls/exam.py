@@ -41,7 +41,7 @@ class ToolScore:
     """The result of an exam."""
 
     name: str
-    prompt_tokens: int = 0  # of all first turns
+    prompt_tokens: int = 0  # total over first turns
     asked: Counter[str] = field(default_factory=Counter)  # conversations per kind
     right: Counter[str] = field(default_factory=Counter)
     calls: int = 0

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 FILE = Path(__file__).parent / "digits.png"  # one row per digit: 64 pixels, then its label
-LEVELS = 16  # of ink: pixels are 0 .. 16
+LEVELS = 16  # the darkest ink: pixels are 0 .. 16
 HELD_OUT = 5  # one digit in this many is never trained on
 
 Split = Literal["train", "heldout"]

@@ -41,7 +41,7 @@ class PlaneGroup:
     """Neighbouring planes with equal page sizes: one launch."""
 
     planes: range
-    page_words: int  # of one plane
+    page_words: int  # words per page of one plane
     offsets: Tensor  # [planes] int64: start of each plane, in units of 16 bytes
     positions: Tensor  # [planes] int64: number of the plane's first word within the page
 

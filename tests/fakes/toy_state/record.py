@@ -11,8 +11,8 @@ from common.kv_cache.layer_kinds import MixerRecord
 from common.kv_cache.plane import HeadGroup, Kept, Owner, Plane
 
 ARCHITECTURE = "ToyStateForCausalLM"
-LATENT_VALUES = 6  # of a token
-KEY, VALUE = 4, 6  # of a head of the state
+LATENT_VALUES = 6  # per token
+KEY, VALUE = 4, 6  # per head of the state
 
 
 def _latent_planes(owner: Owner, config: ModelConfig, layer: int, dtype: str) -> tuple[Plane, ...]:

@@ -78,7 +78,7 @@ def test_held_out_questions_are_answered(model: LlavaForConditionalGeneration) -
     assert kind == "eagle3"
     rows = list(measure.acceptance(head, model, replies[:8], (3,)))
     assert rows[0].suite == "pictures"
-    assert rows[0].length > 3.5  # of at most 4; the card has the length over all questions
+    assert rows[0].length > 3.5  # the most is 4; the card has the length over all questions
     card = (TARGET / "README.md").read_text()
     assert float(card.split("| **all** | 2000 | **")[1][:5]) >= 0.9
 

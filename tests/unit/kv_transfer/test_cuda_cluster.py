@@ -73,7 +73,7 @@ def test_the_shipped_gpu_clusters(name: str) -> None:
         (section.nodes[0].device, pool_budget(role, section, section.nodes[0].device))
         for role, section in (("prefill", resolved.cluster.prefill), ("decode", resolved.cluster.decode))
     ]
-    page_bytes = 16 * 2 * 32 * 8 * 128 * 2  # of an 8B Llama in bf16
+    page_bytes = 16 * 2 * 32 * 8 * 128 * 2  # an 8B Llama's in bf16
     for gpu in {device for device, _ in budgets}:
         shares = [budget for device, budget in budgets if device == gpu]
         assert all(budget.tokens is None for budget in shares)

@@ -13,7 +13,7 @@ from kv_transfer.transport.cuda_ipc.layers import CudaLayers
 from kv_transfer.transport.cuda_ipc.writes import Mapped
 from tests.unit.kv_transfer.test_cuda_ipc import DST, PLAN, SRC, Pair
 
-LISTS = [PageList([1, 2], [3, 9], 1), PageList([5], [4], 2)]  # of two rooms
+LISTS = [PageList([1, 2], [3, 9], 1), PageList([5], [4], 2)]  # for two rooms
 
 
 @pytest.mark.parametrize("checksums", [True, False])

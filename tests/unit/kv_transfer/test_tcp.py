@@ -217,7 +217,7 @@ def test_rows_that_overlap_or_hold_nothing_are_no_header(length: int, count: int
         frame(LAYOUT.planes[1].offset - 1, b"x"),  # the gap between planes
         frame(10**12, b"x"),
         frame(PAGE, b"x", generation=99),  # never announced
-        frame(PAGE, b"x", generation=2),  # of another peer
+        frame(PAGE, b"x", generation=2),  # another peer's
         frame(0, b"x", region=Region.RECORDS),  # another slot
         frame(64, b"x" * 65, region=Region.RECORDS),
         rows(PAGE, 2, 8, PAGE),  # the second row is in page 2

@@ -107,7 +107,7 @@ class TapeRecorder:
     def __init__(self) -> None:
         self._tape: _Tape | None = None
         self._memory = TapeMemory()
-        self._segments: list[TapeSegment] = []  # of the current session
+        self._segments: list[TapeSegment] = []  # recorded in the current session
         self._taken: list[Tensor] = []  # handles of the session
 
     @contextmanager

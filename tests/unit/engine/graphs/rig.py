@@ -39,7 +39,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "breakable": lambda: BreakableGraphs(TapeRecorder()),
 }
 AUX = (0, 1, 2)
-BODIES = CompiledBodies()  # of `model`, shared by all tests of a process
+BODIES = CompiledBodies()  # for `model`, shared by all tests of a process
 
 
 @functools.cache
