@@ -1,4 +1,4 @@
-"""How many forced tokens per request a wide step verifies, widest first.
+"""The numbers of forced tokens per request that wide steps verify, widest first.
 
 Grammars force these tokens. A key of a JSON object and the punctuation around it are 4 to 25 tokens.
 """
