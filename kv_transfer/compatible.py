@@ -18,12 +18,17 @@ def compatible(prefill: PoolLayout, decode: PoolLayout) -> str | None:
     ours_target, ours_draft = _models(prefill.fingerprint)
     theirs_target, theirs_draft = _models(decode.fingerprint)
     for what, ours, theirs, remedy in (
-        ("model", ours_target, theirs_target, "serve the same weights on both (model.path)"),
+        (
+            "model",
+            ours_target,
+            theirs_target,
+            "serve the same weights in the same format on both (model.path, model.quantization)",
+        ),
         (
             "draft model, or how it drafts,",
             ours_draft,
             theirs_draft,
-            "set algorithm, draft_model_path, steps and topk of speculation alike on both",
+            "set algorithm, draft_model_path, draft_quantization, steps and topk of speculation alike on both",
         ),
         ("page size", prefill.page_size, decode.page_size, "set the same kv.page_size on both"),
     ):

@@ -119,7 +119,7 @@ def _node_rules(resolved: Resolved, max_model_len: int, vocab_size: int) -> Node
     cluster, health = resolved.cluster, resolved.cluster.health
     return NodeRules(
         registration_rules(resolved, max_model_len, vocab_size),
-        model_fingerprint(resolved.model_path, cluster.model.max_model_len),
+        model_fingerprint(resolved.model_path, cluster.model.max_model_len, cluster.model.quantization),
         {
             "prefill": [node.name for node in cluster.prefill.nodes],
             "decode": [node.name for node in cluster.decode.nodes],

@@ -68,6 +68,11 @@ def with_steps(draft: DraftConfig, steps: int) -> DraftConfig:
     return replace(draft, model=model)
 
 
+def quantized_draft(draft: DraftConfig, quantization: str) -> DraftConfig:
+    """Return the draft with weights quantised as `ModelConfig.quantized` does. Raises ConfigError."""
+    return replace(draft, model=draft.model.quantized(quantization, "speculation.draft_quantization"))
+
+
 def target_width(draft: DraftConfig) -> int:
     """Return the hidden values per token that the draft reads from the target; 0: none."""
     return draft.target_hidden * max(1, len(draft.aux_layers))

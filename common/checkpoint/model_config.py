@@ -19,6 +19,7 @@ from common.checkpoint.experts_config import (
     parse_experts,
 )
 from common.checkpoint.families import FAMILIES, Family, LayerKind
+from common.checkpoint.fp8_weights import ONLINE
 from common.checkpoint.gated_delta_config import (
     LINEAR,
     GatedDeltaConfig,
@@ -53,7 +54,7 @@ from common.checkpoint.vision_config import (
     parse_vision,
 )
 from common.checkpoint.weight_formats import DENSE, StoredWeights, stored_weights
-from common.errors import ModelError
+from common.errors import ConfigError, ModelError
 
 Raw = Mapping[str, Any]
 
@@ -116,6 +117,20 @@ class ModelConfig:
         length = self.max_position_embeddings if max_tokens is None else max_tokens
         return replace(self, rope=self.rope.for_length(length))
 
+    def quantized(self, quantization: str, key: str = "model.quantization") -> ModelConfig:
+        """Return the config for weights that are quantised while they are loaded ("fp8"), or as stored ("none").
+
+        Raises ConfigError, which names `key`, if the checkpoint is quantised already.
+        """
+        if quantization == "none":
+            return self
+        if self.weights != DENSE:
+            raise ConfigError(
+                key,
+                f"{quantization} is for dense checkpoints; this one has {self.weights.describe()}: leave it out",
+            )
+        return replace(self, weights=ONLINE)
+
     @classmethod
     def load(cls, path: str | Path) -> ModelConfig:
         """Read config.json and generation_config.json. Raises ModelError with what is not supported."""
@@ -136,13 +151,14 @@ class ModelConfig:
         return _parse(raw, {}, directory)
 
 
-def model_fingerprint(path: str | Path, max_tokens: int | None = None) -> str:
+def model_fingerprint(path: str | Path, max_tokens: int | None = None, quantization: str = "none") -> str:
     """Return the sha256 (hex) that nodes compare before they exchange KV pages; reads headers, not weights.
 
     It covers every field that changes KV values (not eos ids or sampling defaults), the names, shapes, dtypes and
-    offsets of all tensors, file sizes, and a sample of every tensor's bytes. `max_tokens` is as for `for_length`.
+    offsets of all tensors, file sizes, and a sample of every tensor's bytes. `max_tokens` is as for `for_length`,
+    `quantization` as for `quantized`.
     """
-    config = ModelConfig.load(path).for_length(max_tokens)
+    config = ModelConfig.load(path).for_length(max_tokens).quantized(quantization)
     skip = ("eos_token_ids", "default_sampling")
     facts = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in skip}
     return model_files.fingerprint(Path(path), repr(facts))

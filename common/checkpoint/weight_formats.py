@@ -23,6 +23,15 @@ class StoredWeights:
 
     method: str = "dense"  # a key of FORMATS
 
+    @property
+    def quantization(self) -> str:
+        """The value of the config key `model.quantization` that weights were given; "none" if they are as stored."""
+        return "none"
+
+    def describe(self) -> str:
+        """Return the format for logs and /server_info."""
+        return self.method
+
 
 @dataclass(frozen=True, slots=True)
 class FormatRecord:
@@ -38,7 +47,10 @@ DENSE = StoredWeights()
 DENSE_RECORD = FormatRecord(lambda raw, where: DENSE, "common.engine.formats.dense:dense_format")
 
 # quantization_config.quant_method -> "module:attribute" of its FormatRecord
-FORMATS = {DENSE.method: "common.checkpoint.weight_formats:DENSE_RECORD"}
+FORMATS = {
+    DENSE.method: "common.checkpoint.weight_formats:DENSE_RECORD",
+    "fp8": "common.checkpoint.fp8_record:RECORD",
+}
 
 
 def format_record(method: str) -> FormatRecord:

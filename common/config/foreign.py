@@ -64,8 +64,8 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     Foreign(
         ("load_format", "quantization"),
-        "weights must be safetensors in float32, bfloat16 or float16; GGUF and quantized ones are not read; convert "
-        "them, and leave it out",
+        "weights must be safetensors in float32, bfloat16, float16 or FP8; GGUF and other quantized ones are not read; "
+        "write model.quantization: fp8 to quantize dense weights at load time, else leave it out",
         9,
     ),
     Foreign(("dllm_algorithm", "dllm_algorithm_config"), f"diffusion of text: {NONE_HERE}", 10),

@@ -62,15 +62,17 @@ def node_plan(
         shares=tuple(shares.values()),
         model=ModelPlan(
             path=str(model),
-            weights_id=model_fingerprint(model, cluster.model.max_model_len),
+            weights_id=model_fingerprint(model, cluster.model.max_model_len, cluster.model.quantization),
             dtype=dtype,
             max_model_len=cluster.model.max_model_len,
+            quantization=cluster.model.quantization,
         ),
         speculation=SpeculationPlan(
             algorithm=speculation.algorithm,
             draft_path=None if draft is None else str(draft),
             steps=speculation.steps,
             topk=speculation.topk,
+            draft_quantization=speculation.draft_quantization,
         ),
         transfer=TransferPlan(
             transport=choose_transport(cluster).name,

@@ -21,6 +21,7 @@ NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}\Z")]  # $ would allow a newline
 
+Quantization = Literal["none", "fp8"]
 PrefixCaching = bool | Literal["auto"]
 
 
@@ -35,6 +36,8 @@ class Model(Section, frozen=True, kw_only=True):
     served_name: str | None = None  # `model` in the API; default: the directory's name
     # auto: float32 on CPUs, the checkpoint's dtype on GPUs
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    # fp8: dense weights are quantised while they are loaded; none: weights are as the checkpoint stores them
+    quantization: Quantization = "none"
     # Maximum tokens per request, prompt and output together; default: the model's maximum.
     max_model_len: Annotated[int, Meta(ge=2)] | None = None
     # Jinja file that replaces the model's own template; relative to the cluster file.
@@ -219,6 +222,7 @@ class Speculation(Section, frozen=True, kw_only=True):
     # Hugging Face directory: an EAGLE-1/2 or EAGLE-3 head or MTP modules for this model, or a small model.
     draft_model_path: str | None = None
     draft_manifest: str | None = None  # like model.manifest, for draft_model_path
+    draft_quantization: Quantization = "none"  # like model.quantization, for draft_model_path
     # Drafts in a row: one forward yields at most steps + 1 tokens.
     steps: Annotated[int, Meta(ge=1, le=31)] = 3
     topk: Annotated[int, Meta(ge=1, le=16)] = 1  # eagle, eagle3: branches of a draft tree; 1: a chain

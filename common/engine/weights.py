@@ -88,10 +88,13 @@ def load_weights(
 
 def fill_piece(piece: Piece, source: TensorSource) -> None:
     """Copy one piece, reading only its block."""
-    if piece.is_whole:
-        piece.into.copy_(source.get_tensor(piece.name))
+    found = source.get_tensor(piece.name) if piece.is_whole else source.get_slice(piece.name)[piece.block]
+    if piece.single:
+        found = found.view(())
+    if piece.store is not None:
+        piece.store(found)
     else:
-        piece.into.copy_(source.get_slice(piece.name)[piece.block])
+        piece.into.copy_(found)
     if piece.plus:
         piece.into.add_(piece.plus)
 
@@ -119,7 +122,7 @@ def _check(
             [
                 f"{piece.name} {list(entry.shape)} instead of {list(piece.whole)}"
                 for piece, entry in present
-                if entry.shape != piece.whole
+                if not piece.fits(entry.shape)
             ],
         ),
         _sentence(
@@ -138,7 +141,7 @@ def _check(
 
 def _accepted(piece: Piece) -> tuple[str, ...]:
     """Return the safetensors dtypes that may fill it: any float dtype for float values, else its own."""
-    return OWN_DTYPES.get(piece.into.dtype, FLOATS)
+    return piece.dtypes or OWN_DTYPES.get(piece.into.dtype, FLOATS)
 
 
 def _sentence(what: str, names: list[str], shown: int = 5) -> str:

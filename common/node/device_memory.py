@@ -34,7 +34,7 @@ def check_memory_before_loading(plan: NodePlan, device: torch.device, shard: Sha
     if device.type != "cuda":
         return MemoryPlan(0, 0, 0), 0
     path, budget, draft = Path(plan.model.path), plan.pool, plan.speculation.draft_path
-    config = ModelConfig.load(path)
+    config = ModelConfig.load(path).quantized(plan.model.quantization)
     dtype = resolve_dtype(plan.model.dtype, config.dtype, device)
     layout = checkpoint_layout(config, path)
     files = [read_weight_files(each) for each in {path, Path(draft or path)}]

@@ -87,6 +87,12 @@ def load_modules(parts: DraftParts) -> ModulesDraft:
 
 def load_language_model(parts: DraftParts) -> ModelDraft:
     dtype = str(parts.placement.dtype).removeprefix("torch.")
-    model, config = load_model(parts.path, dtype, parts.placement.device, ranks=parts.placement.ranks)
+    model, config = load_model(
+        parts.path,
+        dtype,
+        parts.placement.device,
+        ranks=parts.placement.ranks,
+        quantization=parts.config.model.weights.quantization,
+    )
     vocab = parts.target.config.vocab_size
     return ModelDraft(model if config.vocab_size == vocab else SharedVocabulary(model, vocab))

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from common.checkpoint.draft_config import DraftConfig, lookahead_for, with_steps
+from common.checkpoint.draft_config import DraftConfig, lookahead_for, quantized_draft, with_steps
 from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.backend import MakeAttention
 from common.engine.forward.model_runner import load_model
@@ -173,6 +173,7 @@ class ServingModel:
         return {
             "device": str(self.placement.device),
             "dtype": self.dtype_name,
+            "weights": self.config.weights.describe(),
             "architecture": self.config.architecture,
             "vision": "none" if self.config.vision is None else self.config.vision.architecture,
             "pool_pages": self.num_pages - 1,
@@ -222,8 +223,10 @@ def load_serving_model(
         () if draft_config is None else draft_config.aux_layers,
         wanted,
         ranks,
+        plan.model.quantization,
     )
     placement = model.placement
+    log.info("weights loaded", path=str(path), format=config.weights.describe(), dtype=plan.model.dtype)
     if wanted is not None and wanted > config.max_position_embeddings:
         raise ConfigError(
             "model.max_model_len",
@@ -315,7 +318,7 @@ def _draft_config(plan: NodePlan) -> DraftConfig | None:
     target = ModelConfig.load(plan.model.path)
     draft = load_draft_config(speculation.draft_path, speculation.algorithm, target)
     compare_with_target(Path(speculation.draft_path), speculation.algorithm, Path(plan.model.path))
-    return with_steps(draft, speculation.steps)
+    return quantized_draft(with_steps(draft, speculation.steps), speculation.draft_quantization)
 
 
 def serving_device(name: str) -> torch.device:

@@ -7,20 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common.checkpoint.weight_formats import FORMATS
 from common.engine.forward.model_runner import load_model
 from router.tokens.tokenizer import Tokenizer
 from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.fakes import int8_format
+from tests.fakes.eager_reference import greedy_until_a_tie
 from tests.fakes.int8_record import METHOD, ROW
-from tests.unit.engine.paged_driver import Driver
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 
 TOKENS = 12
-CLEAR = 0.25  # logits: other row counts may change an activation by one code, which can flip closer ties
 # Dense products between quantized ones: each kind has to feed the other.
 IGNORED = ("lm_head", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj")
 EAGLE3 = {"algorithm": "eagle3", "draft_model_path": str(MODEL.parent / "tiny-eagle3"), "steps": 3}
@@ -43,30 +41,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
-@torch.inference_mode()
-def eager(path: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Return greedy continuations up to the first near-tie; everything is recomputed for each token."""
-    model, _ = load_model(path)
-    found = []
-    for prompt in prompts:
-        ids = list(prompt)
-        while len(ids) < len(prompt) + TOKENS:
-            logits = Driver(model, [torch.tensor(ids)], page_size=16).run([0], [len(ids)]).logits
-            (first, second), (token, _) = (each.tolist() for each in logits[-1].topk(2))
-            if first - second < CLEAR:
-                break
-            ids.append(token)
-        found.append(ids[len(prompt) :])
-    return found
-
-
 @pytest.mark.parametrize("case", CASES)
 async def test_an_added_weight_format_is_served(
     case: str, model: Path, prompts: list[list[int]], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     asked = prompts[50:80:6]
     config = {**CASES[case], "model": {"path": str(model), "served_name": "tiny"}}
-    expected = [[tokenizer.token_text(token) for token in ids] for ids in eager(model, asked)]
+    expected = [
+        [tokenizer.token_text(token) for token in ids]
+        for ids in greedy_until_a_tie(load_model(model)[0], asked, TOKENS)
+    ]
     rows = (("common.checkpoint.weight_formats:FORMATS", f"{METHOD}={ROW}"),)
     async with (
         RunningCluster(tmp_path, config=config, rows=rows) as cluster,

@@ -66,14 +66,16 @@ def load_model(
     aux_layers: Sequence[int] = (),
     max_tokens: int | None = None,
     ranks: Ranks = ONE_RANK,
+    quantization: str = "none",
 ) -> tuple[CausalLM, ModelConfig]:
     """Build and fill the model of a Hugging Face directory. Raises ModelError if it cannot be served.
 
     Args:
         max_tokens: maximum length of a request; None: as long as the model allows.
         ranks: says which share of the model is loaded.
+        quantization: as for `ModelConfig.quantized`.
     """
-    config = ModelConfig.load(path).for_length(max_tokens)
+    config = ModelConfig.load(path).for_length(max_tokens).quantized(quantization)
     target = torch.device(device)
     placement = Placement(resolve_dtype(dtype, config.dtype, target), target, ranks)
     check_model_size(Path(path), config, placement.dtype, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterator
 from typing import NamedTuple
 
@@ -22,6 +23,10 @@ class Piece(NamedTuple):
     # Returns pieces that fill the same storage, for checkpoints that have other tensors instead of `name`.
     instead: Callable[[Piece], Iterator[Piece]] | None = None
     plus: float = 0.0  # added to every value, in the dtype of `into`
+    single: bool = False  # the tensor has one value, in any number of axes, for all of `into`
+    # Fills the storage with the block that was read, instead of a copy into `into`.
+    store: Callable[[Tensor], None] | None = None
+    dtypes: tuple[str, ...] = ()  # of the tensor, as safetensors spells them; (): those that fit `into`
 
     @classmethod
     def all_of(cls, name: str, into: Tensor, plus: float = 0.0) -> Piece:
@@ -34,6 +39,11 @@ class Piece(NamedTuple):
         shape = tuple(into.shape)
         return cls(name, into, (whole, *shape[1:]), (begin, *(0 for _ in shape[1:])))
 
+    @classmethod
+    def value_of(cls, name: str, into: Tensor) -> Piece:
+        """Return a read of a tensor with a single value, with which `into` is filled."""
+        return cls(name, into, (), (), single=True)
+
     def stored_as(self, names: Container[str]) -> Iterator[Piece]:
         """Yield the pieces that fill its storage from a checkpoint with the tensors `names`."""
         if self.instead is None or self.name in names:
@@ -41,9 +51,13 @@ class Piece(NamedTuple):
         else:
             yield from self.instead(self)
 
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether a tensor of this shape is the one that it reads."""
+        return math.prod(shape) == 1 if self.single else shape == self.whole
+
     @property
     def is_whole(self) -> bool:
-        return tuple(self.into.shape) == self.whole
+        return self.single or tuple(self.into.shape) == self.whole
 
     @property
     def block(self) -> tuple[slice, ...]:

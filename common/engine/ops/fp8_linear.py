@@ -59,6 +59,18 @@ def _quantize_fake(x: Tensor, blocks: bool = False) -> tuple[Tensor, Tensor]:
 quantize_rows = register_op("quantize_rows", quantize_rows_reference, mutates=(), fake=_quantize_fake)
 
 
+def quantize_with_reference(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise rows [..., K] with one given scale [] float32: (codes [..., K], the scale for each row [..., 1])."""
+    return _codes(x.float(), scale), scale.expand(*x.shape[:-1], 1).contiguous()
+
+
+def _with_fake(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return _quantize_fake(x)
+
+
+quantize_with = register_op("quantize_with", quantize_with_reference, mutates=(), fake=_with_fake)
+
+
 def values_of(codes: Tensor, scales: Tensor) -> Tensor:
     """Return the float32 values of a weight [N, K] with the scales of either scheme."""
     if scales.ndim == 1:

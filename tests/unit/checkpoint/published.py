@@ -21,6 +21,15 @@ def defaults(sibling: str = "") -> str:
     return f"transformers' defaults{f', which name {sibling}' if sibling else ''}"
 
 
+FP8_BLOCKS = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"],
+}
+
+
 @dataclass(frozen=True)
 class Published:
     """One checkpoint. `config` leaves out token ids and what no reader of the config uses."""
@@ -191,9 +200,10 @@ PUBLISHED = (
     Published(
         "Qwen/Qwen3-8B-FP8",
         QWEN3,
-        "as Qwen3-8B; the quantization not seen",
-        sizes(4096, 12288, 36, 32, 8, 151_936, 40960, quantization_config={"quant_method": "fp8"}),
-        "quantization_config: quantization fp8 is not supported",
+        "as Qwen3-8B; its quantization as transformers writes it",
+        sizes(
+            4096, 12288, 36, 32, 8, 151_936, 40960, head_dim=128, quantization_config=FP8_BLOCKS, **QWEN
+        ),
     ),
     Published(
         "Qwen/Qwen3-30B-A3B",

@@ -125,7 +125,7 @@ def mimo_v2(path: Path, count: int = 3, **changes: Any) -> Path:
         ({"partial_rotary_factor": 0.3}, "rotates 7 of 24 dimensions of a head; an even number is needed"),
         ({"hidden_size": 96}, "hidden_size is 96, the target has 48: this draft is for another model"),
         ({"vocab_size": 128}, "vocab_size is 128, the target has 96: this draft is for another model"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization fp8 is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization awq is not supported"),
     ],
 )
 def test_what_modules_of_mimo_v2_may_not_have(changes: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from common.checkpoint.families import FAMILIES
 from common.checkpoint.model_config import ModelConfig
 from common.engine.forward.model_runner import load_model
 from common.errors import ModelError
+from tests.fakes.fp8_checkpoint import quantised_tensors
 from tests.unit.checkpoint.published import PUBLISHED, Published, page
 from tests.unit.checkpoint.published_tensors import shrink, tensors, write_zeros
 
@@ -28,6 +29,9 @@ def replica(row: Published, path: Path, small: bool) -> Path:
         (path / "preprocessor_config.json").write_text(json.dumps(row.processor))
     if small:
         write_zeros(tensors(row.architecture, config, row.modules), path / "model.safetensors")
+        if "quantization_config" in config:
+            dense = load_file(path / "model.safetensors")
+            save_file(quantised_tensors(dense, config["quantization_config"]), path / "model.safetensors")
     return path
 
 

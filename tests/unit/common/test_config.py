@@ -114,7 +114,7 @@ def test_other_variables_are_ignored(tmp_path: Path, name: str) -> None:
         ("TANDEM_PORT", "did you mean TANDEM_ROUTER_PORT?"),
         ("TANDEM_KV_ZZZ", "known are TANDEM_KV_PAGE_SIZE"),
         ("TANDEM_SPECULATON_STEPS", "did you mean TANDEM_SPECULATION_STEPS?"),
-        ("TANDEM_MODEL_QUANTIZATION", "option of other servers"),
+        ("TANDEM_MODEL_LOAD_FORMAT", "option of other servers"),
     ],
 )
 def test_a_mistyped_variable_is_refused(tmp_path: Path, name: str, said: str) -> None:

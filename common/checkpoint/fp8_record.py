@@ -1,0 +1,50 @@
+"""`quant_method: fp8`: scales per block of 128 x 128 (DeepSeek, Qwen), or one per tensor. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from common.checkpoint.fp8_weights import (
+    BLOCK,
+    BLOCK_SIZE,
+    EVERYTHING,
+    TENSOR,
+    Fp8Scheme,
+    Fp8Weights,
+    checked_patterns,
+)
+from common.checkpoint.json_fields import shown
+from common.checkpoint.weight_formats import FormatRecord
+from common.errors import ModelError
+
+IGNORED = ("modules_to_not_convert", "ignored_layers")
+
+
+def parse(raw: Mapping[str, Any], where: str) -> Fp8Weights:
+    """Read the section. Raises ModelError for other formats of numbers and other blocks."""
+    number = raw.get("fmt", "e4m3")
+    if number not in ("e4m3", "float8_e4m3fn"):
+        raise ModelError(f"{where}: fmt {shown(number)} is not supported; supported is e4m3")
+    activations = raw.get("activation_scheme", "dynamic")
+    if activations not in ("dynamic", "static"):
+        raise ModelError(
+            f"{where}: activation_scheme {shown(activations)} is not supported; supported are dynamic, static"
+        )
+    block = raw.get("weight_block_size")
+    if block not in (None, [BLOCK_SIZE, BLOCK_SIZE]):
+        raise ModelError(
+            f"{where}: weight_block_size {shown(block)} is not supported; supported are [{BLOCK_SIZE}, {BLOCK_SIZE}] "
+            "and one scale per tensor"
+        )
+    static = activations == "static"
+    if block is not None and static:
+        raise ModelError(
+            f"{where}: activation_scheme static is not supported with weight_block_size; with blocks it must be dynamic"
+        )
+    scheme = Fp8Scheme(TENSOR, static) if block is None else Fp8Scheme(BLOCK, scale="weight_scale_inv")
+    ignored = tuple(pattern for key in IGNORED for pattern in checked_patterns(raw.get(key), key, where))
+    return Fp8Weights("fp8", ((EVERYTHING, scheme),), ignored)
+
+
+RECORD = FormatRecord(parse, "common.engine.formats.fp8:fp8_format")

@@ -1,0 +1,206 @@
+"""Weights in FP8 (e4m3) with scales, as checkpoints store them or as they are quantised while they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from common.checkpoint.fp8_weights import BLOCK, BLOCK_SIZE, CHANNEL, TENSOR, Fp8Scheme, Fp8Weights
+from common.checkpoint.model_config import Activation
+from common.checkpoint.safetensors_header import FLOATS
+from common.checkpoint.weight_formats import StoredWeights
+from common.engine.formats.dense import DenseFormat
+from common.engine.formats.fp8_forms import BLOCKS, ROWS, gate_in_forms, norm_in_forms
+from common.engine.formats.joined import JoinedLinear
+from common.engine.layers.activations import DENSE, Activations, Reads
+from common.engine.layers.linear import Embedding, Linear, WeightFormat
+from common.engine.layers.norm import RmsNorm
+from common.engine.layers.parts import WeightBlock
+from common.engine.layers.piece import Piece
+from common.engine.layers.placement import Placement, parameter
+from common.engine.ops.fp8_linear import (
+    FP8,
+    fp8_linear,
+    fp8_product,
+    quantize_rows_reference,
+    quantize_with,
+    values_of,
+)
+from common.errors import ModelError
+
+# A scale per tensor is called by either name.
+OTHER_NAME = {"weight_scale": "weight_scale_inv", "weight_scale_inv": "weight_scale"}
+
+
+class Fp8Linear(Linear):
+    """A product with a weight in FP8.
+
+    Scales per tensor are kept as scales per row, so that the parts of a merged weight keep theirs exactly.
+
+    Args:
+        blocks: where its rows come from; the parts of a block-wise weight begin where blocks begin.
+        online: the checkpoint's weight is dense, and quantised with one scale per row while it is loaded.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[WeightBlock],
+        bias: bool,
+        scheme: Fp8Scheme,
+        online: bool,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        rows, columns = sum(block.rows for block in blocks), blocks[0].columns.size
+        wide = replace(placement, dtype=torch.float32)
+        self._blocks, self._scheme, self._online = tuple(blocks), scheme, online
+        self._dtype = placement.dtype
+        self.codes = parameter((rows, columns), replace(placement, dtype=FP8))
+        by_blocks = scheme.weights == BLOCK
+        self.scales = parameter((blocks_in(rows), blocks_in(columns)) if by_blocks else (rows,), wide)
+        self.bias = parameter((rows,), placement) if bias else None
+        # One scale for all parts of a merged weight, which read the same values: the largest of theirs.
+        self.input_scale: nn.Parameter | None = None
+        self.reads = Reads(dense=False, form=BLOCKS if by_blocks else ROWS)
+        if scheme.static:
+            self.input_scale = parameter((), wide)
+            self.reads = DENSE
+            with torch.no_grad():
+                self.input_scale.zero_()
+
+    def product(self, x: Activations) -> Tensor:
+        if x.quantised is not None and x.quantised.form == self.reads.form:
+            codes, scales = x.quantised.codes, x.quantised.scales
+        elif self.input_scale is not None:
+            codes, scales = quantize_with(x.tensor(), self.input_scale)
+        else:
+            return fp8_linear(x.tensor(), self.codes, self.scales, self.bias)
+        return fp8_product(codes, scales, self.codes, self.scales, self.bias, self._dtype)
+
+    def gated(self, x: Activations, reads: Reads, activation: Activation = "silu") -> Activations:
+        return gate_in_forms(self.product(x), reads, activation)
+
+    def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
+        return norm_in_forms(self.product(x), stream, norm)
+
+    def dense(self) -> Tensor:
+        return values_of(self.codes, self.scales).to(self._dtype)
+
+    def pieces(self) -> Iterator[Piece]:
+        start = 0
+        for block in self._blocks:
+            end = start + block.rows
+            yield from self._weight_pieces(block, start, end)
+            if self.bias is not None:
+                yield block.per_row("bias", self.bias[start:end])
+            if self.input_scale is not None:
+                whole = Piece.value_of(f"{block.name}.input_scale", self.input_scale)
+                yield whole._replace(store=partial(keep_largest, self.input_scale))
+            start = end
+
+    def _weight_pieces(self, block: WeightBlock, start: int, end: int) -> Iterator[Piece]:
+        codes = block.weight(self.codes[start:end])
+        if self._online:
+            yield quantising(codes, self.scales[start:end])
+            return
+        yield codes
+        name = f"{block.name}.{self._scheme.scale}"
+        if self._scheme.weights == TENSOR:
+            yield tensor_scale(name, self.scales[start:end])
+        elif self._scheme.weights == CHANNEL:
+            yield block.per_row(self._scheme.scale, self.scales[start:end, None])
+        else:
+            scales = self.scales[start // BLOCK_SIZE : blocks_in(end)]
+            yield block_scales(name, scales, codes)
+
+
+def blocks_in(size: int) -> int:
+    """Return the number of blocks along an axis."""
+    return -(-size // BLOCK_SIZE)
+
+
+def tensor_scale(name: str, into: Tensor) -> Piece:
+    """Return the read of a scale per tensor, with which `into` is filled."""
+    stem, _, suffix = name.rpartition(".")
+
+    def other(piece: Piece) -> Iterator[Piece]:
+        yield piece._replace(name=piece.name.removesuffix(suffix) + OTHER_NAME[suffix], instead=None)
+
+    return Piece.value_of(f"{stem}.{suffix}", into)._replace(instead=other)
+
+
+def block_scales(name: str, into: Tensor, codes: Piece) -> Piece:
+    """Return the read of the scales of the blocks that `codes` reads. Raises ModelError if it cuts through a block."""
+    if any(begin % BLOCK_SIZE for begin in codes.begin):
+        raise ModelError(
+            f"{codes.name}: a part of the weight begins at {list(codes.begin)}, inside a block of {BLOCK_SIZE} x "
+            f"{BLOCK_SIZE} values that share a scale; serve it with fewer ranks"
+        )
+    whole = tuple(blocks_in(size) for size in codes.whole)
+    return Piece(name, into, whole, tuple(begin // BLOCK_SIZE for begin in codes.begin))
+
+
+def quantising(piece: Piece, scales: Tensor) -> Piece:
+    """Return the read of a dense weight [..., K] that is quantised into `piece.into`, with `scales` per row [...]."""
+
+    def store(values: Tensor) -> None:
+        codes, found = quantize_rows_reference(values)
+        piece.into.copy_(codes)
+        scales.copy_(found.squeeze(-1))
+
+    return piece._replace(store=store, dtypes=FLOATS)
+
+
+def keep_largest(into: Tensor, value: Tensor) -> None:
+    """Replace the values of `into` that are smaller than `value`."""
+    into.copy_(torch.maximum(into, value.to(into.dtype)))
+
+
+class Fp8Format(WeightFormat):
+    """Makes the products of a checkpoint; those that it ignores, the LM head and embeddings are dense."""
+
+    def __init__(self, stored: StoredWeights, placement: Placement) -> None:
+        assert isinstance(stored, Fp8Weights)
+        self.placement = placement
+        self._stored = stored
+        self._dense = DenseFormat(placement)
+
+    def make_linear(self, blocks: Sequence[WeightBlock], bias: bool) -> Linear:
+        parts = [self._make_part(part, bias) for part in self._parts(blocks)]
+        return parts[0] if len(parts) == 1 else JoinedLinear(parts)
+
+    def _make_part(self, blocks: Sequence[WeightBlock], bias: bool) -> Linear:
+        scheme = self._stored.scheme_of(blocks[0].name)
+        if scheme is None:
+            return self._dense.make_linear(blocks, bias)
+        return Fp8Linear(blocks, bias, scheme, self._stored.online, self.placement)
+
+    def _parts(self, blocks: Sequence[WeightBlock]) -> Iterator[Sequence[WeightBlock]]:
+        """Divide a merged weight where its scheme changes, and where a part ends inside a block of scales."""
+        schemes = [self._stored.scheme_of(block.name) for block in blocks]
+        cuts, rows = [0], 0
+        for index in range(1, len(blocks)):
+            rows += blocks[index - 1].rows
+            scheme = schemes[index]
+            by_blocks = scheme is not None and scheme.weights == BLOCK
+            if schemes[index - 1] != scheme or (by_blocks and rows % BLOCK_SIZE):
+                cuts.append(index)
+                rows = 0
+        for begin, end in pairwise((*cuts, len(blocks))):
+            yield blocks[begin:end]
+
+    def head(self, name: str, hidden_size: int, vocab_size: int) -> Linear:
+        return self._dense.head(name, hidden_size, vocab_size)
+
+    def make_tied(self, embedding: Embedding) -> Linear:
+        return self._dense.make_tied(embedding)
+
+
+def fp8_format(stored: StoredWeights, placement: Placement) -> Fp8Format:
+    """Make the format of a checkpoint in FP8, or of one that is quantised while it is loaded."""
+    return Fp8Format(stored, placement)
