@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from common.engine.forward.rotary_places import RotaryPlaces
 from common.engine.graphs import node_graphs
+from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.draft_row import HiddenDtype
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.kv_cache.page_space import PageSpace
 from common.node.overlap import Completion
+from prefill_node.cost_curve import CostCurve
+from prefill_node.forward_times import ForwardTimes
 from prefill_node.forwards import Forwards
 from prefill_node.limits import PrefillLimits
 from prefill_node.node import PrefillNode
@@ -37,6 +40,8 @@ class Computation:
     rotary: RotaryPlaces
     completion: Callable[[], Completion]
     hidden_dtype: HiddenDtype  # dtype of the draft's hidden states in a record
+    # tokens -> milliseconds of a forward, measured at start-up; empty: forwards are planned by the default curve
+    measured: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +95,11 @@ def assemble(
     sending: PageSending = ByChunk(links.sender)
     if forwards.signalled is not None:
         sending = ByLayer(forwards.signalled, links.sender, wrap_orders(orders.at_break))
+    curve = CostCurve(prefill_token_buckets(limits.chunk_tokens), parts.measured, limits.grid)
+    times = ForwardTimes(curve, learns=bool(parts.measured))
     node = PrefillNode(
         links,
-        Scheduling(space, forwards.draft.rules, limits, grammars),
+        Scheduling(space, forwards.draft.rules, limits, times, grammars),
         wrap(DeviceWorker(step, sending, forwards.runner.pool, parts.completion)),
         orders,
         replace(observation, graphs=node_graphs.totals(*forwards.graphs)),

@@ -44,6 +44,7 @@ from prefill_node.forwards import Forwards, PromptSizes, prompt_forwards
 from prefill_node.graphs.backends.compiled_body import EAGER, CompiledBodies, missing_compiler
 from prefill_node.images import Images
 from prefill_node.limits import PrefillLimits, whole_chunks
+from prefill_node.measure import measure_forwards
 from prefill_node.node import PrefillNode
 from prefill_node.parts import Links, Observation
 from prefill_node.vision_stage import load_vision_stage
@@ -140,6 +141,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     reporter.report("capturing")
     graph_start.capture(served, forwards.graphs, log)
     _warm_up(forwards, served, sizes, log)
+    measured = _measured(forwards, served, sizes, log)
     ref = NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=peers.address)
     register = registration(plan, ref, link_secret, served, forwards.graphs)
     link = RouterLink(context, plan.router, register, prefill_inbox.codec, log, security=security)
@@ -154,6 +156,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         rotary_places(served.config.rope),
         completion_for(device, one_behind=False),
         carried.dtype_name,
+        measured,
     )
     bounds = PrefillLimits(
         chunk_tokens=chunk_tokens,
@@ -184,6 +187,20 @@ def _warm_up(forwards: Forwards, served: ServingModel, sizes: PromptSizes, log: 
     warm_up(forwards.target.forward, forwards.draft, layout.page_size, device, rope.axes, keeps_state)
     images_run = forwards.vision.embeds.warm_up()
     log.info("warmed up", encoder_forwards=images_run, seconds=round(time.monotonic() - started, 3))
+
+
+def _measured(forwards: Forwards, served: ServingModel, sizes: PromptSizes, log: Log) -> dict[int, float]:
+    """Return the times of forwards on a GPU; empty on a CPU, where the default curve keeps plans deterministic."""
+    device = served.placement.device
+    if device.type != "cuda":
+        return {}
+    started, layout = time.monotonic(), forwards.layout
+    largest, axes = min(sizes.chunk_tokens, served.max_model_len), served.config.rope.axes
+    rest = layout.page_size, device, axes, layout.num_slots > 0
+    times = measure_forwards(forwards.target.forward, forwards.draft, largest, *rest)
+    shown = {str(tokens): round(ms, 2) for tokens, ms in times.items()}
+    log.info("forwards measured", ms=shown, seconds=round(time.monotonic() - started, 3))
+    return times
 
 
 def compiled_bodies(compiler: str | None, device_name: str) -> CompiledBodies:

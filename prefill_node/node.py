@@ -76,7 +76,7 @@ class PrefillNode:
         self.life = NodeLife(
             links.incarnation, self._link, Prefill, self._limits.drain_timeout, observation.log, self._clock
         )
-        self._report = Report(self.queues, self._space, self._sender, observation.graphs)
+        self._report = Report(self.queues, self._space, self._sender, scheduling.times, observation.graphs)
         self._poller = zmq.Poller()
         self._poller.register(self._link.socket, zmq.POLLIN)
         self._poller.register(self._peers.socket, zmq.POLLIN)

@@ -15,6 +15,7 @@ from common.node.router_link import RouterLink
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from kv_transfer.sender import Sender
+from prefill_node.forward_times import ForwardTimes
 from prefill_node.images import Images
 from prefill_node.limits import PrefillLimits
 from prefill_node.step_rules import PromptRules
@@ -38,6 +39,7 @@ class Scheduling:
     space: PageSpace
     rules: PromptRules
     limits: PrefillLimits
+    times: ForwardTimes
     grammars: Grammars = NO_GRAMMARS
 
 

@@ -97,6 +97,7 @@ class Planner:
         self._space = scheduling.space
         self._rules = scheduling.rules
         self._limits = scheduling.limits
+        self._times = scheduling.times
         self._unread: deque[Planned] = deque()
         self._forget: list[int] = []
         self._generation = 0
@@ -105,7 +106,7 @@ class Planner:
         """Return the plan of this turn; None if the device has nothing to do."""
         limits = self._limits
         computing = self._queues.computing.values()
-        chunks = plan_chunks(computing, now, limits.chunk_tokens, limits.max_batch, limits.grid)
+        chunks = plan_chunks(computing, now, self._times.curve, limits.max_batch, limits.grid)
         if not chunks and not self._forget:
             return None
         self._generation += 1
@@ -117,6 +118,7 @@ class Planner:
 
     def begin(self, planned: Planned, now: float) -> None:
         """Mark the chunks of a plan as launched."""
+        self._times.begin(planned.chunks)
         for chunk in planned.chunks:
             request = chunk.request
             request.mark("prefill_start", now)
@@ -130,6 +132,7 @@ class Planner:
         """Apply the results of the oldest unread plan, which must be complete."""
         plan, chunks = self._unread.popleft()
         result = launched.read()
+        self._times.end(result.ms)
         drawn = iter(result.drawn)
         progress = []
         for index, chunk in enumerate(chunks):

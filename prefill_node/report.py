@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from common.kv_cache.page_space import PageSpace
 from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
 from kv_transfer.sender import Sender
+from prefill_node.forward_times import ForwardTimes
 from prefill_node.queues import Queues
 
 
@@ -18,11 +19,13 @@ class Report:
         queues: Queues,
         space: PageSpace,
         sender: Sender,
+        times: ForwardTimes,
         graphs: Callable[[], Sequence[GraphTotals]],
     ) -> None:
         self._queues = queues
         self._space = space
         self._sender = sender
+        self._times = times
         self._graphs = graphs
         self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.steps = self.transfers = self.transfer_failures = 0
@@ -32,6 +35,8 @@ class Report:
         return NodeLoad(
             queued=len(queues.waiting),
             queued_tokens=queues.waiting_tokens + sum(r.remaining for r in computing.values()),
+            queued_ms=round(self._times.queued_ms(queues), 3),
+            prompt_times=self._times.prompt_times(),
             running=len(computing),
             transferring=len(queues.handing_over) + len(queues.ending),
             free_pages=self._space.free_pages,
@@ -48,6 +53,8 @@ class Report:
             cached_tokens=self.cached_tokens,
             generated_tokens=self.generated_tokens,
             steps=self.steps,
+            forward_seconds=self._times.measured_seconds,
+            predicted_forward_seconds=self._times.predicted_seconds,
             transfers=self.transfers,
             transfer_failures=self.transfer_failures,
             transferred_pages=sent.pages_written,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from common.node.ageing import aged, promoted
 from common.node.announced_work import Work
+from prefill_node.cost_curve import CostCurve
+from prefill_node.packing import Waiting, share
 from prefill_node.request import PrefillRequest
 
 
@@ -68,25 +71,24 @@ def _rank(request: PrefillRequest, now: float, most_urgent: int) -> tuple[bool, 
 
 
 def plan_chunks(
-    computing: Iterable[PrefillRequest], now: float, token_budget: int, max_batch: int, grid: int = 1
+    computing: Iterable[PrefillRequest], now: float, curve: CostCurve, max_batch: int, grid: int = 1
 ) -> list[Chunk]:
-    """Fill one token budget with prompts in order; the chunk that exceeds the budget is cut there.
+    """Return the next forward: the first prompts in order, as many as `share` says; only the last one is cut.
 
     Prompts whose tokens are all launched are skipped. The first remaining prompt always advances.
 
     Args:
-        grid: prompts are cut only at multiples of it; `token_budget` is one.
+        curve: the times of forwards; its largest size bounds this one.
+        grid: prompts are cut only at multiples of it; the largest size is one.
     """
-    chunks: list[Chunk] = []
-    unfinished = (request for request in computing if request.remaining and not request.ended)
-    for request in in_order(unfinished, now):
-        if token_budget == 0 or len(chunks) == max_batch:
-            break
-        length = min(request.remaining, token_budget)
-        if length < request.remaining:
-            length -= (request.scheduled + length) % grid
-        if length <= 0:
-            break
-        chunks.append(Chunk(request, request.scheduled, length))
-        token_budget -= length
+    unfinished = [request for request in computing if request.remaining and not request.ended]
+    queue = list(itertools.islice(in_order(unfinished, now), max_batch))
+    waiting = [Waiting(request.scheduled, request.remaining) for request in queue]
+    shared = share(waiting, curve, len(unfinished) - len(queue))
+    chunks = [Chunk(each, each.scheduled, each.remaining) for each in queue[: shared.whole]]
+    if shared.part:
+        cut = queue[shared.whole]
+        length = shared.part - (cut.scheduled + shared.part) % grid
+        if length > 0:
+            chunks.append(Chunk(cut, cut.scheduled, length))
     return chunks

@@ -25,6 +25,7 @@ from prefill_node.host_batch import HostBatch, HostDraws
 from prefill_node.prompt_scores import PromptScorer, Scores
 from prefill_node.step_plan import FirstDraw, PlannedChunk, PromptPlan
 from prefill_node.step_result import Drawn, PromptResult
+from prefill_node.stopwatch import Stopwatch, start_stopwatch
 from prefill_node.vision import PromptEmbeds
 
 
@@ -36,6 +37,7 @@ class LaunchedPrefill:
     sampled: SampleOutput | None  # None without draws
     draft: DraftInput | None  # None without draws, and without a draft model
     completion: Completion
+    watch: Stopwatch
     scores: Sequence[Scores | None] = ()  # per chunk; empty if no chunk is scored
     # per chunk [n, H] float32, the hidden states of its last n positions; empty if no chunk sends any
     states: Sequence[torch.Tensor | None] = ()
@@ -43,7 +45,7 @@ class LaunchedPrefill:
     def read(self) -> PromptResult:
         scores = [() if each is None else each.read() for each in self.scores]
         states = [None if each is None else each.numpy() for each in self.states]
-        return PromptResult(self._drawn(), scores, states)
+        return PromptResult(self._drawn(), scores, states, self.watch.ms())
 
     def _drawn(self) -> list[Drawn]:
         if self.sampled is None:
@@ -96,6 +98,7 @@ class PrefillStep:
         draws = [chunk.draw for chunk in chunks if chunk.draw is not None]
         host = HostBatch.of(chunks, self._page_size, self._rotary)
         drawn_with = HostDraws.of(draws, [chunk.end for chunk in chunks if chunk.final])
+        watch = start_stopwatch(self._device)
         sent = send((*host.arrays, *drawn_with.arrays), self._device)
         returned = any(chunk.states for chunk in chunks)
         mode = CaptureHiddenMode.FULL if returned else self._draft.hidden_mode
@@ -110,7 +113,8 @@ class PrefillStep:
         draft = self._draft.extend(chunks, batch, output, sampled, embeds)
         copied = None if sampled is None else sampled.on_host()
         state = None if draft is None else map_tensors(draft, on_host)
-        return LaunchedPrefill(draws, copied, state, self._completion(), scores, states)
+        watch.stop()
+        return LaunchedPrefill(draws, copied, state, self._completion(), watch, scores, states)
 
     def _scores(self, plan: PromptPlan, output: ForwardOutput) -> Sequence[Scores | None]:
         if all(chunk.scored is None for chunk in plan.chunks):

@@ -29,6 +29,7 @@ class PromptResult:
     scores: Sequence[Sequence[PromptLogprob]] = ()  # per chunk; empty if no chunk is scored
     # per chunk: hidden states of its last positions, if it sends any; empty if no chunk does
     states: Sequence[StateRows | None] = ()
+    ms: float | None = None  # what the forward took on the device; None if that was not measured
 
 
 class Launched(Protocol):

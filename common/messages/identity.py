@@ -66,6 +66,9 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     queued: Total = 0  # requests not started yet
     queued_tokens: Total = 0  # prompt tokens not computed yet (prefill nodes)
+    queued_ms: Finite = 0.0  # predicted milliseconds until these are computed (prefill nodes)
+    # (tokens, predicted milliseconds) of prompts of some lengths, ascending (prefill nodes)
+    prompt_times: Annotated[tuple[tuple[Total, Finite], ...], MANY] = ()
     running: Total = 0  # requests in a batch
     transferring: Total = 0  # requests whose pages are being transferred
     free_pages: Total = 0
@@ -115,6 +118,9 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: Total = 0
     generated_tokens: Total = 0
     steps: Total = 0
+    # Prefill nodes: device seconds of forwards, and what the node predicted for the same ones.
+    forward_seconds: Finite = 0.0
+    predicted_forward_seconds: Finite = 0.0
     retractions: Total = 0
     transfers: Total = 0
     transfer_failures: Total = 0

@@ -41,6 +41,7 @@ from decode_node.page_table import PageTable
 from decode_node.request import DecodeRequest
 from decode_node.step import DecodeSteps
 from decode_node.steps import decode_steps
+from prefill_node.cost_curve import CostCurve
 from prefill_node.draft import EaglePrefill, NoDraft, PrefillDraft
 from prefill_node.graphs import prompt_graphs
 from prefill_node.planner import prompt_plan
@@ -142,7 +143,8 @@ class Engine:
             assert prefill.lease is not None, "the pool is too small for this batch"
             prefills.append(prefill)
         grid = prompt_grid(self.runner.model.config, PAGE)
-        while chunks := plan_chunks(prefills, 0.0, CHUNK, len(prefills), grid):
+        curve = CostCurve((CHUNK,), grid=grid)
+        while chunks := plan_chunks(prefills, 0.0, curve, len(prefills), grid):
             finals = [chunk.request for chunk in chunks if chunk.final]
             launched = step.launch(prompt_plan(chunks, PAGE, draft.rules, 1))
             for chunk in chunks:

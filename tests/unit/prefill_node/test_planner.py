@@ -13,6 +13,8 @@ from common.kv_cache.page_space import PageSpace
 from common.kv_cache.radix_cache import NoPrefixCache
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.node.completion import Deferred
+from prefill_node.cost_curve import CostCurve
+from prefill_node.forward_times import ForwardTimes
 from prefill_node.limits import PrefillLimits
 from prefill_node.multi_layer import MultiLayerPrefill
 from prefill_node.parts import Scheduling
@@ -36,6 +38,7 @@ TEXT_ONLY = PromptRules()
 LIMITS = PrefillLimits(
     chunk_tokens=8, max_batch=4, max_queue=8, max_model_len=64, vocab_size=99, drain_timeout=1.0
 )
+TIMES = ForwardTimes(CostCurve(range(1, LIMITS.chunk_tokens + 1)))
 SPAN = ImageSpan(1, 2, bytes(32))
 
 
@@ -45,7 +48,7 @@ class Rig:
     def __init__(self, rules: PromptRules = TEXT_ONLY) -> None:
         self.space = PageSpace(PAGE, 99, NoPrefixCache())
         self.queues = Queues()
-        self.planner = Planner(self.queues, Scheduling(self.space, rules, LIMITS))
+        self.planner = Planner(self.queues, Scheduling(self.space, rules, LIMITS, TIMES))
 
     def request(
         self, room: int, tokens: int, images: tuple[ImageSpan, ...] = (), **sampling: Any
@@ -103,7 +106,7 @@ def test_a_text_without_adjustments_stays_at_home() -> None:
 
 def test_results_go_to_the_prompts_that_ended() -> None:
     rig = Rig()
-    short, long = rig.request(1, 5), rig.request(2, 12)
+    short, long = rig.request(1, 5), rig.request(2, 19)
     plan = rig.turn()
     assert plan is not None
     assert [(each.key, each.end) for each in plan.chunks] == [(1, 5), (2, 3)]

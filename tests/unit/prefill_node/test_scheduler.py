@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from common.messages.generation import ImageSpan, SamplingParams
 from common.node.ageing import AGEING_SECONDS, PROMOTION_SECONDS
 from common.node.announced_work import CONTEXT_TOKENS
+from prefill_node.cost_curve import CostCurve
 from prefill_node.limits import whole_chunks
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import (
@@ -41,17 +42,42 @@ def request(
     )
 
 
-def plan(requests: list[PrefillRequest], budget: int, most: int = 99) -> list[tuple[int, int, int, bool]]:
-    chunks = plan_chunks(requests, 0.0, budget, most)
+def curve_to(largest: int, grid: int = 1) -> CostCurve:
+    """Return the default curve, with a size for each number of tokens."""
+    return CostCurve(range(1, largest + 1), grid=grid)
+
+
+def plan(
+    requests: list[PrefillRequest], curve: CostCurve, most: int = 99
+) -> list[tuple[int, int, int, bool]]:
+    chunks = plan_chunks(requests, 0.0, curve, most)
     return [(each.request.room, each.start, each.length, each.final) for each in chunks]
 
 
-def test_the_prompt_at_the_end_of_the_budget_is_cut_there() -> None:
+def test_prompts_that_cost_nothing_more_share_a_forward() -> None:
     requests = [request(1, 10), request(2, 10, scheduled=4), request(3, 10)]
-    assert plan(requests, 18) == [(2, 4, 6, True), (1, 0, 10, True), (3, 0, 2, False)]
-    assert plan(requests, 16) == [(2, 4, 6, True), (1, 0, 10, True)]
-    assert plan(requests, 1) == [(2, 4, 1, False)]
-    assert plan(requests, 99, most=2) == [(2, 4, 6, True), (1, 0, 10, True)]
+    flat = CostCurve((32, 64), {32: 5.0, 64: 10.0})
+    assert plan(requests, flat) == [(2, 4, 6, True), (1, 0, 10, True), (3, 0, 10, True)]
+    assert plan(requests, flat, most=2) == [(2, 4, 6, True), (1, 0, 10, True)]
+    linear = CostCurve((6, 10, 16, 26), {6: 6.0, 26: 26.0})
+    assert plan(requests, linear) == [(2, 4, 6, True)], "in one forward the first would wait for all"
+
+
+def test_a_long_prompt_is_cut_at_the_step_of_the_curve() -> None:
+    linear = CostCurve((8, 16, 32), {8: 8.0, 16: 16.0, 32: 32.0})
+    assert plan([request(1, 30)], linear) == [(1, 0, 8, False)]
+    cheap = CostCurve((8, 16, 32), {8: 8.0, 16: 9.0, 32: 10.0})
+    assert plan([request(1, 30)], cheap) == [(1, 0, 30, True)]
+    assert plan([request(1, 40)], cheap) == [(1, 0, 32, False)]
+
+
+def test_padding_is_filled_with_the_next_prompt() -> None:
+    """A forward of 20 tokens takes as long as one of 32, and the next prompt's own becomes shorter."""
+    sized = CostCurve((16, 32, 64), {16: 10.0, 32: 21.0, 64: 42.0})
+    assert plan([request(1, 12), request(2, 20)], sized) == [(1, 0, 12, True), (2, 0, 4, False)]
+    assert plan([request(1, 12), request(2, 16)], sized) == [(1, 0, 12, True)], "16 tokens gain nothing by 12"
+    chunks = plan_chunks([request(1, 12), request(2, 20)], 0.0, sized, 99, grid=8)
+    assert [chunk.length for chunk in chunks] == [12], "cut at no multiple of the grid"
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(1, 300))
@@ -60,9 +86,9 @@ def test_prompts_of_a_model_with_a_grid_are_cut_only_there(lengths: list[int], w
     budget = whole_chunks(wanted, grid)
     assert budget % grid == 0
     assert grid <= budget <= max(wanted, grid)
-    requests = [request(room, tokens) for room, tokens in enumerate(lengths)]
+    requests, curve = [request(room, tokens) for room, tokens in enumerate(lengths)], curve_to(budget, grid)
     while any(each.remaining for each in requests):
-        chunks = plan_chunks(requests, 0.0, budget, 4, grid)
+        chunks = plan_chunks(requests, 0.0, curve, 4, grid)
         assert chunks
         assert sum(chunk.length for chunk in chunks) <= budget
         for chunk in chunks:
@@ -72,16 +98,15 @@ def test_prompts_of_a_model_with_a_grid_are_cut_only_there(lengths: list[int], w
 
 
 def test_prompts_that_are_launched_whole_or_ended_are_passed_over() -> None:
-    assert plan([request(1, 5, scheduled=5), request(2, 5, ended=True), request(3, 5)], 8) == [
-        (3, 0, 5, True)
-    ]
-    assert plan([], 8) == []
+    waiting = [request(1, 5, scheduled=5), request(2, 5, ended=True), request(3, 5)]
+    assert plan(waiting, curve_to(8)) == [(3, 0, 5, True)]
+    assert plan([], curve_to(8)) == []
 
 
 def test_a_short_prompt_passes_long_ones_that_have_waited_for_minutes() -> None:
     long = [request(room, 2000, received=-60.0) for room in range(200)]
     short = request(999, 20)
-    assert plan_chunks([*long, short], 0.0, 64, 99)[0].request is short
+    assert plan_chunks([*long, short], 0.0, curve_to(64), 99)[0].request is short
     assert next(in_order([*long, short], 0.0)) is short
 
 
@@ -124,10 +149,10 @@ def test_a_started_prompt_advances_at_least_once_a_second() -> None:
 )
 def test_no_prompt_pauses_for_long(arrivals: list[tuple[int, int]], budget: int) -> None:
     """However many shorter ones arrive, at most one chunk of each other started prompt runs before its next one."""
-    second, requests, now = 0.3, list[PrefillRequest](), 0.0
+    second, requests, now, curve = 0.3, list[PrefillRequest](), 0.0, curve_to(budget)
     for count, tokens in [*arrivals, *[(0, 0)] * 200]:
         requests += [request(len(requests) + each, tokens, received=now) for each in range(count)]
-        for chunk in plan_chunks(requests, now, budget, 99):
+        for chunk in plan_chunks(requests, now, curve, 99):
             chunk.request.launched_at = now
             chunk.request.scheduled += chunk.length
         begun = [each for each in requests if each.remaining and each.scheduled]
@@ -153,7 +178,7 @@ def test_chunk_properties(shapes: list[tuple[int, int, bool, float]], budget: in
         request(n, size, min(done, size), ended, received)
         for n, (size, done, ended, received) in enumerate(shapes)
     ]
-    chunks = plan_chunks(requests, 9.0, budget, most)
+    chunks = plan_chunks(requests, 9.0, curve_to(budget), most)
     assert len(chunks) <= most
     assert sum(chunk.length for chunk in chunks) <= budget
     costs = [cost(chunk.request, 9.0) for chunk in chunks]
@@ -161,19 +186,9 @@ def test_chunk_properties(shapes: list[tuple[int, int, bool, float]], budget: in
     assert all(c.length > 0 and c.start == c.request.scheduled and not c.request.ended for c in chunks)
     assert all(c.final for c in chunks[:-1]), "only the last one is cut"
     unfinished = [r for r in requests if r.remaining and not r.ended]
+    assert bool(chunks) == bool(unfinished)
     if unfinished:
         assert costs[0] == min(cost(each, 9.0) for each in unfinished), "the nearest always advances"
-        full = len(chunks) == most or sum(c.length for c in chunks) == budget
-        assert full or len(chunks) == len(unfinished), "no budget is left while a prompt waits"
-
-
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=6), st.integers(1, 50))
-def test_every_prompt_ends_and_no_budget_is_lost(sizes: list[int], budget: int) -> None:
-    requests = [request(n, size) for n, size in enumerate(sizes)]
-    for turn in range(-(-sum(sizes) // budget)):
-        for chunk in plan_chunks(requests, float(turn), budget, 99):
-            chunk.request.scheduled += chunk.length
-    assert all(r.remaining == 0 for r in requests)
 
 
 @given(
@@ -191,14 +206,14 @@ def test_a_long_prompt_is_not_starved_by_short_ones(
     A short one waits until all that came before it are served, so its cost is at most short / AGEING_SECONDS and at
     least short / (AGEING_SECONDS + that time); the long one runs when its own cost is lower.
     """
-    patient = request(0, max(long, short + 1))
+    patient, curve = request(0, max(long, short + 1)), curve_to(budget)
     rooms, waiting, now = itertools.count(1), [patient], 0.0
     # The cost of a short prompt while it overtakes the long one.
-    oldest = AGEING_SECONDS + seconds * (queue * short / budget + 2)
-    bound = patient.num_tokens / short * oldest + seconds * (patient.num_tokens / budget + 2)
+    oldest = AGEING_SECONDS + seconds * (queue * max(short / curve.step, 1) + 2)
+    bound = patient.num_tokens / short * oldest + seconds * (patient.num_tokens / curve.step + 2)
     while patient.remaining:
         waiting += [request(next(rooms), short, received=now) for _ in range(queue + 1 - len(waiting))]
-        for chunk in plan_chunks(waiting, now, budget, 99):
+        for chunk in plan_chunks(waiting, now, curve, 99):
             chunk.request.scheduled += chunk.length
         waiting = [each for each in waiting if each.remaining]
         now += seconds

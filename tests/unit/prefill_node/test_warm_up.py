@@ -13,6 +13,7 @@ from common.engine.forward.mtp_runner import MultiLayerRunner
 from common.engine.graphs.rules import PhaseSwitch
 from prefill_node.draft import EaglePrefill
 from prefill_node.graphs import prompt_graphs
+from prefill_node.measure import measure_forwards, measured_sizes
 from prefill_node.multi_layer import MultiLayerPrefill
 from prefill_node.warm_up import warm_up
 from tests.fakes.draft_models import DRAFTS, DraftModel
@@ -49,8 +50,14 @@ def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -
     before = [plane.fill_(7).clone() for plane in planes]
     warm_up(target.forward, EaglePrefill(drafting.forward), PAGE, PLACEMENT.device)
     assert rows == [1, 1]
+    measured = measure_forwards(target.forward, EaglePrefill(drafting.forward), 8, PAGE, PLACEMENT.device)
+    assert list(measured) == measured_sizes(8) == [8]
     # Page 0 is the padding page.
     assert all(torch.equal(plane[1:], old[1:]) for plane, old in zip(planes, before, strict=True))
+
+
+def test_sizes_between_powers_of_two_are_measured_up_to_the_largest_forward() -> None:
+    assert measured_sizes(100) == [16, 24, 32, 48, 64, 96, 100]
 
 
 def test_every_module_of_a_multi_layer_draft_runs() -> None:

@@ -1,0 +1,71 @@
+"""The cost curve: interpolated from measurements, learnt from forwards, and the sizes that follow from it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.engine.graphs.ladders import prefill_token_buckets
+from prefill_node.cost_curve import TOLERANCE, CostCurve
+
+SIZES = prefill_token_buckets(8192)
+H200 = {64: 5.3, 512: 13.4, 1024: 25.0, 2048: 49.6, 8192: 221.0}
+
+
+def test_a_forward_takes_as_long_as_the_size_that_holds_it() -> None:
+    curve = CostCurve((8, 16, 64), {8: 1.0, 64: 8.0})
+    assert [curve.ms(tokens) for tokens in (1, 8, 9, 16, 17, 64)] == [1.0, 1.0, 2.0, 2.0, 8.0, 8.0]
+    assert CostCurve((8, 128), {16: 2.0, 64: 8.0}).ms(8) == 2.0
+    assert CostCurve((8, 128), {16: 2.0, 64: 8.0}).ms(128) == 16.0
+
+
+def test_the_step_is_where_larger_forwards_gain_nothing() -> None:
+    curve = CostCurve(SIZES, H200)
+    assert 768 <= curve.step <= 1024
+    assert CostCurve(SIZES).step == CostCurve(SIZES).step, "the default curve is deterministic"
+    assert CostCurve((64,)).step == 64
+    assert CostCurve(prefill_token_buckets(448), H200, grid=192).step == 384
+
+
+@given(st.integers(1, 40_000), st.integers(0, 20_000))
+def test_cutting_a_prompt_costs_little(tokens: int, start: int) -> None:
+    curve = CostCurve(SIZES, H200)
+    assert 1 <= curve.cut(tokens) <= min(tokens, curve.largest)
+    if tokens <= curve.largest:
+        context = curve.ms(1, start * tokens) - curve.ms(1)
+        attention = curve.ms(1, tokens * tokens) - curve.ms(1)
+        assert curve.prompt_ms(tokens, start) <= (1 + 2 * TOLERANCE) * curve.ms(tokens) + context + attention
+    assert curve.prompt_ms(tokens, start + 1) > curve.prompt_ms(tokens, start)
+
+
+@given(st.lists(st.tuples(st.sampled_from(SIZES), st.floats(0.5, 2.0)), max_size=40))
+def test_whatever_it_learns_times_stay_positive_and_a_step_exists(seen: list[tuple[int, float]]) -> None:
+    curve = CostCurve(SIZES, H200)
+    for tokens, factor in seen:
+        curve.learn(tokens, 0, factor * curve.ms(tokens))
+        assert all(curve.ms(size) > 0 for size in SIZES)
+        assert curve.step in SIZES
+
+
+def test_it_learns_from_forwards_and_their_neighbours() -> None:
+    curve = CostCurve(SIZES, H200)
+    for _ in range(200):
+        curve.learn(1024, 0, 50.0)
+    assert curve.ms(1024) == pytest.approx(50.0, rel=0.01)
+    assert curve.ms(960) > 1.5 * CostCurve(SIZES, H200).ms(960)
+    assert curve.ms(8192) == pytest.approx(221.0), "sizes more than a factor of two away keep theirs"
+
+
+def test_one_outlier_changes_little() -> None:
+    curve = CostCurve(SIZES, H200)
+    curve.learn(1024, 0, 60_000.0)
+    assert curve.ms(1024) < 1.1 * 25.0
+
+
+def test_it_learns_what_context_adds() -> None:
+    curve = CostCurve(SIZES, H200)
+    for _ in range(200):
+        curve.learn(512, 512 * 16_384, 20.0)
+    assert curve.ms(512, 512 * 16_384) == pytest.approx(20.0, rel=0.02)
+    assert curve.ms(512) == pytest.approx(13.4)

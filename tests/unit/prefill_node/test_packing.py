@@ -1,0 +1,63 @@
+"""Which prompts share a forward: the division of a queue with the lowest sum of waits, against all divisions."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.engine.graphs.ladders import prefill_token_buckets
+from prefill_node.cost_curve import CostCurve
+from prefill_node.packing import Share, Waiting, share
+
+H200 = CostCurve(prefill_token_buckets(8192), {64: 5.3, 512: 13.4, 1024: 25.0, 2048: 49.6, 8192: 221.0})
+
+
+def queue_of(*lengths: int) -> list[Waiting]:
+    return [Waiting(0, tokens) for tokens in lengths]
+
+
+def waits(queue: list[Waiting], groups: tuple[int, ...], curve: CostCurve, others: int) -> float:
+    """Return the sum of waits if the queue is computed in forwards of so many prompts each."""
+    at, total, left = 0, 0.0, list(queue)
+    for group in groups:
+        tokens = sum(each.remaining for each in left[:group])
+        spent = curve.prompt_ms(tokens) if group == 1 else curve.ms(tokens)
+        total += spent * (len(left) + others)
+        at, left = at + group, left[group:]
+    return total
+
+
+@given(st.lists(st.integers(1, 1200), min_size=1, max_size=7), st.integers(0, 30))
+def test_no_other_division_has_a_lower_sum_of_waits(lengths: list[int], others: int) -> None:
+    queue, count = queue_of(*sorted(lengths)), len(lengths)
+    found = share(queue, H200, others)
+    best: dict[int, float] = {}  # prompts of the first forward -> lowest sum
+    for cuts in itertools.product((False, True), repeat=count - 1):
+        ends = [index + 1 for index, cut in enumerate(cuts) if cut] + [count]
+        groups = tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))
+        sum_of_waits = waits(queue, groups, H200, others)
+        best[groups[0]] = min(best.get(groups[0], sum_of_waits), sum_of_waits)
+    first = max(found.whole, 1)
+    assert best[first] == pytest.approx(min(best.values()))
+
+
+def test_no_prompt_of_a_thousand_tokens_waits_for_another() -> None:
+    assert share(queue_of(*[1024] * 8), H200) == Share(1)
+
+
+def test_short_prompts_share_a_forward() -> None:
+    assert share(queue_of(*[16] * 4), H200) == Share(4)
+    few, many = share(queue_of(*[64] * 4), H200).whole, share(queue_of(*[64] * 32), H200).whole
+    assert 1 < few < many < 32, "the longer the queue, the more a saved forward is worth"
+
+
+def test_a_long_prompt_is_not_extended_by_short_ones_after_it() -> None:
+    cut = share(queue_of(8192, 64), H200)
+    assert cut == Share(0, H200.step)
+
+
+def test_nothing_waits() -> None:
+    assert share([], H200) == Share(0)
