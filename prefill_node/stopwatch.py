@@ -46,7 +46,7 @@ class CudaStopwatch:
         self._end.record()
 
     def ms(self) -> float:
-        return float(self._begin.elapsed_time(self._end))  # type: ignore[no-untyped-call]
+        return float(self._begin.elapsed_time(self._end))
 
 
 def start_stopwatch(device: torch.device) -> Stopwatch:

@@ -165,7 +165,8 @@ class PrefillSection(Section, frozen=True, kw_only=True):
     # KV pool of each node; auto: CPU_POOL_TOKENS, or on a GPU what memory_fraction leaves.
     pool_tokens: Positive | Literal["auto"] = "auto"
     memory_fraction: Fraction = 0.9  # share of its GPU that a node takes if pool_tokens is auto
-    # Token budget of one forward, shared by all prompts in it; rounded for models that compute prompts on a grid.
+    # Most tokens of one forward; rounded for models that compute prompts on a grid. Forwards are smaller where first
+    # tokens come sooner by that.
     chunk_tokens: Positive = 2048
     max_batch: Positive = 64  # prompts in one forward
     max_queue: Positive = 1024  # waiting requests; more are refused

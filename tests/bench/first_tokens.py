@@ -9,12 +9,16 @@ packed prompts in order up to the largest forward, as soon as the previous one b
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
+from common.engine.graphs.ladders import prefill_token_buckets
 from common.messages.generation import SamplingParams
 from prefill_node.cost_curve import CostCurve
 from prefill_node.request import PrefillRequest
@@ -27,6 +31,7 @@ MIXES: dict[str, Sequence[tuple[int, float]]] = {
     "mix": [(64, 0.25), (512, 0.3), (1024, 0.3), (2048, 0.1), (8192, 0.05)],
 }
 LARGEST = 8192
+IN_TIME_MS = 200.0
 HOST_MS = 1.1  # from a decision to the start of its forward on an idle GPU
 LEAD_MS = 3.0  # how long before the predicted end of a forward the next one is decided
 
@@ -116,3 +121,61 @@ def simulate(prompts: Sequence[PrefillRequest], policy: Policy, curve: CostCurve
                 waits[chunk.request.room] = (ends - chunk.request.received) * 1e3
         computing = [each for each in computing if each.remaining]
     return [waits[each.room] for each in prompts]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The first tokens of one policy under one load; a list has one entry per seed."""
+
+    mix: str
+    rate: float  # prompts per second
+    policy: str
+    p50: list[float]  # milliseconds
+    p99: list[float]
+    most: list[float]
+    in_time: list[float]  # share of prompts whose first token comes within 200 ms
+
+
+def measure(mix: str, rate: float, policy: str, seconds: float, seeds: int) -> Row:
+    """Simulate one policy with the same arrivals that every other one gets."""
+    row = Row(mix, rate, policy, [], [], [], [])
+    for seed in range(seeds):
+        curve = CostCurve(prefill_token_buckets(LARGEST), MEASURED)
+        waits = np.asarray(simulate(arrivals(MIXES[mix], rate, seconds, seed), POLICIES[policy], curve))
+        p50, p99 = np.percentile(waits, [50, 99])
+        row.p50.append(round(float(p50), 1))
+        row.p99.append(round(float(p99), 1))
+        row.most.append(round(float(waits.max()), 1))
+        row.in_time.append(round(float(np.mean(waits <= IN_TIME_MS)), 4))
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="of virtual time")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=[16.0, 32.0], help="of 1,024-token prompts")
+    parser.add_argument("--mix-rates", type=float, nargs="+", default=[8.0, 16.0], help="of the mix")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    print(f"{'prompts':>8} {'per s':>6} {'policy':32} {'p50 ms':>22} {'p99 ms':>22} {'max ms':>24} in 200 ms")
+    for mix, rates in (("1024", options.rates), ("mix", options.mix_rates)):
+        for rate in rates:
+            for policy in POLICIES:
+                row = measure(mix, rate, policy, options.seconds, options.seeds)
+                rows.append(row)
+                times = f"{_list(row.p50):>22} {_list(row.p99):>22} {_list(row.most):>24}"
+                print(f"{mix:>8} {rate:>6g} {policy:32} {times} {_list(row.in_time)}", flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def _list(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+if __name__ == "__main__":
+    main()

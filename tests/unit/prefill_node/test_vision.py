@@ -266,10 +266,10 @@ def test_images_of_several_prompts_are_encoded_in_one_batch() -> None:
         vision.send(1, 2, 3, 4, 5)
         cluster.turn(3)
         until(lambda: len(vision.intakes[0].held) == 5 and not vision.intakes[0].busy)
-        for parts in ALL:
+        for parts in (FIRST, LAST, TWO):
             submit(cluster, parts, legs="p")
         cluster.turn(4)
-        assert vision.parts[0].forwards == [5], "each image once, all in one forward"
+        assert vision.parts[0].forwards == [4], "each image once, all in one forward"
 
 
 def test_a_prompt_waits_for_its_images_and_others_pass() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from common.messages.identity import GraphTotals, NodeCounters, NodeLoad, NodeRef
 from common.messages.router_inbox import Register
 from router.metrics.router_metrics import RouterMetrics
@@ -22,7 +24,7 @@ def node(**load: int) -> Node:
         effective_config={},
     )
     made = Node(register, 0.0)
-    made.load = NodeLoad(**load)
+    made.load = msgspec.convert(load, NodeLoad)
     totals = GraphTotals(
         phase="decode", model="target", replays=19, fallbacks={"too_large": 1}, captured=4, unused=3
     )

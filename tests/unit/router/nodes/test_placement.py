@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -25,7 +26,7 @@ def candidate(name: str, assigned: int = 0, tokens: int = 0, **load: int) -> Can
     return Candidate(
         name,
         f"incarnation of {name}",
-        NodeLoad(**{"total_pages": 100, "free_pages": 100, **load}),
+        msgspec.convert({"total_pages": 100, "free_pages": 100, **load}, NodeLoad),
         assigned,
         tokens,
     )
