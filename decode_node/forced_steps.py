@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from common.engine.forward.model_runner import ModelRunner
 from common.node.overlap import Completion
+from common.node.stopwatch import stopwatch_for
 from decode_node.forced_choice import ForcedChoice, ForcedStep
 from decode_node.graphs.decode_graph import GREEDY, LOGITS
 from decode_node.speculative.drafters.forced_chain import ForcedChain
@@ -15,7 +16,6 @@ from decode_node.speculative.step import SpeculativeStep, no_seconds
 from decode_node.speculative.verifier import ChainAcceptor
 from decode_node.speculative.verify import Verify
 from decode_node.step import DecodeSteps
-from decode_node.stopwatch import stopwatch_for
 
 # The most tokens of their forwards. Up to there a forward takes hardly longer than for one token per request, and its
 # logits take 4 bytes per token and vocabulary entry.

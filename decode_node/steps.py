@@ -14,6 +14,7 @@ from common.engine.state.relay_state import RelayState
 from common.node.completion import completion_for
 from common.node.overlap import Completion
 from common.node.serving_model import ServingModel
+from common.node.stopwatch import stopwatch_for
 from common.speculation.forced_widths import DRAFTED_WIDTHS, PLAIN_WIDTHS
 from common.speculation.table import algorithm
 from decode_node.forced_choice import ForcedChoice, ForcedGain, ForcedShare
@@ -35,7 +36,6 @@ from decode_node.speculative.verify import Verify
 from decode_node.speculative.width_policy import WidthPolicy, batches_of, classes_up_to
 from decode_node.step import AutoregressiveStep, DecodeSteps
 from decode_node.step_rules import FixedWidth, StepRules, TextDrafts, Widths
-from decode_node.stopwatch import stopwatch_for
 
 
 @dataclass(frozen=True, slots=True)

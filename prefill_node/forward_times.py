@@ -14,7 +14,7 @@ from prefill_node.scheduler import Chunk
 REPORTED = (1, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32_768)
 
 
-class _Begun(NamedTuple):
+class _Running(NamedTuple):
     """A forward whose results are not read."""
 
     tokens: int
@@ -29,7 +29,7 @@ class ForwardTimes:
     def __init__(self, curve: CostCurve, learns: bool = False) -> None:
         self.curve = curve
         self._learns = learns
-        self._begun: deque[_Begun] = deque()
+        self._begun: deque[_Running] = deque()
         self.measured_seconds = self.predicted_seconds = 0.0  # of all forwards whose time was measured
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
@@ -38,7 +38,7 @@ class ForwardTimes:
         contexts = sum(chunk.start * chunk.length for chunk in chunks)
         predicted = self.curve.ms(tokens, contexts) if tokens else 0.0
         images = any(chunk.request.images for chunk in chunks)
-        self._begun.append(_Begun(tokens, contexts, images, predicted))
+        self._begun.append(_Running(tokens, contexts, images, predicted))
 
     def end(self, ms: float | None) -> None:
         """Record what the oldest forward took; None if that was not measured.

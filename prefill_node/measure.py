@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from common.node.stopwatch import stopwatch_for
 from prefill_node.draft import PrefillDraft
 from prefill_node.graphs.prefill_extend import PrefillExtend, idle_extend
-from prefill_node.stopwatch import start_stopwatch
 
 RUNS = 3  # per size, after one run that is not counted
 SMALLEST = 16
@@ -43,6 +43,7 @@ def measure_forwards(
         axes, state: as in `idle_extend`.
     """
     times: dict[int, float] = {}
+    start = stopwatch_for(device)
     for tokens in measured_sizes(largest):
         batch = replace(
             idle_extend(tokens, page_size, device, axes, state),
@@ -51,11 +52,11 @@ def measure_forwards(
         )
         watches = []
         for _ in range(1 + RUNS):
-            watch = start_stopwatch(device)
+            watch = start()
             draft.warm_up(batch, target(batch))
-            watch.stop()
+            watch.lap()
             watches.append(watch)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times[tokens] = sorted(watch.ms() for watch in watches[1:])[RUNS // 2]
+        times[tokens] = 1e3 * sorted(watch.seconds()[0] for watch in watches[1:])[RUNS // 2]
     return times

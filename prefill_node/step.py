@@ -20,12 +20,12 @@ from common.engine.sampling.sampling_plan import SamplingVariant
 from common.engine.state.draft_row import NO_DRAFT
 from common.engine.state.relay_state import draft_rows
 from common.node.overlap import Completion
+from common.node.stopwatch import Stopwatch, stopwatch_for
 from prefill_node.draft import PrefillDraft
 from prefill_node.host_batch import HostBatch, HostDraws
 from prefill_node.prompt_scores import PromptScorer, Scores
 from prefill_node.step_plan import FirstDraw, PlannedChunk, PromptPlan
 from prefill_node.step_result import Drawn, PromptResult
-from prefill_node.stopwatch import Stopwatch, start_stopwatch
 from prefill_node.vision import PromptEmbeds
 
 
@@ -45,7 +45,7 @@ class LaunchedPrefill:
     def read(self) -> PromptResult:
         scores = [() if each is None else each.read() for each in self.scores]
         states = [None if each is None else each.numpy() for each in self.states]
-        return PromptResult(self._drawn(), scores, states, self.watch.ms())
+        return PromptResult(self._drawn(), scores, states, 1e3 * self.watch.seconds()[0])
 
     def _drawn(self) -> list[Drawn]:
         if self.sampled is None:
@@ -80,6 +80,7 @@ class PrefillStep:
         self._page_size = page_size
         self._device = device
         self._completion = completion
+        self._start_watch = stopwatch_for(device)
         self._scorer: PromptScorer | None = None
 
     def score_with(self, scorer: PromptScorer) -> None:
@@ -98,7 +99,7 @@ class PrefillStep:
         draws = [chunk.draw for chunk in chunks if chunk.draw is not None]
         host = HostBatch.of(chunks, self._page_size, self._rotary)
         drawn_with = HostDraws.of(draws, [chunk.end for chunk in chunks if chunk.final])
-        watch = start_stopwatch(self._device)
+        watch = self._start_watch()
         sent = send((*host.arrays, *drawn_with.arrays), self._device)
         returned = any(chunk.states for chunk in chunks)
         mode = CaptureHiddenMode.FULL if returned else self._draft.hidden_mode
@@ -113,7 +114,7 @@ class PrefillStep:
         draft = self._draft.extend(chunks, batch, output, sampled, embeds)
         copied = None if sampled is None else sampled.on_host()
         state = None if draft is None else map_tensors(draft, on_host)
-        watch.stop()
+        watch.lap()
         return LaunchedPrefill(draws, copied, state, self._completion(), watch, scores, states)
 
     def _scores(self, plan: PromptPlan, output: ForwardOutput) -> Sequence[Scores | None]:

@@ -14,6 +14,7 @@ from common.engine.host_copies import on_device, on_host
 from common.engine.sampling.logit_masks import LogitMasks
 from common.engine.sampling.sampler import read_tokens
 from common.node.overlap import Completion
+from common.node.stopwatch import Stopwatch
 from decode_node.hidden_states import StepStates, step_states
 from decode_node.masked_step import MaskedStep
 from decode_node.speculative.drafters.drafter import Drafter
@@ -22,7 +23,6 @@ from decode_node.speculative.verifier import Acceptor
 from decode_node.speculative.verify import Emitted, Verify
 from decode_node.step_plan import PlannedRow, StepPlan
 from decode_node.step_result import Launched, RowTokens, StepResult, Trees
-from decode_node.stopwatch import Stopwatch
 
 PHASES = (Phase.DRAFT.value, Phase.VERIFY.value, Phase.DRAFT_EXTEND.value)
 

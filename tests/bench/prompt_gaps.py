@@ -101,7 +101,7 @@ class Prompts:
                 oldest.completion.wait()
                 oldest.read()
                 ends.append(time.perf_counter())
-                devices.append(oldest.watch.ms())
+                devices.append(1e3 * oldest.watch.seconds()[0])
         for _, rest in ahead:
             rest.completion.wait()
         for each in requests:

@@ -14,6 +14,7 @@ from common.engine.forward.model_runner import ModelRunner
 from common.engine.graphs.backends.names import FULL, NONE
 from common.engine.graphs.rules import Decision, Phase
 from common.engine.graphs.slots import Inputs, Slot
+from common.node.stopwatch import HostStopwatch
 from decode_node.forced_choice import ForcedShare, ForcedStep
 from decode_node.forced_steps import ForcedSetup, with_forced_steps
 from decode_node.graphs.step_graphs import PhasePlan
@@ -32,7 +33,6 @@ from decode_node.speculative.verify import Verify
 from decode_node.step import DecodeSteps
 from decode_node.step_rules import Drafts, FixedWidth, NoTextDrafts, TextDrafts
 from decode_node.steps import speculative_steps
-from decode_node.stopwatch import HostStopwatch
 from tests.fakes.node_cluster import LOOKAHEAD_SLOTS, MakeStep, Parts
 from tests.fakes.tiny_model import PLACEMENT, VOCAB, reference
 

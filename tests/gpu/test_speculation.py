@@ -16,8 +16,8 @@ from common.engine.graphs.backends.cuda import CudaRecorder
 from common.engine.graphs.backends.full import FullGraphs
 from common.engine.graphs.backends.none import NoGraphs
 from common.engine.host_copies import on_device
+from common.node.stopwatch import stopwatch_for
 from decode_node.graphs.decode_graph import GREEDY
-from decode_node.stopwatch import stopwatch_for
 from tests.unit.speculative.rig import RoundRig, prompts_of
 from tests.unit.speculative.test_round_graphs import (
     ALL_GREEDY,

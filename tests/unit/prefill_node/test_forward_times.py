@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from common.messages.generation import ImageSpan, SamplingParams
 from common.node.completion import Deferred
@@ -13,7 +12,6 @@ from prefill_node.forward_times import ForwardTimes
 from prefill_node.queues import Queues
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
-from prefill_node.stopwatch import start_stopwatch
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import expect_reference, prompt_of
 
@@ -95,12 +93,3 @@ def test_a_node_reports_both_times_and_its_queue() -> None:
         assert link.counters.predicted_forward_seconds > 0
         assert link.load.queued_ms == 0.0
         cluster.settle()
-
-
-def test_a_stopwatch_runs_until_it_is_stopped() -> None:
-    watch = start_stopwatch(torch.device("cpu"))
-    assert watch.ms() == 0.0
-    watch.stop()
-    stopped = watch.ms()
-    assert stopped > 0
-    assert watch.ms() == stopped

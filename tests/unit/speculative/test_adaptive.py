@@ -10,13 +10,13 @@ import pytest
 from common.engine.graphs import node_graphs
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
+from common.node.stopwatch import HostStopwatch
 from decode_node.request import DecodeRequest
 from decode_node.speculative.step import SpeculativeStep, no_seconds
 from decode_node.speculative.width_policy import WidthPolicy, classes_up_to
 from decode_node.step import DecodeSteps
 from decode_node.step_rules import Drafts, TextDrafts
 from decode_node.steps import speculative_steps
-from decode_node.stopwatch import HostStopwatch
 from tests.fakes.draft_models import eager_drafts, observed
 from tests.fakes.node_cluster import MakeStep, NodeCluster, NoDraftModel, Parts, Shape
 from tests.fakes.scenarios import SAMPLED, prompt_of

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from decode_node.stopwatch import HostStopwatch, stopwatch_for
+from common.node.stopwatch import HostStopwatch, stopwatch_for
 
 
 def test_one_time_for_each_lap() -> None:
