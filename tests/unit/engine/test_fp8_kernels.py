@@ -1,0 +1,196 @@
+"""Products of FP8 weights and what quantises their inputs, in Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.ops import fp8_product as product_ops
+from common.engine.ops.fp8_codes import FP8, decode, encode
+from common.engine.ops.fp8_product import fp8_product_parts, fp8_product_triton
+from common.engine.ops.fp8_rows import (
+    activated_quantise_reference,
+    activated_quantise_triton,
+    add_parts_rms_norm_quantise_triton,
+    add_rms_norm_quantise_reference,
+    add_rms_norm_quantise_triton,
+    quantise_rows_reference,
+    quantise_rows_triton,
+    rms_norm_quantise_reference,
+    rms_norm_quantise_triton,
+)
+from common.engine.ops.fp8_tiles import Fp8Tiles
+from common.engine.ops.triton_kernel import cdiv, kernel, tl
+
+pytestmark = [
+    pytest.mark.skipif(tl is None, reason="Triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels are tested in tests/gpu"),
+]
+
+
+@kernel
+def _convert_kernel(x_ptr, codes_ptr, values_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.arange(0, SIZE)
+    codes = encode(tl.load(x_ptr + place), False)
+    tl.store(codes_ptr + place, codes)
+    tl.store(values_ptr + place, decode(codes))
+
+
+def test_conversions_are_those_of_torch() -> None:
+    """Every code, the midpoints between them, their neighbours, and what is too large or too small."""
+    values = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    known = values[values.isfinite()].unique()
+    middles = (known[1:] + known[:-1]) / 2
+    edges = torch.cat([known, middles, torch.tensor([1e-30, -1e-9, 460.0, -1e9, torch.inf])])
+    x = torch.cat([edges, edges.nextafter(torch.tensor(torch.inf)), edges.nextafter(torch.tensor(-1e38))])
+    x = torch.nn.functional.pad(x, (0, 2048 - len(x)))
+    codes, back = torch.empty(2048, dtype=torch.uint8), torch.empty(2048, dtype=torch.float16)
+    _convert_kernel[(1,)](x, codes, back, 2048)
+    expected = x.clamp(-448, 448).to(FP8)
+    assert torch.equal(codes.view(FP8).float(), expected.float())
+    assert torch.equal(back.float(), expected.float())
+    _convert_kernel[(1,)](torch.full((2048,), torch.nan), codes, back, 2048)
+    assert codes.view(FP8).float().isnan().all()
+
+
+def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        assert one.dtype == other.dtype
+        assert one.stride() == other.stride()
+        if one.dtype == FP8:
+            # A value between two codes may be rounded to the other one: its scale was rounded differently.
+            wrong = (one.float() - other.float()).abs() / other.float().abs().clamp(min=2**-6)
+            assert wrong.max() <= 0.126 if wrong.numel() else True
+            assert (wrong > 0).float().sum() <= 0.01 * wrong.numel()
+        else:
+            torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("shape", [(3, 256), (2, 2, 300), (1, 40), (0, 128)])
+def test_quantisers(shape: tuple[int, ...], grouped: bool) -> None:
+    wide = torch.randn(*shape[:-1], 2 * shape[-1] + 8).half()
+    wide[..., -20:] *= 30
+    x = wide[..., 4 : 4 + shape[-1]]
+    found = quantise_rows_triton(x, grouped)
+    expected = quantise_rows_reference(x, grouped)
+    assert torch.equal(found[0].float(), expected[0].float())
+    assert torch.equal(found[1], expected[1])
+    gate_up = wide[..., : 2 * shape[-1]]
+    for gelu in (False, True):
+        same(
+            activated_quantise_triton(gate_up, gelu, grouped),
+            activated_quantise_reference(gate_up, gelu, grouped),
+        )
+    gain, residual = torch.randn(shape[-1]), torch.randn(shape).half()
+    for weight in (gain.half(), gain):
+        same(
+            rms_norm_quantise_triton(x, weight, 1e-5, grouped),
+            rms_norm_quantise_reference(x, weight, 1e-5, grouped),
+        )
+        same(
+            add_rms_norm_quantise_triton(x, residual, weight, 1e-5, grouped),
+            add_rms_norm_quantise_reference(x, residual, weight, 1e-5, grouped),
+        )
+    parts = torch.randn(3, shape[:-1].__len__() and torch.Size(shape[:-1]).numel(), shape[-1])
+    same(
+        add_parts_rms_norm_quantise_triton(parts, residual, gain.half(), 1e-5, grouped),
+        add_rms_norm_quantise_reference(
+            (parts[0] + parts[1] + parts[2]).half().view(shape), residual, gain.half(), 1e-5, grouped
+        ),
+    )
+
+
+def test_a_row_of_zeros_has_codes_of_zero() -> None:
+    codes, scales = quantise_rows_triton(torch.zeros(2, 256).half(), True)
+    assert not codes.float().any()
+    assert (scales > 0).all()
+
+
+def quantised(size: int, depth: int, blocks: bool) -> tuple[Tensor, Tensor]:
+    """Return a weight [size, depth] and its scales, per output column or per block."""
+    weight = (torch.randn(size, depth) / 4).to(FP8)
+    shape = (cdiv(size, 128), cdiv(depth, 128)) if blocks else (size,)
+    return weight, torch.rand(shape) / depth**0.5 + 0.01
+
+
+def product(codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """Return the product in float64."""
+    if scales.ndim == 1:
+        return codes.double() @ weight.double().T * row_scales.double() * scales.double()
+    size, depth = weight.shape
+    rows = codes.double() * row_scales.double().repeat_interleave(128, 1)[:, :depth]
+    wide = scales.double().repeat_interleave(128, 0)[:size].repeat_interleave(128, 1)[:, :depth]
+    return rows @ (weight.double() * wide).T
+
+
+@pytest.fixture(params=["pointers", "descriptions", "decoded"])
+def _reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ways of reading tiles: an address per element, bulk copies of a Hopper GPU, and bytes for older GPUs."""
+    monkeypatch.setattr(product_ops, "copies_in_bulk", lambda *matrices: request.param == "descriptions")
+    monkeypatch.setattr(product_ops, "has_fp8", lambda device: request.param != "decoded")
+
+
+@pytest.mark.usefixtures("_reads")
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("rows", "size", "depth"), [(1, 64, 256), (5, 140, 304), (35, 192, 128), (0, 32, 64)])
+def test_products(rows: int, size: int, depth: int, blocks: bool) -> None:
+    codes, row_scales = quantise_rows_reference(torch.randn(rows, depth), blocks)
+    weight, scales = quantised(size, depth, blocks)
+    expected, bias = product(codes, row_scales, weight, scales), torch.randn(size)
+    tiles = Fp8Tiles(64, 128, 4, 3, 16, bulk=True)
+    given = codes, row_scales, weight, scales
+    found = fp8_product_triton(*given, bias, tiles, torch.float32)
+    torch.testing.assert_close(found.double(), expected + bias.double(), atol=1e-5, rtol=1e-5)
+    for count in (2, 5):
+        parts = fp8_product_parts(*given, None, tiles._replace(parts=count))
+        assert parts.shape == (count, rows, size)
+        torch.testing.assert_close(parts.double().sum(0), expected, atol=1e-5, rtol=1e-5)
+    gate, up = expected.chunk(2, 1)
+    for gelu in (False, True):
+        activated = (
+            torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
+        )
+        found = fp8_product_triton(*given, None, tiles, torch.float32, gated=True, gelu=gelu)
+        torch.testing.assert_close(found.double(), activated * up, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("_reads")
+def test_a_product_of_nested_rows() -> None:
+    codes, row_scales = quantise_rows_reference(torch.randn(2, 3, 256), True)
+    weight, scales = quantised(64, 256, True)
+    found = fp8_product_triton(
+        codes, row_scales, weight, scales, None, Fp8Tiles(64, 128, 4, 3, bulk=True), torch.float32
+    )
+    expected = product(codes.view(6, 256), row_scales.reshape(6, 2), weight, scales)
+    torch.testing.assert_close(found.double().view(6, 64), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_does_not_depend_on_its_company() -> None:
+    codes, row_scales = quantise_rows_reference(torch.randn(7, 384), False)
+    weight, scales = quantised(64, 384, False)
+    tiles = Fp8Tiles(64, 128, 4, 3)
+    together = fp8_product_triton(codes, row_scales, weight, scales, None, tiles, torch.float32)
+    for row in range(7):
+        one = slice(row, row + 1)
+        found = fp8_product_triton(codes[one], row_scales[one], weight, scales, None, tiles, torch.float32)
+        assert torch.equal(found, together[one])
+
+
+def test_a_launcher_checks_its_arguments() -> None:
+    codes, row_scales = quantise_rows_reference(torch.randn(2, 256), False)
+    weight, scales = quantised(64, 256, False)
+    tiles = Fp8Tiles(64, 128, 4, 3)
+    with pytest.raises(AssertionError, match="times"):
+        fp8_product_triton(codes.float(), row_scales, weight, scales, None, tiles, torch.float32)
+    with pytest.raises(AssertionError, match="weight scales"):
+        fp8_product_triton(codes, row_scales, weight, scales[:3], None, tiles, torch.float32)
+    with pytest.raises(AssertionError, match="row scales"):
+        fp8_product_triton(codes, row_scales.expand(2, 2), weight, scales, None, tiles, torch.float32)
+    grouped = quantise_rows_reference(torch.randn(2, 256), True)
+    with pytest.raises(AssertionError, match="depth of a block"):
+        fp8_product_triton(
+            *grouped, *quantised(64, 256, True), None, Fp8Tiles(64, 256, 4, 3), torch.float32
+        )
