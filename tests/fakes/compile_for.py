@@ -26,7 +26,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import common.engine.ops
-from common.engine.ops import expert_weights, linear, linear_norm
+from common.engine.ops import expert_weights, fp8_product, linear, linear_norm
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.delta_chunks import delta_extend_triton
 from common.engine.ops.delta_tiles import ChunkTiles
@@ -36,6 +36,12 @@ from common.engine.ops.expert_tiles import ExpertTiles
 from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.few_experts import add_experts_triton
 from common.engine.ops.filter_floor import filter_floor_triton
+from common.engine.ops.fp8_codes import FP8
+from common.engine.ops.fp8_fused import fp8_add_rms_norm_triton, fp8_rms_norm_triton
+from common.engine.ops.fp8_joined import fp8_gated_cuda, fp8_product_norm_quantized_cuda
+from common.engine.ops.fp8_linear import fp8_product_cuda
+from common.engine.ops.fp8_rows import quantize_rows_triton
+from common.engine.ops.fp8_tiles import Fp8Tiles
 from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.key_parts import PROGRAMS_PER_PROCESSOR
 from common.engine.ops.mask_logits import mask_logits_triton
@@ -118,9 +124,10 @@ def become(capability: int) -> None:
         "chained": {"CHAINED": True, "launch_pdl": True} if capability >= 90 else {"CHAINED": False},
         "multiprocessors": gpu.processors,
         "room_of": gpu.room,
+        "has_fp8": capability >= 89,
     }
     driver.set_active(NoGpu(capability))
-    for product in (linear, expert_weights):
+    for product in (linear, expert_weights, fp8_product):
         setattr(product, "copies_in_bulk", lambda *matrices: capability >= 90)  # noqa: B010
     for module in kernel_modules():
         for name, answer in answers.items():
@@ -133,6 +140,11 @@ def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: Sh
     if kernel == "_linear_kernel":
         tiles = (options[name] for name in ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROWS"))
         return Tiles(*tiles).shared_bytes(matrices=2 if options["GATED"] else 1)
+    if kernel == "_fp8_product_kernel":
+        if options["DECODED"]:
+            return None
+        sizes = (options[name] for name in ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROWS"))
+        return Fp8Tiles(*sizes).shared_bytes(matrices=2 if options["GATED"] else 1)
     if kernel in ("_few_pairs_kernel", "_grouped_product_kernel"):
         rows = options["TOKENS" if kernel == "_few_pairs_kernel" else "ROWS"]
         tile = (options["COLUMNS"], options["BLOCK_K"], rows, options["num_warps"], options["num_stages"])
@@ -206,6 +218,7 @@ def tight(gpu: Gpu) -> None:
     x, weights = torch.zeros(128, HIDDEN, dtype=BF16), torch.empty(4 * size, HIDDEN, dtype=BF16)
     linear._linear_cuda(x, weights[: 2 * size], None)
     linear._gated_linear_cuda(x[:16], weights, None)
+    eight_bits(rows=64)
     gated_delta(BF16)
     gate_up, down = torch.empty(8, 256, 512, dtype=BF16), torch.empty(8, 512, 128, dtype=BF16)
     for tokens in (64, 1024):
@@ -261,6 +274,25 @@ def products(dtype: torch.dtype) -> None:
         for depth in (HIDDEN, INNER):
             wide, down = torch.zeros(rows, depth, dtype=dtype), torch.empty(HIDDEN, depth, dtype=dtype)
             linear_norm.linear_add_rms_norm_cuda(wide, down, None, x, gain, 1e-5)
+
+
+def eight_bits(rows: int) -> None:
+    """Launch FP8 products with both kinds of scales, and what quantises their inputs."""
+    for blocks in (False, True):
+        stream = torch.zeros(rows, HIDDEN, dtype=BF16)
+        codes, scales, _ = fp8_add_rms_norm_triton(stream, stream, stream[0], 1e-5, blocks)
+        fp8_rms_norm_triton(stream, stream[0].float(), 1e-5, blocks)
+        wide, wide_scales = quantize_rows_triton(torch.zeros(rows, INNER, dtype=BF16), blocks)
+        for size, call in ((2 * INNER, fp8_gated_cuda), (6144, fp8_product_cuda)):
+            # never touched, so no memory is committed
+            weight = torch.empty(size, HIDDEN, dtype=FP8)
+            of_weight = torch.empty((size // 128, HIDDEN // 128) if blocks else (size,))
+            rest = (False, BF16) if size > INNER else (BF16,)
+            call(codes, scales, weight, of_weight, None, *rest)
+        down = torch.empty(HIDDEN, INNER, dtype=FP8)
+        of_down = torch.empty((HIDDEN // 128, INNER // 128) if blocks else (HIDDEN,))
+        given = wide, wide_scales, down, of_down, None
+        fp8_product_norm_quantized_cuda(*given, stream, stream[0], 1e-5, blocks)
 
 
 def experts(dtype: torch.dtype) -> None:
@@ -370,6 +402,7 @@ def main(capabilities: list[int]) -> None:
     attention(64, BF16, 4096, tokens=64, requests=1)
     attention(64, torch.float32, None, tokens=64, requests=1)
     body(BF16)
+    eight_bits(rows=4)
     gated_delta(BF16)
     gated_delta(BF16, heads=6, served=3, key=64, value=96)
     experts(BF16)

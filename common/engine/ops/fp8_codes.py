@@ -1,4 +1,4 @@
-"""Conversions between float32 and the bytes of float8_e4m3fn, inside kernels.
+"""What FP8 codes (float8_e4m3fn) and their scales are, and conversions of codes inside kernels.
 
 GPUs before compute capability 8.9 have neither matrix units nor conversions for this type, and Triton's interpreter
 rounds it wrongly. For these, `encode` and `decode` compute with integers, with the same results.
@@ -9,11 +9,26 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 
-from common.engine.ops.triton_kernel import kernel, tl
+from common.engine.ops.triton_kernel import cdiv, kernel, tl
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
+HIGHEST = 448.0  # the largest code
+SMALLEST = 1e-12  # a row's largest magnitude counts as at least this: a row of zeros has a scale, too
+GROUP = 128  # values that share a scale of x, and rows and columns that share one of the weight
+
+
+def empty_scales(like: Tensor, size: int, blocks: bool) -> Tensor:
+    """Return uninitialised scales for rows of `size` values, as many rows as `like` has.
+
+    Scales of groups have the strides of a tensor [groups, rows], as torch's product of blocks demands.
+    """
+    lead, rows = like.shape[:-1], like.shape[:-1].numel()
+    if not blocks:
+        return like.new_empty((*lead, 1), dtype=torch.float32)
+    groups = cdiv(size, GROUP)
+    return like.new_empty((groups, rows), dtype=torch.float32).T.view(*lead, groups)
 
 
 @functools.cache
@@ -47,3 +62,29 @@ def decode(codes):  # type: ignore[no-untyped-def]
     # The exponent of float16 has a bias of 15, that of e4m3 one of 7.
     bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     return bits.to(tl.float16, bitcast=True) * 256.0
+
+
+@kernel
+def store_codes(  # type: ignore[no-untyped-def]
+    x,  # [BLOCK] float32, zero past the end of the row
+    codes_ptr,  # of the row, bytes
+    scales_ptr,  # of the row
+    group_stride,
+    begin,  # column of x's first value; 0 if not BLOCKS
+    size,
+    BLOCKS: tl.constexpr,  # a scale per 128 values, else one
+    HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store the codes and scales of a row, or if BLOCKS of a part of it."""
+    width: tl.constexpr = 128 if BLOCKS else BLOCK
+    count: tl.constexpr = BLOCK // width
+    values = tl.reshape(x, (count, width))
+    largest = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-12)
+    highest = tl.full((count,), 448.0, tl.float32)
+    codes = encode(values * tl.div_rn(highest, largest)[:, None], HARDWARE)
+    group = tl.arange(0, count)
+    column = begin + group[:, None] * width + tl.arange(0, width)[None, :]
+    tl.store(codes_ptr + column, codes, mask=column < size)
+    place = begin // width + group
+    tl.store(scales_ptr + place * group_stride, tl.div_rn(largest, highest), mask=place * width < size)

@@ -13,50 +13,30 @@ up in float32.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.ops.fp8_codes import FP8, GROUP, HIGHEST
 from common.engine.ops.fp8_library import library_product
+from common.engine.ops.fp8_product import fp8_product_triton
+from common.engine.ops.fp8_rows import quantize_rows, quantize_rows_reference
+from common.engine.ops.fp8_tiles import choose_fp8_tiles, library_is_faster
 from common.engine.ops.registration import register_op
+from common.engine.ops.shared_memory import room_of
+from common.engine.ops.triton_kernel import multiprocessors
 
-FP8 = torch.float8_e4m3fn
-HIGHEST = 448.0  # the largest code
-SMALLEST = 1e-12  # a row's largest magnitude counts as at least this: a row of zeros has a scale, too
-GROUP = 128  # values that share a scale of x, and rows and columns that share one of the weight
-
-
-def quantize_rows_reference(x: Tensor, blocks: bool = False) -> tuple[Tensor, Tensor]:
-    """Quantise rows [..., K] to (codes [..., K], float32 scales).
-
-    A scale is the largest magnitude of its values divided by the largest code, and code = value / scale.
-
-    Args:
-        blocks: one scale per 128 values [..., ceil(K / 128)], else one per row [..., 1].
-    """
-    wide, size = x.float(), x.shape[-1]
-    if not blocks:
-        scales = _scales(wide)
-        return _codes(wide, scales), scales
-    groups = -(-size // GROUP)
-    padded = F.pad(wide, (0, groups * GROUP - size)).view(*x.shape[:-1], groups, GROUP)
-    scales = _scales(padded)
-    return _codes(padded, scales).flatten(-2)[..., :size].contiguous(), scales.squeeze(-1)
-
-
-def _scales(wide: Tensor) -> Tensor:
-    return wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST) / HIGHEST
-
-
-def _codes(wide: Tensor, scales: Tensor) -> Tensor:
-    return (wide / scales).clamp(-HIGHEST, HIGHEST).to(FP8)
-
-
-def _quantize_fake(x: Tensor, blocks: bool = False) -> tuple[Tensor, Tensor]:
-    groups = -(-x.shape[-1] // GROUP) if blocks else 1
-    return x.new_empty(x.shape, dtype=FP8), x.new_empty((*x.shape[:-1], groups), dtype=torch.float32)
-
-
-quantize_rows = register_op("quantize_rows", quantize_rows_reference, mutates=(), fake=_quantize_fake)
+__all__ = [
+    "FP8",
+    "GROUP",
+    "HIGHEST",
+    "fp8_linear",
+    "fp8_linear_reference",
+    "fp8_product",
+    "fp8_product_cuda",
+    "fp8_product_reference",
+    "quantize_rows",
+    "quantize_rows_reference",
+    "values_of",
+]
 
 
 def quantize_with_reference(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,7 +68,7 @@ def fp8_product_reference(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return x W^T + b [..., N] for x that is quantised already; the product is rounded to `dtype` before b is added.
+    """Return x W^T + b [..., N] for x that is quantised already; the sum is rounded to `dtype`.
 
     Args:
         codes: of x [..., K].
@@ -102,10 +82,10 @@ def fp8_product_reference(
     else:
         wide = row_scales.repeat_interleave(GROUP, -1)[..., : codes.shape[-1]]
         out = (codes.float() * wide) @ values_of(weight, scales).T
-    return out.to(dtype) if bias is None else out.to(dtype) + bias
+    return (out if bias is None else out + bias).to(dtype)
 
 
-def _product_cuda(
+def fp8_product_cuda(
     codes: Tensor,
     row_scales: Tensor,
     weight: Tensor,
@@ -113,10 +93,14 @@ def _product_cuda(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    out = library_product(codes, row_scales, weight, scales, bias, dtype)
-    if out is not None:
-        return out
-    return fp8_product_reference(codes, row_scales, weight, scales, bias, dtype)
+    rows, blocks = codes.shape[:-1].numel(), scales.ndim == 2
+    if library_is_faster(rows, blocks):
+        out = library_product(codes, row_scales, weight, scales, bias, dtype)
+        if out is not None:
+            return out
+    gpu = multiprocessors(codes.device), room_of(codes.device).shared_bytes
+    tiles = choose_fp8_tiles(rows, len(weight), blocks, *gpu)
+    return fp8_product_triton(codes, row_scales, weight, scales, bias, tiles, dtype)
 
 
 def _product_fake(
@@ -131,7 +115,7 @@ def _product_fake(
 
 
 fp8_product = register_op(
-    "fp8_product", fp8_product_reference, mutates=(), fake=_product_fake, cuda=_product_cuda
+    "fp8_product", fp8_product_reference, mutates=(), fake=_product_fake, cuda=fp8_product_cuda
 )
 
 
@@ -143,7 +127,7 @@ def fp8_linear_reference(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor
 
 def _linear_cuda(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     codes, row_scales = quantize_rows(x, scales.ndim == 2)
-    return _product_cuda(codes, row_scales, weight, scales, bias, x.dtype)
+    return fp8_product_cuda(codes, row_scales, weight, scales, bias, x.dtype)
 
 
 def _linear_fake(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:

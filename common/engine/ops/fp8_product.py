@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.ops.fp8_codes import FP8, decode, has_fp8
-from common.engine.ops.fp8_tiles import GROUP, Fp8Tiles
+from common.engine.ops.fp8_codes import FP8, GROUP, decode, has_fp8
+from common.engine.ops.fp8_tiles import Fp8Tiles
 from common.engine.ops.silu_mul import activate
 from common.engine.ops.triton_kernel import (
     await_results,
@@ -72,7 +72,7 @@ def _added(  # type: ignore[no-untyped-def]
     return total
 
 
-@kernel_with_varying("rows")
+@kernel_with_varying("rows", "scale_stride", "group_stride")
 def _fp8_product_kernel(  # type: ignore[no-untyped-def]
     x,  # [rows, DEPTH]
     row_scales_ptr,  # [rows], or if BLOCKS [rows, groups]
@@ -123,15 +123,13 @@ def _fp8_product_kernel(  # type: ignore[no-untyped-def]
         gate_scale = 1.0
         up_scale = 1.0
         if BLOCKS:
-            group = start // BLOCK_K
-            known = group < groups
-            row_scale = tl.load(line + group * group_stride, mask=real_row & known, other=0.0)
-            gate_scale = tl.load(gate_line + group, mask=real & known, other=0.0)
+            # Past the depth, tiles are zero.
+            group = tl.minimum(start // BLOCK_K, groups - 1)
+            row_scale = tl.load(line + group * group_stride, mask=real_row, other=0.0)
+            gate_scale = tl.load(gate_line + group, mask=real, other=0.0)
             if GATED:
-                up_scale = tl.load(up_line + group, mask=real & known, other=0.0)
-        few = tl.trans(
-            _load_codes(x, top, start, rows, x_stride, DEPTH, CUT, BULK, DECODED, ROWS, BLOCK_K)
-        )
+                up_scale = tl.load(up_line + group, mask=real, other=0.0)
+        few = tl.trans(_load_codes(x, top, start, rows, x_stride, DEPTH, CUT, BULK, DECODED, ROWS, BLOCK_K))
         tile = _load_codes(
             weight, first, start, weight_rows, DEPTH, DEPTH, CUT, BULK, DECODED, BLOCK_N, BLOCK_K
         )

