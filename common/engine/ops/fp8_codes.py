@@ -15,6 +15,7 @@ from common.engine.ops.triton_kernel import cdiv, kernel, tl
 
 FP8 = torch.float8_e4m3fn
 HIGHEST = 448.0  # the largest code
+STEP = 0.0022321429569274187  # 1 / HIGHEST in float32
 SMALLEST = 1e-12  # a row's largest magnitude counts as at least this: a row of zeros has a scale, too
 GROUP = 128  # values that share a scale of x, and rows and columns that share one of the weight
 
@@ -81,10 +82,10 @@ def store_codes(  # type: ignore[no-untyped-def]
     count: tl.constexpr = BLOCK // width
     values = tl.reshape(x, (count, width))
     largest = tl.maximum(tl.max(tl.abs(values), axis=1), 1e-12)
-    highest = tl.full((count,), 448.0, tl.float32)
-    codes = encode(values * tl.div_rn(highest, largest)[:, None], HARDWARE)
+    inverse = tl.div_rn(tl.full((count,), 1.0, tl.float32), largest) * 448.0
+    codes = encode(values * inverse[:, None], HARDWARE)
     group = tl.arange(0, count)
     column = begin + group[:, None] * width + tl.arange(0, width)[None, :]
     tl.store(codes_ptr + column, codes, mask=column < size)
     place = begin // width + group
-    tl.store(scales_ptr + place * group_stride, tl.div_rn(largest, highest), mask=place * width < size)
+    tl.store(scales_ptr + place * group_stride, largest * 0.0022321429569274187, mask=place * width < size)

@@ -6,7 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.ops.fp8_codes import FP8, GROUP, HIGHEST, SMALLEST, empty_scales, has_fp8, store_codes
+from common.engine.ops.fp8_codes import (
+    FP8,
+    GROUP,
+    HIGHEST,
+    SMALLEST,
+    STEP,
+    empty_scales,
+    has_fp8,
+    store_codes,
+)
 from common.engine.ops.registration import register_op
 from common.engine.ops.silu_mul import activate
 from common.engine.ops.triton_kernel import (
@@ -24,7 +33,8 @@ SPAN = 2048  # values per program, if a row has several scales
 def quantize_rows_reference(x: Tensor, blocks: bool = False) -> tuple[Tensor, Tensor]:
     """Quantise rows [..., K] to (codes [..., K], float32 scales).
 
-    A scale is the largest magnitude of its values divided by the largest code, and code = value / scale.
+    A scale is the largest magnitude of its values divided by the largest code, and code = value / scale. Both are
+    computed by multiplications, which every device rounds alike.
 
     Args:
         blocks: one scale per 128 values [..., ceil(K / 128)], else one per row [..., 1]. They have the strides of a
@@ -35,8 +45,8 @@ def quantize_rows_reference(x: Tensor, blocks: bool = False) -> tuple[Tensor, Te
     groups = cdiv(size, group)
     padded = F.pad(x.float(), (0, groups * group - size)).view(*x.shape[:-1], groups, group)
     largest = padded.abs().amax(-1).clamp(min=SMALLEST)
-    codes = (padded * (HIGHEST / largest).unsqueeze(-1)).clamp(-HIGHEST, HIGHEST).to(FP8)
-    scales = empty_scales(x, size, blocks).copy_(largest / HIGHEST)
+    codes = (padded * (largest.reciprocal() * HIGHEST).unsqueeze(-1)).clamp(-HIGHEST, HIGHEST).to(FP8)
+    scales = empty_scales(x, size, blocks).copy_(largest * STEP)
     return codes.flatten(-2)[..., :size].clone(memory_format=torch.contiguous_format), scales
 
 

@@ -46,7 +46,7 @@ def test_a_product_applies_all_scales(blocks: bool, biased: bool) -> None:
     codes, row_scales = quantize_rows(x, blocks)
     wide = row_scales.repeat_interleave(128, -1)[..., :DEPTH] if blocks else row_scales
     expected = (codes.float() * wide) @ values_of(weight, scales).T + (0.0 if bias is None else bias)
-    torch.testing.assert_close(fp8_linear(x, weight, scales, bias), expected)
+    torch.testing.assert_close(fp8_linear(x, weight, scales, bias), expected, rtol=1e-5, atol=1e-4)
     found = fp8_product(codes, row_scales, weight, scales, bias, torch.float32)
     assert torch.equal(found, fp8_linear(x, weight, scales, bias))
     half = fp8_product(codes, row_scales, weight, scales, None, torch.bfloat16)
