@@ -17,7 +17,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import ScalingType
 
 from common.engine.ops.fp8_codes import FP8, GROUP
 from common.engine.ops.fp8_fused import fp8_add_rms_norm, fp8_gate
@@ -108,8 +110,8 @@ class Stack:
 
     def _by_library(self, codes: Tensor, scales: Tensor, layer: Layer, name: str) -> Tensor:
         if self.kind == "tensor":
-            given = self._one, self._one
-            return torch._scaled_mm(codes, layer[name].t(), *given, out_dtype=BF16, use_fast_accum=True)
+            scale = self._one, ScalingType.TensorWise
+            return F.scaled_mm(codes, layer[name].t(), *scale, *scale, output_dtype=BF16, use_fast_accum=True)
         out = library_product(codes, scales, layer[name], self._scales[name], None, BF16)
         assert out is not None, "the library has no such product"
         return out

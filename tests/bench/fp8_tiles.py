@@ -14,9 +14,10 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ LARGE = [(128, 128, 8, 4), (128, 128, 8, 3), (128, 128, 4, 4), (64, 128, 4, 4), 
 BF16 = torch.bfloat16
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """A product in one division."""
 
     name: str
@@ -174,7 +176,7 @@ def main() -> None:
         except Exception as error:
             print(f"{case}: {str(error)[:200]}", flush=True)
             continue
-        found.append({**case._asdict(), "us": us, "floor_us": 1e6 * size * depth / bandwidth})
+        found.append({**asdict(case), "us": us, "floor_us": 1e6 * size * depth / bandwidth})
     for rows in options.rows:
         for name in MATRICES:
             for blocks in (False, True):

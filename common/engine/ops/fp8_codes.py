@@ -1,4 +1,4 @@
-"""What FP8 codes (float8_e4m3fn) and their scales are, and conversions of codes inside kernels.
+"""Defines FP8 codes (float8_e4m3fn) with their scales, and converts codes inside kernels.
 
 GPUs before compute capability 8.9 have neither matrix units nor conversions for this type, and Triton's interpreter
 rounds it wrongly. For these, `encode` and `decode` compute with integers, with the same results.

@@ -18,7 +18,7 @@ from torch import Tensor
 from common.engine.ops.fp8_codes import FP8, GROUP, HIGHEST
 from common.engine.ops.fp8_library import library_product
 from common.engine.ops.fp8_product import fp8_product_triton
-from common.engine.ops.fp8_rows import quantize_rows, quantize_rows_reference
+from common.engine.ops.fp8_rows import quantize_rows, quantize_rows_reference, quantize_with
 from common.engine.ops.fp8_tiles import choose_fp8_tiles, library_is_faster
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import room_of
@@ -35,20 +35,9 @@ __all__ = [
     "fp8_product_reference",
     "quantize_rows",
     "quantize_rows_reference",
+    "quantize_with",
     "values_of",
 ]
-
-
-def quantize_with_reference(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise rows [..., K] with one given scale [] float32: (codes [..., K], the scale for each row [..., 1])."""
-    return _codes(x.float(), scale), scale.expand(*x.shape[:-1], 1).contiguous()
-
-
-def _with_fake(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return _quantize_fake(x)
-
-
-quantize_with = register_op("quantize_with", quantize_with_reference, mutates=(), fake=_with_fake)
 
 
 def values_of(codes: Tensor, scales: Tensor) -> Tensor:

@@ -123,3 +123,16 @@ def _quantize_fake(x: Tensor, blocks: bool = False) -> tuple[Tensor, Tensor]:
 quantize_rows = register_op(
     "quantize_rows", quantize_rows_reference, mutates=(), fake=_quantize_fake, cuda=quantize_rows_triton
 )
+
+
+def quantize_with_reference(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise rows [..., K] with one given scale [] float32: (codes [..., K], the scale for each row [..., 1])."""
+    codes = (x.float() / scale).clamp(-HIGHEST, HIGHEST).to(FP8)
+    return codes, scale.expand(*x.shape[:-1], 1).clone()
+
+
+def _with_fake(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    return _quantize_fake(x)
+
+
+quantize_with = register_op("quantize_with", quantize_with_reference, mutates=(), fake=_with_fake)
