@@ -47,10 +47,17 @@ class RouterApp:
         return self._routes.active
 
     async def start(self) -> None:
-        """Listen for nodes, start the text workers, then listen for clients. Raises ConfigError or ModelError."""
-        self.core.start()
-        await self.children.start()
-        await self.http.start()
+        """Listen for nodes, start the text workers, then listen for clients.
+
+        Raises ConfigError or ModelError, after closing everything.
+        """
+        try:
+            self.core.start()
+            await self.children.start()
+            await self.http.start()
+        except BaseException:
+            await self.close()
+            raise
 
     async def drain(self) -> None:
         """Refuse new requests, let those in flight finish until the drain timeout has passed, then close."""
@@ -60,6 +67,10 @@ class RouterApp:
         while self.active and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         self.core.dispatcher.end_all(Unavailable(f"{SHUTTING_DOWN}, and the answer was not ready in time"))
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all sockets and end the child processes."""
         # Gives the last answers time to be sent and cancels the rest, so that aborts reach the nodes before the socket
         # closes.
         await self.http.close()

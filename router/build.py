@@ -15,7 +15,7 @@ from common.config import Resolved
 from common.config.run_directory import control_address, event_directory
 from common.config.schema import Cluster, RouterSection
 from common.config.unread import refuse_unread, unread_by_text_models
-from common.errors import ModelError
+from common.errors import ConfigError, ModelError
 from common.ipc import check_bind
 from common.ipc.from_config import link_security
 from common.messages.identity import new_incarnation
@@ -44,21 +44,7 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     cluster, path = resolved.cluster, resolved.model_path
     config = _model_config(resolved)
     tokenizer = _tokenizer(resolved, config)
-    model = ServedModel(
-        name=cluster.model.served_name or path.name,
-        path=str(path),
-        created=int(time.time()),
-        vocab_size=config.vocab_size,
-        max_model_len=cluster.model.max_model_len or config.max_position_embeddings,
-        eos_token_ids=config.eos_token_ids,
-        defaults=config.default_sampling,
-        vision=config.vision,
-        answers=answer_style(resolved, tokenizer, log),
-        states=state_limit(cluster.model, config.hidden_size),
-    )
-    link = _control_link(resolved)
-    loop = asyncio.get_running_loop()
-    events = event_log(event_directory(resolved), "router", link.incarnation, log, loop.call_soon)
+    model = _served_model(resolved, config, tokenizer, log)
     shown = {path: {"value": value, "origin": origin} for path, value, origin in resolved.rows()}
     spawner = Spawner()
     images, body_bytes = _images(spawner, cluster.router, config.vision)
@@ -71,16 +57,27 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     text_pool = TextPool(spawner, path, body_bytes, log, dict(resolved.manifests).get(path), template)
     texts = TextService(text_pool, tokenizer, UnknownFields(log, cluster.router.strict_fields))
     info = tokenizer_info(path, template)
-    return assemble(
-        link,
-        _node_rules(resolved, model.max_model_len, config.vocab_size),
-        _dispatching(cluster),
-        Observation(log, model.name, events, shown),
-        model,
-        ChildProcesses(spawner, text_pool, images),
-        ApiParts(tokenizer, info, texts, images, cluster.router.max_requests),
-        http_plan(resolved, body_bytes, time.time, log),
-    )
+    rules = _node_rules(resolved, model.max_model_len, config.vocab_size)
+    http = http_plan(resolved, body_bytes, time.time, log)
+    link = _control_link(resolved)
+    loop = asyncio.get_running_loop()
+    events = event_log(event_directory(resolved), "router", link.incarnation, log, loop.call_soon)
+    try:
+        return assemble(
+            link,
+            rules,
+            _dispatching(cluster),
+            Observation(log, model.name, events, shown),
+            model,
+            ChildProcesses(spawner, text_pool, images),
+            ApiParts(tokenizer, info, texts, images, cluster.router.max_requests),
+            http,
+        )
+    except BaseException:
+        events.close()
+        link.security.close()
+        link.context.destroy(linger=0)
+        raise
 
 
 def _model_config(resolved: Resolved) -> ModelConfig:
@@ -106,11 +103,32 @@ def _tokenizer(resolved: Resolved, config: ModelConfig) -> Tokenizer:
     return tokenizer
 
 
+def _served_model(resolved: Resolved, config: ModelConfig, tokenizer: Tokenizer, log: Log) -> ServedModel:
+    section, path = resolved.cluster.model, resolved.model_path
+    return ServedModel(
+        name=section.served_name or path.name,
+        path=str(path),
+        created=int(time.time()),
+        vocab_size=config.vocab_size,
+        max_model_len=section.max_model_len or config.max_position_embeddings,
+        eos_token_ids=config.eos_token_ids,
+        defaults=config.default_sampling,
+        vision=config.vision,
+        answers=answer_style(resolved, tokenizer, log),
+        states=state_limit(section, config.hidden_size),
+    )
+
+
 def _control_link(resolved: Resolved) -> ControlLink:
     context = zmq.Context[zmq.Socket[bytes]]()
     security = link_security(context, resolved, "router")
     address = control_address(resolved)
-    check_bind(address, "router.control_address", security)
+    try:
+        check_bind(address, "router.control_address", security)
+    except ConfigError:
+        security.close()
+        context.destroy(linger=0)
+        raise
     queued_bytes = resolved.cluster.router.max_queued_mib << 20
     return ControlLink(context, address, new_incarnation(), security, queued_bytes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -256,9 +257,40 @@ async def test_a_port_that_is_taken_is_named(cluster: Path, monkeypatch: pytest.
     app = build(load_cluster(cluster, [f"router.port={port}"]), Log("test"))
     with pytest.raises(ConfigError, match=rf"^router\.port: another process listens on 127\.0\.0\.1:{port}"):
         await app.start()
-    await app.drain()
     server.close()
     await server.wait_closed()
+
+
+async def test_a_router_that_cannot_start_closes_everything(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The admin socket, the control socket and the text workers were open when the port was found taken."""
+    monkeypatch.setattr("router.server.listeners.BIND_SECONDS", 0.0)
+    server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
+    app = build(load_cluster(cluster, [f"router.port={server.sockets[0].getsockname()[1]}"]), Log("test"))
+    control = Path(app.core.control.address.removeprefix("ipc://"))
+    assert control.exists()
+    with pytest.raises(ConfigError):
+        await app.start()
+    assert not control.exists()
+    assert not app.http.plan.admin_socket.exists()
+    assert app.link.context.closed
+    assert app.children.spawner.pid is not None
+    assert not Path(f"/proc/{app.children.spawner.pid}").exists()
+    server.close()
+    await server.wait_closed()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def test_a_router_that_cannot_be_built_closes_everything(cluster: Path, tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("a file of somebody else")
+    resolved, before = load_cluster(cluster, [f"process.event_log={tmp_path}/events"]), descriptors()
+    with pytest.raises(ConfigError, match="in the way and not a socket"):
+        build(resolved, Log("test"))
+    assert descriptors() == before
 
 
 @pytest.mark.parametrize("has_one", [False, True])
@@ -284,7 +316,6 @@ async def test_a_host_that_is_not_ours_is_blamed_and_not_the_port(cluster: Path,
     app = build(load_cluster(cluster, [f"router.host={host}", "security.open_http=true"]), Log("test"))
     with pytest.raises(ConfigError, match=rf"^router\.host: this host has no address {host}; write 127"):
         await app.start()
-    await app.drain()
 
 
 @pytest.mark.parametrize("key", ["router.images.fetch_hosts=[a.example]", "prefill.image_cache_mib=1"])
