@@ -178,14 +178,9 @@ class ControlPlane:
         self.refused_messages += self._socket.refused - refused
         for peer in self._socket.take_cut_off():
             self._cut_off(peer)
-        if self._has_more:
+        if self._unhandled or self._socket.more:
             # The descriptor is edge-triggered: read until it is empty.
             self._look_soon()
-
-    @property
-    def _has_more(self) -> bool:
-        """True while messages of nodes may be unhandled."""
-        return bool(self._unhandled) or self._socket.more
 
     def _handle_some(self) -> None:
         """Handle read messages in order, but no more of them than one turn of the loop should take."""
@@ -340,11 +335,13 @@ class ControlPlane:
     def _probe(self, later: tuple[float, ...]) -> None:
         if self._closed:
             return
-        if self._has_more and self._postponed < MAX_POSTPONED:
-            # The last messages of a node that closed its socket may still be unread: read them first.
-            self._postponed += 1
-            asyncio.get_running_loop().call_later(PROBE_PAUSES[0], self._probe, later)
-            return
+        if self._unhandled or self._socket.has_work():
+            # The last messages of a node that closed its socket may be among those that wait: read them first.
+            self._look_soon()
+            if self._postponed < MAX_POSTPONED:
+                self._postponed += 1
+                asyncio.get_running_loop().call_later(PROBE_PAUSES[0], self._probe, later)
+                return
         self._postponed = 0
         if len(later) == len(PROBE_PAUSES) - 1:
             self._probes_due = False

@@ -539,6 +539,32 @@ async def test_many_sockets_that_close_cost_one_row_of_probes(monkeypatch: pytes
         assert [delay for delay, _ in timers] == [3600.0, 7200.0, 3600.0]
 
 
+async def test_sending_to_other_nodes_postpones_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy router sends in every turn of its loop, which says nothing about messages that wait to be read."""
+    monkeypatch.setattr(control_plane, "PROBE_PAUSES", (3600.0, 7200.0))
+    loop = asyncio.get_running_loop()
+    call_later, probes = loop.call_later, list[Callable[[], object]]()
+
+    def noted(delay: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+        if delay in control_plane.PROBE_PAUSES:
+            probes.append(partial(callback, *args))
+        return call_later(delay, callback, *args)
+
+    monkeypatch.setattr(loop, "call_later", noted)
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        rig.nodes.remove(decode)
+        decode.close()
+        await eventually(lambda: probes)
+        tries = 0
+        while rig.registry.count("decode") and tries < control_plane.MAX_POSTPONED // 2:
+            tries += 1
+            await asyncio.sleep(0.01)
+            rig.control.send(routing_id(prefill.ref.name, prefill.ref.incarnation), PeerLost(incarnation="p"))
+            probes[-1]()
+        assert rig.registry.count("decode") == 0
+
+
 async def test_images_that_wait_for_a_stalled_node_are_bounded() -> None:
     """Clients that send requests and disconnect cannot fill the router's memory."""
     data = b"x" * (1 << 20)
