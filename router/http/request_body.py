@@ -33,6 +33,7 @@ class Received:
         self._reserved: Reservation | None = None
         self._raw = bytearray()
         self._limit: asyncio.Timeout | None = None
+        self.waiting = False  # for memory
         self.revoked = False  # it has to end because other clients wait for the memory
 
     @property
@@ -80,7 +81,9 @@ class Received:
         self._small, self._reserved = 0, None
 
     async def _reserve(self, size: int) -> None:
+        self.waiting = True
         self._reserved = await self._memory.reserve(self._client, size, self._revoke)
+        self.waiting = False
 
     def _revoke(self) -> None:
         self.revoked = True
@@ -128,16 +131,16 @@ class received:
 
 
 async def _fill(body: Received, request: web.Request) -> None:
-    if request.content.is_eof() and (request.content_length or 0) <= SMALL_BODY:
-        # A small body that has arrived with the head: nothing has to be awaited, so no timer is needed.
+    declared = request.content_length
+    if declared is not None and declared <= SMALL_BODY and request.content.is_eof():
+        # A small body that has arrived with the head: nothing has to be awaited, so no timer is needed. A body without
+        # a declared length may have to wait for memory.
         await body.add(request.content.read_nowait())
         return
     turns, first = request.app[pieces_key], True
-    waiting = True
     try:
         async with body.limit:
-            await body.expect(request.content_length)
-            waiting = False
+            await body.expect(declared)
             async for piece in request.content.iter_any():
                 if not first:
                     # What has arrived meanwhile is there at once: without this, it would be read without a pause.
@@ -146,7 +149,7 @@ async def _fill(body: Received, request: web.Request) -> None:
                 await body.add(piece)
             body.completed()
     except TimeoutError:
-        if waiting or body.revoked:
+        if body.waiting or body.revoked:
             raise Overloaded(BUSY) from None
         raise DeadlineExceeded(f"the body did not arrive within {READ_TIMEOUT:g} seconds") from None
 

@@ -110,6 +110,20 @@ async def test_a_large_body_without_memory_is_answered_with_retry_after(
         assert (await ask(address, post(10)))[0] == 200
 
 
+async def test_a_body_of_chunks_that_arrived_with_its_head_waits_for_memory_with_a_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(request_body, "READ_TIMEOUT", 0.05)
+    monkeypatch.setattr(request_body, "SMALL_BODY", 10)
+    async with serving(size_of_body, 1 << 20) as (app, address):
+        other = await app[memory_key].reserve("another", body_memory.MAX_RESERVED, lambda: None)
+        chunked = CHUNKED + b"b\r\n%b\r\n0\r\n\r\n" % (b"x" * 11)
+        status, answer, _ = await ask(address, chunked)
+        assert (status, answer["error"]["code"]) == (503, "overloaded")  # type: ignore[index]
+        app[memory_key].release(other)
+        assert (await ask(address, chunked))[:2] == (200, {"bytes": 11})
+
+
 async def test_a_slow_upload_gives_way_to_another_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked to come again; the body of the other one is read."""
     monkeypatch.setattr(body_memory, "MAX_RESERVED", 2 * SMALL_BODY)
