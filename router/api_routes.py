@@ -50,7 +50,6 @@ class ApiRoutes:
             images,
             parts.max_requests,
             log,
-            parts.write_timeout,
         )
         self._routes = (
             openai,

@@ -14,7 +14,6 @@ from common.messages.identity import Role
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from router.dispatch.limits import DispatchLimits
-from router.http.json_answer import WRITE_TIMEOUT
 from router.images.loader import ImageLoader
 from router.nodes.placement import PlacementPolicy
 from router.nodes.registration import RegistrationRules
@@ -86,7 +85,6 @@ class ApiParts:
     texts: TextService
     images: ImageLoader
     max_requests: int  # prompts in flight, of all clients
-    write_timeout: float = WRITE_TIMEOUT
 
 
 @dataclass(frozen=True, slots=True)

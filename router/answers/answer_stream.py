@@ -60,9 +60,8 @@ class _Streamed:
 class Answering:
     """Answers requests whose choices are ready to be generated."""
 
-    def __init__(self, generator: Generator, write_timeout: float, log: Log) -> None:
+    def __init__(self, generator: Generator, log: Log) -> None:
         self._generator = generator
-        self._write_timeout = write_timeout
         self._log = log
 
     async def collect(
@@ -77,7 +76,7 @@ class Answering:
                 whole.add(piece)
         finally:
             await pieces.aclose()
-        return await send_json(request, await whole.parts(usage), self._write_timeout)
+        return await send_json(request, await whole.parts(usage))
 
     async def stream(
         self,
@@ -88,7 +87,7 @@ class Answering:
         usage: Usage,
     ) -> web.StreamResponse:
         """Answer with server-sent events. An error before the first token is an ordinary HTTP error."""
-        writer = SseWriter(request, self._write_timeout)
+        writer = SseWriter(request)
         sink = _Streamed(form, writer, usage, body, len(choices))
         last = b""
         reader = AnswerReader(self._generator, choices, usage, sink)

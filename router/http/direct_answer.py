@@ -6,7 +6,6 @@ the case of almost all requests: HTTP/1.1, status 200, and the connection stays 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,12 +33,10 @@ _HEAD = (
 class DirectAnswer(web.StreamResponse):
     """An answer of status 200 with a JSON body, for a request that `fits`."""
 
-    def __init__(self, request: web.Request, body: bytes, write_timeout: float) -> None:
-        """`write_timeout`: seconds that a client may leave its socket full."""
+    def __init__(self, request: web.Request, body: bytes) -> None:
         super().__init__()
         self._asked = request
         self._json = body
-        self._timeout = write_timeout
 
     @property
     def prepared(self) -> bool:
@@ -65,19 +62,8 @@ class DirectAnswer(web.StreamResponse):
         head = _HEAD % (identity, lines, len(self._json), rfc822_formatted_time())
         transport.write(head.encode("ascii") + self._json)
         if request.protocol.writing_paused:
-            await self._drain(request, transport)
-
-    async def _drain(self, request: web.BaseRequest, transport: asyncio.Transport) -> None:
-        """Wait until the client has read enough, so that answers to pipelined requests do not pile up.
-
-        aiohttp handles the next request of the connection only after this one.
-        """
-        try:
-            async with asyncio.timeout(self._timeout):
-                await request.writer.drain()
-        except TimeoutError:
-            transport.abort()
-            raise ConnectionResetError("the client does not read its answers") from None
+            # aiohttp handles the next request of the connection after this: without it, answers would pile up.
+            await request.writer.drain()
 
     async def write_eof(self, data: Any = b"") -> None:
         """Do nothing: `prepare` has written everything."""

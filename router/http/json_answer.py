@@ -16,21 +16,18 @@ from router.http.direct_answer import DirectAnswer, fits
 from router.http.errors import REQUEST_ID, request_id_key
 
 PIECE = 1 << 17  # bytes per write; a smaller body is written at once
-WRITE_TIMEOUT = 30.0  # seconds that a client may leave its socket full before it is disconnected
 JSON = "application/json"
 Part = bytes | bytearray | Iterator[bytes]  # what an iterator yields is made in a turn of its own
 
 
-async def send_json(
-    request: web.Request, parts: Sequence[Part], write_timeout: float = WRITE_TIMEOUT
-) -> web.StreamResponse:
+async def send_json(request: web.Request, parts: Sequence[Part]) -> web.StreamResponse:
     """Answer 200 with the concatenated `parts`. A client that leaves or stops reading is disconnected."""
     ready = [part for part in parts if isinstance(part, bytes | bytearray)]
     size = sum(map(len, ready)) if len(ready) == len(parts) else None
     if size is not None and size <= PIECE:
         body = b"".join(ready)
         if fits(request):
-            return DirectAnswer(request, body, write_timeout)
+            return DirectAnswer(request, body)
         return web.Response(body=body, content_type=JSON)
     response = web.StreamResponse(headers={REQUEST_ID: request[request_id_key]})
     response.content_type, response.content_length = JSON, size
@@ -39,12 +36,11 @@ async def send_json(
     try:
         await response.prepare(request)
         for piece in _pieces(parts):
-            async with asyncio.timeout(write_timeout):
-                await response.write(piece)
+            await response.write(piece)
             # If the socket accepts everything at once, `write` never yields to the event loop.
             await asyncio.sleep(0)
         await response.write_eof()
-    except (ConnectionError, TimeoutError):
+    except ConnectionError:
         if request.transport is not None:
             request.transport.abort()
     return response

@@ -1,10 +1,8 @@
-"""Server-sent events, with a limit on the wait for a slow reader."""
+"""Server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 from aiohttp import HttpVersion11, web
 
@@ -25,10 +23,8 @@ UNWATCHED = 32 << 10
 class SseWriter:
     """One stream. Every method that writes raises ClientGone when the client has disconnected or reads too slowly."""
 
-    def __init__(self, request: web.Request, write_timeout: float) -> None:
-        """`write_timeout`: seconds that a client may leave its socket full."""
+    def __init__(self, request: web.Request) -> None:
         self._request = request
-        self._timeout = write_timeout
         self.response = web.StreamResponse(headers={**HEADERS, REQUEST_ID: request[request_id_key]})
         self.started = False
         self._chunked = False
@@ -39,8 +35,10 @@ class SseWriter:
         self.started = True
         if self._request.version == HttpVersion11:
             self.response.enable_chunked_encoding()
-        async with self._watched():
+        try:
             await self.response.prepare(self._request)
+        except ConnectionError as error:
+            raise _gone(error) from None
         self._chunked = self.response.chunked
 
     def has_room(self) -> bool:
@@ -86,21 +84,19 @@ class SseWriter:
         events = self._after_gathered(events)
         if not events:
             return
-        self._transport = transport = self._request.transport
-        if transport is not None and transport.get_write_buffer_size() + len(events) < UNWATCHED:
-            try:  # without a timeout: a timer per token would cost more than the write
-                await self.response.write(events)
-            except ConnectionError:
-                raise ClientGone("the client disconnected") from None
-            return
-        async with self._watched():
+        self._transport = self._request.transport
+        try:
             await self.response.write(events)
+        except ConnectionError as error:
+            raise _gone(error) from None
 
     async def finish(self, events: bytes) -> web.StreamResponse:
         """Send the last events and end the body."""
-        async with self._watched():
+        try:
             await self.response.write(self._after_gathered(events))
             await self.response.write_eof()
+        except ConnectionError as error:
+            raise _gone(error) from None
         return self.response
 
     def abandon(self) -> web.StreamResponse:
@@ -109,12 +105,6 @@ class SseWriter:
             self._request.transport.abort()
         return self.response
 
-    @asynccontextmanager
-    async def _watched(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self._timeout):
-                yield
-        except ConnectionError:
-            raise ClientGone("the client disconnected") from None
-        except TimeoutError:
-            raise ClientGone("the client reads too slowly") from None
+
+def _gone(error: ConnectionError) -> ClientGone:
+    return ClientGone(f"the connection to the client has ended: {error}")

@@ -29,7 +29,6 @@ from router.dispatch.generation import Generator, PromptBatch
 from router.grammar.constraint import read_constraint
 from router.http.client import client_key
 from router.http.errors import request_id_key
-from router.http.json_answer import WRITE_TIMEOUT
 from router.http.request_body import Received, received
 from router.images.loader import ImageLoader
 from router.process.turns import Turns
@@ -72,7 +71,6 @@ class OpenAiRoutes:
         images: ImageLoader,
         max_requests: int,
         log: Log,
-        write_timeout: float = WRITE_TIMEOUT,
     ) -> None:
         """`model` raises Unavailable while no requests are accepted.
 
@@ -85,7 +83,7 @@ class OpenAiRoutes:
         self._images = images
         self._prompts = ChatPrompts(texts, images)
         self._max_requests = max_requests
-        self._answering = Answering(generator, write_timeout, log)
+        self._answering = Answering(generator, log)
         self._states = StateMemory()
         self._turns = Turns()  # spreads the start of requests over turns of the event loop
         self._active = RequestCounter()

@@ -33,16 +33,20 @@ PARSED_AT_ONCE = 16 << 10
 # Bytes of a body that a connection holds before its handler reads them. aiohttp stops reading at twice as many bytes,
 # or at a quarter as many chunks: what a body of tiny chunks costs in one turn of the loop is proportional to this.
 READ_BUFFER = 8 << 10
+WRITE_TIMEOUT = 30.0  # seconds that a client may leave its socket full before it is disconnected
 SHUTDOWN_SECONDS = 1.0  # for answers in progress when the server closes
 
 
-def http_runner(app: web.Application, limit: ConnectionLimit | None = None) -> web.AppRunner:
-    """Build the HTTP server of an application, with the limits that apply before handlers run."""
+def http_runner(
+    app: web.Application, limit: ConnectionLimit | None = None, write_timeout: float = WRITE_TIMEOUT
+) -> web.AppRunner:
+    """Build the HTTP server of an application, with the limits that do not depend on handlers."""
     app[memory_key] = BodyMemory()
     app[pieces_key] = Turns(PIECES_PER_TURN)
     return _Runner(
         app,
         limit,
+        write_timeout,
         # Without this, a client that disconnects before the first byte is noticed only at the end.
         handler_cancellation=True,
         access_log=None,
@@ -58,13 +62,16 @@ def http_runner(app: web.Application, limit: ConnectionLimit | None = None) -> w
 
 
 class _Protocol(web.RequestHandler):
-    __slots__ = ("_broken", "_deferred", "_held", "_limit", "_stopped", "_turns")
+    __slots__ = ("_broken", "_deferred", "_held", "_limit", "_stopped", "_turns", "_write_timeout")
 
-    def __init__(self, *args: Any, limit: ConnectionLimit | None, turns: Turns, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, limit: ConnectionLimit | None, turns: Turns, write_timeout: float, **kwargs: Any
+    ) -> None:
         """`turns` spreads received data and closed connections over turns of the event loop."""
         super().__init__(*args, **kwargs)
         self._limit = limit
         self._turns = turns
+        self._write_timeout = write_timeout
         self._broken = False  # bytes have arrived that are not HTTP
         self._deferred = 0  # received pieces that wait to be parsed
         self._held = False  # the transport does not read because of them
@@ -149,6 +156,25 @@ class _Protocol(web.RequestHandler):
                 if not (self._reading_paused or self._buffer_paused):
                     self._resume_transport_reading()
 
+    async def _drain_helper(self) -> None:
+        """Wait until the client has read enough. aiohttp calls this during every answer.
+
+        Raises ConnectionResetError if the client has disconnected, or does not read for too long. A timer is made only
+        for a client whose socket is full: one per written token would cost more than the write.
+        """
+        transport = self.transport
+        if transport is None or not self.writing_paused:
+            await super()._drain_helper()
+            return
+        if transport.is_closing():
+            raise ConnectionResetError("the client disconnected")
+        try:
+            async with asyncio.timeout(self._write_timeout):
+                await super()._drain_helper()
+        except TimeoutError:
+            transport.abort()
+            raise ConnectionResetError("the client does not read") from None
+
     def connection_lost(self, exc: BaseException | None) -> None:
         # Ending a connection cancels its request, which sends aborts to both nodes. A proxy that closes may drop a
         # thousand connections at once.
@@ -178,9 +204,17 @@ class _Protocol(web.RequestHandler):
 class _Server(web.Server):
     limit: ConnectionLimit | None = None
     turns: Turns
+    write_timeout: float
 
     def __call__(self) -> web.RequestHandler:
-        return _Protocol(self, loop=self._loop, limit=self.limit, turns=self.turns, **self._kwargs)
+        return _Protocol(
+            self,
+            loop=self._loop,
+            limit=self.limit,
+            turns=self.turns,
+            write_timeout=self.write_timeout,
+            **self._kwargs,
+        )
 
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -211,9 +245,12 @@ def _checked(handler: Handler) -> Handler:
 
 
 class _Runner(web.AppRunner):
-    def __init__(self, app: web.Application, limit: ConnectionLimit | None, **kwargs: Any) -> None:
+    def __init__(
+        self, app: web.Application, limit: ConnectionLimit | None, write_timeout: float, **kwargs: Any
+    ) -> None:
         super().__init__(app, **kwargs)
         self._limit = limit
+        self._write_timeout = write_timeout
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
@@ -225,5 +262,6 @@ class _Runner(web.AppRunner):
             **made._kwargs,
         )
         server.limit = self._limit
+        server.write_timeout = self._write_timeout
         server.turns = Turns(seconds=EVENT_SECONDS)
         return server

@@ -160,7 +160,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             lambda identity: {"request_id": identity, "client": "team-a"} if identity == "known" else None,
         )
         routes = ApiRoutes(
-            ApiParts(text, info, texts, images, max_requests, write_timeout),
+            ApiParts(text, info, texts, images, max_requests),
             Models(),
             source or generator,
             Cluster(),
@@ -169,7 +169,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             log,
         )
         app = application(gate or open_gate, cors or Cors(()), MAX_BODY, log, routes.add_to)
-        runner = http_runner(app, limit)
+        runner = http_runner(app, limit, write_timeout)
         runners.append(runner)
         await runner.setup()
         listener = socket.create_server(("127.0.0.1", 0))

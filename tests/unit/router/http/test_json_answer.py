@@ -10,35 +10,36 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from router.http.errors import REQUEST_ID, request_id_key
 from router.http.json_answer import PIECE, send_json
+from router.server.http_server import http_runner
 from tests.fakes.waiting import PATIENCE
 
 
 @asynccontextmanager
 async def answering(
     parts: Sequence[bytes], write_timeout: float = PATIENCE, ended: asyncio.Event | None = None
-) -> AsyncIterator[TestServer]:
-    """A server that answers every GET with `parts` and sets `ended` afterwards."""
+) -> AsyncIterator[tuple[str, int]]:
+    """Yield the address of a server that answers every GET with `parts` and sets `ended` afterwards."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         request[request_id_key] = "an-id"
         try:
-            return await send_json(request, parts, write_timeout)
+            return await send_json(request, parts)
         finally:
             if ended is not None:
                 ended.set()
 
     app = web.Application()
     app.router.add_get("/", handle)
-    server = TestServer(app)
-    await server.start_server()
+    runner = http_runner(app, write_timeout=write_timeout)
+    await runner.setup()
     try:
-        yield server
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield runner.addresses[0][:2]
     finally:
-        await server.close()
+        await runner.cleanup()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ async def test_a_large_answer_is_complete_and_no_write_is_large(
     async with (
         answering(parts) as server,
         aiohttp.ClientSession() as session,
-        session.get(server.make_url("/")) as response,
+        session.get("http://{}:{}/".format(*server)) as response,
     ):
         body = await response.read()
         assert response.status == 200
@@ -96,7 +97,7 @@ async def test_others_have_their_turn_while_a_large_answer_leaves(monkeypatch: p
 
     monkeypatch.setattr(web.StreamResponse, "write", note)
     async with answering([b"x" * (8 * PIECE)]) as server:
-        _, writer = await asyncio.open_connection(server.host, server.port)
+        _, writer = await asyncio.open_connection(*server)
         counting = asyncio.create_task(count())
         writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
         async with asyncio.timeout(PATIENCE):
@@ -110,7 +111,7 @@ async def test_others_have_their_turn_while_a_large_answer_leaves(monkeypatch: p
 async def test_a_client_that_does_not_read_is_cut_off() -> None:
     size, ended = 256 * PIECE, asyncio.Event()
     async with answering([b"x" * size], write_timeout=0.05, ended=ended) as server:
-        reader, writer = await asyncio.open_connection(server.host, server.port, limit=1024)
+        reader, writer = await asyncio.open_connection(*server, limit=1024)
         writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
         async with asyncio.timeout(PATIENCE):
             await ended.wait()
