@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
 from router.control_plane import ControlPlane
 from router.dispatch.dispatcher import Dispatcher
 from router.metrics.router_metrics import RouterMetrics
 from router.nodes.flush import flush_caches
 from router.nodes.health import NodeHealth
+from router.nodes.outbox import Send
 from router.nodes.registry import Node, NodeRegistry
 from router.nodes.return_watch import ReturnWatch
 from router.parts import ControlLink, Dispatching, NodeRules, Observation
-
-Send = Callable[[str, msgspec.Struct], bool]
 
 
 @dataclass(frozen=True, slots=True)

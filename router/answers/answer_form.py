@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from router.answers.openai_responses import AnswerPiece, ChatFormat, CompletionFormat, Usage
-from router.http.json_answer import Part
+from router.http.json_answer import BodyPart
 
 
 class Collector(Protocol):
@@ -16,7 +16,7 @@ class Collector(Protocol):
         """Add a piece; those of one choice arrive in order."""
         ...
 
-    async def parts(self, usage: Usage) -> Sequence[Part]:
+    async def parts(self, usage: Usage) -> Sequence[BodyPart]:
         """Return the body as consecutive parts. Called once, when all choices have finished."""
         ...
 

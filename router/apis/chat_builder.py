@@ -11,14 +11,14 @@ from common.errors import InvalidRequest
 from router.requests.json_body import invalid_body
 from router.requests.openai_schema import ChatRequest
 
-Part = dict[str, Any]
+ChatPart = dict[str, Any]
 
 
-def text_part(text: str) -> Part:
+def text_part(text: str) -> ChatPart:
     return {"type": "text", "text": text}
 
 
-def image_part(url: str) -> Part:
+def image_part(url: str) -> ChatPart:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -34,7 +34,7 @@ class ChatBuilder:
         last = self._messages[-1] if self._messages else {}
         return last.get("role") == "assistant" and "tool_calls" not in last
 
-    def add_message(self, role: str, parts: Sequence[Part]) -> None:
+    def add_message(self, role: str, parts: Sequence[ChatPart]) -> None:
         """Add a message of any role but tool. System texts at the beginning are joined: templates take one."""
         only = self._messages[0] if len(self._messages) == 1 else None
         if role == "system" and only is not None and only["role"] == "system":
@@ -54,7 +54,7 @@ class ChatBuilder:
         call = {"id": identity, "type": "function", "function": {"name": name, "arguments": text}}
         self._assistant().setdefault("tool_calls", []).append(call)
 
-    def add_result(self, identity: str, parts: Sequence[Part]) -> None:
+    def add_result(self, identity: str, parts: Sequence[ChatPart]) -> None:
         """Add what a tool returned."""
         self._messages.append({"role": "tool", "tool_call_id": identity, "content": list(parts)})
 

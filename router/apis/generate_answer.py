@@ -16,7 +16,7 @@ from router.answers.prompt_pieces import PromptPiece
 from router.apis.generate_request import GenerateTask
 from router.dispatch.answer_states import AnswerStates
 from router.dispatch.generation import FINISH_ABORT
-from router.http.json_answer import Part
+from router.http.json_answer import BodyPart
 from router.http.sse import DONE
 from router.tokens.tokenizer import Tokenizer
 
@@ -106,16 +106,16 @@ class GenerateForm:
     def add(self, piece: AnswerPiece) -> None:
         self._add(piece)
 
-    async def parts(self, usage: Usage) -> list[Part]:
+    async def parts(self, usage: Usage) -> list[BodyPart]:
         if not self._listed:
             return self._whole(0)
-        parts: list[Part] = []
+        parts: list[BodyPart] = []
         for index in range(len(self._choices)):
             parts += [b"," if parts else b"[", *self._whole(index)]
             await asyncio.sleep(0)  # long texts are encoded in turns of their own
         return [*parts, b"]"]
 
-    def _whole(self, index: int) -> list[Part]:
+    def _whole(self, index: int) -> list[BodyPart]:
         """Return the JSON object of a choice that has finished, with its hidden states."""
         choice, parts = self._choices[index], self._parts(index)
         if choice.states is None:

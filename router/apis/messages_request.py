@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import InvalidRequest
-from router.apis.chat_builder import ChatBuilder, Part, image_part, text_part, unsupported_part
+from router.apis.chat_builder import ChatBuilder, ChatPart, image_part, text_part, unsupported_part
 from router.apis.renamed_fields import refuse_fields
 from router.requests.chat_fields import EFFORTS
 from router.requests.json_body import decode_json
@@ -203,7 +203,7 @@ def _add_message(chat: ChatBuilder, message: InputMessage, where: str) -> None:
         chat.add_message(message.role, [text_part(message.content)])
         return
     # Results of tools become messages of their own: the texts between them stay in their order.
-    parts: list[Part] = []
+    parts: list[ChatPart] = []
     for index, block in enumerate(message.content):
         place = f"{where}.content[{index}]"
         if block.type in ("text", "image"):
@@ -233,7 +233,7 @@ def _add_block(chat: ChatBuilder, block: ContentBlock, where: str) -> None:
             raise unsupported_part(block.type, where, _KNOWN_BLOCKS)
 
 
-def _result(content: Any, where: str) -> list[Part]:
+def _result(content: Any, where: str) -> list[ChatPart]:
     if content is None:
         return []
     try:
@@ -243,13 +243,13 @@ def _result(content: Any, where: str) -> list[Part]:
     return _content(given, where)
 
 
-def _content(content: str | list[ContentBlock], where: str) -> list[Part]:
+def _content(content: str | list[ContentBlock], where: str) -> list[ChatPart]:
     if isinstance(content, str):
         return [text_part(content)]
     return [_part(block, f"{where}[{index}]") for index, block in enumerate(content)]
 
 
-def _part(block: ContentBlock, where: str) -> Part:
+def _part(block: ContentBlock, where: str) -> ChatPart:
     if block.type == "text" and block.text is not None:
         return text_part(block.text)
     source = block.source

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import InvalidRequest
-from router.apis.chat_builder import ChatBuilder, Part, image_part, text_part, unsupported_part
+from router.apis.chat_builder import ChatBuilder, ChatPart, image_part, text_part, unsupported_part
 from router.apis.renamed_fields import refuse_fields
 from router.requests.json_body import decode_json
 from router.requests.openai_schema import MAX_MESSAGES, MAX_PARTS, ChatRequest, Text
@@ -164,7 +164,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enable_response_messages": (False,),
     "previous_input_messages": (),
 }
-# Part of `include` without effect: reasoning is returned as text.
+# ChatPart of `include` without effect: reasoning is returned as text.
 _INCLUDED = "reasoning.encrypted_content"
 _ROLES = ("user", "assistant", "system", "developer")
 _KNOWN_ITEMS = "message, function_call, function_call_output and reasoning items"
@@ -238,12 +238,12 @@ def _add_item(chat: ChatBuilder, item: InputItem, where: str) -> None:
             raise unsupported_part(item.type, where, _KNOWN_ITEMS)
 
 
-def _parts(content: str | list[InputPart] | None, where: str) -> list[Part]:
+def _parts(content: str | list[InputPart] | None, where: str) -> list[ChatPart]:
     if content is None:
         raise InvalidRequest(f"{where} is missing", param=where)
     if isinstance(content, str):
         return [text_part(content)]
-    parts: list[Part] = []
+    parts: list[ChatPart] = []
     for index, part in enumerate(content):
         if part.type in ("input_text", "output_text", "text") and part.text is not None:
             parts.append(text_part(part.text))

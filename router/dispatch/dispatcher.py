@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from functools import partial
-
-import msgspec
 
 from common.errors import (
     ChecksumFailed,
@@ -50,7 +48,7 @@ from router.dispatch.running_requests import RunningRequests
 from router.metrics.router_metrics import RouterMetrics
 from router.metrics.timeline import Timeline, Timelines
 from router.nodes.health import NodeHealth
-from router.nodes.outbox import Outbox
+from router.nodes.outbox import Outbox, Send
 from router.nodes.placement import PlacementPolicy
 from router.nodes.placer import Placer, unavailable
 from router.nodes.registry import Node, NodeRegistry
@@ -66,7 +64,7 @@ class Dispatcher:
         self,
         registry: NodeRegistry,
         policies: dict[Role, PlacementPolicy],
-        send: Callable[[str, msgspec.Struct], bool],
+        send: Send,
         limits: DispatchLimits,
         metrics: RouterMetrics,
         log: Log,

@@ -14,13 +14,14 @@ from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import SERVER_SOFTWARE
 
 from router.http.errors import REQUEST_ID, request_id_key
+from router.http.media_types import JSON
 
 Headers = Callable[[web.Request], Mapping[str, str]]
 # What the listener adds to every answer, where it adds anything.
 listener_headers_key: web.RequestKey[Headers] = web.RequestKey("listener_headers")
 _HEAD = (
     "HTTP/1.1 200 OK\r\n"
-    "Content-Type: application/json\r\n"
+    f"Content-Type: {JSON}\r\n"
     f"{REQUEST_ID}: %s\r\n"
     "%s"
     "Content-Length: %d\r\n"

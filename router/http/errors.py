@@ -21,6 +21,7 @@ from common.errors import (
     Unauthorized,
 )
 from common.observability.logs import Log
+from router.http.media_types import JSON
 from router.http.messages_errors import is_messages, messages_error
 from router.http.unknown_route import not_allowed, not_found
 
@@ -82,9 +83,7 @@ def _closing(status: int, body: dict[str, Any]) -> web.Response:
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(value), status=status, content_type="application/json", headers=headers
-    )
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type=JSON, headers=headers)
 
 
 def defect(log: Log, request: web.Request) -> InternalError:

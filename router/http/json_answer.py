@@ -14,13 +14,13 @@ from aiohttp import HttpVersion11, web
 
 from router.http.direct_answer import DirectAnswer, fits
 from router.http.errors import REQUEST_ID, request_id_key
+from router.http.media_types import JSON
 
 PIECE = 1 << 17  # bytes per write; a smaller body is written at once
-JSON = "application/json"
-Part = bytes | bytearray | Iterator[bytes]  # what an iterator yields is made in a turn of its own
+BodyPart = bytes | bytearray | Iterator[bytes]  # what an iterator yields is made in a turn of its own
 
 
-async def send_json(request: web.Request, parts: Sequence[Part]) -> web.StreamResponse:
+async def send_json(request: web.Request, parts: Sequence[BodyPart]) -> web.StreamResponse:
     """Answer 200 with the concatenated `parts`. A client that leaves or stops reading is disconnected."""
     ready = [part for part in parts if isinstance(part, bytes | bytearray)]
     size = sum(map(len, ready)) if len(ready) == len(parts) else None
@@ -46,7 +46,7 @@ async def send_json(request: web.Request, parts: Sequence[Part]) -> web.StreamRe
     return response
 
 
-def _pieces(parts: Sequence[Part]) -> Iterator[bytes | bytearray]:
+def _pieces(parts: Sequence[BodyPart]) -> Iterator[bytes | bytearray]:
     """Yield the same bytes in pieces of at most PIECE; small parts are joined."""
     held = bytearray()
     for part in chain.from_iterable(

@@ -10,9 +10,9 @@ from aiohttp import web
 from common.errors import DeadlineExceeded, Overloaded, RequestTooLarge, UnsupportedMedia
 from router.http.body_memory import BUSY, SMALL_BODY, BodyMemory, Reservation
 from router.http.client import client_key
+from router.http.media_types import JSON
 from router.process.turns import Turns
 
-JSON = "application/json"
 READ_TIMEOUT = 30.0  # seconds from the head of a request to the end of its body
 # Pieces of all bodies in one turn of the event loop. A piece has up to four thousand chunks, some 5 ms of work.
 PIECES_PER_TURN = 4

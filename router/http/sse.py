@@ -8,11 +8,12 @@ from aiohttp import HttpVersion11, web
 
 from common.errors import ClientGone
 from router.http.errors import REQUEST_ID, request_id_key
+from router.http.media_types import EVENTS
 
 DONE = b"data: [DONE]\n\n"
 EVENT_END = b"\n\n"
 HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
+    "Content-Type": f"{EVENTS}; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }

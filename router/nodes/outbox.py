@@ -13,6 +13,8 @@ import msgspec
 
 from router.nodes.registry import Node
 
+# From routing id and message to whether the node can be reached.
+Send = Callable[[str, msgspec.Struct], bool]
 Messages = list[tuple[str, Node, msgspec.Struct]]  # (routing id, node, message) in sending order
 Unreached = asyncio.Future[Node | None]  # the first node to which sending failed
 
@@ -20,7 +22,7 @@ Unreached = asyncio.Future[Node | None]  # the first node to which sending faile
 class Outbox:
     """Messages leave in the order in which they were put here."""
 
-    def __init__(self, send: Callable[[str, msgspec.Struct], bool]) -> None:
+    def __init__(self, send: Send) -> None:
         """`send` takes (routing id, message) and returns False if the node cannot be reached."""
         self._send = send
         self._waiting: deque[tuple[Messages, Unreached | None]] = deque()

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
+from router.http.media_types import EVENTS, JSON
 from router.http.messages_errors import is_messages
 from router.openapi.answers import ErrorAnswer, MessagesError
-from router.openapi.operations import EMPTY, JSON, OPERATIONS, Operation
+from router.openapi.operations import EMPTY, OPERATIONS, Operation
 
-EVENTS = "text/event-stream"
 _TEMPLATE = "#/components/schemas/{name}"
 _TEXT: dict[str, Any] = {"type": "string"}
 

@@ -9,6 +9,7 @@ from router.apis.generate_request import GenerateRequest
 from router.apis.messages_answer import TokenCount
 from router.apis.messages_request import CountRequest, MessagesRequest
 from router.apis.responses_request import ResponsesRequest
+from router.http.media_types import JSON, TEXT
 from router.openapi.answers import (
     ChatCompletion,
     Generated,
@@ -30,8 +31,6 @@ from router.requests.tokenize_requests import (
 )
 from router.routes.control import AbortRequest, ServerLoad
 
-JSON = "application/json"
-TEXT = "text/plain"
 EMPTY = ""  # no body
 
 

@@ -13,8 +13,7 @@ import msgspec
 from common.errors import InternalError, ModelError
 from router.process.child_process import START_SECONDS, frame_head
 from router.process.spawner import Child, Spawner
-from router.text.jobs import Job, JobResult, WorkerSettings
-from router.text.work import Payload
+from router.text.jobs import Job, JobAnswer, JobResult, Payload, WorkerSettings
 
 PROGRAM = ("-m", "router.text.process")
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"}  # a worker has one thread
@@ -22,7 +21,6 @@ JOIN = 1 << 16  # bytes; the head and a payload up to this size are written at o
 MAX_HEAD = 1 << 20
 GRACE_SECONDS = 0.5
 _answers = msgspec.msgpack.Decoder(JobResult)
-Done = tuple[JobResult, Payload]
 
 
 class WorkerEnded(Exception):
@@ -41,13 +39,13 @@ class TextChannel(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._process: Child | None = None
         self._transport: asyncio.Transport | None = None
-        self._answer: Future[Done] | None = None
+        self._answer: Future[JobAnswer] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._received = bytearray()
         self._on_end: Callable[[], None] = lambda: None
         self.ended = False
 
-    def ask(self, job: Job | WorkerSettings, payload: Payload, seconds: float) -> Future[Done]:
+    def ask(self, job: Job | WorkerSettings, payload: Payload, seconds: float) -> Future[JobAnswer]:
         """Send a job and return its answer; it raises WorkerEnded, or WorkerStuck after `seconds` + GRACE_SECONDS."""
         assert self._answer is None, "a worker takes one job at a time"
         answer = self._answer = self._loop.create_future()
@@ -125,7 +123,7 @@ class TextChannel(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _settle(self, outcome: Done | Exception) -> None:
+    def _settle(self, outcome: JobAnswer | Exception) -> None:
         answer, self._answer = self._answer, None
         if self._deadline is not None:
             self._deadline.cancel()

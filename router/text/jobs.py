@@ -96,6 +96,10 @@ class JobResult(msgspec.Struct, frozen=True, array_like=True):
             raise from_code(self.error, self.message, self.param)
 
 
+Payload = bytes | bytearray
+JobAnswer = tuple[JobResult, Payload]
+
+
 def refusal(error: RequestError) -> JobResult:
     return JobResult(error=error.code, message=str(error), param=error.param)
 

@@ -18,8 +18,7 @@ from common.errors import InternalError, InvalidRequest, Overloaded, TandemError
 from common.observability.logs import Log
 from router.process.spawner import Spawner
 from router.text.channel import TextChannel, WorkerEnded, WorkerStuck, start_worker
-from router.text.jobs import Job, JobResult, WorkerSettings, too_costly
-from router.text.work import Payload
+from router.text.jobs import Job, JobAnswer, Payload, WorkerSettings, too_costly
 
 SMALL_JOB = 1 << 16  # largest payload in the lane of small jobs, in bytes
 WORKERS = 2  # in each lane
@@ -64,7 +63,7 @@ class WorkerLane:
         for _ in range(WORKERS - 1):
             self._start_another()
 
-    async def run(self, job: Job, payload: Payload) -> tuple[JobResult, Payload]:
+    async def run(self, job: Job, payload: Payload) -> JobAnswer:
         """Run a job. Raises Overloaded, or InvalidRequest if the job exceeds the CPU time or memory of a worker."""
         for _ in range(2):
             worker = await self._take(len(payload))
@@ -114,7 +113,7 @@ class WorkerLane:
             self._waiting_bytes -= size
             self._waiting.pop(turn, None)
 
-    def _done(self, worker: TextChannel, answer: asyncio.Future[tuple[JobResult, Payload]]) -> None:
+    def _done(self, worker: TextChannel, answer: asyncio.Future[JobAnswer]) -> None:
         if answer.cancelled() or answer.exception() is None:
             self._give(worker)
 
@@ -191,7 +190,7 @@ class TextPool:
                 await self.close()
                 raise error
 
-    async def run(self, job: Job, payload: Payload) -> tuple[JobResult, Payload]:
+    async def run(self, job: Job, payload: Payload) -> JobAnswer:
         """Run a job. Raises Overloaded if too many wait, and InvalidRequest if it takes too much time or memory."""
         lane = self._small if len(payload) <= SMALL_JOB else self._large
         return await lane.run(job, payload)

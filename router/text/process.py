@@ -23,8 +23,8 @@ import msgspec
 from common.checkpoint.model_manifest import check_manifests
 from common.errors import InvalidRequest, ModelError
 from router.process.child_process import confine, frame_head
-from router.text.jobs import Job, JobResult, WorkerSettings, refusal, too_costly
-from router.text.work import Payload, TextWork
+from router.text.jobs import Job, JobAnswer, JobResult, Payload, WorkerSettings, refusal, too_costly
+from router.text.work import TextWork
 
 ADDRESS_SPACE = 2 << 30  # bytes
 OPEN_FILES = 64
@@ -78,7 +78,7 @@ def serve(channel: socket.socket) -> None:
             trim()
 
 
-def _do(work: TextWork, job: Job, payload: Payload) -> tuple[JobResult, Payload]:
+def _do(work: TextWork, job: Job, payload: Payload) -> JobAnswer:
     try:
         return work.do(job, payload)
     except Exception:  # a bug of ours: other requests must not wait for a new process

@@ -21,14 +21,15 @@ from router.text.jobs import (
     Detokenize,
     EncodeTexts,
     Job,
-    JobResult,
+    JobAnswer,
+    Payload,
     ReadChat,
     ReadCompletion,
     ReadTask,
     RenderChat,
     Tokenize,
 )
-from router.text.work import Payload, read_chat, read_completion
+from router.text.work import read_chat, read_completion
 from router.tokens.tokenizer import Tokenizer
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -41,7 +42,7 @@ _completion = msgspec.msgpack.Decoder(CompletionRequest)
 class Workers(Protocol):
     """Runs jobs: a TextPool, or in tests the same work in this process."""
 
-    async def run(self, job: Job, payload: Payload) -> tuple[JobResult, Payload]: ...
+    async def run(self, job: Job, payload: Payload) -> JobAnswer: ...
 
 
 class TextService:

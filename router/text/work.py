@@ -43,7 +43,9 @@ from router.text.jobs import (
     Detokenize,
     EncodeTexts,
     Job,
+    JobAnswer,
     JobResult,
+    Payload,
     ReadChat,
     ReadCompletion,
     ReadTask,
@@ -69,8 +71,6 @@ _detokenize = msgspec.json.Decoder(DetokenizeRequest)
 _chat_input = msgspec.msgpack.Decoder(ChatInput)
 _constraint = msgspec.msgpack.Decoder(Constraint)
 _texts = msgspec.msgpack.Decoder(list[str])
-Payload = bytes | bytearray
-Done = tuple[JobResult, Payload]
 
 
 def read_chat(raw: Payload) -> tuple[ChatRequest, tuple[str, ...]]:
@@ -111,7 +111,7 @@ class TextWork:
         """
         return cls(Tokenizer(path), ChatTemplate(path, template), limit)
 
-    def do(self, job: Job, payload: Payload) -> Done:
+    def do(self, job: Job, payload: Payload) -> JobAnswer:
         """Run a job. It never raises for what a client sent: refusals are answers."""
         try:
             return self._do(job, payload)
@@ -121,7 +121,7 @@ class TextWork:
             message, param = too_costly(job)
             return refusal(InvalidRequest(message, param=param)), b""
 
-    def _do(self, job: Job, payload: Payload) -> Done:
+    def _do(self, job: Job, payload: Payload) -> JobAnswer:
         match job:
             case ReadChat():
                 self._limit(READ_SECONDS)
@@ -214,7 +214,7 @@ class TextWork:
 
     def _encoded(
         self, texts: Sequence[str], add_special_tokens: bool, max_model_len: int, fields: Sequence[str]
-    ) -> Done:
+    ) -> JobAnswer:
         encoded = self.encode(texts, add_special_tokens, max_model_len, fields)
         packed = array("i")
         for tokens in encoded:

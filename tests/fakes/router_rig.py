@@ -20,10 +20,11 @@ from common.messages.identity import Role
 from common.messages.node_inbox import Registered
 from common.messages.prefill_inbox import Prefill
 from common.observability.logs import Log
-from router.core import Send, assemble_core
+from router.core import assemble_core
 from router.dispatch.answer_states import AnswerStates
 from router.dispatch.generation import GenerationRequest, PromptBatch, TokenDelta
 from router.dispatch.limits import DispatchLimits
+from router.nodes.outbox import Send
 from router.nodes.placement import PlacementPolicy, RoundRobin
 from router.nodes.registration import ExpectedNode, RegistrationRules
 from router.parts import ControlLink, Dispatching, NodeRules, Observation

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from router.text.jobs import Job, JobResult
-from router.text.work import Payload, TextWork
+from router.text.jobs import Job, JobAnswer, JobResult, Payload
+from router.text.work import TextWork
 
 
 class InProcess:
@@ -15,7 +15,7 @@ class InProcess:
         self._work = work
         self.jobs: list[tuple[Job, int]] = []  # (job, bytes of its payload)
 
-    async def run(self, job: Job, payload: Payload) -> tuple[JobResult, Payload]:
+    async def run(self, job: Job, payload: Payload) -> JobAnswer:
         self.jobs.append((job, len(payload)))
         answer, result = self._work.do(msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=Job), payload)
         return msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=JobResult), result

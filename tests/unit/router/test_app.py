@@ -24,8 +24,7 @@ from common.messages.router_inbox import FirstToken
 from common.observability.logs import Log
 from router.app import RouterApp
 from router.build import build
-from router.text.jobs import Job, JobResult
-from router.text.work import Payload
+from router.text.jobs import Job, JobAnswer, Payload
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import legs
 from tests.fakes.waiting import PATIENCE, eventually
@@ -208,7 +207,7 @@ async def test_a_request_whose_text_is_worked_on_is_finished_before_the_router_e
     prefill, decode = node_of(context, app, "p0"), node_of(context, app, "d0")
     run, asked, go_on = app.children.texts.run, asyncio.Event(), asyncio.Event()
 
-    async def held(job: Job, payload: Payload) -> tuple[JobResult, Payload]:
+    async def held(job: Job, payload: Payload) -> JobAnswer:
         asked.set()
         await go_on.wait()
         return await run(job, payload)

@@ -28,10 +28,19 @@ from router.requests.field_rules import UnknownFields
 from router.requests.openai_schema import Message
 from router.text import pool as text_pool
 from router.text.channel import TextChannel, start_worker
-from router.text.jobs import EncodeTexts, Job, JobResult, ReadCompletion, RenderChat, WorkerSettings
+from router.text.jobs import (
+    EncodeTexts,
+    Job,
+    JobAnswer,
+    JobResult,
+    Payload,
+    ReadCompletion,
+    RenderChat,
+    WorkerSettings,
+)
 from router.text.pool import TextPool, WorkerLane
 from router.text.service import TextService
-from router.text.work import Payload, TextWork
+from router.text.work import TextWork
 from router.tokens.tokenizer import Tokenizer
 from tests.fakes.text_workers import InProcess
 from tests.fakes.waiting import PATIENCE, eventually
@@ -108,7 +117,7 @@ async def lane(monkeypatch: pytest.MonkeyPatch, spawned: Spawned) -> AsyncIterat
         await each.close()
 
 
-async def ask(lane: WorkerLane, *texts: str) -> list[asyncio.Task[tuple[JobResult, Payload]]]:
+async def ask(lane: WorkerLane, *texts: str) -> list[asyncio.Task[JobAnswer]]:
     """Return jobs that have reached a worker or the queue by now: that takes at most one turn of the loop."""
     jobs = [asyncio.create_task(lane.run(TEXTS, msgspec.msgpack.encode([text]))) for text in texts]
     await asyncio.sleep(0)
@@ -242,9 +251,7 @@ async def test_a_client_that_leaves_costs_no_worker_and_no_turn(
 class Silent(TextChannel):
     """A worker that answers when the test says so, however long that takes."""
 
-    def ask(
-        self, job: Job | WorkerSettings, payload: Payload, seconds: float
-    ) -> Future[tuple[JobResult, Payload]]:
+    def ask(self, job: Job | WorkerSettings, payload: Payload, seconds: float) -> Future[JobAnswer]:
         self.answer = asyncio.get_running_loop().create_future()
         return self.answer
 
