@@ -8,44 +8,12 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import InvalidRequest
-from router.apis.renamed_fields import refuse_fields
 from router.grammar.fields import StructuredOutputs
+from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
 from router.requests.openai_schema import CompletionRequest, Text
 
 DEFAULT_TOKENS = 128  # as in SGLang, or what the context leaves
-# Names in refusals: field of the completions request -> field of the client's request.
-NAMES = {
-    "prompt": "text",
-    "logprobs": "top_logprobs_num",
-    "cache_salt": "extra_key",
-    "max_tokens": "sampling_params.max_new_tokens",
-    "min_tokens": "sampling_params.min_new_tokens",
-    "seed": "sampling_params.sampling_seed",
-    "include_stop_str_in_output": "sampling_params.no_stop_trim",
-    "structured_outputs": "sampling_params",
-    **{
-        name: f"sampling_params.{name}"
-        for name in (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "logit_bias",
-            "stop",
-            "stop_token_ids",
-            "ignore_eos",
-            "skip_special_tokens",
-            "n",
-            "json_schema",
-            "regex",
-            "ebnf",
-        )
-    },
-}
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +45,26 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     spaces_between_special_tokens: Any = None
     custom_params: Any = None
     stream_interval: Any = None
+
+
+# Fields of the completions request that `sampling_params` has: their names here.
+_SAMPLING = {
+    **{
+        name: name for name in CompletionRequest.__struct_fields__ if name in SamplingFields.__struct_fields__
+    },
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "include_stop_str_in_output": "no_stop_trim",
+}
+# Names in refusals: field of the completions request -> field of the client's request.
+NAMES = {
+    "prompt": "text",
+    "logprobs": "top_logprobs_num",
+    "cache_salt": "extra_key",
+    "structured_outputs": "sampling_params",
+    **{name: f"sampling_params.{own}" for name, own in _SAMPLING.items()},
+}
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,26 +157,7 @@ def read_generate(raw: bytes | bytearray) -> GenerateTask:
         model=request.model,
         return_hidden_states=request.return_hidden_states,
         prompt=prompt,
-        max_tokens=sampling.max_new_tokens,
-        min_tokens=sampling.min_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias=sampling.logit_bias,
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        ignore_eos=sampling.ignore_eos,
-        skip_special_tokens=sampling.skip_special_tokens,
-        include_stop_str_in_output=sampling.no_stop_trim,
-        seed=sampling.sampling_seed,
-        n=sampling.n,
-        json_schema=sampling.json_schema,
-        regex=sampling.regex,
-        ebnf=sampling.ebnf,
+        **{name: getattr(sampling, own) for name, own in _SAMPLING.items()},
         structured_outputs=None
         if sampling.structural_tag is None
         else StructuredOutputs(structural_tag=sampling.structural_tag),

@@ -9,8 +9,8 @@ from msgspec import Meta
 
 from common.errors import InvalidRequest
 from router.apis.chat_builder import ChatBuilder, ChatPart, image_part, text_part, unsupported_part
-from router.apis.renamed_fields import refuse_fields
 from router.requests.chat_fields import EFFORTS
+from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
 from router.requests.openai_schema import MAX_MESSAGES, MAX_PARTS, ChatRequest, Text
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
-
-import msgspec
 
 from common.errors import InvalidRequest
 
@@ -31,20 +28,3 @@ def _renamed(param: str, names: Mapping[str, str]) -> tuple[str, str] | None:
     found = [name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))]
     inner = max(found, key=len, default=None)
     return None if inner is None else (inner, names[inner])
-
-
-def refuse_fields(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
-    """Raise InvalidRequest for a field that is not supported, unless its value has no effect.
-
-    `neutral`: field -> values without effect, besides null.
-    """
-    for field, values in neutral.items():
-        given = getattr(request, field)
-        if given is None or any(type(given) is type(value) and given == value for value in values):
-            continue
-        remedy = (
-            f"leave it out or send {msgspec.json.encode(values[0]).decode()}" if values else "leave it out"
-        )
-        raise InvalidRequest(
-            f"{where}{field} is not supported by this version of tandem; {remedy}", param=f"{where}{field}"
-        )

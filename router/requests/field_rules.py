@@ -7,7 +7,7 @@ one warning per name, or refused if the cluster file sets `router.strict_fields`
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -113,6 +113,19 @@ def undeclared(raw: bytes | bytearray, declared: frozenset[str]) -> tuple[str, .
         elif len(unknown) < MAX_REPORTED:
             unknown.append(name[:MAX_NAME])
     return tuple(unknown)
+
+
+def refuse_fields(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
+    """Raise InvalidRequest for the first field that is not supported, unless its value has no effect.
+
+    Args:
+        neutral: field -> values without effect, besides null; `request` may lack fields of it.
+        where: the path of `request`, which precedes the name of the field.
+    """
+    for field, values in neutral.items():
+        value = getattr(request, field, None)
+        if value is not None:
+            refuse_unless_neutral(f"{where}{field}", value, values)
 
 
 def refuse_unless_neutral(field: str, value: Any, neutral: tuple[Any, ...]) -> None:

@@ -19,7 +19,7 @@ from common.messages.generation import MAX_ALLOWED, MAX_BAD_WORDS, MAX_BIASES
 from router.grammar.constraint import read_constraint, with_schema_texts
 from router.grammar.fields import ConstraintFields
 from router.requests.chat_fields import Identity, NamedChoice, Tool, ToolCall
-from router.requests.field_rules import refuse_unless_neutral
+from router.requests.field_rules import refuse_fields
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
@@ -185,7 +185,7 @@ def honoured(request: type[SharedFields]) -> list[str]:
 
 def refuse_unsupported(request: SharedFields) -> None:
     """Raise InvalidRequest for the first field that would change the answer but is not supported."""
-    _refuse(request, NOT_YET, "")
+    refuse_fields(request, NOT_YET)
     if isinstance(request, ChatRequest):
         refuse_unsupported_messages(request.messages)
 
@@ -193,14 +193,7 @@ def refuse_unsupported(request: SharedFields) -> None:
 def refuse_unsupported_messages(messages: Sequence[Message]) -> None:
     """Raise InvalidRequest for the first field of a message that is not supported."""
     for index, message in enumerate(messages):
-        _refuse(message, MESSAGE_NOT_YET, f"messages[{index}].")
-
-
-def _refuse(struct: msgspec.Struct, not_yet: dict[str, tuple[Any, ...]], where: str) -> None:
-    for field, neutral in not_yet.items():
-        value = getattr(struct, field, None)
-        if value is not None:
-            refuse_unless_neutral(f"{where}{field}", value, neutral)
+        refuse_fields(message, MESSAGE_NOT_YET, f"messages[{index}].")
 
 
 def prompts(request: CompletionRequest, max_tokens: int) -> list[str | TokenIds]:
