@@ -76,6 +76,13 @@ class ChatBuilder:
         return last
 
 
+def required(value: str | None, where: str) -> str:
+    """Return the value of a field that must not be empty. Raises InvalidRequest, which names it."""
+    if not value:
+        raise InvalidRequest(f"{where} is missing", param=where)
+    return value
+
+
 def unsupported_part(kind: str, where: str, known: str) -> InvalidRequest:
     """Return the refusal of a part of a conversation whose type is not served."""
     return InvalidRequest(f"{where} has type {kind[:100]!r}; send {known}", param=where)

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import InvalidRequest
-from router.apis.chat_builder import ChatBuilder, ChatPart, image_part, text_part, unsupported_part
+from router.apis.chat_builder import ChatBuilder, ChatPart, image_part, required, text_part, unsupported_part
 from router.requests.chat_fields import EFFORTS
 from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
@@ -220,10 +220,10 @@ def _add_message(chat: ChatBuilder, message: InputMessage, where: str) -> None:
 def _add_block(chat: ChatBuilder, block: ContentBlock, where: str) -> None:
     match block.type:
         case "tool_use":
-            name = _required(block.name, f"{where}.name")
-            chat.add_call(_required(block.id, f"{where}.id"), name, block.input or {})
+            name = required(block.name, f"{where}.name")
+            chat.add_call(required(block.id, f"{where}.id"), name, block.input or {})
         case "tool_result":
-            identity = _required(block.tool_use_id, f"{where}.tool_use_id")
+            identity = required(block.tool_use_id, f"{where}.tool_use_id")
             chat.add_result(identity, _result(block.content, f"{where}.content"))
         case "thinking":
             chat.add_reasoning(block.thinking or "")
@@ -261,12 +261,6 @@ def _part(block: ContentBlock, where: str) -> ChatPart:
     raise unsupported_part(block.type, where, "text with `text`, and image with a base64 or url `source`")
 
 
-def _required(value: str | None, where: str) -> str:
-    if not value:
-        raise InvalidRequest(f"{where} is missing", param=where)
-    return value
-
-
 def _response_format(given: OutputFormat) -> dict[str, Any]:
     if given.type != "json_schema" or given.schema is None:
         raise InvalidRequest(
@@ -291,7 +285,7 @@ def _tool(tool: ClientTool, where: str) -> dict[str, Any]:
 
 def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
     if choice.type == "tool":
-        return {"type": "function", "function": {"name": _required(choice.name, "tool_choice.name")}}
+        return {"type": "function", "function": {"name": required(choice.name, "tool_choice.name")}}
     if choice.type not in _CHOICES:
         raise unsupported_part(choice.type, "tool_choice", "auto, any, none or tool")
     return _CHOICES[choice.type]

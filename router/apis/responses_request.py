@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import InvalidRequest
-from router.apis.chat_builder import ChatBuilder, ChatPart, image_part, text_part, unsupported_part
+from router.apis.chat_builder import ChatBuilder, ChatPart, image_part, required, text_part, unsupported_part
 from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
 from router.requests.openai_schema import MAX_MESSAGES, MAX_PARTS, ChatRequest, Text
@@ -226,11 +226,11 @@ def _add_item(chat: ChatBuilder, item: InputItem, where: str) -> None:
             role = "system" if item.role == "developer" else item.role
             chat.add_message(role, _parts(item.content, f"{where}.content"))
         case "function_call":
-            name = _required(item.name, f"{where}.name")
-            chat.add_call(_required(item.call_id, f"{where}.call_id"), name, item.arguments or "{}")
+            name = required(item.name, f"{where}.name")
+            chat.add_call(required(item.call_id, f"{where}.call_id"), name, item.arguments or "{}")
         case "function_call_output":
             parts = _parts(item.output, f"{where}.output")
-            chat.add_result(_required(item.call_id, f"{where}.call_id"), parts)
+            chat.add_result(required(item.call_id, f"{where}.call_id"), parts)
         case "reasoning":
             if isinstance(item.content, list):
                 chat.add_reasoning("".join(part.text or "" for part in item.content))
@@ -256,12 +256,6 @@ def _parts(content: str | list[InputPart] | None, where: str) -> list[ChatPart]:
     return parts
 
 
-def _required(value: str | None, where: str) -> str:
-    if not value:
-        raise InvalidRequest(f"{where} is missing", param=where)
-    return value
-
-
 def _response_format(text: TextOptions | None) -> dict[str, Any] | None:
     if text is None or text.format is None or text.format.type == "text":
         return None
@@ -276,7 +270,7 @@ def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
     if tool.type != "function":
         raise unsupported_part(tool.type, where, "functions: this server runs no tools of its own")
     function = {
-        "name": _required(tool.name, f"{where}.name"),
+        "name": required(tool.name, f"{where}.name"),
         "description": tool.description,
         "parameters": tool.parameters,
         "strict": tool.strict,
@@ -292,7 +286,7 @@ def _tool_choice(choice: str | FunctionChoice | None) -> str | dict[str, Any] | 
         return choice
     if choice.type != "function":
         raise unsupported_part(choice.type, "tool_choice", "none, auto, required or a function")
-    return {"type": "function", "function": {"name": _required(choice.name, "tool_choice.name")}}
+    return {"type": "function", "function": {"name": required(choice.name, "tool_choice.name")}}
 
 
 def _shown(request: ResponsesRequest) -> dict[str, Any]:

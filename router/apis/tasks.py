@@ -16,6 +16,7 @@ from router.requests.field_rules import undeclared
 from router.requests.openai_schema import compact_chat, compact_completion
 
 T = TypeVar("T", bound=msgspec.Struct)
+ChatTask = TypeVar("ChatTask", MessagesTask, ResponsesTask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,7 @@ def _compact_generate(task: GenerateTask) -> GenerateTask:
     return msgspec.structs.replace(task, completion=compact)
 
 
-def _compact_responses(task: ResponsesTask) -> ResponsesTask:
-    return msgspec.structs.replace(task, chat=compact_chat(task.chat))
-
-
-def _compact_messages(task: MessagesTask) -> MessagesTask:
+def _compact_chat(task: ChatTask) -> ChatTask:
     return msgspec.structs.replace(task, chat=compact_chat(task.chat))
 
 
@@ -72,10 +69,10 @@ RESPONSES: TaskReader[ResponsesTask] = TaskReader(
     ResponsesTask,
     frozenset(ResponsesRequest.__struct_fields__),
     read_responses,
-    _compact_responses,
+    _compact_chat,
 )
 MESSAGES: TaskReader[MessagesTask] = TaskReader(
-    "messages", MessagesTask, frozenset(MessagesRequest.__struct_fields__), read_messages, _compact_messages
+    "messages", MessagesTask, frozenset(MessagesRequest.__struct_fields__), read_messages, _compact_chat
 )
 COUNT: TaskReader[MessagesTask] = TaskReader(
     "count_tokens",
@@ -83,7 +80,7 @@ COUNT: TaskReader[MessagesTask] = TaskReader(
     # what else a request for an answer has does not change its prompt
     frozenset(MessagesRequest.__struct_fields__),
     read_count,
-    _compact_messages,
+    _compact_chat,
 )
 READERS: dict[str, TaskReader[Any]] = {
     reader.api: reader for reader in (GENERATE, RESPONSES, MESSAGES, COUNT)

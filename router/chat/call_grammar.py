@@ -14,9 +14,9 @@ from enum import Enum, auto
 from typing import Any
 
 from router.chat.call_formats import CallFormat
+from router.grammar.lark import ANY_TEXT, quoted
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-_TEXT = "/(?s:.*)/"
 _BLANKS = r"/[ \n]{0,4}/"
 
 
@@ -103,7 +103,7 @@ class CallGrammars:
         ]
         rest = self._listed(form.opening.removeprefix(form.trigger), several=bool(form.opening))
         rules.append(f"piece: {_sequence(self._until('begin', form.trigger, rules), rest)}")
-        start = _sequence(self._thought(thought, rules), f"piece* {_TEXT}")
+        start = _sequence(self._thought(thought, rules), f"piece* {ANY_TEXT}")
         return _grammar([f"start: {start}", f"call: {' | '.join(names)}", *rules], schemas)
 
     def _beginning(
@@ -126,7 +126,7 @@ class CallGrammars:
             names.append(f"begin_{index} @args_{index} {end}")
         spelled_out = f"/(?s:.*){re.escape(form.marker)}(?s:.*)/"
         rules += [
-            f"OTHER: {_TEXT} & ~/{form.lookalike}(?s:.*)/ & ~{spelled_out}",
+            f"OTHER: {ANY_TEXT} & ~/{form.lookalike}(?s:.*)/ & ~{spelled_out}",
             f"call: {' | '.join(names)}",
         ]
         marker = self._literal(form.marker)
@@ -189,8 +189,8 @@ class CallGrammars:
         """Return the rule of any text up to and including `end`."""
         special = self._special.get(end)
         if special is not None:
-            return f"{_TEXT} <[{special}]>"
-        rules.append(f"{rule}[suffix={json.dumps(end)}]: {_TEXT}")
+            return f"{ANY_TEXT} <[{special}]>"
+        rules.append(f"{rule}[suffix={json.dumps(end)}]: {ANY_TEXT}")
         return rule
 
     def _thought(self, thought: Thought, rules: list[str]) -> str:
@@ -207,9 +207,9 @@ class CallGrammars:
         """Return the rule of exactly this text; special tokens in it by their ids."""
         parts, start = list[str](), 0
         for match in self._pattern.finditer(text):
-            parts += [_quoted(text[start : match.start()]), f"<[{self._special[match[0]]}]>"]
+            parts += [quoted(text[start : match.start()]), f"<[{self._special[match[0]]}]>"]
             start = match.end()
-        return _sequence(*parts, _quoted(text[start:]))
+        return _sequence(*parts, quoted(text[start:]))
 
 
 def _is_text(schema: Any) -> bool:
@@ -225,8 +225,3 @@ def _grammar(lines: list[str], schemas: dict[str, str]) -> CallGrammar:
 
 def _sequence(*parts: str) -> str:
     return " ".join(part for part in parts if part)
-
-
-def _quoted(text: str) -> str:
-    """Return a literal of Lark, whose strings have the escapes of JSON."""
-    return json.dumps(text, ensure_ascii=False) if text else ""

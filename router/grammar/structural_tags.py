@@ -5,7 +5,6 @@ The form is the one that vLLM and SGLang take: `structures` of `begin`, `schema`
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Annotated
@@ -14,10 +13,10 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import InvalidRequest
+from router.grammar.lark import ANY_TEXT, quoted
 
 MAX_TAGS, MAX_TRIGGERS = 128, 16
 _Marker = Annotated[str, Meta(min_length=1, max_length=256)]
-_TEXT = "/(?s:.*)/"
 
 
 class Tag(msgspec.Struct, frozen=True, array_like=True):
@@ -88,9 +87,9 @@ def tags_grammar(form: Tags, special: Mapping[str, int]) -> tuple[str, dict[str,
     def literal(text: str) -> str:
         parts, start = list[str](), 0
         for match in pattern.finditer(text):
-            parts += [_quoted(text[start : match.start()]), f"<[{special[match[0]]}]>"]
+            parts += [quoted(text[start : match.start()]), f"<[{special[match[0]]}]>"]
             start = match.end()
-        return " ".join(part for part in (*parts, _quoted(text[start:])) if part)
+        return " ".join(part for part in (*parts, quoted(text[start:])) if part)
 
     rules, schemas = list[str](), dict[str, str]()
     for number, trigger in enumerate(form.triggers):
@@ -107,18 +106,13 @@ def tags_grammar(form: Tags, special: Mapping[str, int]) -> tuple[str, dict[str,
                 rest = literal(tag.begin.removeprefix(trigger))
                 rules.append(f"tag_{index}: {rest} @content_{index} {literal(tag.end)}".rstrip())
         if trigger in special:
-            rules.append(f"begin_{number}: {_TEXT} <[{special[trigger]}]>")
+            rules.append(f"begin_{number}: {ANY_TEXT} <[{special[trigger]}]>")
         elif pattern.search(trigger):
             raise ValueError(
                 f"the trigger {trigger[:80]!r} has a special token in it; make the trigger this token and nothing else"
             )
         else:
-            rules.append(f"begin_{number}[suffix={_quoted(trigger)}]: {_TEXT}")
+            rules.append(f"begin_{number}[suffix={quoted(trigger)}]: {ANY_TEXT}")
         rules.append(f"piece_{number}: begin_{number} ({' | '.join(names)})")
     pieces = " | ".join(f"piece_{number}" for number in range(len(form.triggers)))
-    return "\n".join([f"start: ({pieces})* {_TEXT}", *rules]), schemas
-
-
-def _quoted(text: str) -> str:
-    """Return a literal of Lark, whose strings have the escapes of JSON."""
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    return "\n".join([f"start: ({pieces})* {ANY_TEXT}", *rules]), schemas
