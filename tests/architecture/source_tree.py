@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +33,11 @@ class Module:
         return ast.parse(self.text, filename=self.place)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree, in the order of `ast.walk`, which takes longer than most of its users."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def imports(self) -> list[Import]:
         package = self.name if self.place.endswith("__init__.py") else self.name.rpartition(".")[0]
         return list(_imports(self.tree, package, "", False))
@@ -50,9 +55,9 @@ def _imports(node: ast.AST, package: str, scope: str, type_checking: bool) -> It
                 base = ".".join([*parent, base] if base else parent)
             for alias in child.names:  # `from a import b`: b may be a module of a
                 yield Import(f"{base}.{alias.name}", child.lineno, scope, type_checking)
-        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            name = getattr(child, "name", "lambda")
-            yield from _imports(child, package, f"{scope}.{name}" if scope else name, type_checking)
+        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            name = f"{scope}.{child.name}" if scope else child.name
+            yield from _imports(child, package, name, type_checking)
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             for statement in child.body:
                 yield from _imports(ast.Module(body=[statement], type_ignores=[]), package, scope, True)
@@ -60,19 +65,32 @@ def _imports(node: ast.AST, package: str, scope: str, type_checking: bool) -> It
                 yield from _imports(
                     ast.Module(body=[statement], type_ignores=[]), package, scope, type_checking
                 )
-        else:
+        elif not isinstance(child, ast.expr):  # no expression contains an import
             yield from _imports(child, package, scope, type_checking)
 
 
 def modules(packages: Iterable[str] = PACKAGES) -> list[Module]:
-    """Return every module of the given top-level packages."""
+    """Return every module of the given top-level packages. Tests of one process share their syntax trees."""
+    return [module for package in packages for module in _modules(package)]
+
+
+@cache
+def _modules(package: str) -> list[Module]:
     found: list[Module] = []
-    for package in packages:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found.append(Module(name, str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")))
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found.append(Module(name, str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")))
     return found
+
+
+def dotted(node: ast.expr) -> str | None:
+    """Return the text of a name or of attributes of one, such as `torch.load`; None for other expressions."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None
 
 
 def resolve(target: str, known: Iterable[str]) -> str | None:

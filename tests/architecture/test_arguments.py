@@ -28,7 +28,7 @@ def test_nobody_has_to_pass_many_arguments() -> None:
 
 
 def _too_many(module: Module) -> Iterator[str]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, (ast.ClassDef, Function)):
             continue
         count = 0

@@ -32,7 +32,7 @@ def _places(code: Iterable[Module]) -> dict[str, list[str]]:
     """Return the modules of each class name."""
     places: dict[str, list[str]] = defaultdict(list)
     for module in code:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(module.place)
     return places

@@ -23,11 +23,13 @@ KERNELS = ("kernel", "kernel_with_varying")
 
 def odd_prose(module: Module) -> Iterator[tuple[int, str]]:
     """Yield (line, first words) of the docstrings and comments that break a rule."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, Documented) or (text := ast.get_docstring(node)) is None:
             continue
         if HALF.match(text) or ODD_WORD.search(text) or (_is_function(node) and NOUN.match(text)):
             yield node.body[0].lineno, text[:80]
+    if "# Of " not in module.text and not ODD_WORD.search(module.text):
+        return
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
         if token.type == tokenize.COMMENT and (
             token.string.startswith("# Of ") or ODD_WORD.search(token.string)

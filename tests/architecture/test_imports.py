@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.architecture.source_tree import (
     ROOT,
     Import,
     Module,
+    dotted,
     imported,
     modules,
     resolve,
@@ -96,8 +98,10 @@ def _is_under(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
 
 
-def _third_party(module: Module) -> set[str]:
-    light = WITHOUT_TORCH.get(module.name)
+@cache
+def _third_party(name: str) -> set[str]:
+    """Return the packages from elsewhere that a module imports."""
+    module, light = MODULES[name], WITHOUT_TORCH.get(name)
     return {
         each.target.partition(".")[0]
         for each in module.imports
@@ -141,6 +145,7 @@ def _chain(name: str, came_from: dict[str, str]) -> str:
     return " <- ".join(chain)
 
 
+@cache
 def _run_graph() -> dict[str, set[str]]:
     """Return what importing each module runs: its imports, and the packages above them."""
     return {
@@ -154,21 +159,18 @@ def _run_graph() -> dict[str, set[str]]:
     }
 
 
-RUN_GRAPH = _run_graph()
-
-
 def test_control_plane_never_reaches_torch() -> None:
     """This covers router, kv_transfer and common's control plane; kv_transfer.transport may touch device memory."""
     heavy = []
     for name in MODULES:
         if _area(name) not in ("router", "control", "kv_transfer") or _is_under(name, TRANSPORTS):
             continue
-        came_from = _reaches(name, RUN_GRAPH)
+        came_from = _reaches(name, _run_graph())
         heavy += [
             f"{_chain(each, came_from)} imports {package}"
             for each in came_from
             if not _is_under(each, TRANSPORTS)
-            for package in sorted(_third_party(MODULES[each]).intersection(HEAVY))
+            for package in sorted(_third_party(each).intersection(HEAVY))
         ]
     assert not heavy, "\n".join(heavy)
 
@@ -187,12 +189,12 @@ def test_control_plane_never_reaches_torch() -> None:
 )
 def test_schedulers_import_no_torch(name: str) -> None:
     """Schedulers of nodes decide without a device and hand plans to a worker."""
-    came_from = _reaches(name, RUN_GRAPH)
+    came_from = _reaches(name, _run_graph())
     heavy = [
         f"{_chain(each, came_from)} imports {package}"
         for each in came_from
         if not _is_under(each, TRANSPORTS)
-        for package in sorted(_third_party(MODULES[each]).intersection(HEAVY))
+        for package in sorted(_third_party(each).intersection(HEAVY))
     ]
     assert not heavy, "\n".join(heavy)
 
@@ -201,7 +203,7 @@ def _reached_by(*entries: str) -> dict[str, str]:
     """Return what a process imports from these entries. Names in tables ("module:attribute") are not followed."""
     came_from: dict[str, str] = {}
     for entry in entries:
-        came_from = _reaches(entry, RUN_GRAPH) | came_from
+        came_from = _reaches(entry, _run_graph()) | came_from
     return came_from
 
 
@@ -320,9 +322,9 @@ def test_no_dynamic_import() -> None:
     for module in MODULES.values():
         if module.name == "common.named":
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Call):
-                called = ast.unparse(node.func)
+                called = dotted(node.func)
                 if called in ("__import__", "importlib.import_module", "import_module"):
                     wrong.append(f"{module.place}:{node.lineno} {called}")
     assert not wrong, "\n".join(wrong)
@@ -333,7 +335,7 @@ def test_no_relative_import() -> None:
     wrong = [
         f"{module.place}:{node.lineno}"
         for module in MODULES.values()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.ImportFrom) and node.level
     ]
     assert not wrong, "\n".join(wrong)

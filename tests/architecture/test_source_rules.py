@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-from tests.architecture.source_tree import ROOT, Module, modules
+from tests.architecture.source_tree import ROOT, Module, dotted, modules
 
 MODULES = modules()
 MAX_LINES = 400
@@ -65,8 +65,8 @@ def _dangers(module: Module) -> Iterator[str]:
         found = names & (DANGEROUS_MODULES | DANGEROUS_CALLS)
         if found and not (module.place.startswith(TRAINING) and found <= OWN_WORKERS):
             yield f"{module.place}:{each.line} imports {each.target}"
-    full_names = dict(_full_names(module.tree))
-    for node in ast.walk(module.tree):
+    full_names = dict(_full_names(module.nodes))
+    for node in module.nodes:
         if not isinstance(node, ast.Call):
             continue
         called = _called(node.func, full_names)
@@ -87,9 +87,9 @@ def _dangers(module: Module) -> Iterator[str]:
                 yield f"{module.place}:{node.lineno} runs a shell"
 
 
-def _full_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
+def _full_names(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
     """Yield (name in this module, full name) of the names bound by `import a.b as c` and `from a import b as c`."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield (
@@ -103,7 +103,7 @@ def _full_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 def _called(function: ast.expr, full_names: dict[str, str]) -> str:
     """Return the dotted name of the called function, whatever its imported alias."""
-    first, dot, rest = ast.unparse(function).partition(".")
+    first, dot, rest = (dotted(function) or ast.unparse(function)).partition(".")
     return f"{full_names.get(first, first)}{dot}{rest}"
 
 
@@ -122,14 +122,14 @@ def test_no_role_flags() -> None:
     flags = [
         f"{module.place}: {name}"
         for module in MODULES
-        for name in sorted(set(_identifiers(module.tree)))
+        for name in sorted(set(_identifiers(module.nodes)))
         if ROLE_FLAGS.search(name.lower())
     ]
     assert not flags, "\n".join(flags)
 
 
-def _identifiers(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _identifiers(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Name):
             yield node.id
         elif isinstance(node, ast.Attribute):
@@ -269,7 +269,7 @@ def test_only_formats_know_how_products_keep_their_weights() -> None:
         for module in MODULES
         if module.place.startswith(("common/", "prefill_node/", "decode_node/"))
         if not module.place.startswith("common/engine/formats/") and module.place not in owners
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Attribute) and node.attr == "weight"
     ]
     assert not wrong, "\n".join(wrong)
@@ -283,7 +283,7 @@ def test_forward_code_does_not_know_its_rank() -> None:
         for module in MODULES
         if module.place.startswith(("common/engine/", "prefill_node/", "decode_node/"))
         if module.place not in builders
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Attribute) and node.attr in ("rank", "size") and "shard" in ast.unparse(node)
     ]
     assert not wrong, "\n".join(wrong)
