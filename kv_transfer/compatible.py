@@ -52,7 +52,12 @@ def _planes_differ(prefill: Plane | None, decode: Plane | None) -> str:
     if prefill.dtype != decode.dtype:
         return (
             f"KV dtype of {prefill.where} differs: prefill node has {prefill.dtype}, decode node has "
-            f"{decode.dtype}; set the same model.dtype on both"
+            f"{decode.dtype}; set the same model.dtype and kv.dtype on both"
+        )
+    if prefill.scale != decode.scale:
+        return (
+            f"KV scale of {prefill.where} differs: prefill node has {prefill.scale}, decode node has "
+            f"{decode.scale}; serve the same checkpoint on both (model.path)"
         )
     return f"KV planes differ: prefill node has {_shown(prefill)}, decode node has {_shown(decode)}; {remedy}"
 

@@ -182,7 +182,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
 def _warm_up(forwards: Forwards, served: ServingModel, sizes: PromptSizes, log: Log) -> None:
     """Run what no graph has run yet, so that the first requests do not wait for kernels to compile."""
     started, layout, rope = time.monotonic(), forwards.layout, served.config.rope
-    forwards.attention.warm_up(served.heads, sizes.chunk_tokens, sizes.max_batch)
+    forwards.attention.warm_up(served.heads, served.placement.dtype, sizes.chunk_tokens, sizes.max_batch)
     device, keeps_state = served.placement.device, layout.num_slots > 0
     warm_up(forwards.target.forward, forwards.draft, layout.page_size, device, rope.axes, keeps_state)
     images_run = forwards.vision.embeds.warm_up()

@@ -119,8 +119,12 @@ FOREIGN: tuple[Foreign, ...] = (
         "write prefill.pool_tokens and decode.pool_tokens, the KV pool of each node in tokens",
     ),
     Foreign(
-        ("kv_cache_dtype", "calculate_kv_scales"),
-        f"pages have the type that the model computes in (model.dtype); of other types {NONE_HERE}",
+        ("kv_cache_dtype",),
+        "write kv.dtype: fp8, which stores keys and values as e4m3, or auto, in the type that the model computes in",
+    ),
+    Foreign(
+        ("calculate_kv_scales",),
+        "kv.dtype: fp8 takes scales from the checkpoint, and 1 where it has none; leave it out",
     ),
     Foreign(
         ("enable_prefix_caching", "disable_radix_cache"), "write prefill.prefix_cache and decode.prefix_cache"

@@ -9,6 +9,7 @@ from common.checkpoint.dtype_name import dtype_name
 from common.checkpoint.model_config import ModelConfig, model_fingerprint
 from common.config.schema import Cluster, DecodeSection, PrefillSection, Speculation
 from common.config.transport_choice import choose_layers, choose_transport
+from common.kv_cache.kv_values import AS_COMPUTED, FP8, KvValues
 from common.kv_cache.pool_spec import pool_spec
 from common.node_plan import (
     ModelPlan,
@@ -53,7 +54,7 @@ def node_plan(
         name=name,
         device=own.device,
         threads=cluster.process.threads,
-        spec=pool_spec(config, drafting, cluster.kv.page_size, dtype),
+        spec=pool_spec(config, drafting, cluster.kv.page_size, dtype, _kv_values(cluster)),
         pool=own.pool,
         max_rows=own.max_rows,
         state_slots=own.state_slots,
@@ -88,6 +89,11 @@ def node_plan(
             timeout=health.router_timeout,
         ),
     )
+
+
+def _kv_values(cluster: Cluster) -> KvValues:
+    """Return how the pages of all nodes store keys and values."""
+    return KvValues(FP8) if cluster.kv.dtype == "fp8" else AS_COMPUTED
 
 
 def pool_budget(name: str, section: PrefillSection | DecodeSection, device_name: str) -> PoolBudget:

@@ -68,6 +68,8 @@ class Kv(Section, frozen=True, kw_only=True):
     """The paged KV cache; equal on all nodes."""
 
     page_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens per page
+    # How pages store keys and values; auto: in the dtype of the model.
+    dtype: Literal["auto", "fp8"] = "auto"
 
 
 class PlacementSection(Section, frozen=True, kw_only=True):

@@ -49,12 +49,16 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
     axis: Annotated[int, msgspec.Meta(ge=0, le=3)] = 0  # the sharded axis of `entry`
     # Runs of that axis, each divided among the ranks by heads; (): every rank holds the whole axis.
     groups: Annotated[tuple[HeadGroup, ...], msgspec.Meta(max_length=16)] = ()
+    # What stored values are multiplied by; a power of two. 1 unless they are stored in eight bits.
+    scale: Annotated[float, msgspec.Meta(gt=0)] = 1.0
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"{self.where}: KV dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}")
         if self.axis >= len(self.entry):
             raise ValueError(f"{self.where}: axis {self.axis} of an entry with {len(self.entry)} axes")
+        if math.frexp(self.scale)[0] != 0.5:
+            raise ValueError(f"{self.where}: scale {self.scale} is not a power of two")
         covered = sum(group.heads * group.width for group in self.groups)
         if self.groups and covered != self.entry[self.axis]:
             raise ValueError(

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 
 from common.checkpoint.model_config import ModelConfig
+from common.kv_cache.kv_values import AS_COMPUTED, KvValues
 from common.kv_cache.layer_kinds import mixer_record
 from common.kv_cache.plane import Kept, Owner, Plane, Size
 from common.kv_cache.shard import Shard
@@ -49,12 +50,22 @@ class PoolSpec(msgspec.Struct, frozen=True):
         return replace(self, planes=tuple(planes))
 
 
-def pool_spec(target: ModelConfig, draft: ModelConfig | None, page_size: int, dtype: str) -> PoolSpec:
-    """Return the spec of a node that serves `target` with `draft`, both of which store values of `dtype`."""
+def pool_spec(
+    target: ModelConfig,
+    draft: ModelConfig | None,
+    page_size: int,
+    dtype: str,
+    values: KvValues = AS_COMPUTED,
+) -> PoolSpec:
+    """Return the spec of a node that serves `target` with `draft`, both of which compute in `dtype`.
+
+    Args:
+        values: how keys and values of both are stored.
+    """
     planes = model_planes("target", target, dtype)
     if draft is not None:
         planes += model_planes("draft", draft, dtype)
-    return PoolSpec(page_size, planes)
+    return PoolSpec(page_size, tuple(values.stored(plane) for plane in planes))
 
 
 def model_planes(owner: Owner, config: ModelConfig, dtype: str) -> tuple[Plane, ...]:

@@ -30,6 +30,7 @@ from common.engine.state.relay_state import RelayState
 from common.engine.state.state_rows import WindowShape
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.ipc import RouterSocket
+from common.kv_cache.kv_values import AS_COMPUTED, KvValues
 from common.kv_cache.layer_kinds import prompt_grid, window_widths
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.pool_spec import pool_spec
@@ -206,6 +207,7 @@ class Shape:
     change_prompts: Callable[[Forwards], Forwards] = lambda forwards: forwards
     prefills: int = 1
     model: ModelConfig = CONFIG
+    kv: KvValues = AS_COMPUTED  # how pages store keys and values
     target: CausalLM | None = None  # built for `model`; None: the tiny one
     decodes: int = 1
     fencing: bool = False
@@ -568,7 +570,7 @@ class NodeCluster:
         """The models as loaded at a node's start, with a pool of `pool_tokens`."""
         shape, draft = self.shape, self.shape.draft.serving()
         drafting = None if draft is None else draft.config.model
-        spec = pool_spec(shape.model, drafting, shape.page_size, "float32")
+        spec = pool_spec(shape.model, drafting, shape.page_size, "float32", shape.kv)
         pages = pool_tokens // shape.page_size
         return ServingModel(
             model=shape.target or tiny_model(aux=shape.draft.aux_layers, config=shape.model),

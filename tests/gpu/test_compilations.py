@@ -38,7 +38,7 @@ def test_no_prompt_batch_compiles_after_the_warm_up(compiled: list[str]) -> None
     heads, kv_heads, dim = 24, 6, 128  # used by no other test: nothing is compiled yet
     pool = plain_pool(2, kv_heads, dim, 16, 3, torch.bfloat16, torch.device("cuda"))
     attention = PromptAttention(pool, [None, 64])
-    attention.warm_up(heads, 8192, 200)
+    attention.warm_up(heads, torch.bfloat16, 8192, 200)
     assert any("_extend_kernel" in kernel for kernel in compiled)
     compiled.clear()
     for tokens, requests in (

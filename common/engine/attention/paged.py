@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from common.engine.attention.backend import LayerOperation, TokenSlots
@@ -33,7 +32,6 @@ class PagedAttention:
         layer = pool.attention_layer
         # of a model without attention layers: no shape, and nothing below asks for one
         self._kv_heads, self._head_dim = (1, 1) if layer is None else pool.key(layer).shape[2:]
-        self._dtype = torch.uint8 if layer is None else pool.key(layer).dtype
         self._scale = self._head_dim**-0.5 if scale is None else scale
         self._batch: ForwardBatch | None = None
 
@@ -63,23 +61,19 @@ class PagedAttention:
         eps: float,
     ) -> None:
         slots, (cos, sin) = self._planned().kv_slots, angles
-        planes = self.pool.key(layer), self.pool.value(layer)
-        rotary_kv_write(qkv, cos, sin, q_weight, k_weight, eps, *planes, slots)
+        planes, scales = (self.pool.key(layer), self.pool.value(layer)), self.pool.scales(layer)
+        rotary_kv_write(qkv, cos, sin, q_weight, k_weight, eps, *planes, slots, *scales)
 
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        batch, keys, values = self._planned(), self.pool.key(layer), self.pool.value(layer)
-        return self._attend(batch, query, keys, values, self._windows[layer])
+        return self._attend(self._planned(), query, layer)
 
-    def _attend(
-        self, batch: ForwardBatch, query: Tensor, keys: Tensor, values: Tensor, window: int | None
-    ) -> Tensor:
-        """Attend query [T, heads, D] over planes [num_pages, page_size, kv_heads, D] that hold the new tokens."""
+    def _attend(self, batch: ForwardBatch, query: Tensor, layer: int) -> Tensor:
+        """Attend query [T, heads, D] over the pages of a layer, which hold the new tokens."""
         if batch.mode is not ForwardMode.EXTEND or batch.tree_mask is not None:
             raise ValueError("decode steps and trees need StepAttention; this attention serves prompts")
-        starts, lengths = batch.query_start, batch.seq_lens
-        out: Tensor = extend_attention(
-            query, keys, values, batch.page_table, starts, lengths, window, self._scale
-        )
+        planes, scales = (self.pool.key(layer), self.pool.value(layer)), self.pool.scales(layer)
+        where, window = (batch.page_table, batch.query_start, batch.seq_lens), self._windows[layer]
+        out: Tensor = extend_attention(query, *planes, *where, window, self._scale, *scales)
         return out
 
     def mix(

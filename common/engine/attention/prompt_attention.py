@@ -16,7 +16,7 @@ from common.engine.state.pool import KvPool
 
 
 class PromptAttention(PagedAttention):
-    """PagedAttention that computes a whole prompt over the forward's own keys and values.
+    """PagedAttention that computes a whole prompt over the forward's own keys and values, as `store` rounded them.
 
     Args:
         whole_prompt_tokens: token counts of batches, including padding, at which a whole prompt is computed
@@ -31,43 +31,45 @@ class PromptAttention(PagedAttention):
         scale: float | None = None,
     ) -> None:
         super().__init__(pool, windows, scale)
-        able = (
-            pool.device.type == "cuda"
-            and self._dtype in (torch.float16, torch.bfloat16)
-            and self._head_dim <= MAX_HEAD_DIM
-        )
+        able = pool.device.type == "cuda" and self._head_dim <= MAX_HEAD_DIM
         self._whole_prompt_tokens = frozenset(whole_prompt_tokens) if able else frozenset()
 
     @torch.inference_mode()
-    def warm_up(self, heads: int, max_tokens: int, max_requests: int) -> None:
+    def warm_up(self, heads: int, dtype: torch.dtype, max_tokens: int, max_requests: int) -> None:
         """Compile all kernels that EXTEND batches can need, before serving: otherwise the first batch waits a second.
+
+        `dtype` is that of queries.
 
         Graphs are captured with one request, so capturing does not compile all of them. Reads page 0, writes nothing.
         """
-        pool, first = self.pool, self.pool.attention_layer
-        if pool.device.type != "cuda" or first is None:
+        pool = self.pool
+        if pool.device.type != "cuda" or pool.attention_layer is None:
             return
         kv_heads, head_dim = self._kv_heads, self._head_dim
         processors = multiprocessors(pool.device)
-        steps = shape_steps(max_tokens, heads, kv_heads, head_dim * self._dtype.itemsize, processors)
+        steps = shape_steps(max_tokens, heads, kv_heads, head_dim * dtype.itemsize, processors)
         crowds = {2, *(1 << bits for bits in range(7, (max_requests - 1).bit_length() + 1))}
-        for window, requests, tokens in itertools.product(set(self._windows), sorted(crowds), steps):
-            qkv = torch.zeros(tokens, heads + 2 * kv_heads, head_dim, dtype=self._dtype, device=pool.device)
+        # Layers that need the same kernels have the same window and the same scale.
+        kinds = {(self._windows[layer], pool.scales(layer)): layer for layer in pool.attention_layers}
+        for layer, requests, tokens in itertools.product(kinds.values(), sorted(crowds), steps):
+            qkv = torch.zeros(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, device=pool.device)
             starts = torch.zeros(requests + 1, dtype=torch.int32, device=pool.device)
             starts[1:] = tokens
             pages = torch.zeros(requests, 1, dtype=torch.int32, device=pool.device)
-            planes = pool.key(first), pool.value(first)
-            extend_attention(
-                qkv[:, :heads], *planes, pages, starts, pages[:, 0].contiguous(), window, self._scale
-            )
+            planes, window = (pool.key(layer), pool.value(layer)), self._windows[layer]
+            where, scales = (pages, starts, pages[:, 0].contiguous()), pool.scales(layer)
+            extend_attention(qkv[:, :heads], *planes, *where, window, self._scale, *scales)
 
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if (live := self._whole_prompt_rows(query.shape[0], self._windows[layer])) is not None:
+        if (live := self._whole_prompt_rows(query, self._windows[layer])) is not None:
             return attend_padded_prompt(query, key, value, live, self._scale)
         return super().forward(layer, query, key, value)
 
-    def _whole_prompt_rows(self, rows: int, window: int | None) -> int | None:
+    def _whole_prompt_rows(self, query: Tensor, window: int | None) -> int | None:
         """Return the live rows of a whole prompt that may be computed without pages, or None."""
+        rows = query.shape[0]
         if rows not in self._whole_prompt_tokens or (window is not None and window < rows):
+            return None
+        if query.dtype not in (torch.float16, torch.bfloat16):
             return None
         return whole_prompt_rows(self._planned(), rows)

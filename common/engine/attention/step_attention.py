@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -47,24 +48,35 @@ class StepAttention(PagedAttention):
         assert stored_layer == layer, f"layer {stored_layer} was stored, layer {layer} attends"
         batch, planes = self._planned(), (self.pool.key(layer), self.pool.value(layer))
         lengths, window = (batch.seq_lens, batch.max_seq_len), self._windows[layer]
-        return rotary_decode(qkv, *new, *planes, batch.page_table, *lengths, window, self._scale)
+        scales = self._scale, *self.pool.scales(layer)
+        return rotary_decode(qkv, *new, *planes, batch.page_table, *lengths, window, *scales)
 
-    def _attend(
-        self, batch: ForwardBatch, query: Tensor, keys: Tensor, values: Tensor, window: int | None
-    ) -> Tensor:
-        return attend_pages(batch, query, keys, values, window, self._scale)
+    def _attend(self, batch: ForwardBatch, query: Tensor, layer: int) -> Tensor:
+        pool = self.pool
+        planes = StoredPlanes(pool.key(layer), pool.value(layer), *pool.scales(layer))
+        return attend_pages(batch, query, planes, self._windows[layer], self._scale)
+
+
+class StoredPlanes(NamedTuple):
+    """Keys and values [num_pages, page_size, kv_heads, D], and what they are multiplied by."""
+
+    keys: Tensor
+    values: Tensor
+    key_scale: float = 1.0
+    value_scale: float = 1.0
 
 
 def attend_pages(
-    batch: ForwardBatch, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float
+    batch: ForwardBatch, query: Tensor, planes: StoredPlanes, window: int | None, scale: float
 ) -> Tensor:
-    """Attend query [T, heads, D] over planes [num_pages, page_size, kv_heads, D] that hold the batch's new tokens."""
+    """Attend query [T, heads, D] over planes that hold the batch's new tokens."""
     table, lengths, longest = batch.page_table, batch.seq_lens, batch.max_seq_len
+    keys, values, *scales = planes
     if batch.mode is ForwardMode.DECODE:
-        out: Tensor = decode_attention(query, keys, values, table, lengths, longest, window, scale)
+        out: Tensor = decode_attention(query, keys, values, table, lengths, longest, window, scale, *scales)
     elif batch.tree_mask is not None:
         tree = batch.tree_mask
-        out = verify_attention(query, keys, values, table, lengths, tree, longest, window, scale)
+        out = verify_attention(query, keys, values, table, lengths, tree, longest, window, scale, *scales)
     else:
-        out = extend_attention(query, keys, values, table, batch.query_start, lengths, window, scale)
+        out = extend_attention(query, keys, values, table, batch.query_start, lengths, window, scale, *scales)
     return out

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts, choose_division
+from common.engine.ops.kv_rounding import as_read
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
@@ -37,6 +38,8 @@ def decode_reference(
     max_seq_len: int,
     window: int | None,
     scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Compute attention of one new token per request over its seq_lens[b] cached positions, including its own.
 
@@ -48,6 +51,8 @@ def decode_reference(
         page_table: [B, max_pages] int32.
         seq_lens: [B] int32, at most max_pages * page_size.
         max_seq_len: upper bound of seq_lens known to the host; the size of the gather.
+        scale: of scores.
+        key_scale, value_scale: what stored keys and values are multiplied by.
 
     Returns [B, heads, D].
     """
@@ -63,9 +68,10 @@ def decode_reference(
         visible &= position > last - window
     # Invisible positions read the token's own slot.
     slot = torch.where(visible, slot, slot.gather(1, last)).view(-1)
-    key = key_plane.view(-1, kv_heads, head_dim).index_select(0, slot).view(batch, bound, kv_heads, head_dim)
-    value = (
-        value_plane.view(-1, kv_heads, head_dim).index_select(0, slot).view(batch, bound, kv_heads, head_dim)
+    shape = batch, bound, kv_heads, head_dim
+    key, value = (
+        as_read(plane.view(-1, kv_heads, head_dim).index_select(0, slot).view(shape), query.dtype, each)
+        for plane, each in ((key_plane, key_scale), (value_plane, value_scale))
     )
     grouped = query.reshape(batch, kv_heads, -1, head_dim)  # the heads of a group are rows of one product
     mask = visible[:, None, None, :]
@@ -84,6 +90,8 @@ def _decode_cpu(
     max_seq_len: int,
     window: int | None,
     scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Compute the same on the CPU, where lengths can be read: no request is padded to the longest one of the batch."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -93,12 +101,12 @@ def _decode_cpu(
             buckets.setdefault(-(-max(length, 1) // BUCKET) * BUCKET, []).append(row)
             continue
         begin = first_visible(length - 1, window)
-        key = gather(key_plane, page_table[row], begin, length)
-        value = gather(value_plane, page_table[row], begin, length)
+        key = gather(key_plane, page_table[row], begin, length, query.dtype, key_scale)
+        value = gather(value_plane, page_table[row], begin, length, query.dtype, value_scale)
         out[row] = attend(query[row : row + 1], key, value, length - 1 - begin, window, scale)[0]
     for bound, rows in buckets.items():
         index = torch.tensor(rows)
-        rest = page_table[index], seq_lens[index], bound, window, scale
+        rest = page_table[index], seq_lens[index], bound, window, scale, key_scale, value_scale
         out[index] = decode_reference(query[index], key_plane, value_plane, *rest)
     return out
 
@@ -115,12 +123,14 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     query_stride,
     table_stride,
     window,
-    scale_log2,  # scale * log2(e)
+    scale_log2,  # scale * log2(e), times the scale of keys
+    value_scale,
     splits,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    SCALED: tl.constexpr,  # value_scale is not 1
     SPLIT: tl.constexpr,  # more than one part
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,  # query heads of one KV head, padded for the matrix units
@@ -168,6 +178,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         most = new_most
 
     result = out / tl.where(total > 0.0, total, 1.0)[:, None]  # zero for a padding row
+    if SCALED:
+        result *= value_scale
     stored = (row < GROUP)[:, None] & inside
     line = (request * HEADS + head) * splits + split
     if not SPLIT:
@@ -189,6 +201,8 @@ def decode_triton(
     scale: float,
     division: Division | None = None,
     num_warps: int = 4,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Split over keys, then combine (flash-decoding). A padding row (length 0) yields zeros."""
     batch, heads, head_dim = query.shape
@@ -225,12 +239,14 @@ def decode_triton(
         query.stride(0),
         page_table.stride(0),
         window or 0,
-        scale * LOG2_E,
+        scale * key_scale * LOG2_E,
+        value_scale,
         splits,
         PAGE_SIZE=page_size,
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
+        SCALED=value_scale != 1.0,
         SPLIT=splits > 1,
         WINDOW=window is not None,
         ROWS=rows,
@@ -254,8 +270,21 @@ def _decode_cuda(
     max_seq_len: int,
     window: int | None,
     scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
-    return decode_triton(query, key_plane, value_plane, page_table, seq_lens, max_seq_len, window, scale)
+    return decode_triton(
+        query,
+        key_plane,
+        value_plane,
+        page_table,
+        seq_lens,
+        max_seq_len,
+        window,
+        scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
 
 
 def _fake(query: Tensor, *_rest: object) -> Tensor:

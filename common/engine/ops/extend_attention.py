@@ -40,6 +40,8 @@ def extend_reference(
     seq_lens: Tensor,
     window: int | None,
     scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Compute causal attention of each request's new tokens, its last positions, over all of its seq_lens[b].
 
@@ -50,6 +52,8 @@ def extend_reference(
         query_start: [B + 1] int32, prefix sums of new tokens.
         seq_lens: [B] int32, including new tokens. 0: the request's rows are computed elsewhere and zero here.
         window: number of keys that a query sees, including its own; None: all before it.
+        scale: of scores.
+        key_scale, value_scale: what stored keys and values are multiplied by.
 
     Returns [T, heads, D]; padding rows are zero.
     """
@@ -61,8 +65,8 @@ def extend_reference(
             continue
         offset = length - (last - first)
         begin = first_visible(offset, window)
-        key = gather(key_plane, page_table[row], begin, length)
-        value = gather(value_plane, page_table[row], begin, length)
+        key = gather(key_plane, page_table[row], begin, length, query.dtype, key_scale)
+        value = gather(value_plane, page_table[row], begin, length, query.dtype, value_scale)
         out[first:last] = attend(query[first:last], key, value, offset - begin, window, scale)
     return out
 
@@ -151,7 +155,9 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     query_stride,
     table_stride,
     window,
-    scale_log2,
+    scale_log2,  # scale * log2(e), times the scale of keys
+    value_scale,
+    SCALED: tl.constexpr,  # value_scale is not 1
     WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -225,6 +231,8 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         most, total, out = state
     out = out / tl.where(total > 0.0, total, 1.0)[:, None]
+    if SCALED:
+        out *= value_scale
     tl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -259,6 +267,8 @@ def extend_triton(
     scale: float,
     shape: tuple[int, int, int] | None = None,
     num_stages: int | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Launch without reading lengths: the grid covers every division of T rows among the requests."""
     count, heads, head_dim = query.shape
@@ -300,7 +310,9 @@ def extend_triton(
         query.stride(0),
         page_table.stride(0),
         window or 0,
-        scale * LOG2_E,
+        scale * key_scale * LOG2_E,
+        value_scale,
+        SCALED=value_scale != 1.0,
         WINDOW=window is not None,
         PAGE_SIZE=page_size,
         HEADS=heads,
@@ -327,8 +339,21 @@ def _extend_cuda(
     seq_lens: Tensor,
     window: int | None,
     scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
-    return extend_triton(query, key_plane, value_plane, page_table, query_start, seq_lens, window, scale)
+    return extend_triton(
+        query,
+        key_plane,
+        value_plane,
+        page_table,
+        query_start,
+        seq_lens,
+        window,
+        scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
 
 
 def _fake(query: Tensor, *_rest: object) -> Tensor:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.ops.kv_rounding import as_read
+
 QUERY_BLOCK = 512  # rows per mask: bounds its memory and skips keys that no row of a block sees
 
 
@@ -14,12 +16,20 @@ def first_visible(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-def gather(plane: Tensor, pages: Tensor, begin: int, end: int) -> Tensor:
-    """Return positions begin .. end - 1 of the request with pages [max_pages]: [end - begin, kv_heads, D]."""
+def gather(
+    plane: Tensor, pages: Tensor, begin: int, end: int, dtype: torch.dtype, scale: float = 1.0
+) -> Tensor:
+    """Return positions begin .. end - 1 of the request with pages [max_pages]: [end - begin, kv_heads, D].
+
+    Args:
+        dtype: of the result, if the plane holds eight bits.
+        scale: of the plane.
+    """
     page_size = plane.shape[1]
     first = begin // page_size
     rows = plane.index_select(0, pages[first : -(-end // page_size)])
-    return rows.view(-1, plane.shape[2], plane.shape[3])[begin - first * page_size : end - first * page_size]
+    flat = rows.view(-1, plane.shape[2], plane.shape[3])
+    return as_read(flat[begin - first * page_size : end - first * page_size], dtype, scale)
 
 
 def attend(

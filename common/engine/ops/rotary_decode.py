@@ -9,6 +9,7 @@ from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_reference
 from common.engine.ops.key_parts import GRANULE, LOG2_E, KeyParts, choose_division
+from common.engine.ops.kv_rounding import FP8, rounded_to_fp8
 from common.engine.ops.registration import register_op
 from common.engine.ops.rotary_kv_write import rotary_kv_write_reference
 from common.engine.ops.rotated_heads import rotated_heads
@@ -60,6 +61,8 @@ def rotary_decode_reference(
     max_seq_len: int,
     window: int | None,
     scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Do what `rotary_kv_write` and then `decode_attention` do, for requests whose last tokens are the new ones.
 
@@ -69,9 +72,10 @@ def rotary_decode_reference(
     Returns [B, heads, D].
     """
     rotated = qkv.clone()
-    rotary_kv_write_reference(rotated, cos, sin, q_weight, k_weight, eps, key_plane, value_plane, slots)
+    planes, scales = (key_plane, value_plane), (key_scale, value_scale)
+    rotary_kv_write_reference(rotated, cos, sin, q_weight, k_weight, eps, *planes, slots, *scales)
     query = rotated[:, : qkv.shape[1] - 2 * key_plane.shape[2]]
-    return decode_reference(query, key_plane, value_plane, page_table, seq_lens, max_seq_len, window, scale)
+    return decode_reference(query, *planes, page_table, seq_lens, max_seq_len, window, scale, *scales)
 
 
 @kernel
@@ -109,7 +113,9 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     qkv_stride,
     table_stride,
     window,
-    scale_log2,  # scale * log2(e)
+    scale_log2,  # scale * log2(e), times key_scale
+    key_scale,
+    value_scale,
     splits,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -117,6 +123,7 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     TURNED: tl.constexpr,  # half of the dimensions that are rotated
     NORM: tl.constexpr,
+    ROUNDED: tl.constexpr,  # pages hold eight bits
     SPLIT: tl.constexpr,  # more than one part
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,  # query heads of one KV head, padded for the matrix units
@@ -160,12 +167,19 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     added = token + (HEADS + kv_head + one) * D
     new_key = rotated_heads(added, one < 1, cos, sin, k_weight_ptr, eps, D, TURNED, BLOCK_D, NORM)
     new_value = tl.load(added[:, None] + KV_HEADS * D + dim[None, :], mask=inside, other=0.0)
-    new_key, new_value = new_key.to(key.dtype), new_value.to(value.dtype)
+    if ROUNDED:
+        stored_key = rounded_to_fp8(new_key, key_scale)
+        stored_value = rounded_to_fp8(new_value, value_scale)
+        new_key, new_value = stored_key.to(query.dtype), stored_value.to(query.dtype)
+        key, value = key.to(query.dtype), value.to(query.dtype)
+    else:
+        new_key, new_value = new_key.to(key.dtype), new_value.to(value.dtype)
+        stored_key, stored_value = new_key, new_value
     slot = tl.load(slots_ptr + request, mask=request < num_slots, other=0)
     if (begin < end) & (end == length) & (slot >= PAGE_SIZE):
         stored = (slot * KV_HEADS + kv_head) * D + dim[None, :]
-        tl.store(key_ptr + stored, new_key, mask=inside)
-        tl.store(value_ptr + stored, new_value, mask=inside)
+        tl.store(key_ptr + stored, stored_key, mask=inside)
+        tl.store(value_ptr + stored, stored_value, mask=inside)
 
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -183,10 +197,14 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
         newest = (position == last)[:, None]
         key = tl.load(key_ptr + place, mask=old[:, None] & inside, other=0.0)
         value = tl.load(value_ptr + place, mask=old[:, None] & inside, other=0.0)
+        if ROUNDED:
+            key, value = key.to(query.dtype), value.to(query.dtype)
         key, value = tl.where(newest, new_key, key), tl.where(newest, new_value, value)
         most, total, out = _attend_block(query, key, value, position < end, most, total, out, scale_log2)
 
     result = out / tl.where(total > 0.0, total, 1.0)[:, None]  # zero for a padding row
+    if ROUNDED:
+        result *= value_scale
     real = (row < GROUP)[:, None] & inside
     line = (request * HEADS + kv_head * GROUP + row) * splits + split
     if not SPLIT:
@@ -212,6 +230,8 @@ def rotary_decode_triton(
     max_seq_len: int,
     window: int | None,
     scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
     most_keys: int = BLOCK_KEYS,
 ) -> Tensor:
     """Split over keys, then combine (flash-decoding). A padding row (length 0) yields zeros.
@@ -258,7 +278,9 @@ def rotary_decode_triton(
         qkv.stride(0),
         page_table.stride(0),
         window or 0,
-        scale * LOG2_E,
+        scale * key_scale * LOG2_E,
+        key_scale,
+        value_scale,
         splits,
         PAGE_SIZE=page_size,
         HEADS=heads,
@@ -266,6 +288,7 @@ def rotary_decode_triton(
         D=head_dim,
         TURNED=dims // 2,
         NORM=q_weight is not None,
+        ROUNDED=key_plane.dtype is FP8,
         SPLIT=splits > 1,
         WINDOW=window is not None,
         ROWS=rows,
@@ -295,6 +318,8 @@ def _fake(
     max_seq_len: int,
     window: int | None,
     scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     return torch.empty_like(
         qkv[:, : qkv.shape[1] - 2 * key_plane.shape[2]], memory_format=torch.contiguous_format

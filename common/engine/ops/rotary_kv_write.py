@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.engine.ops.kv_rounding import FP8, as_read, as_stored, rounded_to_fp8
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import rms_norm_reference
 from common.engine.ops.rotary import rotary
@@ -33,8 +34,12 @@ def rotary_kv_write_reference(
     key_plane: Tensor,
     value_plane: Tensor,
     slots: Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     """Normalise and rotate queries and keys in place, then store keys and values in their pages.
+
+    If pages hold eight bits, keys and values of qkv are rounded likewise, in place: all readers see the same values.
 
     Args:
         qkv: [T, heads + 2 * kv_heads, D], queries, keys and values of each token, mutated.
@@ -43,6 +48,7 @@ def rotary_kv_write_reference(
         key_plane, value_plane: [num_pages, page_size, kv_heads, D], mutated.
         slots: [S] int64, S <= T, page * page_size + offset of the first S tokens; the live ones are distinct.
             A slot in page 0 is padding, and so is a token without a slot: nothing is stored for either.
+        key_scale, value_scale: what stored keys and values are multiplied by; powers of two.
     """
     kv_heads, count = key_plane.shape[2], slots.shape[0]
     heads = qkv.shape[1] - 2 * kv_heads
@@ -53,23 +59,37 @@ def rotary_kv_write_reference(
         rotated.copy_(rotary(torch.cat(parts, dim=1), cos, sin))
     else:
         rotated.copy_(rotary(rotated, cos, sin))
-    store_in_pages(
-        qkv[:count, heads : heads + kv_heads], qkv[:count, heads + kv_heads :], key_plane, value_plane, slots
-    )
+    key, value = qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    scales = key_scale, value_scale
+    if key_plane.dtype is FP8:
+        for new, scale in zip((key, value), scales, strict=True):
+            new.copy_(as_read(as_stored(new, FP8, scale), new.dtype, scale))
+    store_in_pages(key[:count], value[:count], key_plane, value_plane, slots, *scales)
 
 
-def store_in_pages(key: Tensor, value: Tensor, key_plane: Tensor, value_plane: Tensor, slots: Tensor) -> None:
+def store_in_pages(
+    key: Tensor,
+    value: Tensor,
+    key_plane: Tensor,
+    value_plane: Tensor,
+    slots: Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
     """Write token t's key and value into slot slots[t]; slots in page 0 are padding and keep it zero.
 
     Args:
         key, value: [T, kv_heads, D].
         key_plane, value_plane: [num_pages, page_size, kv_heads, D], mutated.
         slots: [T] int64, page * page_size + offset; live slots are distinct.
+        key_scale, value_scale: what stored keys and values are multiplied by; powers of two.
     """
     live = (slots >= key_plane.shape[1])[:, None, None]
-    for new, plane in ((key, key_plane), (value, value_plane)):
-        flat = plane.view(-1, plane.shape[2], plane.shape[3])
-        flat.index_copy_(0, slots, torch.where(live, new.to(plane.dtype), 0))
+    for new, plane, scale in ((key, key_plane, key_scale), (value, value_plane, value_scale)):
+        stored, flat = as_stored(new, plane.dtype, scale), plane.view(-1, plane.shape[2], plane.shape[3])
+        if plane.dtype is FP8:  # which torch does not copy by index
+            stored, flat = stored.view(torch.uint8), flat.view(torch.uint8)
+        flat.index_copy_(0, slots, torch.where(live, stored, 0))
 
 
 @kernel_with_varying("num_slots")
@@ -85,6 +105,9 @@ def _rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     num_slots,
     token_stride,  # stride between tokens in qkv
     eps,
+    key_scale,
+    value_scale,
+    ROUNDED: tl.constexpr,  # pages hold eight bits
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -136,19 +159,32 @@ def _rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     sin_2 = tl.load(sin_ptr + angle + TURNED, mask=turns, other=0.0).to(tl.float32)[None, :]
     first = tl.where(is_rotated, (x * cos + y * sin).to(dtype), first)
     second = tl.where(is_rotated, (y * cos_2 + x * sin_2).to(dtype), second)
-    tl.store(base + low[None, :], first, mask=is_rotated)
-    tl.store(base + high[None, :], second, mask=is_rotated)
+    written = is_rotated
+    stored_first, stored_second = first, second
+    if ROUNDED:
+        scale = tl.where(head < HEADS + KV_HEADS, key_scale, value_scale)[:, None]
+        stored_first, stored_second = rounded_to_fp8(first, scale), rounded_to_fp8(second, scale)
+        is_new = (head >= HEADS)[:, None]
+        first = tl.where(is_new, (stored_first.to(tl.float32) * scale).to(dtype), first)
+        second = tl.where(is_new, (stored_second.to(tl.float32) * scale).to(dtype), second)
+        written = exists
+    tl.store(base + low[None, :], first, mask=written)
+    tl.store(base + high[None, :], second, mask=written)
 
     slot = tl.load(slots_ptr + token, mask=token < num_slots, other=0)
     live = tl.where(exists, slot, 0) >= PAGE_SIZE
     is_key = is_rotated & (head >= HEADS)[:, None] & live
     key_place = (slot * KV_HEADS + head - HEADS)[:, None] * (2 * HALF)
-    tl.store(key_ptr + key_place + low[None, :], first.to(key_ptr.dtype.element_ty), mask=is_key)
-    tl.store(key_ptr + key_place + high[None, :], second.to(key_ptr.dtype.element_ty), mask=is_key)
+    tl.store(key_ptr + key_place + low[None, :], stored_first.to(key_ptr.dtype.element_ty), mask=is_key)
+    tl.store(key_ptr + key_place + high[None, :], stored_second.to(key_ptr.dtype.element_ty), mask=is_key)
     is_value = (head >= HEADS + KV_HEADS)[:, None] & live
     value_place = key_place - KV_HEADS * (2 * HALF)
-    tl.store(value_ptr + value_place + low[None, :], first.to(value_ptr.dtype.element_ty), mask=is_value)
-    tl.store(value_ptr + value_place + high[None, :], second.to(value_ptr.dtype.element_ty), mask=is_value)
+    tl.store(
+        value_ptr + value_place + low[None, :], stored_first.to(value_ptr.dtype.element_ty), mask=is_value
+    )
+    tl.store(
+        value_ptr + value_place + high[None, :], stored_second.to(value_ptr.dtype.element_ty), mask=is_value
+    )
 
 
 def rotary_kv_write_triton(
@@ -161,6 +197,8 @@ def rotary_kv_write_triton(
     key_plane: Tensor,
     value_plane: Tensor,
     slots: Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     count, all_heads, head_dim = qkv.shape
     kv_heads = key_plane.shape[2]
@@ -190,6 +228,9 @@ def rotary_kv_write_triton(
         slots.shape[0],
         qkv.stride(0),
         eps,
+        key_scale,
+        value_scale,
+        ROUNDED=key_plane.dtype is FP8,
         PAGE_SIZE=key_plane.shape[1],
         HEADS=all_heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
@@ -213,6 +254,8 @@ def _fake(
     key_plane: Tensor,
     value_plane: Tensor,
     slots: Tensor,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     return None
 
@@ -258,6 +301,9 @@ def rotary_qk_triton(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         0,
         qkv.stride(0),
         0.0,
+        1.0,
+        1.0,
+        ROUNDED=False,
         PAGE_SIZE=1,
         HEADS=heads,
         KV_HEADS=heads,

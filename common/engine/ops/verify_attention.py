@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts, choose_division
+from common.engine.ops.kv_rounding import as_read
 from common.engine.ops.paged_gather import gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
@@ -39,6 +40,8 @@ def verify_reference(
     max_seq_len: int,
     window: int | None,
     scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Attend all rows in one launch, without host synchronisation. A padding row (length 0) yields a finite or NaN row.
 
@@ -51,6 +54,8 @@ def verify_reference(
             W == N: the whole tree is new. W > N: its first W - N slots hold tokens of earlier calls.
         max_seq_len: host upper bound of seq_lens.
         window: number of positions that a query sees, including its own; None: all before it.
+        scale: of scores.
+        key_scale, value_scale: what stored keys and values are multiplied by.
 
     Returns [B * N, heads, D].
     """
@@ -63,8 +68,10 @@ def verify_reference(
     # Slots past a request's length must not be read, not even as 0 * NaN.
     slot = torch.where(position < length, slot, slot.gather(1, length - 1))
     visible = _visible(position, length - width, tree_mask, window)  # [B, N, L]
-    key = key_plane.view(-1, kv_heads, head_dim)[slot].transpose(1, 2)  # [B, kv_heads, L, D]
-    value = value_plane.view(-1, kv_heads, head_dim)[slot].transpose(1, 2)
+    key, value = (  # [B, kv_heads, L, D]
+        as_read(plane.view(-1, kv_heads, head_dim)[slot], query.dtype, each).transpose(1, 2)
+        for plane, each in ((key_plane, key_scale), (value_plane, value_scale))
+    )
     queries = query.view(batch, new, -1, head_dim).transpose(1, 2)
     out = F.scaled_dot_product_attention(
         queries,
@@ -102,6 +109,8 @@ def _verify_cpu(
     max_seq_len: int,
     window: int | None,
     scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Compute the same where lengths can be read: a request is neither padded to the longest nor affected by others."""
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -111,8 +120,10 @@ def _verify_cpu(
         first, last = row * new, (row + 1) * new
         prefix = torch.tensor([[length - width]])
         visible = _visible(torch.arange(length), prefix, tree_mask[row : row + 1], window)
-        key = gather(key_plane, page_table[row], 0, length).transpose(0, 1)[None]
-        value = gather(value_plane, page_table[row], 0, length).transpose(0, 1)[None]
+        key, value = (
+            gather(plane, page_table[row], 0, length, query.dtype, each).transpose(0, 1)[None]
+            for plane, each in ((key_plane, key_scale), (value_plane, value_scale))
+        )
         queries = query[first:last].transpose(0, 1)[None]
         attended = F.scaled_dot_product_attention(
             queries,
@@ -168,12 +179,14 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     mask_stride,
     mask_row_stride,
     window,
-    scale_log2,  # scale * log2(e)
+    scale_log2,  # scale * log2(e), times the scale of keys
+    value_scale,
     splits,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    SCALED: tl.constexpr,  # value_scale is not 1
     SPLIT: tl.constexpr,  # more than one part
     WINDOW: tl.constexpr,
     BITS: tl.constexpr,  # a row's ancestors fit into 64 bits, and there is no window
@@ -273,6 +286,8 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
             most, total, out = _soften(most, total, out, score, value.to(query.dtype))
 
     result = out / tl.where(total > 0.0, total, 1.0)[:, None]  # zero for a padding row
+    if SCALED:
+        result *= value_scale
     line = (token * HEADS + head) * splits + split
     if not SPLIT:
         tl.store(out_ptr + line[:, None] * D + dim[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
@@ -294,6 +309,8 @@ def verify_triton(
     scale: float,
     division: Division | None = None,
     num_warps: int = 4,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Let all new tokens of a request read its keys together, split into parts.
 
@@ -345,12 +362,14 @@ def verify_triton(
         tree_mask.stride(0),
         tree_mask.stride(1),
         window or 0,
-        scale * LOG2_E,
+        scale * key_scale * LOG2_E,
+        value_scale,
         splits,
         PAGE_SIZE=page_size,
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
+        SCALED=value_scale != 1.0,
         SPLIT=splits > 1,
         WINDOW=window is not None,
         BITS=bits,
@@ -377,9 +396,22 @@ def _verify_cuda(
     max_seq_len: int,
     window: int | None,
     scale: float,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
-    planes = key_plane, value_plane
-    return verify_triton(query, *planes, page_table, seq_lens, tree_mask, max_seq_len, window, scale)
+    return verify_triton(
+        query,
+        key_plane,
+        value_plane,
+        page_table,
+        seq_lens,
+        tree_mask,
+        max_seq_len,
+        window,
+        scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
 
 
 def _fake(query: Tensor, *_rest: object) -> Tensor:

@@ -41,10 +41,14 @@ class KvPool:
         for (layer, name), plane in self._planes.items():
             self._by_layer.setdefault(layer, {})[name] = plane
             plane[0].zero_()
+        scales = {(each.plane.layer, each.plane.name): each.plane.scale for each in placed}
+        self._scales = {
+            layer: (scale, scales[layer, "v"]) for (layer, name), scale in scales.items() if name == "k"
+        }
         self._paged = [each for each in placed if each.plane.kept is Kept.PAGED]
         self.page_bytes = sum(each.page_bytes for each in self._paged)  # one page over all planes
         self._groups = [
-            [self._planes[each.plane.layer, each.plane.name] for each in group]
+            [_copied(self._planes[each.plane.layer, each.plane.name]) for each in group]
             for group in _alike(self._paged)
         ]
         self._slots = [view for group in _alike(self._paged) for view in self._all_slots(group)]
@@ -56,9 +60,14 @@ class KvPool:
         self.state_bytes = sum(plane[0].nbytes for plane in self._state)  # one request over all planes
 
     @property
+    def attention_layers(self) -> Sequence[int]:
+        """The layers that keep keys and values, which all have the same shape."""
+        return [layer for layer, name in self._planes if name == "k"]
+
+    @property
     def attention_layer(self) -> int | None:
-        """The first layer that keeps keys and values; all such layers have the same shape. None without any."""
-        return next((layer for layer, name in self._planes if name == "k"), None)
+        """The first layer that keeps keys and values; None without any."""
+        return next(iter(self.attention_layers), None)
 
     def planes(self, layer: int) -> Mapping[str, Tensor]:
         """Return one layer's planes by name: [num_pages, page_size, *entry], or [num_slots, *entry] per request."""
@@ -71,6 +80,10 @@ class KvPool:
     def value(self, layer: int) -> Tensor:
         """Return a [num_pages, page_size, kv_heads, head_dim] view."""
         return self._planes[layer, "v"]
+
+    def scales(self, layer: int) -> tuple[float, float]:
+        """Return what stored keys and stored values of a layer are multiplied by."""
+        return self._scales[layer]
 
     def copy_pages_out(self, pages: Sequence[int]) -> list[Tensor]:
         """Copy pages of all paged planes to the host: [planes, n, page_size, *entry] per group of identical planes.
@@ -148,18 +161,22 @@ class KvPool:
         spaces = {b.offset - a.offset for a, b in pairwise(group)} or {first.nbytes}
         if len(spaces) > 1:
             planes = (self._planes[each.plane.layer, each.plane.name] for each in group)
-            return [plane.view(1, slots, -1) for plane in planes]
+            return [_copied(plane).view(1, slots, -1) for plane in planes]
         flat = self.storage[first.offset : last.offset + last.nbytes].view(_dtype(first))
         values = first.nbytes // first.plane.item_bytes // slots
-        return [
-            flat.as_strided((len(group), slots, values), (spaces.pop() // first.plane.item_bytes, values, 1))
-        ]
+        stride = spaces.pop() // first.plane.item_bytes
+        return [_copied(flat).as_strided((len(group), slots, values), (stride, values, 1))]
 
 
 def _alike(planes: Sequence[PlacedPlane]) -> Iterator[list[PlacedPlane]]:
     """Yield runs of neighbouring planes with the same dtype and shape."""
     for _, group in groupby(planes, lambda each: (each.plane.dtype, each.entry)):
         yield list(group)
+
+
+def _copied(plane: Tensor) -> Tensor:
+    """Return a view of the plane that every copy operation takes: torch lacks some for eight-bit floats."""
+    return plane.view(torch.uint8) if plane.dtype.itemsize == 1 else plane
 
 
 def _dtype(placed: PlacedPlane) -> torch.dtype:

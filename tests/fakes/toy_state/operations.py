@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.attention.step_attention import attend_pages
+from common.engine.attention.step_attention import StoredPlanes, attend_pages
 from common.engine.forward.batch import BatchState, ForwardBatch, ForwardMode
 from tests.fakes.toy_state.record import KEY, LATENT_VALUES, VALUE
 
@@ -30,7 +30,7 @@ def attend_latents(
     plane.view(-1, LATENT_VALUES).index_copy_(0, slots, kept)
     query = projected[:, :-LATENT_VALUES].unflatten(1, (-1, LATENT_VALUES))
     one_head = plane.unsqueeze(2)
-    return attend_pages(batch, query, one_head, one_head, None, LATENT_VALUES**-0.5).flatten(1)
+    return attend_pages(batch, query, StoredPlanes(one_head, one_head), None, LATENT_VALUES**-0.5).flatten(1)
 
 
 def recur(

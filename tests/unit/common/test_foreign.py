@@ -20,7 +20,7 @@ WANTED = {
     "gpu_memory_utilization": "decode.memory_fraction",
     "mem_fraction_static": "prefill.memory_fraction",
     "max_num_seqs": "decode.max_running",
-    "kv_cache_dtype": "none yet",
+    "kv_cache_dtype": "kv.dtype: fp8",
     "api_key": "deploy/api_key ID FILE",
     "tool_call_parser": "in the format of the model's family; leave it out",
     "trust_remote_code": "never run",

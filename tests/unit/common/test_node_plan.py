@@ -11,7 +11,7 @@ import pytest
 from common.checkpoint.model_config import model_fingerprint
 from common.config import load_cluster
 from common.config.resolve_node import node_plan
-from common.config.schema import Cluster, Model, Speculation
+from common.config.schema import Cluster, Kv, Model, Speculation
 from common.config.transport_choice import choose_layers, choose_transport
 from common.node_plan import NodePlan
 
@@ -34,6 +34,17 @@ def test_the_window_of_a_state_holds_the_widest_step(speculation: dict[str, Any]
     cluster = Cluster(model=Model(path=str(hybrid)), speculation=Speculation(**speculation))
     draft = hybrid if cluster.speculation.algorithm == "mtp" else None
     assert node_plan(cluster, "decode", "decode-0", hybrid, draft).round_tokens == tokens
+
+
+def test_fp8_keys_and_values_take_half_the_bytes_and_leave_states_as_they_are() -> None:
+    hybrid = CLUSTERS[0].parents[1] / "tiny_models" / "tiny-hybrid"
+    wide, narrow = (
+        node_plan(Cluster(model=Model(path=str(hybrid)), kv=Kv(dtype=dtype)), "prefill", "prefill-0", hybrid)
+        for dtype in ("auto", "fp8")
+    )
+    assert wide.spec.token_bytes == 4 * narrow.spec.token_bytes
+    assert wide.spec.state_bytes == narrow.spec.state_bytes > 0
+    assert {plane.dtype for plane in narrow.spec.planes if plane.name in "kv"} == {"float8_e4m3fn"}
 
 
 @pytest.mark.parametrize("file", CLUSTERS, ids=lambda file: file.stem)

@@ -7,14 +7,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from common.engine.ops.kv_rounding import FP8, as_read, as_stored
+
 BAD_PAGE = 2**31 - 1
 
 
 class Cache:
-    """Random keys and values, dense and scattered over shuffled pages; NaN and bad page ids elsewhere."""
+    """Random keys and values, dense and scattered over shuffled pages; NaN and bad page ids elsewhere.
+
+    Args:
+        scales: of keys and of values that pages hold in eight bits; None: they hold `dtype`.
+    """
 
     def __init__(
-        self, lengths: Sequence[int], page_size: int, kv_heads: int, dim: int, dtype: torch.dtype
+        self,
+        lengths: Sequence[int],
+        page_size: int,
+        kv_heads: int,
+        dim: int,
+        dtype: torch.dtype,
+        scales: tuple[float, float] | None = None,
     ) -> None:
         torch.manual_seed(sum(lengths))
         self.lengths = list(lengths)
@@ -27,7 +39,13 @@ class Cache:
             pages = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int64)
             self.page_table[row, :count] = pages.int()
             where = torch.arange(n)
+            if scales is not None:
+                for part, scale in zip(self.dense[row], scales, strict=True):
+                    part.copy_(as_read(as_stored(4 * part, FP8, scale), dtype, scale))
             self.planes[:, pages[where // page_size], where % page_size] = self.dense[row]
+        if scales is not None:
+            divided = [plane / scale for plane, scale in zip(self.planes, scales, strict=True)]
+            self.planes = torch.stack(divided).to(FP8)
 
     def expected(self, row: int, query: Tensor, window: int | None) -> Tensor:
         """Return dense attention of query [n, heads, dim], the request's last tokens: [n, heads, dim] in float64."""

@@ -109,6 +109,7 @@ def test_planes_have_their_own_shapes_dtypes_and_number_of_entries() -> None:
     ("changes", "says"),
     [
         ({"dtype": "int3"}, "KV dtype 'int3' is not one of"),
+        ({"scale": 0.75}, "scale 0.75 is not a power of two"),
         ({"axis": 2}, "axis 2 of an entry with 2 axes"),
         ({"groups": (HeadGroup(4, 8),)}, "its groups hold 32 values, axis 0 has 64"),
     ],

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.compatible import compatible
 from tests.fakes.pools import layers_layout
 from tests.unit.kv_transfer.rig import layout
+
+
+def scaled(scale: float) -> PoolLayout:
+    """The same layout with another scale of stored values."""
+    key, value, *rest = layout().spec.planes
+    spec = replace(layout().spec, planes=(key, replace(value, scale=scale), *rest))
+    return replace(layout(), spec=spec)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +28,11 @@ from tests.unit.kv_transfer.rig import layout
         ),
         (
             layout(dtype="bfloat16"),
-            ["KV dtype of target layer 0 k", "float32", "bfloat16", "model.dtype"],
+            ["KV dtype of target layer 0 k", "float32", "bfloat16", "model.dtype and kv.dtype"],
+        ),
+        (
+            scaled(0.5),
+            ["KV scale of target layer 0 v", "prefill node has 1.0", "decode node has 0.5", "model.path"],
         ),
         (layout(page_size=4), ["page size", "2", "4", "kv.page_size"]),
         (layout(heads=4), ["target layer 0 k", "(paged, 2x4)", "(paged, 4x4)", "same model"]),
