@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts, choose_division
-from common.engine.ops.kv_rounding import as_read
+from common.engine.ops.kv_rounding import as_read, halves, in_halves, selected
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
@@ -70,7 +70,7 @@ def decode_reference(
     slot = torch.where(visible, slot, slot.gather(1, last)).view(-1)
     shape = batch, bound, kv_heads, head_dim
     key, value = (
-        as_read(plane.view(-1, kv_heads, head_dim).index_select(0, slot).view(shape), query.dtype, each)
+        as_read(selected(plane.view(-1, kv_heads, head_dim), slot).view(shape), query.dtype, each)
         for plane, each in ((key_plane, key_scale), (value_plane, value_scale))
     )
     grouped = query.reshape(batch, kv_heads, -1, head_dim)  # the heads of a group are rows of one product
@@ -130,6 +130,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    HALVES: tl.constexpr,  # multiply in float16
     SCALED: tl.constexpr,  # value_scale is not 1
     SPLIT: tl.constexpr,  # more than one part
     WINDOW: tl.constexpr,
@@ -156,6 +157,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     head = kv_head * GROUP + row
     query_place = request * query_stride + head[:, None] * D + dim[None, :]
     query = tl.load(query_ptr + query_place, mask=(row < GROUP)[:, None] & inside, other=0.0)
+    if HALVES:
+        query = halves(query)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -246,6 +249,7 @@ def decode_triton(
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
+        HALVES=in_halves(query, key_plane),
         SCALED=value_scale != 1.0,
         SPLIT=splits > 1,
         WINDOW=window is not None,

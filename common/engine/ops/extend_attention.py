@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.engine.ops.kv_rounding import halves, in_halves
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
@@ -157,6 +158,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     window,
     scale_log2,  # scale * log2(e), times the scale of keys
     value_scale,
+    HALVES: tl.constexpr,  # multiply in float16
     SCALED: tl.constexpr,  # value_scale is not 1
     WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -208,6 +210,8 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     out = tl.zeros((ROWS, BLOCK_D), tl.float32)
     if (length > 0) & (first < stop):
         query = tl.load(query_ptr + token.to(tl.int64)[:, None] * query_stride + head, mask=mask, other=0.0)
+        if HALVES:
+            query = halves(query)
         offset = length - (stop - start)  # position of the request's first new token
         lowest = offset + first - start  # position of this tile's first query
         query_position = offset + token - start
@@ -312,6 +316,7 @@ def extend_triton(
         window or 0,
         scale * key_scale * LOG2_E,
         value_scale,
+        HALVES=in_halves(query, key_plane),
         SCALED=value_scale != 1.0,
         WINDOW=window is not None,
         PAGE_SIZE=page_size,

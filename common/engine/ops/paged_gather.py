@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.ops.kv_rounding import as_read
+from common.engine.ops.kv_rounding import as_read, selected
 
 QUERY_BLOCK = 512  # rows per mask: bounds its memory and skips keys that no row of a block sees
 
@@ -27,7 +27,7 @@ def gather(
     """
     page_size = plane.shape[1]
     first = begin // page_size
-    rows = plane.index_select(0, pages[first : -(-end // page_size)])
+    rows = selected(plane, pages[first : -(-end // page_size)])
     flat = rows.view(-1, plane.shape[2], plane.shape[3])
     return as_read(flat[begin - first * page_size : end - first * page_size], dtype, scale)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_reference
 from common.engine.ops.key_parts import GRANULE, LOG2_E, KeyParts, choose_division
-from common.engine.ops.kv_rounding import FP8, rounded_to_fp8
+from common.engine.ops.kv_rounding import FP8, halves, in_halves, rounded_to_fp8
 from common.engine.ops.registration import register_op
 from common.engine.ops.rotary_kv_write import rotary_kv_write_reference
 from common.engine.ops.rotated_heads import rotated_heads
@@ -123,6 +123,7 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     TURNED: tl.constexpr,  # half of the dimensions that are rotated
     NORM: tl.constexpr,
+    HALVES: tl.constexpr,  # multiply in float16
     ROUNDED: tl.constexpr,  # pages hold eight bits
     SPLIT: tl.constexpr,  # more than one part
     WINDOW: tl.constexpr,
@@ -164,6 +165,8 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     one = tl.arange(0, 1)
     heads = token + (kv_head * GROUP + row) * D
     query = rotated_heads(heads, row < GROUP, cos, sin, q_weight_ptr, eps, D, TURNED, BLOCK_D, NORM)
+    if HALVES:
+        query = halves(query)
     added = token + (HEADS + kv_head + one) * D
     new_key = rotated_heads(added, one < 1, cos, sin, k_weight_ptr, eps, D, TURNED, BLOCK_D, NORM)
     new_value = tl.load(added[:, None] + KV_HEADS * D + dim[None, :], mask=inside, other=0.0)
@@ -288,6 +291,7 @@ def rotary_decode_triton(
         D=head_dim,
         TURNED=dims // 2,
         NORM=q_weight is not None,
+        HALVES=in_halves(qkv, key_plane),
         ROUNDED=key_plane.dtype is FP8,
         SPLIT=splits > 1,
         WINDOW=window is not None,

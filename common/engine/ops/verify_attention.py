@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts, choose_division
-from common.engine.ops.kv_rounding import as_read
+from common.engine.ops.kv_rounding import as_read, halves, in_halves, selected
 from common.engine.ops.paged_gather import gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
@@ -68,8 +68,11 @@ def verify_reference(
     # Slots past a request's length must not be read, not even as 0 * NaN.
     slot = torch.where(position < length, slot, slot.gather(1, length - 1))
     visible = _visible(position, length - width, tree_mask, window)  # [B, N, L]
+    shape = *slot.shape, kv_heads, head_dim
     key, value = (  # [B, kv_heads, L, D]
-        as_read(plane.view(-1, kv_heads, head_dim)[slot], query.dtype, each).transpose(1, 2)
+        as_read(
+            selected(plane.view(-1, kv_heads, head_dim), slot.view(-1)).view(shape), query.dtype, each
+        ).transpose(1, 2)
         for plane, each in ((key_plane, key_scale), (value_plane, value_scale))
     )
     queries = query.view(batch, new, -1, head_dim).transpose(1, 2)
@@ -186,6 +189,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
+    HALVES: tl.constexpr,  # multiply in float16
     SCALED: tl.constexpr,  # value_scale is not 1
     SPLIT: tl.constexpr,  # more than one part
     WINDOW: tl.constexpr,
@@ -224,6 +228,8 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     query_place = token[:, None] * query_stride + head[:, None] * D + dim[None, :]
     read_rows = row < tl.where(length > 0, new * GROUP, 0)  # a padding row's query may be NaN
     query = tl.load(query_ptr + query_place, mask=read_rows[:, None] & (dim < D)[None, :], other=0.0)
+    if HALVES:
+        query = halves(query)
     table = table_ptr + request * table_stride
     tree = mask_ptr + request * mask_stride + (row // GROUP) * mask_row_stride
     live_row = row < new * GROUP
@@ -369,6 +375,7 @@ def verify_triton(
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
+        HALVES=in_halves(query, key_plane),
         SCALED=value_scale != 1.0,
         SPLIT=splits > 1,
         WINDOW=window is not None,
