@@ -7,12 +7,14 @@ length, not on the rest of the batch.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts, choose_division
-from common.engine.ops.kv_rounding import as_read, halves, in_halves, selected
+from common.engine.ops.kv_rounding import FP8, as_read, for_fp8_keys, selected, spread, spread_columns
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
@@ -130,8 +132,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
-    HALVES: tl.constexpr,  # multiply in float16
-    SCALED: tl.constexpr,  # value_scale is not 1
+    EIGHT_BITS: tl.constexpr,  # pages hold e4m3
     SPLIT: tl.constexpr,  # more than one part
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,  # query heads of one KV head, padded for the matrix units
@@ -157,8 +158,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     head = kv_head * GROUP + row
     query_place = request * query_stride + head[:, None] * D + dim[None, :]
     query = tl.load(query_ptr + query_place, mask=(row < GROUP)[:, None] & inside, other=0.0)
-    if HALVES:
-        query = halves(query)
+    if EIGHT_BITS:
+        query = for_fp8_keys(query)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -176,13 +177,17 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         shrink = tl.exp2(most - new_most)
         total = total * shrink + tl.sum(prob, axis=1)
         value = tl.load(value_ptr + place, mask=live[:, None] & inside, other=0.0)
+        if EIGHT_BITS:
+            value = spread_columns(value, BLOCK_N, BLOCK_D)
         out = out * shrink[:, None]
         out += tl.dot(prob.to(query.dtype), value.to(query.dtype), input_precision="ieee")
         most = new_most
 
     result = out / tl.where(total > 0.0, total, 1.0)[:, None]  # zero for a padding row
-    if SCALED:
+    if EIGHT_BITS:
         result *= value_scale
+        dim = spread(dim, BLOCK_D)
+        inside = (dim < D)[None, :]
     stored = (row < GROUP)[:, None] & inside
     line = (request * HEADS + head) * splits + split
     if not SPLIT:
@@ -249,8 +254,7 @@ def decode_triton(
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
-        HALVES=in_halves(query, key_plane),
-        SCALED=value_scale != 1.0,
+        EIGHT_BITS=key_plane.dtype is FP8,
         SPLIT=splits > 1,
         WINDOW=window is not None,
         ROWS=rows,
@@ -277,18 +281,8 @@ def _decode_cuda(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    return decode_triton(
-        query,
-        key_plane,
-        value_plane,
-        page_table,
-        seq_lens,
-        max_seq_len,
-        window,
-        scale,
-        key_scale=key_scale,
-        value_scale=value_scale,
-    )
+    run = partial(decode_triton, key_scale=key_scale, value_scale=value_scale)
+    return run(query, key_plane, value_plane, page_table, seq_lens, max_seq_len, window, scale)
 
 
 def _fake(query: Tensor, *_rest: object) -> Tensor:

@@ -6,10 +6,12 @@ page table entries never affect a result, not even as 0 * NaN.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from common.engine.ops.kv_rounding import halves, in_halves
+from common.engine.ops.kv_rounding import FP8, for_fp8_keys
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
@@ -158,8 +160,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     window,
     scale_log2,  # scale * log2(e), times the scale of keys
     value_scale,
-    HALVES: tl.constexpr,  # multiply in float16
-    SCALED: tl.constexpr,  # value_scale is not 1
+    EIGHT_BITS: tl.constexpr,  # pages hold e4m3
     WINDOW: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -210,8 +211,8 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
     out = tl.zeros((ROWS, BLOCK_D), tl.float32)
     if (length > 0) & (first < stop):
         query = tl.load(query_ptr + token.to(tl.int64)[:, None] * query_stride + head, mask=mask, other=0.0)
-        if HALVES:
-            query = halves(query)
+        if EIGHT_BITS:
+            query = for_fp8_keys(query)
         offset = length - (stop - start)  # position of the request's first new token
         lowest = offset + first - start  # position of this tile's first query
         query_position = offset + token - start
@@ -235,7 +236,7 @@ def _extend_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         most, total, out = state
     out = out / tl.where(total > 0.0, total, 1.0)[:, None]
-    if SCALED:
+    if EIGHT_BITS:
         out *= value_scale
     tl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -316,8 +317,7 @@ def extend_triton(
         window or 0,
         scale * key_scale * LOG2_E,
         value_scale,
-        HALVES=in_halves(query, key_plane),
-        SCALED=value_scale != 1.0,
+        EIGHT_BITS=key_plane.dtype is FP8,
         WINDOW=window is not None,
         PAGE_SIZE=page_size,
         HEADS=heads,
@@ -347,18 +347,8 @@ def _extend_cuda(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    return extend_triton(
-        query,
-        key_plane,
-        value_plane,
-        page_table,
-        query_start,
-        seq_lens,
-        window,
-        scale,
-        key_scale=key_scale,
-        value_scale=value_scale,
-    )
+    run = partial(extend_triton, key_scale=key_scale, value_scale=value_scale)
+    return run(query, key_plane, value_plane, page_table, query_start, seq_lens, window, scale)
 
 
 def _fake(query: Tensor, *_rest: object) -> Tensor:

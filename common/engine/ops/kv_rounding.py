@@ -1,4 +1,4 @@
-"""Keys and values in eight bits (e4m3): the rounding that all writers of pages share, and what readers see.
+"""Keys and values in eight bits (e4m3): the rounding that all writers of pages share, and how readers take them.
 
 Scales are powers of two, so a stored value times its scale is exact in every dtype that models compute in.
 """
@@ -26,14 +26,6 @@ def as_read(stored: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     return stored.to(dtype) * scale if stored.dtype is FP8 else stored
 
 
-def in_halves(query: Tensor, plane: Tensor) -> bool:
-    """Return whether kernels multiply in float16: e4m3 becomes bfloat16 in three instructions, float16 in one.
-
-    A float16 has all bits of a bfloat16 but range, which queries do not use.
-    """
-    return plane.dtype is FP8 and query.dtype is torch.bfloat16
-
-
 def selected(plane: Tensor, index: Tensor) -> Tensor:
     """Return plane[index] along the first axis, also where torch cannot select eight-bit floats."""
     if plane.dtype is not FP8:
@@ -42,14 +34,37 @@ def selected(plane: Tensor, index: Tensor) -> Tensor:
 
 
 @kernel
-def halves(query):  # type: ignore[no-untyped-def]
-    """Return a bfloat16 `query` in float16; larger values become the largest."""
-    return tl.minimum(tl.maximum(query.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
-
-
-@kernel
 def rounded_to_fp8(values, scale):  # type: ignore[no-untyped-def]
     """Return `values` divided by `scale` (a number, or one that broadcasts) in e4m3."""
     # A power of two: dividing is exact.
     divided = values.to(tl.float32) / scale
     return tl.minimum(tl.maximum(divided, -448.0), 448.0).to(tl.float8e4nv)
+
+
+@kernel
+def for_fp8_keys(query):  # type: ignore[no-untyped-def]
+    """Return a tile of queries in the dtype of products with e4m3 keys and values.
+
+    For bfloat16 queries this is float16, which e4m3 becomes in one instruction instead of three. It has all bits of a
+    bfloat16, but not its range: larger queries become the largest.
+    """
+    if query.dtype == tl.bfloat16:
+        query = tl.minimum(tl.maximum(query.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+    return query
+
+
+@kernel
+def spread_columns(values, KEYS: tl.constexpr, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return a tile of e4m3 values whose column c is column `spread(c)` of `values`.
+
+    Products of few rows read values across keys. In this order a thread needs four adjacent bytes of a key, which it
+    loads from shared memory at once; in the original order it would load each byte by itself.
+    """
+    grouped = tl.reshape(values, (KEYS, BLOCK_D // 4, 4))
+    return tl.reshape(tl.permute(grouped, (0, 2, 1)), (KEYS, BLOCK_D))
+
+
+@kernel
+def spread(column, BLOCK_D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the original columns of columns that `spread_columns` moved."""
+    return column % (BLOCK_D // 4) * 4 + column // (BLOCK_D // 4)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_reference
 from common.engine.ops.key_parts import GRANULE, LOG2_E, KeyParts, choose_division
-from common.engine.ops.kv_rounding import FP8, halves, in_halves, rounded_to_fp8
+from common.engine.ops.kv_rounding import FP8, for_fp8_keys, rounded_to_fp8
 from common.engine.ops.registration import register_op
 from common.engine.ops.rotary_kv_write import rotary_kv_write_reference
 from common.engine.ops.rotated_heads import rotated_heads
@@ -123,8 +123,7 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr,
     TURNED: tl.constexpr,  # half of the dimensions that are rotated
     NORM: tl.constexpr,
-    HALVES: tl.constexpr,  # multiply in float16
-    ROUNDED: tl.constexpr,  # pages hold eight bits
+    EIGHT_BITS: tl.constexpr,  # pages hold e4m3
     SPLIT: tl.constexpr,  # more than one part
     WINDOW: tl.constexpr,
     ROWS: tl.constexpr,  # query heads of one KV head, padded for the matrix units
@@ -165,12 +164,12 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     one = tl.arange(0, 1)
     heads = token + (kv_head * GROUP + row) * D
     query = rotated_heads(heads, row < GROUP, cos, sin, q_weight_ptr, eps, D, TURNED, BLOCK_D, NORM)
-    if HALVES:
-        query = halves(query)
+    if EIGHT_BITS:
+        query = for_fp8_keys(query)
     added = token + (HEADS + kv_head + one) * D
     new_key = rotated_heads(added, one < 1, cos, sin, k_weight_ptr, eps, D, TURNED, BLOCK_D, NORM)
     new_value = tl.load(added[:, None] + KV_HEADS * D + dim[None, :], mask=inside, other=0.0)
-    if ROUNDED:
+    if EIGHT_BITS:
         stored_key = rounded_to_fp8(new_key, key_scale)
         stored_value = rounded_to_fp8(new_value, value_scale)
         new_key, new_value = stored_key.to(query.dtype), stored_value.to(query.dtype)
@@ -200,13 +199,13 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
         newest = (position == last)[:, None]
         key = tl.load(key_ptr + place, mask=old[:, None] & inside, other=0.0)
         value = tl.load(value_ptr + place, mask=old[:, None] & inside, other=0.0)
-        if ROUNDED:
+        if EIGHT_BITS:
             key, value = key.to(query.dtype), value.to(query.dtype)
         key, value = tl.where(newest, new_key, key), tl.where(newest, new_value, value)
         most, total, out = _attend_block(query, key, value, position < end, most, total, out, scale_log2)
 
     result = out / tl.where(total > 0.0, total, 1.0)[:, None]  # zero for a padding row
-    if ROUNDED:
+    if EIGHT_BITS:
         result *= value_scale
     real = (row < GROUP)[:, None] & inside
     line = (request * HEADS + kv_head * GROUP + row) * splits + split
@@ -291,8 +290,7 @@ def rotary_decode_triton(
         D=head_dim,
         TURNED=dims // 2,
         NORM=q_weight is not None,
-        HALVES=in_halves(qkv, key_plane),
-        ROUNDED=key_plane.dtype is FP8,
+        EIGHT_BITS=key_plane.dtype is FP8,
         SPLIT=splits > 1,
         WINDOW=window is not None,
         ROWS=rows,

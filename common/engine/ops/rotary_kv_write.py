@@ -107,7 +107,7 @@ def _rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     eps,
     key_scale,
     value_scale,
-    ROUNDED: tl.constexpr,  # pages hold eight bits
+    EIGHT_BITS: tl.constexpr,  # pages hold e4m3
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -161,7 +161,7 @@ def _rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
     second = tl.where(is_rotated, (y * cos_2 + x * sin_2).to(dtype), second)
     written = is_rotated
     stored_first, stored_second = first, second
-    if ROUNDED:
+    if EIGHT_BITS:
         scale = tl.where(head < HEADS + KV_HEADS, key_scale, value_scale)[:, None]
         stored_first, stored_second = rounded_to_fp8(first, scale), rounded_to_fp8(second, scale)
         is_new = (head >= HEADS)[:, None]
@@ -230,7 +230,7 @@ def rotary_kv_write_triton(
         eps,
         key_scale,
         value_scale,
-        ROUNDED=key_plane.dtype is FP8,
+        EIGHT_BITS=key_plane.dtype is FP8,
         PAGE_SIZE=key_plane.shape[1],
         HEADS=all_heads - 2 * kv_heads,
         KV_HEADS=kv_heads,
@@ -303,7 +303,7 @@ def rotary_qk_triton(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         0.0,
         1.0,
         1.0,
-        ROUNDED=False,
+        EIGHT_BITS=False,
         PAGE_SIZE=1,
         HEADS=heads,
         KV_HEADS=heads,

@@ -6,20 +6,22 @@ attends to the whole prefix, itself and its ancestors. Only slots below a reques
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts, choose_division
-from common.engine.ops.kv_rounding import as_read, halves, in_halves, selected
+from common.engine.ops.kv_rounding import FP8, as_read, for_fp8_keys, selected, spread, spread_columns
 from common.engine.ops.paged_gather import gather
+from common.engine.ops.paged_softmax import load_keys, soften
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of
 from common.engine.ops.triton_kernel import (
     await_previous,
     cdiv,
     chained,
-    kernel,
     kernel_with_varying,
     multiprocessors,
     next_power_of_2,
@@ -140,31 +142,6 @@ def _verify_cpu(
     return out
 
 
-@kernel
-def _load_keys(  # type: ignore[no-untyped-def]
-    plane_ptr, page, position, live, kv_head, PAGE_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Return [positions, BLOCK_D] of a plane, zero where not live."""
-    dim = tl.arange(0, BLOCK_D)
-    slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
-    place = (slot * (KV_HEADS * D) + kv_head * D)[:, None] + dim[None, :]
-    return tl.load(plane_ptr + place, mask=live[:, None] & (dim < D)[None, :], other=0.0)
-
-
-@kernel
-def _soften(most, total, out, score, value):  # type: ignore[no-untyped-def]
-    """Do one step of online softmax (FlashAttention-2, arXiv 2307.08691); a row may see none of the keys."""
-    new_most = tl.maximum(most, tl.max(score, axis=1))
-    shift = tl.where(new_most == float("-inf"), 0.0, new_most)
-    prob = tl.exp2(score - shift[:, None])
-    shrink = tl.exp2(most - shift)
-    total = total * shrink + tl.sum(prob, axis=1)
-    out = out * shrink[:, None]
-    out += tl.dot(prob.to(value.dtype), value, input_precision="ieee")
-    return new_most, total, out
-
-
 @kernel_with_varying("new", "width", "table_stride", "mask_stride", "mask_row_stride", "window", "splits")
 def _verify_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [B * new, HEADS, D]
@@ -189,8 +166,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
-    HALVES: tl.constexpr,  # multiply in float16
-    SCALED: tl.constexpr,  # value_scale is not 1
+    EIGHT_BITS: tl.constexpr,  # pages hold e4m3
     SPLIT: tl.constexpr,  # more than one part
     WINDOW: tl.constexpr,
     BITS: tl.constexpr,  # a row's ancestors fit into 64 bits, and there is no window
@@ -207,6 +183,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     goes over them after its part of the prefix, which costs it the time of one more read.
     """
     await_previous(CHAINED)
+    SPREAD: tl.constexpr = EIGHT_BITS and ROWS < 64  # more rows are multiplied in another way
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     tile = tl.program_id(0) // KV_HEADS
@@ -228,8 +205,8 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     query_place = token[:, None] * query_stride + head[:, None] * D + dim[None, :]
     read_rows = row < tl.where(length > 0, new * GROUP, 0)  # a padding row's query may be NaN
     query = tl.load(query_ptr + query_place, mask=read_rows[:, None] & (dim < D)[None, :], other=0.0)
-    if HALVES:
-        query = halves(query)
+    if EIGHT_BITS:
+        query = for_fp8_keys(query)
     table = table_ptr + request * table_stride
     tree = mask_ptr + request * mask_stride + (row // GROUP) * mask_row_stride
     live_row = row < new * GROUP
@@ -255,7 +232,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
         position = start + tl.arange(0, BLOCK_N)
         live = position < end
         page = tl.load(table + position // PAGE_SIZE, mask=live, other=0)
-        key = _load_keys(key_ptr, page, position, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
+        key = load_keys(key_ptr, page, position, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
         score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale_log2
         seen = live[None, :]
         if BITS:
@@ -265,8 +242,10 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
         if WINDOW:
             seen = seen & (position[None, :] > (prefix + depth - window)[:, None])
         score = tl.where(seen, score, float("-inf"))
-        value = _load_keys(value_ptr, page, position, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
-        most, total, out = _soften(most, total, out, score, value.to(query.dtype))
+        value = load_keys(value_ptr, page, position, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
+        if SPREAD:
+            value = spread_columns(value, BLOCK_N, BLOCK_D)
+        most, total, out = soften(most, total, out, score, value.to(query.dtype))
 
     tree_end = 0
     if not BITS:
@@ -283,17 +262,20 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
                 above += tl.sum(seen.to(tl.int32), axis=1)
                 seen = seen & (depth[:, None] + 1 - upto < window)
             page = tl.load(table + (prefix + place) // PAGE_SIZE, mask=live, other=0)
-            key = _load_keys(key_ptr, page, prefix + place, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
+            key = load_keys(key_ptr, page, prefix + place, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
             score = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale_log2
             score = tl.where(seen, score, float("-inf"))
-            value = _load_keys(
-                value_ptr, page, prefix + place, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D
-            )
-            most, total, out = _soften(most, total, out, score, value.to(query.dtype))
+            value = load_keys(value_ptr, page, prefix + place, live, kv_head, PAGE_SIZE, KV_HEADS, D, BLOCK_D)
+            if SPREAD:
+                value = spread_columns(value, BLOCK_W, BLOCK_D)
+            most, total, out = soften(most, total, out, score, value.to(query.dtype))
 
     result = out / tl.where(total > 0.0, total, 1.0)[:, None]  # zero for a padding row
-    if SCALED:
+    if EIGHT_BITS:
         result *= value_scale
+    if SPREAD:
+        dim = spread(dim, BLOCK_D)
+        inside = (row < new * GROUP)[:, None] & (dim < D)[None, :]
     line = (token * HEADS + head) * splits + split
     if not SPLIT:
         tl.store(out_ptr + line[:, None] * D + dim[None, :], result.to(out_ptr.dtype.element_ty), mask=inside)
@@ -375,8 +357,7 @@ def verify_triton(
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
-        HALVES=in_halves(query, key_plane),
-        SCALED=value_scale != 1.0,
+        EIGHT_BITS=key_plane.dtype is FP8,
         SPLIT=splits > 1,
         WINDOW=window is not None,
         BITS=bits,
@@ -406,19 +387,8 @@ def _verify_cuda(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    return verify_triton(
-        query,
-        key_plane,
-        value_plane,
-        page_table,
-        seq_lens,
-        tree_mask,
-        max_seq_len,
-        window,
-        scale,
-        key_scale=key_scale,
-        value_scale=value_scale,
-    )
+    run = partial(verify_triton, key_scale=key_scale, value_scale=value_scale)
+    return run(query, key_plane, value_plane, page_table, seq_lens, tree_mask, max_seq_len, window, scale)
 
 
 def _fake(query: Tensor, *_rest: object) -> Tensor:
