@@ -134,7 +134,8 @@ class Dispatcher:
         self.health.transferred(attempt.prefill, attempt.decode)
         self.health.node_served(attempt.prefill)
         prompt = len(flight.request.token_ids) + attempt.emitted
-        took = stages.get("prefill_end", 0.0) - stages.get("prefill_start", 0.0)
+        self._metrics.prefill_queue.observe(begun := stages.get("prefill_start", 0.0))
+        took = stages.get("prefill_end", 0.0) - begun
         self.health.prefilled(attempt.prefill, took, prompt - attempt.cached_tokens)
 
     def decoded(self, attempt: Attempt, stages: Mapping[str, float], tokens: int) -> None:
@@ -369,7 +370,7 @@ class Dispatcher:
         self._flights[attempt.room] = flight
         now = time.monotonic()
         self.timelines.open(attempt.room, timeline, now, prefill.incarnation, decode.incarnation)
-        prefill.rooms.add(attempt.room, tokens)
+        prefill.rooms.add(attempt.room, tokens, prefill.prompt_ms(tokens))
         decode.rooms.add(attempt.room, 0)
         timeline.mark("placed", now)
         pair = {"prefill": prefill.incarnation, "decode": decode.incarnation}

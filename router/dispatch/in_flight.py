@@ -34,6 +34,11 @@ class InFlight:
         """The tokens to prefill: the prompt and the answer so far."""
         return [*self.request.token_ids, *self.said]
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the length of `tokens`."""
+        return len(self.request.token_ids) + len(self.said)
+
     def abort(self) -> None:
         """End the request because its client asked for that; the answer so far stays."""
         if self.aborted:

@@ -63,7 +63,7 @@ class PairWait:
             if self._ending is not None:
                 raise self._ending
             changed = self._changed
-            found = self._placer.choose(avoid(), flight.request.share.nodes)
+            found = self._placer.choose(avoid(), flight.request.share.nodes, flight.num_tokens)
             if not isinstance(found, str):
                 return found
             if waited != found:

@@ -56,6 +56,10 @@ GAUGES: dict[str, tuple[str, Callable[[NodeLoad], float]]] = {
         "Requests in transfer",
         lambda load: load.transferring,
     ),
+    "tandem_prefill_queue_ms": (
+        "Predicted time until all prompts of the node are computed, in milliseconds",
+        lambda load: load.queued_ms,
+    ),
     "tandem_free_pages": ("Free KV pages", lambda load: load.free_pages),
     "tandem_cached_pages": ("KV pages owned by the prefix cache", lambda load: load.cached_pages),
     "tandem_quarantined_pages": ("KV pages that a peer may still write", lambda load: load.quarantined_pages),
@@ -79,6 +83,11 @@ COUNTERS: dict[str, tuple[str, Callable[[NodeCounters], float]]] = {
     "tandem_accepted_forced_tokens": ("Forced tokens accepted", lambda c: c.spec_accepted_forced),
     "tandem_node_requests": ("Requests accepted", lambda c: c.requests),
     "tandem_steps": ("Forward launches", lambda c: c.steps),
+    "tandem_forward_seconds": ("Device time of prompt forwards", lambda c: c.forward_seconds),
+    "tandem_predicted_forward_seconds": (
+        "What the node predicted for the same forwards; it plans by that",
+        lambda c: c.predicted_forward_seconds,
+    ),
     "tandem_kv_transfers": ("Requests handed over or accepted", lambda c: c.transfers),
     "tandem_kv_transfer_failures": ("Transfers that failed", lambda c: c.transfer_failures),
     "tandem_kv_transferred_pages": ("Pages sent", lambda c: c.transferred_pages),
@@ -125,6 +134,8 @@ class RouterMetrics(Collector):
             return LoopHistogram(name, text, {"model_name": model_name}, buckets, self._registry)
 
         self._ttft = histogram("vllm:time_to_first_token_seconds", "At the router", TTFT_BUCKETS)
+        queue = "From the arrival of a prompt at its prefill node to its first forward"
+        self.prefill_queue = histogram("tandem_prefill_queue_seconds", queue, TTFT_BUCKETS)
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "At the router", E2E_BUCKETS)
         tokens = (1.0, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
         self._prompt = histogram("vllm:request_prompt_tokens", "Prompt length", tokens)

@@ -23,7 +23,9 @@ class Candidate(msgspec.Struct, frozen=True):
     incarnation: str
     load: NodeLoad  # as of its last heartbeat
     assigned: int  # unfinished requests placed there; newer than any heartbeat
-    assigned_tokens: int  # prompt tokens of these that are not computed yet
+    # Prefill nodes: predicted milliseconds until the prompt to be placed would be computed there, after all that are
+    # assigned.
+    ready_ms: float
     weight: float = 1.0  # share of requests relative to the other candidates; all may be below 1
 
 
@@ -120,8 +122,8 @@ def choose_pair(
 
 
 def prefill_cost(candidate: Candidate) -> float:
-    """Return the prompt tokens queued before a new request, which determine its time to first token."""
-    return candidate.assigned_tokens
+    """Return the predicted time to the first token of the request that is to be placed."""
+    return candidate.ready_ms
 
 
 def decode_cost(candidate: Candidate) -> float:

@@ -48,9 +48,9 @@ class Placer:
         self._health = health
 
     def choose(
-        self, avoid: Collection[str] = NOTHING, prefer: Collection[str] = NOTHING
+        self, avoid: Collection[str] = NOTHING, prefer: Collection[str] = NOTHING, tokens: int = 0
     ) -> tuple[Node, Node] | Role:
-        """Return (prefill, decode), or the role that has no node that could serve.
+        """Return (prefill, decode) for a prompt of `tokens`, or the role that has no node that could serve.
 
         Nodes with an open breaker are left out, then nodes of `avoid`, then bad pairs; each of these only while
         something else is left. Among the rest, nodes of `prefer` are taken whatever their load.
@@ -58,7 +58,7 @@ class Placer:
         nodes = self._eligible()
         if len(nodes["prefill"]) == 1 and len(nodes["decode"]) == 1:
             return nodes["prefill"][0], nodes["decode"][0]
-        field = self._field(nodes)
+        field = self._field(nodes, tokens)
         if not isinstance(field, _Field):
             return field
         narrowed = field.without(avoid) if avoid else field
@@ -86,8 +86,8 @@ class Placer:
             nodes[node.role].append(node)
         return nodes
 
-    def _field(self, nodes: Mapping[Role, Sequence[Node]]) -> _Field | Role:
-        prefills, decodes = (self._candidates(nodes[role]) for role in ROLES)
+    def _field(self, nodes: Mapping[Role, Sequence[Node]], tokens: int = 0) -> _Field | Role:
+        prefills, decodes = (self._candidates(nodes[role], tokens) for role in ROLES)
         if not prefills:
             return "prefill"
         if not decodes:
@@ -96,9 +96,9 @@ class Placer:
         broken = self._health.nodes.blocked()
         return field.without(broken) if broken else field
 
-    def _candidates(self, nodes: Sequence[Node]) -> list[Candidate]:
+    def _candidates(self, nodes: Sequence[Node], tokens: int) -> list[Candidate]:
         weights = self._health.weights(nodes)
-        return [node.candidate(weight) for node, weight in zip(nodes, weights, strict=True)]
+        return [node.candidate(weight, tokens) for node, weight in zip(nodes, weights, strict=True)]
 
 
 def _others(candidates: Sequence[Candidate], avoid: Collection[str]) -> Sequence[Candidate]:

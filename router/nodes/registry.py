@@ -21,6 +21,7 @@ from common.messages.router_inbox import Heartbeat, Register
 from common.observability.logs import Log
 from router.nodes.assigned_rooms import AssignedRooms
 from router.nodes.placement import Candidate
+from router.nodes.prompt_times import prompt_ms
 from router.nodes.return_watch import ReturnWatch
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -66,8 +67,14 @@ class Node:
         """True if it takes requests and can be reached."""
         return self.state == "up" and self.reachable
 
-    def candidate(self, weight: float = 1.0) -> Candidate:
-        return Candidate(self.name, self.incarnation, self.load, len(self.rooms), self.rooms.tokens, weight)
+    def candidate(self, weight: float = 1.0, tokens: int = 0) -> Candidate:
+        """Return the node as a candidate for a prompt of `tokens`."""
+        ready_ms = self.rooms.ms + self.prompt_ms(tokens) if self.role == "prefill" else 0.0
+        return Candidate(self.name, self.incarnation, self.load, len(self.rooms), ready_ms, weight)
+
+    def prompt_ms(self, tokens: int) -> float:
+        """Return how long a prefill node computes a prompt, by its own times."""
+        return prompt_ms(self.load.prompt_times, tokens)
 
 
 class NodeRegistry:

@@ -71,6 +71,19 @@ def test_nodes_are_read_at_scrape_time() -> None:
     assert f"tandem_node_up{labels}" not in series(metrics)
 
 
+def test_times_of_prompt_forwards_beside_their_predictions() -> None:
+    one = node(queued_ms=125)
+    one.counters = NodeCounters(forward_seconds=2.5, predicted_forward_seconds=2.0)
+    metrics = RouterMetrics("tiny", lambda: [one], lambda: 0)
+    metrics.prefill_queue.observe(0.07)
+    got, labels = series(metrics), '{engine="decode-0",model_name="tiny",role="decode"}'
+    assert got[f"tandem_forward_seconds_total{labels}"] == 2.5
+    assert got[f"tandem_predicted_forward_seconds_total{labels}"] == 2.0
+    assert got[f"tandem_prefill_queue_ms{labels}"] == 125
+    assert got['tandem_prefill_queue_seconds_bucket{le="0.06",model_name="tiny"}'] == 0
+    assert got['tandem_prefill_queue_seconds_bucket{le="0.08",model_name="tiny"}'] == 1
+
+
 def test_graphs_by_phase_model_and_reason() -> None:
     """Captured forwards have counters and gauges by phase, model and reason."""
     got = series(RouterMetrics("tiny", lambda: [node()], lambda: 0))

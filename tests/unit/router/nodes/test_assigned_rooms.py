@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ def test_the_sum_is_that_of_the_rooms(steps: list[tuple[str, int]]) -> None:
     rooms, left = AssignedRooms(), dict[int, int]()
     for number, (step, room) in enumerate(steps):
         if step == "add" and room not in left:
-            rooms.add(room, number)
+            rooms.add(room, number, 0.1 * number)
             left[room] = number
         elif step == "computed":
             rooms.computed(room)
@@ -24,6 +25,7 @@ def test_the_sum_is_that_of_the_rooms(steps: list[tuple[str, int]]) -> None:
             rooms.remove(room)
             left.pop(room, None)
         assert rooms.tokens == sum(left.values())
+        assert rooms.ms == pytest.approx(0.1 * rooms.tokens)
         assert {each: rooms.left(each) for each in rooms} == left
 
 

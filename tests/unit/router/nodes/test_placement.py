@@ -22,13 +22,13 @@ from router.nodes.placement import (
 )
 
 
-def candidate(name: str, assigned: int = 0, tokens: int = 0, **load: int) -> Candidate:
+def candidate(name: str, assigned: int = 0, ready_ms: float = 0.0, **load: int) -> Candidate:
     return Candidate(
         name,
         f"incarnation of {name}",
         msgspec.convert({"total_pages": 100, "free_pages": 100, **load}, NodeLoad),
         assigned,
-        tokens,
+        ready_ms,
     )
 
 
@@ -49,10 +49,10 @@ def test_round_robin_gives_everybody_the_same(names: list[str], rounds: int) -> 
     assert set(chosen.values()) == {rounds}
 
 
-def test_prefill_goes_where_the_fewest_tokens_wait() -> None:
+def test_a_prompt_goes_where_it_is_computed_soonest() -> None:
     policy = LeastLoaded(prefill_cost)
     nodes = [candidate("a", 1, 500), candidate("b", 9, 100), candidate("c", 2, 100)]
-    assert policy.choose(nodes).name == "c", "fewest tokens, then fewest requests"
+    assert policy.choose(nodes).name == "c", "soonest, then fewest requests"
 
 
 def test_decode_goes_where_the_smallest_batch_is_and_avoids_full_pools() -> None:

@@ -1,0 +1,32 @@
+"""Predicts how long a prefill node computes a prompt, from the times that the node reports with its load."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from operator import itemgetter
+
+UNKNOWN_MS = 0.1  # per token, for a node that has reported nothing yet
+_TOKENS = itemgetter(0)
+
+
+def prompt_ms(times: Sequence[tuple[int, float]], tokens: int) -> float:
+    """Return the milliseconds of a prompt's forwards, without a cached prefix.
+
+    Args:
+        times: (tokens, milliseconds) of some lengths, ascending; lengths in between are interpolated.
+    """
+    return max(_interpolated(times, tokens), 0.0)
+
+
+def _interpolated(times: Sequence[tuple[int, float]], tokens: int) -> float:
+    index = bisect_left(times, tokens, key=_TOKENS)
+    if index < len(times) and (index == 0 or times[index][0] == tokens):
+        return times[index][1]
+    if not times:
+        return UNKNOWN_MS * tokens
+    if index == len(times):
+        longest, ms = times[-1]
+        return ms * tokens / max(longest, 1)
+    (low, low_ms), (high, high_ms) = times[index - 1], times[index]
+    return low_ms + (high_ms - low_ms) * (tokens - low) / (high - low)
