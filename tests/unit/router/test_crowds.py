@@ -59,9 +59,9 @@ async def test_requests_that_wait_for_a_node_are_placed_a_few_at_a_time(
         waiting = 0
         choose = Placer.choose
 
-        def nowhere(self: Placer, *nodes: set[str]) -> Any:
+        def nowhere(self: Placer, *given: Any) -> Any:
             nonlocal waiting
-            found = choose(self, *nodes)
+            found = choose(self, *given)
             waiting += isinstance(found, str)
             return found
 

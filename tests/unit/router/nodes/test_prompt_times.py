@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages.identity import NodeLoad
+from common.messages.identity import NodeLoad, Role
 from common.observability.logs import Log
 from router.nodes.health import NodeHealth
-from router.nodes.placement import decode_cost, make_policy, prefill_cost
+from router.nodes.placement import PlacementPolicy, decode_cost, make_policy, prefill_cost
 from router.nodes.placer import Placer
 from router.nodes.prompt_times import UNKNOWN_MS, prompt_ms
 from router.nodes.registry import Node, NodeRegistry
@@ -46,7 +46,7 @@ class Nodes:
         self.fast, self.slow = (registry.node(f"i-{name}") for name in ("fast", "slow"))
         self.fast.load, self.slow.load = NodeLoad(prompt_times=FAST), NodeLoad(prompt_times=SLOW)
         clock.now += 1000.0
-        policies = {
+        policies: dict[Role, PlacementPolicy] = {
             "prefill": make_policy("least_loaded", prefill_cost),
             "decode": make_policy("least_loaded", decode_cost),
         }
