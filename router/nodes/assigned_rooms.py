@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class _Left(NamedTuple):
-    """What a node has to compute of one prompt."""
+    """The part of one prompt that a node has not computed."""
 
     tokens: int
     ms: float  # predicted by the node's own times
