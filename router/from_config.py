@@ -18,8 +18,8 @@ from common.config.schema import DecodeSection, Model, PrefillSection
 from common.observability.logs import Log
 from router.auth.gates import Gate, KeyGate, OpenGate
 from router.auth.keys import KeyFile, KeyRing
-from router.auth.limits import Quotas
 from router.auth.origin import Cors, HostRule
+from router.auth.quotas import Quotas
 from router.chat.answer_style import AnswerStyle, find_template
 from router.chat.call_formats import CALL_FORMATS
 from router.http.client import View

@@ -17,8 +17,8 @@ from common.api_key import ApiKey, Scope
 from common.errors import Forbidden, RequestError, Unauthorized
 from common.observability.logs import Log
 from router.auth.keys import KeyRing
-from router.auth.limits import UNLIMITED, Quota, QuotaClaim, Quotas
 from router.auth.origin import Cors, HostRule
+from router.auth.quotas import UNLIMITED, Quota, QuotaClaim, Quotas
 from router.http.client import Client, View, client_address, client_key
 from router.http.direct_answer import listener_headers_key
 from router.http.errors import request_id_key

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer as HfTokenizer
 from common.checkpoint.added_tokens import is_marker
 from common.checkpoint.model_directory import MAX_TOKENIZER_BYTES, read_bytes
 from common.errors import ModelError
-from router.tokens.bound import longest_token
 from router.tokens.detokenizer import ByteDecoder, IncrementalDecoder, TokenBytes, WindowDecoder
+from router.tokens.longest_token import longest_token
 
 
 class Tokenizer:

@@ -10,7 +10,7 @@ import pytest
 from common.errors import Unavailable
 from router.auth.gates import KeyGate
 from router.auth.keys import KeyRing
-from router.auth.limits import Quotas
+from router.auth.quotas import Quotas
 from tests.fakes.api_keys import api_key, bearer
 from tests.fakes.clock import Clock
 from tests.unit.router.auth.test_gates import NOW

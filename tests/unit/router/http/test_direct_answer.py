@@ -11,8 +11,8 @@ from aiohttp.test_utils import make_mocked_request
 
 from router.auth.gates import KeyGate
 from router.auth.keys import KeyRing
-from router.auth.limits import Quotas
 from router.auth.origin import Cors
+from router.auth.quotas import Quotas
 from router.http.direct_answer import DirectAnswer
 from tests.fakes.api_keys import api_key, bearer
 from tests.fakes.clock import Clock

@@ -8,7 +8,7 @@ from common.errors import InvalidRequest
 from common.messages.generation import SamplingParams
 from router.auth.gates import KeyGate
 from router.auth.keys import KeyRing
-from router.auth.limits import Quotas
+from router.auth.quotas import Quotas
 from router.dispatch.generation import GenerationRequest
 from router.requests.checks import check_priority
 from tests.fakes.api_keys import api_key, bearer

@@ -9,8 +9,8 @@ import pytest
 
 from router.auth.gates import KeyGate, OpenGate
 from router.auth.keys import KeyRing
-from router.auth.limits import Quotas
 from router.auth.origin import Cors, HostRule
+from router.auth.quotas import Quotas
 from router.http.client import View
 from tests.fakes.api_keys import api_key, bearer
 from tests.fakes.clock import Clock

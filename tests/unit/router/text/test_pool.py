@@ -54,8 +54,8 @@ Open = Callable[..., Awaitable[WorkerLane]]
 
 def program(**constants: int) -> tuple[str, str]:
     """Return the program of a worker with other limits."""
-    lines = "".join(f"text_process.{name} = {value}; " for name, value in constants.items())
-    return "-c", f"from router.text import process as text_process; {lines}text_process.main()"
+    lines = "".join(f"process.{name} = {value}; " for name, value in constants.items())
+    return "-c", f"from router.text import process; {lines}process.main()"
 
 
 NICE = ContextVar("NICE", default=0)

@@ -20,8 +20,8 @@ from router.requests.field_rules import UnknownFields
 from router.templates.chat_template import ChatTemplate
 from router.text.service import TextService
 from router.text.work import TextWork
-from router.tokens import bound as token_bound
 from router.tokens import tokenizer as own
+from router.tokens.longest_token import COMPOSED, longest_token
 from tests.fakes.text_workers import InProcess
 from tests.unit.router.conftest import TINY, Rig
 from tests.unit.router.tokens.vocabularies import KINDS, byte_level, llama2
@@ -126,7 +126,7 @@ def bounded() -> list[tuple[Tokenizer, int]]:
                 tokenizer.pre_tokenizer = pre()
             if swallows is not None:
                 tokenizer.add_tokens([AddedToken("!", **{swallows: True})])
-            longest = token_bound.longest_token(tokenizer)
+            longest = longest_token(tokenizer)
             if longest is not None:
                 found.append((tokenizer, longest))
     assert len(found) > 100
@@ -145,19 +145,19 @@ def test_no_text_has_fewer_tokens_than_the_bound_says(
 
 def test_usual_tokenizers_have_a_bound() -> None:
     """The kinds of GPT-2 and Llama 3, of Llama 2 with all bytes, and with the normalizer of Qwen."""
-    assert token_bound.longest_token(bytes_alone()) == 1
-    assert token_bound.longest_token(characters_alone()) == 1
-    assert token_bound.longest_token(byte_level()) == max(map(len, byte_level().get_vocab()))
-    assert token_bound.longest_token(llama2()) == 6  # <0x00>
+    assert longest_token(bytes_alone()) == 1
+    assert longest_token(characters_alone()) == 1
+    assert longest_token(byte_level()) == max(map(len, byte_level().get_vocab()))
+    assert longest_token(llama2()) == 6  # <0x00>
     qwen = byte_level()
     qwen.normalizer = normalizers.NFC()
-    assert token_bound.longest_token(qwen) == 4 * max(map(len, qwen.get_vocab()))
+    assert longest_token(qwen) == 4 * max(map(len, qwen.get_vocab()))
 
 
 @pytest.mark.parametrize("kind", ["words", "metaspace"])
 def test_a_model_that_fuses_unknown_text_has_none(kind: str) -> None:
     tokenizer = KINDS[kind]()
-    assert token_bound.longest_token(tokenizer) is None
+    assert longest_token(tokenizer) is None
     assert len(tokenizer.encode("ж" * 500, add_special_tokens=False).ids) <= 2
 
 
@@ -169,13 +169,13 @@ def test_whatever_drops_text_has_no_bound() -> None:
     dropping = byte_level()
     dropping.post_processor = processors.TemplateProcessing(single="<s>", special_tokens=[("<s>", 0)])
     for tokenizer in (incomplete, wordpiece, fusing, dropping):
-        assert token_bound.longest_token(tokenizer) is None
+        assert longest_token(tokenizer) is None
 
 
 def test_no_composition_is_longer_than_assumed() -> None:
     """Checks, for the Unicode version of this Python, how many code points NFC composes into one."""
     longest = max(len(unicodedata.normalize("NFD", chr(each))) for each in range(0x110000))
-    assert longest == token_bound.COMPOSED
+    assert longest == COMPOSED
 
 
 def test_a_file_of_an_unknown_form_has_no_bound() -> None:
@@ -196,13 +196,13 @@ def test_a_file_of_an_unknown_form_has_no_bound() -> None:
     odd.append({"normalizer": {"type": "New"}, "model": {"type": "BPE", "vocab": {"a": 0}, "unk_token": "a"}})
     for config in odd:
         tokenizer: Any = Odd(config)
-        assert token_bound.longest_token(tokenizer) is None, config
+        assert longest_token(tokenizer) is None, config
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_unencoded(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    longest = token_bound.longest_token(Tokenizer.from_file(str(TINY / "tokenizer.json")))
+    longest = longest_token(Tokenizer.from_file(str(TINY / "tokenizer.json")))
     assert longest is not None
 
     def encode(text: str, add_special_tokens: bool) -> list[int]:

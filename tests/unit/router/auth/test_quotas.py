@@ -13,7 +13,7 @@ from hypothesis import given
 from common.errors import RateLimited
 from router.auth.gates import KeyGate
 from router.auth.keys import KeyRing
-from router.auth.limits import Bucket, Quota, Quotas, duration
+from router.auth.quotas import Bucket, Quota, Quotas, duration
 from tests.fakes.api_keys import api_key, bearer
 from tests.fakes.clock import Clock
 from tests.fakes.waiting import eventually
