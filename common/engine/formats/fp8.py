@@ -15,18 +15,19 @@ from common.checkpoint.model_config import Activation
 from common.checkpoint.safetensors_header import FLOATS
 from common.checkpoint.weight_formats import StoredWeights
 from common.engine.formats.dense import DenseFormat
-from common.engine.formats.fp8_forms import BLOCKS, ROWS, gate_in_forms, norm_in_forms
+from common.engine.formats.fp8_forms import BLOCKS, FORMS, ROWS, gate_in_forms
 from common.engine.formats.joined import JoinedLinear
-from common.engine.layers.activations import DENSE, Activations, Reads
+from common.engine.layers.activations import DENSE, Activations, Quantised, Reads
 from common.engine.layers.linear import Embedding, Linear, WeightFormat
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.parts import WeightBlock
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
+from common.engine.ops.fp8_joined import fp8_gated, fp8_product_norm, fp8_product_norm_quantized
 from common.engine.ops.fp8_linear import (
     FP8,
-    fp8_linear,
     fp8_product,
+    quantize_rows,
     quantize_rows_reference,
     quantize_with,
     values_of,
@@ -66,7 +67,8 @@ class Fp8Linear(Linear):
         self.bias = parameter((rows,), placement) if bias else None
         # One scale for all parts of a merged weight, which read the same values: the largest of theirs.
         self.input_scale: nn.Parameter | None = None
-        self.reads = Reads(dense=False, form=BLOCKS if by_blocks else ROWS)
+        self._form = BLOCKS if by_blocks else ROWS
+        self.reads = Reads(dense=False, form=self._form)
         if scheme.static:
             self.input_scale = parameter((), wide)
             self.reads = DENSE
@@ -74,19 +76,32 @@ class Fp8Linear(Linear):
                 self.input_scale.zero_()
 
     def product(self, x: Activations) -> Tensor:
+        return fp8_product(*self._operands(x), self._dtype)
+
+    def gated(self, x: Activations, reads: Reads, activation: Activation = "silu") -> Activations:
+        if reads.dense or reads.form != self._form:
+            return gate_in_forms(self.product(x), reads, activation)
+        codes, scales = fp8_gated(*self._operands(x), activation != "silu", self._dtype)
+        return Activations(None, Quantised(self._form, codes, scales))
+
+    def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
+        given = *self._operands(x), stream, norm.weight, norm.eps
+        form = norm.reads.form
+        if norm.reads.dense or form not in FORMS:
+            normed, total = fp8_product_norm(*given)
+            return Activations(normed), total
+        codes, scales, total = fp8_product_norm_quantized(*given, form == BLOCKS)
+        return Activations(None, Quantised(form, codes, scales)), total
+
+    def _operands(self, x: Activations) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """Return what the products take: quantised rows and weight, each with its scales, and the bias."""
         if x.quantised is not None and x.quantised.form == self.reads.form:
             codes, scales = x.quantised.codes, x.quantised.scales
         elif self.input_scale is not None:
             codes, scales = quantize_with(x.tensor(), self.input_scale)
         else:
-            return fp8_linear(x.tensor(), self.codes, self.scales, self.bias)
-        return fp8_product(codes, scales, self.codes, self.scales, self.bias, self._dtype)
-
-    def gated(self, x: Activations, reads: Reads, activation: Activation = "silu") -> Activations:
-        return gate_in_forms(self.product(x), reads, activation)
-
-    def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
-        return norm_in_forms(self.product(x), stream, norm)
+            codes, scales = quantize_rows(x.tensor(), self._form == BLOCKS)
+        return codes, scales, self.codes, self.scales, self.bias
 
     def dense(self) -> Tensor:
         return values_of(self.codes, self.scales).to(self._dtype)

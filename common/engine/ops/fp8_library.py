@@ -7,6 +7,7 @@ from torch import Tensor
 
 ALIGNMENT = 16  # the library takes depths and outputs that are multiples of it
 BLOCK_COLUMNS = 4  # it takes so many blocks of a row's depth, or multiples of it
+BLOCK_ROWS = 4  # the same for rows of products with blocks
 LEAST = (9, 0)  # compute capability of the first GPU with products of blocks
 CHANNELS_LEAST = (8, 9)  # the same for any FP8 product
 
@@ -39,8 +40,8 @@ def _serves(rows: Tensor, scales: Tensor, blocks: bool) -> bool:
     capability = torch.cuda.get_device_capability(rows.device)
     if not blocks:
         return capability >= CHANNELS_LEAST
-    # It refuses products of one row with blocks, and has them on Hopper only.
-    return capability[0] == LEAST[0] and len(rows) > 1 and scales.shape[1] % BLOCK_COLUMNS == 0
+    # It has products of blocks on Hopper only, and for numbers of rows whose scales are aligned.
+    return capability[0] == LEAST[0] and len(rows) % BLOCK_ROWS == 0 and scales.shape[1] % BLOCK_COLUMNS == 0
 
 
 def _channels(rows: Tensor, of_rows: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
