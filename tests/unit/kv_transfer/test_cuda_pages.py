@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from common.kv_cache.pool_layout import PoolLayout
+from kv_transfer.transport.cuda import pages as cuda_pages
 from kv_transfer.transport.cuda.pages import MIX, POSITION, PagedMemory, move_pages, page_list
 from kv_transfer.transport.page_digest import as_digests
-from tests.fakes.interpreted import run_interpreted
 from tests.fakes.pools import layers_layout
 from tests.unit.kv_transfer.rig import noise, page_bytes
 
@@ -101,33 +101,29 @@ def test_a_checksum_sees_one_bit_and_words_that_change_places() -> None:
     assert sums_of(layout, torch.zeros_like(pool), [1]) != [0]
 
 
-INTERPRETED = """
-import torch
-from tests.fakes.pools import layers_layout
-from kv_transfer.transport.cuda import pages as cuda_pages
-from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
-cpu = torch.device("cpu")
-shapes = (
-    ("float32", 2, [(2, 4), (2, 4), (1, 12)]), ("uint8", 1, [(1, 3)]), ("bfloat16", 16, [(2, 64)]),
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels are tested in tests/gpu")
+@pytest.mark.parametrize(
+    ("dtype", "size", "layers"),
+    [
+        ("float32", 2, [(2, 4), (2, 4), (1, 12)]),
+        ("uint8", 1, [(1, 3)]),
+        ("bfloat16", 16, [(2, 64)]),
+    ],
 )
-reference = cuda_pages.move_pages_reference
-for dtype, size, layers in shapes:
+def test_the_kernel_equals_its_reference(
+    dtype: str, size: int, layers: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
     src, dst = layers_layout("m", dtype, size, 6, layers), layers_layout("m", dtype, size, 9, layers)
-    a = torch.randint(0, 256, (src.total_bytes,), dtype=torch.uint8)
-    pages, every, found = page_list([5, 1, 2, 4], [8, 3, 1, 2], device=cpu), range(len(src.planes)), []
-    for launch in (reference, cuda_pages.move_pages_kernel):
-        cuda_pages.move_pages_reference = launch
+    a, every, found = memory(src, 1), range(len(src.planes)), []
+    pages = page_list([5, 1, 2, 4], [8, 3, 1, 2], device=CPU)
+    for launch in (cuda_pages.move_pages_reference, cuda_pages.move_pages_kernel):
+        monkeypatch.setattr(cuda_pages, "move_pages_reference", launch)
         b = torch.zeros(dst.total_bytes, dtype=torch.uint8)
-        sums, only = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-        move_pages(PagedMemory(src, a, cpu), PagedMemory(dst, b, cpu), pages, sums, every, 3)
-        move_pages(PagedMemory(src, a, cpu), None, pages, only, every, 2)
+        sums, only = torch.zeros(2, 4, dtype=torch.int64)
+        move_pages(PagedMemory(src, a, CPU), PagedMemory(dst, b, CPU), pages, sums, every, 3)
+        move_pages(PagedMemory(src, a, CPU), None, pages, only, every, 2)
         assert torch.equal(sums, only)
         found.append((b, sums))
-    assert torch.equal(found[0][0], found[1][0]), dtype
-    assert torch.equal(found[0][1], found[1][1]), dtype
-print("equal")
-"""
-
-
-def test_the_kernel_equals_its_reference() -> None:
-    run_interpreted(INTERPRETED)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
