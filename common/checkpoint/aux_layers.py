@@ -7,11 +7,10 @@ https://github.com/vllm-project/vllm/pull/50170.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from common.checkpoint.json_fields import flag, optional_section, positive, shown
+from common.checkpoint.json_fields import Raw, flag, optional_section, positive, shown
 from common.errors import ModelError
 
 KEY = "aux_layer_convention"  # in the head's config.json
@@ -42,7 +41,7 @@ class AuxLayers:
         }
 
 
-def aux_layers(raw: Mapping[str, Any], num_layers: int, where: str) -> AuxLayers:
+def aux_layers(raw: Raw, num_layers: int, where: str) -> AuxLayers:
     """Read `raw`, a head's config.json, for a target of so many layers. Raises ModelError that begins with `where`.
 
     Aux states are used unless the file turns them off.
@@ -70,7 +69,7 @@ def aux_layers(raw: Mapping[str, Any], num_layers: int, where: str) -> AuxLayers
     return AuxLayers(boundaries, convention, stated if named else "default")
 
 
-def _convention(raw: Mapping[str, Any], ids: list[int], where: str) -> tuple[Convention, Source]:
+def _convention(raw: Raw, ids: list[int], where: str) -> tuple[Convention, Source]:
     """Return the convention.
 
     Heads whose ids begin with 1 mean outputs: no head reads the input of the second layer.

@@ -5,14 +5,10 @@ No torch. A family is a row of data (`ExpertRules`); what was read of one config
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
-from common.checkpoint.json_fields import MAX_LAYERS, MAX_WIDTH, flag, number, positive, shown
+from common.checkpoint.json_fields import MAX_LAYERS, MAX_WIDTH, Raw, flag, number, positive, shown
 from common.errors import ModelError
-
-Raw = Mapping[str, Any]
 
 MAX_EXPERTS = 1024  # published models have up to 512
 MAX_CHOSEN = 32

@@ -19,9 +19,8 @@ from common.checkpoint.experts_config import (
     QWEN_SHARED,
     ExpertRules,
 )
+from common.checkpoint.json_fields import Raw
 from common.checkpoint.layer_norms import FOUR_NORMS, POST_NORM, PRE_NORM, LayerNorms
-
-Raw = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

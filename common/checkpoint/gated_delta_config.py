@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from common.checkpoint.json_fields import MAX_HEADS, MAX_WIDTH, positive, shown
+from common.checkpoint.json_fields import MAX_HEADS, MAX_WIDTH, Raw, positive, shown
 from common.errors import ModelError
 
 MAX_HEAD_DIM = 128  # a program of the kernels holds the state of a head; that of published models
@@ -42,7 +40,7 @@ class GatedDeltaConfig:
         return self.value_heads * self.value_dim
 
 
-def parse_gated_delta(raw: Mapping[str, Any], where: str, grouped_rows: bool) -> GatedDeltaConfig:
+def parse_gated_delta(raw: Raw, where: str, grouped_rows: bool) -> GatedDeltaConfig:
     """Read the `linear_*` keys. Raises ModelError with what is not supported."""
     key_heads = positive(raw, "linear_num_key_heads", where, 16, MAX_HEADS)
     value_heads = positive(raw, "linear_num_value_heads", where, 32, MAX_HEADS)
@@ -68,7 +66,7 @@ def parse_gated_delta(raw: Mapping[str, Any], where: str, grouped_rows: bool) ->
     return found
 
 
-def mixer_types(raw: Mapping[str, Any], layers: int, where: str) -> tuple[str, ...]:
+def mixer_types(raw: Raw, layers: int, where: str) -> tuple[str, ...]:
     """Return LINEAR or FULL for each layer: `layer_types`, or every `full_attention_interval`-th layer is FULL."""
     types = raw.get("layer_types")
     if types is None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from common.checkpoint.json_fields import is_finite, shown
+from common.checkpoint.json_fields import Raw, is_finite, shown
 from common.errors import ModelError
-
-Raw = Mapping[str, Any]
 
 MAX_EOS_IDS = 256
 

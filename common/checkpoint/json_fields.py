@@ -17,9 +17,10 @@ MAX_WIDTH = 1 << 18  # values per token in one tensor
 MAX_VOCAB = 1 << 24
 MAX_POSITIONS = 1 << 27
 MAX_HEADS = 4096
+Raw = Mapping[str, Any]  # an object of such a file, not checked yet
 
 
-def section(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+def section(raw: Raw, key: str, where: str) -> dict[str, Any]:
     """Return an object. Raises ModelError."""
     value = raw.get(key)
     if not isinstance(value, dict):
@@ -27,14 +28,12 @@ def section(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
     return value
 
 
-def optional_section(raw: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+def optional_section(raw: Raw, key: str, where: str) -> dict[str, Any]:
     """Return an object, empty if the key is missing or null. Raises ModelError."""
     return {} if raw.get(key) is None else section(raw, key, where)
 
 
-def positive(
-    raw: Mapping[str, Any], key: str, where: str, default: int | None = None, most: int = MAX_INT
-) -> int:
+def positive(raw: Raw, key: str, where: str, default: int | None = None, most: int = MAX_INT) -> int:
     """Return an integer from 1 to `most`; the default if the key is missing or null. Raises ModelError."""
     value = raw.get(key)
     value = default if value is None else value
@@ -45,9 +44,7 @@ def positive(
     return value
 
 
-def number(
-    raw: Mapping[str, Any], key: str, where: str, default: float | None = None, most: float = 1e12
-) -> float:
+def number(raw: Raw, key: str, where: str, default: float | None = None, most: float = 1e12) -> float:
     """Return a finite number above 0 and at most `most`; the default if missing or null. Raises ModelError."""
     found = raw.get(key)
     value: Any = default if found is None else found
@@ -56,7 +53,7 @@ def number(
     return float(value)
 
 
-def flag(raw: Mapping[str, Any], key: str, where: str, default: bool = False) -> bool:
+def flag(raw: Raw, key: str, where: str, default: bool = False) -> bool:
     """Return true or false; the default if missing or null. Raises ModelError."""
     value = raw.get(key)
     value = default if value is None else value
@@ -65,7 +62,7 @@ def flag(raw: Mapping[str, Any], key: str, where: str, default: bool = False) ->
     return value
 
 
-def word(raw: Mapping[str, Any], key: str, where: str, default: str) -> str:
+def word(raw: Raw, key: str, where: str, default: str) -> str:
     """Return a string; the default if missing or null. Raises ModelError."""
     value = raw.get(key)
     value = default if value is None else value
@@ -74,14 +71,14 @@ def word(raw: Mapping[str, Any], key: str, where: str, default: str) -> str:
     return value
 
 
-def architecture_of(raw: Mapping[str, Any]) -> str | None:
+def architecture_of(raw: Raw) -> str | None:
     """Return the first name in `architectures`, if there is one."""
     found = raw.get("architectures")
     name = found[0] if isinstance(found, list) and found else None
     return name if isinstance(name, str) else None
 
 
-def token_id(raw: Mapping[str, Any], keys: tuple[str, ...], where: str) -> int:
+def token_id(raw: Raw, keys: tuple[str, ...], where: str) -> int:
     """Return the value of the first of `keys` that exists. Raises ModelError."""
     value = next((raw[key] for key in keys if raw.get(key) is not None), None)
     if type(value) is not int or not 0 <= value <= MAX_INT:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from common.checkpoint import model_files
 from common.checkpoint.experts_config import (
@@ -33,6 +33,7 @@ from common.checkpoint.json_fields import (
     MAX_POSITIONS,
     MAX_VOCAB,
     MAX_WIDTH,
+    Raw,
     architecture_of,
     flag,
     is_finite,
@@ -55,8 +56,6 @@ from common.checkpoint.vision_config import (
 )
 from common.checkpoint.weight_formats import DENSE, StoredWeights, stored_weights
 from common.errors import ConfigError, ModelError
-
-Raw = Mapping[str, Any]
 
 EXPERTS = "experts"  # LayerKind.feed_forward of layers with experts
 Activation = Literal["silu", "gelu_tanh"]

@@ -7,14 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from common.checkpoint.json_fields import (
-    MAX_POSITIONS,
-    MAX_WIDTH,
-    flag,
-    number,
-    optional_section,
-    shown,
-)
+from common.checkpoint.json_fields import MAX_POSITIONS, MAX_WIDTH, Raw, flag, number, optional_section, shown
 from common.checkpoint.layer_windows import FULL, SLIDING
 from common.errors import ModelError
 
@@ -90,9 +83,7 @@ class RopeConfig:
         return int(head_dim * self.partial)
 
 
-def parse_rope(
-    raw: Mapping[str, Any], max_positions: int, where: str, partial: float | None = None
-) -> RopeConfig:
+def parse_rope(raw: Raw, max_positions: int, where: str, partial: float | None = None) -> RopeConfig:
     """Read the rope of a config.json. Raises ModelError with an unsupported type or a missing value.
 
     Args:
@@ -102,9 +93,7 @@ def parse_rope(
     return replace(rope, partial=_partial(raw, partial, where))
 
 
-def by_layer_type(
-    raw: Mapping[str, Any], window_theta: float, where: str
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def by_layer_type(raw: Raw, window_theta: float, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the config.json with the rope of layers without a window, and with that of layers with one.
 
     Newer files have a section for each layer type. In older ones, scaling applies to layers without a window, and the
@@ -122,7 +111,7 @@ def by_layer_type(
     return dict(raw), {**raw, key: {"rope_theta": theta}}
 
 
-def _partial(raw: Mapping[str, Any], default: float | None, where: str) -> float:
+def _partial(raw: Raw, default: float | None, where: str) -> float:
     """Return the share of a head that is rotated. Raises ModelError if the model rotates whole heads."""
     name = "partial_rotary_factor"
     _, values = _rope_section(raw, where)
@@ -132,7 +121,7 @@ def _partial(raw: Mapping[str, Any], default: float | None, where: str) -> float
     return number({name: value}, name, where, 1.0 if default is None else default, 1.0)
 
 
-def _parse_whole(raw: Mapping[str, Any], max_positions: int, where: str) -> RopeConfig:
+def _parse_whole(raw: Raw, max_positions: int, where: str) -> RopeConfig:
     key, values = _rope_section(raw, where)
     if SECTIONS in values or values.get("rope_type", values.get("type")) == MULTIMODAL:
         raise ModelError(
@@ -200,15 +189,13 @@ def _parse_whole(raw: Mapping[str, Any], max_positions: int, where: str) -> Rope
     )
 
 
-def _rope_section(raw: Mapping[str, Any], where: str) -> tuple[str, dict[str, Any]]:
+def _rope_section(raw: Raw, where: str) -> tuple[str, dict[str, Any]]:
     """Return its key and a copy of its content: older files call it rope_scaling."""
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     return key, dict(optional_section(raw, key, where))
 
 
-def split_sections(
-    raw: Mapping[str, Any], where: str, interleaved: bool = False
-) -> tuple[dict[str, Any], tuple[int, ...]]:
+def split_sections(raw: Raw, where: str, interleaved: bool = False) -> tuple[dict[str, Any], tuple[int, ...]]:
     """Return the config.json as a model with one position axis would have it, and the sections of its rotary
     embedding.
 
@@ -237,7 +224,7 @@ def split_sections(
     return {**raw, key: values}, tuple(sections)
 
 
-def is_interleaved(raw: Mapping[str, Any], where: str, default: bool = False) -> bool:
+def is_interleaved(raw: Raw, where: str, default: bool = False) -> bool:
     """Return whether the sections of a config.json are interleaved. Raises ModelError."""
     return flag(_rope_section(raw, where)[1], INTERLEAVED, where, default)
 

@@ -7,12 +7,11 @@ a vision_config.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from common.checkpoint import llava_config, qwen_3_5_config, qwen_vl_config
-from common.checkpoint.json_fields import architecture_of
+from common.checkpoint.json_fields import Raw, architecture_of
 from common.checkpoint.llava_config import LlavaVision
 from common.checkpoint.qwen_vl_config import QwenVision
 
@@ -21,12 +20,12 @@ VisionConfig: TypeAlias = LlavaVision | QwenVision
 ARCHITECTURES = (*llava_config.ARCHITECTURES, *qwen_vl_config.ARCHITECTURES)
 
 
-def is_vision(raw: Mapping[str, Any], directory: Path) -> bool:
+def is_vision(raw: Raw, directory: Path) -> bool:
     """Return whether the model in `directory`, whose config.json is `raw`, takes images."""
     return architecture_of(raw) in ARCHITECTURES or qwen_3_5_config.takes_images(raw, directory)
 
 
-def language_part(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...], bool]:
+def language_part(raw: Raw, where: str) -> tuple[dict[str, Any], tuple[int, ...], bool]:
     """Return the config.json of the language model as a directory of its own would have it, its rotary sections, and
     whether they are interleaved.
     """
@@ -37,7 +36,7 @@ def language_part(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], t
     return *qwen_vl_config.qwen_language(raw, where), False
 
 
-def parse_vision(raw: Mapping[str, Any], directory: Path) -> VisionConfig:
+def parse_vision(raw: Raw, directory: Path) -> VisionConfig:
     """Return the vision config. Raises ModelError with what is not supported."""
     if architecture_of(raw) in llava_config.ARCHITECTURES:
         return llava_config.parse_llava(raw, str(directory / "config.json"))

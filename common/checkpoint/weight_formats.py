@@ -6,15 +6,12 @@ with its `WeightFormat`, and a row here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from common.checkpoint.json_fields import shown
+from common.checkpoint.json_fields import Raw, shown
 from common.errors import ModelError
 from common.named import named
-
-Raw = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
