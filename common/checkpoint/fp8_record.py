@@ -13,6 +13,7 @@ from common.checkpoint.fp8_weights import (
     Fp8Scheme,
     Fp8Weights,
     checked_patterns,
+    has_kv_scales,
 )
 from common.checkpoint.json_fields import shown
 from common.checkpoint.weight_formats import FormatRecord
@@ -44,7 +45,8 @@ def parse(raw: Mapping[str, Any], where: str) -> Fp8Weights:
         )
     scheme = Fp8Scheme(TENSOR, static) if block is None else Fp8Scheme(BLOCK, scale="weight_scale_inv")
     ignored = tuple(pattern for key in IGNORED for pattern in checked_patterns(raw.get(key), key, where))
-    return Fp8Weights("fp8", ((EVERYTHING, scheme),), ignored)
+    kv_scales = has_kv_scales(raw.get("kv_cache_scheme"), "kv_cache_scheme", where)
+    return Fp8Weights("fp8", ((EVERYTHING, scheme),), ignored, kv_scales=kv_scales)
 
 
 RECORD = FormatRecord(parse, "common.engine.formats.fp8:fp8_format")

@@ -44,6 +44,7 @@ from common.checkpoint.json_fields import (
 from common.checkpoint.layer_norms import PRE_NORM, LayerNorms
 from common.checkpoint.layer_windows import windows_every, windows_from
 from common.checkpoint.model_mistakes import explain_directory
+from common.checkpoint.modelopt import with_modelopt_file
 from common.checkpoint.rope_config import LONGROPE, RopeConfig, by_layer_type, parse_rope, with_sections
 from common.checkpoint.safetensors_header import read_header
 from common.checkpoint.text_part import text_part
@@ -178,7 +179,7 @@ def _parse(raw: Raw, generation: Raw, directory: Path) -> ModelConfig:
         raw = text_part(raw, where)
     raw = {**raw, **{key: value for key, value in family.defaults.items() if raw.get(key) is None}}
     _refuse(raw, family, where)
-    weights = stored_weights(raw, where)
+    weights = stored_weights(with_modelopt_file(raw, directory), where)
     hidden = positive(raw, "hidden_size", where, most=MAX_WIDTH)
     heads = positive(raw, "num_attention_heads", where, most=MAX_HEADS)
     kv_heads = positive(raw, "num_key_value_heads", where, heads, MAX_HEADS)

@@ -25,6 +25,11 @@ class StoredWeights:
         """The value of the config key `model.quantization` that weights were given; "none" if they are as stored."""
         return "none"
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The suffixes of tensors that the checkpoint may have and that are not loaded."""
+        return ()
+
     def describe(self) -> str:
         """Return the format for logs and /server_info."""
         return self.method
@@ -47,6 +52,8 @@ DENSE_RECORD = FormatRecord(lambda raw, where: DENSE, "common.engine.formats.den
 FORMATS = {
     DENSE.method: "common.checkpoint.weight_formats:DENSE_RECORD",
     "fp8": "common.checkpoint.fp8_record:RECORD",
+    "compressed-tensors": "common.checkpoint.compressed_tensors:RECORD",
+    "modelopt": "common.checkpoint.modelopt:RECORD",
 }
 
 
@@ -69,5 +76,6 @@ def stored_weights(raw: Raw, where: str) -> StoredWeights:
     quantised = [name for name in FORMATS if name != DENSE.method]
     known = ", ".join(("float32, bfloat16 and float16 weights", *quantised))
     raise ModelError(
-        f"{where}: quantization_config: quantization {said[:80]} is not supported; supported are {known}"
+        f"{where}: quantization_config: quantization {said[:80]} is not supported; supported are {known}: use such a "
+        "checkpoint, or a dense one with model.quantization: fp8"
     )

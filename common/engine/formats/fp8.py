@@ -4,38 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
+from common.checkpoint.experts_config import ExpertsConfig
 from common.checkpoint.fp8_weights import BLOCK, BLOCK_SIZE, CHANNEL, TENSOR, Fp8Scheme, Fp8Weights
 from common.checkpoint.model_config import Activation
-from common.checkpoint.safetensors_header import FLOATS
 from common.checkpoint.weight_formats import StoredWeights
 from common.engine.formats.dense import DenseFormat
+from common.engine.formats.fp8_experts import Fp8Experts
 from common.engine.formats.fp8_forms import BLOCKS, FORMS, ROWS, gate_in_forms
+from common.engine.formats.fp8_pieces import (
+    block_scales,
+    blocks_in,
+    input_scale,
+    quantising,
+    tensor_scale,
+)
 from common.engine.formats.joined import JoinedLinear
 from common.engine.layers.activations import DENSE, Activations, Quantised, Reads
+from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.linear import Embedding, Linear, WeightFormat
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.parts import WeightBlock
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.engine.ops.fp8_joined import fp8_gated, fp8_product_norm, fp8_product_norm_quantized
-from common.engine.ops.fp8_linear import (
-    FP8,
-    fp8_product,
-    quantize_rows,
-    quantize_rows_reference,
-    quantize_with,
-    values_of,
-)
+from common.engine.ops.fp8_linear import FP8, fp8_product, quantize_rows, quantize_with, values_of
 from common.errors import ModelError
-
-# A scale per tensor is called by either name.
-OTHER_NAME = {"weight_scale": "weight_scale_inv", "weight_scale_inv": "weight_scale"}
 
 
 class Fp8Linear(Linear):
@@ -114,8 +112,7 @@ class Fp8Linear(Linear):
             if self.bias is not None:
                 yield block.per_row("bias", self.bias[start:end])
             if self.input_scale is not None:
-                whole = Piece.value_of(f"{block.name}.input_scale", self.input_scale)
-                yield whole._replace(store=partial(keep_largest, self.input_scale))
+                yield input_scale(f"{block.name}.input_scale", self.input_scale)
             start = end
 
     def _weight_pieces(self, block: WeightBlock, start: int, end: int) -> Iterator[Piece]:
@@ -132,48 +129,6 @@ class Fp8Linear(Linear):
         else:
             scales = self.scales[start // BLOCK_SIZE : blocks_in(end)]
             yield block_scales(name, scales, codes)
-
-
-def blocks_in(size: int) -> int:
-    """Return the number of blocks along an axis."""
-    return -(-size // BLOCK_SIZE)
-
-
-def tensor_scale(name: str, into: Tensor) -> Piece:
-    """Return the read of a scale per tensor, with which `into` is filled."""
-    stem, _, suffix = name.rpartition(".")
-
-    def other(piece: Piece) -> Iterator[Piece]:
-        yield piece._replace(name=piece.name.removesuffix(suffix) + OTHER_NAME[suffix], instead=None)
-
-    return Piece.value_of(f"{stem}.{suffix}", into)._replace(instead=other)
-
-
-def block_scales(name: str, into: Tensor, codes: Piece) -> Piece:
-    """Return the read of the scales of the blocks that `codes` reads. Raises ModelError if it cuts through a block."""
-    if any(begin % BLOCK_SIZE for begin in codes.begin):
-        raise ModelError(
-            f"{codes.name}: a part of the weight begins at {list(codes.begin)}, inside a block of {BLOCK_SIZE} x "
-            f"{BLOCK_SIZE} values that share a scale; serve it with fewer ranks"
-        )
-    whole = tuple(blocks_in(size) for size in codes.whole)
-    return Piece(name, into, whole, tuple(begin // BLOCK_SIZE for begin in codes.begin))
-
-
-def quantising(piece: Piece, scales: Tensor) -> Piece:
-    """Return the read of a dense weight [..., K] that is quantised into `piece.into`, with `scales` per row [...]."""
-
-    def store(values: Tensor) -> None:
-        codes, found = quantize_rows_reference(values)
-        piece.into.copy_(codes)
-        scales.copy_(found.squeeze(-1))
-
-    return piece._replace(store=store, dtypes=FLOATS)
-
-
-def keep_largest(into: Tensor, value: Tensor) -> None:
-    """Replace the values of `into` that are smaller than `value`."""
-    into.copy_(torch.maximum(into, value.to(into.dtype)))
 
 
 class Fp8Format(WeightFormat):
@@ -208,6 +163,26 @@ class Fp8Format(WeightFormat):
                 rows = 0
         for begin, end in pairwise((*cuts, len(blocks))):
             yield blocks[begin:end]
+
+    def make_experts(self, name: str, hidden_size: int, experts: ExpertsConfig) -> ExpertProducts:
+        names = experts.names
+        block = f"{name}.{names.block}"
+        of_experts = [
+            self._stored.scheme_of(f"{block}.experts.0.{each}") for each in (names.gate, names.up, names.down)
+        ]
+        stem = f"{block}.{names.shared}"
+        shared = [
+            self._stored.scheme_of(f"{stem}.{each}_proj") for each in ("gate", "up", "down") if experts.shared
+        ]
+        scheme = of_experts[0]
+        if any(each != scheme for each in (*of_experts, *shared)):
+            raise ModelError(
+                f"{block}: the projections of experts and shared experts are quantised in different ways, which is not "
+                "supported; use a checkpoint that quantises all of them alike, or none"
+            )
+        if scheme is None:
+            return self._dense.make_experts(name, hidden_size, experts)
+        return Fp8Experts(name, hidden_size, experts, scheme, self._stored.online, self.placement)
 
     def head(self, name: str, hidden_size: int, vocab_size: int) -> Linear:
         return self._dense.head(name, hidden_size, vocab_size)

@@ -80,10 +80,10 @@ def load_model(
     placement = Placement(resolve_dtype(dtype, config.dtype, target), target, ranks)
     check_model_size(Path(path), config, placement.dtype, target)
     model = build_model(config, placement, aux_layers).eval()
-    ignore = ("lm_head.weight",) if config.tie_word_embeddings else ()
+    tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
     layout = checkpoint_layout(config, path)
     pieces = (piece._replace(name=layout.language(piece.name)) for piece in model.pieces())
     file = Path(path) / "config.json"
     modules = module_prefixes(read_json(file), str(file))
-    load_weights(path, pieces, progress, ignore, (*layout.vision_prefixes, *modules))
+    load_weights(path, pieces, progress, (*tied, *config.weights.unread), (*layout.vision_prefixes, *modules))
     return model, config
