@@ -68,6 +68,11 @@ COMPRESSED_BLOCK = compressed(
     _numbers("group", True, group_size=128),
     ["lm_head"],
 )
+INT4 = compressed(
+    {**_numbers("group", False, group_size=128), "num_bits": 4, "type": "int"},
+    _numbers("token", True),
+    ["lm_head"],
+)
 MODELOPT: Section = {
     "quant_method": "modelopt",
     "quant_algo": "FP8",

@@ -21,8 +21,8 @@ from common.engine.layers.activations import DENSE, Activations
 from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
+from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.fp8_experts import fp8_expert_parts
-from common.engine.ops.fp8_linear import FP8
 from common.kv_cache.plane import HeadGroup
 
 GATES, DOWNS = 0, 1

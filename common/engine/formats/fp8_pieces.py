@@ -11,7 +11,7 @@ from torch import Tensor
 from common.checkpoint.fp8_weights import BLOCK_SIZE
 from common.checkpoint.safetensors_header import FLOATS
 from common.engine.layers.piece import Piece
-from common.engine.ops.fp8_linear import quantize_rows_reference
+from common.engine.ops.fp8_rows import quantize_rows_reference
 from common.errors import ModelError
 
 # A scale per tensor is called by either name.

@@ -9,11 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.ops.fp8_linear import (
-    fp8_product_reference,
-    quantize_rows_reference,
-    quantize_with_reference,
-)
+from common.engine.ops.fp8_linear import fp8_product_reference
+from common.engine.ops.fp8_rows import quantize_rows_reference, quantize_with_reference
 from common.engine.ops.registration import register_op
 from common.engine.ops.silu_mul import silu_mul_reference
 

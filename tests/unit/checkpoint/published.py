@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.checkpoint.families import FAMILIES
+from tests.fakes.fp8_sections import BLOCKS, CHANNEL_DYNAMIC, COMPRESSED_STATIC, INT4, MODELOPT
 
 SLIME = "launch scripts of slime (GitHub)"
 UNSEEN = "not seen: sizes as commonly stated"
@@ -19,15 +20,6 @@ BY_NAME = "architecture {} is not supported"
 def defaults(sibling: str = "") -> str:
     """Return the source of values that are the defaults of transformers' config class."""
     return f"transformers' defaults{f', which name {sibling}' if sibling else ''}"
-
-
-FP8_BLOCKS = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-    "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm", "model.layers.0.mlp.gate"],
-}
 
 
 @dataclass(frozen=True)
@@ -202,7 +194,7 @@ PUBLISHED = (
         QWEN3,
         "as Qwen3-8B; its quantization as transformers writes it",
         sizes(
-            4096, 12288, 36, 32, 8, 151_936, 40960, head_dim=128, quantization_config=FP8_BLOCKS, **QWEN
+            4096, 12288, 36, 32, 8, 151_936, 40960, head_dim=128, quantization_config=BLOCKS, **QWEN
         ),
     ),
     Published(
@@ -213,6 +205,51 @@ PUBLISHED = (
             2048, 6144, 48, 32, 4, 151_936, 40960, head_dim=128, num_experts=128, num_experts_per_tok=8,
             moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], **QWEN,
         ),
+    ),
+    Published(
+        "Qwen/Qwen3-30B-A3B-FP8",
+        "Qwen3MoeForCausalLM",
+        "as Qwen3-30B-A3B; its quantization as transformers writes it",
+        sizes(
+            2048, 6144, 48, 32, 4, 151_936, 40960, head_dim=128, num_experts=128, num_experts_per_tok=8,
+            moe_intermediate_size=768, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
+            quantization_config=BLOCKS, **QWEN,
+        ),
+    ),
+    Published(
+        "RedHatAI/Qwen3-8B-FP8-dynamic",
+        QWEN3,
+        "as Qwen3-8B; its quantization as compressed-tensors writes it",
+        sizes(4096, 12288, 36, 32, 8, 151_936, 40960, head_dim=128, quantization_config=CHANNEL_DYNAMIC, **QWEN),
+    ),
+    Published(
+        "RedHatAI/Qwen3-8B-quantized.w4a16",
+        QWEN3,
+        "as Qwen3-8B; its quantization as compressed-tensors writes it",
+        sizes(4096, 12288, 36, 32, 8, 151_936, 40960, head_dim=128, quantization_config=INT4, **QWEN),
+        "quantization_config: config_groups: group_0: weights of type 'int' with num_bits 4 are not supported",
+    ),
+    Published(
+        "neuralmagic/Meta-Llama-3.1-8B-Instruct-FP8",
+        LLAMA,
+        "as Llama-3.1-8B; its quantization as compressed-tensors writes it",
+        sizes(4096, 14336, 32, 32, 8, 128_256, 131_072, quantization_config=COMPRESSED_STATIC, **llama3(8.0)),
+    ),
+    Published(
+        "nvidia/Llama-3.1-8B-Instruct-FP8",
+        LLAMA,
+        "as Llama-3.1-8B; its quantization as ModelOpt writes it",
+        sizes(4096, 14336, 32, 32, 8, 128_256, 131_072, quantization_config=MODELOPT, **llama3(8.0)),
+    ),
+    Published(
+        "nvidia/Llama-3.1-8B-Instruct-NVFP4",
+        LLAMA,
+        "as Llama-3.1-8B; its quantization as ModelOpt writes it",
+        sizes(
+            4096, 14336, 32, 32, 8, 128_256, 131_072, **llama3(8.0),
+            quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        ),
+        "quantization_config: quant_algo 'NVFP4' is not supported; supported is FP8",
     ),
     Published(
         "zai-org/GLM-4.5",

@@ -22,7 +22,8 @@ from common.engine.layers.linear import Linear
 from common.engine.layers.parts import Columns, WeightBlock
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
-from common.engine.ops.fp8_linear import quantize_rows, values_of
+from common.engine.ops.fp8_linear import values_of
+from common.engine.ops.fp8_rows import quantize_rows
 from common.engine.weights import load_weights
 from common.errors import ConfigError, ModelError
 from tests.fakes.fp8_checkpoint import write_checkpoint
