@@ -12,12 +12,14 @@ from common.engine.state.relay_state import RelayState
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.kv_cache.page_space import PageSpace
 from common.node.overlap import Completion
+from common.observability.logs import Log
 from decode_node.backups import Backups
 from decode_node.batch_rows import BatchRows
 from decode_node.forwards import Forwards
 from decode_node.host_lane import HostLane, host_lane
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
+from decode_node.pacing import Pacing
 from decode_node.parts import Links, Observation, Scheduling
 from decode_node.retraction import Retraction
 from decode_node.step_result import Worker
@@ -44,6 +46,7 @@ class Assembly:
     rows: BatchRows
     retraction: Retraction
     backups: Backups
+    pacing: Pacing
 
 
 def device_worker(computation: Computation, clock: Callable[[], float]) -> DeviceWorker:
@@ -51,7 +54,8 @@ def device_worker(computation: Computation, clock: Callable[[], float]) -> Devic
     parts, forwards = computation, computation.forwards
     lane = parts.lane or host_lane(forwards.pools[0].device)
     backups = Backups(forwards.pools, parts.relay, lane, clock)
-    return DeviceWorker(forwards.steps, forwards.table, parts.relay, backups, parts.completion)
+    pacing = Pacing(forwards.mark, Log("pacing"))
+    return DeviceWorker(forwards.steps, forwards.table, parts.relay, backups, parts.completion, pacing)
 
 
 def assemble(
@@ -80,6 +84,11 @@ def assemble(
         Scheduling(space, rows, retraction, rules, limits, grammars),
         wrap(worker),
         parts.draft,
-        replace(observation, graphs=node_graphs.totals(*forwards.graphs), phase_seconds=steps.phase_seconds),
+        replace(
+            observation,
+            graphs=node_graphs.totals(*forwards.graphs),
+            phase_seconds=steps.phase_seconds,
+            pacing=worker.pacing.counters,
+        ),
     )
-    return Assembly(node, rows, retraction, worker.backups)
+    return Assembly(node, rows, retraction, worker.backups, worker.pacing)

@@ -16,6 +16,7 @@ from common.engine.state.relay_state import RelayState
 from common.kv_cache.pool_layout import PoolLayout
 from common.node.serving_model import ServingModel
 from decode_node.page_table import PageTable
+from decode_node.progress_mark import ProgressAttention, ProgressMark
 from decode_node.step import DecodeSteps
 from decode_node.steps import StepSizes, decode_steps
 
@@ -31,6 +32,7 @@ class Forwards:
     pools: Sequence[KvPool]  # the target's, and the draft's if there is one
     table: PageTable
     steps: DecodeSteps
+    mark: ProgressMark  # written by every step
 
     @property
     def graphs(self) -> Sequence[NodeGraphs[Any]]:
@@ -51,9 +53,10 @@ def step_forwards(
     longest = served.max_model_len + 2 * sizes.lookahead_slots
     table = PageTable(sizes.max_running, -(-longest // served.page_size), served.placement.device)
     config = served.config
-    attention = StepAttention(pool, config.sliding_windows, config.attention_scale)
+    mark = ProgressMark(config.num_layers, served.placement.device)
+    attention = ProgressAttention(pool, config.sliding_windows, config.attention_scale, mark)
     runner = ModelRunner(served.model, pool, attention)
     draft = served.draft_runner(pool, StepAttention)
     pools = [pool] if draft is None else [pool, draft[1]]
     steps = make_steps(sizes, served, runner, None if draft is None else draft[0], table, relay)
-    return Forwards(layout, pools, table, steps)
+    return Forwards(layout, pools, table, steps, mark)

@@ -1,8 +1,8 @@
 """The decode node: takes reservations from the router and pages from prefill nodes, and returns tokens.
 
-It has one thread. Each turn drains all sockets (control first), moves requests between queues, launches at most one
-step and reads the results of the previous one (common.node.overlap). The host's view of a request is exact but one step
-old.
+It has one thread. Each turn processes messages until the next step is due (pacing.py), moves requests between
+queues, launches at most one step and reads the results of the previous one (common.node.overlap). The host's view of a
+request is exact but one step old.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import zmq
 
-from common.engine.state.draft_row import DraftRow, DraftShape
+from common.engine.state.draft_row import DraftShape
 from common.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -34,6 +34,7 @@ from common.node.life import NodeLife
 from common.node.overlap import OverlapLoop
 from decode_node.batch_resources import BatchResources
 from decode_node.grammar_masks import SLOWEST_MASK, failed_grammars, follow_compiled, step_masks
+from decode_node.handed_over import take_record
 from decode_node.parts import Links, Observation, Scheduling
 from decode_node.planner import Planned, Planner
 from decode_node.queues import Queues
@@ -41,10 +42,11 @@ from decode_node.report import Report
 from decode_node.request import DecodeRequest, Emission
 from decode_node.scheduler import admit
 from decode_node.step_result import Launched, Worker
+from decode_node.step_times import StepTimes
 from kv_transfer import receiver as transfer
 
 IDLE_WAIT_MS = 100
-WATCH_INTERVAL = 0.0001  # seconds between polls of transfers while a step runs
+WATCH_INTERVAL = 0.00005  # seconds between polls of messages while a step runs
 TRANSFER_WAIT_MS = 5  # idle wait while pages are in transfer: deadlines and lost peers are found by polling
 
 
@@ -77,6 +79,7 @@ class DecodeNode:
         self.queues = Queues()  # public for tests
         self._resources = BatchResources(self.queues, scheduling, self._events)
         self._planner = Planner(self._resources, scheduling.rows, scheduling.rules)
+        self._step_times = StepTimes()
         self.life = NodeLife(
             links.incarnation, self._link, Reserve, self._limits.drain_timeout, self._log, self._clock
         )
@@ -88,7 +91,7 @@ class DecodeNode:
             self._finish,
             self._idle,
             self.life.stopping,
-            self._watch_transfers,
+            self._watch,
             AnnouncedWork(self._announce, self._planner.work, self._clock),
         )
 
@@ -111,12 +114,17 @@ class DecodeNode:
         self._resources.resume(now)
         self._admit(now)
         self._fail_all(follow_compiled(self.queues.arrived, now))
-        self._resources.start_arrived(now)
+        self._resources.start_arrived(self._clock())
         planned = self._planner.next()
+        if planned is None:
+            self._end_turn(now)
+        return planned
+
+    def _end_turn(self, now: float) -> None:
+        """Report the state of the node. A launch comes first, because the device may be about to run out of work."""
         self.life.publish(self._report.load(), self._report.counters(self._link.refused_messages))
         self.life.end_turn(len(self.queues), now)
         self._events.flush()
-        return planned
 
     def _launch(self, planned: Planned) -> Launched:
         launched = self._worker.apply(planned.plan)
@@ -127,14 +135,19 @@ class DecodeNode:
             # Computed while the forward runs.
             self._worker.draw(step_masks(generation, batch, self._worker.trees(), self._limits.vocab_size))
             self._fail_all(failed_grammars(batch))
+        now = self._clock()
+        self._step_times.launched(now)
         self._report.steps += bool(planned.batch)
+        self._end_turn(now)
         return launched
 
     def _finish(self, launched: Launched) -> None:
         now = self._clock()
+        began = self._step_times.ended(now)
         runs: list[TokenRun] = []
         for emission in self._planner.read(launched):
             if not emission.request.ended:
+                emission.request.mark("step_started", began)
                 run = self._accept(emission, now)
                 if run is not None:
                     runs.append(run)
@@ -151,9 +164,13 @@ class DecodeNode:
         for event in self._receiver.poll():
             self._on_transfer(event, now)
 
-    def _watch_transfers(self) -> None:
-        """Verify pages and accept records while a step is in progress, without waiting for the step."""
-        self._move_transfers(self._clock())
+    def _watch(self) -> None:
+        """Process messages while a step runs: records whose requests join the next step, and new requests."""
+        now, requests = self._clock(), self._report.requests
+        self.life.receive(self, now)
+        self._move_transfers(now)
+        if self._report.requests > requests:
+            self._admit(now)
         time.sleep(WATCH_INTERVAL)
 
     def _idle(self) -> None:
@@ -306,27 +323,13 @@ class DecodeNode:
                 self._link.send(Failed(room=request.room, code=event.code, message=event.reason))
             return
         self._receiver.close(request.room)
-        if event.record.num_tokens != len(request.prompt):
-            self._fail(
-                request, TransferFailed.code, "the record has another prompt length than the reservation"
-            )
-            return
-        record = event.record
-        draft = DraftRow(record.draft_topk_probs, record.draft_topk_ids, record.draft_hidden)
-        if not draft.fits(self._draft) or record.draft_hidden_dtype != self._draft.dtype_name:
-            self._fail(
-                request,
-                TransferFailed.code,
-                "the record's draft state does not fit this node's draft model",
-            )
+        problem = take_record(request, event, self._draft, self._clock())
+        if problem is not None:
+            self._fail(request, TransferFailed.code, problem)
             return
         assert request.lease is not None
-        request.draft = draft
         self._report.transfers += 1
-        request.mark("record_accepted", now)
         self._events.add("accepted", request.room, id=event.record.first_token)
-        request.output.append(event.record.first_token)
-        request.launched = 1
         request.lease.commit(self._space.keys(request.contents))
         self.queues.arrived.append(request)
 

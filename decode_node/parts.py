@@ -18,6 +18,7 @@ from common.observability.logs import Log
 from decode_node.batch_rows import BatchRows
 from decode_node.draft_watch import DraftWatch, NoWatch
 from decode_node.limits import DecodeLimits
+from decode_node.pacing import PacingCounters
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
 from decode_node.step_rules import StepRules
@@ -54,6 +55,7 @@ class Observation:
     log: Log
     graphs: Callable[[], Sequence[GraphTotals]] = lambda: ()
     phase_seconds: Mapping[str, float] = field(default_factory=dict)  # updated by the steps
+    pacing: PacingCounters = field(default_factory=PacingCounters)  # updated by the worker
     drafts: DraftWatch = field(default_factory=NoWatch)
     clock: Callable[[], float] = time.monotonic
     events: EventLog = NO_EVENTS

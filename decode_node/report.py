@@ -28,6 +28,7 @@ class Report:
         self._resources = resources
         self._graphs = observation.graphs
         self._phase_seconds = observation.phase_seconds
+        self._pacing = observation.pacing
         self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.steps = self.transfers = self.transfer_failures = 0
         self.speculation = AcceptCounters()
@@ -53,6 +54,8 @@ class Report:
             cached_tokens=self.cached_tokens,
             generated_tokens=self.generated_tokens,
             steps=self.steps,
+            late_launches=self._pacing.late,
+            missing_marks=self._pacing.missing,
             retractions=self._resources.retractions,
             transfers=self.transfers,
             transfer_failures=self.transfer_failures,

@@ -9,6 +9,7 @@ from common.engine.state.relay_state import RelayState
 from common.node.overlap import Completion
 from decode_node.backups import Backups
 from decode_node.masked_step import MaskedStep
+from decode_node.pacing import Pacing
 from decode_node.page_table import PageTable
 from decode_node.step import DecodeSteps
 from decode_node.step_plan import Masks, StepPlan
@@ -35,12 +36,14 @@ class DeviceWorker:
         relay: RelayState,
         backups: Backups,
         completion: Callable[[], Completion],
+        pacing: Pacing,
     ) -> None:
         self._steps = steps
         self._table = table
         self._relay = relay
         self.backups = backups
         self._completion = completion
+        self.pacing = pacing
         self._undrawn: tuple[int, MaskedStep] | None = None  # generation of its plan
 
     def apply(self, plan: StepPlan) -> Launched:
@@ -62,7 +65,9 @@ class DeviceWorker:
         launched = self._steps.of(plan).launch(plan)
         if isinstance(launched, MaskedStep):
             self._undrawn = plan.generation, launched
-        return launched
+            self.pacing.unpaced()
+            return launched
+        return self.pacing.paced(launched)
 
     def unsaved(self) -> Collection[int]:
         return self.backups.unsaved()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_transfer.handoff_record import HandoffRecord
+from kv_transfer.record_times import RecordTimes
 
 # Sender -> prefill node
 
@@ -43,6 +44,7 @@ class Arrived:
 
     room: int
     record: HandoffRecord
+    times: RecordTimes
 
 
 @dataclass(frozen=True, slots=True)

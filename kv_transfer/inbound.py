@@ -13,8 +13,9 @@ from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer import handoff_record
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.limits import TransferLimits
-from kv_transfer.messages import AbortTransfer, Slots, Welcome
+from kv_transfer.messages import AbortTransfer, RecordWritten, Slots, Welcome
 from kv_transfer.pair_plan import Side, pair_plan
+from kv_transfer.record_times import NO_TIMES, RecordTimes, record_times
 from kv_transfer.state import ReceiveState, receive_step
 from kv_transfer.transport.base import ReceiverEndpoint, Window
 
@@ -74,6 +75,7 @@ class Inbound:
     moved_at: float = 0.0
     state_slot: int = 0
     record: HandoffRecord | None = None  # set when it has arrived
+    times: RecordTimes = NO_TIMES  # of the record
     aborted_for: tuple[str, str] = ("", "")  # code, reason; repeated while quarantined
 
     @property
@@ -115,12 +117,13 @@ class Inbound:
             return "stall", TransferFailed.code, reason
         return None
 
-    def verify(self, endpoint: ReceiverEndpoint, length: int, checksums: bool) -> None:
-        """Take over the record.
+    def verify(self, endpoint: ReceiverEndpoint, message: RecordWritten, checksums: bool, now: float) -> None:
+        """Take over the record that `message` announces.
 
         Raises RecordError unless it is complete; cause "checksum" if pages or state differ.
         """
-        data = endpoint.record(self.record_slot)[:length]
+        self.times = record_times(message.sent_at, now)
+        data = endpoint.record(self.record_slot)[: message.length]
         record = handoff_record.decode(data, self.room, self.generation)
         if checksums:
             self._check_sums(endpoint, record)

@@ -114,6 +114,7 @@ class RecordWritten(msgspec.Struct, frozen=True, tag="record_written"):
     room: U63
     generation: U63
     length: U32
+    sent_at: float = 0.0  # Unix seconds, for the timeline of the request
 
 
 class SenderFailed(msgspec.Struct, frozen=True, tag="sender_failed"):

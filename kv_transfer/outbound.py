@@ -15,6 +15,7 @@ from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.handshake import Peer
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import AbortAck, PagesWritten, ReceiverInbox, RecordWritten, SenderFailed, Slots
+from kv_transfer.record_times import sending_time
 from kv_transfer.state import SendState, send_step
 from kv_transfer.transport.base import PageList, PageWrite, SenderEndpoint, Ticket, WriteState
 
@@ -240,7 +241,7 @@ class Outbound:
         if write.record:
             self.counters.records_written += 1
             self._go(SendState.DELIVERED)
-            return [RecordWritten(self.room, self.slots.generation, write.nbytes)]
+            return [RecordWritten(self.room, self.slots.generation, write.nbytes, sending_time())]
         self._checksums.append(write.digests)
         if not write.count:  # the state: the record announces it
             return []

@@ -287,7 +287,7 @@ class Receiver:
         # The sender is done: anything that arrives from now on does not belong to this transfer.
         self._endpoint.revoke(inbound.generation)
         try:
-            inbound.verify(self._endpoint, message.length, self._limits.verify_checksums)
+            inbound.verify(self._endpoint, message, self._limits.verify_checksums, self._clock())
         except RecordError as error:
             code = self.counters.record_failed(error.cause)
             self._free(inbound, code, str(error))
@@ -298,7 +298,7 @@ class Receiver:
             self.rooms.release_memory(whole)
             self.counters.arrived += 1
             self.counters.pages_received += len(whole.pages)
-            self._events.append(Arrived(whole.room, whole.record))
+            self._events.append(Arrived(whole.room, whole.record, whole.times))
 
     # ---- ends
 

@@ -15,6 +15,9 @@ class Immediate:
     def ready(self) -> bool:
         return True
 
+    def due(self) -> bool:
+        return True
+
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         pass
 
@@ -24,6 +27,9 @@ class Deferred:
 
     def ready(self) -> bool:
         return False
+
+    def due(self) -> bool:
+        return True
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         pass
@@ -38,6 +44,9 @@ class CudaCompletion:
 
     def ready(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def due(self) -> bool:
+        return True  # as early as possible; decode_node/pacing.py launches later
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         if meanwhile is None:

@@ -1,5 +1,6 @@
 """The main loop of both nodes: launches step t+1 before the results of step t are read.
 
+    hold     process messages until the next launch is due (`Completion.due`)
     prepare  drain messages, schedule; returns the work to run, or None
     launch   start it on the device; returns a Launched, whose results may not be readable yet
     finish   read the results of one launch: emit tokens, end requests
@@ -24,6 +25,13 @@ class Completion(Protocol):
     """Tells when the results of a launch may be read."""
 
     def ready(self) -> bool: ...
+
+    def due(self) -> bool:
+        """Return whether the next launch has to begin, so that the device does not run out of work.
+
+        It may come as late as that, but at least as early as `ready`.
+        """
+        ...
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Wait until the results may be read. `meanwhile` is called repeatedly until then."""
@@ -52,8 +60,8 @@ class OverlapLoop(Generic[Plan, Launched]):
         meanwhile: Callable[[], None] | None = None,
         announcer: Announcer[Plan] | None = None,
     ) -> None:
-        """`meanwhile` is called while the loop waits for the device, for work that cannot wait for the end of a
-        forward.
+        """`meanwhile` is called while the loop waits for the device or until a launch is due, for work that cannot
+        wait for the end of a forward. Without it launches are due at once.
         """
         self._prepare = prepare
         self._launch = launch
@@ -73,6 +81,7 @@ class OverlapLoop(Generic[Plan, Launched]):
 
     def turn(self) -> None:
         """Run one round; tests drive it step by step."""
+        self._hold()
         plan = self._prepare()
         if plan is not None:
             self._announcer.begin(plan)
@@ -84,6 +93,13 @@ class OverlapLoop(Generic[Plan, Launched]):
             finished = True
         if plan is None and not finished:
             self._idle()
+
+    def _hold(self) -> None:
+        if self._meanwhile is None or not self._in_flight:
+            return
+        self._announcer.wait()
+        while not (self._in_flight[-1].completion.due() or self._stop()):
+            self._meanwhile()
 
     def _finish_oldest(self) -> None:
         self._announcer.wait()

@@ -22,9 +22,9 @@ class LoopHistogram(Collector):
         text: str,
         labels: Mapping[str, str],
         buckets: Sequence[float],
-        registry: CollectorRegistry,
+        registry: CollectorRegistry | None = None,
     ) -> None:
-        """`buckets`: ascending upper bounds, without the infinite one."""
+        """`buckets`: ascending upper bounds, without the infinite one. `registry`: None if it is part of a family."""
         self._name = name
         self._text = text
         self._labels = dict(labels)
@@ -32,7 +32,8 @@ class LoopHistogram(Collector):
         self._counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
         self._created = time.time()
-        registry.register(self)
+        if registry is not None:
+            registry.register(self)
 
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
@@ -40,8 +41,12 @@ class LoopHistogram(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
+        self.add_to(family)
+        yield family
+
+    def add_to(self, family: HistogramMetricFamily) -> None:
+        """Add its series to a family with the same labels."""
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
         rows = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
         family.add_metric(list(self._labels.values()), rows, self._sum)
         family.add_sample(f"{self._name}_created", self._labels, self._created)
-        yield family

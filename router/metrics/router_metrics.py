@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from common.messages.generation import FINISH_LENGTH, FINISH_STOP
 from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
+from router.metrics.handover_metrics import HandoverMetrics
 from router.metrics.histogram import LoopHistogram
 from router.metrics.placement_metrics import PlacementMetrics, condition_series
 from router.metrics.timeline import Timeline
@@ -88,6 +89,8 @@ COUNTERS: dict[str, tuple[str, Callable[[NodeCounters], float]]] = {
         "What the node predicted for the same forwards; it plans by that",
         lambda c: c.predicted_forward_seconds,
     ),
+    "tandem_late_launches": ("Steps before which the device had run out of work", lambda c: c.late_launches),
+    "tandem_missing_marks": ("Steps that wrote no progress marks", lambda c: c.missing_marks),
     "tandem_kv_transfers": ("Requests handed over or accepted", lambda c: c.transfers),
     "tandem_kv_transfer_failures": ("Transfers that failed", lambda c: c.transfer_failures),
     "tandem_kv_transferred_pages": ("Pages sent", lambda c: c.transferred_pages),
@@ -154,6 +157,7 @@ class RouterMetrics(Collector):
             "tandem_retries", "Requests placed again, by cause", ("code",), registry=self._registry
         )
         self.placement = PlacementMetrics(self._registry)
+        self._handover = HandoverMetrics(model_name, self._registry)
         self._registry.register(self)
 
     def request_finished(self, timeline: Timeline, prompt_tokens: int, generated_tokens: int) -> None:
@@ -161,6 +165,7 @@ class RouterMetrics(Collector):
         first = timeline.stages.get("first_token")
         if first is not None:
             self._ttft.observe(first)
+        self._handover.observe(timeline.stages)
         if timeline.outcome in (FINISH_STOP, FINISH_LENGTH):
             ended = self._ended.get(timeline.outcome)
             if ended is None:

@@ -175,7 +175,10 @@ async def test_server_info_metrics_and_timeline(cluster: RunningCluster) -> None
             "prefill.prefill_start",
             "prefill.prefill_end",
             "prefill.last_page_sent",
+            "decode.record_sent",
+            "decode.record_seen",
             "decode.record_accepted",
+            "decode.step_started",
             "decode.first_decode",
             "finished",
         ]

@@ -59,6 +59,7 @@ from decode_node.graphs import step_graphs
 from decode_node.host_lane import HostLane
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
+from decode_node.pacing import Pacing
 from decode_node.page_table import PageTable
 from decode_node.parts import Links, Observation
 from decode_node.peers import PeerConnections
@@ -260,6 +261,7 @@ class DecodeSide(Side):
     pool: KvPool = None  # type: ignore[assignment]
     relay: RelayState = None  # type: ignore[assignment]
     rows: BatchRows = None  # type: ignore[assignment]
+    pacing: Pacing = None  # type: ignore[assignment]
 
 
 @dataclass(slots=True, eq=False)
@@ -736,7 +738,7 @@ class NodeCluster:
         )
         ref = NodeRef(name=name, role="decode", incarnation=incarnation)
         side = DecodeSide(ref, link, space, True, made.node, receiver, peers, made.retraction, forwards.steps)
-        side.backups, side.rows = made.backups, made.rows
+        side.backups, side.rows, side.pacing = made.backups, made.rows, made.pacing
         side.pool, side.relay = forwards.pools[0], relay
         return side
 

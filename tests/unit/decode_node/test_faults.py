@@ -467,8 +467,11 @@ def test_first_token_goes_out_before_the_transfer() -> None:
         assert stages[3:] == ["prefill_end", "last_page_sent", "record_sent"]
         assert list(call.decode_stages or {}) == [
             "reserved",
+            "record_sent",
+            "record_seen",
             "record_accepted",
             "decode_start",
+            "step_started",
             "first_decode",
             "finished",
         ]

@@ -22,6 +22,9 @@ class Scripted:
     def ready(self) -> bool:
         return self.is_ready
 
+    def due(self) -> bool:
+        return True
+
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         if meanwhile is not None:
             meanwhile()

@@ -110,6 +110,23 @@ def test_a_node_without_a_load_report_counts_as_empty_in_metrics() -> None:
     assert series(metrics)['vllm:kv_cache_usage_perc{engine="decode-0",model_name="tiny",role="decode"}'] == 0
 
 
+def test_the_stages_of_a_hand_over_have_a_histogram_each() -> None:
+    metrics = RouterMetrics("tiny", list, lambda: 0)
+    timeline = Timeline("r", 0.0)
+    timeline.anchor({"prefill_end": 0.1, "record_sent": 0.102}, "prefill", 0.0)
+    seconds = (0.102, 0.103, 0.107, 0.109, 0.115)
+    names = ("record_sent", "record_seen", "decode_start", "step_started", "first_decode")
+    timeline.anchor(dict(zip(names, seconds)), "decode", 0.0)
+    timeline.outcome = "error: node_lost"
+    metrics.request_finished(timeline, 7, 3)
+    finished(metrics, "stop")  # which ended with its first token
+    got = series(metrics)
+    for stage, took in (("sent", 2), ("seen", 1), ("joined", 4), ("started", 2), ("drawn", 6)):
+        labels = f'model_name="tiny",stage="{stage}"'
+        assert got[f"tandem_handover_seconds_count{{{labels}}}"] == 1
+        assert round(1000 * got[f"tandem_handover_seconds_sum{{{labels}}}"]) == took
+
+
 def test_requests_are_counted_by_outcome() -> None:
     metrics = RouterMetrics("tiny", list, lambda: 0)
     for outcome in ("stop", "length", "stop"):

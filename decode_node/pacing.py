@@ -1,0 +1,201 @@
+"""Decides when the next step is launched: as late as the device allows, so that requests still join it.
+
+A step writes marks while it runs (progress_mark.py). The main loop processes messages until the step has passed the
+mark after which just enough work is left for a plan and a launch, then launches the next step. How long these take and
+how much follows each mark is measured at every step. While that is unknown, and after short steps, the next step is
+launched at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from common.node.overlap import Completion
+from common.observability.logs import Log
+from decode_node.step_result import Launched, StepResult
+
+MARGIN = 0.0002  # seconds added to the measured time of a launch: the loop sees a mark that much later
+MOST_MARGIN = 0.005
+RAISED, LOWERED = 1.5, 0.99  # factors of the margin after a launch that came too late, and in time
+MOST_LAUNCH = 0.02
+KEPT = 0.98  # decay of the slowest launch with each further one
+FOLLOWED = 0.1  # share of a longer time after a mark that one step adds; a shorter time counts at once
+PRECISE = 0.0004  # seconds between two looks at the count; times of marks between others are not taken
+MOST_MISSING = 3  # steps in a row without their marks, after which steps are launched at once
+PATIENCE = 1.0  # seconds; the longest wait for a mark
+
+
+class MarkCount(Protocol):
+    """The count that steps raise; see ProgressMark."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that write, in order."""
+        ...
+
+    @property
+    def value(self) -> int:
+        """The number of marks written so far."""
+        ...
+
+
+@dataclass(slots=True)
+class PacingCounters:
+    """Totals since the start of the node."""
+
+    steps: int = 0
+    late: int = 0  # launches that the device had to wait for
+    missing: int = 0  # steps that ended without their marks
+
+
+@dataclass(slots=True, eq=False)
+class PacedCompletion:
+    """The completion of a step that also tells when the next step has to be launched."""
+
+    pacing: Pacing
+    inner: Completion
+    first: int  # count before the first mark of this step
+    launched: float
+    seen: list[float] = field(default_factory=list)  # when each mark was seen; 0: too late to tell
+    looked: float = 0.0
+    ended: bool = False
+
+    def due(self) -> bool:
+        return self.pacing.due(self)
+
+    def ready(self) -> bool:
+        return self.inner.ready()
+
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        self.inner.wait(None if meanwhile is None else lambda: self._look_and(meanwhile))
+        self.pacing.end(self)
+
+    def _look_and(self, meanwhile: Callable[[], None]) -> None:
+        self.pacing.look(self)
+        meanwhile()
+
+
+@dataclass(frozen=True, slots=True)
+class PacedStep:
+    """A launched step with a completion that is paced."""
+
+    launched: Launched
+    completion: PacedCompletion
+
+    def read(self) -> StepResult:
+        return self.launched.read()
+
+
+class Pacing:
+    """Owned by the main loop. `counters`, `stage` and `left` are public for reports and tests."""
+
+    def __init__(self, mark: MarkCount, log: Log, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._mark = mark
+        self._marks = len(mark.layers)
+        self._log = log
+        self._clock = clock
+        self._count = mark.value  # after the marks of all steps launched so far
+        self._newest: PacedCompletion | None = None
+        self._due_at: float | None = None  # when the launch that follows became due
+        self._launch = 0.0  # seconds that a slow recent plan and launch took
+        self._margin = MARGIN
+        self.left: list[float | None] = [None] * self._marks  # seconds from each mark to the end of a step
+        self._missing_in_a_row = 0
+        self.stage: int | None = None  # index of the mark after which a step is launched; None: at once
+        self.counters = PacingCounters()
+
+    def paced(self, launched: Launched) -> Launched:
+        """Return a step that has just been launched with a paced completion."""
+        now = self._clock()
+        self.counters.steps += 1
+        self._learn_launch(now)
+        first, self._count = self._count, self._count + self._marks
+        self._newest = PacedCompletion(self, launched.completion, first, now)
+        return PacedStep(launched, self._newest)
+
+    def unpaced(self) -> None:
+        """Note a launched step whose results are read before the next one is planned."""
+        self._count += self._marks
+        self._newest, self._due_at = None, None
+
+    def due(self, step: PacedCompletion) -> bool:
+        """Return whether the step after this one has to be launched now."""
+        self.look(step)
+        stage = self.stage
+        waiting = stage is not None and len(step.seen) <= stage and not step.inner.ready()
+        if waiting and step.looked - step.launched < PATIENCE:
+            return False
+        self._due_at = step.looked
+        return True
+
+    def look(self, step: PacedCompletion) -> None:
+        """Note the marks that the step has passed since the last look."""
+        now, passed = self._clock(), min(self._mark.value - step.first, self._marks)
+        if passed > len(step.seen):
+            precise = now - max(step.looked, step.launched) <= PRECISE
+            step.seen += [0.0] * (passed - len(step.seen) - 1) + [now if precise else 0.0]
+        step.looked = now
+
+    def end(self, step: PacedCompletion) -> None:
+        """Learn from a step that has ended, and choose the mark for the next."""
+        step.ended = True
+        value = self._mark.value
+        missing = max(step.first + self._marks - value, 0)
+        self._synchronize(step, value, missing)
+        if missing:
+            self._miss()
+            return
+        self._missing_in_a_row = 0
+        self._learn_left(step, self._clock())
+        wanted = self._launch + self._margin
+        stages = [index for index, left in enumerate(self.left) if left is not None and left >= wanted]
+        self.stage = stages[-1] if stages else None
+
+    def _synchronize(self, step: PacedCompletion, value: int, missing: int) -> None:
+        """Correct the count after missing marks. Forwards that were no steps are noticed when nothing is in flight."""
+        newest = self._newest
+        if newest is None or newest is step:
+            self._count = value
+        else:
+            self._count = max(self._count - missing, value)
+            newest.first = self._count - self._marks
+
+    def _learn_launch(self, now: float) -> None:
+        due, self._due_at = self._due_at, None
+        before = self._newest
+        if due is None or before is None or before.ended:
+            return
+        self._launch = max(min(now - due, MOST_LAUNCH), KEPT * self._launch)
+        if self.stage is not None:
+            late = before.inner.ready()
+            self.counters.late += late
+            margin = self._margin * (RAISED if late else LOWERED)
+            self._margin = min(max(margin, MARGIN), MOST_MARGIN)
+
+    def _learn_left(self, step: PacedCompletion, now: float) -> None:
+        """Update the time after each mark; those of marks that were not seen in time change in proportion."""
+        seen, change = [*step.seen, *[0.0] * (self._marks - len(step.seen))], 1.0
+        for index, (at, before) in enumerate(zip(seen, self.left)):
+            if at:
+                left = now - at
+                if before is not None and left > before:
+                    left = before + FOLLOWED * (left - before)
+                change = left / before if before else 1.0
+                self.left[index] = left
+        for index, (at, before) in enumerate(zip(seen, self.left)):
+            if not at and before is not None:
+                self.left[index] = before * change
+
+    def _miss(self) -> None:
+        """Note a step without its marks. After several of them their times have to be learnt again."""
+        self.counters.missing += 1
+        self._missing_in_a_row += 1
+        self.stage = None
+        if self._missing_in_a_row == MOST_MISSING:
+            self.left = [None] * self._marks
+            self._log.warning(
+                "steps write no progress marks: each is launched before the previous one is read"
+            )

@@ -1,0 +1,161 @@
+"""A request joins the step after the one during which its record arrives, and its timeline says where time went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.node.completion import Deferred
+from decode_node.step_plan import StepPlan
+from decode_node.step_result import Launched, StepResult, Worker
+from tests.fakes.node_cluster import Call, NodeCluster, Shape
+from tests.fakes.plan_wire import WireWorker
+from tests.fakes.scenarios import expect_reference, prompt_of
+
+STAGES = (
+    "record_sent",
+    "record_seen",
+    "record_accepted",
+    "decode_start",
+    "step_started",
+    "first_decode",
+)
+
+
+class _RunningStep(Deferred):
+    """A step that is due to be followed by the next one once `during` was called and messages were processed."""
+
+    def __init__(self, during: Callable[[], None]) -> None:
+        self._during: Callable[[], None] | None = during
+
+    def due(self) -> bool:
+        during, self._during = self._during, None
+        if during is not None:
+            during()
+        return during is None
+
+
+@dataclass(frozen=True)
+class _Launched:
+    inner: Launched
+    completion: _RunningStep
+
+    def read(self) -> StepResult:
+        return self.inner.read()
+
+
+class _TimedWorker(WireWorker):
+    """Calls `during` while the next step runs, and keeps the plans."""
+
+    def __init__(self, inner: Worker) -> None:
+        super().__init__(inner)
+        self.plans: list[StepPlan] = []
+        self.during: Callable[[], None] = lambda: None
+
+    def apply(self, plan: StepPlan, /) -> Launched:
+        self.plans.append(plan)
+        launched = super().apply(plan)
+        return _Launched(launched, _RunningStep(lambda: self.during()))
+
+
+class _TimedCluster(NodeCluster):
+    worker: _TimedWorker
+
+    def __enter__(self) -> _TimedCluster:
+        return self
+
+    def wrap_worker(self, worker: Worker) -> Worker:
+        self.worker = _TimedWorker(worker)
+        return self.worker
+
+
+def _hand_over(cluster: NodeCluster, call: Call) -> None:
+    """Run the prefill node until it has sent the record of a request that has pages."""
+    for _ in range(20):
+        if call.prefill_stages is not None:
+            return
+        cluster.turn_one(cluster.prefill)
+    raise AssertionError("no record was sent")
+
+
+def test_a_record_that_arrives_during_a_step_joins_the_next_one() -> None:
+    with _TimedCluster(Shape(completion=Deferred)) as cluster:
+        first = cluster.submit(prompt_of(9, 1), 40)
+        cluster.run(until=lambda: len(first.output) > 4)
+        second = cluster.submit(prompt_of(7, 2), 6)
+        cluster.turn_one(cluster.decode)  # reserves pages
+        request = cluster.decode.node.queues.transferring[second.room]
+
+        launched = len(cluster.worker.plans)
+        cluster.worker.during = lambda: _hand_over(cluster, second)
+        cluster.turn_one(cluster.decode)
+        cluster.worker.during = lambda: None
+        assert [len(plan.rows) for plan in cluster.worker.plans[launched:]] == [2]
+        assert request.row in [row.row for row in cluster.worker.plans[-1].rows]
+        cluster.run()
+        expect_reference(first, second)
+        cluster.settle()
+
+
+def test_a_reservation_that_arrives_during_a_step_is_granted_during_it() -> None:
+    with _TimedCluster(Shape(completion=Deferred)) as cluster:
+        first = cluster.submit(prompt_of(9, 1), 40)
+        cluster.run(until=lambda: len(first.output) > 4)
+        second = cluster.submit(prompt_of(7, 2), 6, legs="p")
+        granted: list[bool] = []
+
+        def reserve() -> None:
+            if not granted:
+                cluster.send_leg(second, "d")
+                granted.append(False)
+
+        cluster.worker.during = reserve
+        rows = len(cluster.worker.plans)
+        node, apply = cluster.decode.node, cluster.worker.apply
+
+        def applied(plan: StepPlan, /) -> Launched:
+            granted.append(second.room in node.queues.transferring)
+            return apply(plan)
+
+        cluster.worker.apply = applied  # type: ignore[method-assign]
+        cluster.turn_one(cluster.decode)
+        assert granted == [False, True], "the step after it was launched first"
+        assert len(cluster.worker.plans) == rows + 1
+        cluster.run()
+        expect_reference(first, second)
+        cluster.settle()
+
+
+def test_an_idle_node_starts_a_request_in_the_turn_in_which_its_record_arrives() -> None:
+    with _TimedCluster(Shape(completion=Deferred)) as cluster:
+        call = cluster.submit(prompt_of(7, 2), 6, legs="d")
+        cluster.turn(3)  # the handshake of the nodes, and the grant
+        cluster.send_leg(call, "p")
+        _hand_over(cluster, call)
+        assert not cluster.worker.plans
+        cluster.turn_one(cluster.decode)
+        assert [len(plan.rows) for plan in cluster.worker.plans] == [1]
+        cluster.run()
+        expect_reference(call)
+
+
+def test_the_timeline_shows_each_stage_of_the_hand_over() -> None:
+    with NodeCluster(Shape(completion=Deferred)) as cluster:
+        calls = [cluster.submit(prompt_of(9, n), 12) for n in range(3)]
+        cluster.run()
+        for call in calls:
+            assert call.decode_stages is not None
+            times = [call.decode_stages[stage] for stage in STAGES]
+            assert times == sorted(times)
+
+
+def test_every_step_writes_its_marks() -> None:
+    """Graphs, eager steps and steps of several requests do, on a CPU as on a GPU."""
+    with NodeCluster(Shape(completion=Deferred, max_running=6)) as cluster:
+        calls = [cluster.submit(prompt_of(9, n), 12 + n) for n in range(5)]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+        counters = cluster.decode.pacing.counters
+        assert counters.steps > 12
+        assert counters.missing == 0

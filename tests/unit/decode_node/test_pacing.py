@@ -1,0 +1,202 @@
+"""Steps are launched after the mark that leaves just enough time, and at once where marks cannot tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+
+from common.observability.logs import Log
+from decode_node.pacing import MOST_MISSING, PATIENCE, PacedCompletion, Pacing
+from decode_node.step_result import StepResult
+
+MS = 0.001
+LAYERS = (2, 4, 6, 8)  # of a step of ten layers, a millisecond each
+
+
+class _Device:
+    """Runs steps of ten milliseconds, one after another, by a clock that only the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.steps: list[tuple[float, float]] = []  # begin and length of each
+        self.marked = True
+        self.length = 10 * MS
+
+    layers = LAYERS
+
+    @property
+    def value(self) -> int:
+        if not self.marked:
+            return 0
+        count = 0
+        for index, (begin, length) in reversed([*enumerate(self.steps)][-4:]):
+            passed = sum(self.now >= begin + layer * length / 10 for layer in LAYERS)
+            count += passed
+            if passed == len(LAYERS):
+                return count + index * len(LAYERS)
+        return count
+
+    def clock(self) -> float:
+        return self.now
+
+    def launch(self) -> _Step:
+        self.steps.append((max(self.now, self.end), self.length))
+        return _Step(_Event(self, self.end))
+
+    @property
+    def end(self) -> float:
+        """When the last step ends."""
+        return sum(self.steps[-1]) if self.steps else 0.0
+
+    @property
+    def idle(self) -> float:
+        """Seconds between steps."""
+        return sum(later[0] - sum(step) for step, later in pairwise(self.steps))
+
+
+@dataclass
+class _Event:
+    device: _Device
+    end: float
+
+    def ready(self) -> bool:
+        return self.device.now >= self.end
+
+    def due(self) -> bool:
+        return True
+
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        assert meanwhile is not None
+        while not self.ready():
+            meanwhile()
+
+
+@dataclass
+class _Step:
+    completion: _Event
+
+    def read(self) -> StepResult:
+        return StepResult([])
+
+
+@dataclass
+class _Loop:
+    """The main loop: holds, launches, and reads the step before."""
+
+    device: _Device = field(default_factory=_Device)
+    launch_seconds: float = 1 * MS
+
+    def __post_init__(self) -> None:
+        self.pacing = Pacing(self.device, Log("test"), self.device.clock)
+        self.unread: list[PacedCompletion] = []
+        self.left: list[float] = []  # work that was left when each launch began
+
+    def tick(self) -> None:
+        self.device.now += 0.1 * MS
+
+    def step(self) -> None:
+        if self.unread:
+            while not self.unread[-1].due():
+                self.tick()
+            self.left.append(self.device.end - self.device.now)
+        self.device.now += self.launch_seconds
+        completion = self.pacing.paced(self.device.launch()).completion
+        assert isinstance(completion, PacedCompletion)
+        self.unread.append(completion)
+        if len(self.unread) > 1:
+            self.unread.pop(0).wait(self.tick)
+
+    def drain(self) -> None:
+        for completion in self.unread:
+            completion.wait(self.tick)
+        self.unread.clear()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
+
+def test_steps_are_launched_after_the_last_mark_that_leaves_time_for_a_launch() -> None:
+    loop = _Loop()
+    loop.steps(20)
+    assert loop.pacing.stage == LAYERS.index(8)
+    assert loop.left[-1] == pytest.approx(2 * MS, abs=0.2 * MS)
+    loop.launch_seconds = 3 * MS
+    loop.steps(20)
+    assert loop.pacing.stage == LAYERS.index(6)
+
+
+def test_the_device_does_not_run_out_of_work() -> None:
+    loop = _Loop()
+    loop.steps(100)
+    assert loop.device.idle == pytest.approx(0.0)
+    assert loop.pacing.counters.late == 0
+
+
+def test_steps_that_are_shorter_than_a_launch_are_followed_at_once() -> None:
+    loop = _Loop(launch_seconds=9.5 * MS)
+    loop.steps(20)
+    assert loop.pacing.stage is None
+
+
+def test_a_launch_that_came_too_late_makes_the_next_ones_earlier() -> None:
+    loop = _Loop()
+    loop.steps(20)
+    loop.launch_seconds = 4 * MS
+    loop.step()
+    loop.launch_seconds = 1 * MS
+    assert loop.pacing.counters.late == 1
+    loop.step()
+    loop.step()
+    assert loop.pacing.stage is not None
+    assert LAYERS[loop.pacing.stage] < 6
+    loop.steps(150)
+    assert loop.pacing.stage == LAYERS.index(8), "the slow launch is forgotten"
+
+
+def test_times_after_marks_follow_the_steps() -> None:
+    loop = _Loop()
+    loop.steps(20)
+    loop.device.length = 4 * MS
+    loop.steps(30)
+    assert loop.pacing.stage == LAYERS.index(6)
+    loop.device.length = 10 * MS
+    loop.steps(200)
+    assert loop.pacing.stage == LAYERS.index(8)
+
+
+def test_steps_without_marks_are_counted_and_followed_at_once() -> None:
+    loop = _Loop()
+    loop.steps(20)
+    loop.device.marked = False
+    loop.steps(MOST_MISSING + 3)
+    assert loop.pacing.counters.missing >= MOST_MISSING
+    assert loop.pacing.stage is None
+    assert loop.left[-1] > 7 * MS
+
+
+def test_the_wait_for_a_mark_ends() -> None:
+    """Even if the device never reports the end of the step."""
+    loop = _Loop()
+    loop.steps(20)
+    loop.device.length = 1e9
+    loop.step()
+    begin = loop.device.now
+    while not loop.unread[-1].due():
+        loop.device.now += 0.1
+    assert loop.device.now - begin < PATIENCE + 1.0
+
+
+def test_forwards_that_are_no_steps_do_not_confuse_the_count() -> None:
+    loop = _Loop()
+    loop.steps(20)
+    loop.device.steps.insert(0, (-1.0, 0.0))  # four more marks than steps were launched
+    loop.steps(5)
+    assert loop.left[-1] > 9 * MS, "too many marks look like a step that is over"
+    loop.drain()
+    loop.steps(5)
+    assert loop.pacing.counters.missing == 0
+    assert loop.left[-1] == pytest.approx(2 * MS, abs=0.2 * MS)
