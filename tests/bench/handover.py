@@ -13,6 +13,7 @@ the longer steps of `late` beside `early` at equal batch sizes.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import mmap
 import random
@@ -51,6 +52,7 @@ from decode_node.assemble import Assembly, Computation, assemble
 from decode_node.build import step_sizes
 from decode_node.forwards import step_forwards
 from decode_node.limits import DecodeLimits
+from decode_node.pacing import PacedCompletion
 from decode_node.parts import Links, Observation
 from decode_node.peers import PeerConnections
 from decode_node.step_plan import StepPlan
@@ -164,6 +166,12 @@ class Timed:
     steps: list[tuple[int, Any, Any]] = field(default_factory=list)  # batch, events at begin and end
     joined: list[int] = field(default_factory=list)  # per step
     host: list[float] = field(default_factory=list)  # seconds of each call
+    launches: list[float] = field(default_factory=list)  # seconds of plan and call
+    due_at: float = 0.0  # when the next launch became due
+
+    def clear(self) -> None:
+        for kept in (self.steps, self.joined, self.host, self.launches):
+            kept.clear()
 
     def apply(self, plan: StepPlan, /) -> Launched:
         if not plan.rows or self.device.type != "cuda":
@@ -172,7 +180,11 @@ class Timed:
         begin.record()
         before = time.perf_counter()
         launched = self.inner.apply(plan)
-        self.host.append(time.perf_counter() - before)
+        now = time.perf_counter()
+        self.host.append(now - before)
+        if self.due_at:
+            self.launches.append(now - self.due_at)
+        self.due_at = 0.0
         end.record()
         self.joined.append(len(plan.moves.joins))
         self.steps.append((len(plan.rows), begin, end))
@@ -286,7 +298,7 @@ class Node:
             Observation(Log("bench")),
             timed,
         )
-        self._late: Callable[[Any], bool] = self.made.pacing.due
+        self._late: Callable[[PacedCompletion], bool] = self.made.pacing.due
         script = Script(
             address=address,
             incarnation=theirs,
@@ -322,33 +334,18 @@ class Node:
     def measure(self, rate: float, pacing: str, seconds: float) -> Row:
         """Run one load, whose first seconds are not counted."""
         node, paced = self.made.node, self.made.pacing
-        paced.due = self._late if pacing == "late" else _at_once(self._late)  # type: ignore[assignment, method-assign]
+        paced.due = self._due if pacing == "late" else self._at_once  # type: ignore[method-assign]
         self.link.begin(rate, self._answer, seed=int(rate))
         self._until(time.monotonic() + WARM_UP_SECONDS, lambda: False)
-        for kept in (self.worker.steps, self.worker.joined, self.worker.host, self.link.heard):
-            kept.clear()
+        self.link.heard.clear()
+        self.worker.clear()
         before = replace(paced.counters)
-        launches: list[float] = []
-        launch = node.loop._launch
-        prepare = node.loop._prepare
-        began = 0.0
-
-        def preparing() -> Any:
-            nonlocal began
-            began = time.perf_counter()
-            return prepare()
-
-        def launching(planned: Any) -> Any:
-            launched = launch(planned)
-            launches.append(time.perf_counter() - began)
-            return launched
-
-        node.loop._prepare, node.loop._launch = preparing, launching
+        gc.collect()
+        gc.freeze()
         self._until(time.monotonic() + seconds, lambda: False)
-        node.loop._prepare, node.loop._launch = prepare, launch
         counted = list(self.link.heard)
         self.link.end()
-        row = self._row(rate, pacing, counted, launches, before)
+        row = self._row(rate, pacing, counted, before)
         self._until(time.monotonic() + 60, lambda: not len(node.queues))
         return row
 
@@ -356,12 +353,22 @@ class Node:
         while time.monotonic() < end and not over():
             self.made.node.loop.turn()
 
+    def _due(self, step: PacedCompletion) -> bool:
+        due = self._late(step)
+        if due:
+            self.worker.due_at = time.perf_counter()
+        return due
+
+    def _at_once(self, step: PacedCompletion) -> bool:
+        self._late(step)
+        self.worker.due_at = time.perf_counter()
+        return True
+
     def _row(
         self,
         rate: float,
         pacing: str,
         heard: Sequence[tuple[float, RouterMessage]],
-        launches: Sequence[float],
         before: Any,
     ) -> Row:
         stages: dict[str, list[float]] = defaultdict(list)
@@ -398,7 +405,7 @@ class Node:
             gap_ms=quantiles(gaps),
             token_gap_ms=quantiles(later),
             idle_share=round(idle, 4),
-            launch_ms=quantiles(launches),
+            launch_ms=quantiles(self.worker.launches),
             apply_ms=quantiles(self.worker.host),
             joining_apply_ms=quantiles(joining),
             late=counters.late - before.late,
@@ -425,14 +432,6 @@ class Node:
             by_batch[batch].append(period)
         medians = {batch: round(statistics.median(each), 3) for batch, each in sorted(by_batch.items())}
         return idle / max(sum(periods), 1e-9), statistics.median(periods), medians
-
-
-def _at_once(due: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def always(step: Any) -> bool:
-        due(step)
-        return True
-
-    return always
 
 
 @contextmanager

@@ -105,10 +105,11 @@ class AdjustmentRows:
         else:
             self._used.add(row)
         penalties = self.penalties
-        penalties.repetition[row] = sampling.repetition_penalty
-        penalties.presence[row] = sampling.presence_penalty
-        penalties.frequency[row] = sampling.frequency_penalty
-        self.free_at[row] = len(text) - outputs + sampling.min_tokens
+        # Not `penalties.repetition[row] = ...`, which waits for the running step on a GPU.
+        penalties.repetition[row].fill_(sampling.repetition_penalty)
+        penalties.presence[row].fill_(sampling.presence_penalty)
+        penalties.frequency[row].fill_(sampling.frequency_penalty)
+        self.free_at[row].fill_(len(text) - outputs + sampling.min_tokens)
         ids, values = zip(*sampling.logit_bias) if sampling.logit_bias else ((), ())
         self._fill(self.bias.ids[row], ids)
         self._fill(self.bias.values[row], values)

@@ -44,11 +44,12 @@ class SamplingRows:
     seed: torch.Tensor  # int64
 
     def write(self, row: int, sampling: SamplingParams) -> None:
-        self.temperature[row] = sampling.temperature
-        self.top_p[row] = sampling.top_p
-        self.top_k[row] = sampling.top_k
-        self.min_p[row] = sampling.min_p
-        self.seed[row] = sampling.seed
+        # Not `self.temperature[row] = ...`, which waits for the running step on a GPU.
+        self.temperature[row].fill_(sampling.temperature)
+        self.top_p[row].fill_(sampling.top_p)
+        self.top_k[row].fill_(sampling.top_k)
+        self.min_p[row].fill_(sampling.min_p)
+        self.seed[row].fill_(sampling.seed)
 
 
 @dataclass(slots=True)
@@ -107,6 +108,8 @@ class RelayState:
     ) -> None:
         """Set all of a row, at hand-over and at resume, for a request whose last token has no KV yet.
 
+        Does not wait for the device, where a step is running.
+
         Args:
             text: prompt and output; the last `outputs` tokens are output.
             slot: of per-request state, which holds all of the text but its last token.
@@ -115,9 +118,9 @@ class RelayState:
         assert bool(slot) == (self.state is not None), "a slot where the model keeps state, and nowhere else"
         if self.state is not None:
             self.state.write_row(row, slot, len(text) - 1)
-        self.last_token[row] = text[-1]
-        self.seq_len[row] = len(text) - 1
-        self.rope_delta[row] = rope_delta
+        self.last_token[row].fill_(text[-1])
+        self.seq_len[row].fill_(len(text) - 1)
+        self.rope_delta[row].fill_(rope_delta)
         self.sampling.write(row, sampling)
         self.adjustments.write(row, sampling, text, outputs)
         self.write_draft_row(row, draft)

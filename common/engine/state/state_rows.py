@@ -47,8 +47,9 @@ class StateRows:
 
     def write_row(self, row: int, slot: int, tokens: int) -> None:
         """Assign the state in `slot`, which holds the first `tokens` tokens of the request, to a row."""
-        self.slots[row] = slot
-        self.held[row] = tokens
+        # Not `self.slots[row] = slot`, which waits for the running step on a GPU.
+        self.slots[row].fill_(slot)
+        self.held[row].fill_(tokens)
 
     def open_window(self, rows: Tensor, seq_len: Tensor) -> BatchState:
         """Return the state of a forward over requests with seq_len [R] int64 accepted tokens. No host sync.

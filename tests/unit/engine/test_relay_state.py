@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.engine.forward.draft_inputs import DraftInput
 from common.engine.state.draft_row import DraftRow, DraftShape
 from common.engine.state.relay_state import RelayState
+from common.engine.state.state_rows import WindowShape
 from common.messages.generation import SamplingParams
 
 SHAPE = DraftShape(topk=2, hidden=3, vocab=64)
@@ -51,6 +55,34 @@ def test_a_row_is_set_whole() -> None:
     }
     for column in columns(relay).values():
         assert (column[[0, 2]] == JUNK).all()
+
+
+class _Copies(TorchDispatchMode):
+    """Keeps the dimensions of every source that is copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dims: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.copy_:
+            self.dims.append(args[1].dim())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_row_is_set_without_waiting_for_the_device() -> None:
+    """On a GPU `column[row] = number` copies the number from pageable memory, which waits for the running step."""
+    window = WindowShape({0: 4}, 2, torch.float32)
+    relay = RelayState.allocate(2, 64, torch.device("cpu"), SHAPE, window)
+    bias = ((3, 0.5),)
+    adjusted = replace(
+        SAMPLING, presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.5, logit_bias=bias
+    )
+    for sampling in (SAMPLING, adjusted, SAMPLING):
+        with _Copies() as copies:
+            relay.write_row(1, [3, 4, 5, 6], 1, sampling, DRAFT, slot=1)
+        assert copies.dims
+        assert 0 not in copies.dims
 
 
 def test_a_row_without_images_has_no_rotary_delta() -> None:
