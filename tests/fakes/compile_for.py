@@ -38,6 +38,7 @@ from common.engine.ops.few_experts import add_experts_triton
 from common.engine.ops.filter_floor import filter_floor_triton
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.fp8_fused import fp8_add_rms_norm_triton, fp8_rms_norm_triton
+from common.engine.ops.fp8_grouped import fp8_expert_parts_triton
 from common.engine.ops.fp8_joined import fp8_gated_cuda, fp8_product_norm_quantized_cuda
 from common.engine.ops.fp8_linear import fp8_product_cuda
 from common.engine.ops.fp8_rows import quantize_rows_triton
@@ -293,6 +294,15 @@ def eight_bits(rows: int) -> None:
         of_down = torch.empty((HIDDEN // 128, INNER // 128) if blocks else (HIDDEN,))
         given = wide, wide_scales, down, of_down, None
         fp8_product_norm_quantized_cuda(*given, stream, stream[0], 1e-5, blocks)
+        count, width, inner = 128, 2048, 768  # experts of Qwen3-30B-A3B
+        gate_up, down = (
+            torch.empty(count, *shape, dtype=FP8) for shape in ((2 * inner, width), (width, inner))
+        )
+        of_gates = torch.empty((count, 2, inner // 128, width // 128) if blocks else (count, 2 * inner))
+        of_downs = torch.empty((count, width // 128, inner // 128) if blocks else (count, width))
+        for tokens in (rows, 64 * rows):
+            x, chosen = torch.zeros(tokens, width, dtype=BF16), torch.zeros(tokens, 8, dtype=torch.int32)
+            fp8_expert_parts_triton(x, gate_up, of_gates, down, of_downs, None, chosen, chosen.float())
 
 
 def experts(dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8, GROUP
+from common.engine.ops.fp8_experts import fp8_expert_parts_reference
 from common.engine.ops.fp8_fused import (
     fp8_add_rms_norm,
     fp8_add_rms_norm_reference,
@@ -15,6 +16,7 @@ from common.engine.ops.fp8_fused import (
     fp8_rms_norm,
     fp8_rms_norm_reference,
 )
+from common.engine.ops.fp8_grouped import fp8_expert_parts_triton
 from common.engine.ops.fp8_joined import (
     fp8_gated,
     fp8_gated_reference,
@@ -142,3 +144,17 @@ def test_the_library_agrees(blocks: bool) -> None:
     found = library_product(*given)
     assert found is not None
     near(found, fp8_product_reference(*given))
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("tokens", [1, 16, 300, 2000])
+def test_experts(tokens: int, blocks: bool) -> None:
+    count, chosen, hidden, inner = 32, 4, 2048, 768
+    gate_up, down = (normal(count, *size).to(FP8) for size in ((2 * inner, hidden), (hidden, inner)))
+    of_gates = torch.rand((count, 2, 6, 16) if blocks else (count, 2 * inner), device=CUDA) / 40
+    of_downs = torch.rand((count, 16, 6) if blocks else (count, hidden), device=CUDA) / 20
+    which = torch.rand(tokens, count, device=CUDA).topk(chosen).indices.int()
+    which[tokens // 2, 1:] = -1
+    given = normal(tokens, hidden), gate_up, of_gates, down, of_downs, None, which, which.float().abs() / 32
+    found, expected = fp8_expert_parts_triton(*given), fp8_expert_parts_reference(*given)
+    near(found[which >= 0], expected[which >= 0], 0.03)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.engine.ops.fp8_grouped import fp8_expert_parts_triton
 from common.engine.ops.fp8_linear import fp8_product_reference
 from common.engine.ops.fp8_rows import quantize_rows_reference, quantize_with_reference
 from common.engine.ops.registration import register_op
@@ -92,5 +93,10 @@ def _fake(
 
 
 fp8_expert_parts = register_op(
-    "fp8_expert_parts", fp8_expert_parts_reference, mutates=(), fake=_fake, inlined=False
+    "fp8_expert_parts",
+    fp8_expert_parts_reference,
+    mutates=(),
+    fake=_fake,
+    cuda=fp8_expert_parts_triton,
+    inlined=False,
 )

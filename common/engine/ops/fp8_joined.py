@@ -60,7 +60,7 @@ def fp8_gated_cuda(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     rows, blocks = codes.shape[:-1].numel(), scales.ndim == 2
-    tiles = choose_fp8_gated_tiles(rows, weight.shape[0], blocks, room_of(codes.device).shared_bytes)
+    tiles = choose_fp8_gated_tiles(rows, blocks, room_of(codes.device).shared_bytes)
     if tiles is None or bias is not None:
         gate_up = fp8_product_cuda(codes, row_scales, weight, scales, bias, dtype)
         return fp8_gate_triton(gate_up, gelu, blocks)

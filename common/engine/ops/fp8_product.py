@@ -60,7 +60,7 @@ def _load_codes(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _added(  # type: ignore[no-untyped-def]
+def add_scaled(  # type: ignore[no-untyped-def]
     total, tile, few, column_scale, row_scale, BLOCKS: tl.constexpr, EVERY: tl.constexpr
 ):
     """Return total [columns, rows] plus the product of two tiles, scaled if BLOCKS."""
@@ -133,12 +133,12 @@ def _fp8_product_kernel(  # type: ignore[no-untyped-def]
         tile = _load_codes(
             weight, first, start, weight_rows, DEPTH, DEPTH, CUT, BULK, DECODED, BLOCK_N, BLOCK_K
         )
-        out = _added(out, tile, few, gate_scale, row_scale, BLOCKS, EVERY)
+        out = add_scaled(out, tile, few, gate_scale, row_scale, BLOCKS, EVERY)
         if GATED:
             tile = _load_codes(
                 weight, size + first, start, weight_rows, DEPTH, DEPTH, CUT, BULK, DECODED, BLOCK_N, BLOCK_K
             )
-            up = _added(up, tile, few, up_scale, row_scale, BLOCKS, EVERY)
+            up = add_scaled(up, tile, few, up_scale, row_scale, BLOCKS, EVERY)
     if not BLOCKS:
         row_scale = tl.load(line, mask=real_row, other=0.0)
         out *= tl.load(gate_line, mask=real, other=0.0)[:, None] * row_scale[None, :]

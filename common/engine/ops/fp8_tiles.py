@@ -9,8 +9,17 @@ from common.engine.ops.shared_memory import BARRIER_BYTES, H200
 from common.engine.ops.triton_kernel import cdiv, next_power_of_2
 
 LEAST_ROWS = 16  # of a tile of the matrix units
-# Rows from which on the library's product is faster, for scales per channel and per block.
-LIBRARY_ROWS = {False: 65, True: 65}
+MOST_ROWS = 128  # of a tile
+COLUMNS = 64  # output columns of a program of four warps
+# Steps in flight: of the only program of a multiprocessor, and of each of two.
+ALONE, SHARING = 8, 4
+ENOUGH = 3  # steps in flight below which programs do not share
+# Programs per multiprocessor among which a product's depth is divided, with scales per channel and per block.
+CHANNEL_PROGRAMS, BLOCK_PROGRAMS = 1, 2
+# Rows from which on the library's product is faster.
+LIBRARY_ROWS = 129
+# Rows up to which the activation is part of the product, and a product's depth is divided.
+JOINED_ROWS = 64
 
 
 class Fp8Tiles(NamedTuple):
@@ -37,13 +46,9 @@ class Fp8Tiles(NamedTuple):
         return self._replace(stages=max(min(self.stages, most), 1))
 
 
-def library_is_faster(rows: int, blocks: bool) -> bool:
-    """Return whether the library's product is faster for so many rows.
-
-    Args:
-        blocks: the weight has scales per block.
-    """
-    return rows >= LIBRARY_ROWS[blocks]
+def library_is_faster(rows: int) -> bool:
+    """Return whether the library's product is faster for so many rows."""
+    return rows >= LIBRARY_ROWS
 
 
 def choose_fp8_tiles(
@@ -55,27 +60,15 @@ def choose_fp8_tiles(
         blocks: the weight has scales per block, so that a step has the depth of one.
         shared: bytes that a program may use, nearly all of a multiprocessor's.
     """
-    room = max(LEAST_ROWS, min(next_power_of_2(rows), 128))
-    step = GROUP if blocks or room > 64 else 2 * GROUP
-    if room > 64:
-        return Fp8Tiles(128, step, 8, 4, room, bulk=True).fitting(shared)
-    alone = cdiv(size, 64) <= processors
-    tiles = Fp8Tiles(64, step, 4, 6 if alone else 4, room, bulk=room > LEAST_ROWS)
-    return tiles.fitting(shared if alone else shared // 2)
+    alone = not blocks and cdiv(size, COLUMNS) * cdiv(rows, MOST_ROWS) <= processors
+    return _tiles(rows, alone, shared)
 
 
-def choose_fp8_gated_tiles(
-    rows: int, size: int, blocks: bool, shared: int = H200.shared_bytes
-) -> Fp8Tiles | None:
-    """Choose tiles for a product with its activation; None for so many rows that two kernels are as fast.
-
-    Args:
-        size: rows of the weight, gates and up projections.
-    """
-    if rows > 64:
+def choose_fp8_gated_tiles(rows: int, blocks: bool, shared: int = H200.shared_bytes) -> Fp8Tiles | None:
+    """Choose tiles for a product with its activation; None for so many rows that two kernels are as fast."""
+    if rows > JOINED_ROWS:
         return None
-    room = max(LEAST_ROWS, next_power_of_2(rows))
-    return Fp8Tiles(64, GROUP, 4, 6, room, bulk=room > LEAST_ROWS).fitting(shared // 2, matrices=2)
+    return _tiles(rows, rows <= LEAST_ROWS and not blocks, shared, matrices=2)
 
 
 def divide_fp8_depth(
@@ -83,12 +76,22 @@ def divide_fp8_depth(
 ) -> Fp8Tiles | None:
     """Choose tiles for a product whose reader adds up its parts; None if one part is enough.
 
-    The depth is divided into one program per multiprocessor, if that makes two parts or more.
+    The depth is divided into one program per multiprocessor, or with scales per block into two.
     """
-    tiles = choose_fp8_tiles(rows, size, blocks, processors, shared)
+    programs_each = BLOCK_PROGRAMS if blocks else CHANNEL_PROGRAMS
+    tiles = _tiles(rows, programs_each == 1, shared)
     programs, steps = cdiv(size, tiles.columns), cdiv(depth, tiles.depth)
-    if rows > 64 or steps < 8 or 3 * programs >= 2 * processors:
+    if rows > JOINED_ROWS or steps < 8 or 3 * programs >= 2 * processors:
         return None
-    wanted = max(min(processors // programs, 8), 2)
-    parts = cdiv(steps, cdiv(steps, wanted))
-    return tiles._replace(parts=parts)
+    wanted = max(min(programs_each * processors // programs, 8), 2)
+    return tiles._replace(parts=cdiv(steps, cdiv(steps, wanted)))
+
+
+def _tiles(rows: int, alone: bool, shared: int, matrices: int = 1) -> Fp8Tiles:
+    """Return tiles for programs that have a multiprocessor each if `alone`, else share one if there is room for two."""
+    room = max(LEAST_ROWS, min(next_power_of_2(rows), MOST_ROWS))
+    tiles = Fp8Tiles(COLUMNS, GROUP, 4, SHARING, room, bulk=room > LEAST_ROWS)
+    shares = tiles.fitting(shared // 2, matrices)
+    if not alone and shares.stages >= ENOUGH:
+        return shares
+    return tiles._replace(stages=ALONE).fitting(shared, matrices)

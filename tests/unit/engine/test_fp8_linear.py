@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.fp8_fused import fp8_add_rms_norm, fp8_gate
+from common.engine.ops.fp8_joined import fp8_gated, fp8_product_norm, fp8_product_norm_quantized
 from common.engine.ops.fp8_linear import FP8, HIGHEST, fp8_linear, fp8_product, quantize_rows, values_of
+from common.engine.ops.fp8_tiles import choose_fp8_gated_tiles, choose_fp8_tiles, divide_fp8_depth
 from common.engine.ops.rms_norm import add_rms_norm
 from common.engine.ops.silu_mul import gelu_mul, silu_mul
 
@@ -81,3 +83,47 @@ def test_the_normed_stream_is_quantised(blocks: bool) -> None:
     assert torch.equal(codes.float(), expected[0].float())
     assert torch.equal(scales, expected[1])
     assert torch.equal(total, expected_total)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_joined_operations_are_one_after_the_other(blocks: bool) -> None:
+    codes, row_scales = quantize_rows(torch.randn(3, DEPTH), blocks)
+    given = codes, row_scales, *weight_of(blocks), None
+    product = fp8_product(*given, torch.float32)
+    for one, other in zip(
+        fp8_gated(*given, True, torch.float32), fp8_gate(product, True, blocks), strict=True
+    ):
+        assert torch.equal(one.float(), other.float())
+    stream, gain = torch.randn(3, SIZE), torch.randn(SIZE)
+    normed = add_rms_norm(product, stream, gain, 1e-5)
+    for one, other in zip(fp8_product_norm(*given, stream, gain, 1e-5), normed, strict=True):
+        assert torch.equal(one, other)
+    found = fp8_product_norm_quantized(*given, stream, gain, 1e-5, blocks)
+    for one, other in zip(found, fp8_add_rms_norm(product, stream, gain, 1e-5, blocks), strict=True):
+        assert torch.equal(one.float(), other.float())
+
+
+@pytest.mark.parametrize("shared", [227 << 10, 99 << 10])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 128])
+def test_tiles_hold_their_rows_and_fit_the_shared_memory(rows: int, blocks: bool, shared: int) -> None:
+    for size in (4096, 6144, 28672):
+        tiles = choose_fp8_tiles(rows, size, blocks, 132, shared)
+        assert tiles.rows >= rows
+        assert tiles.stages >= 2
+        assert tiles.shared_bytes() <= shared
+        assert tiles.depth == 128 or not blocks
+    gated, divided = (
+        choose_fp8_gated_tiles(rows, blocks, shared),
+        divide_fp8_depth(rows, 4096, 14336, blocks, 132, shared),
+    )
+    assert (gated is None) == (divided is None) == (rows > 64)
+    if gated is not None and divided is not None:
+        assert gated.shared_bytes(2) <= shared
+        assert divided.parts >= 2
+        assert 3 * divided.parts * 4096 // divided.columns >= 2 * 132
+
+
+def test_products_that_are_wide_or_shallow_are_not_divided() -> None:
+    assert divide_fp8_depth(1, 28672, 4096, False, 132) is None
+    assert divide_fp8_depth(1, 4096, 512, False, 132) is None

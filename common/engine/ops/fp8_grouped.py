@@ -1,0 +1,208 @@
+"""The products of experts with FP8 weights for any number of tokens, whose pairs are grouped by expert.
+
+The form of `grouped_products`: a tile is some adjacent pairs of one expert, and inner values are in the order of the
+groups. The sums are those of `fp8_product`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.engine.ops.fp8_codes import FP8, GROUP, decode, has_fp8
+from common.engine.ops.fp8_product import EXACT_EVERY, add_scaled
+from common.engine.ops.fp8_rows import quantize_rows_triton, quantize_with_reference
+from common.engine.ops.fp8_tiles import LEAST_ROWS, MOST_ROWS, Fp8Tiles
+from common.engine.ops.group_pairs import FIELDS, PairGroups, group_pairs_triton
+from common.engine.ops.shared_memory import room_of
+from common.engine.ops.triton_kernel import await_previous, cdiv, chained, kernel, next_power_of_2, tl
+
+
+@kernel
+def _fp8_grouped_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [tokens, DEPTH] codes, or if not GATED [pairs, DEPTH] by place
+    row_scales_ptr,  # [rows of x], or if BLOCKS [rows of x, groups]
+    weight_ptr,  # [experts, size, DEPTH] codes, or if GATED [experts, 2 * size, DEPTH]
+    scales_ptr,  # [experts, halves * size], or if BLOCKS [experts, halves, blocks, groups]
+    pairs_ptr,  # [pairs]
+    tiles_ptr,  # [tiles, FIELDS]
+    shares_ptr,  # [pairs] float32; read if not GATED
+    out_ptr,  # [pairs, size]: inner values by place, the experts' outputs by pair
+    scale_stride,  # from a row's scale to the next row's
+    group_stride,  # from a row's scale to that of the next group
+    size,  # output columns
+    DEPTH: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    GATED: tl.constexpr,
+    DECODED: tl.constexpr,  # codes are bytes, which are multiplied as float16
+    BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVERY: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Each program computes COLUMNS columns of a tile."""
+    await_previous(CHAINED)
+    first, tile = tl.program_id(0) * COLUMNS, tiles_ptr + tl.program_id(1) * FIELDS
+    expert, begin, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    if count > 0:
+        place = begin + tl.arange(0, ROWS)
+        column, step = first + tl.arange(0, COLUMNS), tl.arange(0, BLOCK_K)
+        real, wanted = place < begin + count, column < size
+        pair = tl.load(pairs_ptr + place, mask=real, other=0)
+        source, halves = place, 1
+        if GATED:
+            source, halves = pair // CHOSEN, 2
+        lines = x_ptr + source.to(tl.int64)[:, None] * DEPTH + step[None, :]
+        row_line = row_scales_ptr + source.to(tl.int64) * scale_stride
+        weights = weight_ptr + (expert * halves * size + column)[:, None] * DEPTH + step[None, :]
+        groups: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
+        line = scales_ptr + expert * halves * size + column
+        next_half = size
+        if BLOCKS:
+            blocks = (size + BLOCK_K - 1) // BLOCK_K
+            line = scales_ptr + (expert * halves * blocks + column // BLOCK_K) * groups
+            next_half = blocks * groups
+        out = tl.zeros((COLUMNS, ROWS), tl.float32)
+        up = tl.zeros((COLUMNS, ROWS), tl.float32)
+        for k in range(0, DEPTH, BLOCK_K):
+            row_scale = 1.0
+            scale = 1.0
+            up_scale = 1.0
+            if BLOCKS:
+                group = k // BLOCK_K
+                row_scale = tl.load(row_line + group * group_stride, mask=real, other=0.0)
+                scale = tl.load(line + group, mask=wanted, other=0.0)
+            deep = (k + step < DEPTH)[None, :]
+            few = tl.load(lines + k, mask=real[:, None] & deep, other=0.0)
+            codes = tl.load(weights + k, mask=wanted[:, None] & deep, other=0.0)
+            if DECODED:
+                few, codes = decode(few), decode(codes)
+            few = tl.trans(few)
+            out = add_scaled(out, codes, few, scale, row_scale, BLOCKS, EVERY)
+            if GATED:
+                if BLOCKS:
+                    up_scale = tl.load(line + next_half + group, mask=wanted, other=0.0)
+                codes = tl.load(weights + size * DEPTH + k, mask=wanted[:, None] & deep, other=0.0)
+                if DECODED:
+                    codes = decode(codes)
+                up = add_scaled(up, codes, few, up_scale, row_scale, BLOCKS, EVERY)
+        if not BLOCKS:
+            row_scale = tl.load(row_line, mask=real, other=0.0)
+            out *= tl.load(line, mask=wanted, other=0.0)[:, None] * row_scale[None, :]
+            if GATED:
+                up *= tl.load(line + next_half, mask=wanted, other=0.0)[:, None] * row_scale[None, :]
+        dtype = out_ptr.dtype.element_ty
+        target = place
+        if GATED:
+            # Rounded where two separate kernels would round.
+            gate = out.to(dtype).to(tl.float32)
+            out = gate / (1.0 + tl.exp(-gate)) * up.to(dtype).to(tl.float32)
+        else:
+            share = tl.load(shares_ptr + pair, mask=real, other=0.0)
+            out = out.to(dtype).to(tl.float32) * share[None, :]
+            target = pair
+        to = out_ptr + target.to(tl.int64)[None, :] * size + column[:, None]
+        tl.store(to, out.to(dtype), mask=real[None, :] & wanted[:, None])
+
+
+def fp8_grouped_triton(
+    codes: Tensor,
+    row_scales: Tensor,
+    stack: Tensor,
+    scales: Tensor,
+    shares: Tensor,
+    groups: PairGroups,
+    gated: bool,
+    tiles: Fp8Tiles,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return [P, I] by place for codes [T, H] if `gated`, else [P, H] by pair for codes [P, I] by place.
+
+    Args:
+        row_scales: [rows of codes, 1], or with scales per block [rows of codes, groups], of any strides.
+        stack: codes [E, 2 * I, H] or [E, H, I].
+        scales: as `fp8_expert_parts` takes them.
+        shares: [T, K] float32.
+        groups: the pairs in tiles of `tiles.rows`.
+    """
+    count, width, depth = stack.shape
+    blocks, size = scales.ndim > 2, width // 2 if gated else width
+    assert codes.dtype == stack.dtype == FP8, f"{codes.dtype} times {stack.dtype}"
+    assert codes.is_contiguous(), "the rows must be contiguous"
+    assert stack.is_contiguous(), "the stack must be contiguous"
+    assert scales.is_contiguous(), "the scales of the weights must be contiguous"
+    expected = cdiv(size, GROUP) * cdiv(depth, GROUP) * (2 if gated else 1) if blocks else width
+    assert scales.numel() == count * expected, f"weight scales {tuple(scales.shape)}"
+    assert shares.dtype == torch.float32 and shares.is_contiguous(), "shares are contiguous float32"  # noqa: PT018
+    assert not blocks or tiles.depth == GROUP, "a step has the depth of a block"
+    out = codes.new_empty((shares.numel(), size), dtype=dtype)
+    if out.numel():
+        decoded = not has_fp8(codes.device)
+        if decoded:
+            codes, stack = codes.view(torch.uint8), stack.view(torch.uint8)
+        _fp8_grouped_kernel[(cdiv(size, tiles.columns), len(groups.tiles))](
+            codes,
+            row_scales,
+            stack,
+            scales,
+            *groups,
+            shares,
+            out,
+            row_scales.stride(0),
+            row_scales.stride(1),
+            size,
+            DEPTH=depth,
+            CHOSEN=shares.shape[1],
+            GATED=gated,
+            DECODED=decoded,
+            BLOCKS=blocks,
+            ROWS=tiles.rows,
+            FIELDS=FIELDS,
+            COLUMNS=tiles.columns,
+            BLOCK_K=tiles.depth,
+            EVERY=min(EXACT_EVERY, tiles.depth),
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+            **chained(codes.device),
+        )
+    return out
+
+
+def choose_grouped_tiles(pairs: int, experts: int, gated: bool, shared: int) -> Fp8Tiles:
+    """Choose tiles from the pairs that an expert has on average; the rows do not depend on `gated`."""
+    rows = min(max(next_power_of_2(cdiv(pairs, experts)), LEAST_ROWS), MOST_ROWS)
+    large = rows == MOST_ROWS
+    tiles = Fp8Tiles(128 if large else 64, GROUP, 8 if large else 4, 4, rows)
+    return tiles.fitting(shared if large else shared // 2, 2 if gated else 1)
+
+
+def fp8_expert_parts_triton(
+    x: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    input_scales: Tensor | None,
+    experts: Tensor,
+    shares: Tensor,
+) -> Tensor:
+    """Compute `fp8_expert_parts` on a GPU; the output of a pair without an expert is undefined."""
+    (tokens, chosen), count = experts.shape, len(gate_up)
+    shared, blocks = room_of(x.device).shared_bytes, down_scales.ndim > 2
+
+    def quantized(rows: Tensor, index: int) -> tuple[Tensor, Tensor]:
+        if input_scales is None:
+            return quantize_rows_triton(rows.contiguous(), blocks)
+        return quantize_with_reference(rows.contiguous(), input_scales[index])
+
+    up_tiles, down_tiles = (
+        choose_grouped_tiles(experts.numel(), count, gated, shared) for gated in (True, False)
+    )
+    groups = group_pairs_triton(experts.view(-1), count, up_tiles.rows)
+    rest = shares, groups
+    inner = fp8_grouped_triton(*quantized(x, 0), gate_up, gate_up_scales, *rest, True, up_tiles, x.dtype)
+    out = fp8_grouped_triton(*quantized(inner, 1), down, down_scales, *rest, False, down_tiles, x.dtype)
+    return out.view(tokens, chosen, x.shape[1])
