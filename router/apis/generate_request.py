@@ -8,31 +8,20 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import InvalidRequest
-from router.grammar.fields import StructuredOutputs
+from router.requests.constraint_fields import StructuredOutputs
 from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
 from router.requests.openai_schema import CompletionRequest, Text
+from router.requests.sampling_fields import SamplingFields
 
 DEFAULT_TOKENS = 128  # as in SGLang, or what the context leaves
 
 
-class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateSampling(SamplingFields, frozen=True, kw_only=True):
     """SGLang's `sampling_params`."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     sampling_seed: int | None = None
     n: int | None = None
@@ -50,7 +39,9 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 # Fields of the completions request that `sampling_params` has: their names here.
 _SAMPLING = {
     **{
-        name: name for name in CompletionRequest.__struct_fields__ if name in SamplingFields.__struct_fields__
+        name: name
+        for name in CompletionRequest.__struct_fields__
+        if name in GenerateSampling.__struct_fields__
     },
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -72,7 +63,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     text: Text | list[Text] | None = None
     input_ids: list[int | list[int]] | None = None
-    sampling_params: SamplingFields | None = None
+    sampling_params: GenerateSampling | None = None
     stream: bool | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
@@ -146,7 +137,7 @@ _decoder = msgspec.json.Decoder(GenerateRequest)
 def read_generate(raw: bytes | bytearray) -> GenerateTask:
     """Parse and translate a body. Raises InvalidRequest, which names the field."""
     request = decode_json(raw, _decoder)
-    sampling = request.sampling_params or SamplingFields()
+    sampling = request.sampling_params or GenerateSampling()
     refuse_fields(request, _NEUTRAL)
     refuse_fields(sampling, _SAMPLING_NEUTRAL, "sampling_params.")
     prompt, listed = _prompt(request)

@@ -13,6 +13,7 @@ from router.apis.chat_builder import ChatBuilder, ChatPart, image_part, required
 from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
 from router.requests.openai_schema import MAX_MESSAGES, MAX_PARTS, ChatRequest, Text
+from router.requests.sampling_fields import SamplingFields
 
 # Names in refusals: field of the chat -> field of the client's request.
 NAMES = {
@@ -23,29 +24,18 @@ NAMES = {
     "response_format.json_schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
 }
-# Sampling fields beyond OpenAI's that have the same name and meaning in chats.
+# Fields that have the same name and meaning in chats.
 SAME = (
+    *SamplingFields.__struct_fields__,
     "model",
     "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
     "seed",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
     "min_tokens",
     "cache_salt",
     "priority",
     "chat_template_kwargs",
     "parallel_tool_calls",
-    "logit_bias",
     "include_reasoning",
-    "skip_special_tokens",
     "include_stop_str_in_output",
     "structured_outputs",
 )
@@ -106,7 +96,7 @@ class FunctionChoice(msgspec.Struct, frozen=True):
     name: str | None = None
 
 
-class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     """The body of POST /v1/responses."""
 
     input: Text | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -114,30 +104,18 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     max_output_tokens: int | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: str | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     # as in chats
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
     min_tokens: int | None = None
     cache_salt: str | None = None
     priority: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    logit_bias: dict[str, float] | None = None
     include_reasoning: bool | None = None
-    skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: dict[str, Any] | None = None
     # refused unless they have no effect: see _NEUTRAL

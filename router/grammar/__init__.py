@@ -1,1 +1,1 @@
-"""Turns a request's fields for structured output into one grammar."""
+"""Grammars for structured output: the constraint of an answer, and the one grammar that enforces it."""

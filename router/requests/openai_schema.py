@@ -16,10 +16,10 @@ from msgspec import Meta
 
 from common.errors import InvalidRequest
 from common.messages.generation import MAX_ALLOWED, MAX_BAD_WORDS, MAX_BIASES
-from router.grammar.constraint import read_constraint, with_schema_texts
-from router.grammar.fields import ConstraintFields
 from router.requests.chat_fields import Identity, NamedChoice, Tool, ToolCall
+from router.requests.constraint_fields import ConstraintFields
 from router.requests.field_rules import refuse_fields
+from router.requests.read_constraint import read_constraint, with_schema_texts
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
@@ -78,24 +78,12 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
 
     model: str | None = None
     max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None  # token id -> value added to its logit
     min_tokens: int | None = None
     seed: int | None = None
     priority: int | None = None  # lower goes first
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[Annotated[str, Meta(max_length=MAX_BAD_WORD_LENGTH)]] | None = None
-    ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None

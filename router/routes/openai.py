@@ -26,7 +26,6 @@ from router.answers.openai_responses import (
 from router.answers.prompt_pieces import EchoFormat
 from router.auth.gates import quota_claim_key
 from router.dispatch.generation import Generator, PromptBatch
-from router.grammar.constraint import read_constraint
 from router.http.client import client_key
 from router.http.errors import request_id_key
 from router.http.request_body import Received, received
@@ -49,6 +48,7 @@ from router.requests.openai_schema import (
     prompt_names,
     prompts,
 )
+from router.requests.read_constraint import read_constraint
 from router.routes.request_counter import RequestCounter
 from router.text.chat_prompts import ChatPrompts
 from router.text.service import TextService

@@ -10,7 +10,7 @@ import pytest
 from common.checkpoint.families import FAMILIES
 from common.config.transports import TRANSPORTS
 from common.speculation.table import ALGORITHMS
-from router.grammar.fields import ConstraintFields
+from router.requests.constraint_fields import ConstraintFields
 from router.requests.openai_schema import NOT_YET
 
 ROOT = Path(__file__).resolve().parents[2]

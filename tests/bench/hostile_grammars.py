@@ -15,9 +15,9 @@ import msgspec
 
 from common.errors import InvalidGrammar, RequestError
 from common.grammar import GrammarCompiler
-from router.grammar.constraint import read_constraint, with_schema_texts
-from router.grammar.fields import ConstraintFields
 from router.grammar.grammar_text import grammar_text
+from router.requests.constraint_fields import ConstraintFields
+from router.requests.read_constraint import read_constraint, with_schema_texts
 from tests.bench.grammars import constructed_tokenizer
 from tests.cluster.harness import MODEL
 from tests.fakes.hostile_grammars import HOSTILE, Fields

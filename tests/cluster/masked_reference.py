@@ -23,9 +23,9 @@ from common.grammar import mask_width
 from common.grammar.model_tokenizer import compiler_for
 from deploy.tiny_models.mixture import checkpoint
 from deploy.tiny_models.mixture.shapes import FAMILIES
-from router.grammar.constraint import read_constraint
-from router.grammar.fields import ConstraintFields
 from router.grammar.grammar_text import grammar_text
+from router.requests.constraint_fields import ConstraintFields
+from router.requests.read_constraint import read_constraint
 from tests.cluster.check_families import shipped
 
 # Of logits, relative to the noise of a draw: forwards of other shapes round differently.

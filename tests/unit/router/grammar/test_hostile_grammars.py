@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidGrammar, InvalidRequest, RequestError
 from common.grammar import GrammarCompiler, mask_width
-from router.grammar.constraint import read_constraint, with_schema_texts
-from router.grammar.fields import ConstraintFields
 from router.grammar.grammar_work import GrammarWork
+from router.requests.constraint_fields import ConstraintFields
+from router.requests.read_constraint import read_constraint, with_schema_texts
 from router.tokens.tokenizer import Tokenizer
 from tests.fakes.hostile_grammars import HOSTILE
 from tests.unit.router.conftest import SERVED, TINY

@@ -11,11 +11,12 @@ import pytest
 
 from common.errors import InvalidGrammar, InvalidRequest
 from common.grammar import GrammarCompiler
-from router.grammar.constraint import Constraint, read_constraint, with_schema_texts
-from router.grammar.fields import ConstraintFields
+from router.grammar.constraint import Constraint
 from router.grammar.grammar_text import grammar_text
 from router.grammar.grammar_work import GrammarWork
 from router.grammar.structural_tags import Tag, Tags
+from router.requests.constraint_fields import ConstraintFields
+from router.requests.read_constraint import read_constraint, with_schema_texts
 from router.tokens.tokenizer import Tokenizer
 from tests.unit.router.conftest import Rig
 from tests.unit.router.scripted_generator import one_by_one

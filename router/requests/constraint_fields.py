@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from router.requests.sampling_fields import SamplingFields
+
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
     """`response_format.json_schema`. `name`, `description` and `strict` have no effect: every schema is enforced."""
@@ -42,8 +44,11 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
     whitespace_pattern: str | None = None
 
 
-class ConstraintFields(msgspec.Struct, frozen=True, kw_only=True):
-    """All fields of a request that constrain its answer; at most one may be given. See `read_constraint`."""
+class ConstraintFields(SamplingFields, frozen=True, kw_only=True):
+    """All fields of a request that constrain its answer; at most one may be given. See `read_constraint`.
+
+    It extends the sampling fields because a struct cannot have two bases.
+    """
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
