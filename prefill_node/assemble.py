@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from common.engine.forward.rotary_places import RotaryPlaces
 from common.engine.graphs import node_graphs
@@ -18,7 +18,9 @@ from prefill_node.cost_curve import CostCurve
 from prefill_node.forward_times import ForwardTimes
 from prefill_node.forwards import Forwards
 from prefill_node.limits import PrefillLimits
+from prefill_node.measure import NOT_MEASURED, MeasuredTimes
 from prefill_node.node import PrefillNode
+from prefill_node.pacing import NO_PACING, LaunchPacing
 from prefill_node.page_sending import ByChunk, ByLayer, PageSending
 from prefill_node.parts import Links, Observation, Scheduling
 from prefill_node.peer_frames import take_peer_frames
@@ -40,8 +42,7 @@ class Computation:
     rotary: RotaryPlaces
     completion: Callable[[], Completion]
     hidden_dtype: HiddenDtype  # dtype of the draft's hidden states in a record
-    # tokens -> milliseconds of a forward, measured at start-up; empty: forwards are planned by the default curve
-    measured: Mapping[int, float] = field(default_factory=dict)
+    measured: MeasuredTimes = NOT_MEASURED  # forwards are planned by the default curve then
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +96,13 @@ def assemble(
     sending: PageSending = ByChunk(links.sender)
     if forwards.signalled is not None:
         sending = ByLayer(forwards.signalled, links.sender, wrap_orders(orders.at_break))
-    curve = CostCurve(prefill_token_buckets(limits.chunk_tokens), parts.measured, limits.grid)
-    times = ForwardTimes(curve, learns=bool(parts.measured))
+    sizes, measured = prefill_token_buckets(limits.chunk_tokens), parts.measured
+    curve = CostCurve(sizes, measured.by_tokens, limits.grid, measured.context_ms)
+    times = ForwardTimes(curve, learns=bool(measured.by_tokens))
+    pacing = LaunchPacing(observation.clock) if measured.by_tokens else NO_PACING
     node = PrefillNode(
         links,
-        Scheduling(space, forwards.draft.rules, limits, times, grammars),
+        Scheduling(space, forwards.draft.rules, limits, times, grammars, pacing),
         wrap(DeviceWorker(step, sending, forwards.runner.pool, parts.completion)),
         orders,
         replace(observation, graphs=node_graphs.totals(*forwards.graphs)),

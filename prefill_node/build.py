@@ -44,7 +44,7 @@ from prefill_node.forwards import Forwards, PromptSizes, prompt_forwards
 from prefill_node.graphs.backends.compiled_body import EAGER, CompiledBodies, missing_compiler
 from prefill_node.images import Images
 from prefill_node.limits import PrefillLimits, whole_chunks
-from prefill_node.measure import measure_forwards
+from prefill_node.measure import NOT_MEASURED, MeasuredNode, MeasuredTimes, measure_forwards
 from prefill_node.node import PrefillNode
 from prefill_node.parts import Links, Observation
 from prefill_node.vision_stage import load_vision_stage
@@ -189,17 +189,25 @@ def _warm_up(forwards: Forwards, served: ServingModel, sizes: PromptSizes, log: 
     log.info("warmed up", encoder_forwards=images_run, seconds=round(time.monotonic() - started, 3))
 
 
-def _measured(forwards: Forwards, served: ServingModel, sizes: PromptSizes, log: Log) -> dict[int, float]:
-    """Return the times of forwards on a GPU; empty on a CPU, where the default curve keeps plans deterministic."""
-    device = served.placement.device
+def _measured(forwards: Forwards, served: ServingModel, sizes: PromptSizes, log: Log) -> MeasuredTimes:
+    """Return the times of forwards on a GPU. On a CPU the default curve keeps plans deterministic."""
+    device, layout, config = served.placement.device, forwards.layout, served.config
     if device.type != "cuda":
-        return {}
-    started, layout = time.monotonic(), forwards.layout
-    largest, axes = min(sizes.chunk_tokens, served.max_model_len), served.config.rope.axes
-    rest = layout.page_size, device, axes, layout.num_slots > 0
-    times = measure_forwards(forwards.target.forward, forwards.draft, largest, *rest)
-    shown = {str(tokens): round(ms, 2) for tokens, ms in times.items()}
-    log.info("forwards measured", ms=shown, seconds=round(time.monotonic() - started, 3))
+        return NOT_MEASURED
+    started = time.monotonic()
+    node = MeasuredNode(
+        largest=sizes.chunk_tokens,
+        longest=served.max_model_len,
+        vocab_size=config.vocab_size,
+        page_size=layout.page_size,
+        device=device,
+        axes=config.rope.axes,
+        state=layout.num_slots > 0,
+    )
+    times = measure_forwards(forwards.target.forward, forwards.draft, node)
+    shown = {str(tokens): round(ms, 2) for tokens, ms in times.by_tokens.items()}
+    seconds = round(time.monotonic() - started, 3)
+    log.info("forwards measured", ms=shown, context_ns=round(1e6 * times.context_ms, 3), seconds=seconds)
     return times
 
 

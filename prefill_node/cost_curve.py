@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-TOLERANCE = 0.02  # by which cutting a prompt may lengthen it
+TOLERANCE = 0.02  # by which the time per token of a step may exceed the lowest one
 LEARNING = 0.1  # weight of a new measurement
 # Before anything is measured: a fixed part that equals the time of FIXED_TOKENS, then a constant time per token.
 FIXED_TOKENS = 64
@@ -23,7 +23,11 @@ class CostCurve:
     """Milliseconds by tokens at a fixed list of sizes."""
 
     def __init__(
-        self, sizes: Sequence[int], measured: Mapping[int, float] | None = None, grid: int = 1
+        self,
+        sizes: Sequence[int],
+        measured: Mapping[int, float] | None = None,
+        grid: int = 1,
+        context_ms: float = 0.0,
     ) -> None:
         """Take times at any number of sizes; those in between are interpolated.
 
@@ -31,13 +35,14 @@ class CostCurve:
             sizes: ascending token counts; the last is the largest forward.
             measured: tokens -> milliseconds; the default curve if empty.
             grid: prompts are cut only at multiples of it, and the largest size is one.
+            context_ms: milliseconds per token and token of its context; 0.0: a default.
         """
         self.sizes = tuple(sizes)
         self._grid = grid
         self._logs = [math.log2(size) for size in self.sizes]
         points = sorted((measured or _default(self.sizes)).items())
         self._ms = [_interpolated(points, size) for size in self.sizes]
-        self._context_ms = self._ms[-1] / self.largest / DEFAULT_CONTEXT_TOKENS
+        self._context_ms = context_ms or self._ms[-1] / self.largest / DEFAULT_CONTEXT_TOKENS
         self.step = self._choose_step()
 
     @property
@@ -57,29 +62,29 @@ class CostCurve:
 
     def prompt_ms(self, tokens: int, start: int = 0) -> float:
         """Return the milliseconds of `tokens` of one prompt after the first `start` ones, cut where `cut` says."""
-        context = self._context_ms * start * tokens
-        if tokens <= self.step or not self._pays_to_cut(tokens):
-            return self.ms(min(tokens, self.largest)) + context
-        whole, rest = divmod(tokens, self.step)
-        # Tokens of a prompt's earlier chunks: 0, step, 2 * step ... for `step` tokens each, then for the rest.
-        earlier = self.step * self.step * whole * (whole - 1) // 2 + whole * self.step * rest
-        return (
-            whole * self.ms(self.step)
-            + (self.ms(rest) if rest else 0.0)
-            + self._context_ms * earlier
-            + context
-        )
+        if self.cut(tokens) == tokens:
+            return self.ms(tokens, start * tokens)
+        return self._cut_ms(tokens) + self._context_ms * start * tokens
 
     def cut(self, tokens: int) -> int:
         """Return how many of a prompt's remaining `tokens` its next forward has: all, or `step` of them."""
-        return self.step if tokens > self.step and self._pays_to_cut(tokens) else tokens
+        if tokens <= self.step:
+            return tokens
+        # A prompt that arrives waits for half of the running forward on average. Cutting pays if that becomes shorter
+        # by more than this prompt becomes longer.
+        if tokens <= self.largest:
+            whole = self.ms(tokens)
+            if self._cut_ms(tokens) - whole > (whole - self.ms(self.step)) / 2:
+                return tokens
+        return self.step
 
-    def _pays_to_cut(self, tokens: int) -> bool:
-        if tokens > self.largest:
-            return True
+    def _cut_ms(self, tokens: int) -> float:
+        """Return the milliseconds of a prompt in chunks of `step` tokens."""
         whole, rest = divmod(tokens, self.step)
-        cut = whole * self.ms(self.step) + (self.ms(rest) if rest else 0.0)
-        return cut <= (1 + 2 * TOLERANCE) * self.ms(tokens)
+        # The context of each chunk: 0, step, 2 * step ...
+        contexts = self.step * self.step * whole * (whole - 1) // 2 + whole * self.step * rest
+        last = self.ms(rest) if rest else 0.0
+        return whole * self.ms(self.step) + last + self._context_ms * contexts
 
     def learn(self, tokens: int, contexts: int, ms: float) -> None:
         """Take in the measured time of one forward. Sizes within a factor of two learn from it, the nearer the more."""

@@ -40,6 +40,11 @@ class ForwardTimes:
         images = any(chunk.request.images for chunk in chunks)
         self._begun.append(_Running(tokens, contexts, images, predicted))
 
+    @property
+    def latest_seconds(self) -> float:
+        """Return what is predicted for the latest forward."""
+        return self._begun[-1].predicted / 1e3
+
     def end(self, ms: float | None) -> None:
         """Record what the oldest forward took; None if that was not measured.
 

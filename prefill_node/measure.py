@@ -2,16 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from common.engine.forward.batch import ForwardBatch
 from common.node.stopwatch import stopwatch_for
 from prefill_node.draft import PrefillDraft
 from prefill_node.graphs.prefill_extend import PrefillExtend, idle_extend
 
 RUNS = 3  # per size, after one run that is not counted
 SMALLEST = 16
+CONTEXT_SHARE = 8  # of the sequence that measures context, the last such part is new
+MOST_SEQUENCE = 16_384  # tokens of that sequence
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTimes:
+    """What forwards take, in milliseconds."""
+
+    by_tokens: dict[int, float] = field(default_factory=dict)  # of one prompt, without context
+    # per token and token of its context, which earlier forwards have computed; 0.0: not measured
+    context_ms: float = 0.0
+
+
+NOT_MEASURED = MeasuredTimes()
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredNode:
+    """The facts of a node on which its measurements depend."""
+
+    largest: int  # tokens of the largest forward
+    longest: int  # tokens of the longest sequence
+    vocab_size: int
+    page_size: int
+    device: torch.device
+    axes: tuple[int, ...] = ()  # of the model's RopeConfig
+    state: bool = False  # the model keeps a state per request
+
+    def batch(self, tokens: int, context: int = 0) -> ForwardBatch:
+        """Return random tokens of one prompt after `context` others, all in the padding page.
+
+        Equal tokens would draw less power, and forwards would seem faster than they are.
+        """
+        idle = idle_extend(tokens, self.page_size, self.device, self.axes, self.state)
+        total = context + tokens
+        return replace(
+            idle,
+            input_ids=torch.randint(self.vocab_size, (tokens,), device=self.device),
+            page_table=idle.page_table.new_zeros(1, -(-total // self.page_size)),
+            seq_lens=torch.full_like(idle.seq_lens, total),
+            max_seq_len=total,
+            seq_lens_host=(total,),
+            logits_rows=torch.tensor([tokens - 1], device=self.device),
+        )
 
 
 def measured_sizes(largest: int) -> list[int]:
@@ -25,38 +70,29 @@ def measured_sizes(largest: int) -> list[int]:
 
 
 @torch.inference_mode()
-def measure_forwards(
-    target: PrefillExtend,
-    draft: PrefillDraft,
-    largest: int,
-    page_size: int,
-    device: torch.device,
-    axes: tuple[int, ...] = (),
-    state: bool = False,
-) -> dict[int, float]:
-    """Return the milliseconds of a prompt's forward by its tokens, target and draft; the median of RUNS runs.
+def measure_forwards(target: PrefillExtend, draft: PrefillDraft, node: MeasuredNode) -> MeasuredTimes:
+    """Run forwards of several sizes, target and draft, and one after a long context; the medians of RUNS runs."""
+    largest = min(node.largest, node.longest)
+    times = {tokens: _measure(target, draft, node, node.batch(tokens)) for tokens in measured_sizes(largest)}
+    sequence = min(node.longest, MOST_SEQUENCE)
+    tokens = min(max(sequence // CONTEXT_SHARE, 1), largest)
+    context = sequence - tokens
+    if not context:
+        return MeasuredTimes(times)
+    alone = _measure(target, draft, node, node.batch(tokens))
+    after = _measure(target, draft, node, node.batch(tokens, context))
+    return MeasuredTimes(times, max(after - alone, 0.0) / tokens / context)
 
-    All tokens are in the padding page.
 
-    Args:
-        largest: the largest forward, in tokens.
-        axes, state: as in `idle_extend`.
-    """
-    times: dict[int, float] = {}
-    start = stopwatch_for(device)
-    for tokens in measured_sizes(largest):
-        batch = replace(
-            idle_extend(tokens, page_size, device, axes, state),
-            logits_rows=torch.tensor([tokens - 1], dtype=torch.int64, device=device),
-            hidden_mode=draft.hidden_mode,
-        )
-        watches = []
-        for _ in range(1 + RUNS):
-            watch = start()
-            draft.warm_up(batch, target(batch))
-            watch.lap()
-            watches.append(watch)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times[tokens] = 1e3 * sorted(watch.seconds()[0] for watch in watches[1:])[RUNS // 2]
-    return times
+def _measure(target: PrefillExtend, draft: PrefillDraft, node: MeasuredNode, batch: ForwardBatch) -> float:
+    """Return the milliseconds of a forward."""
+    start, watches = stopwatch_for(node.device), []
+    batch = replace(batch, hidden_mode=draft.hidden_mode)
+    for _ in range(1 + RUNS):
+        watch = start()
+        draft.warm_up(batch, target(batch))
+        watch.lap()
+        watches.append(watch)
+    if node.device.type == "cuda":
+        torch.cuda.synchronize(node.device)
+    return 1e3 * sorted(watch.seconds()[0] for watch in watches[1:])[RUNS // 2]

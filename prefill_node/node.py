@@ -67,6 +67,8 @@ class PrefillNode:
         self._rules = scheduling.rules
         self._limits = scheduling.limits
         self._grammars = scheduling.grammars
+        self._times = scheduling.times
+        self._pacing = scheduling.pacing
         self._worker = worker
         self._orders = orders
         self._events = observation.events
@@ -76,7 +78,7 @@ class PrefillNode:
         self.life = NodeLife(
             links.incarnation, self._link, Prefill, self._limits.drain_timeout, observation.log, self._clock
         )
-        self._report = Report(self.queues, self._space, self._sender, scheduling.times, observation.graphs)
+        self._report = Report(self.queues, self._space, self._sender, self._times, observation.graphs)
         self._poller = zmq.Poller()
         self._poller.register(self._link.socket, zmq.POLLIN)
         self._poller.register(self._peers.socket, zmq.POLLIN)
@@ -102,6 +104,7 @@ class PrefillNode:
     # -- one turn ----------------------------------------------------------------------------------------------
 
     def _prepare(self) -> Planned | None:
+        self._pacing.hold(self._watch_transfers)
         now = self._clock()
         self.life.receive(self, now)
         take_peer_frames(self._peers, self._sender)
@@ -124,6 +127,7 @@ class PrefillNode:
         self._report.steps += bool(planned.chunks)
         self._orders.begin(planned.plan.generation, planned.chunks)
         launched = self._worker.apply(planned.plan)
+        self._pacing.launched(launched.completion, self._times.latest_seconds)
         self._move_transfers()  # process grants now: results may be read before the next turn
         return launched
 

@@ -18,6 +18,7 @@ from kv_transfer.sender import Sender
 from prefill_node.forward_times import ForwardTimes
 from prefill_node.images import Images
 from prefill_node.limits import PrefillLimits
+from prefill_node.pacing import NO_PACING, PromptPacing
 from prefill_node.step_rules import PromptRules
 
 
@@ -41,6 +42,7 @@ class Scheduling:
     limits: PrefillLimits
     times: ForwardTimes
     grammars: Grammars = NO_GRAMMARS
+    pacing: PromptPacing = NO_PACING
 
 
 @dataclass(frozen=True, slots=True)

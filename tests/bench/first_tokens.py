@@ -25,7 +25,8 @@ from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk, in_order, plan_chunks
 
 # Milliseconds of prompts of the 8B shape on one H200 (bf16), by tokens.
-MEASURED = {64: 5.3, 512: 13.4, 1024: 25.0, 2048: 49.6, 8192: 221.0}
+MEASURED = {64: 4.6, 128: 5.0, 256: 6.5, 512: 12.9, 1024: 24.5, 2048: 50.2, 4096: 101.0, 8192: 215.5}
+CONTEXT_MS = 1.62e-6  # per token and token of its context, from 8,192 tokens in chunks of 1,024
 MIXES: dict[str, Sequence[tuple[int, float]]] = {
     "1024": [(1024, 1.0)],
     "mix": [(64, 0.25), (512, 0.3), (1024, 0.3), (2048, 0.1), (8192, 0.05)],
@@ -69,6 +70,11 @@ POLICIES = {
     "by cost, early": Policy(shared, late=False),
     "by cost, late (current)": Policy(shared, late=True),
 }
+
+
+def h200() -> CostCurve:
+    """Return the curve of the 8B shape on one H200."""
+    return CostCurve(prefill_token_buckets(LARGEST), MEASURED, context_ms=CONTEXT_MS)
 
 
 def prompt(room: int, tokens: int, at: float) -> PrefillRequest:
@@ -140,7 +146,7 @@ def measure(mix: str, rate: float, policy: str, seconds: float, seeds: int) -> R
     """Simulate one policy with the same arrivals that every other one gets."""
     row = Row(mix, rate, policy, [], [], [], [])
     for seed in range(seeds):
-        curve = CostCurve(prefill_token_buckets(LARGEST), MEASURED)
+        curve = h200()
         waits = np.asarray(simulate(arrivals(MIXES[mix], rate, seconds, seed), POLICIES[policy], curve))
         p50, p99 = np.percentile(waits, [50, 99])
         row.p50.append(round(float(p50), 1))

@@ -34,7 +34,7 @@ from common.node.completion import completion_for
 from prefill_node.cost_curve import CostCurve
 from prefill_node.draft import NoDraft
 from prefill_node.graphs import prompt_graphs
-from prefill_node.measure import measure_forwards
+from prefill_node.measure import MeasuredNode, measure_forwards
 from prefill_node.planner import prompt_plan
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
@@ -143,12 +143,14 @@ def main() -> None:
     runner = constructed_runner(shapes.config_of(options.shape), 4 * chunk, device, chunk)
     prompts = Prompts(runner, options.graphs, chunk)
     began = time.perf_counter()
-    axes, keeps_state = runner.model.config.rope.axes, runner.pool.state_bytes > 0
-    times = measure_forwards(prompts.forward, NoDraft(), chunk, PAGE, device, axes, keeps_state)
+    config, keeps_state = runner.model.config, runner.pool.state_bytes > 0
+    node = MeasuredNode(chunk, 2 * chunk, config.vocab_size, PAGE, device, config.rope.axes, keeps_state)
+    times = measure_forwards(prompts.forward, NoDraft(), node)
     took = time.perf_counter() - began
-    curve = CostCurve(prefill_token_buckets(chunk), times)
+    curve = CostCurve(prefill_token_buckets(chunk), times.by_tokens, context_ms=times.context_ms)
+    shown = {tokens: round(ms, 2) for tokens, ms in times.by_tokens.items()}
     print(
-        f"measured in {took:.2f} s, step {curve.step}: { ({at: round(ms, 2) for at, ms in times.items()}) }",
+        f"measured in {took:.2f} s, step {curve.step}, context {1e6 * times.context_ms:.3f} ns: {shown}",
         flush=True,
     )
     rows = [prompts.gaps(size, launched, options.repeats) for size in options.prompts for launched in AHEAD]
@@ -166,7 +168,7 @@ def main() -> None:
     if options.json is not None:
         found = {
             "environment": describe(),
-            "curve": times,
+            "curve": asdict(times),
             "step": curve.step,
             "gaps": [asdict(row) for row in rows],
             "chunks": cuts,

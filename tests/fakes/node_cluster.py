@@ -7,7 +7,7 @@ messages. Tokens are merged by offset; a gap or a differing repetition is an err
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -83,6 +83,7 @@ from prefill_node.forwards import Forwards, PromptSizes, prompt_forwards
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
 from prefill_node.images import NoImages
 from prefill_node.limits import PrefillLimits
+from prefill_node.measure import MeasuredTimes
 from prefill_node.node import PrefillNode
 from prefill_node.step import PrefillStep
 from prefill_node.vision import TextEmbeds
@@ -192,6 +193,7 @@ class Shape:
     lane: HostLane | None = None  # copies the pages of retracted requests
     prefill_slots: int = 16  # state slots beside slot 0, where the model keeps a state per request
     decode_slots: int = 24
+    measured: Mapping[int, float] = field(default_factory=dict)  # milliseconds of forwards by tokens
     prefill_snapshots: int = 0  # saved states of cached prefixes
     round_tokens: int = 1  # new tokens of a request in one step, at most
     prefill_cache: bool = True
@@ -651,6 +653,7 @@ class NodeCluster:
             rotary_places(shape.model.rope),
             shape.completion,
             served.draft_shape.dtype_name,
+            MeasuredTimes(dict(shape.measured)),
         )
         limits = PrefillLimits(
             chunk_tokens=shape.chunk_tokens,

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.engine.graphs.ladders import prefill_token_buckets
-from prefill_node.cost_curve import CostCurve
 from tests.bench.first_tokens import (
     HOST_MS,
-    LARGEST,
-    MEASURED,
     MIXES,
     POLICIES,
     Row,
     arrivals,
+    h200,
     measure,
     simulate,
 )
@@ -29,7 +26,7 @@ def test_first_tokens_come_sooner_than_by_packing() -> None:
 
 
 def test_every_prompt_gets_its_first_token_after_its_own_forward_at_the_earliest() -> None:
-    curve = CostCurve(prefill_token_buckets(LARGEST), MEASURED)
+    curve = h200()
     for policy in POLICIES.values():
         prompts = arrivals(MIXES["mix"], 12.0, 3.0, 7)
         waits = simulate(prompts, policy, curve)

@@ -13,7 +13,7 @@ from common.engine.forward.mtp_runner import MultiLayerRunner
 from common.engine.graphs.rules import PhaseSwitch
 from prefill_node.draft import EaglePrefill
 from prefill_node.graphs import prompt_graphs
-from prefill_node.measure import measure_forwards, measured_sizes
+from prefill_node.measure import MeasuredNode, measure_forwards, measured_sizes
 from prefill_node.multi_layer import MultiLayerPrefill
 from prefill_node.warm_up import warm_up
 from tests.fakes.draft_models import DRAFTS, DraftModel
@@ -50,8 +50,10 @@ def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -
     before = [plane.fill_(7).clone() for plane in planes]
     warm_up(target.forward, EaglePrefill(drafting.forward), PAGE, PLACEMENT.device)
     assert rows == [1, 1]
-    measured = measure_forwards(target.forward, EaglePrefill(drafting.forward), 8, PAGE, PLACEMENT.device)
-    assert list(measured) == measured_sizes(8) == [8]
+    node = MeasuredNode(8, 16, CONFIG.vocab_size, PAGE, PLACEMENT.device)
+    measured = measure_forwards(target.forward, EaglePrefill(drafting.forward), node)
+    assert list(measured.by_tokens) == measured_sizes(8) == [8]
+    assert node.batch(2, 14).seq_lens_host == (16,)
     # Page 0 is the padding page.
     assert all(torch.equal(plane[1:], old[1:]) for plane, old in zip(planes, before, strict=True))
 
