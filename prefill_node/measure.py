@@ -19,7 +19,7 @@ MOST_SEQUENCE = 16_384  # tokens of that sequence
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTimes:
-    """What forwards take, in milliseconds."""
+    """Times of forwards in milliseconds."""
 
     by_tokens: dict[int, float] = field(default_factory=dict)  # of one prompt, without context
     # per token and token of its context, which earlier forwards have computed; 0.0: not measured
