@@ -70,11 +70,12 @@ class CostCurve:
         """Return how many of a prompt's remaining `tokens` its next forward has: all, or `step` of them."""
         if tokens <= self.step:
             return tokens
-        # A prompt that arrives waits for half of the running forward on average. Cutting pays if that becomes shorter
-        # by more than this prompt becomes longer.
         if tokens <= self.largest:
             whole = self.ms(tokens)
-            if self._cut_ms(tokens) - whole > (whole - self.ms(self.step)) / 2:
+            longer = self._cut_ms(tokens) - whole
+            # A prompt that arrives waits for half of the running forward on average. Cutting pays if that becomes
+            # shorter by more than this prompt becomes longer, and hardly ever for less than two steps.
+            if longer > ((whole - self.ms(self.step)) / 2 if tokens >= 2 * self.step else 0.0):
                 return tokens
         return self.step
 

@@ -21,8 +21,8 @@ FORMER, *_, CURRENT = POLICIES
 def test_first_tokens_come_sooner_than_by_packing() -> None:
     rows: dict[str, Row] = {policy: measure("1024", 32.0, policy, 10.0, 1) for policy in (FORMER, CURRENT)}
     former, current = rows[FORMER], rows[CURRENT]
-    assert current.p50[0] < 0.8 * former.p50[0]
-    assert current.p99[0] < 0.7 * former.p99[0]
+    assert current.p50[0] < 0.9 * former.p50[0]
+    assert current.p99[0] < 0.75 * former.p99[0]
 
 
 def test_every_prompt_gets_its_first_token_after_its_own_forward_at_the_earliest() -> None:
