@@ -219,7 +219,13 @@ def tight(gpu: Gpu) -> None:
     x, weights = torch.zeros(128, HIDDEN, dtype=BF16), torch.empty(4 * size, HIDDEN, dtype=BF16)
     linear._linear_cuda(x, weights[: 2 * size], None)
     linear._gated_linear_cuda(x[:16], weights, None)
-    eight_bits(rows=64)
+    codes, scales, weight = (
+        torch.zeros(64, HIDDEN).to(FP8),
+        torch.zeros(64, 1),
+        torch.empty(2 * size, HIDDEN, dtype=FP8),
+    )
+    fp8_gated_cuda(codes, scales, weight, weight_scales(weight, False), None, False, BF16)
+    fp8_product_cuda(codes, scales, weight, weight_scales(weight, False), None, BF16)
     gated_delta(BF16)
     gate_up, down = torch.empty(8, 256, 512, dtype=BF16), torch.empty(8, 512, 128, dtype=BF16)
     for tokens in (64, 1024):
@@ -277,32 +283,35 @@ def products(dtype: torch.dtype) -> None:
             linear_norm.linear_add_rms_norm_cuda(wide, down, None, x, gain, 1e-5)
 
 
-def eight_bits(rows: int) -> None:
+def eight_bits() -> None:
     """Launch FP8 products with both kinds of scales, and what quantises their inputs."""
+    rows = 4
+    stream, inner = torch.zeros(rows, HIDDEN, dtype=BF16), torch.zeros(rows, INNER, dtype=BF16)
+    fp8_rms_norm_triton(stream, stream[0].float(), 1e-5, True)
     for blocks in (False, True):
-        stream = torch.zeros(rows, HIDDEN, dtype=BF16)
         codes, scales, _ = fp8_add_rms_norm_triton(stream, stream, stream[0], 1e-5, blocks)
-        fp8_rms_norm_triton(stream, stream[0].float(), 1e-5, blocks)
-        wide, wide_scales = quantize_rows_triton(torch.zeros(rows, INNER, dtype=BF16), blocks)
-        for size, call in ((2 * INNER, fp8_gated_cuda), (6144, fp8_product_cuda)):
-            # never touched, so no memory is committed
-            weight = torch.empty(size, HIDDEN, dtype=FP8)
-            of_weight = torch.empty((size // 128, HIDDEN // 128) if blocks else (size,))
-            rest = (False, BF16) if size > INNER else (BF16,)
-            call(codes, scales, weight, of_weight, None, *rest)
-        down = torch.empty(HIDDEN, INNER, dtype=FP8)
-        of_down = torch.empty((HIDDEN // 128, INNER // 128) if blocks else (HIDDEN,))
-        given = wide, wide_scales, down, of_down, None
-        fp8_product_norm_quantized_cuda(*given, stream, stream[0], 1e-5, blocks)
-        count, width, inner = 128, 2048, 768  # experts of Qwen3-30B-A3B
-        gate_up, down = (
-            torch.empty(count, *shape, dtype=FP8) for shape in ((2 * inner, width), (width, inner))
+        # Weights are never touched, so no memory is committed.
+        gate_up, qkv, down = (
+            torch.empty(size, depth, dtype=FP8)
+            for size, depth in ((2 * INNER, HIDDEN), (6144, HIDDEN), (HIDDEN, INNER))
         )
-        of_gates = torch.empty((count, 2, inner // 128, width // 128) if blocks else (count, 2 * inner))
-        of_downs = torch.empty((count, width // 128, inner // 128) if blocks else (count, width))
-        for tokens in (rows, 64 * rows):
-            x, chosen = torch.zeros(tokens, width, dtype=BF16), torch.zeros(tokens, 8, dtype=torch.int32)
-            fp8_expert_parts_triton(x, gate_up, of_gates, down, of_downs, None, chosen, chosen.float())
+        of_gates, of_qkv, of_down = (weight_scales(weight, blocks) for weight in (gate_up, qkv, down))
+        fp8_gated_cuda(codes, scales, gate_up, of_gates, None, False, BF16)
+        fp8_product_cuda(codes, scales, qkv, of_qkv, None, BF16)
+        given = *quantize_rows_triton(inner, blocks), down, of_down, None
+        fp8_product_norm_quantized_cuda(*given, stream, stream[0], 1e-5, blocks)
+        # Experts of Qwen3-30B-A3B.
+        ups, downs = torch.empty(128, 1536, 2048, dtype=FP8), torch.empty(128, 2048, 768, dtype=FP8)
+        of_ups = torch.empty((128, 2, 6, 16) if blocks else (128, 1536))
+        of_downs = torch.empty((128, 16, 6) if blocks else (128, 2048))
+        tokens = 4096 if blocks else 1
+        x, chosen = torch.zeros(tokens, 2048, dtype=BF16), torch.zeros(tokens, 8, dtype=torch.int32)
+        fp8_expert_parts_triton(x, ups, of_ups, downs, of_downs, None, chosen, chosen.float())
+
+
+def weight_scales(weight: Tensor, blocks: bool) -> Tensor:
+    size, depth = weight.shape
+    return torch.empty((size // 128, depth // 128) if blocks else (size,))
 
 
 def experts(dtype: torch.dtype) -> None:
@@ -412,7 +421,7 @@ def main(capabilities: list[int]) -> None:
     attention(64, BF16, 4096, tokens=64, requests=1)
     attention(64, torch.float32, None, tokens=64, requests=1)
     body(BF16)
-    eight_bits(rows=4)
+    eight_bits()
     gated_delta(BF16)
     gated_delta(BF16, heads=6, served=3, key=64, value=96)
     experts(BF16)

@@ -18,11 +18,10 @@ pytestmark = [
 
 # Inner values of pairs without an expert are undefined, and quantised like the others.
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("blocks", "static"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize(
     ("tokens", "experts", "chosen", "hidden", "inner"),
-    [(1, 3, 2, 48, 32), (21, 2, 2, 160, 144), (0, 3, 1, 128, 128)],
+    [(1, 3, 2, 48, 32), (18, 2, 2, 136, 40), (0, 3, 1, 128, 128)],
 )
 def test_pairs(
     tokens: int, experts: int, chosen: int, hidden: int, inner: int, blocks: bool, static: bool
@@ -37,7 +36,7 @@ def test_pairs(
     within, across = cdiv(inner, 128), cdiv(hidden, 128)
     of_gates = torch.rand((experts, 2, within, across) if blocks else (experts, 2 * inner)) / 8
     of_downs = torch.rand((experts, across, within) if blocks else (experts, hidden)) / 8
-    given = torch.tensor([0.01, 0.02]) if static and not blocks else None
+    given = torch.tensor([0.01, 0.02]) if static else None
     arguments = x, gate_up, of_gates, down, of_downs, given, which, shares
     found, expected = fp8_expert_parts_triton(*arguments), fp8_expert_parts_reference(*arguments)
     assert found.shape == expected.shape

@@ -135,7 +135,7 @@ def _reads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("_reads")
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "size", "depth"), [(1, 64, 256), (5, 140, 304), (35, 192, 128), (0, 32, 64)]
+    ("rows", "size", "depth"), [(1, 64, 256), (5, 140, 304), (17, 128, 128), (0, 32, 64)]
 )
 def test_products(rows: int, size: int, depth: int, blocks: bool) -> None:
     codes, row_scales = quantize_rows_reference(torch.randn(rows, depth), blocks)
@@ -145,17 +145,14 @@ def test_products(rows: int, size: int, depth: int, blocks: bool) -> None:
     given = codes, row_scales, weight, scales
     found = fp8_product_triton(*given, bias, tiles, torch.float32)
     torch.testing.assert_close(found.double(), expected + bias.double(), atol=1e-5, rtol=1e-5)
-    for count in (2, 5):
-        parts = fp8_product_parts(*given, None, tiles._replace(parts=count))
-        assert parts.shape == (count, rows, size)
-        torch.testing.assert_close(parts.double().sum(0), expected, atol=1e-5, rtol=1e-5)
+    parts = fp8_product_parts(*given, None, tiles._replace(parts=5))
+    assert parts.shape == (5, rows, size)
+    torch.testing.assert_close(parts.double().sum(0), expected, atol=1e-5, rtol=1e-5)
     gate, up = expected.chunk(2, 1)
-    for gelu in (False, True):
-        activated = (
-            torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
-        )
-        found = fp8_product_triton(*given, None, tiles, torch.float32, gated=True, gelu=gelu)
-        torch.testing.assert_close(found.double(), activated * up, atol=1e-4, rtol=1e-4)
+    gelu = rows == 5
+    activated = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
+    found = fp8_product_triton(*given, None, tiles, torch.float32, gated=True, gelu=gelu)
+    torch.testing.assert_close(found.double(), activated * up, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("_reads")
