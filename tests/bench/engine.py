@@ -90,14 +90,20 @@ class Row:
 
 
 def constructed_runner(
-    raw: Mapping[str, Any], pool_tokens: int, device: torch.device, chunk: int, slots: int = 2
+    raw: Mapping[str, Any],
+    pool_tokens: int,
+    device: torch.device,
+    chunk: int,
+    slots: int = 2,
+    quantization: str = "none",
 ) -> ModelRunner:
     """Construct the model of a config.json on its device (shapes.py), with a pool for prompts.
 
     Args:
         slots: of per-request state, including slot 0; for models that keep one.
+        quantization: as `model.quantization`.
     """
-    model = shapes.target(raw, 0, device)
+    model = shapes.target(raw, 0, device, quantization)
     config, placement = model.config, model.placement
     pool = model_pool(config, PAGE, pool_tokens // PAGE + 1, placement, slots)
     buckets = prefill_token_buckets(chunk)
@@ -297,6 +303,7 @@ def main() -> None:
     parser.add_argument(
         "--shape", default=shapes.LLAMA, help=f"{shapes.LLAMA}, {', '.join(shapes.SHAPES)} or a directory"
     )
+    parser.add_argument("--quantization", default="none", help="as model.quantization")
     parser.add_argument("--prompts", type=int, nargs="*", default=[64, 128, 256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, default=1024)
@@ -312,7 +319,12 @@ def main() -> None:
     cuda = device.type == "cuda"
     began = time.perf_counter()
     runner = constructed_runner(
-        shapes.config_of(options.shape), pool_tokens, device, chunk, max([1, *options.batches]) + 1
+        shapes.config_of(options.shape),
+        pool_tokens,
+        device,
+        chunk,
+        max([1, *options.batches]) + 1,
+        options.quantization,
     )
     if cuda:
         torch.cuda.synchronize()

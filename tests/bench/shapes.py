@@ -93,9 +93,9 @@ def loaded(path: Path, draft: Path, steps: int, device: torch.device) -> Pair:
     return Pair(model, serving, FIRST_ORDINARY)
 
 
-def target(raw: Mapping[str, Any], seed: int, device: torch.device) -> CausalLM:
-    """Construct a target in memory."""
-    config = config_at(raw)
+def target(raw: Mapping[str, Any], seed: int, device: torch.device, quantization: str = "none") -> CausalLM:
+    """Construct a target in memory, with weights as `model.quantization` says."""
+    config = config_at(raw).quantized(quantization)
     return _target(config, _tensors(config, seed, device), ())
 
 
