@@ -39,7 +39,7 @@ class NodeRules:
     """The router's expectations of its nodes. Durations are in seconds.
 
     Attributes:
-        fingerprint: of the model that every node has to serve.
+        fingerprint: identifies the model that every node has to serve.
         configured: names of the nodes that the router waits for while they are absent.
         node_timeout: after which a silent node is lost.
         loop_timeout: after which a node whose main loop hangs is lost.

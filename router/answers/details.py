@@ -1,7 +1,7 @@
 """Details of answers that vLLM's and SGLang's clients ask for: token ids, `prompt_logprobs` and hidden states.
 
 With `return_token_ids` every choice, complete or in a chunk, has its `token_ids`. The ids of the prompt are
-`prompt_token_ids`: of the answer and its first chunks for a chat, of each choice and its first chunk for a completion.
+`prompt_token_ids`: in the answer and its first chunks for a chat, in each choice and its first chunk for a completion.
 `prompt_logprobs` belong to the answer of a chat and to each choice of a completion. `hidden_states` of a choice are, as
 in SGLang, those that its last token was drawn from; a stream sends them in an event after the last one of the choice.
 What other requests send does not pass through this module.
@@ -50,7 +50,7 @@ class FormWithDetails:
         prompts: Sequence[Sequence[int]],
         names: TokenNames,
     ) -> None:
-        """`shown` makes the events to extend, `form` the complete answer. `names`: of prompt tokens."""
+        """`shown` makes the events to extend, `form` the complete answer. `names`: names prompt tokens."""
         self._shown = shown
         self._form = form
         self._body = body
@@ -59,7 +59,7 @@ class FormWithDetails:
         self._chat = not isinstance(body, CompletionRequest)
         self._waiting: dict[int, list[int]] = {}  # choice -> ids of tokens whose event is still to come
         self._begun: set[int] = set()  # choices whose prompt ids were sent
-        self._tokens: Counter[int] = Counter()  # of each choice
+        self._tokens: Counter[int] = Counter()  # choice -> its tokens so far
 
     def opening(self, choices: int, usage: bytes) -> bytes:
         sent = self._shown.opening(choices, usage)

@@ -20,8 +20,8 @@ class Item:
     """One item. `added` holds its text, or the JSON text of a call's arguments, in pieces."""
 
     kind: ItemKind
-    identity: str = ""  # of a call
-    name: str = ""  # of the called function
+    identity: str = ""  # the id of a call; "" for other items
+    name: str = ""  # the called function
     added: list[str] = field(default_factory=list)
 
     @property

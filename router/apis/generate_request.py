@@ -171,7 +171,7 @@ def read_generate(raw: bytes | bytearray) -> GenerateTask:
 
 
 def _first_scored(request: GenerateRequest) -> int | None:
-    """Return the first position of the prompt whose log-probability is wanted; None: of none, as -1 says."""
+    """Return the first position of the prompt whose log-probability is wanted; None, as for -1, if none is."""
     start = request.logprob_start_len
     if request.token_ids_logprob is not None:
         raise InvalidRequest(

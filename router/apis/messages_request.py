@@ -44,7 +44,7 @@ class ContentBlock(msgspec.Struct, frozen=True):
     name: str | None = None
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
-    content: Any = None  # of a tool_result: text or blocks
+    content: Any = None  # in a tool_result: text or blocks
 
 
 class InputMessage(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ class ResponsesForm:
         self._identity = identity
         self._prompt_tokens = prompt_tokens[0]
         self._items = AnswerItems(form)
-        self._number = 0  # of the next event
+        self._number = 0  # the next event's
         self._fields = {
             "id": RESPONSE_ID + identity,
             "object": "response",

@@ -92,7 +92,7 @@ class CallObject:
         self._value: JsonValue | None = None
         self._is_key = False
         self._key = ""
-        self._text: list[str] = []  # of the key or value being read, where it is needed whole
+        self._text: list[str] = []  # the key or value being read, where it is needed whole
         self._early: list[str] = []  # arguments that precede the name
         self._has_arguments = False
         self.named = False

@@ -26,7 +26,7 @@ class WaitingRequest:
     client: str
     cost: int  # tokens
     since: float  # monotonic seconds
-    weight: int = 1  # of the client
+    weight: int = 1  # the client's
     withdrawn: bool = False
     priority: int = 0  # lower goes first
 
@@ -40,7 +40,7 @@ class WaitingRequest:
 class _Client:
     # tokens served, divided by the weight; starts at the least `given` of the clients present when this one arrived
     given: float = 0.0
-    weight: int = 1  # of its latest request: a reload of the API keys may change it
+    weight: int = 1  # as in its latest request: a reload of the API keys may change it
     present: int = 0  # requests that wait or are admitted
     waiting: int = 0  # tokens of the waiting requests
     # Its first entry is never withdrawn.

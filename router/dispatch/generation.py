@@ -43,7 +43,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, eq=False):
     priority: int = 0  # lower goes first in every queue
     salt: bytes = b""  # cached pages are shared only between requests with the same salt
     batch: PromptBatch = msgspec.field(default_factory=PromptBatch)
-    share: PromptShare = UNSHARED  # of the computation of a prompt with several choices
+    share: PromptShare = UNSHARED  # with other choices of the same prompt, which is computed once
     states: AnswerStates | None = None  # collects the hidden states; None: the client asks for none
 
 

@@ -27,7 +27,7 @@ class InFlight:
     shared_trial: bool = False  # the latest attempt ran in isolation together with other suspects
     attempt: Attempt | None = None  # the attempt that nodes are working on
     aborted: bool = False
-    take_now: TakeNow = take_nothing  # of the reader of the answer
+    take_now: TakeNow = take_nothing  # the reader's, for tokens that need not wake its task
 
     @property
     def tokens(self) -> list[int]:

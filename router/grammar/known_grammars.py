@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 MAX_KNOWN = 256
-MAX_BYTES = 8 << 20  # of constraints and grammars together
+MAX_BYTES = 8 << 20  # for constraints and grammars together
 
 
 class KnownGrammars:

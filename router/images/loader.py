@@ -26,7 +26,7 @@ class Image:
 
     data: bytes
     digest: bytes  # SHA-256 of data
-    rows: int  # of its grid of tokens
+    rows: int  # in its grid of tokens
     columns: int
 
 

@@ -23,7 +23,7 @@ class Timeline:
         self.stages: dict[str, float] = {"received": 0.0}
         self.nodes: list[dict[str, str]] = []  # node names of each attempt
         self.outcome = "running"
-        self.accept_length: float | None = None  # of the final attempt, if it used speculative decoding
+        self.accept_length: float | None = None  # in the final attempt, if it used speculative decoding
 
     def mark(self, stage: str, now: float) -> None:
         """Record a stage. Its first time counts, except for `placed`, where the latest attempt counts."""

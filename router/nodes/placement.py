@@ -21,7 +21,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     name: str
     incarnation: str
-    load: NodeLoad  # as of its last heartbeat
+    load: NodeLoad  # from its last heartbeat
     assigned: int  # unfinished requests placed there; newer than any heartbeat
     # Prefill nodes: predicted milliseconds until the prompt to be placed would be computed there, after all that are
     # assigned.

@@ -27,7 +27,7 @@ class ExpectedNode:
     role: Role
     peer_address: str  # prefill nodes: from the file, where port 0 means any port; decode nodes: ""
     least_model_len: int  # tokens that a request must be allowed to have there
-    pages: int | None  # of its pool; None if the node derives it from the memory of its GPU
+    pages: int | None  # in its pool; None if the node derives it from the memory of its GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class RegistrationRules:
 
     nodes: Mapping[str, ExpectedNode]  # by name
     page_size: int
-    max_model_len: int  # of the configuration, or else of the model
+    max_model_len: int  # as configured, or else the model's
     vocab_size: int
 
     def check(self, message: Register, nbytes: int) -> Register:

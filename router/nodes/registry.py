@@ -51,11 +51,11 @@ class Node:
     lost_by: LossCause | None = None  # set when it is lost
     # incarnation -> when it first asked for the name
     contenders: dict[str, float] = field(default_factory=dict)
-    # of its registration
+    # from its registration
     name: str = field(init=False)
     incarnation: str = field(init=False)
     role: Role = field(init=False)
-    routing_id: str = field(init=False)  # of its control link
+    routing_id: str = field(init=False)  # its control link's
 
     def __post_init__(self) -> None:
         ref = self.register.node

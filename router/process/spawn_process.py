@@ -24,8 +24,8 @@ from router.process.child_process import START_BYTES
 class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Run this Python program with the channel as its standard input."""
 
-    number: int  # of the process, chosen by the router
-    arguments: tuple[str, ...]  # of the Python interpreter
+    number: int  # identifies the process; chosen by the router
+    arguments: tuple[str, ...]  # for the Python interpreter
     environment: dict[str, str]  # in addition to the router's own
     answers: bool  # the channel is also standard output
     discard_output: bool  # its output goes to /dev/null

@@ -8,7 +8,7 @@ from common.errors import InvalidRequest
 from common.messages.generation import SamplingParams
 from router.requests.openai_schema import SharedFields
 
-MAX_CHOICES = 8  # of one prompt
+MAX_CHOICES = 8  # per prompt
 SEEDS = 2**63
 
 

@@ -23,8 +23,8 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
     type: str
     json_schema: JsonSchemaFormat | None = None
-    schema: Any = None  # of json_object, as in llama.cpp
-    # of structural_tag: begin, schema and end of each tag; a trigger begins one of them
+    schema: Any = None  # for json_object, as in llama.cpp
+    # for structural_tag: begin, schema and end of each tag; a trigger begins one of them
     structures: Any = None
     triggers: list[str] | None = None
     format: Any = None  # xgrammar's other form of structural tags: refused

@@ -50,7 +50,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "custom_params": ({},),
     "data_parallel_rank": (),
     "disagg_prefill_dp_rank": (),
-    "echo": (False,),  # of a chat
+    "echo": (False,),  # in a chat
     "ec_transfer_params": (),
     "extra_key": (),
     "image": ({},),

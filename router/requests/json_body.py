@@ -13,7 +13,7 @@ import msgspec
 
 from common.errors import InvalidRequest
 
-MAX_DEPTH = 64  # of nested arrays and objects
+MAX_DEPTH = 64  # levels of nested arrays and objects
 PIECE = 1 << 16  # bytes per step of the depth check
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_MARK = bytes(set(range(256)) - set(b'[]{}"'))

@@ -21,7 +21,7 @@ from router.requests.json_body import decode_json
 from router.routes.status import without_prefix
 
 LOOK_SECONDS = 0.02  # interval at which /flush_cache looks whether the cluster is idle
-LONGEST_WAIT = 60.0  # of /flush_cache, in seconds
+LONGEST_WAIT = 60.0  # seconds that /flush_cache may be told to wait
 FLUSHED = "Cache flushed: every node empties its prefix cache before its next request.\n"
 BUSY = "Cache not flushed: requests are in flight. Send timeout=SECONDS to wait for them.\n"
 

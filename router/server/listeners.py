@@ -50,7 +50,7 @@ class HttpPlan:
     admin: TcpEntry | None  # the port of `router.admin: http://...`
     admin_socket: Path
     keys: KeyFile | None
-    limit: ConnectionLimit  # of all listeners but the admin socket
+    limit: ConnectionLimit  # for all listeners but the admin socket
     body_bytes: int  # the largest accepted body
 
 

@@ -18,7 +18,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, array_like=True):
     model_path: str
     max_answer_bytes: int
     nice: int = 0  # niceness of the process
-    manifest: str | None = None  # of the model directory: each worker verifies it before it reads the files
+    manifest: str | None = None  # the model directory's: each worker verifies it before it reads the files
     chat_template: str | None = None  # file of a template that replaces the model's own
 
 

@@ -11,8 +11,8 @@ from common.checkpoint.chat_template_file import find_chat_template
 from common.checkpoint.model_directory import MAX_TOKENIZER_CONFIG_BYTES
 from common.checkpoint.model_files import read_json
 
-MAX_BYTES = 1 << 20  # of the answer; its largest fields are left out beyond that
-UNKNOWN_CLASS = "PreTrainedTokenizerFast"  # of a model whose tokenizer_config.json names none
+MAX_BYTES = 1 << 20  # per answer; its largest fields are left out beyond that
+UNKNOWN_CLASS = "PreTrainedTokenizerFast"  # for a model whose tokenizer_config.json names none
 # Fields that may name files on this host.
 _PATHS = frozenset(("name_or_path", "auto_map"))
 

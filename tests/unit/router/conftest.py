@@ -57,7 +57,7 @@ class Rig:
     missing: list[dict[str, str]] = field(default_factory=list)
     refusal: Exception | None = None
     running: RunningRequests = field(default_factory=RunningRequests)
-    paths: list[str] = field(default_factory=list)  # of all routes
+    paths: list[str] = field(default_factory=list)  # all routes
     active: int = 0  # as /load and /flush_cache see it
     unreached: list[str] = field(default_factory=list)  # nodes that a flush does not reach
     flushes: int = 0

@@ -58,7 +58,7 @@ def test_pauses_double_up_to_the_longest() -> None:
         clock.now += 10
         breakers.placed("a")
         breakers.failed("a")
-        breakers.failed("a")  # of a request that was placed before
+        breakers.failed("a")  # for a request that was placed before
         clock.now += pause - 0.01
         assert breakers.blocked() == {"a"}
         clock.now += 0.01

@@ -24,7 +24,7 @@ from tests.unit.router.conftest import SERVED, TINY, Rig, Serve
 from tests.unit.router.scripted_generator import one_by_one
 
 TEMPLATE = "{{ tools }} {{ reasoning_effort }} {% for m in messages %}{{ m.content }}{% endfor %}"
-OWN = {"extra_headers", "extra_query", "extra_body", "timeout"}  # of the client, not of the API
+OWN = {"extra_headers", "extra_query", "extra_body", "timeout"}  # options of the client, not of the API
 CHANGING = {"id", "call_id", "item_id", "created", "created_at", "completed_at", "_request_id"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FUNCTION = {"type": "function", "name": "weather", "parameters": SCHEMA}
