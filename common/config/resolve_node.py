@@ -6,6 +6,7 @@ from pathlib import Path
 
 from common.checkpoint.draft_config import with_steps
 from common.checkpoint.dtype_name import dtype_name
+from common.checkpoint.kv_scales import kv_scales
 from common.checkpoint.model_config import ModelConfig, model_fingerprint
 from common.config.schema import Cluster, DecodeSection, PrefillSection, Speculation
 from common.config.transport_choice import choose_layers, choose_transport
@@ -54,7 +55,7 @@ def node_plan(
         name=name,
         device=own.device,
         threads=cluster.process.threads,
-        spec=pool_spec(config, drafting, cluster.kv.page_size, dtype, _kv_values(cluster)),
+        spec=pool_spec(config, drafting, cluster.kv.page_size, dtype, _kv_values(cluster, model)),
         pool=own.pool,
         max_rows=own.max_rows,
         state_slots=own.state_slots,
@@ -91,9 +92,9 @@ def node_plan(
     )
 
 
-def _kv_values(cluster: Cluster) -> KvValues:
+def _kv_values(cluster: Cluster, model: Path) -> KvValues:
     """Return how the pages of all nodes store keys and values."""
-    return KvValues(FP8) if cluster.kv.dtype == "fp8" else AS_COMPUTED
+    return KvValues(FP8, kv_scales(model)) if cluster.kv.dtype == "fp8" else AS_COMPUTED
 
 
 def pool_budget(name: str, section: PrefillSection | DecodeSection, device_name: str) -> PoolBudget:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.checkpoint import kv_scales
 from common.checkpoint.dtype_name import dtype_name
 from common.checkpoint.model_directory import real_path
 from common.checkpoint.model_files import read_weight_files
@@ -21,8 +22,8 @@ from common.errors import ModelError
 
 Progress = Callable[[int, int], None]  # (loaded bytes, bytes in total)
 
-# Suffixes of tensors that the engine computes itself.
-HARMLESS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+# Suffixes of tensors that the engine computes itself, and of scales that belong to the KV cache.
+HARMLESS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", *kv_scales.SUFFIXES)
 
 
 OWN_DTYPES = {

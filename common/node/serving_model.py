@@ -31,6 +31,7 @@ from common.kv_cache.shard import Shard
 from common.kv_cache.snapshots import Snapshots
 from common.messages.router_inbox import ConfigValue
 from common.node.device_memory import check_memory_before_loading
+from common.node.kv_dtype import check_kv_dtype, kv_dtype
 from common.node.memory import (
     MemoryPlan,
     check_host_pool,
@@ -173,6 +174,7 @@ class ServingModel:
         return {
             "device": str(self.placement.device),
             "dtype": self.dtype_name,
+            "kv_dtype": kv_dtype(self.spec) or self.dtype_name,
             "weights": self.config.weights.describe(),
             "architecture": self.config.architecture,
             "vision": "none" if self.config.vision is None else self.config.vision.architecture,
@@ -209,6 +211,7 @@ def load_serving_model(
     path, device, budget = Path(plan.model.path), serving_device(plan.device), plan.pool
     draft_config = _draft_config(plan)
     spec = plan.spec
+    check_kv_dtype(spec, device)
     window = _check_state(plan, device, ranks.shard, log)
     memory, others = check_memory_before_loading(plan, device, ranks.shard)
     if device.type == "cpu" and plan.threads:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.extend_attention import extend_triton
+from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.key_parts import Division
-from common.engine.ops.kv_rounding import FP8
 from common.engine.ops.rotary_kv_write import rotary_kv_write
 from common.engine.ops.verify_attention import verify_triton
 from tests.bench.environment import describe

@@ -188,9 +188,16 @@ def kernels() -> set[str]:
     }
 
 
-def attention(dim: int, dtype: torch.dtype, window: int | None, tokens: int, requests: int) -> None:
-    """Launch a prompt, a plain step and a verification over one pool."""
-    plane = torch.zeros(70, PAGE, KV_HEADS, dim, dtype=dtype)
+def attention(
+    dim: int,
+    dtype: torch.dtype,
+    window: int | None,
+    tokens: int,
+    requests: int,
+    stored: torch.dtype | None = None,
+) -> None:
+    """Launch a prompt, a plain step and a verification over one pool, which may store another dtype than queries'."""
+    plane = torch.zeros(70, PAGE, KV_HEADS, dim, dtype=stored or dtype)
     lens, table = torch.zeros(requests, dtype=torch.int32), torch.zeros(requests, 70, dtype=torch.int32)
     starts = torch.zeros(requests + 1, dtype=torch.int32)
     query = torch.zeros(tokens, HEADS, dim, dtype=dtype)
@@ -357,6 +364,15 @@ def gated_delta(
     )
 
 
+def fp8_pages() -> None:
+    """Launch the kernels that write keys and values, over pages that hold FP8."""
+    qkv, plane = torch.zeros(4, 48, 128, dtype=BF16), torch.zeros(3, PAGE, KV_HEADS, 128, dtype=FP8)
+    angles, slots = torch.zeros(4, 1, 128, dtype=BF16), torch.zeros(4, dtype=torch.int64)
+    rotary_kv_write_triton(qkv, angles, angles, None, None, 1e-5, plane, plane, slots)
+    rest = plane, plane, torch.zeros(4, 70, dtype=torch.int32), slots.int(), 1024, None, 0.1
+    rotary_decode_triton(qkv, angles, angles, None, None, 1e-5, slots, *rest)
+
+
 def drawing() -> None:
     """Launch sampling and the state updates of speculation."""
     rows, logits = 4, torch.empty(4, VOCAB)
@@ -419,9 +435,11 @@ def main(capabilities: list[int]) -> None:
     attention(128, BF16, None, tokens=64, requests=1)
     attention(128, BF16, None, tokens=2048, requests=64)
     attention(64, BF16, 4096, tokens=64, requests=1)
+    attention(128, BF16, None, tokens=256, requests=64, stored=FP8)
     attention(64, torch.float32, None, tokens=64, requests=1)
     body(BF16)
     eight_bits()
+    fp8_pages()
     gated_delta(BF16)
     gated_delta(BF16, heads=6, served=3, key=64, value=96)
     experts(BF16)

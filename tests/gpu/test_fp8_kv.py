@@ -13,8 +13,9 @@ from common.engine.attention.prompt_attention import PromptAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.ops.decode_attention import decode_attention, decode_triton
 from common.engine.ops.extend_attention import extend_attention
+from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.key_parts import Division
-from common.engine.ops.kv_rounding import FP8, as_read, as_stored
+from common.engine.ops.kv_rounding import as_read, as_stored
 from common.engine.ops.rotary_decode import rotary_decode, rotary_decode_reference
 from common.engine.ops.rotary_kv_write import rotary_kv_write, rotary_kv_write_reference
 from common.engine.ops.verify_attention import verify_attention, verify_triton

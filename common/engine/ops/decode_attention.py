@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts, choose_division
-from common.engine.ops.kv_rounding import FP8, as_read, for_fp8_keys, selected, spread, spread_columns
+from common.engine.ops.kv_rounding import as_read, for_fp8_keys, selected, spread, spread_columns
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of

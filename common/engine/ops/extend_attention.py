@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from common.engine.ops.kv_rounding import FP8, for_fp8_keys
+from common.engine.ops.fp8_codes import FP8
+from common.engine.ops.kv_rounding import for_fp8_keys
 from common.engine.ops.paged_gather import attend, first_visible, gather
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import cut_attention, room_of

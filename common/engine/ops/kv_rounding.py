@@ -8,17 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.engine.ops.fp8_codes import FP8, HIGHEST
 from common.engine.ops.triton_kernel import kernel, tl
-
-FP8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3; larger values are stored as this
 
 
 def as_stored(values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Return `values` as a plane of `dtype` stores them: divided by `scale` if these are eight bits."""
+    """Return `values` as a plane of `dtype` stores them: if in eight bits, divided by `scale` and at most HIGHEST."""
     if dtype is not FP8:
         return values.to(dtype)
-    return (values.float() / scale).clamp_(-LARGEST, LARGEST).to(FP8)
+    return (values.float() / scale).clamp_(-HIGHEST, HIGHEST).to(FP8)
 
 
 def as_read(stored: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

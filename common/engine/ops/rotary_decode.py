@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_reference
+from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.key_parts import GRANULE, LOG2_E, KeyParts, choose_division
-from common.engine.ops.kv_rounding import FP8, for_fp8_keys, rounded_to_fp8
+from common.engine.ops.kv_rounding import for_fp8_keys, rounded_to_fp8
 from common.engine.ops.registration import register_op
 from common.engine.ops.rotary_kv_write import rotary_kv_write_reference
 from common.engine.ops.rotated_heads import rotated_heads

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.engine.ops.kv_rounding import FP8, as_read, as_stored, rounded_to_fp8
+from common.engine.ops.fp8_codes import FP8
+from common.engine.ops.kv_rounding import as_read, as_stored, rounded_to_fp8
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import rms_norm_reference
 from common.engine.ops.rotary import rotary

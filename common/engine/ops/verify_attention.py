@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts, choose_division
-from common.engine.ops.kv_rounding import FP8, as_read, for_fp8_keys, selected, spread, spread_columns
+from common.engine.ops.kv_rounding import as_read, for_fp8_keys, selected, spread, spread_columns
 from common.engine.ops.paged_gather import gather
 from common.engine.ops.paged_softmax import load_keys, soften
 from common.engine.ops.registration import register_op
@@ -70,11 +71,10 @@ def verify_reference(
     # Slots past a request's length must not be read, not even as 0 * NaN.
     slot = torch.where(position < length, slot, slot.gather(1, length - 1))
     visible = _visible(position, length - width, tree_mask, window)  # [B, N, L]
-    shape = *slot.shape, kv_heads, head_dim
     key, value = (  # [B, kv_heads, L, D]
-        as_read(
-            selected(plane.view(-1, kv_heads, head_dim), slot.view(-1)).view(shape), query.dtype, each
-        ).transpose(1, 2)
+        as_read(selected(plane.view(-1, kv_heads, head_dim), slot.view(-1)), query.dtype, each)
+        .unflatten(0, slot.shape)
+        .transpose(1, 2)
         for plane, each in ((key_plane, key_scale), (value_plane, value_scale))
     )
     queries = query.view(batch, new, -1, head_dim).transpose(1, 2)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from common.engine.ops.kv_rounding import FP8, as_read, as_stored
+from common.engine.ops.fp8_codes import FP8
+from common.engine.ops.kv_rounding import as_read, as_stored
 
 BAD_PAGE = 2**31 - 1
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from common.engine.ops.decode_attention import decode_attention, decode_reference, decode_triton
 from common.engine.ops.extend_attention import extend_attention, extend_triton
+from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.key_parts import Division
-from common.engine.ops.kv_rounding import FP8, as_read, as_stored
+from common.engine.ops.kv_rounding import as_read, as_stored
 from common.engine.ops.rotary_decode import rotary_decode_reference, rotary_decode_triton
 from common.engine.ops.rotary_kv_write import rotary_kv_write_reference, rotary_kv_write_triton
 from common.engine.ops.triton_kernel import tl
