@@ -63,7 +63,7 @@ FOREIGN: tuple[Foreign, ...] = (
         8,
     ),
     Foreign(
-        ("load_format", "quantization"),
+        ("load_format",),
         "weights must be safetensors in float32, bfloat16, float16 or FP8; GGUF and other quantized ones are not read; "
         "write model.quantization: fp8 to quantize dense weights at load time, else leave it out",
         9,
