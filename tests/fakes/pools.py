@@ -9,6 +9,7 @@ import torch
 from common.checkpoint.model_config import ModelConfig
 from common.engine.layers.placement import Placement
 from common.engine.state.pool import KvPool
+from common.kv_cache.kv_values import AS_COMPUTED, KvValues
 from common.kv_cache.plane import HeadGroup, Kept, Owner, Plane, attention_layer
 from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.pool_spec import PoolSpec, pool_spec
@@ -43,10 +44,15 @@ def plain_pool(
 
 
 def model_pool(
-    config: ModelConfig, page_size: int, num_pages: int, placement: Placement, num_slots: int = 0
+    config: ModelConfig,
+    page_size: int,
+    num_pages: int,
+    placement: Placement,
+    num_slots: int = 0,
+    kv: KvValues = AS_COMPUTED,
 ) -> KvPool:
     """Make a pool for one model. Slots exist only if the model keeps a state per request."""
-    spec = pool_spec(config, None, page_size, name_of(placement.dtype))
+    spec = pool_spec(config, None, page_size, name_of(placement.dtype), kv)
     slots = num_slots if spec.state_bytes else 0
     return empty_pool(spec, num_pages, placement.device, slots, placement.shard)
 

@@ -73,7 +73,7 @@ def verify_reference(
     visible = _visible(position, length - width, tree_mask, window)  # [B, N, L]
     key, value = (  # [B, kv_heads, L, D]
         as_read(selected(plane.view(-1, kv_heads, head_dim), slot.view(-1)), query.dtype, each)
-        .unflatten(0, slot.shape)
+        .view(*slot.shape, kv_heads, head_dim)
         .transpose(1, 2)
         for plane, each in ((key_plane, key_scale), (value_plane, value_scale))
     )

@@ -19,6 +19,7 @@ from common.engine.forward.batch import (
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.models.causal_lm import CausalLM
 from common.engine.state.state_rows import StateRows, WindowShape
+from common.kv_cache.kv_values import AS_COMPUTED, KvValues
 from common.kv_cache.layer_kinds import window_widths
 from tests.fakes.pools import model_pool
 
@@ -28,16 +29,24 @@ BAD_PAGE = 2**31 - 1  # in every page table entry that must not be read
 class Driver:
     """Sequences with known ids; `run` computes the next tokens of some of them in one batch."""
 
-    def __init__(self, model: CausalLM, sequences: Sequence[Tensor], page_size: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        sequences: Sequence[Tensor],
+        page_size: int,
+        seed: int = 0,
+        kv: KvValues = AS_COMPUTED,
+    ) -> None:
         self.sequences = list(sequences)
         self.page_size = page_size
         self.width = max(-(-len(ids) // page_size) for ids in sequences) + 2
         num_pages = 1 + sum(-(-len(ids) // page_size) for ids in sequences) + 3
-        self.pool = model_pool(model.config, page_size, num_pages, model.placement, len(sequences) + 1)
-        self.pool.storage.view(torch.float32).fill_(torch.nan)  # unwritten KV must not be read
+        slots = len(sequences) + 1
+        self.pool = model_pool(model.config, page_size, num_pages, model.placement, slots, kv)
+        self.pool.storage.fill_(255)  # NaN of every dtype: unwritten KV must not be read
         for layer in range(model.config.num_layers):
             for plane in self.pool.planes(layer).values():
-                plane[0] = 0
+                plane[0].zero_()
         window = WindowShape(window_widths(model.config, model.placement.shard), 1, model.placement.dtype)
         self.rows = StateRows.allocate(len(sequences), window, model.placement.device)
         for kept in self.rows.windows.values():
