@@ -41,7 +41,7 @@ from common.engine.ops.fp8_fused import fp8_add_rms_norm_triton, fp8_rms_norm_tr
 from common.engine.ops.fp8_grouped import fp8_expert_parts_triton
 from common.engine.ops.fp8_joined import fp8_gated_cuda, fp8_product_norm_quantized_cuda
 from common.engine.ops.fp8_linear import fp8_product_cuda
-from common.engine.ops.fp8_rows import quantize_rows_triton
+from common.engine.ops.fp8_rows import quantize_rows_triton, quantize_with_triton
 from common.engine.ops.fp8_tiles import Fp8Tiles
 from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.key_parts import PROGRAMS_PER_PROCESSOR
@@ -295,6 +295,7 @@ def eight_bits() -> None:
     rows = 4
     stream, inner = torch.zeros(rows, HIDDEN, dtype=BF16), torch.zeros(rows, INNER, dtype=BF16)
     fp8_rms_norm_triton(stream, stream[0].float(), 1e-5, True)
+    quantize_with_triton(stream, torch.ones(()))
     for blocks in (False, True):
         codes, scales, _ = fp8_add_rms_norm_triton(stream, stream, stream[0], 1e-5, blocks)
         # Weights are never touched, so no memory is committed.

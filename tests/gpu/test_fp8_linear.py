@@ -31,7 +31,12 @@ from common.engine.ops.fp8_linear import (
     fp8_product,
     fp8_product_reference,
 )
-from common.engine.ops.fp8_rows import quantize_rows, quantize_rows_reference
+from common.engine.ops.fp8_rows import (
+    quantize_rows,
+    quantize_rows_reference,
+    quantize_with,
+    quantize_with_reference,
+)
 from common.engine.ops.triton_kernel import cdiv
 
 pytestmark = [
@@ -78,6 +83,9 @@ def test_quantisers(rows: int, size: int, blocks: bool) -> None:
     assert torch.equal(found[0].float(), expected[0].float())
     assert torch.equal(found[1], expected[1])
     assert found[1].stride() == expected[1].stride()
+    scale = torch.full((), 0.02, device=CUDA)
+    for one, other in zip(quantize_with(x, scale), quantize_with_reference(x, scale), strict=True):
+        assert torch.equal(one.float(), other.float())
     gate_up = normal(rows, 2 * size)
     same_codes(fp8_gate(gate_up, False, blocks), fp8_gate_reference(gate_up, False, blocks))
     for gain in (weight, weight.float()):

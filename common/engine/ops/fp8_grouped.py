@@ -11,7 +11,7 @@ from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8, GROUP, decode, has_fp8
 from common.engine.ops.fp8_product import EXACT_EVERY, add_scaled
-from common.engine.ops.fp8_rows import quantize_rows_triton, quantize_with_reference
+from common.engine.ops.fp8_rows import quantize_rows_triton, quantize_with_triton
 from common.engine.ops.fp8_tiles import LEAST_ROWS, MOST_ROWS, Fp8Tiles
 from common.engine.ops.group_pairs import FIELDS, PairGroups, group_pairs_triton
 from common.engine.ops.shared_memory import room_of
@@ -196,7 +196,7 @@ def fp8_expert_parts_triton(
     def quantized(rows: Tensor, index: int) -> tuple[Tensor, Tensor]:
         if input_scales is None:
             return quantize_rows_triton(rows.contiguous(), blocks)
-        return quantize_with_reference(rows.contiguous(), input_scales[index])
+        return quantize_with_triton(rows.contiguous(), input_scales[index])
 
     up_tiles, down_tiles = (
         choose_grouped_tiles(experts.numel(), count, gated, shared) for gated in (True, False)

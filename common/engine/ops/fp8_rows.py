@@ -13,6 +13,7 @@ from common.engine.ops.fp8_codes import (
     SMALLEST,
     STEP,
     empty_scales,
+    encode,
     has_fp8,
     store_codes,
 )
@@ -22,6 +23,7 @@ from common.engine.ops.triton_kernel import (
     await_previous,
     cdiv,
     chained,
+    kernel,
     kernel_with_varying,
     next_power_of_2,
     tl,
@@ -131,8 +133,54 @@ def quantize_with_reference(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale.expand(*x.shape[:-1], 1).clone()
 
 
+@kernel
+def _quantize_with_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [rows, size]
+    scale_ptr,  # one float32
+    codes_ptr,  # [rows, size] bytes
+    scales_ptr,  # [rows]
+    x_stride,
+    size,
+    HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """Each program quantises BLOCK values of a row."""
+    await_previous(CHAINED)
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < size
+    x = tl.load(x_ptr + row * x_stride + column, mask=live, other=0.0).to(tl.float32)
+    scale = tl.load(scale_ptr)
+    tl.store(codes_ptr + row * size + column, encode(tl.div_rn(x, scale), HARDWARE), mask=live)
+    tl.store(scales_ptr + row, scale, mask=tl.program_id(1) == 0)
+
+
+def quantize_with_triton(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    rows, size = x.flatten(0, -2), x.shape[-1]
+    assert rows.stride(1) == 1, "the elements of a row must be adjacent"
+    assert scale.dtype == torch.float32 and scale.numel() == 1, "one float32 scale"  # noqa: PT018
+    codes, scales = x.new_empty(x.shape, dtype=FP8), empty_scales(x, size, blocks=False)
+    if codes.numel():
+        block = min(next_power_of_2(size), SPAN)
+        _quantize_with_kernel[(len(rows), cdiv(size, block))](
+            rows,
+            scale,
+            codes.view(torch.uint8),
+            scales,
+            rows.stride(0),
+            size,
+            HARDWARE=has_fp8(x.device),
+            BLOCK=block,
+            num_warps=max(block // 512, 1),
+            **chained(x.device),
+        )
+    return codes, scales
+
+
 def _with_fake(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return _quantize_fake(x)
 
 
-quantize_with = register_op("quantize_with", quantize_with_reference, mutates=(), fake=_with_fake)
+quantize_with = register_op(
+    "quantize_with", quantize_with_reference, mutates=(), fake=_with_fake, cuda=quantize_with_triton
+)

@@ -18,7 +18,12 @@ from common.engine.ops.fp8_fused import (
     fp8_rms_norm_triton,
 )
 from common.engine.ops.fp8_product import fp8_product_parts, fp8_product_triton
-from common.engine.ops.fp8_rows import quantize_rows_reference, quantize_rows_triton
+from common.engine.ops.fp8_rows import (
+    quantize_rows_reference,
+    quantize_rows_triton,
+    quantize_with_reference,
+    quantize_with_triton,
+)
 from common.engine.ops.fp8_tiles import Fp8Tiles
 from common.engine.ops.triton_kernel import cdiv, kernel, tl
 
@@ -100,6 +105,16 @@ def test_quantisers(shape: tuple[int, ...], blocks: bool) -> None:
             (parts[0] + parts[1] + parts[2]).half().view(shape), residual, gain.half(), 1e-5, blocks
         ),
     )
+
+
+def test_a_given_scale() -> None:
+    x = 40 * torch.randn(2, 3, 308).half()[..., 4:304]
+    x[0, 0, 0] = 5000.0
+    scale = torch.tensor(0.03)
+    codes, scales = quantize_with_triton(x, scale)
+    expected, rows = quantize_with_reference(x, scale)
+    assert torch.equal(codes.float(), expected.float())
+    assert torch.equal(scales, rows)
 
 
 def test_a_row_of_zeros_has_codes_of_zero() -> None:
