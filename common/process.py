@@ -131,6 +131,7 @@ def run_node(
             with loop_watchdog(built.overdue, resolved.cluster.health.hung_limit, log):
                 built.run()
         finally:
+            gc.unfreeze()
             built.close()
 
     run_process(name, cluster, overrides, status_fd, body)

@@ -42,8 +42,8 @@ from prefill_node.scheduler import in_order
 from prefill_node.send_orders import SendOrders
 from prefill_node.step_result import Launched, Worker
 
-WATCH_INTERVAL = 0.0001  # seconds between checks of transfers while a forward runs
-BUSY_WAIT_MS = 1  # timeout while writes are in progress, whose end no message announces
+WATCH_INTERVAL = 0.0001  # seconds between checks of transfers while a forward or a write runs
+BUSY_WAIT_MS = 1  # timeout while images arrive or grammars are compiled, whose end no message announces
 IDLE_WAIT_MS = 100
 
 
@@ -160,8 +160,11 @@ class PrefillNode:
         time.sleep(WATCH_INTERVAL)
 
     def _idle(self) -> None:
-        busy = self._sender.writing or self._images.busy or self.queues.compiling
-        self._poller.poll(BUSY_WAIT_MS if busy else IDLE_WAIT_MS)
+        if self._sender.writing:
+            # No message announces the end of a write, and a decode node waits for the record that follows the last.
+            time.sleep(WATCH_INTERVAL)
+            return
+        self._poller.poll(BUSY_WAIT_MS if self._images.busy or self.queues.compiling else IDLE_WAIT_MS)
 
     # -- duties ----------------------------------------------------------------------------------------------
 

@@ -268,7 +268,7 @@ class Node:
             incarnation, "bench", self.endpoint, forwards.layout, time.monotonic, limits, slots
         )
         poller = zmq.Poller()
-        peers = PeerConnections(self._context, "bench", incarnation, receiver, poller)
+        self._peers = peers = PeerConnections(self._context, "bench", incarnation, receiver, poller)
         self.link = Arrivals(self._context, prefill, length)
         self._device = device
 
@@ -328,6 +328,9 @@ class Node:
     def close(self) -> None:
         self._peer.kill()
         self._peer.wait()
+        self._peers.close()
+        self.link.close()
+        self._context.term()
         self.endpoint.close()
         self._directory.cleanup()
 
@@ -340,8 +343,6 @@ class Node:
         self.link.heard.clear()
         self.worker.clear()
         before = replace(paced.counters)
-        gc.collect()
-        gc.freeze()
         self._until(time.monotonic() + seconds, lambda: False)
         counted = list(self.link.heard)
         self.link.end()
@@ -437,9 +438,12 @@ class Node:
 @contextmanager
 def node(models: Pair, algorithm: str, options: argparse.Namespace) -> Iterator[Node]:
     made = Node(models, algorithm, options.max_running, options.length, options.answer)
+    gc.collect()
+    gc.freeze()  # as in a node's process
     try:
         yield made
     finally:
+        gc.unfreeze()
         made.close()
 
 

@@ -35,6 +35,7 @@ from common.engine.ops.silu_mul import (
 )
 from common.engine.ops.token_norm import token_norm_reference, token_norm_triton
 from common.engine.ops.triton_kernel import tl
+from common.engine.ops.write_mark import write_mark_reference, write_mark_triton
 
 pytestmark = [
     pytest.mark.skipif(tl is None, reason="Triton is not installed"),
@@ -262,6 +263,14 @@ def test_keep_hidden(dtype: torch.dtype, size: int, step: int) -> None:
         write(hidden, rows[:0], out, step, lens[:0], starts[:0])
         write(hidden, torch.tensor([0, 0]), out, step, torch.zeros(2, dtype=torch.int64), starts[:2].clone())
         assert torch.equal(out, expected)
+
+
+def test_write_mark() -> None:
+    for write in (write_mark_reference, write_mark_triton):
+        count, seen = torch.tensor([41]), torch.tensor([0])
+        for expected in (42, 43):
+            write(count, seen)
+            assert count.tolist() == seen.tolist() == [expected]
 
 
 def test_keep_hidden_checks_its_arguments() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from common.messages.router_inbox import FirstToken, PrefillDone
+from kv_transfer.transport.loopback.endpoints import Fault
+from prefill_node.node import WATCH_INTERVAL
 from tests.fakes.node_cluster import NodeCluster, Shape, Watched
 from tests.fakes.scenarios import prompt_of
 from tests.fakes.tiny_model import reference
@@ -46,3 +50,19 @@ def test_transfers_continue_while_forwards_run() -> None:
 def _granted(cluster: NodeCluster) -> bool:
     """Whether the node received slots in an earlier turn."""
     return any(request.granted for request in cluster.prefill.node.queues)
+
+
+def test_an_idle_node_looks_often_whether_a_write_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record follows the last page, and the decode node waits for it."""
+    with NodeCluster(Shape()) as cluster:
+        cluster.fabric.plan = lambda n: Fault(delay=5.0)
+        call = cluster.submit(prompt_of(30), 4)
+        cluster.run(until=lambda: call.ids != [] and cluster.prefill.sender.writing)
+        slept: list[float] = []
+        monkeypatch.setattr("prefill_node.node.time.sleep", slept.append)
+        cluster.turn_one(cluster.prefill)
+        assert slept == [WATCH_INTERVAL]
+        cluster.fabric.plan = lambda n: Fault()
+        cluster.clock.now += 6.0
+        cluster.run()
+        cluster.settle()
