@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.engine.graphs.ladders import prefill_token_buckets
 from common.messages.generation import SamplingParams
@@ -148,11 +149,17 @@ def measure(mix: str, rate: float, policy: str, seconds: float, seeds: int) -> R
     for seed in range(seeds):
         curve = h200()
         waits = np.asarray(simulate(arrivals(MIXES[mix], rate, seconds, seed), POLICIES[policy], curve))
-        p50, p99 = np.percentile(waits, [50, 99])
-        row.p50.append(round(float(p50), 1))
-        row.p99.append(round(float(p99), 1))
-        row.most.append(round(float(waits.max()), 1))
-        row.in_time.append(round(float(np.mean(waits <= IN_TIME_MS)), 4))
+        summary(row, waits)
+    return row
+
+
+def summary(row: Row, waits: NDArray[np.float64]) -> Row:
+    """Add the figures of one run to a row."""
+    p50, p99 = np.percentile(waits, [50, 99])
+    row.p50.append(round(float(p50), 1))
+    row.p99.append(round(float(p99), 1))
+    row.most.append(round(float(waits.max()), 1))
+    row.in_time.append(round(float(np.mean(waits <= IN_TIME_MS)), 4))
     return row
 
 

@@ -68,23 +68,28 @@ class Prompts:
         node_graphs.capture(made, LOG)
         self.forward, self.device = made.forward, runner.pool.device
         self._vocab = runner.model.config.vocab_size
-        rest = AdjustmentRows.allocate(1, self._vocab, self.device), OneAxis(), PAGE, self.device
+        rest = AdjustmentRows.allocate(64, self._vocab, self.device), OneAxis(), PAGE, self.device
         completion = completion_for(self.device, one_behind=False)
-        self._step = PrefillStep(made.forward, TextEmbeds(), NoDraft(), *rest, completion)
+        self.step = PrefillStep(made.forward, TextEmbeds(), NoDraft(), *rest, completion)
         slots = runner.pool.layout.num_slots
         self._space = PageSpace(PAGE, runner.pool.num_pages, NoPrefixCache(), num_slots=slots)
         self._rng = np.random.default_rng(1)
 
     def request(self, tokens: int) -> PrefillRequest:
         """Return a prompt that has its pages."""
-        keys = self._rng.integers(20, self._vocab, tokens).astype(np.int64)
-        request = PrefillRequest(0, "", keys, 0, GREEDY, "", 0.0, 0.0)
-        request.lease = self._space.lease(keys, self._space.pages_for(tokens), 0)
-        assert request.lease is not None
+        request = PrefillRequest(0, "", np.empty(tokens, dtype=np.int64), 0, GREEDY, "", 0.0, 0.0)
+        assert self.admit(request)
         return request
 
+    def admit(self, request: PrefillRequest) -> bool:
+        """Give a prompt pages and random tokens, if there are enough pages."""
+        tokens = request.num_tokens
+        request.keys = self._rng.integers(20, self._vocab, tokens).astype(np.int64)
+        request.lease = self._space.lease(request.keys, self._space.pages_for(tokens), 0)
+        return request.lease is not None
+
     def launch(self, request: PrefillRequest, start: int, length: int) -> LaunchedPrefill:
-        return self._step.launch(prompt_plan([Chunk(request, start, length)], PAGE, PromptRules(), 1))
+        return self.step.launch(prompt_plan([Chunk(request, start, length)], PAGE, PromptRules(), 1))
 
     def gaps(self, tokens: int, launched: str, repeats: int) -> Gaps:
         """Run `repeats` prompts, and some before them that do not count."""
