@@ -49,9 +49,9 @@ class PromptAttention(PagedAttention):
         processors = multiprocessors(pool.device)
         steps = shape_steps(max_tokens, heads, kv_heads, head_dim * dtype.itemsize, processors)
         crowds = {2, *(1 << bits for bits in range(7, (max_requests - 1).bit_length() + 1))}
-        # Layers that need the same kernels have the same window and the same scale.
-        kinds = {(self._windows[layer], pool.scales(layer)): layer for layer in pool.attention_layers}
-        for layer, requests, tokens in itertools.product(kinds.values(), sorted(crowds), steps):
+        # Layers with the same window need the same kernels.
+        layers = {self._windows[layer]: layer for layer in pool.attention_layers}.values()
+        for layer, requests, tokens in itertools.product(layers, sorted(crowds), steps):
             qkv = torch.zeros(tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, device=pool.device)
             starts = torch.zeros(requests + 1, dtype=torch.int32, device=pool.device)
             starts[1:] = tokens
