@@ -1,9 +1,11 @@
 """Products of a layer in bf16 and in FP8, by the kernels that are served and by the library.
 
     python -m tests.bench.fp8_products [--rows 1 4 16 32 64 256 1024 4096] [--layers 32] [--json FILE]
+        [--kinds bf16 tensor channels blocks] [--others ALONE=12 CHANNEL_PROGRAMS=2,SHARING=6]
 
 The products of the 8B shape with the norms and the activations between them, all layers in one graph, each with
-weights of its own; attention is left out. FP8 includes the quantisation of every input. The last column divides by the
+weights of its own; attention is left out. `--others` are other values of constants of `ops/fp8_tiles`, for what is
+served in FP8. FP8 includes the quantisation of every input. The last column divides by the
 floor: the bytes of the weights at the copy bandwidth of the same run.
 """
 
@@ -21,15 +23,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
+from common.engine.ops import fp8_tiles
 from common.engine.ops.fp8_codes import FP8, GROUP
 from common.engine.ops.fp8_fused import fp8_add_rms_norm, fp8_gate
 from common.engine.ops.fp8_joined import fp8_gated, fp8_product_norm_quantized
 from common.engine.ops.fp8_library import library_product
 from common.engine.ops.fp8_linear import fp8_product
+from common.engine.ops.fp8_product import fp8_product_triton
 from common.engine.ops.fp8_rows import quantize_rows
 from common.engine.ops.linear import gated_linear, linear
 from common.engine.ops.linear_norm import linear_add_rms_norm
-from common.engine.ops.triton_kernel import cdiv
+from common.engine.ops.triton_kernel import COMPILE_ERRORS, cdiv
 from tests.bench.environment import describe
 from tests.bench.timing import copy_bandwidth, graph_us, wake
 
@@ -41,6 +45,7 @@ MATRICES = {
     "down": (HIDDEN, INNER),
 }
 EPS = 1e-5
+FAILURES: tuple[type[Exception], ...] = (*COMPILE_ERRORS, AssertionError)
 BF16 = torch.bfloat16
 Layer = dict[str, Tensor]
 
@@ -96,6 +101,25 @@ class Stack:
             codes, scales, stream = fp8_product_norm_quantized(*given, stream, self._gain, EPS, blocks)
         return codes
 
+    def bare(self, x: Tensor) -> Tensor:
+        """Do as `served` without quantising the outputs of attention and activation."""
+        stream, blocks, rows = x, self.kind == "blocks", x.shape[0]
+        codes, scales = quantize_rows(x, blocks)
+        wide = quantize_rows(torch.zeros(rows, INNER, device=x.device, dtype=BF16), blocks)
+        first = codes, scales
+        for layer in self._layers:
+            fp8_product(codes, scales, layer["qkv"], self._scales["qkv"], None, BF16)
+            given = *first, layer["o"], self._scales["o"], None
+            codes, scales, stream = fp8_product_norm_quantized(*given, stream, self._gain, EPS, blocks)
+            tiles = fp8_tiles.choose_fp8_gated_tiles(rows, blocks)
+            assert tiles is not None, "too many rows"
+            fp8_product_triton(
+                codes, scales, layer["gate_up"], self._scales["gate_up"], None, tiles, BF16, True
+            )
+            given = *wide, layer["down"], self._scales["down"], None
+            codes, scales, stream = fp8_product_norm_quantized(*given, stream, self._gain, EPS, blocks)
+        return codes
+
     def library(self, x: Tensor) -> Tensor:
         stream, blocks = x, self.kind == "blocks"
         codes, scales = quantize_rows(x, blocks)
@@ -116,12 +140,29 @@ class Stack:
         assert out is not None, "the library has no such product"
         return out
 
-    def ways(self) -> dict[str, Callable[[Tensor], Tensor]]:
+    def served_with(self, constants: str) -> Callable[[Tensor], Tensor]:
+        """Return `served` with other constants, as NAME=NUMBER,NAME=NUMBER."""
+        values = {name: int(value) for name, value in (each.split("=") for each in constants.split(","))}
+
+        def run(x: Tensor) -> Tensor:
+            before = {name: getattr(fp8_tiles, name) for name in values}
+            for name, value in values.items():
+                setattr(fp8_tiles, name, value)
+            try:
+                return self.served(x)
+            finally:
+                for name, value in before.items():
+                    setattr(fp8_tiles, name, value)
+
+        return run
+
+    def ways(self, others: list[str]) -> dict[str, Callable[[Tensor], Tensor]]:
         if self.kind == "bf16":
             return {"served": self.dense}
         if self.kind == "tensor":
             return {"library": self.library}
-        return {"served": self.served, "library": self.library}
+        tried = {f"served, {each}": self.served_with(each) for each in others}
+        return {"served": self.served, "library": self.library, "bare": self.bare, **tried}
 
 
 def main() -> None:
@@ -130,19 +171,21 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 32, 64, 256, 1024, 4096])
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--kinds", nargs="+", default=["bf16", "tensor", "channels", "blocks"])
+    parser.add_argument("--others", nargs="+", default=[])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    stacks = [Stack(kind, options.layers) for kind in ("bf16", "tensor", "channels", "blocks")]
+    stacks = [Stack(kind, options.layers) for kind in options.kinds]
     bandwidth, found = copy_bandwidth(), []
     for rows in options.rows:
         wake()
         x = torch.randn(rows, HIDDEN, device="cuda").to(BF16)
         for stack in stacks:
-            for way, run in stack.ways().items():
+            for way, run in stack.ways(options.others).items():
                 name = f"{stack.kind}, {way}"
                 try:
                     ms = graph_us([partial(run, x)], 1) / 1e3
-                except (RuntimeError, AssertionError) as error:
+                except FAILURES as error:
                     print(f"{rows:5d} {name}: {str(error)[:100]}")
                     continue
                 row = Row(name, rows, ms, 1e3 * stack.nbytes / bandwidth)

@@ -24,8 +24,8 @@ def _fp8_grouped_kernel(  # type: ignore[no-untyped-def]
     row_scales_ptr,  # [rows of x], or if BLOCKS [rows of x, groups]
     weight_ptr,  # [experts, size, DEPTH] codes, or if GATED [experts, 2 * size, DEPTH]
     scales_ptr,  # [experts, halves * size], or if BLOCKS [experts, halves, blocks, groups]
-    pairs_ptr,  # [pairs]
-    tiles_ptr,  # [tiles, FIELDS]
+    pairs_ptr,  # [pairs], or if ONE their experts [pairs] int32
+    tiles_ptr,  # [tiles, FIELDS]; not read if ONE
     shares_ptr,  # [pairs] float32; read if not GATED
     out_ptr,  # [pairs, size]: inner values by place, the experts' outputs by pair
     scale_stride,  # from a row's scale to the next row's
@@ -37,6 +37,7 @@ def _fp8_grouped_kernel(  # type: ignore[no-untyped-def]
     DECODED: tl.constexpr,  # codes are bytes, which are multiplied as float16
     BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
+    ONE: tl.constexpr,  # there is one token: a tile is a pair
     FIELDS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -45,13 +46,21 @@ def _fp8_grouped_kernel(  # type: ignore[no-untyped-def]
 ):
     """Each program computes COLUMNS columns of a tile."""
     await_previous(CHAINED)
-    first, tile = tl.program_id(0) * COLUMNS, tiles_ptr + tl.program_id(1) * FIELDS
-    expert, begin, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+    first = tl.program_id(0) * COLUMNS
+    if ONE:
+        begin = tl.program_id(1)
+        expert = tl.load(pairs_ptr + begin).to(tl.int64)
+        count = tl.where(expert >= 0, 1, 0)
+    else:
+        tile = tiles_ptr + tl.program_id(1) * FIELDS
+        expert, begin, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
     if count > 0:
         place = begin + tl.arange(0, ROWS)
         column, step = first + tl.arange(0, COLUMNS), tl.arange(0, BLOCK_K)
         real, wanted = place < begin + count, column < size
-        pair = tl.load(pairs_ptr + place, mask=real, other=0)
+        pair = place
+        if not ONE:
+            pair = tl.load(pairs_ptr + place, mask=real, other=0)
         source, halves = place, 1
         if GATED:
             source, halves = pair // CHOSEN, 2
@@ -126,7 +135,7 @@ def fp8_grouped_triton(
         stack: codes [E, 2 * I, H] or [E, H, I].
         scales: as `fp8_expert_parts` takes them.
         shares: [T, K] float32.
-        groups: the pairs in tiles of `tiles.rows`.
+        groups: the pairs in tiles of `tiles.rows`; for one token a tile per pair, with the experts as pairs.
     """
     count, width, depth = stack.shape
     blocks, size = scales.ndim > 2, width // 2 if gated else width
@@ -160,6 +169,7 @@ def fp8_grouped_triton(
             DECODED=decoded,
             BLOCKS=blocks,
             ROWS=tiles.rows,
+            ONE=len(shares) == 1,
             FIELDS=FIELDS,
             COLUMNS=tiles.columns,
             BLOCK_K=tiles.depth,
@@ -171,10 +181,13 @@ def fp8_grouped_triton(
     return out
 
 
-def choose_grouped_tiles(pairs: int, experts: int, gated: bool, shared: int) -> Fp8Tiles:
-    """Choose tiles from the pairs that an expert has on average; the rows do not depend on `gated`."""
+def choose_grouped_tiles(pairs: int, experts: int, gated: bool, blocks: bool, shared: int) -> Fp8Tiles:
+    """Choose tiles from the pairs that an expert has on average; the rows do not depend on `gated`.
+
+    With scales per block, the partial sums of a larger tile need more registers than there are.
+    """
     rows = min(max(next_power_of_2(cdiv(pairs, experts)), LEAST_ROWS), MOST_ROWS)
-    large = rows == MOST_ROWS
+    large = rows == MOST_ROWS and not blocks
     tiles = Fp8Tiles(128 if large else 64, GROUP, 8 if large else 4, 4, rows)
     return tiles.fitting(shared if large else shared // 2, 2 if gated else 1)
 
@@ -199,9 +212,11 @@ def fp8_expert_parts_triton(
         return quantize_with_triton(rows.contiguous(), input_scales[index])
 
     up_tiles, down_tiles = (
-        choose_grouped_tiles(experts.numel(), count, gated, shared) for gated in (True, False)
+        choose_grouped_tiles(experts.numel(), count, gated, blocks, shared) for gated in (True, False)
     )
-    groups = group_pairs_triton(experts.view(-1), count, up_tiles.rows)
+    groups = PairGroups(experts.view(-1), experts.view(-1, 1))
+    if tokens != 1:
+        groups = group_pairs_triton(experts.view(-1), count, up_tiles.rows)
     rest = shares, groups
     inner = fp8_grouped_triton(*quantized(x, 0), gate_up, gate_up_scales, *rest, True, up_tiles, x.dtype)
     out = fp8_grouped_triton(*quantized(inner, 1), down, down_scales, *rest, False, down_tiles, x.dtype)

@@ -83,7 +83,7 @@ def fp8_product_cuda(
     dtype: torch.dtype,
 ) -> Tensor:
     rows, blocks = codes.shape[:-1].numel(), scales.ndim == 2
-    if library_is_faster(rows):
+    if library_is_faster(rows, blocks):
         out = library_product(codes, row_scales, weight, scales, bias, dtype)
         if out is not None:
             return out

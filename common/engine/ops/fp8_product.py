@@ -72,6 +72,25 @@ def add_scaled(  # type: ignore[no-untyped-def]
     return total
 
 
+@kernel
+def _step_scales(  # type: ignore[no-untyped-def]
+    line, gate_line, up_line, start, group_stride, real_row, real,
+    DEPTH: tl.constexpr, BLOCKS: tl.constexpr, GATED: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Return the scales of the rows, the gates and the up projections for the step that begins at column `start`."""
+    row_scale = 1.0
+    gate_scale = 1.0
+    up_scale = 1.0
+    if BLOCKS:
+        # Past the depth, tiles are zero.
+        group = tl.minimum(start // BLOCK_K, (DEPTH + BLOCK_K - 1) // BLOCK_K - 1)
+        row_scale = tl.load(line + group * group_stride, mask=real_row, other=0.0)
+        gate_scale = tl.load(gate_line + group, mask=real, other=0.0)
+        if GATED:
+            up_scale = tl.load(up_line + group, mask=real, other=0.0)
+    return row_scale, gate_scale, up_scale
+
+
 @kernel_with_varying("rows", "scale_stride", "group_stride")
 def _fp8_product_kernel(  # type: ignore[no-untyped-def]
     x,  # [rows, DEPTH]
@@ -101,10 +120,11 @@ def _fp8_product_kernel(  # type: ignore[no-untyped-def]
     CHAINED: tl.constexpr,
 ):
     """Each program computes BLOCK_N columns of ROWS rows over one part of the depth."""
-    await_results(CHAINED)
-    # Only now: the next kernel may read what is older than this one before it waits.
-    launch_next(CHAINED)
     first, begin, top = tl.program_id(0) * BLOCK_N, tl.program_id(1) * PART, tl.program_id(2) * ROWS
+    weight_rows = size
+    if GATED:
+        weight_rows = 2 * size
+    await_results(CHAINED)
     row, column = top + tl.arange(0, ROWS), first + tl.arange(0, BLOCK_N)
     real_row, real = row < rows, column < size
     groups: tl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
@@ -115,20 +135,24 @@ def _fp8_product_kernel(  # type: ignore[no-untyped-def]
         up_line = scales_ptr + (size + column) // BLOCK_K * groups
     out = tl.zeros((BLOCK_N, ROWS), tl.float32)
     up = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    weight_rows = size
-    if GATED:
-        weight_rows = 2 * size
+    row_scale, gate_scale, up_scale = _step_scales(
+        line, gate_line, up_line, begin, group_stride, real_row, real, DEPTH, BLOCKS, GATED, BLOCK_K
+    )
     for start in range(begin, begin + PART, BLOCK_K):
-        row_scale = 1.0
-        gate_scale = 1.0
-        up_scale = 1.0
-        if BLOCKS:
-            # Past the depth, tiles are zero.
-            group = tl.minimum(start // BLOCK_K, groups - 1)
-            row_scale = tl.load(line + group * group_stride, mask=real_row, other=0.0)
-            gate_scale = tl.load(gate_line + group, mask=real, other=0.0)
-            if GATED:
-                up_scale = tl.load(up_line + group, mask=real, other=0.0)
+        # A step ahead: they arrive while this step multiplies.
+        next_row, next_gate, next_up = _step_scales(
+            line,
+            gate_line,
+            up_line,
+            start + BLOCK_K,
+            group_stride,
+            real_row,
+            real,
+            DEPTH,
+            BLOCKS,
+            GATED,
+            BLOCK_K,
+        )
         few = tl.trans(_load_codes(x, top, start, rows, x_stride, DEPTH, CUT, BULK, DECODED, ROWS, BLOCK_K))
         tile = _load_codes(
             weight, first, start, weight_rows, DEPTH, DEPTH, CUT, BULK, DECODED, BLOCK_N, BLOCK_K
@@ -139,6 +163,13 @@ def _fp8_product_kernel(  # type: ignore[no-untyped-def]
                 weight, size + first, start, weight_rows, DEPTH, DEPTH, CUT, BULK, DECODED, BLOCK_N, BLOCK_K
             )
             up = add_scaled(up, tile, few, up_scale, row_scale, BLOCKS, EVERY)
+        if BLOCKS:
+            row_scale, gate_scale = next_row, next_gate
+            if GATED:
+                up_scale = next_up
+    # Not before the wait: the next kernel may read what is older than this one before it waits. After the last step,
+    # because layers were up to 6 % slower if later kernels waited beside the steps (tests/bench/NOTES.md).
+    launch_next(CHAINED)
     if not BLOCKS:
         row_scale = tl.load(line, mask=real_row, other=0.0)
         out *= tl.load(gate_line, mask=real, other=0.0)[:, None] * row_scale[None, :]

@@ -16,10 +16,8 @@ ALONE, SHARING = 8, 4
 ENOUGH = 3  # steps in flight below which programs do not share
 # Programs per multiprocessor among which a product's depth is divided, with scales per channel and per block.
 CHANNEL_PROGRAMS, BLOCK_PROGRAMS = 1, 2
-# Rows from which on the library's product is faster.
-LIBRARY_ROWS = 129
-# Rows up to which the activation is part of the product, and a product's depth is divided.
-JOINED_ROWS = 64
+# Rows up to which these kernels are faster than the library's, with scales per channel and per block.
+CHANNEL_ROWS, BLOCK_ROWS = 128, 64
 
 
 class Fp8Tiles(NamedTuple):
@@ -46,9 +44,13 @@ class Fp8Tiles(NamedTuple):
         return self._replace(stages=max(min(self.stages, most), 1))
 
 
-def library_is_faster(rows: int) -> bool:
-    """Return whether the library's product is faster for so many rows."""
-    return rows >= LIBRARY_ROWS
+def library_is_faster(rows: int, blocks: bool) -> bool:
+    """Return whether the library's product is faster for so many rows.
+
+    Args:
+        blocks: the weight has scales per block.
+    """
+    return rows > (BLOCK_ROWS if blocks else CHANNEL_ROWS)
 
 
 def choose_fp8_tiles(
@@ -65,8 +67,8 @@ def choose_fp8_tiles(
 
 
 def choose_fp8_gated_tiles(rows: int, blocks: bool, shared: int = H200.shared_bytes) -> Fp8Tiles | None:
-    """Choose tiles for a product with its activation; None for so many rows that two kernels are as fast."""
-    if rows > JOINED_ROWS:
+    """Choose tiles for a product with its activation; None if the library is faster."""
+    if library_is_faster(rows, blocks):
         return None
     return _tiles(rows, rows <= LEAST_ROWS and not blocks, shared, matrices=2)
 
@@ -81,7 +83,7 @@ def divide_fp8_depth(
     programs_each = BLOCK_PROGRAMS if blocks else CHANNEL_PROGRAMS
     tiles = _tiles(rows, programs_each == 1, shared)
     programs, steps = cdiv(size, tiles.columns), cdiv(depth, tiles.depth)
-    if rows > JOINED_ROWS or steps < 8 or 3 * programs >= 2 * processors:
+    if library_is_faster(rows, blocks) or steps < 8 or 3 * programs >= 2 * processors:
         return None
     wanted = max(min(programs_each * processors // programs, 8), 2)
     return tiles._replace(parts=cdiv(steps, cdiv(steps, wanted)))
