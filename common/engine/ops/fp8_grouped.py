@@ -15,10 +15,17 @@ from common.engine.ops.fp8_rows import quantize_rows_triton, quantize_with_trito
 from common.engine.ops.fp8_tiles import LEAST_ROWS, MOST_ROWS, Fp8Tiles
 from common.engine.ops.group_pairs import FIELDS, PairGroups, group_pairs_triton
 from common.engine.ops.shared_memory import room_of
-from common.engine.ops.triton_kernel import await_previous, cdiv, chained, kernel, next_power_of_2, tl
+from common.engine.ops.triton_kernel import (
+    await_previous,
+    cdiv,
+    chained,
+    kernel_with_varying,
+    next_power_of_2,
+    tl,
+)
 
 
-@kernel
+@kernel_with_varying("scale_stride", "group_stride")
 def _fp8_grouped_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [tokens, DEPTH] codes, or if not GATED [pairs, DEPTH] by place
     row_scales_ptr,  # [rows of x], or if BLOCKS [rows of x, groups]
