@@ -45,14 +45,15 @@ def test_rounding_changes_texts() -> None:
         assert [call.ids for call in calls] != exact
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
-@pytest.mark.parametrize("draft", ["none", "eagle3"])
+@pytest.mark.parametrize(
+    ("chunk", "draft"), [(1, "none"), (7, "eagle3"), (64, "none"), (64, "eagle3"), (512, "eagle3")]
+)
 def test_chunks(chunk: int, draft: str) -> None:
     model, step = (NoDraftModel(), autoregressive) if draft == "none" else EAGLE
     shape = Shape(kv=KV, chunk_tokens=chunk, page_size=4, completion=Deferred, draft=model, step=step)
     with NodeCluster(shape) as cluster:
-        page = cluster.decode.pool.layout.spec
-        assert page.page_bytes == 4 * (2 * 2 * 2 * 8 + (0 if draft == "none" else 2 * 2 * 8))
+        spec = cluster.decode.pool.layout.spec
+        assert spec.page_bytes == 4 * (2 * 2 * 2 * 8 + (0 if draft == "none" else 2 * 2 * 8))
         expect(cluster, [prompt_of(n) for n in (1, 9, 65)])
 
 
