@@ -484,6 +484,7 @@ class NodeCluster:
                 assert decode.receiver.quarantined_pages == 0
                 assert decode.rows.free == self.shape.max_running, "a row is held"
                 assert decode.retraction.used_bytes == decode.backups.nbytes == 0, "a backup is held"
+                assert decode.pacing.counters.missing == 0, "a step wrote no progress marks"
                 self._check_space(decode)
 
     def _check_space(self, side: PrefillSide | DecodeSide) -> None:
