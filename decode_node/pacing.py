@@ -157,10 +157,12 @@ class Pacing:
     def _synchronize(self, step: PacedCompletion, value: int, missing: int) -> None:
         """Correct the count after missing marks. Forwards that were no steps are noticed when nothing is in flight."""
         newest = self._newest
-        if newest is None or newest is step:
+        if newest is step:
             self._count = value
-        else:
-            self._count = max(self._count - missing, value)
+            return
+        # A step that is not paced may be in flight, which has not written its marks yet.
+        self._count = max(self._count - missing, value)
+        if newest is not None:
             newest.first = self._count - self._marks
 
     def _learn_launch(self, now: float) -> None:

@@ -190,6 +190,18 @@ def test_the_wait_for_a_mark_ends() -> None:
     assert loop.device.now - begin < PATIENCE + 1.0
 
 
+def test_steps_that_are_not_paced_are_counted() -> None:
+    loop = _Loop()
+    loop.steps(20)
+    loop.pacing.unpaced()
+    unpaced = loop.device.launch()
+    loop.drain()
+    unpaced.completion.wait(loop.tick)
+    loop.steps(5)
+    assert loop.pacing.counters.missing == 0
+    assert loop.left[-1] == pytest.approx(2 * MS, abs=0.2 * MS)
+
+
 def test_forwards_that_are_no_steps_do_not_confuse_the_count() -> None:
     loop = _Loop()
     loop.steps(20)
