@@ -17,11 +17,11 @@ from common.node.overlap import Completion
 from common.observability.logs import Log
 from decode_node.step_result import Launched, StepResult
 
-MARGIN = 0.0002  # seconds added to the measured time of a launch: the loop sees a mark that much later
+MARGIN = 0.0001  # seconds added to the measured time of a launch: the loop sees a mark that much later
 MOST_MARGIN = 0.005
 RAISED, LOWERED = 1.5, 0.99  # factors of the margin after a launch that came too late, and in time
 MOST_LAUNCH = 0.02
-KEPT = 0.98  # decay of the slowest launch with each further one
+KEPT = 0.95  # decay of the slowest launch with each further one
 FOLLOWED = 0.1  # share of a longer time after a mark that one step adds; a shorter time counts at once
 PRECISE = 0.0004  # seconds between two looks at the count; times of marks between others are not taken
 MOST_MISSING = 3  # steps in a row without their marks, after which steps are launched at once

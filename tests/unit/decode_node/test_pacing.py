@@ -145,7 +145,7 @@ def test_steps_that_are_shorter_than_a_launch_are_followed_at_once() -> None:
 def test_a_launch_that_came_too_late_makes_the_next_ones_earlier() -> None:
     loop = _Loop()
     loop.steps(20)
-    loop.launch_seconds = 4 * MS
+    loop.launch_seconds = 4.5 * MS
     loop.step()
     loop.launch_seconds = 1 * MS
     assert loop.pacing.counters.late == 1
