@@ -10,6 +10,7 @@ import torch
 
 from common.checkpoint.model_config import ModelConfig
 from common.checkpoint.model_files import read_weight_files
+from common.checkpoint.weight_formats import DENSE
 from common.engine.layers.placement import Placement
 from common.engine.layers.ranks import OneRank
 from common.engine.models.checkpoint_layout import checkpoint_layout
@@ -47,11 +48,12 @@ def check_memory_before_loading(plan: NodePlan, device: torch.device, shard: Sha
         without = () if pool.runs_vision else layout.vision_prefixes
         memory = MemoryPlan(
             weights=sum(weight_bytes(each, dtype, without) for each in files)
-            - bytes_of_other_ranks(config, dtype, share.shard),
+            - bytes_not_held(config, dtype, share.shard),
             pool=0,
             sampling=adjustment_bytes(share.max_rows, config.vocab_size),
             state=(share.state_slots + 1) * spec.state_bytes + window.nbytes(share.max_rows),
             snapshots=share.state_snapshots * spec.state_bytes,
+            weight_format="" if config.weights == DENSE else config.weights.method,
         )
         if config.vision is not None and pool.runs_vision:
             encoder = encoder_bytes(config.vision, config.hidden_size, dtype)
@@ -72,12 +74,18 @@ def check_memory_before_loading(plan: NodePlan, device: torch.device, shard: Sha
     return memory, beside
 
 
-def bytes_of_other_ranks(config: ModelConfig, dtype: torch.dtype, shard: Shard) -> int:
-    """Return the bytes of a model's weights that this rank does not hold; allocates nothing."""
+def bytes_not_held(config: ModelConfig, dtype: torch.dtype, shard: Shard) -> int:
+    """Return the bytes of a checkpoint, as `weight_bytes` counts them, that this rank does not hold; allocates nothing.
+
+    Other ranks hold a part of them, and dense weights that are quantised while they are loaded become smaller. The
+    result is negative where a scale per tensor is kept for every row.
+    """
     nowhere = Placement(dtype, torch.device("meta"), OneRank(shard))
     whole: dict[str, int] = {}
     held = 0
     for piece in build_model(config, nowhere).pieces():
-        whole[piece.name] = math.prod(piece.whole) * piece.into.element_size()
+        # A tensor that is quantised is dense in the file.
+        itemsize = dtype.itemsize if piece.store is not None and piece.dtypes else piece.into.element_size()
+        whole[piece.name] = math.prod(piece.whole) * itemsize
         held += piece.into.nbytes
     return sum(whole.values()) - held

@@ -30,6 +30,7 @@ class MemoryPlan:
     encoder: int = 0  # for a forward of the vision part: encoder_memory.py
     state: int = 0  # slots and windows of a model that keeps a state per request
     snapshots: int = 0  # saved states of cached prefixes of such a model
+    weight_format: str = ""  # of `weights`, unless they have the dtype of activations
 
     @property
     def total(self) -> int:
@@ -37,9 +38,10 @@ class MemoryPlan:
         return self.weights + self.pool + beside + self.state + self.snapshots
 
     def __str__(self) -> str:
+        stored = f" ({self.weight_format})" if self.weight_format else ""
         graphs = "graphs not measured yet" if self.graphs is None else f"graphs {_gib(self.graphs)}"
         return (
-            f"weights {_gib(self.weights)} + KV pool {_gib(self.pool)} + {graphs} + "
+            f"weights {_gib(self.weights)}{stored} + KV pool {_gib(self.pool)} + {graphs} + "
             f"room to work {_gib(self.working)} + sampling state {_gib(self.sampling)}"
             + (f" + state of requests {_gib(self.state)}" if self.state else "")
             + (f" + states of cached prefixes {_gib(self.snapshots)}" if self.snapshots else "")

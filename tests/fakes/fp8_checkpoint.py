@@ -31,7 +31,7 @@ def quantised_tensors(
     stored = stored_weights({"quantization_config": section}, "config.json")
     assert isinstance(stored, Fp8Weights)
     found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in _separate_experts(tensors).items():
         product = name.removesuffix(".weight")
         scheme = stored.scheme_of(product)
         if scheme is None or tensor.ndim != 2 or product == name or product.endswith(DENSE):
@@ -42,6 +42,23 @@ def quantised_tensors(
         found[f"{product}.{scheme.scale}"] = scales
         if scheme.static:
             found[f"{product}.input_scale"] = torch.tensor(input_scale)
+    return found
+
+
+def _separate_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Replace stacks of experts by a matrix per expert, as all published files in FP8 have them."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem, _, last = name.rpartition(".")
+        if not stem.endswith(".experts") or tensor.ndim != 3:
+            found[name] = tensor
+            continue
+        for index, matrix in enumerate(tensor):
+            parts = {"down_proj": matrix}
+            if last == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True))
+            for part, values in parts.items():
+                found[f"{stem}.{index}.{part}.weight"] = values.contiguous()
     return found
 
 

@@ -38,7 +38,7 @@ def block_scales(name: str, into: Tensor, codes: Piece) -> Piece:
     if any(begin % BLOCK_SIZE for begin in codes.begin):
         raise ModelError(
             f"{codes.name}: a part of the weight begins at {list(codes.begin)}, inside a block of {BLOCK_SIZE} x "
-            f"{BLOCK_SIZE} values that share a scale; serve it with fewer ranks"
+            f"{BLOCK_SIZE} values that share a scale; use fewer ranks, or a checkpoint with scales per channel"
         )
     whole = tuple(blocks_in(size) for size in codes.whole)
     return Piece(name, into, whole, tuple(begin // BLOCK_SIZE for begin in codes.begin))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.checkpoint.fp8_weights import BLOCK, EVERYTHING, ONLINE, TENSOR, Fp8Scheme, Fp8Weights
 from common.checkpoint.model_config import ModelConfig, model_fingerprint
+from common.checkpoint.model_files import read_weight_files
 from common.engine.formats.dense import DenseLinear
 from common.engine.formats.fp8 import Fp8Format, Fp8Linear
 from common.engine.formats.joined import JoinedLinear
@@ -26,6 +27,9 @@ from common.engine.ops.fp8_linear import values_of
 from common.engine.ops.fp8_rows import quantize_rows
 from common.engine.weights import load_weights
 from common.errors import ConfigError, ModelError
+from common.kv_cache.shard import WHOLE
+from common.node.device_memory import bytes_not_held
+from common.node.memory import weight_bytes
 from tests.fakes.fp8_checkpoint import write_checkpoint
 from tests.fakes.fp8_sections import BLOCKS, MODELOPT, MODELOPT_FILE, SECTIONS, TENSOR_STATIC
 from tests.unit.engine import families
@@ -165,6 +169,23 @@ def test_weights_are_quantised_at_load_time(checkpoints: dict[str, Path]) -> Non
         assert torch.equal(product.scales[begin : begin + len(codes)], scales[:, 0])
     assert isinstance(model.lm_head, DenseLinear)
     check_blocks_near(model, load_model(path)[0])
+
+
+@pytest.mark.parametrize("form", ["online", "tensor-static"])
+def test_the_memory_plan_counts_weights_as_they_are_held(
+    form: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    path, quantization = checkpoints["shared"], "fp8" if form == "online" else "none"
+    if form != "online":
+        path = write_checkpoint(path, tmp_path / form, SECTIONS[form])
+    model, config = load_model(path, quantization=quantization)
+    files = read_weight_files(path)
+    planned = weight_bytes(files, torch.float32) - bytes_not_held(config, torch.float32, WHOLE)
+    held = sum(each.nbytes for each in model.parameters())
+    # A plan leaves out what is computed from other tensors: scales of rows that are quantised at load time.
+    scales = sum(each.nbytes for name, each in model.named_parameters() if name.endswith("scales"))
+    assert planned == pytest.approx(held - (scales if form == "online" else 0), rel=0.01)
+    assert held < 0.5 * sum(each.nbytes for each in load_model(checkpoints["shared"])[0].parameters())
 
 
 def test_nodes_of_other_formats_do_not_share_pages(checkpoints: dict[str, Path]) -> None:
