@@ -15,8 +15,8 @@ from common.checkpoint.fp8_weights import (
     TENSOR,
     Fp8Scheme,
     Fp8Weights,
+    check_kv_scheme,
     checked_patterns,
-    has_kv_scales,
 )
 from common.checkpoint.json_fields import optional_section, section, shown
 from common.checkpoint.weight_formats import FormatRecord
@@ -48,8 +48,8 @@ def parse(raw: Mapping[str, Any], where: str) -> Fp8Weights:
         scheme = _scheme(group, at)
         schemes += ((target, scheme) for target in checked_patterns(group.get("targets"), "targets", at))
     ignored = checked_patterns(raw.get("ignore"), "ignore", where)
-    kv_scales = has_kv_scales(raw.get("kv_cache_scheme"), "kv_cache_scheme", where)
-    return Fp8Weights(METHOD, tuple(schemes), ignored, kv_scales=kv_scales)
+    check_kv_scheme(raw.get("kv_cache_scheme"), "kv_cache_scheme", where)
+    return Fp8Weights(METHOD, tuple(schemes), ignored)
 
 
 def _scheme(group: Mapping[str, Any], where: str) -> Fp8Scheme:

@@ -12,8 +12,8 @@ from common.checkpoint.fp8_weights import (
     TENSOR,
     Fp8Scheme,
     Fp8Weights,
+    check_kv_scheme,
     checked_patterns,
-    has_kv_scales,
 )
 from common.checkpoint.json_fields import shown
 from common.checkpoint.weight_formats import FormatRecord
@@ -45,8 +45,8 @@ def parse(raw: Mapping[str, Any], where: str) -> Fp8Weights:
         )
     scheme = Fp8Scheme(TENSOR, static) if block is None else Fp8Scheme(BLOCK, scale="weight_scale_inv")
     ignored = tuple(pattern for key in IGNORED for pattern in checked_patterns(raw.get(key), key, where))
-    kv_scales = has_kv_scales(raw.get("kv_cache_scheme"), "kv_cache_scheme", where)
-    return Fp8Weights("fp8", ((EVERYTHING, scheme),), ignored, kv_scales=kv_scales)
+    check_kv_scheme(raw.get("kv_cache_scheme"), "kv_cache_scheme", where)
+    return Fp8Weights("fp8", ((EVERYTHING, scheme),), ignored)
 
 
 RECORD = FormatRecord(parse, "common.engine.formats.fp8:fp8_format")

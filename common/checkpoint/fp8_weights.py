@@ -22,7 +22,6 @@ REGEX, GLOB = "re:", "glob:"
 MAX_PATTERNS, MAX_PATTERN = 65_536, 512
 # A pattern with more repetitions, or with a repeated group, may take very long on a name that does not match.
 MAX_REPETITIONS = 4
-KV_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale")
 # Beginnings of the language model's names in checkpoints with other parts, and in those without.
 NESTED = (
     ("model.language_model.", "model."),
@@ -58,12 +57,6 @@ class Fp8Weights(StoredWeights):
     ignored: tuple[str, ...] = ()
     # The checkpoint is dense, and weights are quantised while they are loaded.
     online: bool = False
-    # The checkpoint has scales for keys and values, which are kept as `kv.dtype` says.
-    kv_scales: bool = False
-
-    @property
-    def unread(self) -> tuple[str, ...]:
-        return KV_SCALES if self.kv_scales else ()
 
     @property
     def quantization(self) -> str:
@@ -72,8 +65,7 @@ class Fp8Weights(StoredWeights):
     def describe(self) -> str:
         schemes = "; ".join(dict.fromkeys(str(scheme) for _, scheme in self.schemes))
         online = ", quantised at load time" if self.online else ""
-        unused = ", scales of keys and values not used" if self.kv_scales else ""
-        return f"fp8 ({schemes}{online}{unused})"
+        return f"fp8 ({schemes}{online})"
 
     def scheme_of(self, product: str) -> Fp8Scheme | None:
         """Return the scheme of a product, by its name in a text-only checkpoint without `.weight`; None: dense."""
@@ -107,22 +99,19 @@ def matches(pattern: str, product: str) -> bool:
     return any(f".{pattern}." in f".{name}." for name in _spellings(product))
 
 
-def has_kv_scales(scheme: object, key: str, where: str) -> bool:
-    """Return whether a checkpoint has FP8 scales of keys and values. Raises ModelError for other numbers.
+def check_kv_scheme(scheme: object, key: str, where: str) -> None:
+    """Raise ModelError if a checkpoint was made for keys and values in another format than FP8.
 
     Args:
         scheme: the config's value of `key`: None, the name of a format, or the description of its numbers.
     """
-    if scheme is None:
-        return False
     if isinstance(scheme, dict):
         scheme = (scheme.get("type"), scheme.get("num_bits"))
-    if scheme not in (("float", 8), "FP8", "static"):
+    if scheme not in (None, ("float", 8), "FP8", "static"):
         raise ModelError(
             f"{where}: {key} {shown(scheme)} is not supported, only FP8; without the key keys and values are kept as "
             "kv.dtype says"
         )
-    return True
 
 
 def checked_patterns(found: object, key: str, where: str) -> tuple[str, ...]:

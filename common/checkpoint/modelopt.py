@@ -16,8 +16,8 @@ from common.checkpoint.fp8_weights import (
     TENSOR,
     Fp8Scheme,
     Fp8Weights,
+    check_kv_scheme,
     checked_patterns,
-    has_kv_scales,
 )
 from common.checkpoint.json_fields import section, shown
 from common.checkpoint.weight_formats import FormatRecord
@@ -50,10 +50,9 @@ def parse(raw: Mapping[str, Any], where: str) -> Fp8Weights:
     keys = ("exclude_modules", "ignore")
     patterns = [each for key in keys for each in checked_patterns(raw.get(key), key, where)]
     ignored = tuple(f"{GLOB}{each}" if "*" in each else each for each in patterns)
-    kv_scales = any(
-        [has_kv_scales(raw.get(key), key, where) for key in ("kv_cache_quant_algo", "kv_cache_scheme")]
-    )
-    return Fp8Weights(METHOD, ((EVERYTHING, Fp8Scheme(TENSOR, static=True)),), ignored, kv_scales=kv_scales)
+    for key in ("kv_cache_quant_algo", "kv_cache_scheme"):
+        check_kv_scheme(raw.get(key), key, where)
+    return Fp8Weights(METHOD, ((EVERYTHING, Fp8Scheme(TENSOR, static=True)),), ignored)
 
 
 RECORD = FormatRecord(parse, "common.engine.formats.fp8:fp8_format")

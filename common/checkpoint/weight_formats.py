@@ -25,11 +25,6 @@ class StoredWeights:
         """The value of the config key `model.quantization` that weights were given; "none" if they are as stored."""
         return "none"
 
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """The suffixes of tensors that the checkpoint may have and that are not loaded."""
-        return ()
-
     def describe(self) -> str:
         """Return the format for logs and /server_info."""
         return self.method

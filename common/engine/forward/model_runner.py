@@ -85,5 +85,5 @@ def load_model(
     pieces = (piece._replace(name=layout.language(piece.name)) for piece in model.pieces())
     file = Path(path) / "config.json"
     modules = module_prefixes(read_json(file), str(file))
-    load_weights(path, pieces, progress, (*tied, *config.weights.unread), (*layout.vision_prefixes, *modules))
+    load_weights(path, pieces, progress, tied, (*layout.vision_prefixes, *modules))
     return model, config

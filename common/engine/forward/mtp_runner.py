@@ -63,8 +63,7 @@ def load_mtp(path: Path, draft: DraftConfig, target: CausalLM, placement: Placem
         for name in names
         if draft.mtp.shared and name.startswith(f"{draft.mtp.module}.layers.") and not name.startswith(layers)
     )
-    ignored = (*copies, *draft.model.weights.unread)
-    load_weights(path, model.pieces(), ignore=ignored, aside=unused, within=prefixes)
+    load_weights(path, model.pieces(), ignore=copies, aside=unused, within=prefixes)
     for prefix, head in zip(prefixes, model.heads, strict=True):
         if head.embed_tokens is target.embed_tokens and f"{prefix}{EMBEDDING}.weight" in names:
             _take_embedding(path, head, target)

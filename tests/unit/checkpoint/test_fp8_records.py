@@ -26,7 +26,7 @@ DESCRIBED = {
     "channel-dynamic": "fp8 (per channel, dynamic activations)",
     "compressed-static": "fp8 (per tensor, static activations)",
     "compressed-block": "fp8 (per block, dynamic activations)",
-    "modelopt": "fp8 (per tensor, static activations, scales of keys and values not used)",
+    "modelopt": "fp8 (per tensor, static activations)",
 }
 
 

@@ -128,7 +128,7 @@ def test_experts_and_gated_delta_layers(
 
 
 def test_older_modelopt_files_are_beside_the_config(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Its scales of keys and values are known, and not used."""
+    """Its scales of keys and values are no part of the weights."""
     section = {**MODELOPT_FILE["quantization"], "quant_method": "modelopt"}
     path = write_checkpoint(checkpoints["dense"], tmp_path / "modelopt", section)
     stored = load_file(path / "model.safetensors")
@@ -139,7 +139,7 @@ def test_older_modelopt_files_are_beside_the_config(checkpoints: dict[str, Path]
     del config["quantization_config"]
     (path / "config.json").write_text(json.dumps(config))
     loaded = load_model(path)[1].weights
-    assert loaded.describe() == "fp8 (per tensor, static activations, scales of keys and values not used)"
+    assert loaded.describe() == "fp8 (per tensor, static activations)"
     assert isinstance(loaded, Fp8Weights)
     assert loaded.scheme_of("lm_head") is None
 
