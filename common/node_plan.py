@@ -45,7 +45,7 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
     weights_id: str  # fingerprint of the weights, equal on all nodes of a cluster
     dtype: str  # torch's name of the dtype of weights, activations and KV
     max_model_len: int | None  # None: the model's own
-    quantization: str = "none"  # of dense weights while they are loaded
+    quantization: str = "none"  # applied to dense weights while they are loaded
 
 
 class SpeculationPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,7 @@ class SpeculationPlan(msgspec.Struct, frozen=True, kw_only=True):
     draft_path: str | None  # None if the algorithm has no draft model
     steps: int
     topk: int
-    draft_quantization: str = "none"  # of the draft model's dense weights while they are loaded
+    draft_quantization: str = "none"  # applied to the draft model's dense weights while they are loaded
 
 
 class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):

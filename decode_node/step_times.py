@@ -9,8 +9,8 @@ class StepTimes:
     """Steps run one after another: one begins when it is launched, or when the step before it ends."""
 
     def __init__(self) -> None:
-        self._launched: deque[float] = deque()  # of steps that have not ended, oldest first
-        self._ended = 0.0  # of the step before these
+        self._launched: deque[float] = deque()  # launches of steps that have not ended, oldest first
+        self._ended = 0.0  # end of the step before these
 
     def launched(self, now: float) -> None:
         """Note that a step has been launched."""

@@ -75,7 +75,7 @@ class Inbound:
     moved_at: float = 0.0
     state_slot: int = 0
     record: HandoffRecord | None = None  # set when it has arrived
-    times: RecordTimes = NO_TIMES  # of the record
+    times: RecordTimes = NO_TIMES  # the record's
     aborted_for: tuple[str, str] = ("", "")  # code, reason; repeated while quarantined
 
     @property

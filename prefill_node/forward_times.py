@@ -30,7 +30,7 @@ class ForwardTimes:
         self.curve = curve
         self._learns = learns
         self._begun: deque[_Running] = deque()
-        self.measured_seconds = self.predicted_seconds = 0.0  # of all forwards whose time was measured
+        self.measured_seconds = self.predicted_seconds = 0.0  # over all forwards whose time was measured
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
         """Record that a forward over these chunks is launched."""

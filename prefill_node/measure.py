@@ -13,7 +13,7 @@ from prefill_node.graphs.prefill_extend import PrefillExtend, idle_extend
 
 RUNS = 3  # per size, after one run that is not counted
 SMALLEST = 16
-CONTEXT_SHARE = 8  # of the sequence that measures context, the last such part is new
+CONTEXT_SHARE = 8  # one part in this many, the last, is new in the sequence that measures context
 MOST_SEQUENCE = 16_384  # tokens of that sequence
 
 
@@ -21,7 +21,7 @@ MOST_SEQUENCE = 16_384  # tokens of that sequence
 class MeasuredTimes:
     """Times of forwards in milliseconds."""
 
-    by_tokens: dict[int, float] = field(default_factory=dict)  # of one prompt, without context
+    by_tokens: dict[int, float] = field(default_factory=dict)  # for one prompt, without context
     # per token and token of its context, which earlier forwards have computed; 0.0: not measured
     context_ms: float = 0.0
 
@@ -38,7 +38,7 @@ class MeasuredNode:
     vocab_size: int
     page_size: int
     device: torch.device
-    axes: tuple[int, ...] = ()  # of the model's RopeConfig
+    axes: tuple[int, ...] = ()  # the axes of the model's RopeConfig
     state: bool = False  # the model keeps a state per request
 
     def batch(self, tokens: int, context: int = 0) -> ForwardBatch:

@@ -33,7 +33,7 @@ class LaunchPacing:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._running: Completion | None = None  # of the latest launch
+        self._running: Completion | None = None  # the latest launch's
         self._ends = -math.inf  # when it is predicted to end
         self._began = 0.0  # when the host began to prepare it
         self._slowest = 0.0  # seconds of a launch, preparation included

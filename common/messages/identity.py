@@ -121,7 +121,7 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     # Prefill nodes: device seconds of forwards, and what the node predicted for the same ones.
     forward_seconds: Finite = 0.0
     predicted_forward_seconds: Finite = 0.0
-    late_launches: Total = 0  # of steps: the device had run out of work before
+    late_launches: Total = 0  # steps before which the device had run out of work
     missing_marks: Total = 0  # steps that ended without writing their progress marks
     retractions: Total = 0
     transfers: Total = 0

@@ -36,9 +36,9 @@ PAGE = 16
 class Row:
     model: str
     texts: int
-    tokens: int  # of answers
+    tokens: int  # tokens of all answers
     spread: float  # standard deviation of the logits
-    mean_error: float  # of a logit
+    mean_error: float  # per logit
     most_error: float
     same_token: float  # share of tokens that have the largest logit in both
     right: int  # answers, with pages in the model's dtype

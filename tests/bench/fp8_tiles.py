@@ -34,7 +34,7 @@ from tests.bench.timing import copy_bandwidth, graph_us, sets_for, wake
 MATRICES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 SUMMED, GATED = ("o", "down"), "gate_up"
 SHARED = 225 << 10
-MOST_SUMS = 128 * 256  # of a program, in registers
+MOST_SUMS = 128 * 256  # limit per program, in registers
 KINDS = [  # (columns, depth, warps, stages)
     (64, 128, 4, 4),
     (64, 128, 4, 6),

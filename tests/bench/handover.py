@@ -211,7 +211,7 @@ class Row:
     token_gap_ms: tuple[float, float, float]  # between later tokens
     idle_share: float  # between the events of steps
     launch_ms: tuple[float, float, float]  # plan to launch
-    apply_ms: tuple[float, float, float]  # of that, the worker
+    apply_ms: tuple[float, float, float]  # the worker's part of that
     joining_apply_ms: tuple[float, float, float]  # the same for steps that requests join
     late: int
     missing: int

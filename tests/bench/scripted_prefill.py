@@ -29,9 +29,9 @@ class Script(msgspec.Struct, frozen=True):
     incarnation: str
     records: str  # file with the decode node's record slots
     slot_bytes: int
-    tokens: int  # of every prompt
+    tokens: int  # tokens per prompt
     first_token: int
-    topk: int  # of the draft state
+    topk: int  # top-k of the draft state
     hidden: bytes
     hidden_dtype: HiddenDtype
     seconds: tuple[float, float]  # least and most from a grant to its record

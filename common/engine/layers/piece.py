@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     single: bool = False  # the tensor has one value, in any number of axes, for all of `into`
     # Fills the storage with the block that was read, instead of a copy into `into`.
     store: Callable[[Tensor], None] | None = None
-    dtypes: tuple[str, ...] = ()  # of the tensor, as safetensors spells them; (): those that fit `into`
+    dtypes: tuple[str, ...] = ()  # the tensor's, as safetensors spells them; (): those that fit `into`
 
     @classmethod
     def all_of(cls, name: str, into: Tensor, plus: float = 0.0) -> Piece:

@@ -13,7 +13,7 @@ from decode_node.pacing import MOST_MISSING, PATIENCE, PacedCompletion, Pacing
 from decode_node.step_result import StepResult
 
 MS = 0.001
-LAYERS = (2, 4, 6, 8)  # of a step of ten layers, a millisecond each
+LAYERS = (2, 4, 6, 8)  # out of ten layers, a millisecond each
 
 
 class _Device:
