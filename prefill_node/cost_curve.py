@@ -62,22 +62,27 @@ class CostCurve:
 
     def prompt_ms(self, tokens: int, start: int = 0) -> float:
         """Return the milliseconds of `tokens` of one prompt after the first `start` ones, cut where `cut` says."""
-        if self.cut(tokens) == tokens:
+        if tokens <= self.largest and self.cut(tokens) == tokens:
             return self.ms(tokens, start * tokens)
         return self._cut_ms(tokens) + self._context_ms * start * tokens
 
-    def cut(self, tokens: int) -> int:
-        """Return how many of a prompt's remaining `tokens` its next forward has: all, or `step` of them."""
+    def cut(self, tokens: int, passing: float | None = None, behind: int = 0) -> int:
+        """Return how many of a prompt's remaining `tokens` its next forward has: all that fit, or `step` of them.
+
+        Args:
+            passing: shorter prompts that arrive per millisecond; None: one during the prompt's forwards.
+            behind: prompts that wait for this one.
+        """
         if tokens <= self.step:
             return tokens
-        if tokens <= self.largest:
-            whole = self.ms(tokens)
-            longer = self._cut_ms(tokens) - whole
-            # A prompt that arrives waits for half of the running forward on average. Cutting pays if that becomes
-            # shorter by more than this prompt becomes longer, and hardly ever for less than two steps.
-            if longer > ((whole - self.ms(self.step)) / 2 if tokens >= 2 * self.step else 0.0):
-                return tokens
-        return self.step
+        fits = min(tokens, self.largest)
+        whole = self.ms(fits)
+        longer = self._cut_ms(fits) - whole
+        # A prompt that arrives waits for half of the running forward on average. Cutting pays if that becomes shorter
+        # by more than this prompt becomes longer, and hardly ever for less than two steps.
+        arriving = 1.0 if passing is None else passing * whole
+        gained = arriving * (whole - self.ms(self.step)) / 2 if tokens >= 2 * self.step else 0.0
+        return self.step if longer * (1 + behind) <= gained else fits
 
     def _cut_ms(self, tokens: int) -> float:
         """Return the milliseconds of a prompt in chunks of `step` tokens."""

@@ -28,7 +28,7 @@ class ForwardTimes:
 
     def __init__(self, curve: CostCurve, learns: bool = False) -> None:
         self.curve = curve
-        self._learns = learns
+        self.learns = learns
         self._begun: deque[_Running] = deque()
         self.measured_seconds = self.predicted_seconds = 0.0  # over all forwards whose time was measured
 
@@ -55,7 +55,7 @@ class ForwardTimes:
             return
         self.measured_seconds += ms / 1e3
         self.predicted_seconds += begun.predicted / 1e3
-        if self._learns:
+        if self.learns:
             self.curve.learn(begun.tokens, begun.contexts, ms)
 
     def queued_ms(self, queues: Queues) -> float:

@@ -22,7 +22,7 @@ class Share(NamedTuple):
     part: int = 0
 
 
-def share(queue: Sequence[Waiting], curve: CostCurve, others: int = 0) -> Share:
+def share(queue: Sequence[Waiting], curve: CostCurve, others: int = 0, passing: float | None = None) -> Share:
     """Return the forward after which the sum of the waits for first tokens is the lowest, for a queue in this order.
 
     Two prompts share a forward if that saves those after them more time than the first one loses by waiting for the
@@ -30,13 +30,16 @@ def share(queue: Sequence[Waiting], curve: CostCurve, others: int = 0) -> Share:
 
     Args:
         others: prompts that wait, too, but are not in `queue`.
+        passing: prompts shorter than the first one that arrive per millisecond; None: see `CostCurve.cut`.
     """
     if not queue:
         return Share(0)
     whole = _whole(queue, curve, others)
-    cut = curve.cut(queue[0].remaining) if whole == 1 else queue[0].remaining
-    if cut < queue[0].remaining:
-        return Share(0, cut)
+    if whole == 1:
+        behind = 0 if passing is None else len(queue) - 1 + others
+        cut = curve.cut(queue[0].remaining, passing, behind)
+        if cut < queue[0].remaining:
+            return Share(0, cut)
     return Share(whole, _part(queue, whole, curve, others))
 
 

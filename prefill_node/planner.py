@@ -106,7 +106,8 @@ class Planner:
         """Return the plan of this turn; None if the device has nothing to do."""
         limits = self._limits
         computing = self._queues.computing.values()
-        chunks = plan_chunks(computing, now, self._times.curve, limits.max_batch, limits.grid)
+        times, arrivals = self._times, self._queues.arrivals if self._times.learns else None
+        chunks = plan_chunks(computing, now, times.curve, limits.max_batch, limits.grid, arrivals)
         if not chunks and not self._forget:
             return None
         self._generation += 1

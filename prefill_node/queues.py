@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from prefill_node.arrivals import RecentArrivals
 from prefill_node.request import PrefillRequest
 
 
@@ -23,6 +24,7 @@ class Queues:
         self.arriving: dict[int, PrefillRequest] = {}  # those of `waiting` whose images are not all decoded
         self.compiling: dict[int, PrefillRequest] = {}  # those of `waiting` whose grammar is not compiled
         self.waiting_tokens = 0
+        self.arrivals = RecentArrivals()
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.computing) + len(self.handing_over) + len(self.ending)
@@ -41,6 +43,7 @@ class Queues:
         """Add a new request."""
         self.waiting[request.room] = request
         self.waiting_tokens += request.num_tokens
+        self.arrivals.add(request.num_tokens, request.received)
         if request.images:
             self.arriving[request.room] = request
         if request.compilation is not None:

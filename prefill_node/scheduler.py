@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from common.node.ageing import aged, promoted
 from common.node.announced_work import Work
+from prefill_node.arrivals import RecentArrivals
 from prefill_node.cost_curve import CostCurve
 from prefill_node.packing import Waiting, share
 from prefill_node.request import PrefillRequest
@@ -71,7 +72,12 @@ def _rank(request: PrefillRequest, now: float, most_urgent: int) -> tuple[bool, 
 
 
 def plan_chunks(
-    computing: Iterable[PrefillRequest], now: float, curve: CostCurve, max_batch: int, grid: int = 1
+    computing: Iterable[PrefillRequest],
+    now: float,
+    curve: CostCurve,
+    max_batch: int,
+    grid: int = 1,
+    arrivals: RecentArrivals | None = None,
 ) -> list[Chunk]:
     """Return the next forward: the first prompts in order, as many as `share` says; only the last one is cut.
 
@@ -80,11 +86,13 @@ def plan_chunks(
     Args:
         curve: the times of forwards; its largest size bounds this one.
         grid: prompts are cut only at multiples of it; the largest size is one.
+        arrivals: what decides whether long prompts are cut; without them they always are.
     """
     unfinished = [request for request in computing if request.remaining and not request.ended]
     queue = list(itertools.islice(in_order(unfinished, now), max_batch))
     waiting = [Waiting(request.scheduled, request.remaining) for request in queue]
-    shared = share(waiting, curve, len(unfinished) - len(queue))
+    passing = arrivals.shorter_per_ms(queue[0].remaining, now) if arrivals is not None and queue else None
+    shared = share(waiting, curve, len(unfinished) - len(queue), passing)
     chunks = [Chunk(each, each.scheduled, each.remaining) for each in queue[: shared.whole]]
     if shared.part:
         cut = queue[shared.whole]

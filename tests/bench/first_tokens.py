@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from common.engine.graphs.ladders import prefill_token_buckets
 from common.messages.generation import SamplingParams
+from prefill_node.arrivals import RecentArrivals
 from prefill_node.cost_curve import CostCurve
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk, in_order, plan_chunks
@@ -30,6 +31,7 @@ MEASURED = {64: 4.6, 128: 5.0, 256: 6.5, 512: 12.9, 1024: 24.5, 2048: 50.2, 4096
 CONTEXT_MS = 1.62e-6  # per token and token of its context, from 8,192 tokens in chunks of 1,024
 MIXES: dict[str, Sequence[tuple[int, float]]] = {
     "1024": [(1024, 1.0)],
+    "8192": [(8192, 1.0)],
     "mix": [(64, 0.25), (512, 0.3), (1024, 0.3), (2048, 0.1), (8192, 0.05)],
 }
 LARGEST = 8192
@@ -37,7 +39,7 @@ IN_TIME_MS = 200.0
 HOST_MS = 1.1  # from a decision to the start of its forward on an idle GPU
 LEAD_MS = 3.0  # how long before the predicted end of a forward the next one is decided
 
-Choose = Callable[[Sequence[PrefillRequest], float, CostCurve], list[Chunk]]
+Choose = Callable[[Sequence[PrefillRequest], float, CostCurve, RecentArrivals], list[Chunk]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,9 @@ class Policy:
     late: bool  # decided LEAD_MS before the running forward ends, not when it begins
 
 
-def packed(computing: Sequence[PrefillRequest], now: float, curve: CostCurve) -> list[Chunk]:
+def packed(
+    computing: Sequence[PrefillRequest], now: float, curve: CostCurve, recent: RecentArrivals
+) -> list[Chunk]:
     """Choose as before: prompts in order up to the largest forward, of which the last is cut."""
     left, chunks = curve.largest, list[Chunk]()
     for request in in_order([each for each in computing if each.remaining], now):
@@ -60,9 +64,11 @@ def packed(computing: Sequence[PrefillRequest], now: float, curve: CostCurve) ->
     return chunks
 
 
-def shared(computing: Sequence[PrefillRequest], now: float, curve: CostCurve) -> list[Chunk]:
+def shared(
+    computing: Sequence[PrefillRequest], now: float, curve: CostCurve, recent: RecentArrivals
+) -> list[Chunk]:
     """Choose as the node does."""
-    return plan_chunks(computing, now, curve, 64)
+    return plan_chunks(computing, now, curve, 64, 1, recent)
 
 
 POLICIES = {
@@ -107,16 +113,22 @@ def simulate(prompts: Sequence[PrefillRequest], policy: Policy, curve: CostCurve
     waits, coming = dict[int, float](), list(reversed(prompts))
     computing: list[PrefillRequest] = []
     ends = decided = 0.0  # seconds: when the running forward ends, when the latest one was decided
-    began = 0.0
+    began, recent = 0.0, RecentArrivals()
+
+    def take() -> None:
+        request = coming.pop()
+        recent.add(request.num_tokens, request.received)
+        computing.append(request)
+
     while coming or computing:
         due = max(decided, ends - LEAD_MS / 1e3 if policy.late else began)
         while coming and coming[-1].received <= due:
-            computing.append(coming.pop())
+            take()
         if not computing:
             due = coming[-1].received if policy.late else max(ends, coming[-1].received)
             while coming and coming[-1].received <= due:
-                computing.append(coming.pop())
-        chunks = policy.choose(computing, due, curve)
+                take()
+        chunks = policy.choose(computing, due, curve, recent)
         began = max(ends, due + HOST_MS / 1e3)
         decided = due + HOST_MS / 1e3
         tokens = sum(chunk.length for chunk in chunks)

@@ -21,6 +21,7 @@ import torch
 
 from common.engine.graphs.ladders import prefill_token_buckets
 from common.node.overlap import Completion, OverlapLoop
+from prefill_node.arrivals import RecentArrivals
 from prefill_node.cost_curve import CostCurve
 from prefill_node.draft import NoDraft
 from prefill_node.forward_times import ForwardTimes
@@ -60,6 +61,7 @@ class Run:
         self._choose = policy.choose
         self._times = times
         self._pacing = LaunchPacing(time.perf_counter) if policy.late else NO_PACING
+        self._recent = RecentArrivals()
         self._coming: deque[PrefillRequest] = deque()
         self._computing: dict[int, PrefillRequest] = {}
         self.waits: dict[int, float] = {}  # milliseconds
@@ -87,7 +89,8 @@ class Run:
             if not self._prompts.admit(request):
                 break
             self._computing[self._coming.popleft().room] = request
-        return self._choose(list(self._computing.values()), now, self._times.curve) or None
+            self._recent.add(request.num_tokens, request.received)
+        return self._choose(list(self._computing.values()), now, self._times.curve, self._recent) or None
 
     def _launch(self, chunks: Sequence[Chunk]) -> LaunchedChunks:
         self._times.begin(chunks)

@@ -1,0 +1,25 @@
+"""Recent arrivals: how many shorter prompts come, in bounded memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from prefill_node.arrivals import KEPT, WINDOW, RecentArrivals
+
+
+def test_only_shorter_prompts_of_the_last_seconds_count() -> None:
+    recent = RecentArrivals()
+    assert recent.shorter_per_ms(100, 5.0) == 0.0
+    for at, tokens in ((0.0, 10), (WINDOW, 10), (WINDOW + 1, 99), (WINDOW + 1, 100)):
+        recent.add(tokens, at)
+    assert recent.shorter_per_ms(100, WINDOW + 2) == pytest.approx(2 / (1e3 * WINDOW))
+    assert recent.shorter_per_ms(5, WINDOW + 2) == 0.0
+
+
+def test_a_burst_counts_by_the_time_that_it_covers() -> None:
+    recent = RecentArrivals()
+    for number in range(2 * KEPT):
+        recent.add(10, 0.01 * number)
+    now = 0.01 * (2 * KEPT - 1)
+    assert recent.shorter_per_ms(100, now) == pytest.approx(0.1, rel=0.05)
+    assert recent.shorter_per_ms(100, now + 0.63) == pytest.approx(0.05, rel=0.05), "it has ended"
