@@ -67,7 +67,7 @@ class CostCurve:
         return self._cut_ms(tokens) + self._context_ms * start * tokens
 
     def cut(self, tokens: int, passing: float | None = None, behind: int = 0) -> int:
-        """Return how many of a prompt's remaining `tokens` its next forward has: all that fit, or `step` of them.
+        """Return the length of a prompt's next chunk if `tokens` remain: as many as fit, or `step`.
 
         Args:
             passing: shorter prompts that arrive per millisecond; None: one during the prompt's forwards.
