@@ -67,7 +67,7 @@ class CostCurve:
         return self._cut_ms(tokens) + self._context_ms * start * tokens
 
     def cut(self, tokens: int, passing: float | None = None, behind: int = 0) -> int:
-        """Return the length of a prompt's next chunk if `tokens` remain: as many as fit, or `step`.
+        """Return the length of the next chunk of a prompt that has `tokens` left.
 
         Args:
             passing: shorter prompts that arrive per millisecond; None: one during the prompt's forwards.
