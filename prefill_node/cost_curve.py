@@ -66,12 +66,12 @@ class CostCurve:
             return self.ms(tokens, start * tokens)
         return self._cut_ms(tokens) + self._context_ms * start * tokens
 
-    def cut(self, tokens: int, passing: float | None = None, behind: int = 0) -> int:
+    def cut(self, tokens: int, passing: float | None = None, waiting: int = 0) -> int:
         """Return the length of the next chunk of a prompt that has `tokens` left.
 
         Args:
             passing: shorter prompts that arrive per millisecond; None: one during the prompt's forwards.
-            behind: prompts that wait for this one.
+            waiting: prompts that wait for this one.
         """
         if tokens <= self.step:
             return tokens
@@ -82,7 +82,7 @@ class CostCurve:
         # by more than this prompt becomes longer, and hardly ever for less than two steps.
         arriving = 1.0 if passing is None else passing * whole
         gained = arriving * (whole - self.ms(self.step)) / 2 if tokens >= 2 * self.step else 0.0
-        return self.step if longer * (1 + behind) <= gained else fits
+        return self.step if longer * (1 + waiting) <= gained else fits
 
     def _cut_ms(self, tokens: int) -> float:
         """Return the milliseconds of a prompt in chunks of `step` tokens."""

@@ -36,8 +36,8 @@ def share(queue: Sequence[Waiting], curve: CostCurve, others: int = 0, passing: 
         return Share(0)
     whole = _whole(queue, curve, others)
     if whole == 1:
-        behind = 0 if passing is None else len(queue) - 1 + others
-        cut = curve.cut(queue[0].remaining, passing, behind)
+        after = 0 if passing is None else len(queue) - 1 + others
+        cut = curve.cut(queue[0].remaining, passing, after)
         if cut < queue[0].remaining:
             return Share(0, cut)
     return Share(whole, _part(queue, whole, curve, others))

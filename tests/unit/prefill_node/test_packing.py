@@ -61,7 +61,7 @@ def test_a_long_prompt_is_not_extended_by_short_ones_after_it() -> None:
 
 
 def test_a_long_prompt_is_cut_only_if_enough_shorter_ones_arrive() -> None:
-    """Whole it takes 221 ms; the forward in chunks is longer, and by that prompts wait that are behind it."""
+    """Whole it takes 221 ms; the forward in chunks is longer, and later prompts wait for that."""
     assert share(queue_of(8192), H200, passing=0.0) == Share(1)
     assert share(queue_of(8192), H200, passing=0.016) == Share(0, H200.step)
     assert share(queue_of(*[8192] * 9), H200, passing=0.0001) == Share(1)
