@@ -109,8 +109,7 @@ def encoder_graphs(
     part: LlavaPart | QwenPart, wanted: PhaseSwitch
 ) -> NodeGraphs[EncoderGraphs | PatchEncoderGraphs]:
     """Build the graphs of a model's vision part, not captured yet."""
-    needs_host = isinstance(part, QwenPart) and not part.runs_on_device
-    decision = decided(Phase.ENCODER, part.placement, wanted, needs_host)
+    decision = decided(Phase.ENCODER, part.placement, wanted, not part.runs_on_device)
     on = decision.backend != NONE
     backend = prompt_backend(decision.backend, part.placement.device)
     if isinstance(part, QwenPart):

@@ -93,8 +93,13 @@ class LearnedTower(nn.Module):
         """Return [N, C] for [N, values], without positions."""
         return self.embed.product(Activations(patches))
 
-    def placed(self, embedded: Tensor, corners: Tensor, shares: Tensor) -> Tensor:
-        """Add interpolated positions to [N, C]; `corners` and `shares` [CORNERS, N] are those of `corners_of`."""
+    def corners(self, places: Ints, sizes: Sequence[tuple[int, int]]) -> Sequence[Ints | Floats]:
+        """Return what `placed` needs for the patches of images, see `corners_of`."""
+        return corners_of(places, sizes, self.side)
+
+    def placed(self, embedded: Tensor, positions: Sequence[Tensor]) -> Tensor:
+        """Add interpolated positions to [N, C]; `positions` are the results of `corners` on the device."""
+        corners, shares = positions
         total = torch.zeros(embedded.shape, dtype=torch.float32, device=embedded.device)
         for corner, share in zip(corners, shares, strict=True):
             total.addcmul_(self.positions(corner).to(torch.float32), share[:, None])

@@ -68,6 +68,11 @@ class LlavaPart(nn.Module):
             self.projector = Projector(self.tower.config.hidden_size, hidden, vision)
         self.to(placement.dtype)
 
+    @property
+    def runs_on_device(self) -> bool:
+        """True: `encode` needs no batch data from the host."""
+        return True
+
     def forward(self, images: Sequence[Pixels]) -> list[Tensor]:
         """Return [1, tokens_per_image, hidden] per image."""
         return list(self.encode(self.pixels(images))[:, None])

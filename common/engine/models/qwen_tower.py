@@ -6,8 +6,9 @@ rotated together in place, gate and up are one product. Source: arXiv 2502.13923
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from common.engine.layers.placement import Placement
 from common.engine.models.patch_attention import PatchAttention
 
 EPS = 1e-6
+
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 class VisionMlp(nn.Module):
@@ -111,6 +114,14 @@ class VisionTower(nn.Module):
         A convolution over whole patches is a product, which cuDNN does not exploit.
         """
         return self.embed.product(Activations(patches))
+
+    def corners(self, places: Ints, sizes: Sequence[tuple[int, int]]) -> Sequence[Ints]:
+        """Return nothing: the tower has no learned positions."""
+        return ()
+
+    def placed(self, embedded: Tensor, positions: Sequence[Tensor]) -> Tensor:
+        """Return [N, C] as it is: only the angles of attention depend on positions."""
+        return embedded
 
     def merged(self, x: Tensor, residual: Tensor) -> Tensor:
         """Return [N / group, H] for x and residual [N, C]."""

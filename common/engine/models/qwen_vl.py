@@ -26,7 +26,7 @@ from common.engine.attention.segments import Segments, segments_of, takes_flash
 from common.engine.host_copies import send
 from common.engine.layers.placement import Placement
 from common.engine.models.checkpoint_layout import checkpoint_layout
-from common.engine.models.learned_tower import LearnedTower, TowerSizes, corners_of
+from common.engine.models.learned_tower import LearnedTower, TowerSizes
 from common.engine.models.model_size import check_tower_size
 from common.engine.models.qwen_tower import VisionTower
 from common.engine.models.vision_part import Pixels
@@ -35,7 +35,6 @@ from common.engine.weights import load_weights
 from common.errors import ModelError
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]] | np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +154,13 @@ class QwenPart(nn.Module):
         order = PatchOrder.of([(image.rows, image.columns) for image in images], merge, self._window)
         counts = np.array([image.tokens * merge * merge for image in images])
         host = (order.places, order.merged, order.back, _starts(order.windows), _starts(counts))
-        learned = self._corners(order, images)
+        sizes = [(image.rows * merge, image.columns * merge) for image in images]
+        learned = self.tower.corners(order.places, sizes)
         *arrays, raw = send((*host, *learned, self._bytes(images)), device)
         places, merged, back, window_starts, image_starts, *positions = arrays
         embedded = self.tower.embedded(self.patches(raw, images).to(self.placement.dtype))
-        if isinstance(self.tower, LearnedTower):
-            # An image is one window, so patches are still in the processor's order.
-            embedded = self.tower.placed(embedded, *positions)
+        # Where positions are learned, an image is one window: patches are still in the processor's order.
+        embedded = self.tower.placed(embedded, positions)
         return PatchBatch(
             groups=embedded.view(len(merged), -1)[merged],
             places=places.view(len(merged), -1),
@@ -188,14 +187,6 @@ class QwenPart(nn.Module):
         """Return copies of the result of `encode` for a batch, per image."""
         split = torch.split(encoded.index_select(0, batch.back), [image.tokens for image in images])
         return [each.view(image.rows, image.columns, -1) for each, image in zip(split, images, strict=True)]
-
-    def _corners(self, order: PatchOrder, images: Sequence[Pixels]) -> tuple[Array, ...]:
-        """Return the learned positions of the patches and their shares; nothing for a tower without any."""
-        if not isinstance(self.tower, LearnedTower):
-            return ()
-        merge = self.config.merge_size
-        sizes = [(image.rows * merge, image.columns * merge) for image in images]
-        return corners_of(order.places, sizes, self.tower.side)
 
     def examples(self) -> Sequence[Sequence[Pixels]]:
         """Return one image that has a full window and a cut one, or a small one if there are no windows."""
