@@ -19,12 +19,12 @@ from pathlib import Path
 
 import zmq
 
-from common.errors import ConfigError
+from common.errors import ConfigError, ProtocolError
 from common.ipc.curve import LinkSecurity, Plain, is_loopback, is_tcp
 from common.ipc.disconnects import Disconnects, Monitored
 from common.ipc.handshake_guard import HANDSHAKE_SECONDS, HandshakeGuard, OpenHandshakes
 from common.ipc.inbound_filter import InboundFilter
-from common.ipc.session import SMALL, Frame
+from common.ipc.session import DATA, PACK, SMALL, Frame, pack, unpack
 from common.ipc.sessions import Sessions
 
 MAX_MESSAGE_BYTES = 16 << 20  # a prompt of a million tokens is 5 MiB
@@ -189,6 +189,10 @@ class RouterSocket(Channel):
         """Send now. Returns False if the peer cannot be reached or too much waits for it; then nothing is kept."""
         return self._keep(peer, payload, must_leave=True)
 
+    def send_all(self, peer: bytes, payloads: Sequence[bytes]) -> bool:
+        """Send several small messages now, in one frame. Returns False as `send` does; then none of them is kept."""
+        return self._keep(peer, pack(payloads), must_leave=True, kind=PACK)
+
     def post(self, peer: bytes, payload: bytes) -> bool:
         """Send now, or when the peer is connected again. Returns False if it is unknown or too much waits for it."""
         return self._keep(peer, payload, must_leave=False)
@@ -243,10 +247,13 @@ class RouterSocket(Channel):
             elif len(parts) == 2:
                 damaged = self._sessions.damaged
                 payload = self._sessions.receive(peer, parts[0], parts[1], now)
-                if payload is not None:
+                if payload is None:
+                    if self._sessions.damaged != damaged:
+                        self.refuse(peer, "a damaged frame")
+                elif parts[0][0] == PACK:
+                    messages += self._unpacked(peer, payload)
+                else:
                     messages.append((peer, payload))
-                elif self._sessions.damaged != damaged:
-                    self.refuse(peer, "a damaged frame")
             elif parts:
                 self.refuse(peer, f"a message of {len(parts)} parts")
         return messages
@@ -296,12 +303,19 @@ class RouterSocket(Channel):
             with contextlib.suppress(OSError):
                 self._bound_file.unlink()
 
-    def _keep(self, peer: bytes, payload: bytes, must_leave: bool) -> bool:
+    def _unpacked(self, peer: bytes, payload: bytes) -> list[tuple[bytes, bytes]]:
+        try:
+            return [(peer, each) for each in unpack(payload)]
+        except ProtocolError as error:
+            self.refuse(peer, str(error))
+            return []
+
+    def _keep(self, peer: bytes, payload: bytes, must_leave: bool, kind: int = DATA) -> bool:
         session = self._sessions.get(peer)
         # A larger message would make the peer close the connection.
         if session is None or len(payload) > MAX_MESSAGE_BYTES:
             return False
-        frame = session.keep(payload, self.clock())
+        frame = session.keep(payload, self.clock(), kind)
         if frame is None:
             return False
         if not self._send_frame(peer, frame) and must_leave:

@@ -13,7 +13,7 @@ from common.ipc.channel import DRAIN_LIMIT, HIGH_WATER_MARK, MAX_MESSAGE_BYTES, 
 from common.ipc.connection_watch import ConnectionWatch
 from common.ipc.curve import LinkSecurity, Plain, is_tcp
 from common.ipc.routes import dial_id
-from common.ipc.session import Frame, FrameKind, Session, read_header
+from common.ipc.session import PACK, Frame, FrameKind, Session, read_header, unpack
 from common.ipc.silence_watch import SilenceWatch
 
 REDIAL_SECONDS = 0.75  # without a connection, after which it is dialled again
@@ -112,9 +112,7 @@ class Dealer(Channel):
                 if len(parts) == 1:
                     messages.append(parts[0])
                 elif len(parts) == 2:
-                    payload = self._take(parts[0], parts[1], now)
-                    if payload is not None:
-                        messages.append(payload)
+                    messages += self._take(parts[0], parts[1], now)
                 else:
                     self.damaged += 1
         return messages
@@ -123,20 +121,25 @@ class Dealer(Channel):
         self._watch.close()
         super().close()
 
-    def _take(self, header: bytes, payload: bytes, now: float) -> bytes | None:
+    def _take(self, header: bytes, payload: bytes, now: float) -> Sequence[bytes]:
+        """Process a frame; return the messages that it delivers."""
         try:
             head = read_header(header, payload)
+            if head.epoch != self._session.epoch:
+                return ()
+            if head.kind is not FrameKind.RESET:
+                delivered = self._session.receive(head, payload, now)
+                if delivered is None:
+                    return ()
+                return unpack(delivered) if head.kind == PACK else (delivered,)
         except ProtocolError:
             self.damaged += 1
-            return None
-        if head.epoch != self._session.epoch:
-            return None
-        if head.kind is not FrameKind.RESET:
-            return self._session.receive(head, payload, now)
-        if self._session.established:  # otherwise the peer has not received OPEN, which is repeated
+            return ()
+        # Until the session is established, the peer has not received OPEN, which is repeated.
+        if self._session.established:
             self.resets += 1
             self._session = self._new_session()
-        return None
+        return ()
 
     def _look_at_connection(self, now: float) -> None:
         if self._watch.reconnected(now) and self._opens:

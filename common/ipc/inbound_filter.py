@@ -22,8 +22,8 @@ from common.observability.logs import Log
 # of a peer that has reconnected. Frames left in such a connection are dropped here; the peer's session sends them
 # again.
 MADE_UP = b"\0"
-# As an integer: pyzmq converts its enums at each call.
-NOBLOCK = int(zmq.NOBLOCK)
+# As integers: pyzmq converts its enums at each call.
+NOBLOCK, EVENTS, POLLIN = int(zmq.NOBLOCK), int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class InboundFilter:
@@ -40,9 +40,12 @@ class InboundFilter:
     def receive(self, most: int) -> list[list[bytes]]:
         """Return at most `most` messages as [peer, part ...]; one that is not allowed keeps only its peer."""
         if self._check is None:
-            received = [self._named(parts) for parts in self._plain(most)]
+            received = [self._named(self._parts(first)) for first in self._first_parts(most)]
         else:
-            received = [self._allowed(identity, parts, self._check) for identity, parts in self._keyed(most)]
+            # Only a frame that is not copied says whose key its connection has proved.
+            received = [
+                self._allowed(first, self._parts(first)[1:], self._check) for first in self._first_parts(most)
+            ]
         if self.bad.anybody_cut_off:
             received = [self._not_cut_off(parts) for parts in received]
         return received
@@ -56,14 +59,6 @@ class InboundFilter:
         taken, self._newly_cut_off = self._newly_cut_off, []
         return taken
 
-    def _plain(self, most: int) -> Iterator[list[bytes]]:
-        for _ in range(most):
-            try:
-                frame = self._router.recv(NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            yield self._parts(frame)
-
     def _parts(self, frame: zmq.Frame) -> list[bytes]:
         """Return the parts of the message that begins with `frame`.
 
@@ -75,14 +70,16 @@ class InboundFilter:
             parts.append(frame.bytes)
         return parts
 
-    def _keyed(self, most: int) -> Iterator[tuple[zmq.Frame, list[bytes]]]:
-        """Yield (routing id, parts). Only a frame that is not copied says whose key its connection has proved."""
+    def _first_parts(self, most: int) -> Iterator[zmq.Frame]:
+        """Yield the first part of each message; the caller reads the others.
+
+        The socket says whether there is one more. To read in vain raises an exception, which costs three times as much.
+        """
+        router = self._router
         for _ in range(most):
-            try:
-                identity = self._router.recv(NOBLOCK, copy=False)
-            except zmq.Again:
+            if not int(router.getsockopt(EVENTS)) & POLLIN:
                 return
-            yield identity, self._parts(identity)[1:]
+            yield router.recv(NOBLOCK, copy=False)
 
     def _named(self, parts: list[bytes]) -> list[bytes]:
         routing_id = parts[0]

@@ -8,9 +8,10 @@ A frame is a header and a payload. The header contains its kind, the session's e
 received in a row from the peer, and a digest of header and payload; a frame whose digest differs counts as lost.
 
     OPEN   first frame of an epoch, by the connecting side, until the peer answers; number: none
-    DATA   number: of this payload, from 1
+    DATA   number: of this frame, from 1; its payload is one message
+    PACK   the same, with several messages in its payload
     PROBE  "I have sent up to `number`": sent after a silence; the answer says what was lost
-    ACK    number: 0, or the number of the DATA or PROBE that it answers; unacknowledged frames up to that number were
+    ACK    number: 0, or the number of the frame that it answers; unacknowledged frames up to that number were
            lost, since one connection keeps its order
     RESET  the listening side does not know this epoch: it is another process, or it has forgotten the peer
 
@@ -27,14 +28,17 @@ from __future__ import annotations
 import enum
 import struct
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 import xxhash
 
 from common.errors import ProtocolError
 
 HEADER = struct.Struct("<B7xQQQQ")  # kind, epoch, number, acknowledged, digest
+_DIGESTED = struct.Struct("<B7xQQQ")  # the header without its digest
+_NO_DIGEST = bytes(8)
 PROBE_SECONDS = 0.25  # silence while something is unacknowledged; doubled up to MAX_PROBE_SECONDS
 MAX_PROBE_SECONDS = 1.0
 ACK_SECONDS = 0.05  # for which an acknowledgement waits for a frame that carries it
@@ -54,9 +58,14 @@ class FrameKind(enum.IntEnum):
     PROBE = 3
     ACK = 4
     RESET = 5
+    PACK = 6
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
+# As integers: to convert a member of an enum costs more than to write the header.
+DATA, PACK = int(FrameKind.DATA), int(FrameKind.PACK)
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(list[bytes]).decode
 
 
 class Header(NamedTuple):
@@ -69,8 +78,12 @@ class Header(NamedTuple):
 
 
 def frame(kind: FrameKind, epoch: int, number: int, acknowledged: int, payload: bytes = b"") -> Frame:
-    digest = _digest(kind, epoch, number, acknowledged, payload)
-    return HEADER.pack(kind, epoch, number, acknowledged, digest), payload
+    return _framed(int(kind), epoch, number, acknowledged, payload)
+
+
+def _framed(kind: int, epoch: int, number: int, acknowledged: int, payload: bytes) -> Frame:
+    head = _DIGESTED.pack(kind, epoch, number, acknowledged)
+    return head + _digest(head, payload).to_bytes(8, "little"), payload
 
 
 def read_header(header: bytes, payload: bytes) -> Header:
@@ -80,22 +93,35 @@ def read_header(header: bytes, payload: bytes) -> Header:
         known = _KINDS[kind]
     except (struct.error, KeyError):
         raise ProtocolError("not a frame of a session") from None
-    if digest != _digest(kind, epoch, number, acknowledged, payload):
+    if digest != _digest(header[: _DIGESTED.size], payload):
         raise ProtocolError("a damaged frame")
     return Header(known, epoch, number, acknowledged)
 
 
-def _digest(kind: int, epoch: int, number: int, acknowledged: int, payload: bytes) -> int:
-    seed = xxhash.xxh3_64_intdigest(HEADER.pack(kind, epoch, number, acknowledged, 0))
-    return xxhash.xxh3_64_intdigest(payload, seed)
+def _digest(head: bytes, payload: bytes) -> int:
+    """Return the digest of a payload and of its header up to the digest."""
+    return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(head + _NO_DIGEST))
 
 
-@dataclass(slots=True)
-class _Kept:
+def pack(messages: Sequence[bytes]) -> bytes:
+    """Return the payload of a PACK."""
+    return _pack(messages)
+
+
+def unpack(payload: bytes) -> list[bytes]:
+    """Return the messages of a PACK. Raises ProtocolError."""
+    try:
+        return _unpack(payload)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"not a pack of messages: {error}") from None
+
+
+class _Kept(NamedTuple):
     """A payload that the peer has not acknowledged."""
 
     number: int
     payload: bytes
+    kind: int
 
 
 class Session:
@@ -146,8 +172,8 @@ class Session:
             or self._owed_bytes >= ACK_BYTES
         )
 
-    def keep(self, payload: bytes, now: float) -> Frame | None:
-        """Return the next DATA frame, kept until it is acknowledged; None while too much is waiting."""
+    def keep(self, payload: bytes, now: float, kind: int = DATA) -> Frame | None:
+        """Return the next DATA or PACK frame, kept until it is acknowledged; None while too much is waiting."""
         large = len(payload) if len(payload) >= SMALL else 0
         if len(self._kept) >= self._max_frames:
             return None
@@ -156,9 +182,10 @@ class Session:
         if not self._kept:
             self._probe_after, self._probe_at = PROBE_SECONDS, now + PROBE_SECONDS
         self._sent += 1
-        self._kept.append(_Kept(self._sent, payload))
+        kept = _Kept(self._sent, payload, kind)
+        self._kept.append(kept)
         self._kept_bytes += large
-        return self._data(self._kept[-1])
+        return self._data(kept)
 
     def take_back(self) -> None:
         """Undo the latest `keep`, whose frame was not sent and will not be."""
@@ -168,10 +195,11 @@ class Session:
         self._release(kept)
 
     def receive(self, header: Header, payload: bytes, now: float) -> bytes | None:
-        """Process a frame of this epoch; return its payload if it is the next one."""
+        """Process a frame of this epoch; return its payload if it is the next one. That of a PACK is still packed."""
         self.heard_at, self.established = now, True
-        self._acknowledge(header.acknowledged, now)
-        if header.kind is FrameKind.DATA:
+        if self._kept and self._kept[0].number <= header.acknowledged:
+            self._acknowledge(header.acknowledged, now)
+        if header.kind == DATA or header.kind == PACK:
             return self._arrived(header.number, payload, now)
         if header.kind in (FrameKind.PROBE, FrameKind.OPEN):
             self._owe_answer(header.number)
@@ -238,12 +266,11 @@ class Session:
         self._answer = max(number, self._answer or 0)
 
     def _acknowledge(self, number: int, now: float) -> None:
-        progress = False
-        while self._kept and self._kept[0].number <= number:
-            self._release(self._kept.popleft())
-            progress = True
-        if progress:
-            self._probe_after, self._probe_at = PROBE_SECONDS, now + PROBE_SECONDS
+        """Drop the frames up to `number`."""
+        kept = self._kept
+        while kept and kept[0].number <= number:
+            self._release(kept.popleft())
+        self._probe_after, self._probe_at = PROBE_SECONDS, now + PROBE_SECONDS
 
     def _release(self, kept: _Kept) -> None:
         if len(kept.payload) >= SMALL:
@@ -251,7 +278,7 @@ class Session:
 
     def _data(self, kept: _Kept) -> Frame:
         self._owed = self._owed_bytes = 0
-        return frame(FrameKind.DATA, self.epoch, kept.number, self._received, kept.payload)
+        return _framed(kept.kind, self.epoch, kept.number, self._received, kept.payload)
 
     def _ack(self, number: int) -> Frame:
         self._owed = self._owed_bytes = 0

@@ -31,6 +31,7 @@ class Sessions:
         self._of_name: dict[str, OrderedDict[bytes, None]] = {}  # each in the order of _sessions
         self._vouched: set[bytes] = set()
         self._active: set[bytes] = set()  # peers that `tend` has to process
+        self._latest: bytes | None = None  # the peer heard last, which both orders end with
         self.damaged = 0
         self.urgent = False  # some peer waits for an answer: `tend` is due at once
 
@@ -72,7 +73,7 @@ class Sessions:
         self._active.discard(peer)
 
     def receive(self, peer: bytes, header: bytes, payload: bytes, now: float) -> bytes | None:
-        """Return the payload if this is the next DATA frame, else None."""
+        """Return the payload if this is the next DATA or PACK frame, else None. That of a PACK is still packed."""
         try:
             head = read_header(header, payload)
         except ProtocolError:
@@ -85,9 +86,10 @@ class Sessions:
                     self._send(peer, frame(FrameKind.RESET, head.epoch, 0, 0))
                 return None
             session = self._open(peer, head.epoch, now)
-        else:
+        elif peer != self._latest:
             self._sessions.move_to_end(peer)
             self._of_name[name_in(peer)].move_to_end(peer)
+        self._latest = peer
         delivered = session.receive(head, payload, now)
         self.urgent = self.urgent or session.owes_answer
         self._active.add(peer)

@@ -17,7 +17,7 @@ from common.errors import ConfigError
 from common.ipc import Dealer, RouterSocket, channel, check_bind
 from common.ipc.channel import DRAIN_LIMIT, HIGH_WATER_MARK, MAX_MESSAGE_BYTES
 from common.ipc.curve import Curve, Plain
-from common.ipc.session import SMALL
+from common.ipc.session import SMALL, FrameKind, frame
 from tests.fakes.disks import FullDisk, small_disk
 from tests.fakes.held_context import Context
 from tests.fakes.keyless import Keyless
@@ -93,6 +93,37 @@ def test_messages_pass_both_ways(context: Context, address: str) -> None:
     assert until(dealer.drain) == [b"answer"]
     assert dealer.drain() == []
     assert router.drain() == []
+
+
+def test_messages_sent_together_arrive_one_by_one(context: Context, address: str) -> None:
+    router, dealer = pair(context, address)
+    assert router.send(b"peer", b"before")
+    assert router.send_all(b"peer", [b"one", b"two"])
+    assert router.send(b"peer", b"after")
+    got: list[bytes] = []
+    until(lambda: got.extend(dealer.drain()) or len(got) == 4)
+    assert got == [b"before", b"one", b"two", b"after"]
+    assert not router.send_all(b"stranger", [b"one"])
+
+
+def test_a_frame_that_packs_no_messages_is_refused(
+    context: Context, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ends count it; what follows it arrives."""
+    router, dealer = pair(context, address)
+    monkeypatch.setattr(channel, "pack", lambda messages: b"no pack")
+    assert router.send_all(b"peer", [b"one"])
+    assert router.send(b"peer", b"later")
+    assert until(dealer.drain) == [b"later"]
+    assert dealer.damaged == 1
+    stranger = context.socket(zmq.DEALER)
+    stranger.setsockopt(zmq.IDENTITY, b"stranger")
+    stranger.connect(router.address)
+    frames = [frame(FrameKind.OPEN, 7, 0, 0), frame(FrameKind.PACK, 7, 1, 0, b"no pack")]
+    for each in (*frames, frame(FrameKind.DATA, 7, 2, 0, b"later")):
+        stranger.send_multipart(each)
+    assert until(router.drain) == [(b"stranger", b"later")]
+    assert router.refused == 1
 
 
 def test_peers_are_distinguished(context: Context, address: str) -> None:

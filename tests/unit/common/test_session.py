@@ -14,12 +14,15 @@ from common.ipc.session import (
     ACK_SECONDS,
     GAP_SECONDS,
     MAX_PROBE_SECONDS,
+    PACK,
     PROBE_SECONDS,
     SMALL,
     Frame,
     FrameKind,
     Session,
+    pack,
     read_header,
+    unpack,
 )
 from common.ipc.sessions import FORGET_SECONDS, STRANGER_SECONDS, Sessions
 from tests.fakes.clock import Clock
@@ -225,6 +228,29 @@ def test_a_message_that_could_not_be_sent_is_taken_back() -> None:
     ours.take_back()
     assert ours.keep(b"another second", 0.0) != second
     assert read_header(*(ours.keep(b"third", 0.0) or (b"", b""))).number == 3
+
+
+def test_a_pack_is_one_frame_and_is_sent_again_as_a_pack() -> None:
+    ours, theirs = session(), session()
+    messages = [b"one", b"", b"three"]
+    lost = ours.keep(pack(messages), 0.0, PACK)
+    later = ours.keep(b"later", 0.0)
+    assert lost is not None
+    assert later is not None
+    assert theirs.receive(read_header(*later), later[1], 0.0) is None, "a gap"
+    [report] = theirs.due(0.0)
+    ours.receive(read_header(*report), b"", 0.0)
+    again = [(read_header(*each), each[1]) for each in ours.due(0.0)]
+    assert [head.kind for head, _ in again] == [FrameKind.PACK, FrameKind.DATA]
+    got = [theirs.receive(head, payload, 0.0) for head, payload in again]
+    assert unpack(got[0] or b"") == messages
+    assert got[1] == b"later"
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc0", b"\x91\x01", b"\x92\xc4\x01x", b"\xdd\xff\xff\xff\xff"])
+def test_a_payload_that_is_no_pack_is_refused(payload: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not a pack of messages"):
+        unpack(payload)
 
 
 @pytest.mark.parametrize("header", [b"", b"x", bytes(40), bytes([9]) + bytes(39), bytes(100)])
