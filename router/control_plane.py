@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from common.errors import HandshakeRefused, NodeLost, ProtocolError, RequestError, TransferFailed, from_code
-from common.ipc import LinkSecurity, RouterSocket
+from common.ipc import LinkSecurity, RouterSocket, packs
 from common.messages.node_inbox import HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.protocol import PROTOCOL_VERSION, undecodable_version
 from common.messages.router_inbox import (
@@ -140,6 +140,19 @@ class ControlPlane:
         sent = self._socket.send(peer.encode(), encode(message))
         # Sending may consume a readable edge.
         self._look_soon()
+        return sent
+
+    def send_all(self, peer: str, messages: Sequence[msgspec.Struct]) -> int:
+        """Send messages to the node with this routing id, small ones in common frames; return how many were sent."""
+        if self._closed:
+            return 0
+        address = peer.encode()
+        self._look_soon()
+        sent = 0
+        for payloads in packs([encode(message) for message in messages]):
+            if not self._socket.send_all(address, payloads):
+                break
+            sent += len(payloads)
         return sent
 
     def announce_loss(self, node: Node) -> None:

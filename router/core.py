@@ -10,7 +10,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.metrics.router_metrics import RouterMetrics
 from router.nodes.flush import flush_caches
 from router.nodes.health import NodeHealth
-from router.nodes.outbox import Send
+from router.nodes.outbox import SendAll
 from router.nodes.registry import Node, NodeRegistry
 from router.nodes.return_watch import ReturnWatch
 from router.parts import ControlLink, Dispatching, NodeRules, Observation
@@ -39,7 +39,7 @@ def assemble_core(
     nodes: NodeRules,
     dispatching: Dispatching,
     observation: Observation,
-    wrap: Callable[[Send], Send] = lambda send: send,
+    wrap: Callable[[SendAll], SendAll] = lambda send_all: send_all,
 ) -> Core:
     """Bind the control socket and compose what runs requests.
 
@@ -78,7 +78,7 @@ def assemble_core(
     dispatcher = Dispatcher(
         registry,
         dispatching.policies,
-        wrap(control.send),
+        wrap(control.send_all),
         dispatching.limits,
         metrics,
         log,

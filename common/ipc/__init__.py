@@ -3,5 +3,6 @@
 from common.ipc.channel import RouterSocket, check_bind
 from common.ipc.curve import LinkSecurity, Plain
 from common.ipc.dealer import Dealer
+from common.ipc.session import packs
 
-__all__ = ["Dealer", "LinkSecurity", "Plain", "RouterSocket", "check_bind"]
+__all__ = ["Dealer", "LinkSecurity", "Plain", "RouterSocket", "check_bind", "packs"]

@@ -190,7 +190,9 @@ class RouterSocket(Channel):
         return self._keep(peer, payload, must_leave=True)
 
     def send_all(self, peer: bytes, payloads: Sequence[bytes]) -> bool:
-        """Send several small messages now, in one frame. Returns False as `send` does; then none of them is kept."""
+        """Send messages now, in one frame. Returns False as `send` does; then none of them is kept."""
+        if len(payloads) == 1:
+            return self._keep(peer, payloads[0], must_leave=True)
         return self._keep(peer, pack(payloads), must_leave=True, kind=PACK)
 
     def post(self, peer: bytes, payload: bytes) -> bool:

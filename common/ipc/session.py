@@ -28,7 +28,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -45,6 +45,8 @@ ACK_SECONDS = 0.05  # for which an acknowledgement waits for a frame that carrie
 ACK_FRAMES = 64  # received frames after which it is sent at once
 ACK_BYTES = 1 << 20
 GAP_SECONDS = 0.2  # between two reports of one gap
+# Messages that share a frame, and their bytes: the frame stays SMALL.
+MAX_PACKED, MAX_PACKED_BYTES = 64, 8 << 10
 SMALL = 16 << 10  # payloads below are bounded only by their number, so an abort can pass waiting images
 
 Frame = tuple[bytes, bytes]  # header, payload
@@ -106,6 +108,18 @@ def _digest(head: bytes, payload: bytes) -> int:
 def pack(messages: Sequence[bytes]) -> bytes:
     """Return the payload of a PACK."""
     return _pack(messages)
+
+
+def packs(messages: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """Divide messages, in order, into groups for one frame each: small ones together, as long as the frame is small."""
+    start = size = 0
+    for at, message in enumerate(messages):
+        if at > start and (size + len(message) > MAX_PACKED_BYTES or at - start >= MAX_PACKED):
+            yield messages[start:at]
+            start, size = at, 0
+        size += len(message)
+    if messages:
+        yield messages[start:]
 
 
 def unpack(payload: bytes) -> list[bytes]:

@@ -40,6 +40,9 @@ class Attempt:
     decode_over: bool = False
     transferred: bool = False  # the prefill node has handed over the pages
     blamed: set[str] = field(default_factory=set)  # incarnations that the next attempt should avoid
+    # The node to which its messages cannot be sent, or the exception of one that cannot be encoded.
+    unreached: Node | Exception | None = None
+    deadline: asyncio.TimerHandle | None = None
     woken: asyncio.Event = field(default_factory=asyncio.Event)
     # Takes the tokens of a run at once; None unless the reader's task waits and has nothing to do.
     direct: TakeNow | None = None
@@ -112,6 +115,11 @@ class Attempt:
         """End the attempt with `error`, unless it has already failed or finished."""
         if self.error is None and self.finish_reason is None:
             self.error = error
+        self._wake()
+
+    def not_sent(self, reason: Node | Exception) -> None:
+        """Note that not all of its messages were sent."""
+        self.unreached = reason
         self._wake()
 
     def lose(self, node: Node, reason: str) -> None:

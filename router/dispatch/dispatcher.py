@@ -48,7 +48,7 @@ from router.dispatch.running_requests import RunningRequests
 from router.metrics.router_metrics import RouterMetrics
 from router.metrics.timeline import Timeline, Timelines
 from router.nodes.health import NodeHealth
-from router.nodes.outbox import Outbox, Send
+from router.nodes.outbox import Outbox, Parcel, SendAll
 from router.nodes.placement import PlacementPolicy
 from router.nodes.placer import Placer, unavailable
 from router.nodes.registry import Node, NodeRegistry
@@ -64,18 +64,18 @@ class Dispatcher:
         self,
         registry: NodeRegistry,
         policies: dict[Role, PlacementPolicy],
-        send: Send,
+        send_all: SendAll,
         limits: DispatchLimits,
         metrics: RouterMetrics,
         log: Log,
         health: NodeHealth | None = None,
         events: EventLog = NO_EVENTS,
     ) -> None:
-        """`send` takes (routing id, message) and returns False if the node cannot be reached."""
+        """`send_all` sends messages to a node, as the outbox does."""
         self._registry = registry
         self.health = health or NodeHealth(0.0, time.monotonic)
         self._placer = Placer(registry, policies, self.health)
-        self._outbox = Outbox(send)
+        self._outbox = Outbox(send_all)
         self._limits = limits
         self._metrics = metrics
         self._log = log
@@ -289,13 +289,11 @@ class Dispatcher:
         try:
             await self._turns.wait()
             attempt = await self._place(flight, trial, started)
-            trial.placed()
         except BaseException:
             trial.release()
             raise
         first = not flight.said
         delivery = Delivery(flight, attempt, trial, self.health, self.poison, self._events)
-        deadline = asyncio.get_running_loop().call_at(flight.deadline, attempt.expire)
         try:
             while True:
                 if not (first or attempt.woken.is_set()):
@@ -316,15 +314,15 @@ class Dispatcher:
                     await self._turns.wait()  # one lost node may fail a thousand requests
                     raise attempt.error
         finally:
-            deadline.cancel()
             trial.release()
             flight.avoid |= attempt.blamed
             self._close(attempt)
 
     async def _place(self, flight: InFlight, trial: Trial, started: float) -> Attempt:
-        """Choose a pair of nodes and send both halves of the request. `started`: when its wait for a pair began.
+        """Choose a pair of nodes, send both halves of the request, and wait for the first token or a failure.
 
-        A node to which sending fails counts as unreachable until it is heard from; that is not a failed attempt.
+        `started`: when the wait for a pair began. A node to which sending fails counts as unreachable until it is heard
+        from; that is not a failed attempt.
         """
         loop = asyncio.get_running_loop()
         tokens = flight.tokens
@@ -336,17 +334,22 @@ class Dispatcher:
             self._open(attempt, flight, len(tokens))
             remaining_ms = max(int((flight.deadline - loop.time()) * 1000), 1)
             messages = placement_messages(flight.request, attempt, tokens, remaining_ms)
-            pending = self._outbox.put(messages)
+            parcel = Parcel(messages, attempt.not_sent, trial.placed if trial.isolated else None)
+            self._outbox.put(parcel)
             try:
-                unreached = await pending
+                await attempt.woken.wait()
             except BaseException:
-                if pending.cancelled():
+                if parcel.cancel():
                     # Nothing was sent.
                     attempt.prefill_over = attempt.decode_over = True
                 self._close(attempt)
                 raise
+            unreached = attempt.unreached
             if unreached is None:
                 return attempt
+            if isinstance(unreached, Exception):
+                self._close(attempt)
+                raise unreached
             self._registry.unreachable(unreached)
             self.health.node_failed(unreached)
             # The message to the decode node is sent first, so only that node can hold state of this attempt.
@@ -368,6 +371,7 @@ class Dispatcher:
         prefill, decode, timeline = attempt.prefill, attempt.decode, flight.timeline
         self._attempts[attempt.room] = flight.attempt = attempt
         self._flights[attempt.room] = flight
+        attempt.deadline = asyncio.get_running_loop().call_at(flight.deadline, attempt.expire)
         now = time.monotonic()
         self.timelines.open(attempt.room, timeline, now, prefill.incarnation, decode.incarnation)
         prefill.rooms.add(attempt.room, tokens, prefill.prompt_ms(tokens))
@@ -381,6 +385,8 @@ class Dispatcher:
 
     def _close(self, attempt: Attempt) -> None:
         """End an attempt, finished or not, and abort whatever a node still holds of it."""
+        if attempt.deadline is not None:
+            attempt.deadline.cancel()
         del self._attempts[attempt.room]
         self._flights.pop(attempt.room).attempt = None
         self.timelines.close(attempt.room)

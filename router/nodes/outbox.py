@@ -1,13 +1,13 @@
 """Sends what the requests of one turn of the event loop have for nodes together, at the end of the turn.
 
-A message that finds ZMQ's thread asleep has to wake it, which costs several times as much as the message itself.
+Messages for one node share frames, because a frame costs much more than a message: it is numbered, digested and kept
+until it is acknowledged, and ZMQ's thread has to be woken if it sleeps.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -15,48 +15,105 @@ from router.nodes.registry import Node
 
 # From routing id and message to whether the node can be reached.
 Send = Callable[[str, msgspec.Struct], bool]
-Messages = list[tuple[str, Node, msgspec.Struct]]  # (routing id, node, message) in sending order
-Unreached = asyncio.Future[Node | None]  # the first node to which sending failed
+# From routing id and messages to how many of them were sent: fewer if the node cannot be reached.
+SendAll = Callable[[str, Sequence[msgspec.Struct]], int]
+Message = tuple[str, Node, msgspec.Struct]  # (routing id, node, message)
+
+
+class Parcel:
+    """The messages of one placement, in sending order. They leave up to the first that cannot be sent."""
+
+    __slots__ = ("_sent", "_unsent", "_waits", "failed", "messages")
+
+    def __init__(
+        self,
+        messages: Iterable[Message],
+        unsent: Callable[[Node | Exception], None],
+        sent: Callable[[], None] | None = None,
+    ) -> None:
+        """`sent` is called once all messages have been sent.
+
+        Otherwise `unsent` is called with the node that cannot be reached, or with the exception of a message that
+        cannot be encoded.
+        """
+        self.messages = list(messages)
+        self.failed = False
+        self._unsent = unsent
+        self._sent = sent
+        self._waits = True
+
+    def start(self) -> bool:
+        """Return whether the messages should be sent now."""
+        return self.cancel()
+
+    def cancel(self) -> bool:
+        """Send none of the messages. Returns False if they have been sent already."""
+        waited, self._waits = self._waits, False
+        return waited
+
+    def fail(self, reason: Node | Exception) -> None:
+        self.failed = True
+        self._unsent(reason)
+
+    def has_message(self, index: int) -> bool:
+        """Return whether the message with this index is to be sent next. Calls `sent` after the last one."""
+        if self.failed:
+            return False
+        if index < len(self.messages):
+            return True
+        if self._sent is not None:
+            self._sent()
+        return False
 
 
 class Outbox:
-    """Messages leave in the order in which they were put here."""
+    """The first messages of all parcels leave first, then the second ones: those of one parcel stay in order."""
 
-    def __init__(self, send: Send) -> None:
-        """`send` takes (routing id, message) and returns False if the node cannot be reached."""
-        self._send = send
-        self._waiting: deque[tuple[Messages, Unreached | None]] = deque()
+    def __init__(self, send_all: SendAll) -> None:
+        self._send_all = send_all
+        self._waiting: list[Parcel] = []
 
-    def put(self, messages: Iterable[tuple[str, Node, msgspec.Struct]]) -> Unreached:
-        """Send the messages up to the first that fails. If the result is cancelled before, none of them is sent."""
-        unreached: Unreached = asyncio.get_running_loop().create_future()
-        self._add(list(messages), unreached)
-        return unreached
+    def put(self, parcel: Parcel) -> None:
+        """Send a parcel at the end of the turn, unless it is cancelled before."""
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._waiting.append(parcel)
 
     def post(self, node: Node, message: msgspec.Struct) -> None:
         """Send one message; it does not matter whether the node can be reached."""
-        self._add([(node.routing_id, node, message)], None)
-
-    def _add(self, messages: Messages, unreached: Unreached | None) -> None:
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._waiting.append((messages, unreached))
+        self.put(Parcel([(node.routing_id, node, message)], _report))
 
     def _flush(self) -> None:
-        waiting, self._waiting = self._waiting, deque()
-        for messages, unreached in waiting:
-            if unreached is not None and unreached.done():
-                continue
-            try:
-                failed = next((node for peer, node, each in messages if not self._send(peer, each)), None)
-            # One message that cannot be sent must not hold up those of other requests.
-            except Exception as error:
-                if unreached is None:
-                    asyncio.get_running_loop().call_exception_handler(
-                        {"message": "a message to a node could not be sent", "exception": error}
-                    )
-                else:
-                    unreached.set_exception(error)
-                continue
-            if unreached is not None:
-                unreached.set_result(failed)
+        parcels, self._waiting = self._waiting, []
+        parcels = [parcel for parcel in parcels if parcel.start()]
+        index = 0
+        while parcels:
+            by_peer: dict[str, list[Parcel]] = {}
+            for parcel in parcels:
+                by_peer.setdefault(parcel.messages[index][0], []).append(parcel)
+            for peer, sharing in by_peer.items():
+                self._deliver(peer, sharing, index)
+            index += 1
+            parcels = [parcel for parcel in parcels if parcel.has_message(index)]
+
+    def _deliver(self, peer: str, parcels: Sequence[Parcel], index: int) -> None:
+        try:
+            sent = self._send_all(peer, [parcel.messages[index][2] for parcel in parcels])
+        except Exception as error:
+            # One message that cannot be encoded must not hold up those of other requests.
+            if len(parcels) == 1:
+                parcels[0].fail(error)
+            else:
+                for parcel in parcels:
+                    self._deliver(peer, [parcel], index)
+            return
+        for parcel in parcels[sent:]:
+            parcel.fail(parcel.messages[index][1])
+
+
+def _report(reason: Node | Exception) -> None:
+    """Tell the event loop about a message that nobody waits for and that cannot be encoded."""
+    if isinstance(reason, Exception):
+        asyncio.get_running_loop().call_exception_handler(
+            {"message": "a message to a node could not be sent", "exception": reason}
+        )

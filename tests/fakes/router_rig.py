@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from router.core import assemble_core
 from router.dispatch.answer_states import AnswerStates
 from router.dispatch.generation import GenerationRequest, PromptBatch, TokenDelta
 from router.dispatch.limits import DispatchLimits
-from router.nodes.outbox import Send
+from router.nodes.outbox import SendAll
 from router.nodes.placement import PlacementPolicy, RoundRobin
 from router.nodes.registration import ExpectedNode, RegistrationRules
 from router.parts import ControlLink, Dispatching, NodeRules, Observation
@@ -48,8 +48,8 @@ class RouterRig:
         # the cluster file, which grows with the nodes of the test
         self.expected: dict[str, ExpectedNode] = {}
         self.rooms: set[int] = set()
-        # What the dispatcher sends through; a test may replace it.
-        self.send: Send
+        # Sends one message of the dispatcher and returns whether the node was reached; a test may replace it.
+        self.send: Callable[[str, msgspec.Struct], bool] = self._send
         queued_bytes = limits.pop("queued_bytes", QUEUED_BYTES)
         nodes = NodeRules(
             RegistrationRules(self.expected, page_size=16, max_model_len=4096, vocab_size=VOCAB_SIZE),
@@ -86,14 +86,22 @@ class RouterRig:
         self.nodes: list[FakeNode] = []
         core.start()
 
-    def _recording(self, send: Send) -> Send:
-        """Send through `self.send`, and note the rooms of messages."""
-        self.send = send
-        return self._send
+    def _recording(self, send_all: SendAll) -> SendAll:
+        """Send through `self.send` once it was replaced, and note the rooms of messages."""
+        self._to_node = send_all
+        return self._send_all
 
     def _send(self, peer: str, message: msgspec.Struct) -> bool:
-        self.rooms.add(getattr(message, "room", 0))
-        return self.send(peer, message)
+        return self._to_node(peer, [message]) == 1
+
+    def _send_all(self, peer: str, messages: Sequence[msgspec.Struct]) -> int:
+        self.rooms.update(getattr(message, "room", 0) for message in messages)
+        if self.send == self._send:
+            return self._to_node(peer, messages)
+        for sent, message in enumerate(messages):
+            if not self.send(peer, message):
+                return sent
+        return len(messages)
 
     def close(self) -> None:
         for node in self.nodes:

@@ -13,6 +13,8 @@ from common.ipc.session import (
     ACK_FRAMES,
     ACK_SECONDS,
     GAP_SECONDS,
+    MAX_PACKED,
+    MAX_PACKED_BYTES,
     MAX_PROBE_SECONDS,
     PACK,
     PROBE_SECONDS,
@@ -21,6 +23,7 @@ from common.ipc.session import (
     FrameKind,
     Session,
     pack,
+    packs,
     read_header,
     unpack,
 )
@@ -245,6 +248,18 @@ def test_a_pack_is_one_frame_and_is_sent_again_as_a_pack() -> None:
     got = [theirs.receive(head, payload, 0.0) for head, payload in again]
     assert unpack(got[0] or b"") == messages
     assert got[1] == b"later"
+
+
+def test_messages_are_packed_in_order_and_small() -> None:
+    assert list(packs([])) == []
+    few = [b"x" * 100] * 3
+    assert list(packs(few)) == [few]
+    large = bytes(MAX_PACKED_BYTES)
+    assert list(packs([b"a", large, b"b", b"c", large])) == [[b"a"], [large], [b"b", b"c"], [large]]
+    many = [b"%d" % number for number in range(2 * MAX_PACKED + 1)]
+    groups = list(packs(many))
+    assert [each for group in groups for each in group] == many
+    assert max(len(pack(group)) for group in [*groups, [bytes(MAX_PACKED_BYTES)]]) < SMALL
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc0", b"\x91\x01", b"\x92\xc4\x01x", b"\xdd\xff\xff\xff\xff"])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
 from common.messages.node_inbox import Abort
-from router.nodes.outbox import Outbox
+from router.nodes.outbox import Outbox, Parcel
 from router.nodes.registry import Node
 from tests.unit.router.dispatch.test_attempt import node
 
@@ -17,75 +18,109 @@ PREFILL, DECODE = node("prefill"), node("decode")
 
 
 class Sent:
-    """Records messages; nodes in `gone` cannot be reached."""
+    """Records the rooms of messages that are sent together; nodes in `gone` cannot be reached."""
 
     def __init__(self) -> None:
-        self.rooms: list[int] = []
+        self.rooms: list[list[int]] = []
         self.gone: set[str] = set()
+        self.room_for = 100  # messages in one call, as if the next frame could not be sent
+        self.broken: set[int] = set()  # rooms whose messages cannot be encoded
 
-    def __call__(self, peer: str, message: msgspec.Struct) -> bool:
-        assert isinstance(message, Abort)
-        self.rooms.append(message.room)
-        return peer not in self.gone
+    def __call__(self, peer: str, messages: Sequence[msgspec.Struct]) -> int:
+        rooms = [each.room for each in messages if isinstance(each, Abort)]
+        if self.broken & set(rooms):
+            raise ValueError(f"rooms {rooms}")
+        if peer in self.gone:
+            return 0
+        self.rooms.append(rooms[: self.room_for])
+        return len(self.rooms[-1])
+
+
+class Outcome:
+    """What became of a parcel."""
+
+    def __init__(self, box: Outbox, *messages: tuple[str, Node, Abort]) -> None:
+        self.sent = False
+        self.reason: Node | Exception | None = None
+        self.parcel = Parcel(messages, self._unsent, self._all_sent)
+        box.put(self.parcel)
+
+    def _all_sent(self) -> None:
+        self.sent = True
+
+    def _unsent(self, reason: Node | Exception) -> None:
+        self.reason = reason
 
 
 def message(room: int, to: Node = DECODE) -> tuple[str, Node, Abort]:
     return to.routing_id, to, Abort(room=room, reason="x")
 
 
-async def test_everything_of_a_turn_leaves_in_order() -> None:
+async def test_the_messages_of_a_turn_for_one_node_leave_together() -> None:
     sent = Sent()
     box = Outbox(sent)
-    first = box.put([message(1), message(2, PREFILL)])
+    first = Outcome(box, message(1), message(2, PREFILL))
     box.post(DECODE, Abort(room=3, reason="x"))
-    second = box.put([message(4)])
+    second = Outcome(box, message(4), message(5, PREFILL))
     assert not sent.rooms, "the turn goes on"
-    assert await asyncio.gather(first, second) == [None, None]
-    assert sent.rooms == [1, 2, 3, 4]
+    await asyncio.sleep(0)
+    assert sent.rooms == [[1, 3, 4], [2, 5]]
+    assert [(each.sent, each.reason) for each in (first, second)] == [(True, None)] * 2
+    third = Outcome(box, message(6))
+    await asyncio.sleep(0)
+    assert third.sent
+    assert sent.rooms[2:] == [[6]]
 
 
 async def test_nothing_follows_a_message_that_cannot_be_sent() -> None:
     sent = Sent()
     sent.gone.add(DECODE.routing_id)
     box = Outbox(sent)
-    assert await box.put([message(1), message(2, PREFILL)]) is DECODE
-    assert sent.rooms == [1]
+    outcome = Outcome(box, message(1), message(2, PREFILL))
+    other = Outcome(box, message(3, PREFILL))
+    await asyncio.sleep(0)
+    assert outcome.reason is DECODE
+    assert not outcome.sent
+    assert other.sent
+    assert sent.rooms == [[3]]
+
+
+async def test_messages_that_no_longer_fit_fail_alone() -> None:
+    sent = Sent()
+    sent.room_for = 2
+    box = Outbox(sent)
+    outcomes = [Outcome(box, message(room)) for room in (1, 2, 3)]
+    await asyncio.sleep(0)
+    assert [each.sent for each in outcomes] == [True, True, False]
+    assert outcomes[2].reason is DECODE
 
 
 async def test_a_request_that_is_given_up_in_the_same_turn_sends_nothing() -> None:
     sent = Sent()
     box = Outbox(sent)
-
-    async def place() -> None:
-        await box.put([message(1), message(2, PREFILL)])
-
-    placing = asyncio.create_task(place())
-    await asyncio.sleep(0)
-    placing.cancel()
+    given_up = Outcome(box, message(1), message(2, PREFILL))
+    assert given_up.parcel.cancel()
     box.post(DECODE, Abort(room=3, reason="x"))
-    with pytest.raises(asyncio.CancelledError):
-        await placing
     await asyncio.sleep(0)
-    assert sent.rooms == [3]
+    assert sent.rooms == [[3]]
+    assert not given_up.sent
+    late = Outcome(box, message(4))
+    await asyncio.sleep(0)
+    assert not late.parcel.cancel(), "it was sent"
 
 
-async def test_a_message_that_raises_holds_up_no_other() -> None:
+async def test_a_message_that_cannot_be_encoded_holds_up_no_other() -> None:
     """The request that it belongs to gets the error; what nobody waits for is reported to the loop."""
     sent, reported = Sent(), list[dict[str, Any]]()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-
-    def send(peer: str, each: msgspec.Struct) -> bool:
-        assert isinstance(each, Abort)
-        if each.room in (1, 3):
-            raise ValueError(f"room {each.room}")
-        return sent(peer, each)
-
-    box = Outbox(send)
-    first = box.put([message(1), message(2)])
+    sent.broken = {1, 3}
+    box = Outbox(sent)
+    first = Outcome(box, message(1), message(2))
     box.post(DECODE, Abort(room=3, reason="x"))
-    last = box.put([message(4)])
-    with pytest.raises(ValueError, match="room 1"):
-        await first
-    assert await last is None
-    assert sent.rooms == [4]
-    assert [str(each["exception"]) for each in reported] == ["room 3"]
+    last = Outcome(box, message(4))
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match=r"rooms \[1\]"):
+        raise first.reason if isinstance(first.reason, Exception) else AssertionError
+    assert last.sent
+    assert sent.rooms == [[4]]
+    assert [str(each["exception"]) for each in reported] == ["rooms [3]"]
