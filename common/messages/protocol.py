@@ -11,8 +11,8 @@ from typing import Final
 
 import msgspec
 
-# Raise it with every change of a message in this folder; a test compares it with the fields.
-PROTOCOL_VERSION: Final = 11
+# Raise it with every change of a message in this folder, which a test compares with the fields, and of frames.
+PROTOCOL_VERSION: Final = 12
 UNVERSIONED: Final = 0  # the version of peers whose messages have none
 
 

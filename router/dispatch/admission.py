@@ -35,12 +35,25 @@ class Room:
 class NodeRoom:
     """Computes the `Room` of all nodes that are up."""
 
-    def __init__(self, nodes: Callable[[], Iterable[Node]], requests_per_node: int) -> None:
-        """`requests_per_node`: requests that a decode node may have in its batch or in transfer."""
+    def __init__(
+        self, nodes: Callable[[], Iterable[Node]], requests_per_node: int, version: Callable[[], int]
+    ) -> None:
+        """`requests_per_node`: requests that a decode node may have in its batch or in transfer.
+
+        `version` changes whenever a node or its reported load does: the sums are kept until then.
+        """
         self._nodes = nodes
         self._requests = requests_per_node
+        self._version = version
+        self._known: tuple[int, Room] | None = None
 
     def __call__(self) -> Room:
+        version = self._version()
+        if self._known is None or self._known[0] != version:
+            self._known = version, self._sum()
+        return self._known[1]
+
+    def _sum(self) -> Room:
         tokens = requests = spare = 0
         for node in self._nodes():
             if node.role == "decode" and node.state == "up":

@@ -83,7 +83,7 @@ class Dispatcher:
         self._attempts: dict[int, Attempt] = {}  # room -> current attempt
         self._flights: dict[int, InFlight] = {}  # room -> request of the attempt
         self.poison = PoisonWatch(self.health.clock, limits.max_crashes)
-        room = NodeRoom(lambda: registry, limits.requests_per_node)
+        room = NodeRoom(lambda: registry, limits.requests_per_node, lambda: registry.version)
         self.admission = Admission(room, limits.reserved_tokens, limits.queue_wait, time.monotonic)
         metrics.placement.waiting.set_function(lambda: self.admission.waiting)
         self._budget = RetryBudget(limits.retry_ratio, self.health.clock)
@@ -344,8 +344,7 @@ class Dispatcher:
                     attempt.prefill_over = attempt.decode_over = True
                 self._close(attempt)
                 raise
-            unreached = attempt.unreached
-            if unreached is None:
+            if (unreached := attempt.unreached) is None:
                 return attempt
             if isinstance(unreached, Exception):
                 self._close(attempt)

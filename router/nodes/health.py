@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from common.messages.identity import Role
 from router.nodes.breaker import BreakerLimits, Breakers
 from router.nodes.outliers import Outliers
-from router.nodes.registry import ROLES, Node
+from router.nodes.registry import ROLES, EligibleNodes, Node
 
 PairKey = tuple[str, str]  # incarnations of the prefill node and of the decode node
 PAIR_LIMITS = BreakerLimits(failures=1, window=10.0, first_pause=1.0, longest_pause=30.0)
@@ -52,9 +52,7 @@ class NodeHealth:
     def weights(self, nodes: Sequence[Node]) -> list[float]:
         """Relative shares of requests for the nodes of one role, each at most 1."""
         now = self.clock()
-        if nodes and now - self._judged.get(nodes[0].role, -math.inf) >= JUDGED_EVERY:
-            self._judged[nodes[0].role] = now
-            self.outliers.judge([node.incarnation for node in nodes])
+        self._judge(nodes, now)
         warm_since = now - self._slow_start
         starts = [1.0 if node.since <= warm_since else self._start_weight(node, now) for node in nodes]
         if 1.0 not in starts:
@@ -65,6 +63,20 @@ class NodeHealth:
         return [
             start * self.outliers.weight(node.incarnation) for node, start in zip(nodes, starts, strict=True)
         ]
+
+    def uniform(self, nodes: EligibleNodes) -> bool:
+        """Return whether all nodes take equal shares: none is slow, new, or has failed lately."""
+        now = self.clock()
+        for of_role in nodes.of.values():
+            self._judge(of_role, now)
+        failures = self.pairs or self.checksums or self.nodes
+        return not failures and self.outliers.none and now - nodes.joined >= self._slow_start
+
+    def _judge(self, nodes: Sequence[Node], now: float) -> None:
+        """Compare the speeds of all nodes of a role, unless that was done a moment ago."""
+        if nodes and now - self._judged.get(nodes[0].role, -math.inf) >= JUDGED_EVERY:
+            self._judged[nodes[0].role] = now
+            self.outliers.judge([node.incarnation for node in nodes])
 
     def _start_weight(self, node: Node, now: float) -> float:
         """Return the weight of a node during its slow start."""

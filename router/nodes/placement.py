@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -33,6 +33,13 @@ class PlacementPolicy(Protocol):
     """Chooses one of `candidates`, which is never empty."""
 
     def choose(self, candidates: Sequence[Candidate]) -> Candidate: ...
+
+
+@runtime_checkable
+class SamplingPolicy(PlacementPolicy, Protocol):
+    """A policy that chooses as well among some of many nodes of full weight."""
+
+    most_candidates: int
 
 
 class Shares:
@@ -84,7 +91,12 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Chooses the least `cost` per weight; among equals the node with the fewest requests, then in turn."""
+    """Chooses the least `cost` per weight; among equals the node with the fewest requests, then in turn.
+
+    The least loaded of some nodes is hardly more loaded than that of all, so many nodes are sampled.
+    """
+
+    most_candidates = 16
 
     def __init__(self, cost: Callable[[Candidate], float]) -> None:
         self._cost = cost
@@ -95,6 +107,10 @@ class LeastLoaded:
         if len(candidates) == 1:
             return candidates[0]
         full, due = self._shares.split(candidates)
+        if not due:
+            chosen = self._of_equal_weight(full)
+            self._shares.take(chosen)
+            return chosen
         ranked = [((self._cost(c) / max(c.weight, LEAST_WEIGHT), c.assigned), c) for c in (*full, *due)]
         least = min(rank for rank, _ in ranked)
         best = [c for rank, c in ranked if rank == least]
@@ -102,6 +118,15 @@ class LeastLoaded:
         chosen = next((c for c in due if c in best), None) or self._ties.choose(best)
         self._shares.take(chosen)
         return chosen
+
+    def _of_equal_weight(self, candidates: Sequence[Candidate]) -> Candidate:
+        costs = list(map(self._cost, candidates))
+        least = min(costs)
+        if costs.count(least) == 1:
+            return candidates[costs.index(least)]
+        equal = [c for c, cost in zip(candidates, costs) if cost == least]
+        fewest = min(c.assigned for c in equal)
+        return self._ties.choose([c for c in equal if c.assigned == fewest])
 
 
 def choose_pair(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.errors import Unavailable
 from common.messages.identity import Role
 from router.nodes.health import NodeHealth, PairKey
-from router.nodes.placement import Candidate, PlacementPolicy, choose_pair
+from router.nodes.placement import Candidate, PlacementPolicy, SamplingPolicy, choose_pair
 from router.nodes.registry import ROLES, Node, NodeRegistry
 
 NOTHING: frozenset[str] = frozenset()
@@ -46,6 +47,12 @@ class Placer:
         self._registry = registry
         self._policies = policies
         self._health = health
+        self._most = {
+            role: policy.most_candidates
+            for role, policy in policies.items()
+            if isinstance(policy, SamplingPolicy)
+        }
+        self._offsets: dict[Role, int] = dict.fromkeys(ROLES, 0)  # of the latest sample
 
     def choose(
         self, avoid: Collection[str] = NOTHING, prefer: Collection[str] = NOTHING, tokens: int = 0
@@ -55,10 +62,13 @@ class Placer:
         Nodes with an open breaker are left out, then nodes of `avoid`, then bad pairs; each of these only while
         something else is left. Among the rest, nodes of `prefer` are taken whatever their load.
         """
-        nodes = self._eligible()
-        if len(nodes["prefill"]) == 1 and len(nodes["decode"]) == 1:
-            return nodes["prefill"][0], nodes["decode"][0]
-        field = self._field(nodes, tokens)
+        eligible = self._registry.eligible_by_role()
+        prefills, decodes = eligible.of["prefill"], eligible.of["decode"]
+        if len(prefills) == 1 and len(decodes) == 1:
+            return prefills[0], decodes[0]
+        if prefills and decodes and not (avoid or prefer) and self._health.uniform(eligible):
+            return self._sampled("prefill", prefills, tokens), self._sampled("decode", decodes, tokens)
+        field = self._field(eligible.of, tokens)
         if not isinstance(field, _Field):
             return field
         narrowed = field.without(avoid) if avoid else field
@@ -71,7 +81,7 @@ class Placer:
 
     def has_others(self, avoid: Collection[str]) -> bool:
         """Return whether a pair without any node of `avoid` can take a request."""
-        field = self._field(self._eligible())
+        field = self._field(self._registry.eligible_by_role().of)
         if not isinstance(field, _Field):
             return False
         narrowed = field.without(avoid)
@@ -79,12 +89,18 @@ class Placer:
             c.incarnation in avoid for c in (*narrowed.prefills, *narrowed.decodes)
         )
 
-    def _eligible(self) -> dict[Role, list[Node]]:
-        """Return the nodes of each role that take requests and can be reached."""
-        nodes: dict[Role, list[Node]] = {"prefill": [], "decode": []}
-        for node in self._registry.eligible():
-            nodes[node.role].append(node)
-        return nodes
+    def _sampled(self, role: Role, nodes: Sequence[Node], tokens: int) -> Node:
+        """Choose among nodes of full weight: a sample of them if the policy needs no more, so that cost stays flat.
+
+        The samples of successive choices are taken in turn, so each node is a candidate equally often.
+        """
+        most = self._most.get(role, len(nodes))
+        if len(nodes) > most:
+            samples = math.ceil(len(nodes) / most)
+            self._offsets[role] = (self._offsets[role] + 1) % samples
+            nodes = nodes[self._offsets[role] :: samples]
+        chosen = self._policies[role].choose([node.candidate(1.0, tokens) for node in nodes])
+        return self._registry.node(chosen.incarnation)
 
     def _field(self, nodes: Mapping[Role, Sequence[Node]], tokens: int = 0) -> _Field | Role:
         prefills, decodes = (self._candidates(nodes[role], tokens) for role in ROLES)

@@ -12,7 +12,7 @@ it is lost, the other one takes over. Until it is known which case holds, the ot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -77,6 +77,14 @@ class Node:
         return prompt_ms(self.load.prompt_times, tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class EligibleNodes:
+    """The nodes that take requests and can be reached."""
+
+    of: Mapping[Role, Sequence[Node]]
+    joined: float  # monotonic seconds when the newest of them registered
+
+
 class NodeRegistry:
     """The nodes of the cluster. Callbacks announce changes, so that requests on a lost node hear of it at once."""
 
@@ -101,6 +109,10 @@ class NodeRegistry:
         self._on_change = on_change
         self._returns = returns or ReturnWatch({}, 0.0, clock)
         self._nodes: dict[str, Node] = {}  # incarnation -> node
+        self._eligible: EligibleNodes | None = None  # until a node changes
+        self.version = (
+            0  # changes with every heartbeat, and whenever a node comes, leaves or cannot be reached
+        )
         self.max_model_len: int | None = None  # the smallest limit of all nodes; None without nodes
         self._served_at: dict[Role, float] = dict.fromkeys(ROLES, clock())  # when a node last took requests
 
@@ -117,6 +129,16 @@ class NodeRegistry:
     def eligible(self) -> list[Node]:
         """Return the nodes of both roles that take requests and can be reached."""
         return [node for node in self._nodes.values() if node.eligible]
+
+    def eligible_by_role(self) -> EligibleNodes:
+        """Return the nodes that take requests and can be reached. They are collected again only after a change."""
+        if self._eligible is None:
+            nodes = self.eligible()
+            of: dict[Role, list[Node]] = {
+                role: [node for node in nodes if node.role == role] for role in ROLES
+            }
+            self._eligible = EligibleNodes(of, max((node.since for node in nodes), default=-math.inf))
+        return self._eligible
 
     def undecided(self, message: Register) -> bool:
         """Return whether another process holds the node's name and may be dead; its next heartbeat or its loss decides.
@@ -166,7 +188,7 @@ class NodeRegistry:
             self._log.info(
                 "node registered", peer=node.name, role=node.role, incarnation=node.incarnation[:8]
             )
-            self._on_change()
+            self._changed()
         return None
 
     def heartbeat(self, message: Heartbeat) -> bool:
@@ -181,8 +203,9 @@ class NodeRegistry:
         node.state, node.load, node.counters = message.state, message.load, message.counters
         node.loop_age, node.announced = message.loop_age_ms / 1000, message.announced_ms / 1000
         node.as_of = message.as_of
+        self.version += 1
         if changed:
-            self._on_change()
+            self._changed()
         return True
 
     def leave(self, incarnation: str) -> None:
@@ -195,6 +218,7 @@ class NodeRegistry:
         """Mark a node to which sending failed: it is not chosen until it is heard from again."""
         if node.reachable:
             node.reachable = False
+            self._forget_eligible()
             self._log.warning("node unreachable", peer=node.name, role=node.role)
 
     def lose(self, node: Node, reason: str, cause: LossCause) -> None:
@@ -207,6 +231,7 @@ class NodeRegistry:
             self._log.warning(
                 "node lost", peer=node.name, role=node.role, reason=reason, requests=len(node.rooms)
             )
+            self._forget_eligible()
             self._on_lost(node, reason)
             self._on_change()
 
@@ -268,7 +293,15 @@ class NodeRegistry:
         node.seen = self._clock()
         if not node.reachable:
             node.reachable = True
-            self._on_change()
+            self._changed()
+
+    def _changed(self) -> None:
+        self._forget_eligible()
+        self._on_change()
+
+    def _forget_eligible(self) -> None:
+        self._eligible = None
+        self.version += 1
 
     def _find_limit(self) -> None:
         self.max_model_len = min((node.register.max_model_len for node in self), default=None)

@@ -112,7 +112,7 @@ def test_a_frame_that_packs_no_messages_is_refused(
     """Both ends count it; what follows it arrives."""
     router, dealer = pair(context, address)
     monkeypatch.setattr(channel, "pack", lambda messages: b"no pack")
-    assert router.send_all(b"peer", [b"one"])
+    assert router.send_all(b"peer", [b"one", b"two"])
     assert router.send(b"peer", b"later")
     assert until(dealer.drain) == [b"later"]
     assert dealer.damaged == 1

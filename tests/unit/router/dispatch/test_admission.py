@@ -245,5 +245,10 @@ def test_the_room_of_nodes_is_that_of_decode_nodes_that_are_up() -> None:
     busy.load = NodeLoad(total_pages=100, free_pages=100, queued=1)
     leaving = Node(registration("decode", "decode-2"), 0.0, state="draining")
     prefill = Node(registration("prefill", "prefill-0"), 0.0)
-    room = NodeRoom(lambda: [up, busy, leaving, prefill], 8)
+    version = 1
+    room = NodeRoom(lambda: [up, busy, leaving, prefill], 8, lambda: version)
     assert room() == Room(tokens=2 * 100 * 16, requests=16, spare_tokens=50 * 16 // 2)
+    up.load = NodeLoad(total_pages=100, free_pages=10)
+    assert room().spare_tokens == 50 * 16 // 2, "not added up for each request"
+    version = 2
+    assert room().spare_tokens == 10 * 16 // 2

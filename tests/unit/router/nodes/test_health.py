@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from common.messages.identity import Role
 from common.observability.logs import Log
 from router.nodes.health import CHECKSUM_LIMITS, NODE_LIMITS, NodeHealth
-from router.nodes.placement import PlacementPolicy, decode_cost, make_policy
+from router.nodes.placement import Candidate, LeastLoaded, PlacementPolicy, decode_cost, make_policy
 from router.nodes.placer import Placer
 from router.nodes.registry import NodeRegistry
 from tests.fakes.clock import Clock
@@ -71,6 +72,50 @@ def test_the_share_of_a_new_node_rises(policy: str) -> None:
     assert shares[0] == pytest.approx(10, abs=2)  # a weight of 0.1 against 2.1
     assert shares[1] == pytest.approx(210 * 0.55 / 2.55, abs=2)
     assert shares[2] == 70
+
+
+class Counting:
+    """A policy that notes how many candidates it gets."""
+
+    def __init__(self) -> None:
+        self.policy = LeastLoaded(decode_cost)
+        self.most_candidates = self.policy.most_candidates
+        self.counts: list[int] = []
+
+    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
+        self.counts.append(len(candidates))
+        return self.policy.choose(candidates)
+
+
+def test_many_alike_nodes_are_sampled_and_none_is_left_out() -> None:
+    rig = Rig()
+    policy = Counting()
+    rig.placer = Placer(rig.registry, {"prefill": policy, "decode": Counting()}, rig.health)
+    rig.join("prefill", *(f"p{number}" for number in range(100)))
+    rig.join("decode", "d0", "d1")
+    rig.clock.now += 10  # the end of the slow start
+    chosen: Counter[str] = Counter()
+    for room in range(300):
+        pair = rig.placer.choose()
+        assert not isinstance(pair, str)
+        pair[0].rooms.add(room, 1)
+        chosen[pair[0].name] += 1
+    assert max(policy.counts) <= policy.most_candidates
+    assert len(chosen) == 100
+    assert all(2 <= count <= 4 for count in chosen.values())
+    policy.counts.clear()
+    rig.fail("p7")
+    rig.choices(1)
+    assert policy.counts == [99], "all others, because a breaker is open"
+
+
+def test_a_policy_that_asks_for_no_sample_sees_all_nodes() -> None:
+    rig = Rig("round_robin")
+    names = [f"p{number:02}" for number in range(40)]
+    rig.join("prefill", *names)
+    rig.join("decode", "d0", "d1")
+    rig.clock.now += 10
+    assert [next(iter(rig.choices(1))) for _ in names] == names
 
 
 def test_nodes_that_fail_are_left_out_while_there_are_others() -> None:

@@ -219,14 +219,42 @@ def test_a_node_out_of_reach_is_not_eligible_until_it_speaks() -> None:
         lambda: rig.registry.heartbeat(beat("a")),
         lambda: rig.registry.register(register("decode", "a")),
     ):
-        [node] = rig.registry.eligible()
+        [node] = rig.registry.eligible_by_role().of["decode"]
+        version = rig.registry.version
         rig.registry.unreachable(node)
-        assert rig.registry.eligible() == []
+        assert rig.registry.version != version
+        assert rig.registry.eligible_by_role().of["decode"] == []
         assert rig.registry.expected_within("decode") == math.inf, "it comes back or is lost"
         before = rig.changes
         speak()
-        assert rig.registry.eligible() == [node]
+        assert rig.registry.eligible_by_role().of["decode"] == [node]
         assert rig.changes == before + 1
+
+
+def test_eligible_nodes_are_collected_again_after_each_change() -> None:
+    rig = Rig()
+    registry = rig.registry
+    registry.register(register("decode", "a"))
+    first = registry.eligible_by_role()
+    assert registry.heartbeat(beat("a"))
+    assert registry.eligible_by_role() is first, "a heartbeat without a change"
+    rig.clock.now += 3
+    registry.register(register("decode", "b"))
+    both = registry.eligible_by_role()
+    assert [node.name for node in both.of["decode"]] == ["a", "b"]
+    assert both.joined == first.joined + 3
+    registry.heartbeat(beat("b", "draining"))
+    assert [node.name for node in registry.eligible_by_role().of["decode"]] == ["a"]
+    registry.leave("i-a")
+    assert registry.eligible_by_role().of == {"prefill": [], "decode": []}
+
+
+def test_heartbeats_change_the_version() -> None:
+    rig = Rig()
+    rig.registry.register(register("decode", "a"))
+    version = rig.registry.version
+    rig.registry.heartbeat(beat("a"))
+    assert rig.registry.version != version
 
 
 def test_nodes_of_the_file_are_expected_for_a_while() -> None:
