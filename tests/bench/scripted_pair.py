@@ -75,6 +75,7 @@ class ScriptedPair:
             "max_model_len": max_model_len,
         }
         self.step_seconds = step_seconds
+        self.turn_seconds = TURN_SECONDS  # of the prefill node
         self.tokens_per_step = tokens_per_step
         self._running: dict[int, _Running] = {}  # room -> request
         self._number = number
@@ -143,7 +144,7 @@ class ScriptedPair:
                         FirstToken(room=message.room, token=token, finish_reason=finish, cached_tokens=0),
                         PrefillDone(room=message.room, stages={"computed": 0.001}),
                     )
-            await asyncio.sleep(TURN_SECONDS)
+            await asyncio.sleep(self.turn_seconds)
 
     async def _serve_decode(self) -> None:
         while True:
