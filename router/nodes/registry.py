@@ -109,10 +109,10 @@ class NodeRegistry:
         self._on_change = on_change
         self._returns = returns or ReturnWatch({}, 0.0, clock)
         self._nodes: dict[str, Node] = {}  # incarnation -> node
-        self._eligible: EligibleNodes | None = None  # until a node changes
-        self.version = (
-            0  # changes with every heartbeat, and whenever a node comes, leaves or cannot be reached
-        )
+        # None after a change, until somebody asks.
+        self._eligible: EligibleNodes | None = None
+        # Changes with every heartbeat, and whenever a node comes, leaves or cannot be reached.
+        self.version = 0
         self.max_model_len: int | None = None  # the smallest limit of all nodes; None without nodes
         self._served_at: dict[Role, float] = dict.fromkeys(ROLES, clock())  # when a node last took requests
 
