@@ -49,10 +49,6 @@ class CostCurve:
     def largest(self) -> int:
         return self.sizes[-1]
 
-    def size_of(self, tokens: int) -> int:
-        """Return the smallest size that holds `tokens`, at most the largest one."""
-        return self.sizes[self._index(tokens)]
-
     def ms(self, tokens: int, contexts: int = 0) -> float:
         """Return the milliseconds of one forward.
 
