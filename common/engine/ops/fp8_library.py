@@ -1,4 +1,8 @@
-"""The library's FP8 products, for many rows: `torch._scaled_mm` with scales per row and channel, or per block."""
+"""The library's FP8 products, for many rows: `torch._scaled_mm` with scales per row and channel, or per block.
+
+Products with scales per channel add up in the matrix units only (`use_fast_accum`), as other engines do: at a depth of
+14,336 a sum of numbers of one sign, the worst case, came out 8.5 % too small on an H200; with blocks 0.4 %.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,6 @@ from torch import Tensor
 ALIGNMENT = 16  # the library takes depths and outputs that are multiples of it
 BLOCK_COLUMNS = 4  # it takes so many blocks of a row's depth, or multiples of it
 BLOCK_ROWS = 4  # the same for rows of products with blocks
-# Output columns from which on its products of blocks are used: of 256 columns and a depth of 14,336, on an H200 with
-# torch 2.11, results were wrong by up to 9 %.
-BLOCK_SIZES = 2048
 LEAST = (9, 0)  # compute capability of the first GPU with products of blocks
 CHANNELS_LEAST = (8, 9)  # the same for any FP8 product
 
@@ -32,18 +33,18 @@ def library_product(
         return codes.new_empty((*codes.shape[:-1], size), dtype=dtype)
     blocks = scales.ndim == 2
     product = _blocks if blocks else _channels
-    if not _serves(rows, size, scales, blocks):
+    if not _serves(rows, scales, blocks):
         return None
     out = product(rows, of_rows, weight, scales, dtype)
     out = out if bias is None else out + bias
     return out.view(*codes.shape[:-1], size)
 
 
-def _serves(rows: Tensor, size: int, scales: Tensor, blocks: bool) -> bool:
+def _serves(rows: Tensor, scales: Tensor, blocks: bool) -> bool:
     capability = torch.cuda.get_device_capability(rows.device)
     if not blocks:
         return capability >= CHANNELS_LEAST
-    if size < BLOCK_SIZES or capability[0] != LEAST[0]:
+    if capability[0] != LEAST[0]:
         return False
     # It has products of blocks for numbers of rows whose scales are aligned.
     return len(rows) % BLOCK_ROWS == 0 and scales.shape[1] % BLOCK_COLUMNS == 0

@@ -33,10 +33,21 @@ def selected(plane: Tensor, index: Tensor) -> Tensor:
 
 @kernel
 def rounded_to_fp8(values, scale):  # type: ignore[no-untyped-def]
-    """Return `values` divided by `scale` (a number, or one that broadcasts) in e4m3."""
+    """Return `values` divided by `scale` (a number, or one that broadcasts), rounded to e4m3 but in float32.
+
+    It rounds with integers and never converts back from e4m3: on an H200 (torch 2.11, Triton 3.6), constants came back
+    instead of some values that the same kernel had just converted to e4m3, although the PTX was right.
+    """
     # A power of two: dividing is exact.
-    divided = values.to(tl.float32) / scale
-    return tl.minimum(tl.maximum(divided, -448.0), 448.0).to(tl.float8e4nv)
+    divided = tl.minimum(tl.maximum(values.to(tl.float32) / scale, -448.0), 448.0)
+    size = tl.abs(divided)
+    bits = size.to(tl.int32, bitcast=True)
+    # To nearest even, with three bits of the mantissa.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    # Numbers around 2^14 have the spacing of e4m3's subnormal numbers, 2^-9.
+    small = ((size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000).to(tl.float32) * 0.001953125
+    rounded = tl.where(size < 0.015625, small, normal)
+    return tl.where(divided < 0.0, -rounded, rounded)
 
 
 @kernel

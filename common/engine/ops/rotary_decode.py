@@ -181,8 +181,8 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     slot = tl.load(slots_ptr + request, mask=request < num_slots, other=0)
     if (begin < end) & (end == length) & (slot >= PAGE_SIZE):
         stored = (slot * KV_HEADS + kv_head) * D + dim[None, :]
-        tl.store(key_ptr + stored, stored_key, mask=inside)
-        tl.store(value_ptr + stored, stored_value, mask=inside)
+        tl.store(key_ptr + stored, stored_key.to(key_ptr.dtype.element_ty), mask=inside)
+        tl.store(value_ptr + stored, stored_value.to(value_ptr.dtype.element_ty), mask=inside)
 
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)

@@ -166,8 +166,8 @@ def _rotary_kv_write_kernel(  # type: ignore[no-untyped-def]
         scale = tl.where(head < HEADS + KV_HEADS, key_scale, value_scale)[:, None]
         stored_first, stored_second = rounded_to_fp8(first, scale), rounded_to_fp8(second, scale)
         is_new = (head >= HEADS)[:, None]
-        first = tl.where(is_new, (stored_first.to(tl.float32) * scale).to(dtype), first)
-        second = tl.where(is_new, (stored_second.to(tl.float32) * scale).to(dtype), second)
+        first = tl.where(is_new, (stored_first * scale).to(dtype), first)
+        second = tl.where(is_new, (stored_second * scale).to(dtype), second)
         written = exists
     tl.store(base + low[None, :], first, mask=written)
     tl.store(base + high[None, :], second, mask=written)

@@ -17,19 +17,11 @@ from common.engine.ops.rotary_decode import rotary_decode_reference, rotary_deco
 from common.engine.ops.rotary_kv_write import rotary_kv_write_reference, rotary_kv_write_triton
 from common.engine.ops.triton_kernel import tl
 from common.engine.ops.verify_attention import verify_attention, verify_reference, verify_triton
-from tests.fakes.interpreted_fp8 import convert_fp8_exactly
 from tests.unit.engine.scattered_cache import Cache
 
 needs_interpreter = pytest.mark.skipif(
     tl is None or torch.cuda.is_available(), reason="needs Triton's interpreter; a GPU runs tests/gpu"
 )
-
-
-@pytest.fixture(autouse=True)
-def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter rounds as GPUs do."""
-    if tl is not None:
-        convert_fp8_exactly(monkeypatch)
 
 
 SCALES = [(1.0, 1.0), (0.25, 2.0)]
@@ -109,6 +101,30 @@ def test_writing(norm: bool, scales: tuple[float, float]) -> None:
     assert torch.equal(
         value[0], as_read(as_stored(qkv[0, -kv_heads:], FP8, scales[1]), torch.float32, scales[1])
     )
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_round_as_the_reference(dtype: torch.dtype) -> None:
+    """All values of e4m3, the borders between two, what lies beside them, small numbers and what is too large."""
+    finite = torch.arange(127, dtype=torch.uint8).view(FP8).float()
+    borders = (finite[1:] + finite[:-1]) / 2
+    beside = torch.cat((torch.nextafter(borders, finite[1:]), torch.nextafter(borders, finite[:-1])))
+    every = torch.cat((finite, borders, beside, torch.tensor([1e-30, 449.0, 480.0, 1e9])))
+    numbers = torch.cat((every, -every[1:])).to(dtype)
+    dim, slots = 16, torch.arange(16, 16 + -(-len(numbers) // 16))
+    value = torch.zeros(len(slots) * dim, dtype=dtype)
+    value[: len(numbers)] = numbers
+    qkv = torch.cat((torch.zeros(len(slots), 2, dim, dtype=dtype), value.view(-1, 1, dim)), dim=1)
+    angles = torch.ones(len(slots), 1, dim, dtype=dtype), torch.zeros(len(slots), 1, dim, dtype=dtype)
+    found = []
+    for run in (rotary_kv_write_reference, rotary_kv_write_triton):
+        mine, planes = qkv.clone(), torch.zeros(2, 6, 16, 1, dim).to(FP8)
+        run(mine, *angles, None, None, 0.0, planes[0], planes[1], slots)
+        found.append((mine[:, 2], planes[1].view(torch.uint8)))
+    (read, stored), (kernel_read, kernel_stored) = found
+    assert torch.equal(kernel_stored, stored)
+    assert torch.equal(kernel_read, read)
 
 
 @needs_interpreter
