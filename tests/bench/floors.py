@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from common.engine.formats.dense import DenseLinear
-from common.engine.formats.dense_experts import DenseExperts
+from common.engine.formats.fp8 import Fp8Linear
+from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.experts import Experts
 from common.engine.layers.linear import Embedding
 from common.engine.layers.router import ExpertRouter
@@ -40,11 +41,11 @@ def weights_of(model: nn.Module, without: Collection[nn.Module] = ()) -> Weights
     chosen, expert, skipped = 0, 0, set[int]()
     for module in model.modules():
         if isinstance(module, Experts):
-            assert isinstance(module.experts, DenseExperts)
             shape = module.router.experts
             chosen += shape.router.chosen + shape.shared
-            expert = module.experts.gate_up[0].nbytes + module.experts.down[0].nbytes
-        if isinstance(module, DenseExperts | Embedding) or module in without:
+            # Matrices and scales of all experts are stacked; scales of inputs are not.
+            expert = sum(each[0].nbytes for each in module.experts.parameters() if each.dim() > 1)
+        if isinstance(module, ExpertProducts | Embedding) or module in without:
             skipped |= {id(parameter) for parameter in module.parameters()}
     parameters = list(model.parameters())
     dense = sum(each.nbytes for each in parameters if id(each) not in skipped)
@@ -115,12 +116,24 @@ class UsedExperts:
 
 
 def products_ms(model: nn.Module, tokens: int, device: torch.device) -> float:
-    """Return the time of the matrix products of a model's layers on `tokens` rows, those of experts excepted."""
+    """Return the time of the matrix products of a model's layers on `tokens` rows, those of experts excepted.
+
+    A product in FP8 counts as half of one in bfloat16 of its shape.
+    """
     layers = model.get_submodule("layers")
+    eight = [each.codes for each in layers.modules() if isinstance(each, Fp8Linear)]
+    if eight:
+        return _measured_ms([torch.randn(each.shape, device=device).bfloat16() for each in eight], tokens) / 2
     weights = [each.dense() for each in layers.modules() if isinstance(each, DenseLinear)]
     weights += [each.rows for each in layers.modules() if isinstance(each, ExpertRouter)]
-    widths = {weight.shape[1] for weight in weights}
-    rows = {width: torch.randn(tokens, width, device=device).to(weights[0].dtype) for width in widths}
+    return _measured_ms(weights, tokens)
+
+
+def _measured_ms(weights: Sequence[Tensor], tokens: int) -> float:
+    device, dtype = weights[0].device, weights[0].dtype
+    rows = {
+        width: torch.randn(tokens, width, device=device).to(dtype) for width in {w.shape[1] for w in weights}
+    }
 
     def products() -> None:
         for weight in weights:
