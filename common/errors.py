@@ -29,7 +29,9 @@
         +-- PoisonRequest      500  nodes crashed whenever they ran this request; it is not run again
 
 `code` is sent between nodes and router (`Failed.code`); over HTTP it is `error.code` if OpenAI has a name for it, or
-has no status of its own. `retryable` means that the router may place the request again.
+has no status of its own. `retryable` means that the router may place the request again after such a failure of an
+attempt. `Overloaded` is not `retryable`: a full queue is no failed attempt, and the router has a rule of its own for it
+(`Retries` in router/dispatch/retries.py tries other nodes, and lets requests that were accepted before wait for room).
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from common.kv_cache.page_space import PageLease
 from common.observability.event_log import NO_EVENTS, EventLog
+from decode_node.admission import choose_victim, headroom_pages
 from decode_node.parts import Scheduling
 from decode_node.queues import Queues
 from decode_node.request import DecodeRequest
-from decode_node.scheduler import choose_victim, headroom_pages
 
 
 class StepBatch(NamedTuple):

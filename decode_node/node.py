@@ -32,6 +32,7 @@ from common.node.announced_work import AnnouncedWork
 from common.node.hidden_states import send_states
 from common.node.life import NodeLife
 from common.node.overlap import OverlapLoop
+from decode_node.admission import admit
 from decode_node.batch_resources import BatchResources
 from decode_node.grammar_masks import SLOWEST_MASK, failed_grammars, follow_compiled, step_masks
 from decode_node.handed_over import take_record
@@ -40,7 +41,6 @@ from decode_node.planner import Planned, Planner
 from decode_node.queues import Queues
 from decode_node.report import Report
 from decode_node.request import DecodeRequest, Emission
-from decode_node.scheduler import admit
 from decode_node.step_result import Launched, Worker
 from decode_node.step_times import StepTimes
 from kv_transfer import receiver as transfer

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
+from decode_node.admission import in_order
 from decode_node.request import DecodeRequest
-from decode_node.scheduler import in_order
 
 
 class Queues:

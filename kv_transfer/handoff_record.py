@@ -18,6 +18,7 @@ from common.errors import RecordError
 from common.messages.generation import TokenLogprob
 
 MAGIC: Final = b"TNDMREC\0"
+# Raise it with every change of the header or of HandoffRecord, which the schema hash of messages does not cover.
 VERSION: Final = 2
 SLOT_ALIGN: Final = 64  # bytes
 

@@ -2,7 +2,10 @@
 
 A frame is a fixed envelope followed by one msgpack struct:
 
-    magic 4s | protocol version u16 | reserved u16 | schema hash u64 | incarnation of the sender 16s | body
+    magic 4s | protocol version u16 | reserved u16 | schema hash u64 | incarnation of its process 16s | body
+
+The sender is always the prefill node, which writes the pages; the receiver is the decode node. Messages flow both ways:
+`SenderInbox` holds what the sender is told, `ReceiverInbox` what the receiver is told.
 
 The envelope never changes, so a peer of any version can be recognised and refused with a sentence before its body is
 parsed. The incarnation is a random 128-bit value per process, so a frame of an earlier process is recognised and
@@ -25,7 +28,8 @@ from kv_transfer.transport.description import WireDescription
 from kv_transfer.transport.one_host.process import ProcessIdentity
 
 MAGIC: Final = b"TKVT"
-PROTOCOL_VERSION: Final = 3
+# Raise it if the meaning of a message changes and its fields do not: changed fields change SCHEMA_HASH.
+KV_PROTOCOL_VERSION: Final = 3
 MAX_FRAME_BYTES: Final = 8 << 20  # fits Slots of a million pages
 MAX_PAGES: Final = 1 << 20  # per request
 MAX_BUSY_MS: Final = 3_600_000
@@ -159,12 +163,12 @@ SCHEMA_HASH: Final = schema_hash(
 
 def encode(message: SenderInbox | ReceiverInbox, incarnation: str) -> bytes:
     """Return the frame. `incarnation` is this process's own: 32 hex digits."""
-    envelope = _ENVELOPE.pack(MAGIC, PROTOCOL_VERSION, 0, SCHEMA_HASH, bytes.fromhex(incarnation))
+    envelope = _ENVELOPE.pack(MAGIC, KV_PROTOCOL_VERSION, 0, SCHEMA_HASH, bytes.fromhex(incarnation))
     return envelope + _encoder.encode(message)
 
 
 def decode_for_sender(frame: bytes) -> tuple[str, SenderInbox]:
-    """Return (incarnation of the sender, message). Raises ProtocolError; HandshakeRefused for another version."""
+    """Return (incarnation of the peer, message). Raises ProtocolError; HandshakeRefused for another version."""
     incarnation, body = _open(frame)
     try:
         return incarnation, _sender_decoder.decode(body)
@@ -173,7 +177,7 @@ def decode_for_sender(frame: bytes) -> tuple[str, SenderInbox]:
 
 
 def decode_for_receiver(frame: bytes) -> tuple[str, ReceiverInbox]:
-    """Return (incarnation of the sender, message). Raises ProtocolError; HandshakeRefused for another version."""
+    """Return (incarnation of the peer, message). Raises ProtocolError; HandshakeRefused for another version."""
     incarnation, body = _open(frame)
     try:
         return incarnation, _receiver_decoder.decode(body)
@@ -189,9 +193,9 @@ def _open(frame: bytes) -> tuple[str, memoryview]:
     magic, version, _, schema, incarnation = _ENVELOPE.unpack_from(frame)
     if magic != MAGIC:
         raise ProtocolError("not a KV transfer frame")
-    if version != PROTOCOL_VERSION:
+    if version != KV_PROTOCOL_VERSION:
         raise HandshakeRefused(
-            f"the peer speaks KV protocol {version}, this node speaks {PROTOCOL_VERSION}; "
+            f"the peer speaks KV protocol {version}, this node speaks {KV_PROTOCOL_VERSION}; "
             "run the same tandem version on both"
         )
     if schema != SCHEMA_HASH:

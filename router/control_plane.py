@@ -18,7 +18,7 @@ import zmq
 from common.errors import HandshakeRefused, NodeLost, ProtocolError, RequestError, TransferFailed, from_code
 from common.ipc import LinkSecurity, RouterSocket, packs
 from common.messages.node_inbox import HeartbeatAck, PeerLost, Registered, Rejected
-from common.messages.protocol import PROTOCOL_VERSION, undecodable_version
+from common.messages.protocol import CONTROL_PROTOCOL_VERSION, undecodable_version
 from common.messages.router_inbox import (
     Failed,
     FirstToken,
@@ -324,7 +324,9 @@ class ControlPlane:
         answer: Registered | Rejected
         if refusal is None:
             self._socket.vouch_for(speaker.routing_id)
-            answer = Registered(router_incarnation=self._incarnation, protocol_version=PROTOCOL_VERSION)
+            answer = Registered(
+                router_incarnation=self._incarnation, protocol_version=CONTROL_PROTOCOL_VERSION
+            )
         else:
             self._refused_nodes.warning(name, refusal)
             answer = Rejected(reason=refusal)

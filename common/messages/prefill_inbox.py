@@ -1,4 +1,8 @@
-"""Messages from the router to a prefill node. (Messages from decode nodes: kv_transfer.messages.SenderInbox.)"""
+"""Messages from the router to a prefill node.
+
+Images arrive on a socket of their own (image_inbox.py), messages of decode nodes are `SenderInbox` in
+kv_transfer/messages.py.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 # Raise it with every change of a message in this folder, which a test compares with the fields, and of frames.
-PROTOCOL_VERSION: Final = 12
+CONTROL_PROTOCOL_VERSION: Final = 12
 UNVERSIONED: Final = 0  # the version of peers whose messages have none
 
 
@@ -28,11 +28,11 @@ _first = msgspec.msgpack.Decoder(_FirstMessage)
 
 def version_mismatch(peer: str, version: int) -> str | None:
     """Return the sentence that refuses `peer`, or None if it speaks the version of this process."""
-    if version == PROTOCOL_VERSION:
+    if version == CONTROL_PROTOCOL_VERSION:
         return None
     theirs = f"version {version}" if version != UNVERSIONED else "a version from before version 1"
     return (
-        f"{peer} speaks {theirs} of the control protocol, this process speaks version {PROTOCOL_VERSION}: "
+        f"{peer} speaks {theirs} of the control protocol, this process speaks version {CONTROL_PROTOCOL_VERSION}: "
         "run the same version of tandem on the router and every node"
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 from common.engine.graphs import node_graphs
 from common.engine.graphs.node_graphs import NodeGraphs
 from common.messages.identity import NodeRef
-from common.messages.protocol import PROTOCOL_VERSION
+from common.messages.protocol import CONTROL_PROTOCOL_VERSION
 from common.messages.router_inbox import Register
 from common.node.serving_model import ServingModel
 from common.node_plan import NodePlan
@@ -28,7 +28,7 @@ def registration(
         link_secret: random; see control_link_id.
     """
     return Register(
-        protocol_version=PROTOCOL_VERSION,
+        protocol_version=CONTROL_PROTOCOL_VERSION,
         node=node,
         link_secret=link_secret,
         host=os.uname().nodename,

@@ -1,7 +1,7 @@
 """Runs one request from start to end: placement, reservation and prefill, token merging, retry on lost nodes.
 
-A request whose node is lost is placed again, with the tokens of its answer so far appended to the prompt. Sampling is
-keyed by (seed, position), so the answer continues with the tokens that it would have had; the client sees a pause.
+A request whose node is lost is placed again, with its answer so far appended to the prompt; the client sees a pause.
+Sampling is keyed by (seed, position): in float32 the answer continues exactly, in 16 bits up to near-ties.
 """
 
 from __future__ import annotations

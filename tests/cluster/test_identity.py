@@ -22,7 +22,7 @@ from common.messages import prefill_inbox
 from common.messages.generation import OutputToken
 from common.messages.identity import NodeRef, Role
 from common.messages.node_inbox import Rejected
-from common.messages.protocol import PROTOCOL_VERSION
+from common.messages.protocol import CONTROL_PROTOCOL_VERSION
 from common.messages.router_inbox import FirstToken, Goodbye, Register, TokenRun, Tokens
 from common.messages.wire import encode
 from tests.cluster.conftest import OUTPUT_TOKENS, Reference
@@ -148,7 +148,7 @@ class Impostor:
 def forged(name: str, role: Role, incarnation: str) -> Register:
     """A registration that would route every prompt to the forger and end all requests longer than a token."""
     return Register(
-        protocol_version=PROTOCOL_VERSION,
+        protocol_version=CONTROL_PROTOCOL_VERSION,
         node=NodeRef(name=name, role=role, incarnation=incarnation, peer_address="tcp://127.0.0.1:9"),
         host="forger",
         pid=1,

@@ -16,7 +16,7 @@ from common.messages import decode_inbox, prefill_inbox
 from common.messages.generation import OutputToken
 from common.messages.identity import NodeCounters, NodeLoad, NodeRef, NodeState, Role, new_incarnation
 from common.messages.node_inbox import HeartbeatAck, Registered, Rejected
-from common.messages.protocol import PROTOCOL_VERSION
+from common.messages.protocol import CONTROL_PROTOCOL_VERSION
 from common.messages.router_inbox import Heartbeat, Register, TokenRun, Tokens
 from common.messages.wire import encode
 from tests.fakes.waiting import PATIENCE
@@ -35,7 +35,7 @@ def registration(
     peer_address: str = PEER_ADDRESS,
     total_pages: int = 100,
     link_secret: str = "",
-    protocol_version: int = PROTOCOL_VERSION,
+    protocol_version: int = CONTROL_PROTOCOL_VERSION,
 ) -> Register:
     """Return the first message of a node. Its incarnation names its socket, so two sockets must never share one."""
     return Register(

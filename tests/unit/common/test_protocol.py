@@ -8,7 +8,7 @@ import pkgutil
 import msgspec
 
 from common import messages
-from common.messages.protocol import PROTOCOL_VERSION
+from common.messages.protocol import CONTROL_PROTOCOL_VERSION
 from kv_transfer.schema_hash import schema_hash
 
 SCHEMAS = {12: "24c05df936b09aa7"}  # version -> hash of every struct of common/messages
@@ -25,6 +25,6 @@ def _structs() -> list[type[msgspec.Struct]]:
 
 def test_a_change_of_messages_has_a_version_of_its_own() -> None:
     assert len(_structs()) > 20
-    assert f"{schema_hash(_structs()):016x}" == SCHEMAS.get(PROTOCOL_VERSION), (
-        "a message changed: raise common.messages.protocol.PROTOCOL_VERSION and record the new hash here"
+    assert f"{schema_hash(_structs()):016x}" == SCHEMAS.get(CONTROL_PROTOCOL_VERSION), (
+        "a message changed: raise common.messages.protocol.CONTROL_PROTOCOL_VERSION and record the new hash here"
     )

@@ -93,7 +93,7 @@ def test_another_version_is_reported_by_both_sides(fabric: Fabric, clock: Clock,
     decode.connect(prefill, from_the_future)
     (event,) = decode.poll()
     assert isinstance(event, PeerRefused)
-    assert f"speaks KV protocol 9, this node speaks {messages.PROTOCOL_VERSION}" in event.reason
+    assert f"speaks KV protocol 9, this node speaks {messages.KV_PROTOCOL_VERSION}" in event.reason
     # The other direction: an answer of another version.
     again = decode_node(fabric, clock)
     again.connect(prefill, lambda frame: None)

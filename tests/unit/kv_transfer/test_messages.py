@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.errors import HandshakeRefused, ProtocolError
 from kv_transfer import messages
 from kv_transfer.messages import (
-    PROTOCOL_VERSION,
+    KV_PROTOCOL_VERSION,
     AbortAck,
     AbortTransfer,
     Hello,
@@ -116,7 +116,7 @@ def test_another_version_is_refused_before_its_body_is_read() -> None:
     frame = bytearray(encode(Refused("x"), ME))
     struct.pack_into("<H", frame, 4, 9)
     with pytest.raises(
-        HandshakeRefused, match=f"speaks KV protocol 9, this node speaks {PROTOCOL_VERSION}; run the same"
+        HandshakeRefused, match=f"speaks KV protocol 9, this node speaks {KV_PROTOCOL_VERSION}; run the same"
     ):
         decode_for_sender(bytes(frame[:32]) + b"a body of another age")
     frame = bytearray(encode(Refused("x"), ME))

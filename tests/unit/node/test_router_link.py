@@ -19,7 +19,7 @@ from common.messages.generation import SamplingParams
 from common.messages.identity import NodeCounters, NodeLoad, NodeRef
 from common.messages.node_inbox import Abort, HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.prefill_inbox import Prefill
-from common.messages.protocol import PROTOCOL_VERSION
+from common.messages.protocol import CONTROL_PROTOCOL_VERSION
 from common.messages.router_inbox import Failed, Goodbye, Heartbeat, Register
 from common.messages.wire import encode
 from common.node.router_link import REGISTER_INTERVAL, RouterLink, control_first
@@ -34,7 +34,7 @@ MAIN = f"prefill-0/{NODE}".encode()
 BEAT = MAIN + b"/beat"
 INTERVAL = 0.01  # real seconds between heartbeats
 TIMEOUT = 2.0  # seconds of the test's clock
-LATER = PROTOCOL_VERSION + 1
+LATER = CONTROL_PROTOCOL_VERSION + 1
 
 
 def prefill(room: int) -> Prefill:
@@ -50,7 +50,7 @@ def prefill(room: int) -> Prefill:
 
 
 def registered(router: str) -> Registered:
-    return Registered(router_incarnation=router, protocol_version=PROTOCOL_VERSION)
+    return Registered(router_incarnation=router, protocol_version=CONTROL_PROTOCOL_VERSION)
 
 
 class Rig:
@@ -65,7 +65,7 @@ class Rig:
             self.node_context,
             RouterPlan(address=self.address, heartbeat_interval=INTERVAL, timeout=TIMEOUT),
             Register(
-                protocol_version=PROTOCOL_VERSION,
+                protocol_version=CONTROL_PROTOCOL_VERSION,
                 node=NodeRef(name="prefill-0", role="prefill", incarnation=NODE),
                 host="h",
                 pid=1,
@@ -191,7 +191,7 @@ def test_a_router_of_another_version_is_refused_with_a_sentence(
     (message,) = rig.receive()
     assert isinstance(message, Rejected)
     assert message.reason == (
-        f"the router speaks {version} of the control protocol, this process speaks version {PROTOCOL_VERSION}: "
+        f"the router speaks {version} of the control protocol, this process speaks version {CONTROL_PROTOCOL_VERSION}: "
         "run the same version of tandem on the router and every node"
     )
     assert not rig.link.registered
@@ -202,7 +202,7 @@ def test_a_malformed_answer_of_a_router_of_this_version_is_counted(rig: Rig) -> 
     rig.link.drain()
     until(lambda: rig.said(Register))
     assert rig.router is not None
-    frame = {"type": "Registered", "protocol_version": PROTOCOL_VERSION}
+    frame = {"type": "Registered", "protocol_version": CONTROL_PROTOCOL_VERSION}
     assert rig.router.send(MAIN, msgspec.msgpack.encode(frame))
     until(lambda: rig.link.drain() or rig.link.refused_messages == 1)
     assert not rig.link.registered

@@ -24,7 +24,7 @@ from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeCounters, NodeLoad, routing_id
 from common.messages.image_inbox import LINK
 from common.messages.node_inbox import Abort, HeartbeatAck, PeerLost, Registered, Rejected
-from common.messages.protocol import PROTOCOL_VERSION, UNVERSIONED
+from common.messages.protocol import CONTROL_PROTOCOL_VERSION, UNVERSIONED
 from common.messages.router_inbox import (
     Failed,
     FirstToken,
@@ -63,9 +63,9 @@ async def test_registration_is_repeatable() -> None:
             "serves the model with fingerprint eeeeeeeeeeee, this router ffffffffffff",
         ),
         (
-            {"protocol_version": PROTOCOL_VERSION + 1},
-            f"decode-0 speaks version {PROTOCOL_VERSION + 1} of the control protocol, this process speaks version "
-            f"{PROTOCOL_VERSION}: run the same version of tandem",
+            {"protocol_version": CONTROL_PROTOCOL_VERSION + 1},
+            f"decode-0 speaks version {CONTROL_PROTOCOL_VERSION + 1} of the control protocol, this process speaks "
+            f"version {CONTROL_PROTOCOL_VERSION}: run the same version of tandem",
         ),
         ({"protocol_version": UNVERSIONED}, "decode-0 speaks a version from before version 1 of the control"),
         ({"page_size": 64}, "has pages of 64 tokens, the router's kv.page_size is 16"),
@@ -86,8 +86,8 @@ async def test_refusals_are_sentences(options: dict[str, object], sentence: str)
     ("frame", "sentence"),
     [
         (
-            {"type": "Register", "protocol_version": PROTOCOL_VERSION + 1, "node": "in another form"},
-            f"speaks version {PROTOCOL_VERSION + 1} of the",
+            {"type": "Register", "protocol_version": CONTROL_PROTOCOL_VERSION + 1, "node": "in another form"},
+            f"speaks version {CONTROL_PROTOCOL_VERSION + 1} of the",
         ),
         ({"type": "Register", "name": "decode-0"}, "speaks a version from before version 1 of the"),
     ],
@@ -109,7 +109,9 @@ async def test_a_registration_of_another_version_is_refused_with_a_sentence_even
 async def test_a_malformed_registration_of_this_version_is_a_bad_frame() -> None:
     async with router_rig() as rig:
         node = rig.fake("decode", "decode-0")
-        node.say_raw(msgspec.msgpack.encode({"type": "Register", "protocol_version": PROTOCOL_VERSION}))
+        node.say_raw(
+            msgspec.msgpack.encode({"type": "Register", "protocol_version": CONTROL_PROTOCOL_VERSION})
+        )
         await eventually(lambda: rig.control.refused_messages == 1)
         assert await node.silence((Registered, Rejected), 0.2)
 
@@ -118,7 +120,7 @@ async def test_registered_names_the_version() -> None:
     async with router_rig() as rig:
         answer = await rig.fake("decode", "decode-0").register()
         assert isinstance(answer, Registered)
-        assert answer.protocol_version == PROTOCOL_VERSION
+        assert answer.protocol_version == CONTROL_PROTOCOL_VERSION
 
 
 async def test_a_flood_of_strangers_costs_no_node_and_few_log_lines(

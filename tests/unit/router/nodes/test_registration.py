@@ -18,7 +18,7 @@ from common.messages.identity import (
     NodeRef,
     new_incarnation,
 )
-from common.messages.protocol import PROTOCOL_VERSION
+from common.messages.protocol import CONTROL_PROTOCOL_VERSION
 from common.messages.router_inbox import Failed, FirstToken, Heartbeat, Register, TokenRun, Tokens, codec
 from common.messages.wire import encode
 from router.from_config import registration_rules
@@ -52,7 +52,7 @@ def registration(**changes: Any) -> Register:
         "peer_address": "tcp://127.0.0.1:7001",
     }
     rest = {
-        "protocol_version": PROTOCOL_VERSION,
+        "protocol_version": CONTROL_PROTOCOL_VERSION,
         "host": "host",
         "pid": 1,
         "model_fingerprint": "f" * 64,

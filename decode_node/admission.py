@@ -1,4 +1,4 @@
-"""Admission and retraction policies as pure functions over requests."""
+"""Policies of admission and retraction: pure functions that choose the requests that get, keep or lose pages."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
 from common.node.ageing import PROMOTION_SECONDS
+from decode_node.admission import admit, choose_victim, headroom_pages, in_order
 from decode_node.request import DecodeRequest
-from decode_node.scheduler import admit, choose_victim, headroom_pages, in_order
 
 PEER = NodeRef(name="prefill-0", role="prefill", incarnation="0" * 32)
 
