@@ -48,8 +48,8 @@ class ReplayDecision:
 def admit(spec: CaptureSpec, facts: BatchFacts) -> ReplayDecision:
     """Check embeddings, forward mode, hidden mode, width, size, padding and variant in this order.
 
-    No batch has replaced embedding rows, since requests for them are refused. Log-probabilities of prompts need no check
-    here: they are computed from the hidden states that a replay returns.
+    No batch has replaced embedding rows, since requests for them are refused. Log-probabilities of prompts need no
+    check here: they are computed from the hidden states that a replay returns.
     """
     if not spec.shapes:
         return ReplayDecision(None, Fallback.NO_GRAPHS)
