@@ -127,6 +127,8 @@ class DecodeNode:
         self._events.flush()
 
     def _launch(self, planned: Planned) -> Launched:
+        # An idle device begins with the launch, which takes longest while masks are computed.
+        now = self._clock()
         launched = self._worker.apply(planned.plan)
         self._planner.launched(planned)
         if planned.plan.masked:
@@ -135,7 +137,6 @@ class DecodeNode:
             # Computed while the forward runs.
             self._worker.draw(step_masks(generation, batch, self._worker.trees(), self._limits.vocab_size))
             self._fail_all(failed_grammars(batch))
-        now = self._clock()
         self._step_times.launched(now)
         self._report.steps += bool(planned.batch)
         self._end_turn(now)

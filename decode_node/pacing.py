@@ -171,11 +171,11 @@ class Pacing:
         if due is None or before is None or before.ended:
             return
         self._launch = max(min(now - due, MOST_LAUNCH), KEPT * self._launch)
-        if self.stage is not None:
-            late = before.inner.ready()
-            self.counters.late += late
-            margin = self._margin * (RAISED if late else LOWERED)
-            self._margin = min(max(margin, MARGIN), MOST_MARGIN)
+        # A step that was followed at once tells nothing, but a margin that leaves no mark has to shrink all the same.
+        late = self.stage is not None and before.inner.ready()
+        self.counters.late += late
+        margin = self._margin * (RAISED if late else LOWERED)
+        self._margin = min(max(margin, MARGIN), MOST_MARGIN)
 
     def _learn_left(self, step: PacedCompletion, now: float) -> None:
         """Update the time after each mark; those of marks that were not seen in time change in proportion."""

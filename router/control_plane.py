@@ -214,6 +214,7 @@ class ControlPlane:
                     self._on_message(speaker, message, len(read))
                     left -= 1
             except (ProtocolError, UnicodeDecodeError) as error:
+                left -= 1
                 self._socket.refuse(identity, str(error))
 
     def _decode(self, speaker: Speaker, frame: bytes) -> RouterMessage | None:

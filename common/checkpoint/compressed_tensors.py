@@ -36,7 +36,10 @@ def parse(raw: Mapping[str, Any], where: str) -> Fp8Weights:
     # Many published files have the section, empty or with `format: dense`.
     if optional_section(raw, "sparsity_config", where).get("format", "dense") != "dense":
         raise ModelError(f"{where}: sparsity_config is not supported; {REMEDY}")
-    if raw.get("quantization_status", "compressed") != "compressed":
+    if optional_section(raw, "transform_config", where):
+        raise ModelError(f"{where}: transform_config is not supported; {REMEDY}")
+    # Some published files with weights in FP8 say "frozen". Weights of another dtype are refused when they are read.
+    if raw.get("quantization_status", "compressed") not in ("compressed", "frozen"):
         raise ModelError(
             f"{where}: quantization_status {shown(raw['quantization_status'])} is not supported: the weights have to "
             "be stored as FP8 (compressed)"

@@ -29,7 +29,7 @@ import enum
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import xxhash
@@ -67,7 +67,6 @@ _KINDS = {int(kind): kind for kind in FrameKind}
 # As integers: to convert a member of an enum costs more than to write the header.
 DATA, PACK = int(FrameKind.DATA), int(FrameKind.PACK)
 _pack = msgspec.msgpack.Encoder().encode
-_unpack = msgspec.msgpack.Decoder(list[bytes]).decode
 
 
 class Header(NamedTuple):
@@ -105,6 +104,10 @@ def _digest(head: bytes, payload: bytes) -> int:
     return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(head + _NO_DIGEST))
 
 
+# The bound keeps a frame from delivering more messages than a turn of a loop should take.
+_unpack = msgspec.msgpack.Decoder(Annotated[list[bytes], msgspec.Meta(max_length=MAX_PACKED)]).decode
+
+
 def pack(messages: Sequence[bytes]) -> bytes:
     """Return the payload of a PACK."""
     return _pack(messages)
@@ -125,7 +128,8 @@ def packs(messages: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
 def unpack(payload: bytes) -> list[bytes]:
     """Return the messages of a PACK. Raises ProtocolError."""
     try:
-        return _unpack(payload)
+        messages: list[bytes] = _unpack(payload)
+        return messages
     except msgspec.DecodeError as error:
         raise ProtocolError(f"not a pack of messages: {error}") from None
 

@@ -13,6 +13,7 @@ ALIGNMENT = 16  # the library takes depths and outputs that are multiples of it
 BLOCK_COLUMNS = 4  # it takes so many blocks of a row's depth, or multiples of it
 BLOCK_ROWS = 4  # the same for rows of products with blocks
 LEAST = (9, 0)  # compute capability of the first GPU with products of blocks
+BLOCKS_CUDA = (12, 9)  # the first CUDA with them
 CHANNELS_LEAST = (8, 9)  # the same for any FP8 product
 
 
@@ -44,10 +45,16 @@ def _serves(rows: Tensor, scales: Tensor, blocks: bool) -> bool:
     capability = torch.cuda.get_device_capability(rows.device)
     if not blocks:
         return capability >= CHANNELS_LEAST
-    if capability[0] != LEAST[0]:
+    if capability[0] != LEAST[0] or not _builds_blocks():
         return False
     # It has products of blocks for numbers of rows whose scales are aligned.
     return len(rows) % BLOCK_ROWS == 0 and scales.shape[1] % BLOCK_COLUMNS == 0
+
+
+def _builds_blocks() -> bool:
+    """Return whether torch was built with a CUDA that has products of blocks."""
+    version = (torch.version.cuda or "0.0").split(".")
+    return (int(version[0]), int(version[1])) >= BLOCKS_CUDA
 
 
 def _channels(rows: Tensor, of_rows: Tensor, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ A stored value is a code times a scale. The shape of a weight's scales names the
   of x [..., ceil(K / 128)].
 
 The scales of x depend on its own row only, so a row's result does not depend on the batch. Products of codes are added
-up in float32.
+up in float32; the library's products with scales per channel add up with fewer bits (`fp8_library.py`).
 """
 
 from __future__ import annotations

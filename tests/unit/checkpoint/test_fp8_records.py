@@ -77,7 +77,11 @@ def test_published_sections_are_read(form: str) -> None:
         ),
         ({**CHANNEL_DYNAMIC, "config_groups": {}}, "config_groups must have 1 to 64 groups, found 0"),
         ({**CHANNEL_DYNAMIC, "sparsity_config": {"format": "sparse-24"}}, "sparsity_config is not supported"),
-        ({**CHANNEL_DYNAMIC, "quantization_status": "frozen"}, "'frozen' is not supported"),
+        ({**CHANNEL_DYNAMIC, "quantization_status": "calibration"}, "'calibration' is not supported"),
+        (
+            {**CHANNEL_DYNAMIC, "transform_config": {"config_groups": {"R3": {}}}},
+            "transform_config is not supported",
+        ),
         ({**CHANNEL_DYNAMIC, "ignore": ["re:(a+)+$"]}, "has a repeated group"),
         ({**CHANNEL_DYNAMIC, "ignore": ["re:a*a*a*a*a*b"]}, "more than 4 repetitions"),
         ({**CHANNEL_DYNAMIC, "ignore": ["re:["]}, r"ignore: '\[' is not a regular expression"),

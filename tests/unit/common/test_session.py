@@ -262,7 +262,10 @@ def test_messages_are_packed_in_order_and_small() -> None:
     assert max(len(pack(group)) for group in [*groups, [bytes(MAX_PACKED_BYTES)]]) < SMALL
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc0", b"\x91\x01", b"\x92\xc4\x01x", b"\xdd\xff\xff\xff\xff"])
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\xc0", b"\x91\x01", b"\x92\xc4\x01x", b"\xdd\xff\xff\xff\xff", pack([b""] * (MAX_PACKED + 1))],
+)
 def test_a_payload_that_is_no_pack_is_refused(payload: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a pack of messages"):
         unpack(payload)

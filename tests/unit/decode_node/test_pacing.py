@@ -157,6 +157,21 @@ def test_a_launch_that_came_too_late_makes_the_next_ones_earlier() -> None:
     assert loop.pacing.stage == LAYERS.index(8), "the slow launch is forgotten"
 
 
+def test_launches_are_paced_again_after_a_time_of_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late launches raise the margin until no mark leaves enough time; it must not stay there."""
+    monkeypatch.setitem(globals(), "LAYERS", (5, 6, 7, 8))
+    monkeypatch.setattr(_Device, "layers", LAYERS)
+    loop = _Loop(launch_seconds=0.8 * MS)
+    loop.device.length = 7 * MS
+    for _ in range(40):
+        loop.steps(29)
+        loop.launch_seconds = 3.2 * MS
+        loop.step()
+        loop.launch_seconds = 0.8 * MS
+    loop.steps(900)
+    assert loop.pacing.stage is not None
+
+
 def test_times_after_marks_follow_the_steps() -> None:
     loop = _Loop()
     loop.steps(20)
