@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from random import Random
 
 import zmq
 
@@ -169,6 +170,7 @@ def _dispatching(cluster: Cluster) -> Dispatching:
         },
         limits,
         cluster.health.drain_timeout,
+        Random(),
     )
 
 

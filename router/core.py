@@ -11,6 +11,7 @@ from router.metrics.router_metrics import RouterMetrics
 from router.nodes.flush import flush_caches
 from router.nodes.health import NodeHealth
 from router.nodes.outbox import SendAll
+from router.nodes.placer import Placer
 from router.nodes.registry import Node, NodeRegistry
 from router.nodes.return_watch import ReturnWatch
 from router.parts import ControlLink, Dispatching, NodeRules, Observation
@@ -77,7 +78,7 @@ def assemble_core(
     )
     dispatcher = Dispatcher(
         registry,
-        dispatching.policies,
+        Placer(registry, dispatching.policies, health, dispatching.rng),
         wrap(control.send_all),
         dispatching.limits,
         metrics,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import zmq
@@ -63,6 +64,7 @@ class Dispatching:
     policies: dict[Role, PlacementPolicy]
     limits: DispatchLimits
     drain_timeout: float  # seconds that requests in flight get when the router ends
+    rng: Random  # draws samples of many nodes
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from common.errors import (
     Unavailable,
 )
 from common.messages.generation import FINISH_STOP
-from common.messages.identity import Role, new_room
+from common.messages.identity import new_room
 from common.messages.node_inbox import Abort
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
@@ -49,7 +49,6 @@ from router.metrics.router_metrics import RouterMetrics
 from router.metrics.timeline import Timeline, Timelines
 from router.nodes.health import NodeHealth
 from router.nodes.outbox import Outbox, Parcel, SendAll
-from router.nodes.placement import PlacementPolicy
 from router.nodes.placer import Placer, unavailable
 from router.nodes.registry import Node, NodeRegistry
 from router.process.turns import Turns
@@ -63,18 +62,18 @@ class Dispatcher:
     def __init__(
         self,
         registry: NodeRegistry,
-        policies: dict[Role, PlacementPolicy],
+        placer: Placer,
         send_all: SendAll,
         limits: DispatchLimits,
         metrics: RouterMetrics,
         log: Log,
-        health: NodeHealth | None = None,
+        health: NodeHealth,
         events: EventLog = NO_EVENTS,
     ) -> None:
-        """`send_all` sends messages to a node, as the outbox does."""
+        """`send_all` sends messages to a node, as the outbox does. `health` is what `placer` considers."""
         self._registry = registry
-        self.health = health or NodeHealth(0.0, time.monotonic)
-        self._placer = Placer(registry, policies, self.health)
+        self.health = health
+        self._placer = placer
         self._outbox = Outbox(send_all)
         self._limits = limits
         self._metrics = metrics

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 
 from common.errors import Unavailable
 from common.messages.identity import Role
@@ -39,11 +39,16 @@ class _Field:
 
 
 class Placer:
-    """Chooses pairs. It is deterministic except for the turns of its policies."""
+    """Chooses pairs. The choices depend on the nodes, the turns of the policies, and the draws of `rng`."""
 
     def __init__(
-        self, registry: NodeRegistry, policies: Mapping[Role, PlacementPolicy], health: NodeHealth
+        self,
+        registry: NodeRegistry,
+        policies: Mapping[Role, PlacementPolicy],
+        health: NodeHealth,
+        rng: Random,
     ) -> None:
+        """`rng` draws the samples of policies that need only some of many nodes."""
         self._registry = registry
         self._policies = policies
         self._health = health
@@ -52,7 +57,7 @@ class Placer:
             for role, policy in policies.items()
             if isinstance(policy, SamplingPolicy)
         }
-        self._offsets: dict[Role, int] = dict.fromkeys(ROLES, 0)  # of the latest sample
+        self._rng = rng
 
     def choose(
         self, avoid: Collection[str] = NOTHING, prefer: Collection[str] = NOTHING, tokens: int = 0
@@ -92,13 +97,15 @@ class Placer:
     def _sampled(self, role: Role, nodes: Sequence[Node], tokens: int) -> Node:
         """Choose among nodes of full weight: a sample of them if the policy needs no more, so that cost stays flat.
 
-        The samples of successive choices are taken in turn, so each node is a candidate equally often.
+        A sample consists of neighbors by name, from a random node on; after the last name it continues with the first.
+        Policies take equals in turn by name, so such samples give idle nodes equal shares, and other samples may not.
+        The start is random because a fixed order of samples can resonate with a pattern of the traffic.
         """
         most = self._most.get(role, len(nodes))
         if len(nodes) > most:
-            samples = math.ceil(len(nodes) / most)
-            self._offsets[role] = (self._offsets[role] + 1) % samples
-            nodes = nodes[self._offsets[role] :: samples]
+            start = self._rng.randrange(len(nodes))
+            beyond = max(start + most - len(nodes), 0)
+            nodes = [*nodes[start : start + most], *nodes[:beyond]]
         chosen = self._policies[role].choose([node.candidate(1.0, tokens) for node in nodes])
         return self._registry.node(chosen.incarnation)
 

@@ -81,7 +81,7 @@ class Node:
 class EligibleNodes:
     """The nodes that take requests and can be reached."""
 
-    of: Mapping[Role, Sequence[Node]]
+    of: Mapping[Role, Sequence[Node]]  # sorted by name
     joined: float  # monotonic seconds when the newest of them registered
 
 
@@ -133,7 +133,7 @@ class NodeRegistry:
     def eligible_by_role(self) -> EligibleNodes:
         """Return the nodes that take requests and can be reached. They are collected again only after a change."""
         if self._eligible is None:
-            nodes = self.eligible()
+            nodes = sorted(self.eligible(), key=lambda node: node.name)
             of: dict[Role, list[Node]] = {
                 role: [node for node in nodes if node.role == role] for role in ROLES
             }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from random import Random
 
 from common.messages.identity import NodeLoad, NodeRef, Role
 from common.messages.router_inbox import Register
@@ -50,7 +51,8 @@ def disturb(registry: NodeRegistry, health: NodeHealth) -> None:
 def microseconds(registry: NodeRegistry, health: NodeHealth, policy: str) -> float:
     """Return the CPU time of one choice: the minimum of all rounds, because other processes share this machine."""
     costs = {"prefill": prefill_cost, "decode": decode_cost}
-    placer = Placer(registry, {role: make_policy(policy, costs[role]) for role in ROLES}, health)
+    policies = {role: make_policy(policy, costs[role]) for role in ROLES}
+    placer = Placer(registry, policies, health, Random(1))
     times = []
     for _ in range(ROUNDS):
         start = time.process_time()

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
+from random import Random
 from typing import Any
 
 import msgspec
@@ -74,7 +75,7 @@ class RouterRig:
                 context, f"ipc://{self.directory}/control", "router-incarnation", Plain(), queued_bytes
             ),
             nodes,
-            Dispatching(policies, DispatchLimits(**values), drain_timeout=0.0),
+            Dispatching(policies, DispatchLimits(**values), drain_timeout=0.0, rng=Random(1)),
             Observation(self.log, "tiny", clock=clock),
             self._recording,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from random import Random
 
 import pytest
 
@@ -28,7 +29,7 @@ class Rig:
             "prefill": make_policy(policy, decode_cost),
             "decode": make_policy(policy, decode_cost),
         }
-        self.placer = Placer(self.registry, policies, self.health)
+        self.placer = Placer(self.registry, policies, self.health, Random(1))
 
     def join(self, role: Role, *names: str) -> None:
         for name in names:
@@ -90,7 +91,7 @@ class Counting:
 def test_many_alike_nodes_are_sampled_and_none_is_left_out() -> None:
     rig = Rig()
     policy = Counting()
-    rig.placer = Placer(rig.registry, {"prefill": policy, "decode": Counting()}, rig.health)
+    rig.placer = Placer(rig.registry, {"prefill": policy, "decode": Counting()}, rig.health, Random(1))
     rig.join("prefill", *(f"p{number}" for number in range(100)))
     rig.join("decode", "d0", "d1")
     rig.clock.now += 10  # the end of the slow start

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,7 +52,7 @@ class Nodes:
             "prefill": make_policy("least_loaded", prefill_cost),
             "decode": make_policy("least_loaded", decode_cost),
         }
-        self.placer = Placer(registry, policies, NodeHealth(10.0, clock))
+        self.placer = Placer(registry, policies, NodeHealth(10.0, clock), Random(1))
 
     def place(self, room: int, tokens: int) -> Node:
         """Place a prompt as the dispatcher does."""
