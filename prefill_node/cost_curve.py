@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 
 TOLERANCE = 0.02  # by which the time per token of a step may exceed the lowest one
 LEARNING = 0.1  # weight of a new measurement
+# A forward teaches what context costs if its context takes at least this part of the time that it takes without.
+CONTEXT_PART = 0.5
+CONTEXT_RANGE = 4.0  # the factor by which the learnt cost of context may differ from the first one
 # Before anything is measured: a fixed part that equals the time of FIXED_TOKENS, then a constant time per token.
 FIXED_TOKENS = 64
 DEFAULT_MS_PER_TOKEN = 0.1
@@ -42,7 +45,8 @@ class CostCurve:
         self._logs = [math.log2(size) for size in self.sizes]
         points = sorted((measured or _default(self.sizes)).items())
         self._ms = [_interpolated(points, size) for size in self.sizes]
-        self._context_ms = context_ms or self._ms[-1] / self.largest / DEFAULT_CONTEXT_TOKENS
+        self._first_context_ms = context_ms or self._ms[-1] / self.largest / DEFAULT_CONTEXT_TOKENS
+        self._context_ms = self._first_context_ms
         self.step = self._choose_step()
 
     @property
@@ -74,8 +78,8 @@ class CostCurve:
         fits = min(tokens, self.largest)
         whole = self.ms(fits)
         longer = self._cut_ms(fits) - whole
-        # A prompt that arrives waits for half of the running forward on average. Cutting pays if that becomes shorter
-        # by more than this prompt becomes longer, and hardly ever for less than two steps.
+        # A prompt that arrives waits for half of the running forward on average. Cutting pays if that wait becomes
+        # shorter by more than this prompt becomes longer. Below two steps it hardly ever pays.
         arriving = 1.0 if passing is None else passing * whole
         gained = arriving * (whole - self.ms(self.step)) / 2 if tokens >= 2 * self.step else 0.0
         return self.step if longer * (1 + waiting) <= gained else fits
@@ -89,10 +93,14 @@ class CostCurve:
         return whole * self.ms(self.step) + last + self._context_ms * contexts
 
     def learn(self, tokens: int, contexts: int, ms: float) -> None:
-        """Take in the measured time of one forward. Sizes within a factor of two learn from it, the nearer the more."""
-        if contexts > tokens * tokens:
-            spent = ms - self.ms(tokens)
-            self._context_ms += LEARNING * (_near(spent / contexts, self._context_ms) - self._context_ms)
+        """Learn from the measured time of one forward.
+
+        If context takes a large part of that time, the cost of context is adjusted. Otherwise the times of the sizes
+        within a factor of two are, those of nearer sizes more. A short forward after a long prefix says little about
+        context: any error of its size's time would count as a large error per token of context.
+        """
+        if self._first_context_ms * contexts >= CONTEXT_PART * self.ms(tokens):
+            self._learn_context(contexts, ms - self.ms(tokens))
             return
         expected = self.ms(tokens, contexts)
         change = math.log(_near(ms, expected) / expected)
@@ -102,6 +110,13 @@ class CostCurve:
             if weight > 0.0:
                 self._ms[index] *= math.exp(LEARNING * weight * change)
         self.step = self._choose_step()
+
+    def _learn_context(self, contexts: int, spent: float) -> None:
+        """Adjust the cost of context within CONTEXT_RANGE of the first one. `spent`: its milliseconds, as measured."""
+        nearer = _near(spent / contexts, self._context_ms)
+        learnt = self._context_ms + LEARNING * (nearer - self._context_ms)
+        first = self._first_context_ms
+        self._context_ms = min(max(learnt, first / CONTEXT_RANGE), first * CONTEXT_RANGE)
 
     def _index(self, tokens: int) -> int:
         return min(bisect_left(self.sizes, tokens), len(self.sizes) - 1)

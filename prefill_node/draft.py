@@ -64,7 +64,11 @@ class PrefillDraft(Protocol):
         ...
 
     def warm_up(self, batch: ForwardBatch, output: ForwardOutput) -> None:
-        """Run what no graph of the target runs: one token in the padding page, with the target's `output` for it."""
+        """Run what no graph of the target runs, over tokens of one prompt in the padding page.
+
+        Args:
+            output: what the target returned for `batch`.
+        """
         ...
 
 

@@ -155,7 +155,7 @@ class MultiLayerPrefill:
             module.propose(first, given)
             hidden = given.hidden
         if len(self._modules) > 1:
-            keep_hidden(hidden, first, torch.zeros_like(hidden)[:, None], 0, first + 1, first)
+            keep_hidden(hidden, first, torch.zeros_like(hidden)[:, None], 0, torch.ones_like(first), first)
 
     def _take_kept(self, chunks: Sequence[PlannedChunk], hidden: Tensor) -> Tensor:
         """Take out what earlier chunks have kept: [B, steps - 1, H].

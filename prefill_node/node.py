@@ -154,7 +154,8 @@ class PrefillNode:
                 self._on_transfer(event)
 
     def _watch_transfers(self) -> None:
-        """Announce delivered pages and receive images while a forward runs, rather than when it ends."""
+        """Process grants, deliveries and images while a forward runs, rather than when it ends."""
+        take_peer_frames(self._peers, self._sender)
         self._move_transfers()
         self._images.receive()
         time.sleep(WATCH_INTERVAL)

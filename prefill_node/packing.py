@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from prefill_node.cost_curve import CostCurve
 
+# Prompts for which the cheapest division into forwards is searched, which takes time by the square of their number.
+MOST_DIVIDED = 64
+
 
 class Waiting(NamedTuple):
     """A prompt of the queue."""
@@ -26,7 +29,8 @@ def share(queue: Sequence[Waiting], curve: CostCurve, others: int = 0, passing: 
     """Return the forward after which the sum of the waits for first tokens is the lowest, for a queue in this order.
 
     Two prompts share a forward if that saves those after them more time than the first one loses by waiting for the
-    other: where a forward's time does not depend on its size, or where the queue is very long.
+    other: where a forward's time does not depend on its size, or where the queue is very long. At most MOST_DIVIDED
+    prompts share one whole.
 
     Args:
         others: prompts that wait, too, but are not in `queue`.
@@ -34,7 +38,8 @@ def share(queue: Sequence[Waiting], curve: CostCurve, others: int = 0, passing: 
     """
     if not queue:
         return Share(0)
-    whole = _whole(queue, curve, others)
+    divided = queue[:MOST_DIVIDED]
+    whole = _whole(divided, curve, len(queue) - len(divided) + others)
     if whole == 1:
         after = 0 if passing is None else len(queue) - 1 + others
         cut = curve.cut(queue[0].remaining, passing, after)

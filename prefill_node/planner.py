@@ -105,9 +105,9 @@ class Planner:
     def next(self, now: float) -> Planned | None:
         """Return the plan of this turn; None if the device has nothing to do."""
         limits = self._limits
-        computing = self._queues.computing.values()
+        computing, waiting = self._queues.computing.values(), len(self._queues.waiting)
         times, arrivals = self._times, self._queues.arrivals if self._times.learns else None
-        chunks = plan_chunks(computing, now, times.curve, limits.max_batch, limits.grid, arrivals)
+        chunks = plan_chunks(computing, now, times.curve, limits.max_batch, limits.grid, arrivals, waiting)
         if not chunks and not self._forget:
             return None
         self._generation += 1

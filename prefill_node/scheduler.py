@@ -78,6 +78,7 @@ def plan_chunks(
     max_batch: int,
     grid: int = 1,
     arrivals: RecentArrivals | None = None,
+    waiting: int = 0,
 ) -> list[Chunk]:
     """Return the next forward: the first prompts in order, as many as `share` says; only the last one is cut.
 
@@ -86,13 +87,15 @@ def plan_chunks(
     Args:
         curve: the times of forwards; its largest size bounds this one.
         grid: prompts are cut only at multiples of it; the largest size is one.
-        arrivals: what decides whether long prompts are cut; without them they always are.
+        arrivals: by them it is decided whether a long prompt is cut; None: as if one shorter prompt arrived during its
+            forwards.
+        waiting: prompts that wait, too, but are not in `computing`.
     """
     unfinished = [request for request in computing if request.remaining and not request.ended]
     queue = list(itertools.islice(in_order(unfinished, now), max_batch))
-    waiting = [Waiting(request.scheduled, request.remaining) for request in queue]
+    lengths = [Waiting(request.scheduled, request.remaining) for request in queue]
     passing = arrivals.shorter_per_ms(queue[0].remaining, now) if arrivals is not None and queue else None
-    shared = share(waiting, curve, len(unfinished) - len(queue), passing)
+    shared = share(lengths, curve, len(unfinished) - len(queue) + waiting, passing)
     chunks = [Chunk(each, each.scheduled, each.remaining) for each in queue[: shared.whole]]
     if shared.part:
         cut = queue[shared.whole]

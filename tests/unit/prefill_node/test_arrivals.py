@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefill_node.arrivals import KEPT, WINDOW, RecentArrivals
+from prefill_node.arrivals import KEPT, SHORTEST, WINDOW, RecentArrivals
 
 
 def test_only_shorter_prompts_of_the_last_seconds_count() -> None:
@@ -19,7 +19,15 @@ def test_only_shorter_prompts_of_the_last_seconds_count() -> None:
 def test_a_burst_counts_by_the_time_that_it_covers() -> None:
     recent = RecentArrivals()
     for number in range(2 * KEPT):
-        recent.add(10, 0.01 * number)
-    now = 0.01 * (2 * KEPT - 1)
-    assert recent.shorter_per_ms(100, now) == pytest.approx(0.1, rel=0.05)
-    assert recent.shorter_per_ms(100, now + 0.63) == pytest.approx(0.05, rel=0.05), "it has ended"
+        recent.add(10, 0.1 * number)
+    now = 0.1 * (2 * KEPT - 1)
+    assert recent.shorter_per_ms(100, now) == pytest.approx(0.01, rel=0.05)
+    assert recent.shorter_per_ms(100, now + 3.2) == pytest.approx(64 / 9_500, rel=0.05), "it has ended"
+
+
+def test_prompts_that_arrive_at_once_count_as_those_of_a_second() -> None:
+    recent = RecentArrivals()
+    for _ in range(KEPT):
+        recent.add(10, 5.0)
+    for later in (0.0, 0.001, SHORTEST):
+        assert recent.shorter_per_ms(100, 5.0 + later) == pytest.approx(KEPT / (1e3 * SHORTEST))

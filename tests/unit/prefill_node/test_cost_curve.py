@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.engine.graphs.ladders import prefill_token_buckets
-from prefill_node.cost_curve import CostCurve
+from prefill_node.cost_curve import CONTEXT_RANGE, CostCurve
 
 SIZES = prefill_token_buckets(8192)
 H200 = {64: 5.3, 512: 13.4, 1024: 25.0, 2048: 49.6, 8192: 221.0}
@@ -69,3 +69,23 @@ def test_it_learns_what_context_adds() -> None:
         curve.learn(512, 512 * 16_384, 20.0)
     assert curve.ms(512, 512 * 16_384) == pytest.approx(20.0, rel=0.02)
     assert curve.ms(512) == pytest.approx(13.4)
+
+
+@pytest.mark.parametrize("error", [-0.3, 0.7])
+def test_short_forwards_after_a_cached_prefix_teach_their_size_and_not_context(error: float) -> None:
+    curve = CostCurve(SIZES, H200)
+    before, slower = curve.prompt_ms(32_768), 5.3 + error
+    for _ in range(100):
+        curve.learn(16, 16 * 2000, slower)
+    assert curve.ms(16, 16 * 2000) == pytest.approx(slower, rel=0.01)
+    assert curve.prompt_ms(32_768) == pytest.approx(before, rel=0.01)
+
+
+@pytest.mark.parametrize("ms", [0.001, 60_000.0])
+def test_the_cost_of_context_stays_near_the_first_one(ms: float) -> None:
+    curve, contexts = CostCurve(SIZES, H200), 512 * 16_384
+    first = curve.ms(512, contexts) - curve.ms(512)
+    for _ in range(300):
+        curve.learn(512, contexts, ms)
+    learnt = curve.ms(512, contexts) - curve.ms(512)
+    assert learnt == pytest.approx(first * CONTEXT_RANGE if ms > 1.0 else first / CONTEXT_RANGE)

@@ -103,3 +103,29 @@ def test_a_prompt_that_arrives_during_a_forward_takes_part_in_the_next_one() -> 
         expect_reference(long, short)
         assert (short.first_token_turn or 0) < (long.first_token_turn or 0)
         cluster.settle()
+
+
+def test_grants_are_read_while_the_node_waits_for_the_next_launch() -> None:
+    granted: list[bool] = []
+
+    class Ticking(Deferred):
+        def ready(self) -> bool:
+            cluster.clock.now += TICK
+            granted.extend(each.granted for each in cluster.prefill.node.queues.computing.values())
+            return False
+
+    measured = {8: 50.0, 16: 100.0, 32: 200.0}
+    with NodeCluster(Shape(completion=Ticking, chunk_tokens=32, measured=measured)) as cluster:
+        first = cluster.submit(prompt_of(8), 2)
+        cluster.run()
+        cluster.settle()
+        late = cluster.submit(prompt_of(8, 7), 2, legs="p")
+        cluster.turn_one(cluster.prefill)
+        cluster.send_leg(late, "d")
+        cluster.turn_one(cluster.decode)
+        granted.clear()
+        cluster.turn_one(cluster.prefill)
+        assert granted[:3] == [False, True, True], "of some 100 checks until the forward ends"
+        cluster.run()
+        expect_reference(first, late)
+        cluster.settle()

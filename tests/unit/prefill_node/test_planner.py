@@ -45,10 +45,10 @@ SPAN = ImageSpan(1, 2, bytes(32))
 class Rig:
     """A planner over requests that have their pages."""
 
-    def __init__(self, rules: PromptRules = TEXT_ONLY) -> None:
+    def __init__(self, rules: PromptRules = TEXT_ONLY, times: ForwardTimes = TIMES) -> None:
         self.space = PageSpace(PAGE, 99, NoPrefixCache())
         self.queues = Queues()
-        self.planner = Planner(self.queues, Scheduling(self.space, rules, LIMITS, TIMES))
+        self.planner = Planner(self.queues, Scheduling(self.space, rules, LIMITS, times))
 
     def request(
         self, room: int, tokens: int, images: tuple[ImageSpan, ...] = (), **sampling: Any
@@ -256,3 +256,16 @@ def test_a_prompt_that_ends_early_leaves_no_image(turns: int) -> None:
     finally:
         vision.close()
         cluster.close()
+
+
+def test_prompts_that_wait_for_room_decide_how_many_share_a_forward() -> None:
+    curve = CostCurve((4, 8), {4: 10.0, 8: 16.0})
+    rig = Rig(times=ForwardTimes(curve))
+    for room in (1, 2):
+        rig.request(room, 4)
+    for room in range(3, 12):
+        params = SamplingParams(max_tokens=3)
+        rig.queues.wait(PrefillRequest(room, f"r{room}", np.arange(4), 1, params, "d", 0.0, 9.0))
+    plan = rig.turn()
+    assert plan is not None
+    assert [chunk.key for chunk in plan.chunks] == [1, 2]

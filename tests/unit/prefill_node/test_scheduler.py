@@ -80,6 +80,13 @@ def test_padding_is_filled_with_the_next_prompt() -> None:
     assert [chunk.length for chunk in chunks] == [12], "cut at no multiple of the grid"
 
 
+def test_prompts_that_are_not_admitted_count_among_those_that_wait() -> None:
+    """Together both take 16 ms instead of 10 ms each: worth it only if enough others gain."""
+    sized = CostCurve((16, 32), {16: 10.0, 32: 16.0})
+    both = [request(1, 16), request(2, 16)]
+    assert [len(plan_chunks(both, 0.0, sized, 99, waiting=waiting)) for waiting in (0, 9)] == [1, 2]
+
+
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(1, 300))
 def test_prompts_of_a_model_with_a_grid_are_cut_only_there(lengths: list[int], wanted: int) -> None:
     grid = 48

@@ -74,5 +74,8 @@ def test_every_module_of_a_multi_layer_draft_runs() -> None:
     assert isinstance(modules, MultiLayerRunner)
     drafting = prompt_graphs.draft_module_graphs(modules, draft.config, plan)
     forwards = [each.forward for each in drafting]
-    warm_up(target.forward, MultiLayerPrefill(forwards, PAGE, CONFIG.hidden_size), PAGE, PLACEMENT.device)
+    prefill = MultiLayerPrefill(forwards, PAGE, CONFIG.hidden_size)
+    warm_up(target.forward, prefill, PAGE, PLACEMENT.device)
     assert [each.graphs.counters.fallbacks.total() for each in forwards] == [1, 1, 1]
+    node = MeasuredNode(8, 16, CONFIG.vocab_size, PAGE, PLACEMENT.device)
+    assert list(measure_forwards(target.forward, prefill, node).by_tokens) == [8]
