@@ -53,7 +53,8 @@ def step_forwards(
     longest = served.max_model_len + 2 * sizes.lookahead_slots
     table = PageTable(sizes.max_running, -(-longest // served.page_size), served.placement.device)
     config = served.config
-    mark = ProgressMark(config.num_layers, served.placement.device)
+    writing = {layer for layer in range(config.num_layers) if pool.planes(layer)}
+    mark = ProgressMark(config.num_layers, writing, served.placement.device)
     attention = ProgressAttention(pool, config.sliding_windows, config.attention_scale, mark)
     runner = ModelRunner(served.model, pool, attention)
     draft = served.draft_runner(pool, StepAttention)

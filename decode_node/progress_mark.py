@@ -7,7 +7,7 @@ the same number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor
@@ -22,10 +22,15 @@ LAYERS_LEFT = (16, 12, 9, 6, 4, 2, 1)
 
 
 class ProgressMark:
-    """The count of one node's target, and the layers that raise it."""
+    """The count of one node's target, and the layers that raise it.
 
-    def __init__(self, num_layers: int, device: torch.device) -> None:
-        self.layers = tuple(num_layers - left for left in LAYERS_LEFT if left <= num_layers)
+    Args:
+        writing: the layers that reach the attention backend; others keep nothing in the pool and cannot write.
+    """
+
+    def __init__(self, num_layers: int, writing: Container[int], device: torch.device) -> None:
+        chosen = (num_layers - left for left in LAYERS_LEFT if left <= num_layers)
+        self.layers = tuple(layer for layer in chosen if layer in writing)
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._host = self._seen.numpy()

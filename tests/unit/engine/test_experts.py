@@ -160,7 +160,7 @@ QWEN = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 6, "n_routed_ex
         ({**QWEN, "mlp_only_layers": 1}, "mlp_only_layers must be a list of at most 1024 layers, found 1"),
         ({**QWEN, "mlp_only_layers": [7] * 1025}, "mlp_only_layers must be a list of at most 1024 layers"),
         ({**QWEN, "decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer"),
-        ({**QWEN, "quantization_config": {"quant_method": "fp8"}}, "quantization fp8 is not supported"),
+        ({**QWEN, "quantization_config": {"quant_method": "awq"}}, "quantization awq is not supported"),
     ],
 )
 def test_configs_are_refused_with_the_key(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
