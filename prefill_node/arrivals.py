@@ -16,7 +16,7 @@ class RecentArrivals:
         self._arrivals: deque[tuple[float, int]] = deque(maxlen=KEPT)  # monotonic seconds, tokens
 
     def add(self, tokens: int, now: float) -> None:
-        """Note a prompt that has arrived."""
+        """Note a prompt that has arrived, and how many tokens of it must be computed."""
         self._arrivals.append((now, tokens))
 
     def shorter_per_ms(self, tokens: int, now: float) -> float:

@@ -263,9 +263,9 @@ class PrefillNode:
                 order = in_order((each for each in self.queues.ready() if each.granted), now)
 
     def _begin(self, request: PrefillRequest, lease: PageLease, now: float) -> None:
-        self.queues.admit(request)
         request.lease = lease
         request.scheduled = request.computed = lease.cached_tokens
+        self.queues.admit(request, now)
         self._report.prompt_tokens += request.num_tokens
         self._report.cached_tokens += lease.cached_tokens
         request.mark("queued", now)

@@ -43,7 +43,6 @@ class Queues:
         """Add a new request."""
         self.waiting[request.room] = request
         self.waiting_tokens += request.num_tokens
-        self.arrivals.add(request.num_tokens, request.received)
         if request.images:
             self.arriving[request.room] = request
         if request.compilation is not None:
@@ -65,9 +64,10 @@ class Queues:
             if each.room not in self.arriving and each.room not in self.compiling
         )
 
-    def admit(self, request: PrefillRequest) -> None:
-        """Move a request from `waiting` to `computing`."""
+    def admit(self, request: PrefillRequest, now: float) -> None:
+        """Move a request from `waiting` to `computing`. The tokens that it has left now count as its arrival."""
         self._leave_waiting(request)
+        self.arrivals.add(request.remaining, now)
         self.computing[request.room] = request
 
     def end(self, request: PrefillRequest) -> None:

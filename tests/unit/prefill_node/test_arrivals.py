@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prefill_node.arrivals import KEPT, SHORTEST, WINDOW, RecentArrivals
+from tests.fakes.node_cluster import NodeCluster
+from tests.fakes.scenarios import prompt_of
 
 
 def test_only_shorter_prompts_of_the_last_seconds_count() -> None:
@@ -31,3 +33,16 @@ def test_prompts_that_arrive_at_once_count_as_those_of_a_second() -> None:
         recent.add(10, 5.0)
     for later in (0.0, 0.001, SHORTEST):
         assert recent.shorter_per_ms(100, 5.0 + later) == pytest.approx(KEPT / (1e3 * SHORTEST))
+
+
+def test_cached_tokens_of_a_prompt_do_not_count() -> None:
+    with NodeCluster() as cluster:
+        prompt = prompt_of(100)
+        for length in (96, 100):
+            cluster.submit(prompt[:length], 2)
+            cluster.run()
+            cluster.settle()
+        recent, now = cluster.prefill.node.queues.arrivals, cluster.clock.now
+        each = 1 / (1e3 * WINDOW)
+        assert recent.shorter_per_ms(50, now) == pytest.approx(each), "most of the second prompt is cached"
+        assert recent.shorter_per_ms(97, now) == pytest.approx(2 * each)

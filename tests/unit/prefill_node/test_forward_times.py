@@ -62,7 +62,7 @@ def test_the_queue_counts_what_waits_what_is_cut_and_what_runs() -> None:
     queues.wait(request(1, 100))
     assert times.queued_ms(queues) == pytest.approx(100.0), "at the rate of a step"
     queues.wait(begun := request(2, 12))
-    queues.admit(begun)
+    queues.admit(begun, 0.0)
     begun.scheduled = 4
     assert times.queued_ms(queues) == pytest.approx(108.0, rel=0.01)
     times.begin([Chunk(begun, 4, 8)])
