@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from common.engine.forward.batch import ForwardBatch
-from common.node.stopwatch import stopwatch_for
+from common.node.stopwatch import Stopwatch, stopwatch_for
 from prefill_node.draft import PrefillDraft
 from prefill_node.graphs.prefill_extend import PrefillExtend, idle_extend
 
-RUNS = 3  # per size, after one run that is not counted
+RUNS = 3  # rounds over all sizes, after one that is not counted
 SMALLEST = 16
 CONTEXT_SHARE = 8  # one part in this many, the last, is new in the sequence that measures context
 MOST_SEQUENCE = 16_384  # tokens of that sequence
@@ -71,28 +72,38 @@ def measured_sizes(largest: int) -> list[int]:
 
 @torch.inference_mode()
 def measure_forwards(target: PrefillExtend, draft: PrefillDraft, node: MeasuredNode) -> MeasuredTimes:
-    """Run forwards of several sizes, target and draft, and one after a long context; the medians of RUNS runs."""
+    """Run forwards of several sizes, target and draft, and one after a long context; the shortest of RUNS runs each."""
     largest = min(node.largest, node.longest)
-    times = {tokens: _measure(target, draft, node, node.batch(tokens)) for tokens in measured_sizes(largest)}
+    sizes = measured_sizes(largest)
+    times = dict(
+        zip(sizes, _measure(target, draft, node, [node.batch(tokens) for tokens in sizes]), strict=True)
+    )
     sequence = min(node.longest, MOST_SEQUENCE)
     tokens = min(max(sequence // CONTEXT_SHARE, 1), largest)
     context = sequence - tokens
     if not context:
         return MeasuredTimes(times)
-    alone = _measure(target, draft, node, node.batch(tokens))
-    after = _measure(target, draft, node, node.batch(tokens, context))
+    alone, after = _measure(target, draft, node, [node.batch(tokens), node.batch(tokens, context)])
     return MeasuredTimes(times, max(after - alone, 0.0) / tokens / context)
 
 
-def _measure(target: PrefillExtend, draft: PrefillDraft, node: MeasuredNode, batch: ForwardBatch) -> float:
-    """Return the milliseconds of a forward."""
-    start, watches = stopwatch_for(node.device), []
-    batch = replace(batch, hidden_mode=draft.hidden_mode)
+def _measure(
+    target: PrefillExtend, draft: PrefillDraft, node: MeasuredNode, batches: Sequence[ForwardBatch]
+) -> list[float]:
+    """Return the milliseconds of a forward of each batch.
+
+    The batches take turns, and the shortest run of each counts: a disturbance of one round changes nothing. A size
+    whose time is overestimated might never be chosen again, and its time never corrected.
+    """
+    start, rounds = stopwatch_for(node.device), list[list[Stopwatch]]()
+    batches = [replace(batch, hidden_mode=draft.hidden_mode) for batch in batches]
     for _ in range(1 + RUNS):
-        watch = start()
-        draft.warm_up(batch, target(batch))
-        watch.lap()
-        watches.append(watch)
+        rounds.append([])
+        for batch in batches:
+            watch = start()
+            draft.warm_up(batch, target(batch))
+            watch.lap()
+            rounds[-1].append(watch)
     if node.device.type == "cuda":
         torch.cuda.synchronize(node.device)
-    return 1e3 * sorted(watch.seconds()[0] for watch in watches[1:])[RUNS // 2]
+    return [1e3 * min(watch.seconds()[0] for watch in watches) for watches in zip(*rounds[1:], strict=True)]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 
 from common.engine.attention.paged import PagedAttention
-from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.forward.mtp_runner import MultiLayerRunner
 from common.engine.graphs.rules import PhaseSwitch
-from prefill_node.draft import EaglePrefill
+from prefill_node import measure
+from prefill_node.draft import EaglePrefill, NoDraft
 from prefill_node.graphs import prompt_graphs
+from prefill_node.graphs.prefill_extend import PrefillExtend
 from prefill_node.measure import MeasuredNode, measure_forwards, measured_sizes
 from prefill_node.multi_layer import MultiLayerPrefill
 from prefill_node.warm_up import warm_up
+from tests.fakes.clock import Clock
 from tests.fakes.draft_models import DRAFTS, DraftModel
 from tests.fakes.mtp_models import MtpModel
 from tests.fakes.pools import model_pool, plain_pool
@@ -79,3 +84,31 @@ def test_every_module_of_a_multi_layer_draft_runs() -> None:
     assert [each.graphs.counters.fallbacks.total() for each in forwards] == [1, 1, 1]
     node = MeasuredNode(8, 16, CONFIG.vocab_size, PAGE, PLACEMENT.device)
     assert list(measure_forwards(target.forward, prefill, node).by_tokens) == [8]
+
+
+def test_a_disturbance_at_the_start_of_a_node_makes_no_size_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven forwards in a row take ten times as long as otherwise."""
+    clock, ran = Clock(0.0), 0
+
+    def forward(batch: ForwardBatch) -> ForwardOutput:
+        nonlocal ran
+        ran += 1
+        clock.now += len(batch.input_ids) / 1e3 * (10 if 9 <= ran < 16 else 1)
+        return ForwardOutput(torch.zeros(1, 1), None)
+
+    class Watch:
+        """A stopwatch on the test's clock."""
+
+        def __init__(self) -> None:
+            self.began = self.ended = clock.now
+
+        def lap(self) -> None:
+            self.ended = clock.now
+
+        def seconds(self) -> list[float]:
+            return [self.ended - self.began]
+
+    monkeypatch.setattr(measure, "stopwatch_for", lambda device: Watch)
+    node = MeasuredNode(100, 100, CONFIG.vocab_size, PAGE, PLACEMENT.device)
+    measured = measure_forwards(cast(PrefillExtend, forward), NoDraft(), node)
+    assert measured.by_tokens == pytest.approx({tokens: float(tokens) for tokens in measured_sizes(100)})
