@@ -47,7 +47,9 @@ def rounded_to_fp8(values, scale):  # type: ignore[no-untyped-def]
     # Numbers around 2^14 have the spacing of e4m3's subnormal numbers, 2^-9.
     small = ((size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000).to(tl.float32) * 0.001953125
     rounded = tl.where(size < 0.015625, small, normal)
-    return tl.where(divided < 0.0, -rounded, rounded)
+    # Zeros have a sign, too.
+    sign = divided.to(tl.int32, bitcast=True) & -0x80000000
+    return (rounded.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @kernel
