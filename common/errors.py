@@ -7,6 +7,7 @@
     +-- ProtocolError          a peer sent a message that its inbox does not allow
     |   +-- HandshakeRefused   peers that differ in version, layout or model
     |   +-- RecordError        a handoff record that is torn, stale or corrupt
+    +-- RankFailed             a rank of this node has ended, does not answer or has diverged: the node ends
     +-- RequestError           one request ends, all others continue
         +-- InvalidRequest     400  the client can correct it; names the field
         |   +-- ContextTooLong 400  more tokens than the model's context holds
@@ -80,6 +81,17 @@ class RecordError(ProtocolError):
     def __init__(self, cause: str, message: str) -> None:
         super().__init__(message)
         self.cause = cause
+
+
+class RankFailed(TandemError):
+    """A rank of this node has ended, does not answer or computes something else; the other ranks cannot go on.
+
+    `rank` is the one that has failed, which a rank may have learnt from another one.
+    """
+
+    def __init__(self, rank: int, problem: str) -> None:
+        super().__init__(problem)
+        self.rank = rank
 
 
 class RequestError(TandemError):
