@@ -4,6 +4,8 @@ python -m tests.gpu.expect score FILE LEAST          # JSON of deploy/eval: shar
 python -m tests.gpu.expect replays FILE              # /server_info: graphs captured whole, and forwards replay them
 python -m tests.gpu.expect accepts FILE LEAST        # /server_info: accept length of the first decode node
 python -m tests.gpu.expect tokens FILE COUNT         # answer of /v1/completions: completion tokens
+python -m tests.gpu.expect no_fallbacks FILE         # /server_info: every forward of a phase with graphs replayed one
+python -m tests.gpu.expect sooner FILE EAGER SHARE   # JSON of tests.bench.serve: first token that much below EAGER
 """
 
 from __future__ import annotations
@@ -36,6 +38,24 @@ def replays(info: dict[str, Any]) -> Iterator[str]:
             yield from _replayed(node["name"], total)
 
 
+def no_fallbacks(info: dict[str, Any]) -> Iterator[str]:
+    yield from replays(info)
+    for node in info["nodes"]:
+        for total in node["counters"]["graphs"]:
+            if total["captured"] and any(total["fallbacks"].values()):
+                yield f"{node['name']}: fallbacks of {total['phase']} ({total['model']}): {total['fallbacks']}"
+
+
+def sooner(served: dict[str, Any], eager_file: str, share: str) -> Iterator[str]:
+    eager = json.loads(Path(eager_file).read_text())
+    ours, theirs = (report["levels"][0]["ttft_ms_p50"] for report in (served, eager))
+    if ours > (1 - float(share)) * theirs:
+        yield (
+            f"first tokens take {ours:.2f} ms with graphs and {theirs:.2f} ms without: {1 - ours / theirs:.0%} less; "
+            f"at least {float(share):.0%} less was expected"
+        )
+
+
 def _replayed(node: str, total: dict[str, Any]) -> Iterator[str]:
     replayed, eager = total["replays"], sum(total["fallbacks"].values())
     if total["captured"] and replayed < LEAST_REPLAYED * (replayed + eager):
@@ -58,7 +78,7 @@ def tokens(answer: dict[str, Any], count: str) -> Iterator[str]:
         yield f"{found} completion tokens; {count} were expected: {str(answer)[:300]}"
 
 
-CHECKS = {check.__name__: check for check in (score, replays, accepts, tokens)}
+CHECKS = {check.__name__: check for check in (score, replays, accepts, tokens, no_fallbacks, sooner)}
 
 
 def main(arguments: list[str]) -> int:

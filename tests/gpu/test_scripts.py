@@ -116,6 +116,15 @@ REPORT = {"score": 0.95, "right": 19, "count": 20, "errors": 0, "first_error": N
         ("accepts", server_info(), ["2.1"], "the accept length is 2.00"),
         ("tokens", {"usage": {"completion_tokens": 16}}, ["16"], None),
         ("tokens", {"error": {"message": "no"}}, ["16"], "None completion tokens; 16 were expected"),
+        ("no_fallbacks", server_info(total(95)), [], None),
+        ("no_fallbacks", server_info(total(0, captured=0, no_graphs=9)), [], None),
+        (
+            "no_fallbacks",
+            server_info(total(99, too_large=1)),
+            [],
+            "fallbacks of decode (target): {'too_large': 1}",
+        ),
+        ("no_fallbacks", {"nodes": []}, [], "no node is registered"),
         ("score", {}, ["0.5"], "cannot be checked: KeyError('errors')"),
     ],
 )
@@ -127,10 +136,24 @@ def test_expectations(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Row B12: headline.sh serves that load on a GPU, and fails by `score` and `no_fallbacks`."""
     file = tmp_path / "measured.json"
     file.write_text(json.dumps(content))
     assert expect.main([name, str(file), *rest]) == (0 if problem is None else 1)
     assert (problem or "") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("share", "code"), [("0.42", 0), ("0.5", 0), ("0.51", 1)])
+def test_first_tokens_with_and_without_graphs(
+    share: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Row B13: headline.sh measures both through HTTP on a GPU, and fails by this check."""
+    files = tmp_path / "graphs.json", tmp_path / "eager.json"
+    for file, median in zip(files, (9.0, 18.0), strict=True):
+        file.write_text(json.dumps({"levels": [{"ttft_ms_p50": median}]}))
+    assert expect.main(["sooner", str(files[0]), str(files[1]), share]) == code
+    said = capsys.readouterr().out
+    assert said == "" if code == 0 else "50% less; at least 51% less was expected" in said
 
 
 def test_a_file_that_is_not_there_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
