@@ -23,12 +23,14 @@ import prefill_node.step_result
 from common.checkpoint.model_config import ModelConfig
 from common.config import load_cluster
 from common.config.resolve_node import node_plan
+from common.engine.collectives.group_ranks import GroupRanks
+from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.forward.rotary_places import rotary_places
 from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.relay_state import RelayState
-from common.kv_cache.shard import Shard
+from common.errors import RankFailed
 from common.node.completion import Immediate
 from common.node.serving_model import ServingModel, load_serving_model
 from common.observability.logs import Log
@@ -47,7 +49,7 @@ from prefill_node.step_plan import PromptPlan
 from prefill_node.worker import DeviceWorker as PromptWorker
 from tests.fakes.node_cluster import NodeCluster, NoDraftModel, Shape
 from tests.fakes.plan_wire import Wire, WirePromptWorker, WireWorker
-from tests.fakes.thread_ranks import Meeting, ThreadRanks
+from tests.fakes.thread_ranks import thread_groups
 from tests.fakes.waiting import PATIENCE
 
 CLUSTERS = Path(__file__).parents[2] / "deploy" / "clusters"
@@ -65,8 +67,8 @@ class OtherRanks:
     """Ranks 1 and up of one node: threads that execute what they are told, in order."""
 
     def __init__(self, size: int) -> None:
-        self.meeting = Meeting(size)
-        self.ranks = [ThreadRanks(self.meeting, Shard(rank, size)) for rank in range(size)]
+        self.groups = thread_groups(size)
+        self.ranks = [GroupRanks(group) for group in self.groups]
         self.pools: list[torch.Tensor] = []  # storage of their pools
         self.workers: list[Any] = []
         self._inboxes: list[queue.Queue[Callable[[], object] | None]] = []
@@ -76,9 +78,9 @@ class OtherRanks:
     def start(self, workers: Sequence[Any]) -> None:
         """Start a thread for each worker."""
         self.workers = list(workers)
-        for _ in workers:
+        for group in self.groups[1:]:
             inbox: queue.Queue[Callable[[], object] | None] = queue.Queue()
-            thread = threading.Thread(target=self._run, args=(inbox,), daemon=True)
+            thread = threading.Thread(target=self._run, args=(inbox, group), daemon=True)
             thread.start()
             self._inboxes.append(inbox)
             self._threads.append(thread)
@@ -90,21 +92,21 @@ class OtherRanks:
         try:
             return first()
         except BaseException:
-            self.meeting.barrier.abort()
+            self.groups[0].close()
             raise
         finally:
             failures = [self._done.get(timeout=PATIENCE) for _ in self._inboxes]
             for failure in failures:
-                if failure is not None and not isinstance(failure, threading.BrokenBarrierError):
+                if failure is not None and not isinstance(failure, RankFailed):
                     raise failure
 
-    def _run(self, inbox: queue.Queue[Callable[[], object] | None]) -> None:
+    def _run(self, inbox: queue.Queue[Callable[[], object] | None], group: SharedMemoryGroup) -> None:
         while (call := inbox.get()) is not None:
             try:
                 call()
                 self._done.put(None)
             except BaseException as error:
-                self.meeting.barrier.abort()
+                group.close()
                 self._done.put(error)
 
     def close(self) -> None:
@@ -113,6 +115,8 @@ class OtherRanks:
         for thread in self._threads:
             thread.join(PATIENCE)
             assert not thread.is_alive()
+        for group in self.groups:
+            group.close()
 
 
 @dataclass(frozen=True)

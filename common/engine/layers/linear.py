@@ -27,7 +27,6 @@ from common.engine.layers.parts import (
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.errors import ModelError
-from common.kv_cache.shard import WHOLE, Shard
 
 
 class Linear(nn.Module, ABC):
@@ -76,16 +75,13 @@ class Embedding(nn.Module):
     """Token embedding, whose weight may also serve as the LM head.
 
     Args:
-        shard: the share of the vocabulary that it holds.
+        tokens: those of the vocabulary that this rank holds.
+        weight: [tokens, H].
     """
 
-    def __init__(
-        self, name: str, vocab_size: int, hidden_size: int, placement: Placement, shard: Shard = WHOLE
-    ) -> None:
+    def __init__(self, name: str, vocab_size: int, tokens: range, weight: nn.Parameter) -> None:
         super().__init__()
-        self.name, self.vocab_size = name, vocab_size
-        self.tokens = shard.tokens(vocab_size)
-        self.weight = parameter((len(self.tokens), hidden_size), placement)  # [V, H]
+        self.name, self.vocab_size, self.tokens, self.weight = name, vocab_size, tokens, weight
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return [T, H] for ids [T] int64."""
@@ -135,19 +131,19 @@ class WeightFormat(ABC):
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         """Make an uninitialised embedding, divided by vocabulary."""
-        placement = self.placement
-        made = Embedding(name, vocab_size, hidden_size, placement, placement.shard)
-        return placement.ranks.summed(made)
+        tokens = self.placement.shard.tokens(vocab_size)
+        weight = parameter((len(tokens), hidden_size), self.placement)
+        return self.placement.ranks.summed(Embedding(name, vocab_size, tokens, weight))
 
     def head(self, name: str, hidden_size: int, vocab_size: int) -> Linear:
         """Make an uninitialised LM head, divided by vocabulary. `name` is without `.weight`."""
         tokens = self.placement.shard.tokens(vocab_size)
         block = WeightBlock(name, len(tokens), tokens.start, vocab_size, Columns(hidden_size, 0, hidden_size))
-        return self.placement.ranks.gathered(self.make_linear([block], bias=False))
+        return self.placement.ranks.gathered(self.make_linear([block], bias=False), vocab_size)
 
     def tied_head(self, embedding: Embedding) -> Linear:
         """Make an LM head that uses the embedding's weight."""
-        return self.placement.ranks.gathered(self.make_tied(embedding))
+        return self.placement.ranks.gathered(self.make_tied(embedding), embedding.vocab_size)
 
     def experts(self, name: str, hidden_size: int, experts: ExpertsConfig) -> ExpertProducts:
         """Make the uninitialised experts of a layer, whose tensors have the prefix `name` in the checkpoint.

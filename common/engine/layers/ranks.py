@@ -32,10 +32,10 @@ class Ranks(Protocol):
         """
         ...
 
-    def gathered(self, module: Module) -> Module:
+    def gathered(self, module: Module, columns: int) -> Module:
         """Return a module of the same type whose product has the columns of all ranks, in the order of the ranks.
 
-        `module` is the `Linear` of an LM head with a divided vocabulary.
+        `module` is the `Linear` of an LM head with a divided vocabulary of `columns` tokens.
         """
         ...
 
@@ -52,7 +52,7 @@ class OneRank:
     def summed(self, module: Module) -> Module:
         return module
 
-    def gathered(self, module: Module) -> Module:
+    def gathered(self, module: Module, columns: int) -> Module:
         return module
 
 

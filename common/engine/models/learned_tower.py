@@ -20,7 +20,7 @@ from common.engine.layers.activations import Activations
 from common.engine.layers.linear import Embedding, WeightFormat
 from common.engine.layers.norm import LayerNorm
 from common.engine.layers.piece import Piece
-from common.engine.layers.placement import Placement
+from common.engine.layers.placement import Placement, parameter
 from common.engine.models.patch_attention import PatchAttention
 
 EPS = 1e-6
@@ -81,7 +81,9 @@ class LearnedTower(nn.Module):
         values = int(torch.Size(patch).numel())
         weights = DenseFormat(placement, LibraryLinear)
         self.embed = weights.linear(values, {"patch_embed.proj": width}, True)
-        self.positions = Embedding("pos_embed", side * side, width, placement)
+        self.positions = Embedding(
+            "pos_embed", side * side, range(side * side), parameter((side * side, width), placement)
+        )
         self.blocks = nn.ModuleList(
             LearnedBlock(f"blocks.{index}", width, inner, heads, weights) for index in range(depth)
         )

@@ -10,7 +10,7 @@ from common.engine.formats.dense import DenseFormat, DenseLinear, LibraryLinear
 from common.engine.layers.activations import DENSE, Activations, Quantised
 from common.engine.layers.linear import Embedding
 from common.engine.layers.norm import RmsNorm
-from common.engine.layers.placement import Placement
+from common.engine.layers.placement import Placement, parameter
 
 PLACEMENT = Placement(torch.float32, torch.device("cpu"))
 ROWS, WIDTH, OUT = 5, 12, 8
@@ -20,8 +20,8 @@ def made(product: type[DenseLinear] = DenseLinear, bias: bool = True) -> DenseLi
     linear = DenseFormat(PLACEMENT, product).linear(WIDTH, {"a": 3, "b": 5}, bias)
     assert isinstance(linear, DenseLinear)
     generator = torch.Generator().manual_seed(0)
-    for parameter in linear.parameters():
-        parameter.normal_(generator=generator)
+    for each in linear.parameters():
+        each.normal_(generator=generator)
     return linear
 
 
@@ -59,7 +59,7 @@ def test_a_product_added_to_the_stream_and_normed() -> None:
 
 
 def test_a_tied_head_is_the_embedding() -> None:
-    embedding = Embedding("embed", OUT, WIDTH, PLACEMENT)
+    embedding = Embedding("embed", OUT, range(OUT), parameter((OUT, WIDTH), PLACEMENT))
     head = DenseFormat(PLACEMENT).tied_head(embedding)
     assert head.dense() is embedding.weight
     assert not list(head.pieces())  # the embedding loads it

@@ -1,0 +1,80 @@
+"""The ranks of a node as a group, and its collectives as operations that graphs and traces record as one call.
+
+Every rank calls the same collectives in the same order. A call names its group by a number, which is unique in its
+process: a graph stores numbers, and ranks may be threads of one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from common.engine.ops.registration import register_op
+from common.kv_cache.shard import Shard
+
+_groups: weakref.WeakValueDictionary[int, CollectiveGroup] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+class CollectiveGroup(ABC):
+    """One rank's end of a group. After a failure every call raises the same RankFailed.
+
+    A call waits for the other ranks, and raises RankFailed with the rank that has ended, does not answer in time, or
+    calls something else.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.number = next(_numbers)
+        _groups[self.number] = self
+
+    @abstractmethod
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of x over all ranks, a new tensor with the same bits on every rank.
+
+        Addition is in the order of the ranks, in float32 for 16-bit floats.
+        """
+
+    @abstractmethod
+    def all_gather(self, x: Tensor, columns: int) -> Tensor:
+        """Return the x [..., C] of all ranks in their order, joined along the last axis to `columns` in total.
+
+        C may differ between ranks, the other axes may not.
+        """
+
+    @abstractmethod
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """Return the x of rank `source`, a new tensor. Other ranks pass a tensor of its shape and dtype."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group. Ranks that still wait for this one fail."""
+
+
+def _all_reduce(x: Tensor, group: int) -> Tensor:
+    return _groups[group].all_reduce(x)
+
+
+def _all_gather(x: Tensor, group: int, columns: int) -> Tensor:
+    return _groups[group].all_gather(x, columns)
+
+
+def _broadcast(x: Tensor, group: int, source: int) -> Tensor:
+    return _groups[group].broadcast(x, source)
+
+
+def _fake_same(x: Tensor, group: int, source: int = 0) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_gather(x: Tensor, group: int, columns: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], columns))
+
+
+all_reduce = register_op("all_reduce", _all_reduce, mutates=(), fake=_fake_same, inlined=False)
+all_gather = register_op("all_gather", _all_gather, mutates=(), fake=_fake_gather, inlined=False)
+broadcast = register_op("broadcast", _broadcast, mutates=(), fake=_fake_same, inlined=False)

@@ -1,0 +1,56 @@
+"""The ranks of a node with several devices, as layers see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import cast
+
+from torch import nn
+
+from common.engine.collectives.group import CollectiveGroup
+from common.engine.collectives.joined_modules import (
+    GatheredLinear,
+    SummedEmbedding,
+    SummedExperts,
+    SummedLinear,
+)
+from common.engine.layers.expert_products import ExpertProducts
+from common.engine.layers.linear import Embedding, Linear
+from common.engine.layers.ranks import Module
+from common.kv_cache.shard import Shard
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GroupRanks:
+    """The `Ranks` of one rank, which joins its results with those of the group's other ranks."""
+
+    group: CollectiveGroup
+
+    @property
+    def shard(self) -> Shard:
+        return self.group.shard
+
+    def summed(self, module: Module) -> Module:
+        return cast(Module, _summed(module, self.group))
+
+    def gathered(self, module: Module, columns: int) -> Module:
+        return cast(Module, _gathered(module, self.group, columns))
+
+
+@singledispatch
+def _summed(module: nn.Module, group: CollectiveGroup) -> nn.Module:
+    raise TypeError(f"ranks cannot sum the outputs of a {type(module).__name__}")
+
+
+_summed.register(Linear, SummedLinear)
+_summed.register(ExpertProducts, SummedExperts)
+_summed.register(Embedding, SummedEmbedding)
+
+
+@singledispatch
+def _gathered(module: nn.Module, group: CollectiveGroup, columns: int) -> nn.Module:
+    raise TypeError(f"ranks cannot gather the outputs of a {type(module).__name__}")
+
+
+_gathered.register(Linear, GatheredLinear)

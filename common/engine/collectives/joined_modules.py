@@ -1,0 +1,108 @@
+"""Modules that join what the ranks of a node have computed, around modules of one rank in any weight format."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.checkpoint.model_config import Activation
+from common.engine.collectives.group import CollectiveGroup, all_gather, all_reduce
+from common.engine.formats.fp8_forms import gate_in_forms, norm_in_forms
+from common.engine.layers.activations import Activations, Reads
+from common.engine.layers.expert_products import ExpertProducts
+from common.engine.layers.linear import Embedding, Linear
+from common.engine.layers.norm import RmsNorm
+from common.engine.layers.piece import Piece
+
+
+class RanksLinear(Linear):
+    """A product whose outputs the ranks join before anything else reads them. Every rank has its share of W."""
+
+    def __init__(self, inner: Linear, group: CollectiveGroup) -> None:
+        super().__init__()
+        self.inner, self.reads = inner, inner.reads
+        # The operations find the group by its number while it exists.
+        self._group, self.number = group, group.number
+
+    @abstractmethod
+    def join(self, y: Tensor) -> Tensor:
+        """Return the result of all ranks for this rank's y."""
+
+    def product(self, x: Activations) -> Tensor:
+        return self.join(self.inner.product(x))
+
+    def gated(self, x: Activations, reads: Reads, activation: Activation = "silu") -> Activations:
+        return gate_in_forms(self.product(x), reads, activation)
+
+    def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
+        return norm_in_forms(self.product(x), stream, norm)
+
+    def dense(self) -> Tensor:
+        """Return this rank's share of W."""
+        return self.inner.dense()
+
+    def pieces(self) -> Iterator[Piece]:
+        return self.inner.pieces()
+
+
+class SummedLinear(RanksLinear):
+    """A product with divided inputs: its outputs are sums over the ranks, one of which has the bias."""
+
+    def join(self, y: Tensor) -> Tensor:
+        return all_reduce(y, self.number)
+
+
+class GatheredLinear(RanksLinear):
+    """A product with divided outputs, of which every rank gets all, in the order of the ranks.
+
+    Args:
+        columns: number of outputs of all ranks.
+    """
+
+    def __init__(self, inner: Linear, group: CollectiveGroup, columns: int) -> None:
+        super().__init__(inner, group)
+        self._columns = columns
+
+    def join(self, y: Tensor) -> Tensor:
+        return all_gather(y, self.number, self._columns)
+
+
+class SummedExperts(ExpertProducts):
+    """The experts of a layer, of which every rank computes a share."""
+
+    def __init__(self, inner: ExpertProducts, group: CollectiveGroup) -> None:
+        super().__init__()
+        self.inner, self.reads = inner, inner.reads
+        self._group, self.number = group, group.number
+
+    def parts(self, x: Activations, experts: Tensor, shares: Tensor) -> Tensor:
+        """Return this rank's share of the parts."""
+        return self.inner.parts(x, experts, shares)
+
+    def product(self, x: Activations, experts: Tensor, shares: Tensor) -> Tensor:
+        return all_reduce(self.inner.product(x, experts, shares), self.number)
+
+    def add_norm(
+        self, x: Activations, experts: Tensor, shares: Tensor, stream: Tensor, norm: RmsNorm
+    ) -> tuple[Activations, Tensor]:
+        return norm_in_forms(self.product(x, experts, shares), stream, norm)
+
+    def pieces(self) -> Iterator[Piece]:
+        return self.inner.pieces()
+
+
+class SummedEmbedding(Embedding):
+    """An embedding with a divided vocabulary. It shares its weight with `inner`."""
+
+    def __init__(self, inner: Embedding, group: CollectiveGroup) -> None:
+        super().__init__(inner.name, inner.vocab_size, inner.tokens, inner.weight)
+        self._group, self.number = group, group.number
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return [T, H] for ids [T] int64; ids of other ranks have zeros in this rank's addend."""
+        foreign = (ids < self.tokens.start) | (ids >= self.tokens.stop)
+        rows = F.embedding((ids - self.tokens.start).masked_fill(foreign, 0), self.weight)
+        return all_reduce(rows.masked_fill(foreign.unsqueeze(-1), 0.0), self.number)

@@ -1,0 +1,172 @@
+"""Collectives of ranks on one host through shared memory; no rank spins while it waits.
+
+A collective takes rounds. In each round a rank writes at most a slot of bytes to its place in the shared memory, sends
+one byte to every other rank, and receives one from each, after which it reads the places of all. Odd and even rounds
+have places of their own: a rank writes to a place again two rounds later, after all ranks have sent their byte of the
+round between, and so have read it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from common.engine.collectives.endpoints import HEADER_BYTES, GroupEndpoint
+from common.engine.collectives.group import CollectiveGroup
+from common.errors import RankFailed
+from common.kv_cache.shard import Shard
+
+TIMEOUT = 60.0  # seconds
+# Which call a rank is in: the number of the round, the collective, the dtype, and the bytes of its whole tensor.
+HEADER = struct.Struct("<Q16s16sQ")
+CONTINUE = b"\0"  # of a round; any other byte is 1 + the rank that has failed
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class SharedMemoryGroup(CollectiveGroup):
+    """A rank's end of a group on one host. One thread calls it at a time.
+
+    Args:
+        endpoint: is taken over and closed with the group.
+        timeout: how many seconds this rank waits for the others in each round; may be set again between two calls.
+    """
+
+    def __init__(self, endpoint: GroupEndpoint, timeout: float = TIMEOUT) -> None:
+        super().__init__(Shard(endpoint.rank, endpoint.size))
+        self._rank, self._size, self.timeout = endpoint.rank, endpoint.size, timeout
+        others = [rank for rank in range(endpoint.size) if rank != endpoint.rank]
+        self._peers = {
+            rank: socket.socket(fileno=fd) for rank, fd in zip(others, endpoint.peers, strict=True)
+        }
+        self._slot_bytes, self._stride = endpoint.slot_bytes, HEADER_BYTES + endpoint.slot_bytes
+        self._memory = mmap.mmap(endpoint.memory, 2 * endpoint.size * self._stride)
+        os.close(endpoint.memory)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._round = 0
+        self._failure: RankFailed | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        total = torch.empty_like(x, memory_format=torch.contiguous_format)
+        flat, done = total.view(-1), 0
+        for parts in self._exchange("all_reduce", x):
+            wide = parts[0].to(torch.float32 if x.dtype in HALVES else x.dtype, copy=True)
+            for part in parts[1:]:
+                wide += part
+            flat[done : done + len(wide)] = wide
+            done += len(wide)
+        return total
+
+    def all_gather(self, x: Tensor, columns: int) -> Tensor:
+        found: list[list[Tensor]] = [[] for _ in range(self._size)]
+        for parts in self._exchange("all_gather", x):
+            for each, part in zip(found, parts, strict=True):
+                each.append(part.clone())
+        joined, rows = [torch.cat(each) for each in found], math.prod(x.shape[:-1])
+        assert sum(map(len, joined)) == rows * columns, (
+            f"the ranks do not have {columns} columns for {rows} rows"
+        )
+        parts = [each.view(*x.shape[:-1], len(each) // max(rows, 1)) for each in joined]
+        return torch.cat(parts, dim=-1) if rows else x.new_empty((*x.shape[:-1], columns))
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        given = torch.empty_like(x, memory_format=torch.contiguous_format)
+        flat, done = given.view(-1), 0
+        for parts in self._exchange("broadcast", x):
+            flat[done : done + len(parts[source])] = parts[source]
+            done += len(parts[source])
+        return given
+
+    def close(self) -> None:
+        for each in self._peers.values():
+            each.close()
+        self._failure = self._failure or RankFailed(self._rank, f"rank {self._rank} has left its group")
+
+    def _exchange(self, call: str, x: Tensor) -> Iterator[Sequence[Tensor]]:
+        """Yield what all ranks pass, in their order, slot by slot; views of the shared memory until the next round."""
+        flat = x.contiguous().view(-1)
+        step, done, left = self._slot_bytes // x.itemsize, 0, True
+        while left:
+            self._write(call, x, flat[done : done + step])
+            self._meet()
+            lengths = [self._length(rank, call, x) for rank in range(self._size)]
+            yield [
+                self._slot(rank).view(x.dtype)[: max(min(length - done, step), 0)]
+                for rank, length in enumerate(lengths)
+            ]
+            done += step
+            left = done < max(lengths)
+            self._round += 1
+
+    def _at(self, rank: int) -> int:
+        return (self._round % 2 * self._size + rank) * self._stride
+
+    def _slot(self, rank: int) -> Tensor:
+        begin = self._at(rank) + HEADER_BYTES
+        return self._bytes[begin : begin + self._slot_bytes]
+
+    def _write(self, call: str, x: Tensor, part: Tensor) -> None:
+        if self._failure is not None:
+            raise self._failure
+        HEADER.pack_into(
+            self._memory, self._at(self._rank), self._round, call.encode(), _name(x).encode(), x.nbytes
+        )
+        self._slot(self._rank).view(x.dtype)[: len(part)] = part
+
+    def _length(self, rank: int, call: str, x: Tensor) -> int:
+        """Return the number of values that a rank passes in all, after it was checked that it makes the same call."""
+        number, theirs, dtype, nbytes = HEADER.unpack_from(self._memory, self._at(rank))
+        ours = self._round, call, _name(x)
+        same_length = call == "all_gather" or nbytes == x.nbytes
+        if (number, _text(theirs), _text(dtype)) != ours or not same_length:
+            self._fail(
+                rank,
+                f"rank {rank} calls {_text(theirs)} with {nbytes} bytes of {_text(dtype)} in round {number}, while "
+                f"rank {self._rank} calls {call} with {x.nbytes} bytes of {_name(x)} in round {self._round}",
+            )
+        return int(nbytes) // x.itemsize
+
+    def _meet(self) -> None:
+        """Wait until every rank is in this round."""
+        self._tell(CONTINUE)
+        deadline = time.monotonic() + self.timeout
+        for rank, peer in self._peers.items():
+            try:
+                peer.settimeout(max(deadline - time.monotonic(), 0.001))
+                said = peer.recv(1)
+            except TimeoutError:
+                self._fail(rank, f"rank {rank} has not answered for {self.timeout:g} s")
+            except OSError as error:
+                self._fail(rank, f"rank {rank} has ended: {error}")
+            if not said:
+                self._fail(rank, f"rank {rank} has ended: its connection is closed")
+            if said != CONTINUE:
+                self._fail(said[0] - 1, f"rank {said[0] - 1} has failed, as rank {rank} has noticed")
+
+    def _tell(self, said: bytes) -> None:
+        for peer in self._peers.values():
+            with suppress(OSError):  # what has become of it is found out when it is asked
+                peer.settimeout(self.timeout)
+                peer.send(said)
+
+    def _fail(self, rank: int, problem: str) -> NoReturn:
+        self._tell(bytes([rank + 1]))
+        self._failure = RankFailed(rank, f"{problem}; the ranks of a node end together, restart the node")
+        raise self._failure
+
+
+def _name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _text(padded: bytes) -> str:
+    return padded.rstrip(b"\0").decode()
