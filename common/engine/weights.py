@@ -88,10 +88,12 @@ def load_weights(
 
 
 def fill_piece(piece: Piece, source: TensorSource) -> None:
-    """Copy one piece, reading only its block."""
+    """Copy one piece, reading only its block. Raises ModelError if its values cannot be used."""
     found = source.get_tensor(piece.name) if piece.is_whole else source.get_slice(piece.name)[piece.block]
     if piece.single:
         found = found.view(())
+    if piece.check is not None:
+        piece.check(piece.name, found)
     if piece.store is not None:
         piece.store(found)
     else:

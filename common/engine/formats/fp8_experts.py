@@ -15,6 +15,7 @@ from common.engine.formats.fp8_pieces import (
     blocks_in,
     input_scale,
     quantising,
+    scales_of,
     tensor_scale,
 )
 from common.engine.layers.activations import DENSE, Activations
@@ -122,7 +123,7 @@ class Fp8Experts(ExpertProducts):
         if self._scheme.weights == TENSOR:
             yield tensor_scale(of_weights, scales)
         elif self._scheme.weights == CHANNEL:
-            yield Piece.rows_of(of_weights, scales[:, None], codes.begin[0], codes.whole[0])
+            yield scales_of(Piece.rows_of(of_weights, scales[:, None], codes.begin[0], codes.whole[0]))
         else:
             yield block_scales(of_weights, scales, codes)
         if self.input_scales is not None:

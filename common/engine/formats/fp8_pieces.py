@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -23,6 +24,28 @@ def blocks_in(size: int) -> int:
     return -(-size // BLOCK_SIZE)
 
 
+def scales_of(piece: Piece) -> Piece:
+    """Return the read of a weight's scales, which refuses any that is not finite."""
+    return piece._replace(check=_check_scales)
+
+
+def _check_scales(name: str, scales: Tensor) -> None:
+    wrong = scales[~scales.isfinite()]
+    if wrong.numel():
+        raise ModelError(
+            f"{name}: {wrong.numel()} of {scales.numel()} scales of the weight are not finite, such as "
+            f"{float(wrong[0])}; the checkpoint is damaged, or was not quantised well: get or make it again"
+        )
+
+
+def _check_input_scale(name: str, scale: Tensor) -> None:
+    if not 0 < float(scale) < math.inf:
+        raise ModelError(
+            f"{name}: the scale of inputs must be a positive number, found {float(scale)}; the checkpoint is damaged, "
+            "or was not calibrated: get or make it again"
+        )
+
+
 def tensor_scale(name: str, into: Tensor) -> Piece:
     """Return the read of a scale per tensor, with which `into` is filled."""
     suffix = name.rpartition(".")[2]
@@ -30,7 +53,7 @@ def tensor_scale(name: str, into: Tensor) -> Piece:
     def other(piece: Piece) -> Iterator[Piece]:
         yield piece._replace(name=piece.name.removesuffix(suffix) + OTHER_NAME[suffix], instead=None)
 
-    return Piece.value_of(name, into)._replace(instead=other)
+    return scales_of(Piece.value_of(name, into))._replace(instead=other)
 
 
 def block_scales(name: str, into: Tensor, codes: Piece) -> Piece:
@@ -41,12 +64,12 @@ def block_scales(name: str, into: Tensor, codes: Piece) -> Piece:
             f"{BLOCK_SIZE} values that share a scale; use fewer ranks, or a checkpoint with scales per channel"
         )
     whole = tuple(blocks_in(size) for size in codes.whole)
-    return Piece(name, into, whole, tuple(begin // BLOCK_SIZE for begin in codes.begin))
+    return scales_of(Piece(name, into, whole, tuple(begin // BLOCK_SIZE for begin in codes.begin)))
 
 
 def input_scale(name: str, into: Tensor) -> Piece:
     """Return the read of a static scale of inputs; of several reads into one value the largest is kept."""
-    return Piece.value_of(name, into)._replace(store=partial(_keep_largest, into))
+    return Piece.value_of(name, into)._replace(store=partial(_keep_largest, into), check=_check_input_scale)
 
 
 def _keep_largest(into: Tensor, value: Tensor) -> None:

@@ -26,6 +26,8 @@ class Piece(NamedTuple):
     single: bool = False  # the tensor has one value, in any number of axes, for all of `into`
     # Fills the storage with the block that was read, instead of a copy into `into`.
     store: Callable[[Tensor], None] | None = None
+    # Called with the tensor's name and the block that was read; raises ModelError for values that cannot be used.
+    check: Callable[[str, Tensor], None] | None = None
     dtypes: tuple[str, ...] = ()  # the tensor's, as safetensors spells them; (): those that fit `into`
 
     @classmethod

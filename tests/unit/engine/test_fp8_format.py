@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -153,6 +155,35 @@ def test_a_static_scale_of_merged_parts_is_the_largest(checkpoints: dict[str, Pa
     assert isinstance(product, Fp8Linear)
     assert product.input_scale is not None
     assert float(product.input_scale) == 0.5
+
+
+@pytest.mark.parametrize("wrong", [nan, inf, -inf])
+@pytest.mark.parametrize("form", ["blocks", "channel-dynamic", "tensor-static"])
+@pytest.mark.parametrize("family", ["dense", "experts"])
+def test_scales_of_weights_are_finite(
+    family: str, form: str, wrong: float, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    path = write_checkpoint(checkpoints[family], tmp_path / form, SECTIONS[form])
+    stored = load_file(path / "model.safetensors")
+    name = next(each for each in stored if "layers.1" in each and "weight_scale" in each and "down" in each)
+    stored[name].view(-1)[-1] = wrong
+    save_file(stored, path / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"{re.escape(name)}: 1 of \d+ scales .*not finite, such as {wrong};"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("wrong", [nan, inf, 0.0, -0.5])
+@pytest.mark.parametrize("family", ["dense", "experts"])
+def test_scales_of_inputs_are_positive(
+    family: str, wrong: float, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    path = write_checkpoint(checkpoints[family], tmp_path / "static", TENSOR_STATIC)
+    stored = load_file(path / "model.safetensors")
+    name = next(each for each in stored if "layers.1" in each and each.endswith("input_scale"))
+    stored[name].fill_(wrong)
+    save_file(stored, path / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"{re.escape(name)}: .*a positive number, found {wrong};"):
+        load_model(path)
 
 
 def test_weights_are_quantised_at_load_time(checkpoints: dict[str, Path]) -> None:
