@@ -96,7 +96,7 @@ class Stack:
             heads = fp8_product(codes, scales, layer["qkv"], self._scales["qkv"], None, BF16)[:, :HEADS]
             given = *quantize_rows(heads, blocks), layer["o"], self._scales["o"], None
             codes, scales, stream = fp8_product_norm_quantized(*given, stream, self._gain, EPS, blocks)
-            inside = fp8_gated(codes, scales, layer["gate_up"], self._scales["gate_up"], None, False, BF16)
+            inside = fp8_gated(codes, scales, layer["gate_up"], self._scales["gate_up"], None, "silu", BF16)
             given = *inside, layer["down"], self._scales["down"], None
             codes, scales, stream = fp8_product_norm_quantized(*given, stream, self._gain, EPS, blocks)
         return codes
@@ -114,7 +114,7 @@ class Stack:
             tiles = fp8_tiles.choose_fp8_gated_tiles(rows, blocks)
             assert tiles is not None, "too many rows"
             fp8_product_triton(
-                codes, scales, layer["gate_up"], self._scales["gate_up"], None, tiles, BF16, True
+                codes, scales, layer["gate_up"], self._scales["gate_up"], None, tiles, BF16, "silu"
             )
             given = *wide, layer["down"], self._scales["down"], None
             codes, scales, stream = fp8_product_norm_quantized(*given, stream, self._gain, EPS, blocks)
@@ -127,7 +127,7 @@ class Stack:
             heads = self._by_library(codes, scales, layer, "qkv")[:, :HEADS]
             y = self._by_library(*quantize_rows(heads, blocks), layer, "o")
             codes, scales, stream = fp8_add_rms_norm(y, stream, self._gain, EPS, blocks)
-            inside = fp8_gate(self._by_library(codes, scales, layer, "gate_up"), False, blocks)
+            inside = fp8_gate(self._by_library(codes, scales, layer, "gate_up"), "silu", blocks)
             y = self._by_library(*inside, layer, "down")
             codes, scales, stream = fp8_add_rms_norm(y, stream, self._gain, EPS, blocks)
         return codes

@@ -120,7 +120,7 @@ class Inputs:
     ) -> tuple[Tensor, ...]:
         given = codes, row_scales, weight, scales, None, case.tiles
         if case.name not in SUMMED:
-            return (fp8_product_triton(*given, BF16, gated=case.name == GATED),)
+            return (fp8_product_triton(*given, BF16, "silu" if case.name == GATED else None),)
         stream = self._gain.expand(case.rows, -1)
         rest = stream.contiguous(), self._gain, 1e-5, case.blocks
         if case.tiles.parts == 1:

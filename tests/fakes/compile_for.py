@@ -232,7 +232,7 @@ def tight(gpu: Gpu) -> None:
         torch.zeros(64, 1),
         torch.empty(2 * size, HIDDEN, dtype=FP8),
     )
-    fp8_gated_cuda(codes, scales, weight, weight_scales(weight, False), None, False, BF16)
+    fp8_gated_cuda(codes, scales, weight, weight_scales(weight, False), None, "silu", BF16)
     fp8_product_cuda(codes, scales, weight, weight_scales(weight, False), None, BF16)
     gated_delta(BF16)
     gate_up, down = torch.empty(8, 256, 512, dtype=BF16), torch.empty(8, 512, 128, dtype=BF16)
@@ -305,7 +305,7 @@ def eight_bits() -> None:
             for size, depth in ((2 * INNER, HIDDEN), (6144, HIDDEN), (HIDDEN, INNER))
         )
         of_gates, of_qkv, of_down = (weight_scales(weight, blocks) for weight in (gate_up, qkv, down))
-        fp8_gated_cuda(codes, scales, gate_up, of_gates, None, False, BF16)
+        fp8_gated_cuda(codes, scales, gate_up, of_gates, None, "silu", BF16)
         fp8_product_cuda(codes, scales, qkv, of_qkv, None, BF16)
         given = *quantize_rows_triton(inner, blocks), down, of_down, None
         fp8_product_norm_quantized_cuda(*given, stream, stream[0], 1e-5, blocks)

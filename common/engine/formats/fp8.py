@@ -21,6 +21,7 @@ from common.engine.formats.fp8_pieces import (
     blocks_in,
     input_scale,
     quantising,
+    scales_of,
     tensor_scale,
 )
 from common.engine.formats.joined import JoinedLinear
@@ -79,7 +80,7 @@ class Fp8Linear(Linear):
     def gated(self, x: Activations, reads: Reads, activation: Activation = "silu") -> Activations:
         if reads.dense or reads.form != self._form:
             return gate_in_forms(self.product(x), reads, activation)
-        codes, scales = fp8_gated(*self._operands(x), activation != "silu", self._dtype)
+        codes, scales = fp8_gated(*self._operands(x), activation, self._dtype)
         return Activations(None, Quantised(self._form, codes, scales))
 
     def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
@@ -125,7 +126,7 @@ class Fp8Linear(Linear):
         if self._scheme.weights == TENSOR:
             yield tensor_scale(name, self.scales[start:end])
         elif self._scheme.weights == CHANNEL:
-            yield block.per_row(self._scheme.scale, self.scales[start:end, None])
+            yield scales_of(block.per_row(self._scheme.scale, self.scales[start:end, None]))
         else:
             scales = self.scales[start // BLOCK_SIZE : blocks_in(end)]
             yield block_scales(name, scales, codes)

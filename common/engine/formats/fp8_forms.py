@@ -9,7 +9,7 @@ from common.engine.layers.activations import Activations, Quantised, Reads
 from common.engine.layers.norm import RmsNorm
 from common.engine.ops.fp8_fused import fp8_add_rms_norm, fp8_gate
 from common.engine.ops.rms_norm import add_rms_norm
-from common.engine.ops.silu_mul import gelu_mul, silu_mul
+from common.engine.ops.silu_mul import GATED_OPS
 
 ROWS = "fp8-rows"  # one scale per row
 BLOCKS = "fp8-blocks"  # one scale per 128 values of a row
@@ -18,10 +18,9 @@ FORMS = (ROWS, BLOCKS)
 
 def gate_in_forms(gate_up: Tensor, reads: Reads, activation: Activation) -> Activations:
     """Return activation(gate) * up of [..., 2 * I], gates first, in the form that the next product reads."""
-    gelu = activation != "silu"
     if reads.dense or reads.form not in FORMS:
-        return Activations((gelu_mul if gelu else silu_mul)(gate_up))
-    return Activations(None, Quantised(reads.form, *fp8_gate(gate_up, gelu, reads.form == BLOCKS)))
+        return Activations(GATED_OPS[activation](gate_up))
+    return Activations(None, Quantised(reads.form, *fp8_gate(gate_up, activation, reads.form == BLOCKS)))
 
 
 def norm_in_forms(x: Tensor, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:

@@ -14,28 +14,27 @@ from common.engine.ops.fp8_rows import launch_quantizer, quantize_rows_reference
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
 from common.engine.ops.row_norm import normed_row, row_warps
-from common.engine.ops.silu_mul import gelu_mul_reference, silu_mul_reference
+from common.engine.ops.silu_mul import GATED_REFERENCES
 from common.engine.ops.triton_kernel import await_previous, chained, kernel_with_varying, next_power_of_2, tl
 
 
-def fp8_gate_reference(gate_up: Tensor, gelu: bool, blocks: bool) -> tuple[Tensor, Tensor]:
-    """Return silu(gate) * up of [..., 2 * I], gates first, as `quantize_rows` returns it.
+def fp8_gate_reference(gate_up: Tensor, activation: str, blocks: bool) -> tuple[Tensor, Tensor]:
+    """Return activation(gate) * up of [..., 2 * I], gates first, as `quantize_rows` returns it.
 
     The values are rounded to the dtype of `gate_up` before they are quantised.
 
     Args:
-        gelu: the tanh form of gelu instead of silu.
+        activation: of the gates, see `gated_linear`.
         blocks: as for `quantize_rows`.
     """
-    activated = gelu_mul_reference if gelu else silu_mul_reference
-    return quantize_rows_reference(activated(gate_up), blocks)
+    return quantize_rows_reference(GATED_REFERENCES[activation](gate_up), blocks)
 
 
-def fp8_gate_triton(gate_up: Tensor, gelu: bool, blocks: bool) -> tuple[Tensor, Tensor]:
-    return launch_quantizer(gate_up, blocks, gated=True, gelu=gelu)
+def fp8_gate_triton(gate_up: Tensor, activation: str, blocks: bool) -> tuple[Tensor, Tensor]:
+    return launch_quantizer(gate_up, blocks, activation)
 
 
-def _gate_fake(gate_up: Tensor, gelu: bool, blocks: bool) -> tuple[Tensor, Tensor]:
+def _gate_fake(gate_up: Tensor, activation: str, blocks: bool) -> tuple[Tensor, Tensor]:
     size = gate_up.shape[-1] // 2
     return gate_up.new_empty((*gate_up.shape[:-1], size), dtype=FP8), empty_scales(gate_up, size, blocks)
 

@@ -37,17 +37,17 @@ def fp8_gated_reference(
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
-    gelu: bool,
+    activation: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return silu(gate) * up [..., I], quantised, for quantised x [..., in] and weight [2 * I, in], gates first.
+    """Return activation(gate) * up [..., I], quantised, for quantised x [..., in] and weight [2 * I, in], gates first.
 
     Args:
-        gelu: the tanh form of gelu instead of silu.
+        activation: of the gates, see `gated_linear`.
         dtype: that of activations, to which gate, up and the result are rounded.
     """
     gate_up = fp8_product_reference(codes, row_scales, weight, scales, bias, dtype)
-    return fp8_gate_reference(gate_up, gelu, scales.ndim == 2)
+    return fp8_gate_reference(gate_up, activation, scales.ndim == 2)
 
 
 def fp8_gated_cuda(
@@ -56,15 +56,15 @@ def fp8_gated_cuda(
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
-    gelu: bool,
+    activation: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     rows, blocks = codes.shape[:-1].numel(), scales.ndim == 2
     tiles = choose_fp8_gated_tiles(rows, blocks, room_of(codes.device).shared_bytes)
     if tiles is None or bias is not None:
         gate_up = fp8_product_cuda(codes, row_scales, weight, scales, bias, dtype)
-        return fp8_gate_triton(gate_up, gelu, blocks)
-    inner = fp8_product_triton(codes, row_scales, weight, scales, None, tiles, dtype, gated=True, gelu=gelu)
+        return fp8_gate_triton(gate_up, activation, blocks)
+    inner = fp8_product_triton(codes, row_scales, weight, scales, None, tiles, dtype, activation)
     return quantize_rows_triton(inner, blocks)
 
 
@@ -74,7 +74,7 @@ def _gated_fake(
     weight: Tensor,
     scales: Tensor,
     bias: Tensor | None,
-    gelu: bool,
+    activation: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     size = weight.shape[0] // 2

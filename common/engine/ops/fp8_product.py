@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8, GROUP, decode, has_fp8
 from common.engine.ops.fp8_tiles import Fp8Tiles
+from common.engine.ops.linear import load_tile
 from common.engine.ops.silu_mul import activate
 from common.engine.ops.triton_kernel import (
     await_results,
@@ -45,15 +46,8 @@ def _load_codes(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return [ROWS, BLOCK_K] from row `first` and column k on; zero past the end of the matrix."""
-    if BULK:
-        tile = matrix.load([first, k])
-    else:
-        row, column = first + tl.arange(0, ROWS), k + tl.arange(0, BLOCK_K)
-        read = (row < rows)[:, None]
-        if CUT:
-            read = read & (column < DEPTH)[None, :]
-        tile = tl.load(matrix + row.to(tl.int64)[:, None] * stride + column[None, :], mask=read, other=0.0)
+    """Return `load_tile` of codes, if DECODED as float16."""
+    tile = load_tile(matrix, first, k, rows, stride, DEPTH, CUT, BULK, ROWS, BLOCK_K)
     if DECODED:
         tile = decode(tile)
     return tile
@@ -197,10 +191,9 @@ def fp8_product_triton(
     bias: Tensor | None,
     tiles: Fp8Tiles,
     dtype: torch.dtype,
-    gated: bool = False,
-    gelu: bool = False,
+    activation: str | None = None,
 ) -> Tensor:
-    """Return [..., out] in `dtype`, or if `gated` act(gate) * up [..., out / 2].
+    """Return [..., out] in `dtype`, or with an activation of gates activation(gate) * up [..., out / 2].
 
     Args:
         codes: [..., in] e4m3.
@@ -208,11 +201,12 @@ def fp8_product_triton(
         weight: [out, in] e4m3.
         scales: [out] float32, or [ceil(out / 128), ceil(in / 128)].
         bias: [out].
+        activation: of the gates of a gated product, see `gated_linear`; None for a plain product.
     """
     assert tiles.parts == 1, "the reader of a product adds up its parts"
-    size = weight.shape[0] // 2 if gated else weight.shape[0]
+    size = weight.shape[0] // 2 if activation else weight.shape[0]
     out = codes.new_empty((*codes.shape[:-1], size), dtype=dtype)
-    _launch(codes, row_scales, weight, scales, bias, out, tiles, gated, gelu)
+    _launch(codes, row_scales, weight, scales, bias, out, tiles, activation)
     return out
 
 
@@ -222,7 +216,7 @@ def fp8_product_parts(
     """Divide the depth among programs and return [parts, rows, out] float32, which have to be added up."""
     rows = codes.numel() // codes.shape[-1]
     out = codes.new_empty((tiles.parts, rows, weight.shape[0]), dtype=torch.float32)
-    _launch(codes, row_scales, weight, scales, bias, out, tiles, gated=False)
+    _launch(codes, row_scales, weight, scales, bias, out, tiles, activation=None)
     return out
 
 
@@ -234,8 +228,7 @@ def _launch(
     bias: Tensor | None,
     out: Tensor,
     tiles: Fp8Tiles,
-    gated: bool,
-    gelu: bool = False,
+    activation: str | None,
 ) -> None:
     size, depth = weight.shape
     rows, blocks = codes.reshape(-1, depth), scales.ndim == 2
@@ -250,7 +243,7 @@ def _launch(
     assert scales.is_contiguous(), "the scales of the weight must be contiguous"
     assert not blocks or tiles.depth == GROUP, "a step has the depth of a block"
     assert bias is None or (bias.shape == (size,) and bias.is_contiguous()), "one bias per output"
-    if gated:
+    if activation:
         assert bias is None and size % 2 == 0, "gate and up have one width and no bias"  # noqa: PT018
         size //= 2
     if out.numel() == 0:
@@ -282,8 +275,8 @@ def _launch(
         ROWS=tiles.rows,
         BLOCK_N=tiles.columns,
         BLOCK_K=tiles.depth,
-        GATED=gated,
-        GELU=gelu,
+        GATED=activation is not None,
+        GELU=activation == "gelu_tanh",
         EVERY=min(EXACT_EVERY, tiles.depth),
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -83,13 +83,13 @@ def _quantize_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def quantize_rows_triton(x: Tensor, blocks: bool = False) -> tuple[Tensor, Tensor]:
-    return launch_quantizer(x, blocks, gated=False, gelu=False)
+    return launch_quantizer(x, blocks, activation=None)
 
 
-def launch_quantizer(x: Tensor, blocks: bool, gated: bool, gelu: bool) -> tuple[Tensor, Tensor]:
-    """Quantise the rows of x, or if `gated` the activation of x [..., 2 * I]."""
-    size = x.shape[-1] // 2 if gated else x.shape[-1]
-    assert not gated or x.shape[-1] == 2 * size, "gate and up have one width"
+def launch_quantizer(x: Tensor, blocks: bool, activation: str | None) -> tuple[Tensor, Tensor]:
+    """Quantise the rows of x, or with an activation activation(gate) * up of x [..., 2 * I], gates first."""
+    size = x.shape[-1] // 2 if activation else x.shape[-1]
+    assert not activation or x.shape[-1] == 2 * size, "gate and up have one width"
     rows = x.flatten(0, -2)
     assert rows.stride(1) == 1, "the elements of a row must be adjacent"
     codes = x.new_empty((*x.shape[:-1], size), dtype=FP8)
@@ -107,8 +107,8 @@ def launch_quantizer(x: Tensor, blocks: bool, gated: bool, gelu: bool) -> tuple[
             lines.stride(0),
             lines.stride(1),
             size,
-            GATED=gated,
-            GELU=gelu,
+            GATED=activation is not None,
+            GELU=activation == "gelu_tanh",
             BLOCKS=blocks,
             HARDWARE=has_fp8(x.device),
             BLOCK=block,

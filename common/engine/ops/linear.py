@@ -41,7 +41,7 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 @kernel
-def _load_tile(  # type: ignore[no-untyped-def]
+def load_tile(  # type: ignore[no-untyped-def]
     matrix,  # a descriptor made by `described` if BULK, else a pointer
     first,
     k,
@@ -98,11 +98,11 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     if GATED:
         weight_rows = 2 * size
     for start in range(begin, begin + PART, BLOCK_K):
-        few = tl.trans(_load_tile(x, 0, start, rows, x_stride, DEPTH, CUT, BULK, ROWS, BLOCK_K))
-        tile = _load_tile(weight, first, start, weight_rows, DEPTH, DEPTH, CUT, BULK, BLOCK_N, BLOCK_K)
+        few = tl.trans(load_tile(x, 0, start, rows, x_stride, DEPTH, CUT, BULK, ROWS, BLOCK_K))
+        tile = load_tile(weight, first, start, weight_rows, DEPTH, DEPTH, CUT, BULK, BLOCK_N, BLOCK_K)
         out = tl.dot(tile, few, out, input_precision="ieee")
         if GATED:
-            tile = _load_tile(
+            tile = load_tile(
                 weight, size + first, start, weight_rows, DEPTH, DEPTH, CUT, BULK, BLOCK_N, BLOCK_K
             )
             up = tl.dot(tile, few, up, input_precision="ieee")

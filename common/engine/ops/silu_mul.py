@@ -97,7 +97,8 @@ def _fake(gate_up: Tensor) -> Tensor:
 silu_mul = register_op("silu_mul", silu_mul_reference, mutates=(), fake=_fake, cuda=silu_mul_triton)
 gelu_mul = register_op("gelu_mul", gelu_mul_reference, mutates=(), fake=_fake, cuda=gelu_mul_triton)
 
-# activation -> its product in torch, and its kernel's launcher
+# activation -> its op, its product in torch, and its kernel's launcher
+GATED_OPS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu_mul, "gelu_tanh": gelu_mul}
 GATED_REFERENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu_mul_reference,
     "gelu_tanh": gelu_mul_reference,

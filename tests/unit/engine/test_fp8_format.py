@@ -168,7 +168,9 @@ def test_scales_of_weights_are_finite(
     name = next(each for each in stored if "layers.1" in each and "weight_scale" in each and "down" in each)
     stored[name].view(-1)[-1] = wrong
     save_file(stored, path / "model.safetensors")
-    with pytest.raises(ModelError, match=rf"{re.escape(name)}: 1 of \d+ scales .*not finite, such as {wrong};"):
+    with pytest.raises(
+        ModelError, match=rf"{re.escape(name)}: 1 of \d+ scales .*not finite, such as {wrong};"
+    ):
         load_model(path)
 
 

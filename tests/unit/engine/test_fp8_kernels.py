@@ -25,6 +25,7 @@ from common.engine.ops.fp8_rows import (
     quantize_with_triton,
 )
 from common.engine.ops.fp8_tiles import Fp8Tiles
+from common.engine.ops.silu_mul import GATED_REFERENCES
 from common.engine.ops.triton_kernel import cdiv, kernel, tl
 
 pytestmark = [
@@ -83,10 +84,10 @@ def test_quantisers(shape: tuple[int, ...], blocks: bool) -> None:
     assert torch.equal(found[0].float(), expected[0].float())
     assert torch.equal(found[1], expected[1])
     gate_up = wide[..., : 2 * shape[-1]]
-    for gelu in (False, True):
+    for activation in ("silu", "gelu_tanh"):
         same(
-            fp8_gate_triton(gate_up, gelu, blocks),
-            fp8_gate_reference(gate_up, gelu, blocks),
+            fp8_gate_triton(gate_up, activation, blocks),
+            fp8_gate_reference(gate_up, activation, blocks),
         )
     gain, residual = torch.randn(shape[-1]), torch.randn(shape).half()
     for weight in (gain.half(), gain):
@@ -163,11 +164,9 @@ def test_products(rows: int, size: int, depth: int, blocks: bool) -> None:
     parts = fp8_product_parts(*given, None, tiles._replace(parts=5))
     assert parts.shape == (5, rows, size)
     torch.testing.assert_close(parts.double().sum(0), expected, atol=1e-5, rtol=1e-5)
-    gate, up = expected.chunk(2, 1)
-    gelu = rows == 5
-    activated = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
-    found = fp8_product_triton(*given, None, tiles, torch.float32, gated=True, gelu=gelu)
-    torch.testing.assert_close(found.double(), activated * up, atol=1e-4, rtol=1e-4)
+    activation = "gelu_tanh" if rows == 5 else "silu"
+    found = fp8_product_triton(*given, None, tiles, torch.float32, activation)
+    torch.testing.assert_close(found.double(), GATED_REFERENCES[activation](expected), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("_reads")

@@ -11,7 +11,7 @@ from common.engine.ops.fp8_joined import fp8_gated, fp8_product_norm, fp8_produc
 from common.engine.ops.fp8_linear import FP8, HIGHEST, fp8_linear, fp8_product, quantize_rows, values_of
 from common.engine.ops.fp8_tiles import choose_fp8_gated_tiles, choose_fp8_tiles, divide_fp8_depth
 from common.engine.ops.rms_norm import add_rms_norm
-from common.engine.ops.silu_mul import gelu_mul, silu_mul
+from common.engine.ops.silu_mul import GATED_OPS
 
 DEPTH, SIZE = 200, 150
 
@@ -65,11 +65,11 @@ def test_a_rows_codes_do_not_depend_on_the_batch(blocks: bool) -> None:
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("gelu", [False, True])
-def test_gates_are_quantised_after_the_activation(gelu: bool, blocks: bool) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gates_are_quantised_after_the_activation(activation: str, blocks: bool) -> None:
     gate_up = torch.randn(3, 2 * DEPTH)
-    codes, scales = fp8_gate(gate_up, gelu, blocks)
-    expected = quantize_rows((gelu_mul if gelu else silu_mul)(gate_up), blocks)
+    codes, scales = fp8_gate(gate_up, activation, blocks)
+    expected = quantize_rows(GATED_OPS[activation](gate_up), blocks)
     assert torch.equal(codes.float(), expected[0].float())
     assert torch.equal(scales, expected[1])
 
@@ -91,7 +91,7 @@ def test_joined_operations_are_one_after_the_other(blocks: bool) -> None:
     given = codes, row_scales, *weight_of(blocks), None
     product = fp8_product(*given, torch.float32)
     for one, other in zip(
-        fp8_gated(*given, True, torch.float32), fp8_gate(product, True, blocks), strict=True
+        fp8_gated(*given, "gelu_tanh", torch.float32), fp8_gate(product, "gelu_tanh", blocks), strict=True
     ):
         assert torch.equal(one.float(), other.float())
     stream, gain = torch.randn(3, SIZE), torch.randn(SIZE)
