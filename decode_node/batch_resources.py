@@ -67,14 +67,16 @@ class BatchResources:
     def batch(self) -> StepBatch:
         """Return the requests that have pages for what the step writes; the others skip the step.
 
-        It is empty while the grammar of some request needs the results of a step in flight. If some requests skip the
-        step and no pages are about to be freed, one running request is retracted.
+        It is empty while the grammar of some request, or a draft from its text, needs the results of a step in flight.
+        If some requests skip the step and no pages are about to be freed, one running request is retracted.
         """
         batch: list[DecodeRequest] = []
         short = False
-        if any(request.needs_results for request in self._queues.running.values()):
+        candidates = [request for request in self._queues.running.values() if request.takes_part]
+        # Requests that arrived meanwhile wait too: a step of their own would delay the others by a whole step, and so
+        # would every later step.
+        if any(request.in_flight and self._needs_results_of(request) for request in candidates):
             return StepBatch(batch)
-        candidates = [request for request in self._queues.running.values() if self._takes_part(request)]
         width = self._forced_width(candidates)
         tokens = self._rules.tokens_of(width)
         for request in candidates:
@@ -90,10 +92,9 @@ class BatchResources:
                 batch = [request for request in batch if request is not victim]
         return StepBatch(batch, width)
 
-    def _takes_part(self, request: DecodeRequest) -> bool:
-        if request.ended or request.retract or request.exhausted:
-            return False
-        return not (self._needs_results and request.in_flight)
+    def _needs_results_of(self, request: DecodeRequest) -> bool:
+        """Return whether its next step needs the tokens of a step whose results are unread."""
+        return self._needs_results or request.matcher is not None
 
     def _forced_width(self, candidates: Sequence[DecodeRequest]) -> int:
         """Find what grammars force next, and return the width of the step for them; 0: a usual one."""

@@ -85,9 +85,9 @@ class DecodeRequest:
         return self.sampling.max_tokens - self.emitted
 
     @property
-    def needs_results(self) -> bool:
-        """True if the masks of its next step need the tokens of a step whose results are unread."""
-        return bool(self.matcher and self.in_flight and not (self.ended or self.retract or self.exhausted))
+    def takes_part(self) -> bool:
+        """True if it has a next step."""
+        return not (self.ended or self.retract or self.exhausted)
 
     @property
     def exhausted(self) -> bool:

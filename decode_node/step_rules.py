@@ -43,7 +43,7 @@ class TextDrafts(Protocol):
 
     @property
     def needs_results(self) -> bool:
-        """True if a request skips steps while the results of one are unread, because its text is not known yet."""
+        """True if no step is planned while the results of another are unread, because texts are not known yet."""
         ...
 
     def propose(self, requests: Sequence[DecodeRequest], width: int, /) -> Drafts:

@@ -1,7 +1,7 @@
 """N-gram drafts without a model: the tokens that followed the latest similar occurrence of the text's end.
 
 The request's own text is searched first, then a table of other answers of this node. All of it is on the host, so a
-round waits until the previous one has been read.
+round is planned once the previous one has been read.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from common.node.completion import Deferred
 from decode_node.step_plan import StepPlan
 from decode_node.step_result import Launched, StepResult, Worker
+from tests.fakes.drafters import ngram
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
 from tests.fakes.plan_wire import WireWorker
 from tests.fakes.scenarios import expect_reference, prompt_of
@@ -137,6 +138,24 @@ def test_an_idle_node_starts_a_request_in_the_turn_in_which_its_record_arrives()
         assert [len(plan.rows) for plan in cluster.worker.plans] == [1]
         cluster.run()
         expect_reference(call)
+
+
+def test_requests_whose_drafts_come_from_texts_share_their_steps() -> None:
+    """Drafts need the results of the last step. Who arrives during a step waits for them, too."""
+    with _TimedCluster(Shape(completion=Deferred, step=ngram(3), round_tokens=4)) as cluster:
+        first = cluster.submit(prompt_of(9, 1), 40)
+        cluster.run(until=lambda: len(first.output) > 4)
+        second = cluster.submit(prompt_of(7, 2), 40)
+        cluster.turn_one(cluster.decode)  # reserves pages
+        launched = len(cluster.worker.plans)
+        cluster.worker.during = lambda: _hand_over(cluster, second)
+        cluster.run(until=lambda: len(second.output) > 8)
+        rows = [len(plan.rows) for plan in cluster.worker.plans[launched:]]
+        assert sorted(rows) == rows, "the requests take turns"
+        assert rows[-1] == 2
+        cluster.run()
+        expect_reference(first, second)
+        cluster.settle()
 
 
 def test_the_timeline_shows_each_stage_of_the_hand_over() -> None:
