@@ -372,7 +372,7 @@ class Dispatcher:
         attempt.deadline = asyncio.get_running_loop().call_at(flight.deadline, attempt.expire)
         now = time.monotonic()
         self.timelines.open(attempt.room, timeline, now, prefill.incarnation, decode.incarnation)
-        prefill.rooms.add(attempt.room, tokens, prefill.prompt_ms(tokens))
+        prefill.rooms.add(attempt.room, tokens, prefill.prompt_time(tokens))
         decode.rooms.add(attempt.room, 0)
         timeline.mark("placed", now)
         pair = {"prefill": prefill.incarnation, "decode": decode.incarnation}

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from router.nodes.prompt_times import NO_TIME, PromptTime
+
 
 class _Left(NamedTuple):
     """The part of one prompt that a node has not computed."""
 
     tokens: int
-    ms: float  # predicted by the node's own times
+    time: PromptTime  # predicted by the node's own times
 
 
-NOTHING_LEFT = _Left(0, 0.0)
+NOTHING_LEFT = _Left(0, NO_TIME)
 
 
 class AssignedRooms:
@@ -21,9 +23,9 @@ class AssignedRooms:
 
     def __init__(self) -> None:
         self._left: dict[int, _Left] = {}
-        self._computing = 0  # rooms with tokens left
+        self._computing: dict[int, _Left] = {}  # those with tokens left, in order of assignment
+        self._shared = 0.0  # milliseconds that their prompts add to shared forwards
         self.tokens = 0  # prompt tokens of all rooms that are not computed yet
-        self.ms = 0.0  # predicted milliseconds until these are computed
 
     def __len__(self) -> int:
         return len(self._left)
@@ -35,25 +37,37 @@ class AssignedRooms:
         """Return the prompt tokens of a room that are still to be computed; 0 if it is not on the node."""
         return self._left.get(room, NOTHING_LEFT).tokens
 
-    def add(self, room: int, tokens: int, ms: float = 0.0) -> None:
-        """Count a request that was placed on the node, whose prompt takes `ms` there."""
-        self._left[room] = _Left(tokens, ms)
-        self._computing += tokens > 0
+    @property
+    def ms(self) -> float:
+        """Predicted milliseconds that the prompts take before one that is placed now, whose own forwards are extra.
+
+        The oldest one has forwards of its own, which later prompts cannot share because they run already. The others
+        share theirs, with the new one too.
+        """
+        oldest = next(iter(self._computing.values()), NOTHING_LEFT).time
+        return self._shared + (oldest.alone - oldest.shared)
+
+    def add(self, room: int, tokens: int, time: PromptTime = NO_TIME) -> None:
+        """Count a request that was placed on the node, whose prompt takes `time` there."""
+        left = self._left[room] = _Left(tokens, time)
         self.tokens += tokens
-        self.ms += ms
+        if tokens:
+            self._computing[room] = left
+            self._shared += time.shared
 
     def computed(self, room: int) -> None:
         """Note that the node has computed the prompt of a room."""
         if room in self._left:
-            self._settle(self._left[room])
+            self._settle(room)
             self._left[room] = NOTHING_LEFT
 
     def remove(self, room: int) -> None:
         """Note that the node no longer holds anything of the room. May be called repeatedly."""
-        self._settle(self._left.pop(room, NOTHING_LEFT))
+        self._settle(room)
+        self._left.pop(room, None)
 
-    def _settle(self, left: _Left) -> None:
-        self._computing -= left.tokens > 0
+    def _settle(self, room: int) -> None:
+        left = self._computing.pop(room, NOTHING_LEFT)
         self.tokens -= left.tokens
-        # Without any prompt, rounding errors of the sums end.
-        self.ms = max(self.ms - left.ms, 0.0) if self._computing else 0.0
+        # Without any prompt, rounding errors of the sum end.
+        self._shared = max(self._shared - left.time.shared, 0.0) if self._computing else 0.0

@@ -5,9 +5,32 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import NamedTuple
 
 UNKNOWN_MS = 0.1  # per token, for a node that has reported nothing yet
 _TOKENS = itemgetter(0)
+
+
+class PromptTime(NamedTuple):
+    """Milliseconds that a node computes one prompt."""
+
+    alone: float  # in forwards of its own
+    shared: float  # what it adds to forwards that it shares with other prompts
+
+
+NO_TIME = PromptTime(0.0, 0.0)
+
+
+def prompt_time(times: Sequence[tuple[int, float]], tokens: int) -> PromptTime:
+    """Return the times of a prompt; for the arguments see `prompt_ms`.
+
+    A node packs the short prompts of its queue into forwards of the length at which a token takes the least time, so
+    each adds its tokens at that rate. Longer prompts have forwards of their own.
+    """
+    alone = prompt_ms(times, tokens)
+    rates = [(max(ms, 0.0) / length, length) for length, ms in times if length > 0]
+    rate, length = min(rates, default=(UNKNOWN_MS, 0))
+    return PromptTime(alone, min(alone, rate * tokens) if tokens < length else alone)
 
 
 def prompt_ms(times: Sequence[tuple[int, float]], tokens: int) -> float:

@@ -21,7 +21,7 @@ from common.messages.router_inbox import Heartbeat, Register
 from common.observability.logs import Log
 from router.nodes.assigned_rooms import AssignedRooms
 from router.nodes.placement import Candidate
-from router.nodes.prompt_times import prompt_ms
+from router.nodes.prompt_times import PromptTime, prompt_ms, prompt_time
 from router.nodes.return_watch import ReturnWatch
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -69,12 +69,14 @@ class Node:
 
     def candidate(self, weight: float = 1.0, tokens: int = 0) -> Candidate:
         """Return the node as a candidate for a prompt of `tokens`."""
-        ready_ms = self.rooms.ms + self.prompt_ms(tokens) if self.role == "prefill" else 0.0
+        ready_ms = (
+            self.rooms.ms + prompt_ms(self.load.prompt_times, tokens) if self.role == "prefill" else 0.0
+        )
         return Candidate(self.name, self.incarnation, self.load, len(self.rooms), ready_ms, weight)
 
-    def prompt_ms(self, tokens: int) -> float:
+    def prompt_time(self, tokens: int) -> PromptTime:
         """Return how long a prefill node computes a prompt, by its own times."""
-        return prompt_ms(self.load.prompt_times, tokens)
+        return prompt_time(self.load.prompt_times, tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.nodes.assigned_rooms import AssignedRooms
+from router.nodes.prompt_times import PromptTime
 
 STEPS = st.lists(st.tuples(st.sampled_from(["add", "computed", "remove"]), st.integers(1, 5)))
 
 
 @given(STEPS)
-def test_the_sum_is_that_of_the_rooms(steps: list[tuple[str, int]]) -> None:
+def test_one_prompt_has_a_forward_of_its_own_and_the_others_share(steps: list[tuple[str, int]]) -> None:
     rooms, left = AssignedRooms(), dict[int, int]()
     for number, (step, room) in enumerate(steps):
         if step == "add" and room not in left:
-            rooms.add(room, number, 0.1 * number)
+            rooms.add(room, number, PromptTime(0.1 * number + 3.0, 0.1 * number))
             left[room] = number
         elif step == "computed":
             rooms.computed(room)
@@ -25,7 +26,8 @@ def test_the_sum_is_that_of_the_rooms(steps: list[tuple[str, int]]) -> None:
             rooms.remove(room)
             left.pop(room, None)
         assert rooms.tokens == sum(left.values())
-        assert rooms.ms == pytest.approx(0.1 * rooms.tokens)
+        own_forward = 3.0 if any(left.values()) else 0.0
+        assert rooms.ms == pytest.approx(0.1 * rooms.tokens + own_forward)
         assert {each: rooms.left(each) for each in rooms} == left
 
 

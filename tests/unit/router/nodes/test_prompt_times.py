@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -10,10 +11,14 @@ from hypothesis import strategies as st
 
 from common.messages.identity import NodeLoad, Role
 from common.observability.logs import Log
+from prefill_node.cost_curve import CostCurve
+from prefill_node.forward_times import ForwardTimes
+from prefill_node.packing import Waiting, share
+from router.nodes.assigned_rooms import AssignedRooms
 from router.nodes.health import NodeHealth
 from router.nodes.placement import PlacementPolicy, decode_cost, make_policy, prefill_cost
 from router.nodes.placer import Placer
-from router.nodes.prompt_times import UNKNOWN_MS, prompt_ms
+from router.nodes.prompt_times import UNKNOWN_MS, prompt_ms, prompt_time
 from router.nodes.registry import Node, NodeRegistry
 from tests.fakes.clock import Clock
 from tests.unit.router.nodes.test_registry import register
@@ -32,6 +37,7 @@ def test_times_are_interpolated() -> None:
 @given(st.lists(st.tuples(st.integers(0, 9), st.floats(-1e15, 1e15)), max_size=6), st.integers(0, 100_000))
 def test_any_report_of_a_node_gives_a_time(times: list[tuple[int, float]], tokens: int) -> None:
     assert prompt_ms(times, tokens) >= 0.0
+    assert 0.0 <= prompt_time(times, tokens).shared <= prompt_time(times, tokens).alone
 
 
 class Nodes:
@@ -59,7 +65,7 @@ class Nodes:
         found = self.placer.choose(tokens=tokens)
         assert not isinstance(found, str)
         node = found[0]
-        node.rooms.add(room, tokens, node.prompt_ms(tokens))
+        node.rooms.add(room, tokens, node.prompt_time(tokens))
         return node
 
 
@@ -73,11 +79,54 @@ def test_a_prompt_goes_where_its_first_token_is_predicted_to_come_first() -> Non
     assert nodes.place(5, 1024) is nodes.fast
 
 
-def test_many_short_prompts_count_more_than_a_long_one_of_as_many_tokens() -> None:
-    """Sixteen prompts of 64 tokens take 80 ms, one of 1,024 takes 25."""
+def test_many_short_prompts_count_hardly_more_than_a_long_one_of_as_many_tokens() -> None:
+    """Sixteen prompts of 64 tokens would take 80 ms one by one. One of 1,024 takes 25."""
     nodes = Nodes()
     nodes.slow.load = nodes.fast.load
     for room in range(16):
-        nodes.fast.rooms.add(room, 64, nodes.fast.prompt_ms(64))
-    nodes.slow.rooms.add(99, 1024, nodes.slow.prompt_ms(1024))
+        nodes.fast.rooms.add(room, 64, nodes.fast.prompt_time(64))
+    nodes.slow.rooms.add(99, 1024, nodes.slow.prompt_time(1024))
+    assert nodes.slow.rooms.ms == pytest.approx(25.0)
+    assert 25.0 < nodes.fast.rooms.ms < 30.0
     assert nodes.place(100, 512) is nodes.slow
+
+
+def computed_ms(curve: CostCurve, prompts: Sequence[int]) -> float:
+    """Return when a prefill node has computed a queue whose first prompt runs before the others arrive."""
+    queue, ms = [Waiting(0, tokens) for tokens in prompts[1:]], curve.prompt_ms(prompts[0])
+    while queue:
+        found = share(queue, curve)
+        chunks, rest = queue[: found.whole], queue[found.whole :]
+        if found.part:
+            head, *others = rest
+            chunks = [*chunks, Waiting(head.start, found.part)]
+            rest = [Waiting(head.start + found.part, head.remaining - found.part), *others]
+        contexts = sum(each.start * each.remaining for each in chunks)
+        ms, queue = ms + curve.ms(sum(each.remaining for each in chunks), contexts), rest
+    return ms
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [16] * 2,
+        [16] * 16,
+        [16] * 256,
+        [100] * 40,
+        [2000] * 8,
+        [30_000] * 3,
+        [16, 2000] * 8,
+        [9000, *[64] * 50],
+    ],
+    ids=lambda prompts: f"{len(prompts)} of {prompts[0]} and {prompts[-1]}",
+)
+def test_a_queue_is_predicted_as_its_node_packs_it(prompts: list[int]) -> None:
+    """The times of an H200 with a model of 8B parameters, roughly."""
+    measured = {16: 4.0, 128: 5.0, 256: 6.5, 512: 10.0, 1024: 18.0, 2048: 34.0, 4096: 68.0, 8192: 140.0}
+    curve = CostCurve([16 * 2**n for n in range(10)], measured, context_ms=5e-7)
+    times = ForwardTimes(curve).prompt_times()
+    rooms = AssignedRooms()
+    *before, last = prompts
+    for room, tokens in enumerate(before):
+        rooms.add(room, tokens, prompt_time(times, tokens))
+    assert rooms.ms + prompt_ms(times, last) == pytest.approx(computed_ms(curve, prompts), rel=0.2)

@@ -90,7 +90,7 @@ def test_long_prompts_spread_over_busy_nodes() -> None:
     for room in range(2 * EACH * len(names)):
         tokens = SHORT if room % 2 else LONG
         node = fleet.place(tokens)
-        node.rooms.add(room, tokens, node.prompt_ms(tokens))
+        node.rooms.add(room, tokens, node.prompt_time(tokens))
         unfinished.append(node)
         if tokens == LONG:
             shares[node.name] += 1
