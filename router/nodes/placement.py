@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from operator import attrgetter
+from random import Random
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -90,8 +91,29 @@ class RoundRobin:
         return chosen
 
 
+class DrawnTurns:
+    """Draws one of several equals at random, and none again before the others have had their turn.
+
+    A fixed order of turns could resonate with a pattern of the traffic: of two nodes one would get all long prompts.
+    The draws are seeded, so that the same calls give the same choices.
+    """
+
+    def __init__(self) -> None:
+        self._rng = Random(0)
+        self._taken: set[str] = set()  # names that have had their turn
+
+    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
+        waiting = [c for c in candidates if c.name not in self._taken]
+        if not waiting:
+            self._taken.clear()
+            waiting = [*candidates]
+        chosen = self._rng.choice(waiting)
+        self._taken.add(chosen.name)
+        return chosen
+
+
 class LeastLoaded:
-    """Chooses the least `cost` per weight; among equals the node with the fewest requests, then in turn.
+    """Chooses the least `cost` per weight; among equals the node with the fewest requests, then by `DrawnTurns`.
 
     The least loaded of some nodes is hardly more loaded than that of all, so many nodes are sampled.
     """
@@ -100,7 +122,7 @@ class LeastLoaded:
 
     def __init__(self, cost: Callable[[Candidate], float]) -> None:
         self._cost = cost
-        self._ties = RoundRobin()
+        self._ties = DrawnTurns()
         self._shares = Shares()
 
     def choose(self, candidates: Sequence[Candidate]) -> Candidate:

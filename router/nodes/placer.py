@@ -98,7 +98,7 @@ class Placer:
         """Choose among nodes of full weight: a sample of them if the policy needs no more, so that cost stays flat.
 
         A sample consists of neighbors by name, from a random node on; after the last name it continues with the first.
-        Policies take equals in turn by name, so such samples give idle nodes equal shares, and other samples may not.
+        Policies may take equals in turn by name, for which such samples give idle nodes equal shares.
         The start is random because a fixed order of samples can resonate with a pattern of the traffic.
         """
         most = self._most.get(role, len(nodes))

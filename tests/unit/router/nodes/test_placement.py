@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -73,10 +74,31 @@ def test_a_node_without_a_load_report_counts_as_empty() -> None:
     assert LeastLoaded(decode_cost).choose([fresh, candidate("b", 1)]).name == "a"
 
 
-def test_equals_take_turns() -> None:
+@pytest.mark.parametrize("names", ["ab", "abcde", "abcdefghijklmnop"])
+def test_equals_take_turns_in_drawn_order(names: str) -> None:
     policy = LeastLoaded(prefill_cost)
-    nodes = [candidate(name) for name in "ab"]
-    assert [policy.choose(nodes).name for _ in range(4)] == list("abab")
+    nodes = [candidate(name) for name in names]
+    rounds = [[policy.choose(nodes).name for _ in nodes] for _ in range(40)]
+    assert [sorted(each) for each in rounds] == [[*names]] * 40, "a node is passed over"
+    assert {each[0] for each in rounds} == {*names} or len(names) > 8
+    assert len({"".join(each) for each in rounds}) > 1
+
+
+@pytest.mark.parametrize("period", [2, 3, 4])
+def test_a_pattern_of_the_traffic_reaches_all_equals(period: int) -> None:
+    """If every second, third or fourth prompt is long, no node gets more of them than its share."""
+    policy = LeastLoaded(prefill_cost)
+    nodes = [candidate(name) for name in "abcdef"[:period]]
+    chosen = [policy.choose(nodes).name for _ in range(400 * period)]
+    longs = Counter(chosen[::period])
+    assert all(300 / period < longs[node.name] < 520 / period for node in nodes)
+
+
+def test_equals_take_turns_when_others_leave_and_return() -> None:
+    policy = LeastLoaded(prefill_cost)
+    nodes = [candidate(name) for name in "abcdef"]
+    chosen = Counter(policy.choose(nodes[number % 3 :]).name for number in range(3000))
+    assert min(chosen[name] for name in "cdef") > 400
 
 
 @given(
