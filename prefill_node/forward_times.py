@@ -30,6 +30,7 @@ class ForwardTimes:
         self.curve = curve
         self.learns = learns
         self._begun: deque[_Running] = deque()
+        self._prompt_times: tuple[tuple[int, float], ...] | None = None  # None: the curve has changed since
         self.measured_seconds = self.predicted_seconds = 0.0  # over all forwards whose time was measured
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
@@ -57,6 +58,7 @@ class ForwardTimes:
         self.predicted_seconds += begun.predicted / 1e3
         if self.learns:
             self.curve.learn(begun.tokens, begun.contexts, ms)
+            self._prompt_times = None
 
     def queued_ms(self, queues: Queues) -> float:
         """Return the milliseconds of all forwards that the node's prompts need, those in flight included.
@@ -73,5 +75,12 @@ class ForwardTimes:
         return waiting + computing + sum(each.predicted for each in self._begun)
 
     def prompt_times(self) -> tuple[tuple[int, float], ...]:
-        """Return (tokens, milliseconds) of whole prompts of some lengths, for the router."""
-        return tuple([(tokens, round(self.curve.prompt_ms(tokens), 3)) for tokens in REPORTED])
+        """Return (tokens, milliseconds) of whole prompts of some lengths, for the router.
+
+        The node asks in every turn, so they are computed only after a change of the curve.
+        """
+        if self._prompt_times is None:
+            self._prompt_times = tuple(
+                [(tokens, round(self.curve.prompt_ms(tokens), 3)) for tokens in REPORTED]
+            )
+        return self._prompt_times

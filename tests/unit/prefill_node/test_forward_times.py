@@ -8,7 +8,7 @@ import pytest
 from common.messages.generation import ImageSpan, SamplingParams
 from common.node.completion import Deferred
 from prefill_node.cost_curve import CostCurve
-from prefill_node.forward_times import ForwardTimes
+from prefill_node.forward_times import REPORTED, ForwardTimes
 from prefill_node.queues import Queues
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
@@ -76,6 +76,27 @@ def test_the_router_is_told_of_the_times_of_prompts() -> None:
     told = dict(ForwardTimes(curve()).prompt_times())
     assert told[1] == 8.0
     assert told[1024] >= 1024.0
+
+
+def test_reported_times_are_computed_once_per_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    prompt_ms = CostCurve.prompt_ms
+
+    def counted(self: CostCurve, tokens: int, start: int = 0) -> float:
+        asked.append(tokens)
+        return prompt_ms(self, tokens, start)
+
+    monkeypatch.setattr(CostCurve, "prompt_ms", counted)
+    times = ForwardTimes(curve(), learns=True)
+    before = times.prompt_times()
+    assert asked == [*REPORTED]
+    times.begin([Chunk(request(1, 8), 0, 8)])
+    times.end(None)
+    assert times.prompt_times() == before
+    assert asked == [*REPORTED], "nothing was learnt"
+    times.begin([Chunk(request(1, 8), 0, 8)])
+    times.end(12.0)
+    assert dict(times.prompt_times())[1] > dict(before)[1]
 
 
 def test_a_node_reports_both_times_and_its_queue() -> None:
