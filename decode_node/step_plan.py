@@ -77,7 +77,7 @@ class Moves(msgspec.Struct, frozen=True, kw_only=True):
 NO_MOVES = Moves()
 
 
-class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Moves, then one step over `rows` if there are any."""
 
     generation: int  # increases with each plan
@@ -99,7 +99,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
         return self.sampling is not None and self.sampling.masked
 
 
-class Masks(msgspec.Struct, frozen=True, kw_only=True):
+class Masks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The tokens that grammars allow at the draws of one step."""
 
     generation: int  # the plan's

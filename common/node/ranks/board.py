@@ -1,0 +1,46 @@
+"""Numbers in shared memory that ranks show rank 0 while they serve; one thread of one process writes each."""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+
+LINE = 8  # numbers of 8 bytes in a cache line
+PAGE = 4096
+
+
+class Told(enum.IntEnum):
+    """The numbers of one rank."""
+
+    BEAT = 0  # raised by a thread of its own, so that a long forward does not look like a stopped process
+    TURNS = 1  # turns of its main loop
+    APPLIED = 2  # frames of the ring of plans that it has applied
+    SAVED = 3  # saves that have ended, counted in the order of the plans
+
+
+class Board:
+    """One line of numbers per rank."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Map the board of a descriptor that this process has."""
+        self.descriptor = descriptor
+        self._map = mmap.mmap(descriptor, PAGE)
+        self._numbers = memoryview(self._map).cast("Q")
+
+    @classmethod
+    def create(cls) -> Board:
+        descriptor = os.memfd_create("tandem-ranks", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, PAGE)
+        return cls(descriptor)
+
+    def read(self, rank: int, told: Told) -> int:
+        return self._numbers[rank * LINE + told]
+
+    def write(self, rank: int, told: Told, value: int) -> None:
+        self._numbers[rank * LINE + told] = value
+
+    def close(self) -> None:
+        self._numbers.release()
+        self._map.close()
+        os.close(self.descriptor)

@@ -1,0 +1,190 @@
+"""The ranks of a node as rank 0 sees them: starts their processes, exchanges what they have to agree on, ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from common.engine.collectives.endpoints import GroupEndpoint, open_endpoints
+from common.engine.collectives.group_ranks import GroupRanks
+from common.engine.collectives.shared_memory_group import SharedMemoryGroup
+from common.errors import ConfigError, InternalError, ModelError, RankFailed, TandemError
+from common.ipc.ring import Ring, RingReader, RingWriter
+from common.node.ranks.board import Board
+from common.node.ranks.member import READY, START_SECONDS
+from common.node.ranks.messages import Begin, FromRank, Gathered, Loading, RankRings, StartFailed
+from common.node.ranks.start_channel import StartChannel
+from common.observability.startup import Phase
+
+PLAN_BYTES = 8 << 20  # of the ring of plans; larger frames are split
+COMMAND_BYTES = 1 << 20
+END_SECONDS = 5.0  # for a rank to end when it is told to
+_PR_SET_PDEATHSIG = 1
+# Resolved before any fork: between fork and exec hardly anything is safe to call.
+_prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+
+def _die_with_parent() -> None:
+    """Arrange, between fork and exec, that the child is killed when rank 0 has ended, even if it is stopped."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class RankGroup:
+    """Owned by the main thread of rank 0. `start` is called once."""
+
+    def __init__(self, node: str, size: int, report: Callable[[Phase, int, int], None]) -> None:
+        """Open what the ranks of a node share. `report` is told their progress together."""
+        self._node = node
+        self.size = size
+        others = size - 1
+        self.board = Board.create()
+        self._plans = Ring.create(PLAN_BYTES, others)
+        self._commands = Ring.create(COMMAND_BYTES, others)
+        self._events = [Ring.create(COMMAND_BYTES, 1) for _ in range(others)]
+        ranks = range(1, size)
+        self.plans = RingWriter(self._plans, "the plans", ranks)
+        self.commands = RingWriter(self._commands, "the commands", ranks)
+        self.events = [
+            RingReader(ring, 0, "the events", rank) for rank, ring in zip(ranks, self._events, strict=True)
+        ]
+        endpoints = open_endpoints(size)
+        self._endpoints: Sequence[GroupEndpoint] = endpoints[1:]
+        self._collectives = SharedMemoryGroup(endpoints[0])
+        self.ranks = GroupRanks(self._collectives)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[StartChannel[FromRank]] = []
+        self._loading = [(0, 0)] * size  # bytes read and to read, of each rank
+        self._given: dict[int, bytes] = {}  # in the exchange that goes on, by rank
+        self._report = report
+        self._serving = False
+
+    def start(self, module: str, works: Sequence[bytes], log_level: str) -> None:
+        """Start ranks 1 and up as `python -m MODULE DESCRIPTOR`; `works` are what their entry module decodes."""
+        for rank, work in enumerate(works, start=1):
+            endpoint = self._endpoints[rank - 1]
+            rings = RankRings(self._plans.spec, self._commands.spec, self._events[rank - 1].spec)
+            near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            inherited = (
+                *(far.fileno(), self.board.descriptor, *endpoint.descriptors),
+                *(*self._plans.descriptors, *self._commands.descriptors),
+                *self._events[rank - 1].descriptors,
+            )
+            with far:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", module, str(far.fileno())],
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=inherited,
+                        preexec_fn=_die_with_parent,
+                    )
+                )
+            # Or this process would keep the sockets of a rank that has ended open.
+            endpoint.close()
+            channel: StartChannel[FromRank] = StartChannel(near, FromRank, rank)
+            self._channels.append(channel)
+            channel.send(
+                Begin(
+                    node=self._node,
+                    rank=rank,
+                    rings=rings,
+                    board=self.board.descriptor,
+                    collectives=endpoint,
+                    log_level=log_level,
+                    work=work,
+                )
+            )
+
+    def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
+        """Report the phase of rank 0; loading is that of all ranks."""
+        if phase != "loading":
+            self._report(phase, done, total)
+            return
+        self._loading[0] = done, total
+        self._take(0.0)
+        self._show()
+
+    def exchange(self, own: bytes) -> Sequence[bytes]:
+        """Give `own`, and return what all ranks give, in their order. Every rank calls it as often as the others.
+
+        Raises ConfigError or ModelError if that is why a rank cannot start, and RankFailed if it has ended.
+        """
+        self._given[0] = own
+        until = time.monotonic() + START_SECONDS
+        while len(self._given) < self.size:
+            self._take(1.0)
+            if time.monotonic() > until:
+                late = next(rank for rank in range(self.size) if rank not in self._given)
+                raise RankFailed(late, f"rank {late} did not start within {START_SECONDS:.0f} s")
+        contents = tuple(self._given[rank] for rank in range(self.size))
+        self._given.clear()
+        for channel in self._channels:
+            channel.send(Gathered(contents))
+        return contents
+
+    def serve(self) -> None:
+        """Wait until all ranks are ready to apply plans."""
+        self.exchange(READY)
+        self._serving = True
+
+    def reason(self, error: RankFailed) -> TandemError:
+        """Return why a rank failed during the start: what it has said, or else the error that another rank noticed."""
+        with contextlib.suppress(RankFailed):
+            until = time.monotonic() + END_SECONDS
+            while time.monotonic() < until:
+                try:
+                    self._take(0.1)
+                except (ConfigError, ModelError, InternalError) as said:
+                    return said
+        return error
+
+    def close(self) -> None:
+        """End all ranks: in order if they serve, else at once."""
+        with contextlib.suppress(RankFailed):
+            if self._serving:
+                self.plans.send(b"", END_SECONDS)
+        until = time.monotonic() + (END_SECONDS if self._serving else 0.0)
+        for process in self.processes:
+            try:
+                process.wait(max(until - time.monotonic(), 0.01))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(END_SECONDS)
+        for channel in self._channels:
+            channel.close()
+        for ring in (self._plans, self._commands, *self._events):
+            ring.close()
+        self._collectives.close()
+        self.board.close()
+
+    def _take(self, timeout: float) -> None:
+        """Process messages of ranks."""
+        ready, _, _ = select.select(self._channels, [], [], timeout)
+        for channel in ready:
+            rank = 1 + self._channels.index(channel)
+            message = channel.receive(START_SECONDS)
+            if isinstance(message, Loading):
+                self._loading[rank] = message.done, message.total
+                self._show()
+            elif isinstance(message, StartFailed):
+                raise _error(rank, message)
+            else:
+                self._given[rank] = message.content
+
+    def _show(self) -> None:
+        done, totals = sum(each[0] for each in self._loading), [each[1] for each in self._loading]
+        self._report("loading", done, self.size * max(totals))
+
+
+def _error(rank: int, failed: StartFailed) -> ConfigError | ModelError | InternalError:
+    if failed.kind == "config":
+        return ConfigError(failed.path, f"rank {rank}: {failed.problem}")
+    if failed.kind == "model":
+        return ModelError(f"rank {rank}: {failed.problem}")
+    return InternalError(f"rank {rank} cannot start: {failed.problem}")

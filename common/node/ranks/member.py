@@ -1,0 +1,139 @@
+"""The frame of a rank's process: start-up together with rank 0, the main loop, exit codes.
+
+A rank is a child of rank 0, which has read the cluster file; it gets all that it needs as data. It ends when rank 0
+tells it to, and when rank 0 has ended for whatever reason. It leaves signals from a terminal to rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from common.engine.collectives.group_ranks import GroupRanks
+from common.engine.collectives.shared_memory_group import SharedMemoryGroup
+from common.errors import ConfigError, ModelError, RankFailed
+from common.ipc.ring import Ring, RingReader, RingWriter
+from common.node.ranks.board import Board
+from common.node.ranks.loop import Beat, RankLoop
+from common.node.ranks.messages import Begin, Gathered, Given, Loading, StartFailed, ToRank
+from common.node.ranks.service import RankService, RankWork
+from common.node.ranks.start_channel import StartChannel
+from common.observability import logs
+from common.observability.logs import Log
+from common.observability.startup import Phase
+
+# The slowest rank may read its files much later than the first, from a slow disk.
+START_SECONDS = 3600.0
+READY = b"ready"  # the content of the last exchange
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltRank:
+    """The parts that a role composes in the process of a rank."""
+
+    work: RankWork
+    service: RankService
+    spin_seconds: float = 0.0
+
+
+class Member:
+    """The place of this process among the ranks of its node."""
+
+    def __init__(self, channel: StartChannel[ToRank], begin: Begin) -> None:
+        self._channel = channel
+        self.begin = begin
+        self.board = Board(begin.board)
+        self.group = SharedMemoryGroup(begin.collectives)
+        self.ranks = GroupRanks(self.group)
+        rings = begin.rings
+        reader = begin.rank - 1
+        self.plans = RingReader(Ring(rings.plans), reader, "the plans", 0)
+        self.commands = RingReader(Ring(rings.commands), reader, "the commands", 0)
+        self.events = RingWriter(Ring(rings.events), "the events", [0])
+
+    def exchange(self, own: bytes) -> Sequence[bytes]:
+        """Give `own`, and return what all ranks give, in their order. Every rank calls it as often as the others."""
+        self._channel.send(Given(own))
+        gathered = self._channel.receive(START_SECONDS)
+        assert isinstance(gathered, Gathered), "rank 0 answers in an exchange"
+        return gathered.contents
+
+    def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
+        """Tell rank 0 how much of the model has been loaded; the other phases are the same on all ranks."""
+        if phase == "loading":
+            self._channel.send(Loading(done, total))
+
+    def parent_ended(self) -> bool:
+        """Return whether rank 0 has ended: it sends nothing after the start."""
+        poller = select.poll()
+        poller.register(self._channel.fileno(), select.POLLIN)
+        return bool(poller.poll(0))
+
+    @property
+    def descriptor(self) -> int:
+        """A descriptor that is readable once rank 0 has ended."""
+        return self._channel.fileno()
+
+
+def run_rank(build: Callable[[Member, Log], BuiltRank], descriptor: int) -> None:
+    """Run the whole life of a rank, which rank 0 started with one end of a socket pair as `descriptor`; exit."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    channel: StartChannel[ToRank] = StartChannel(socket.socket(fileno=descriptor), ToRank, peer=0)
+    begin = channel.receive(START_SECONDS)
+    assert isinstance(begin, Begin), "rank 0 tells a rank first what it is"
+    name = f"{begin.node}/{begin.rank}"
+    logs.configure(name, begin.log_level)
+    log = Log(name)
+    try:
+        _serve(build, Member(channel, begin), log)
+    except RankFailed as error:
+        log.error("a rank of this node has failed: this one ends, too", reason=str(error), rank=error.rank)
+        sys.exit(1)
+    except Exception as error:
+        with contextlib.suppress(RankFailed):
+            channel.send(_failure(error))
+        log.error("this rank ends", reason=str(error))
+        if not isinstance(error, (ConfigError, ModelError)):
+            raise
+        sys.exit(2)
+
+
+def _serve(build: Callable[[Member, Log], BuiltRank], member: Member, log: Log) -> None:
+    beat = Beat(member.board, member.begin.rank)
+    beat.start()
+    built = build(member, log)
+    gc.collect()
+    gc.freeze()
+    member.exchange(READY)
+    loop = RankLoop(
+        member.plans,
+        built.work,
+        built.service,
+        (member.commands.fileno(), member.descriptor),
+        member.parent_ended,
+        partial(member.board.write, member.begin.rank),
+        built.spin_seconds,
+    )
+    try:
+        loop.run()
+    finally:
+        gc.unfreeze()
+        built.service.close()
+        member.group.close()
+        beat.stop()
+
+
+def _failure(error: Exception) -> StartFailed:
+    if isinstance(error, ConfigError):
+        return StartFailed("config", error.path, str(error).removeprefix(f"{error.path}: "))
+    if isinstance(error, ModelError):
+        return StartFailed("model", "", str(error))
+    return StartFailed("defect", "", f"{type(error).__name__}: {error}")

@@ -1,0 +1,56 @@
+"""Applies the plans of rank 0 on another rank of a decode node."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from common.node.ranks.launched_plans import LaunchedPlans
+from decode_node.step_plan import Masks, StepPlan
+from decode_node.step_result import Launched, Worker
+
+
+class DecodeRankWork:
+    """Implements `RankWork`."""
+
+    def __init__(self, worker: Worker, tell_saved: Callable[[int], None]) -> None:
+        """Apply plans with `worker`. `tell_saved` is told how many saves have ended, in the order of the plans."""
+        self._worker = worker
+        self._tell_saved = tell_saved
+        self._launched = LaunchedPlans()
+        self._undrawn: tuple[int, Launched] | None = None  # (generation, masked step)
+        self._saves: deque[int] = deque()  # keys of saves that have not ended
+        self._ended = 0
+        self._decoder = msgspec.msgpack.Decoder(StepPlan | Masks)
+
+    @property
+    def completed(self) -> int:
+        return self._launched.completed
+
+    def apply(self, frame: bytes) -> None:
+        message: StepPlan | Masks = self._decoder.decode(frame)
+        if isinstance(message, StepPlan):
+            launched = self._worker.apply(message)
+            self._saves += (save.key for save in message.moves.saves)
+            if message.masked:
+                self._undrawn = message.generation, launched
+            else:
+                self._launched.add(message.generation, launched.completion)
+            return
+        assert self._undrawn is not None, "masks come after the plan of their step"
+        generation, launched = self._undrawn
+        self._undrawn = None
+        self._worker.draw(message)
+        self._launched.add(generation, launched.completion)
+
+    def turn(self) -> bool:
+        busy = self._launched.look()
+        if self._saves:
+            unsaved = self._worker.unsaved()
+            while self._saves and self._saves[0] not in unsaved:
+                self._saves.popleft()
+                self._ended += 1
+            self._tell_saved(self._ended)
+        return busy or bool(self._saves)

@@ -1,0 +1,153 @@
+"""The processes of ranks: start-up together, plans, commands and events, and how they end."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConfigError, RankFailed
+from common.node.ranks.board import Told
+from common.node.ranks.group import RankGroup
+from common.node.ranks.watchdog import RankWatch
+from common.process_entry import start_time
+from tests.fakes.waiting import PATIENCE, until
+
+ENTRY = "tests.fakes.echo_rank"
+
+
+class Started:
+    """A group of three ranks, and what rank 0 reports."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.reports: list[tuple[str, int, int]] = []
+        self.group = RankGroup("decode-0", 3, lambda *report: self.reports.append(report))
+        self.group.start(ENTRY, [os.fsencode(directory)] * 2, "info")
+
+    def serve(self) -> None:
+        self.group.report("loading", 1, 10)
+        assert self.group.exchange(b"of rank 0") == (b"of rank 0", b"of rank 1", b"of rank 2")
+        self.group.serve()
+
+    def frames(self, rank: int) -> list[str]:
+        file = self.directory / f"frames-{rank}"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def event(self, rank: int) -> bytes:
+        """Return the next event of a rank."""
+        reader = self.group.events[rank - 1]
+        while (event := reader.take()) is None:
+            assert select.select([reader], [], [], PATIENCE)[0], "no event"
+            reader.clear()
+        return event
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Started]:
+    made = Started(tmp_path)
+    yield made
+    made.group.close()
+
+
+def test_ranks_start_serve_and_end_together(started: Started) -> None:
+    started.serve()
+    assert started.reports[-1] == ("loading", 11, 30)
+    given = (started.directory / "given-2").read_text()
+    assert given == "of rank 0, of rank 1, of rank 2"
+    group = started.group
+    for number in range(300):
+        group.plans.send(b"plan %d" % number, PATIENCE)
+    until(lambda: [group.board.read(rank, Told.APPLIED) for rank in (1, 2)] == [300, 300])
+    assert started.frames(1) == started.frames(2) == [f"plan {number}" for number in range(300)]
+    group.commands.send(b"open", PATIENCE)
+    assert [started.event(rank) for rank in (1, 2)] == [b"open after 300"] * 2
+    group.close()
+    assert [process.returncode for process in group.processes] == [0, 0]
+    group.close = lambda: None  # type: ignore[method-assign]
+
+
+def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "refuse").touch()
+    started = Started(tmp_path)
+    with pytest.raises(ConfigError, match=r"decode.pool_tokens: rank [12]: there is no room"):
+        started.group.exchange(b"of rank 0")
+    started.group.close()
+    assert all(process.returncode is not None for process in started.group.processes)
+
+
+def test_ranks_that_end_stop_or_hang_are_noticed(started: Started) -> None:
+    started.serve()
+    group, now, overdue = started.group, 0.0, 1.0
+
+    def watch() -> RankWatch:
+        return RankWatch(
+            group.processes,
+            group.board,
+            lambda: overdue,
+            stopped_limit=0.5,
+            hung_limit=0.3,
+            clock=lambda: now,
+        )
+
+    def problem(watch: RankWatch, looks: int, idle: float) -> str | None:
+        nonlocal now
+        for _ in range(looks):
+            now += 0.1
+            if (found := watch.problem()) is not None:
+                return found
+            time.sleep(idle)
+        return None
+
+    one = group.processes[0].pid
+    os.kill(one, signal.SIGSTOP)
+    assert problem(watch(), 2, 0.0) is None
+    overdue = -1.0
+    assert problem(watch(), 100, 0.0) == "rank 1 does not run: it is stopped, or its machine is overloaded"
+    os.kill(one, signal.SIGCONT)
+    group.plans.send(b"hang", PATIENCE)
+    until(lambda: started.frames(1) == ["hang"] == started.frames(2))
+    # The announced work of rank 0 is that of all ranks.
+    assert problem(watch(), 5, 0.15) is None
+    overdue = 1.0
+    assert problem(watch(), 50, 0.15) == "the main loop of rank 1 hangs"
+    os.kill(one, signal.SIGKILL)
+    group.processes[0].wait(PATIENCE)
+    assert problem(watch(), 1, 0.0) == "rank 1 has ended with -9"
+
+
+def test_a_rank_that_fails_while_others_start(started: Started) -> None:
+    os.kill(started.group.processes[1].pid, signal.SIGKILL)
+    with pytest.raises(RankFailed, match="rank 2 has ended") as caught:
+        started.group.exchange(b"of rank 0")
+    assert caught.value.rank == 2
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from tests.unit.node.ranks.test_group import Started
+started = Started(Path(sys.argv[1]))
+started.serve()
+Path(sys.argv[1], "serving").touch()
+time.sleep(3600)
+"""
+
+
+def test_ranks_end_with_rank_0(tmp_path: Path) -> None:
+    """One of them is stopped when rank 0 is killed."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    until((tmp_path / "serving").exists)
+    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in (1, 2)]
+    assert all(start_time(pid) is not None for pid in pids)
+    os.kill(pids[0], signal.SIGSTOP)
+    parent.kill()
+    parent.wait(PATIENCE)
+    until(lambda: [start_time(pid) for pid in pids] == [None, None])
