@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from common.checkpoint.layer_norms import LayerNorms
 from common.checkpoint.model_config import ModelConfig
 from common.engine.formats.dense import DenseFormat
 from common.engine.layers.parts import Columns, rank_blocks, runs_of
-from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 from common.engine.layers.ranks import ONE_RANK, OneRank, Ranks
 from common.engine.models.registry import build_model
@@ -26,6 +24,7 @@ from common.kv_cache.plane import HeadGroup
 from common.kv_cache.shard import Shard
 from tests.fakes.int8_format import Int8Format
 from tests.fakes.int8_record import METHOD, Int8Weights
+from tests.fakes.memory_checkpoint import MemoryTensors, drawn_checkpoint, filled_model
 from tests.fakes.thread_ranks import run_ranks
 from tests.fakes.tiny_model import CONFIG, MIXTURE, PLACEMENT
 from tests.unit.engine.paged_driver import Driver
@@ -50,29 +49,6 @@ OPTIONS: Mapping[str, ModelConfig] = {
 }
 
 
-class Tensors:
-    """A checkpoint in memory."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def get_tensor(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def get_slice(self, name: str) -> Any:
-        return self.tensors[name]
-
-
-def checkpoint(pieces: Iterable[Piece], seed: int = 3) -> dict[str, Tensor]:
-    """Return random tensors of the shapes that the pieces of one rank have in their checkpoint."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = {piece.name: piece.whole for piece in pieces}
-    return {
-        name: torch.randn(shape, generator=generator) * 0.3 + ("norm" in name)
-        for name, shape in shapes.items()
-    }
-
-
 def stored_by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the same checkpoint with a matrix per expert instead of stacks."""
     found = dict(tensors)
@@ -88,11 +64,7 @@ def stored_by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def logits(config: ModelConfig, tensors: Mapping[str, Tensor], ranks: Ranks) -> list[Tensor]:
-    model = build_model(config, replace(PLACEMENT, ranks=ranks)).eval()
-    for piece in model.pieces():
-        for each in piece.stored_as(tensors):
-            assert each.whole == tensors[each.name].shape
-            fill_piece(each, Tensors(tensors))
+    model = filled_model(config, tensors, ranks)
     generator = torch.Generator().manual_seed(7)
     texts = [torch.randint(config.vocab_size, (n + 3,), generator=generator) for n in LENGTHS]
     return Driver(model, texts, page_size=4).run_all(None, LENGTHS)
@@ -102,15 +74,16 @@ def logits(config: ModelConfig, tensors: Mapping[str, Tensor], ranks: Ranks) -> 
 @pytest.mark.parametrize("size", [2, 4])
 def test_an_option_on_several_ranks(option: str, size: int) -> None:
     config = OPTIONS[option]
-    tensors = checkpoint(build_model(config, PLACEMENT).pieces())
+    tensors = drawn_checkpoint(config)
     expected = torch.cat(logits(config, tensors, ONE_RANK))
     assert expected.std() > 0.5  # the logits are not trivial
-    for found in run_ranks(size, lambda ranks: logits(config, tensors, ranks)):
-        torch.testing.assert_close(torch.cat(found), expected, atol=1e-4, rtol=1e-5)
+    first, *others = run_ranks(size, lambda ranks: torch.cat(logits(config, tensors, ranks)))
+    torch.testing.assert_close(first, expected, atol=1e-4, rtol=1e-5)
+    assert all(torch.equal(each, first) for each in others)
 
 
 def test_ranks_read_a_checkpoint_with_a_matrix_per_expert() -> None:
-    tensors = checkpoint(build_model(MIXTURE, PLACEMENT).pieces())
+    tensors = drawn_checkpoint(MIXTURE)
     single = stored_by_expert(tensors)
     assert single.keys() != tensors.keys()
     for found in run_ranks(
@@ -154,7 +127,7 @@ def test_a_weight_format_cuts_its_scales_with_its_rows(size: int) -> None:
         columns = made.linear(HeadGroup(8, 2), {"p": 8}, bias=True)
         for product in (rows, columns):
             for piece in product.pieces():
-                fill_piece(piece, Tensors(tensors))
+                fill_piece(piece, MemoryTensors(tensors))
         outputs.append(rows.dense())
         inputs.append(columns.dense())
         assert sum(piece.name == "p.bias" for piece in columns.pieces()) == (rank == 0)

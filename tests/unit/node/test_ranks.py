@@ -1,4 +1,4 @@
-"""Pairs of nodes with two ranks each: requests get the tokens that they get from nodes of one rank."""
+"""Pairs of nodes with several ranks each: requests get the tokens that they get from nodes of one rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes.ranked_cluster import RankedCluster
 
-PROMPTS = [[(7 * n + 3 * i + i * i) % 650 + 20 for i in range(n)] for n in (5, 40)]
+PROMPTS = [[(7 * n + 3 * i + i * i) % 610 + 20 for i in range(n)] for n in (5, 40)]
 OUTPUT = 8
 MARGIN = 1e-3  # between the two likeliest tokens, so that sums in another order choose the same
 
@@ -30,12 +30,19 @@ def serve(file: str, size: int) -> tuple[list[list[int]], float, tuple[int, int]
         return [call.ids for call in [*calls, *seeded]], min(margins), counts
 
 
-@pytest.mark.parametrize("file", ["local-eagle3.yaml", "local-moe.yaml", "local-hybrid.yaml"])
-def test_nodes_of_two_ranks_answer_as_nodes_of_one(file: str) -> None:
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("local-eagle.yaml", "local-eagle3.yaml", "local-hybrid.yaml", "local-moe.yaml", "local-mtp.yaml"),
+        *("local-standalone.yaml", "local-tools.yaml", "local-vision.yaml"),
+    ],
+)
+def test_nodes_of_several_ranks_answer_as_nodes_of_one(file: str) -> None:
     """Prompts, pages, drafts and rounds, greedy and seeded; draft models are divided, too."""
     texts, margin, counts = serve(file, 1)
     assert margin > MARGIN, "near-ties: choose other prompts"
     assert 0 < counts[0] < counts[1], "drafts are verified"
-    found, _, theirs = serve(file, 2)
-    assert found == texts
-    assert theirs == counts
+    for size in (2, 4):
+        found, _, theirs = serve(file, size)
+        assert found == texts
+        assert theirs == counts

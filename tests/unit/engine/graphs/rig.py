@@ -120,9 +120,10 @@ class DecodeRig:
         page_size: int = 4,
         room: int = 40,
         device: torch.device = CPU,
+        target: CausalLM | None = None,
     ) -> None:
         long = [torch.cat((ids, ids.new_zeros(room))) for ids in prompts]
-        driver = DeviceDriver(model(device=device), long, page_size)
+        driver = DeviceDriver(target or model(device=device), long, page_size)
         logits = driver.run(list(range(len(prompts))), [len(ids) for ids in prompts]).logits
         width = max(len(pages) for pages in driver.pages)
         self.params = list(params)

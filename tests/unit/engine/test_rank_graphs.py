@@ -1,0 +1,87 @@
+"""Graphs of models that are divided among ranks: captured and replayed on every rank, as eager forwards of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.checkpoint.model_config import ModelConfig
+from common.engine.forward.batch import CaptureHiddenMode
+from common.engine.graphs.backends.base import Backend
+from common.engine.graphs.backends.none import NoGraphs
+from common.engine.layers.ranks import ONE_RANK, Ranks
+from common.messages.generation import SamplingParams
+from prefill_node.graphs.backends.compiled_body import CompiledBodies
+from prefill_node.graphs.prefill_extend import PrefillExtend, extend_spec
+from tests.fakes.memory_checkpoint import drawn_checkpoint, filled_model
+from tests.fakes.thread_ranks import run_ranks
+from tests.fakes.tiny_model import CONFIG, MIXTURE
+from tests.unit.engine.graphs.rig import BACKENDS, DecodeRig, piecewise, sequences
+from tests.unit.engine.paged_driver import Driver
+from tests.unit.engine.test_rank_options import HYBRID
+
+IDS = sequences((60, 41, 23))
+BUCKETS = (8, 16, 32)
+# (sequences, new tokens of each) for every bucket, growing and shrinking
+STEPS = [([0], [4]), ([0, 1], [20, 9]), ([2], [6]), ([1], [15]), ([0, 2], [16, 15])]
+PROMPTS: Mapping[str, Callable[[], Backend]] = {
+    "breakable": BACKENDS["breakable"],
+    "piecewise": lambda: piecewise(CompiledBodies()),
+}
+PARAMS = [
+    SamplingParams(max_tokens=99, temperature=0.0, seed=1),
+    SamplingParams(max_tokens=99, temperature=0.8, seed=2),
+    SamplingParams(max_tokens=99, temperature=1.1, top_p=0.8, top_k=12, seed=3),
+]
+ROWS = [[0], [0, 1], [0, 1, 2], [2, 0], [1]]
+
+
+@torch.inference_mode()
+def prompt_logits(config: ModelConfig, tensors: Mapping[str, Tensor], ranks: Ranks, backend: str) -> Tensor:
+    driver = Driver(filled_model(config, tensors, ranks), IDS, 4)
+    if backend:
+        extend = PrefillExtend(
+            driver.runner, extend_spec(BUCKETS, CaptureHiddenMode.NULL), PROMPTS[backend]()
+        )
+        extend.graphs.capture()
+        assert not [row.error for row in extend.graphs.rows if row.error]
+        driver.runner = extend  # type: ignore[assignment]  # has the same call signature
+    found = torch.cat([driver.run(rows, lengths).logits for rows, lengths in STEPS])
+    if backend:
+        assert extend.graphs.counters.replays.total() == len(STEPS)
+    return found
+
+
+@pytest.mark.parametrize("backend", PROMPTS)
+@pytest.mark.parametrize("config", [CONFIG, MIXTURE, HYBRID], ids=["dense", "experts", "gated delta"])
+def test_prompt_graphs_of_several_ranks(config: ModelConfig, backend: str) -> None:
+    tensors = drawn_checkpoint(config)
+    expected = prompt_logits(config, tensors, ONE_RANK, "")
+    first, second = run_ranks(2, lambda ranks: prompt_logits(config, tensors, ranks, backend))
+    torch.testing.assert_close(first, expected, atol=1e-4, rtol=1e-5)
+    assert torch.equal(first, second)
+
+
+@torch.inference_mode()
+def decoded(
+    config: ModelConfig, tensors: Mapping[str, Tensor], ranks: Ranks, backend: Backend
+) -> list[Tensor]:
+    """Return the tokens of every step and the relay rows after the last one."""
+    buckets = () if backend.name == "none" else (1, 2, 4)
+    rig = DecodeRig(IDS, PARAMS, backend, buckets, target=filled_model(config, tensors, ranks))
+    tokens = [rig.step(rows).token_ids.clone() for rows in ROWS]
+    assert rig.graphs.graphs.counters.replays.total() == (len(ROWS) if buckets else 0)
+    return [*tokens, rig.relay.seq_len, rig.relay.last_token]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("config", [CONFIG, MIXTURE], ids=["dense", "experts"])
+def test_decode_graphs_of_several_ranks_draw_the_same_tokens(config: ModelConfig, size: int) -> None:
+    """Greedy, seeded and filtered draws."""
+    tensors = drawn_checkpoint(config)
+    expected = decoded(config, tensors, ONE_RANK, NoGraphs())
+    for found in run_ranks(size, lambda ranks: decoded(config, tensors, ranks, BACKENDS["tape"]())):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
