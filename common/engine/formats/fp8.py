@@ -119,7 +119,7 @@ class Fp8Linear(Linear):
     def _weight_pieces(self, block: WeightBlock, start: int, end: int) -> Iterator[Piece]:
         codes = block.weight(self.codes[start:end])
         if self._online:
-            yield quantising(codes, self.scales[start:end])
+            yield quantising(codes, self.scales[start:end], range(block.columns.whole))
             return
         yield codes
         name = f"{block.name}.{self._scheme.scale}"

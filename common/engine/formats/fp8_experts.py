@@ -101,22 +101,22 @@ class Fp8Experts(ExpertProducts):
     def _expert(self, index: int, names: tuple[str, str, str], at: int, whole: int) -> Iterator[Piece]:
         """Yield the reads of one expert, whose inner values begin at `at` in matrices of `whole` inner values."""
         gate, up, down = names
-        begin, size = at + self._inner.start, self.down.shape[1]
+        begin, size, own = at + self._inner.start, self.down.shape[1], range(at, at + self._experts.inner)
         halves = self.gate_up[index].chunk(2)
         for half, (name, into) in enumerate(zip((gate, up), halves, strict=True)):
             codes = Piece.rows_of(f"{name}.weight", into, begin, whole)
-            yield from self._matrix(name, codes, self._scales_of_half(index, half), GATES)
+            yield from self._matrix(name, codes, self._scales_of_half(index, half), GATES, range(size))
         codes = Piece(f"{down}.weight", self.down[index], (size, whole), (0, begin))
-        yield from self._matrix(down, codes, self.down_scales[index], DOWNS)
+        yield from self._matrix(down, codes, self.down_scales[index], DOWNS, own)
 
     def _scales_of_half(self, index: int, half: int) -> Tensor:
         scales = self.gate_up_scales[index]
         return scales[half] if self._scheme.weights == BLOCK else scales.chunk(2)[half]
 
-    def _matrix(self, name: str, codes: Piece, scales: Tensor, which: int) -> Iterator[Piece]:
-        """Yield the reads of one matrix and of its scales."""
+    def _matrix(self, name: str, codes: Piece, scales: Tensor, which: int, columns: range) -> Iterator[Piece]:
+        """Yield the reads of one matrix and of its scales; `columns` are those of the expert on all ranks."""
         if self._online:
-            yield quantising(codes, scales)
+            yield quantising(codes, scales, columns)
             return
         yield codes
         of_weights = f"{name}.{self._scheme.scale}"
@@ -137,10 +137,12 @@ class Fp8Experts(ExpertProducts):
         names = self._experts.names
         for half, name in enumerate((names.gate, names.up)):
             stack = Piece(f"{stem}.gate_up_proj", codes[half], whole, (0, half * inner + first, 0))
-            yield quantising(stack, scales[half])._replace(instead=self._each(name, scales[half], rows=True))
+            read = quantising(stack, scales[half], range(hidden))
+            yield read._replace(instead=self._each(name, scales[half], rows=True))
         downs = Piece(f"{stem}.down_proj", self.down[:count], (count, hidden, inner), (0, 0, first))
         of_downs = self.down_scales[:count]
-        yield quantising(downs, of_downs)._replace(instead=self._each(names.down, of_downs, rows=False))
+        read = quantising(downs, of_downs, range(inner))
+        yield read._replace(instead=self._each(names.down, of_downs, rows=False))
 
     def _each(self, name: str, scales: Tensor, rows: bool) -> Callable[[Piece], Iterator[Piece]]:
         """Return what reads a matrix per expert instead of a stack; the names follow the stack's.
@@ -156,6 +158,6 @@ class Fp8Experts(ExpertProducts):
                 tensor = f"{stem}.{index}.{name}.weight"
                 whole = (inner, into.shape[1]) if rows else (into.shape[0], inner)
                 codes = Piece(tensor, into, whole, (first, 0) if rows else (0, first))
-                yield quantising(codes, scales[index])
+                yield quantising(codes, scales[index], range(whole[1]))
 
         return read

@@ -58,10 +58,13 @@ def tensor_scale(name: str, into: Tensor) -> Piece:
 
 def block_scales(name: str, into: Tensor, codes: Piece) -> Piece:
     """Return the read of the scales of the blocks that `codes` reads. Raises ModelError if it cuts through a block."""
-    if any(begin % BLOCK_SIZE for begin in codes.begin):
+    ends = [begin + size for begin, size in zip(codes.begin, codes.shape, strict=True)]
+    cut = [end % BLOCK_SIZE and end != whole for end, whole in zip(ends, codes.whole, strict=True)]
+    if any(cut) or any(begin % BLOCK_SIZE for begin in codes.begin):
         raise ModelError(
-            f"{codes.name}: a part of the weight begins at {list(codes.begin)}, inside a block of {BLOCK_SIZE} x "
-            f"{BLOCK_SIZE} values that share a scale; use fewer ranks, or a checkpoint with scales per channel"
+            f"{codes.name}: a part of the weight begins at {list(codes.begin)} and ends at {ends}, inside a block of "
+            f"{BLOCK_SIZE} x {BLOCK_SIZE} values that share a scale; use fewer ranks, or a checkpoint with scales per "
+            "channel"
         )
     whole = tuple(blocks_in(size) for size in codes.whole)
     return scales_of(Piece(name, into, whole, tuple(begin // BLOCK_SIZE for begin in codes.begin)))
@@ -76,12 +79,19 @@ def _keep_largest(into: Tensor, value: Tensor) -> None:
     into.copy_(torch.maximum(into, value.to(into.dtype)))
 
 
-def quantising(piece: Piece, scales: Tensor) -> Piece:
-    """Return the read of a dense weight [..., K] that is quantised into `piece.into`, with `scales` per row [...]."""
+def quantising(piece: Piece, scales: Tensor, columns: range) -> Piece:
+    """Return the read of a dense weight that is quantised into `piece.into` [..., K], with `scales` per row [...].
+
+    Args:
+        columns: of the tensor; the values in them share a scale. All of them are read, so that the codes are the same
+            on however many ranks, of which each stores some.
+    """
+    first = piece.begin[-1] - columns.start
 
     def store(values: Tensor) -> None:
         codes, found = quantize_rows_reference(values)
-        piece.into.copy_(codes)
+        piece.into.copy_(codes[..., first : first + piece.into.shape[-1]])
         scales.copy_(found.squeeze(-1))
 
-    return piece._replace(store=store, dtypes=FLOATS)
+    begin, read = (*piece.begin[:-1], columns.start), (*piece.into.shape[:-1], len(columns))
+    return piece._replace(store=store, dtypes=FLOATS, begin=begin, read=read)

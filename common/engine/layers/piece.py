@@ -29,6 +29,7 @@ class Piece(NamedTuple):
     # Called with the tensor's name and the block that was read; raises ModelError for values that cannot be used.
     check: Callable[[str, Tensor], None] | None = None
     dtypes: tuple[str, ...] = ()  # the tensor's, as safetensors spells them; (): those that fit `into`
+    read: tuple[int, ...] | None = None  # shape of the block, which `store` takes; None: that of `into`
 
     @classmethod
     def all_of(cls, name: str, into: Tensor, plus: float = 0.0) -> Piece:
@@ -58,10 +59,15 @@ class Piece(NamedTuple):
         return math.prod(shape) == 1 if self.single else shape == self.whole
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the block that it reads."""
+        return tuple(self.into.shape) if self.read is None else self.read
+
+    @property
     def is_whole(self) -> bool:
-        return self.single or tuple(self.into.shape) == self.whole
+        return self.single or self.shape == self.whole
 
     @property
     def block(self) -> tuple[slice, ...]:
         """The indices of the block that it reads."""
-        return tuple(slice(at, at + size) for at, size in zip(self.begin, self.into.shape, strict=True))
+        return tuple(slice(at, at + size) for at, size in zip(self.begin, self.shape, strict=True))
