@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import pytest
 
 from common.node.completion import Deferred
 from decode_node.step_plan import StepPlan
@@ -166,6 +169,20 @@ def test_the_timeline_shows_each_stage_of_the_hand_over() -> None:
             assert call.decode_stages is not None
             times = [call.decode_stages[stage] for stage in STAGES]
             assert times == sorted(times)
+
+
+@pytest.mark.parametrize("skew", [-3600.0, -5.0, 5.0, 3600.0])
+def test_the_clock_of_another_host_does_not_distort_the_timeline(
+    skew: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time at which the record was sent comes from there; what the decode node saw itself bounds it."""
+    monkeypatch.setattr("kv_transfer.outbound.sending_time", lambda: time.time() + skew)
+    with NodeCluster(Shape(completion=Deferred)) as cluster:
+        call = cluster.submit(prompt_of(9, 1), 12)
+        cluster.run()
+        assert call.decode_stages is not None
+        times = [call.decode_stages[stage] for stage in ("reserved", "record_sent", "record_seen")]
+        assert times == sorted(times)
 
 
 def test_every_step_writes_its_marks() -> None:
