@@ -9,7 +9,7 @@ drawn    until the tokens of that step have been read
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily, Metric
@@ -55,11 +55,12 @@ class HandoverMetrics(Collector):
         self._histograms = {stage: LoopHistogram(NAME, TEXT, labels[stage], BUCKETS) for stage in STAGES}
         registry.register(self)
 
-    def observe(self, times: Mapping[str, float]) -> None:
-        """Count the stages of a request that is over, from the stages of its timeline."""
-        for stage, (begin, end) in STAGES.items():
-            if begin in times and end in times:
-                self._histograms[stage].observe(max(times[end] - times[begin], 0.0))
+    def observe(self, attempts: Iterable[Mapping[str, float]]) -> None:
+        """Count the stages of a request that is over, from those that the nodes of each of its attempts reported."""
+        for times in attempts:
+            for stage, (begin, end) in STAGES.items():
+                if begin in times and end in times:
+                    self._histograms[stage].observe(max(times[end] - times[begin], 0.0))
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(NAME, TEXT, labels=("model_name", "stage"))

@@ -162,16 +162,17 @@ class RouterMetrics(Collector):
 
     def request_finished(self, timeline: Timeline, prompt_tokens: int, generated_tokens: int) -> None:
         """Observe a request once, when it is over."""
-        first = timeline.stages.get("first_token")
+        stages = timeline.stages
+        first = stages.get("first_token")
         if first is not None:
             self._ttft.observe(first)
-        self._handover.observe(timeline.stages)
+        self._handover.observe(timeline.attempts)
         if timeline.outcome in (FINISH_STOP, FINISH_LENGTH):
             ended = self._ended.get(timeline.outcome)
             if ended is None:
                 ended = self._ended[timeline.outcome] = self._success.labels(self._model, timeline.outcome)
             ended.inc()
-            self._e2e.observe(timeline.stages["finished"])
+            self._e2e.observe(stages["finished"])
             self._prompt.observe(prompt_tokens)
             self._generated.observe(generated_tokens)
         else:

@@ -20,20 +20,34 @@ class Timeline:
         self.request_id = request_id
         self.client = client  # API key id or address
         self._started = now
-        self.stages: dict[str, float] = {"received": 0.0}
+        self._marks: dict[str, float] = {"received": 0.0}  # the router's own stages
+        self.attempts: list[dict[str, float]] = []  # stages that the nodes of each attempt report
         self.nodes: list[dict[str, str]] = []  # node names of each attempt
         self.outcome = "running"
         self.accept_length: float | None = None  # in the final attempt, if it used speculative decoding
 
+    @property
+    def stages(self) -> dict[str, float]:
+        """All stages; of those that several attempts have, the latest attempt's."""
+        stages = dict(self._marks)
+        for attempt in self.attempts:
+            stages |= attempt
+        return stages
+
     def mark(self, stage: str, now: float) -> None:
         """Record a stage. Its first time counts, except for `placed`, where the latest attempt counts."""
-        if stage == "placed" or stage not in self.stages:
-            self.stages[stage] = now - self._started
+        if stage == "placed" or stage not in self._marks:
+            self._marks[stage] = now - self._started
 
-    def anchor(self, stages: Mapping[str, float], prefix: str, placed: float) -> None:
-        """Add a node's stages, which count from the moment `placed`."""
+    def begin_attempt(self) -> int:
+        """Add an attempt and return its index."""
+        self.attempts.append({})
+        return len(self.attempts) - 1
+
+    def anchor(self, attempt: int, stages: Mapping[str, float], prefix: str, placed: float) -> None:
+        """Add a node's stages to an attempt; they count from the moment `placed`."""
         for stage, seconds in stages.items():
-            self.stages[f"{prefix}.{stage}"] = placed - self._started + seconds
+            self.attempts[attempt][f"{prefix}.{stage}"] = placed - self._started + seconds
 
     def report(self) -> dict[str, Any]:
         ordered = sorted(self.stages.items(), key=_SECONDS)
@@ -53,6 +67,7 @@ class Placed(msgspec.Struct, frozen=True):
     """One attempt of a request."""
 
     timeline: Timeline
+    attempt: int  # its index in the timeline
     at: float  # monotonic seconds
     prefill: str  # incarnation
     decode: str
@@ -76,7 +91,7 @@ class Timelines:
 
     def open(self, room: int, timeline: Timeline, now: float, prefill: str, decode: str) -> None:
         """Begin an attempt."""
-        self._open[room] = Placed(timeline, now, prefill, decode)
+        self._open[room] = Placed(timeline, timeline.begin_attempt(), now, prefill, decode)
 
     def close(self, room: int) -> None:
         """End an attempt."""
@@ -93,7 +108,7 @@ class Timelines:
         placed = self._open.get(room) or self._closed.get(room)
         if placed is not None and incarnation in (placed.prefill, placed.decode):
             prefix = "prefill" if incarnation == placed.prefill else "decode"
-            placed.timeline.anchor(stages, prefix, placed.at)
+            placed.timeline.anchor(placed.attempt, stages, prefix, placed.at)
             if accept_length is not None:
                 placed.timeline.accept_length = accept_length
 

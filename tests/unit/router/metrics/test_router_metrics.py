@@ -7,7 +7,7 @@ import msgspec
 from common.messages.identity import GraphTotals, NodeCounters, NodeLoad, NodeRef
 from common.messages.router_inbox import Register
 from router.metrics.router_metrics import RouterMetrics
-from router.metrics.timeline import Timeline
+from router.metrics.timeline import Timeline, Timelines
 from router.nodes.registry import Node
 
 
@@ -113,10 +113,11 @@ def test_a_node_without_a_load_report_counts_as_empty_in_metrics() -> None:
 def test_the_stages_of_a_hand_over_have_a_histogram_each() -> None:
     metrics = RouterMetrics("tiny", list, lambda: 0)
     timeline = Timeline("r", 0.0)
-    timeline.anchor({"prefill_end": 0.1, "record_sent": 0.102}, "prefill", 0.0)
+    attempt = timeline.begin_attempt()
+    timeline.anchor(attempt, {"prefill_end": 0.1, "record_sent": 0.102}, "prefill", 0.0)
     seconds = (0.102, 0.103, 0.107, 0.109, 0.115)
     names = ("record_sent", "record_seen", "decode_start", "step_started", "first_decode")
-    timeline.anchor(dict(zip(names, seconds)), "decode", 0.0)
+    timeline.anchor(attempt, dict(zip(names, seconds)), "decode", 0.0)
     timeline.outcome = "error: node_lost"
     metrics.request_finished(timeline, 7, 3)
     finished(metrics, "stop")  # which ended with its first token
@@ -124,6 +125,26 @@ def test_the_stages_of_a_hand_over_have_a_histogram_each() -> None:
     for stage, took in (("sent", 2), ("seen", 1), ("joined", 4), ("started", 2), ("drawn", 6)):
         labels = f'model_name="tiny",stage="{stage}"'
         assert got[f"tandem_handover_seconds_count{{{labels}}}"] == 1
+        assert round(1000 * got[f"tandem_handover_seconds_sum{{{labels}}}"]) == took
+
+
+def test_stages_of_two_attempts_are_not_mixed() -> None:
+    """The first attempt's nodes report part of their stages only after those of the second one."""
+    metrics, timelines = RouterMetrics("tiny", list, lambda: 0), Timelines()
+    timeline = Timeline("r", 0.0)
+    timelines.open(1, timeline, 0.0, "p", "d")
+    timelines.close(1)
+    timelines.open(2, timeline, 5.0, "p", "d")
+    timelines.anchor(2, "p", {"prefill_end": 0.1, "record_sent": 0.102})
+    timelines.anchor(2, "d", {"decode_start": 0.11, "step_started": 0.12, "first_decode": 0.13})
+    timelines.anchor(1, "p", {"prefill_end": 2.0})
+    timelines.anchor(1, "d", {"decode_start": 3.0, "step_started": 3.5})
+    timeline.outcome = "error: node_lost"
+    metrics.request_finished(timeline, 7, 3)
+    got = series(metrics)
+    for stage, count, took in (("sent", 1, 2), ("started", 2, 510), ("drawn", 1, 10)):
+        labels = f'model_name="tiny",stage="{stage}"'
+        assert got[f"tandem_handover_seconds_count{{{labels}}}"] == count
         assert round(1000 * got[f"tandem_handover_seconds_sum{{{labels}}}"]) == took
 
 

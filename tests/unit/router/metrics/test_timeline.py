@@ -32,6 +32,8 @@ def test_stages_of_nodes_are_anchored_at_their_own_attempt() -> None:
     stages = timeline.report()["stages"]
     assert stages["decode.reserved"] == 5.5
     assert stages["prefill.queued"] == 1.25
+    timelines.anchor(1, "d", {"reserved": 0.75})
+    assert timeline.report()["stages"]["decode.reserved"] == 5.5, "the latest attempt's"
     timelines.close(2)
     timelines.anchor(2, "p", {"record_sent": 1.0})
     assert timeline.report()["stages"]["prefill.record_sent"] == 6.0
