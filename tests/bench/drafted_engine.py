@@ -24,6 +24,7 @@ from common.engine.state.draft_row import DraftRow
 from common.engine.state.pool import KvPool
 from common.engine.state.relay_state import RelayState
 from common.engine.state.state_rows import WindowShape
+from common.kv_cache.kv_values import AS_COMPUTED, KvValues
 from common.kv_cache.layer_kinds import prompt_grid, window_widths
 from common.kv_cache.page_space import PageSpace, as_keys
 from common.kv_cache.pool_spec import pool_spec
@@ -59,7 +60,14 @@ class Engine:
     """Pools for `rows` requests of `max_len` tokens, and steps over them."""
 
     def __init__(
-        self, pair: Pair, rows: int, max_len: int, steps: int, graphs: str = "auto", slots: int = 0
+        self,
+        pair: Pair,
+        rows: int,
+        max_len: int,
+        steps: int,
+        graphs: str = "auto",
+        slots: int = 0,
+        kv: KvValues = AS_COMPUTED,
     ) -> None:
         """`slots`: KV slots that the widest step writes per request; 0: those of a round."""
         self.pair = pair
@@ -69,7 +77,7 @@ class Engine:
         self.device = placement.device
         self._extra = extra = 2 * max(slots, steps + 1)
         pages = rows * -(-(max_len + extra) // PAGE) + 1
-        spec = pool_spec(config, pair.draft.model, PAGE, str(placement.dtype).removeprefix("torch."))
+        spec = pool_spec(config, pair.draft.model, PAGE, str(placement.dtype).removeprefix("torch."), kv)
         served = ServingModel(
             model=model,
             config=config,

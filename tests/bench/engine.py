@@ -38,6 +38,7 @@ from common.engine.graphs.rules import PhaseSwitch
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.relay_state import RelayState
 from common.engine.state.state_rows import WindowShape
+from common.kv_cache.kv_values import AS_COMPUTED, KvValues
 from common.kv_cache.layer_kinds import window_widths
 from common.kv_cache.page_space import PageSpace, as_keys
 from common.kv_cache.radix_cache import NoPrefixCache
@@ -72,6 +73,7 @@ GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0.0)
 NOBODY = NodeRef(name="bench", role="prefill", incarnation="")
 LOG = Log("bench")
 WARM_UP = 3
+MOST_CODE = 0x38  # the code of 1.0
 PROMPT_GRAPHS = ["breakable", "piecewise-eager", "piecewise-inductor", "none"]
 
 
@@ -96,18 +98,22 @@ def constructed_runner(
     chunk: int,
     slots: int = 2,
     quantization: str = "none",
+    kv: KvValues = AS_COMPUTED,
 ) -> ModelRunner:
     """Construct the model of a config.json on its device (shapes.py), with a pool for prompts.
 
     Args:
         slots: of per-request state, including slot 0; for models that keep one.
         quantization: as `model.quantization`.
+        kv: how keys and values are stored.
     """
     model = shapes.target(raw, 0, device, quantization)
     config, placement = model.config, model.placement
-    pool = model_pool(config, PAGE, pool_tokens // PAGE + 1, placement, slots)
+    pool = model_pool(config, PAGE, pool_tokens // PAGE + 1, placement, slots, kv)
     buckets = prefill_token_buckets(chunk)
-    pool.storage.view(placement.dtype).normal_()  # reading zeros takes as long but draws less power
+    # Reading zeros takes as long but draws less power.
+    eight_bits = kv.dtype is not None
+    pool.storage.random_(0, MOST_CODE) if eight_bits else pool.storage.view(placement.dtype).normal_()
     for layer in range(config.num_layers):
         for plane in pool.planes(layer).values():
             plane[0].zero_()
@@ -304,6 +310,7 @@ def main() -> None:
         "--shape", default=shapes.LLAMA, help=f"{shapes.LLAMA}, {', '.join(shapes.SHAPES)} or a directory"
     )
     parser.add_argument("--quantization", default="none", help="as model.quantization")
+    parser.add_argument("--kv-dtype", choices=shapes.KV_DTYPES, default="auto", help="as kv.dtype")
     parser.add_argument("--prompts", type=int, nargs="*", default=[64, 128, 256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 4, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, default=1024)
@@ -325,6 +332,7 @@ def main() -> None:
         chunk,
         max([1, *options.batches]) + 1,
         options.quantization,
+        shapes.KV_DTYPES[options.kv_dtype],
     )
     if cuda:
         torch.cuda.synchronize()

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from common.engine.models.eagle import Eagle3Head
+from common.kv_cache.kv_values import AS_COMPUTED, KvValues
 from decode_node.planner import step_plan
 from decode_node.request import DecodeRequest
 from decode_node.speculative.step import SpeculativeStep
@@ -36,7 +37,7 @@ from deploy.tiny_models.constructed_head import Drafting
 from tests.bench.drafted_engine import PAGE, Engine, random_prompts
 from tests.bench.environment import describe
 from tests.bench.floors import Ceilings, UsedExperts, weights_of
-from tests.bench.shapes import EAGLE3, LLAMA, MTP, SHAPES, Pair, config_of, loaded, pair
+from tests.bench.shapes import EAGLE3, KV_DTYPES, LLAMA, MTP, SHAPES, Pair, config_of, loaded, pair
 
 WARM_UP = 4
 
@@ -266,11 +267,17 @@ def line(row: Row) -> str:
 
 
 def bench(
-    models: Pair, batches: Sequence[int], length: int, steps: int, rounds: int, graphs: str = "auto"
+    models: Pair,
+    batches: Sequence[int],
+    length: int,
+    steps: int,
+    rounds: int,
+    graphs: str = "auto",
+    kv: KvValues = AS_COMPUTED,
 ) -> Iterator[Row]:
     """Yield one row per batch size."""
     most = length + (WARM_UP + rounds + 2) * (steps + 1) + 1
-    comparison = Comparison(Engine(models, max(batches), most, steps, graphs))
+    comparison = Comparison(Engine(models, max(batches), most, steps, graphs, kv=kv))
     for batch in batches:
         yield comparison.measure(batch, length, rounds)
 
@@ -286,6 +293,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the constructed weights")
     parser.add_argument("--model", type=Path, help="directory of a target to load instead")
     parser.add_argument("--draft", type=Path, help="directory of its draft")
+    parser.add_argument(
+        "--quantization", default="none", help="of constructed weights, as model.quantization"
+    )
+    parser.add_argument(
+        "--draft-quantization",
+        default="none",
+        help="as speculation.draft_quantization, of a constructed EAGLE-3 head",
+    )
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="as kv.dtype")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 32, 64])
     parser.add_argument("--length", type=int, default=1024, help="prompt tokens")
     parser.add_argument("--steps", type=int, default=3, help="drafts of a round")
@@ -296,11 +312,18 @@ def main() -> None:
     device = torch.device(options.device)
     if (options.model is None) != (options.draft is None):
         parser.error("--model and --draft go together")
+    formats = options.quantization, options.draft_quantization
+    if options.model is not None and formats != ("none", "none"):
+        parser.error(
+            "loaded checkpoints keep their formats: leave out --quantization and --draft-quantization"
+        )
+    if options.algorithm == MTP and options.draft_quantization != "none":
+        parser.error("MTP modules have the format of their target: leave out --draft-quantization")
     began = time.perf_counter()
     if options.model is None:
         drafting = Drafting(options.acceptance)
         raw = config_of(options.shape)
-        models = pair(raw, options.algorithm, drafting, options.steps, options.seed, device)
+        models = pair(raw, options.algorithm, drafting, options.steps, options.seed, device, *formats)
     else:
         models = loaded(options.model, options.draft, options.steps, device)
     if device.type == "cuda":
@@ -310,7 +333,8 @@ def main() -> None:
     print(HEAD)
     report = {**describe(), "options": vars(options), "build_s": round(built, 2)}
     rows = []
-    for row in bench(models, options.batch, options.length, options.steps, options.rounds, options.graphs):
+    sizes = options.length, options.steps, options.rounds
+    for row in bench(models, options.batch, *sizes, options.graphs, KV_DTYPES[options.kv_dtype]):
         print(line(row), flush=True)
         rows.append(asdict(row))
         if options.json:  # after every row, so that an interrupted run keeps its results

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from common.checkpoint.draft_config import DraftConfig, with_steps
+from common.checkpoint.draft_config import DraftConfig, quantized_draft, with_steps
 from common.checkpoint.model_config import ModelConfig
 from common.engine.forward.model_runner import load_model
 from common.engine.layers.placement import Placement
@@ -21,6 +21,7 @@ from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import D2T, Eagle3Head
 from common.engine.models.mtp import build_mtp
 from common.engine.models.registry import build_model
+from common.kv_cache.kv_values import AS_COMPUTED, FP8, KvValues
 from common.node.loaded_draft import HeadDraft, LoadedDraft, ModulesDraft
 from common.node.serving_draft import ServingDraft, draft_shape, load_serving_draft
 from common.speculation.directory import algorithm_of, load_draft_config
@@ -36,6 +37,7 @@ SHAPES = {name.rpartition("/")[2].lower(): name for name in ("Qwen/Qwen3-30B-A3B
 TEXT_ONLY = {"ForConditionalGeneration": "ForCausalLM"}
 DRAFT_VOCAB = 32000
 FIRST_ORDINARY = 8  # id of the tiny models' tokenizers that is not special
+KV_DTYPES = {"auto": AS_COMPUTED, "fp8": KvValues(FP8)}  # as `kv.dtype`
 EAGLE3, MTP = "eagle3", "mtp"
 
 
@@ -100,15 +102,25 @@ def target(raw: Mapping[str, Any], seed: int, device: torch.device, quantization
 
 
 def pair(
-    raw: Mapping[str, Any], algorithm: str, drafting: Drafting, steps: int, seed: int, device: torch.device
+    raw: Mapping[str, Any],
+    algorithm: str,
+    drafting: Drafting,
+    steps: int,
+    seed: int,
+    device: torch.device,
+    quantization: str = "none",
+    draft_quantization: str = "none",
 ) -> Pair:
     """Construct a target and an EAGLE-3 head or an MTP module that drafts for it with the chosen acceptance.
+
+    Args:
+        quantization, draft_quantization: as `model.quantization` and `speculation.draft_quantization`.
 
     Raises ModelError if a checkpoint of this config has no module, and ValueError for a config whose text cannot be
     chosen.
     """
     with _directory(raw) as path:
-        config = ModelConfig.load(path)
+        config = ModelConfig.load(path).quantized(quantization)
         if algorithm == MTP:
             draft = with_steps(load_draft_config(path, MTP, config), steps)
             tensors = _tensors(config, seed, device, drafting)
@@ -117,7 +129,7 @@ def pair(
         tensors = _tensors(config, seed, device)
         shape = tensors.shape
         with _directory(head_config(shape)) as head_path:
-            draft = load_draft_config(head_path, EAGLE3, config)
+            draft = quantized_draft(load_draft_config(head_path, EAGLE3, config), draft_quantization)
     model = _target(config, tensors, draft.aux_layers)
     head = Eagle3Head(draft, model, model.placement, (D2T,)).eval()
     found = dict(head_tensors(shape, drafting, seed, device))

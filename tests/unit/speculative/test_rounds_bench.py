@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.engine.formats.fp8 import Fp8Linear
 from deploy.tiny_models.constructed_head import Drafting
 from deploy.tiny_models.constructed_shape import Shape
 from tests.bench import rounds, shapes
@@ -50,3 +51,12 @@ def test_the_tiny_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert row["same_text"] == 1.0
     assert 1.0 <= row["accept_length"] <= 4.0
     assert row["round_ms"] > 0 < row["plain_ms"]
+
+
+def test_eight_bits_of_target_head_and_pages() -> None:
+    """Drafts of a chosen acceptance are accepted, and both texts come from the same weights and pages."""
+    pair = shapes.pair(SMALL.config(), "eagle3", Drafting(1.0), 3, 1, torch.device("cpu"), "fp8", "fp8")
+    assert any(isinstance(each, Fp8Linear) for each in pair.model.modules())
+    (row,) = rounds.bench(pair, [2], length=20, steps=3, rounds=6, kv=shapes.KV_DTYPES["fp8"])
+    assert row.same_text == 1.0
+    assert row.accept_length == pytest.approx(4.0)
