@@ -1,6 +1,7 @@
 """`quant_method: compressed-tensors`: FP8 with scales per tensor, channel or block. No torch.
 
-Source of the fields: https://github.com/vllm-project/compressed-tensors (quant_args.py, quant_scheme.py).
+Source of the fields: https://github.com/vllm-project/compressed-tensors (quant_args.py, quant_scheme.py). Names match
+as there: match_targets in utils/match.py, apply_quantization_config in quantization/lifecycle/apply.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from common.checkpoint.fp8_weights import (
     BLOCK,
     BLOCK_SIZE,
     CHANNEL,
+    EVERYTHING,
+    EXACT,
+    REGEX,
     TENSOR,
     Fp8Scheme,
     Fp8Weights,
@@ -24,6 +28,7 @@ from common.errors import ModelError
 
 METHOD = "compressed-tensors"
 MAX_GROUPS = 64
+CLASSES = ("Linear", "Module")  # the classes of PyTorch that every product is an instance of
 REMEDY = "use a checkpoint in FP8, or a dense one with model.quantization: fp8"
 STRATEGIES = {"tensor": TENSOR, "channel": CHANNEL, "block": BLOCK}
 
@@ -44,15 +49,30 @@ def parse(raw: Mapping[str, Any], where: str) -> Fp8Weights:
             f"{where}: quantization_status {shown(raw['quantization_status'])} is not supported: the weights have to "
             "be stored as FP8 (compressed)"
         )
-    schemes: list[tuple[str, Fp8Scheme]] = []
+    schemes: dict[str, Fp8Scheme] = {}  # of several groups with one target the last counts
     for name in groups:
         at = f"{where}: config_groups: {name[:40]}"
         group = section(groups, name, at)
         scheme = _scheme(group, at)
-        schemes += ((target, scheme) for target in checked_patterns(group.get("targets"), "targets", at))
-    ignored = checked_patterns(raw.get("ignore"), "ignore", where)
+        schemes |= dict.fromkeys(_patterns(group, "targets", at), scheme)
+    ignored = _patterns(raw, "ignore", where)
     check_kv_scheme(raw.get("kv_cache_scheme"), "kv_cache_scheme", where)
-    return Fp8Weights(METHOD, tuple(schemes), ignored)
+    ordered = sorted(schemes.items(), key=lambda item: _priority(item[0]))
+    return Fp8Weights(METHOD, tuple(ordered), ignored)
+
+
+def _patterns(raw: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
+    """Return a list of targets as patterns: expressions, whole names, and names of classes that all products have."""
+    return tuple(
+        each if each.startswith(REGEX) else EVERYTHING if each in CLASSES else f"{EXACT}{each}"
+        for each in checked_patterns(raw.get(key), key, where)
+    )
+
+
+def _priority(pattern: str) -> tuple[int, str]:
+    """Order targets as they apply to a product that several of them match: names, then expressions, then classes."""
+    kinds = (EXACT, REGEX, EVERYTHING)
+    return next(index for index, kind in enumerate(kinds) if pattern.startswith(kind)), pattern
 
 
 def _scheme(group: Mapping[str, Any], where: str) -> Fp8Scheme:

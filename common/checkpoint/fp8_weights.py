@@ -18,7 +18,7 @@ from common.errors import ModelError
 TENSOR, CHANNEL, BLOCK = "tensor", "channel", "block"
 BLOCK_SIZE = 128  # rows and columns of a block
 EVERYTHING = "Linear"  # the pattern that every product matches
-REGEX, GLOB = "re:", "glob:"
+REGEX, GLOB, EXACT = "re:", "glob:", "exact:"
 MAX_PATTERNS, MAX_PATTERN = 65_536, 512
 # A pattern with more repetitions, or with a repeated group, may take very long on a name that does not match.
 MAX_REPETITIONS = 4
@@ -86,8 +86,8 @@ ONLINE = Fp8Weights(
 def matches(pattern: str, product: str) -> bool:
     """Return whether a product, by its name in a text-only checkpoint, is one that the pattern means.
 
-    A pattern is EVERYTHING, REGEX with an expression that matches from the start of a name, GLOB with wildcards, or
-    consecutive parts of a name between dots.
+    A pattern is EVERYTHING, REGEX with an expression that matches from the start of a name, GLOB with wildcards, EXACT
+    with a whole name, or consecutive parts of a name between dots.
     """
     if pattern == EVERYTHING:
         return True
@@ -96,6 +96,8 @@ def matches(pattern: str, product: str) -> bool:
     if pattern.startswith(GLOB):
         wild = pattern.removeprefix(GLOB)
         return any(fnmatch.fnmatchcase(name, wild) for name in _spellings(product))
+    if pattern.startswith(EXACT):
+        return pattern.removeprefix(EXACT) in _spellings(product)
     return any(f".{pattern}." in f".{name}." for name in _spellings(product))
 
 

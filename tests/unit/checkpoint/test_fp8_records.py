@@ -109,6 +109,10 @@ def test_other_quantization_is_refused_by_name(section: dict[str, Any], said: st
         ("re:.*self_attn.*", "model.layers.3.self_attn.q_proj", True),
         ("re:self_attn", "model.layers.3.self_attn.q_proj", False),
         ("re:language_model[.]model[.]layers", "model.layers.3.mlp.up_proj", True),
+        ("exact:model.layers.3.mlp.up_proj", "model.layers.3.mlp.up_proj", True),
+        ("exact:model.language_model.layers.3.mlp.up_proj", "model.layers.3.mlp.up_proj", True),
+        ("exact:mlp.up_proj", "model.layers.3.mlp.up_proj", False),
+        ("exact:model.layers.3.mlp", "model.layers.3.mlp.up_proj", False),
         ("glob:model.layers.3.*", "model.layers.3.mlp.up_proj", True),
         ("glob:*router*", "model.layers.3.mlp.up_proj", False),
         ("Linear", "anything", True),
@@ -118,16 +122,54 @@ def test_patterns(pattern: str, name: str, expected: bool) -> None:
     assert matches(pattern, name) is expected
 
 
-def test_groups_may_have_several_schemes() -> None:
-    """The first group whose target a name matches decides."""
-    first = {
-        **group_with(CHANNEL_DYNAMIC, weights={"strategy": "tensor"})["config_groups"]["group_0"],
-        "targets": ["re:.*mlp.*"],
+def compressed_groups(*groups: tuple[str, list[str]], ignore: list[str] | None = None) -> Fp8Weights:
+    """Read a section of compressed-tensors with these groups: the weights' strategy and the targets of each."""
+    sections = {
+        f"group_{index}": {
+            **group_with(CHANNEL_DYNAMIC, weights={"strategy": strategy})["config_groups"]["group_0"],
+            "targets": targets,
+        }
+        for index, (strategy, targets) in enumerate(groups)
     }
-    groups = {"group_0": first, "group_1": CHANNEL_DYNAMIC["config_groups"]["group_0"]}
-    stored = parse({**CHANNEL_DYNAMIC, "config_groups": groups})
-    assert stored.scheme_of("model.layers.0.mlp.up_proj") == Fp8Scheme("tensor")
-    assert stored.scheme_of("model.layers.0.self_attn.q_proj") == Fp8Scheme(CHANNEL)
+    return parse({**CHANNEL_DYNAMIC, "config_groups": sections, "ignore": ignore or []})
+
+
+UP, QUERY = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_most_specific_target_of_groups_decides(reverse: bool) -> None:
+    """A whole name counts before an expression, and an expression before a class, in whatever order groups are."""
+    groups = [("tensor", ["re:.*mlp.*"]), ("channel", ["Linear"])]
+    if reverse:
+        groups.reverse()
+    stored = compressed_groups(*groups)
+    assert stored.scheme_of(UP) == Fp8Scheme("tensor")
+    assert stored.scheme_of(QUERY) == Fp8Scheme(CHANNEL)
+    named = compressed_groups(("channel", [UP]), ("tensor", ["re:.*mlp.*", "Linear"]))
+    assert named.scheme_of(UP) == Fp8Scheme(CHANNEL)
+    assert named.scheme_of(QUERY) == Fp8Scheme("tensor")
+
+
+def test_of_two_expressions_the_first_by_alphabet_decides() -> None:
+    stored = compressed_groups(("tensor", ["re:.*up_proj"]), ("channel", ["re:.*mlp.*"]))
+    assert stored.scheme_of(UP) == Fp8Scheme(CHANNEL)
+
+
+def test_of_two_groups_with_one_target_the_last_decides() -> None:
+    stored = compressed_groups(("tensor", ["Linear"]), ("channel", ["Linear"]))
+    assert stored.scheme_of(UP) == Fp8Scheme(CHANNEL)
+
+
+def test_compressed_tensors_names_products_as_a_whole() -> None:
+    """Parts of names match in other forms, where checkpoints list them."""
+    stored = compressed_groups(("tensor", ["Linear"]), ignore=["mlp.up_proj", "model.layers.0", QUERY])
+    assert stored.scheme_of(UP) == Fp8Scheme("tensor")
+    assert stored.scheme_of(QUERY) is None
+    parts = compressed_groups(("tensor", ["mlp"]))
+    assert parts.scheme_of(UP) is None
+    assert compressed_groups(("tensor", ["Module"])).scheme_of(UP) == Fp8Scheme("tensor")
+    assert compressed_groups(("tensor", ["Linear"]), ignore=["Linear"]).scheme_of(UP) is None
 
 
 def test_what_stays_dense_at_load_time() -> None:
