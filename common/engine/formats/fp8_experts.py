@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -130,34 +130,35 @@ class Fp8Experts(ExpertProducts):
             yield input_scale(f"{name}.input_scale", self.input_scales[which])
 
     def _stacks(self, stem: str) -> Iterator[Piece]:
-        """Yield the reads of dense stacks, or of a matrix per expert, that are quantised while they are loaded."""
-        count, inner, hidden = self._experts.count, self._experts.inner, self.down.shape[1]
-        first, whole = self._inner.start, (count, 2 * inner, hidden)
-        codes, scales = self.gate_up[:count].chunk(2, dim=1), self.gate_up_scales[:count].chunk(2, dim=1)
-        names = self._experts.names
-        for half, name in enumerate((names.gate, names.up)):
-            stack = Piece(f"{stem}.gate_up_proj", codes[half], whole, (0, half * inner + first, 0))
-            read = quantising(stack, scales[half], range(hidden))
-            yield read._replace(instead=self._each(name, scales[half], rows=True))
-        downs = Piece(f"{stem}.down_proj", self.down[:count], (count, hidden, inner), (0, 0, first))
-        of_downs = self.down_scales[:count]
-        read = quantising(downs, of_downs, range(inner))
-        yield read._replace(instead=self._each(names.down, of_downs, rows=False))
+        """Yield the reads of dense stacks, or of a matrix per expert, that are quantised while they are loaded.
 
-    def _each(self, name: str, scales: Tensor, rows: bool) -> Callable[[Piece], Iterator[Piece]]:
-        """Return what reads a matrix per expert instead of a stack; the names follow the stack's.
-
-        Args:
-            rows: the rows of the matrices are the inner values, else their columns.
+        Each read is of one expert, because the values that are being quantised need several times their size.
         """
-        inner, first = self._experts.inner, self._inner.start
+        count, inner, hidden = self._experts.count, self._experts.inner, self.down.shape[1]
+        first, names = self._inner.start, self._experts.names
+        for index in range(count):
+            halves = self.gate_up[index].chunk(2)
+            for half, (name, into) in enumerate(zip((names.gate, names.up), halves, strict=True)):
+                whole, begin = (count, 2 * inner, hidden), (index, half * inner + first, 0)
+                stack = Piece(f"{stem}.gate_up_proj", into[None], whole, begin)
+                matrix = Piece(f"{index}.{name}.weight", into, (inner, hidden), (first, 0))
+                yield _of_stack(stack, matrix, self._scales_of_half(index, half))
+            into, whole = self.down[index], (count, hidden, inner)
+            stack = Piece(f"{stem}.down_proj", into[None], whole, (index, 0, first))
+            matrix = Piece(f"{index}.{names.down}.weight", into, (hidden, inner), (0, first))
+            yield _of_stack(stack, matrix, self.down_scales[index])
 
-        def read(stack: Piece) -> Iterator[Piece]:
-            stem = stack.name.rpartition(".")[0]
-            for index, into in enumerate(stack.into):
-                tensor = f"{stem}.{index}.{name}.weight"
-                whole = (inner, into.shape[1]) if rows else (into.shape[0], inner)
-                codes = Piece(tensor, into, whole, (first, 0) if rows else (0, first))
-                yield quantising(codes, scales[index], range(whole[1]))
 
-        return read
+def _of_stack(stack: Piece, matrix: Piece, scales: Tensor) -> Piece:
+    """Return the read of one expert from a dense stack, [1, rows, columns], with scales per row [rows].
+
+    Args:
+        matrix: the read instead if experts have a matrix each; its name continues that of the stack's module.
+    """
+    columns = range(matrix.whole[1])
+
+    def alone(stack: Piece) -> Iterator[Piece]:
+        name = f"{stack.name.rpartition('.')[0]}.{matrix.name}"
+        yield quantising(matrix._replace(name=name), scales, columns)
+
+    return quantising(stack, scales[None], columns)._replace(instead=alone)

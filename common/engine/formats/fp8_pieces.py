@@ -17,6 +17,7 @@ from common.errors import ModelError
 
 # A scale per tensor is called by either name.
 OTHER_NAME = {"weight_scale": "weight_scale_inv", "weight_scale_inv": "weight_scale"}
+AT_ONCE = 1 << 24  # values that are quantised at a time
 
 
 def blocks_in(size: int) -> int:
@@ -82,6 +83,8 @@ def _keep_largest(into: Tensor, value: Tensor) -> None:
 def quantising(piece: Piece, scales: Tensor, columns: range) -> Piece:
     """Return the read of a dense weight that is quantised into `piece.into` [..., K], with `scales` per row [...].
 
+    Some rows are quantised at a time, because that needs several float32 copies of them.
+
     Args:
         columns: of the tensor; the values in them share a scale. All of them are read, so that the codes are the same
             on however many ranks, of which each stores some.
@@ -89,9 +92,12 @@ def quantising(piece: Piece, scales: Tensor, columns: range) -> Piece:
     first = piece.begin[-1] - columns.start
 
     def store(values: Tensor) -> None:
-        codes, found = quantize_rows_reference(values)
-        piece.into.copy_(codes[..., first : first + piece.into.shape[-1]])
-        scales.copy_(found.squeeze(-1))
+        count = max(-(-values.numel() // AT_ONCE), 1)
+        parts = values.chunk(count, -2), piece.into.chunk(count, -2), scales.chunk(count, -1)
+        for some, into, of_some in zip(*parts, strict=True):
+            codes, found = quantize_rows_reference(some)
+            into.copy_(codes[..., first : first + into.shape[-1]])
+            of_some.copy_(found.squeeze(-1))
 
     begin, read = (*piece.begin[:-1], columns.start), (*piece.into.shape[:-1], len(columns))
     return piece._replace(store=store, dtypes=FLOATS, begin=begin, read=read)

@@ -10,10 +10,6 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import CLIPVisionConfig, Qwen2_5_VLVisionConfig, SiglipVisionConfig
 
 from common.checkpoint.llava_config import LlavaVision
@@ -26,6 +22,7 @@ from common.engine.models.vision_part import Pixels
 from common.errors import ModelError
 from common.node import encoder_memory
 from common.node.encoder_memory import DEFAULTS, encoder_bytes
+from tests.fakes.alive import Alive
 
 HIDDEN = 48
 CPU = torch.device("cpu")
@@ -75,31 +72,10 @@ LEARNED: dict[str, Any] = {
 }
 
 
-class Alive(TorchDispatchMode):
-    """Measures the peak size of all operation results that are still referenced."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self._weights = {each.untyped_storage()._cdata for each in (*part.parameters(), *part.buffers())}
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self._storages = {key: each for key, each in self._storages.items() if not each[0].expired()}
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self._weights:
-                    self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.most = max(self.most, sum(nbytes for _, nbytes in self._storages.values()))
-        return out
-
-
 def most_alive(part: LlavaPart | QwenPart, batches: Sequence[Sequence[Pixels]]) -> int:
     most = 0
     for batch in batches:
-        with Alive(part) as alive:
+        with Alive((*part.parameters(), *part.buffers())) as alive:
             rows = [each.clone() for each in part(batch)]
         assert len(rows) == len(batch)
         most = max(most, alive.most)
