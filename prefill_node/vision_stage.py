@@ -7,23 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.checkpoint.model_config import ModelConfig
-from common.checkpoint.qwen_vl_config import QwenVision
 from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
-from common.engine.models.llava import LlavaPart, load_llava
-from common.engine.models.qwen_vl import QwenPart, load_qwen
+from common.engine.models.vision_part import LoadedVisionPart
 from common.ipc import Dealer
 from common.observability.logs import Log
 from prefill_node.graphs import prompt_graphs
-from prefill_node.graphs.image_encoder import EncoderGraphs
-from prefill_node.graphs.patch_encoder import PatchEncoderGraphs
 from prefill_node.image_intake import ImageIntake
 from prefill_node.images import Images, NoImages
 from prefill_node.pixel_reader import load_pixel_reader
 from prefill_node.prompt_images import PromptImages, RowCache
 from prefill_node.vision import PromptEmbeds, TextEmbeds, VisionEmbeds
+from prefill_node.vision_table import EncoderForward, vision_family
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +30,7 @@ class VisionStage:
     images: Images
     embeds: PromptEmbeds
     # graphs of the encoder in `embeds`, not captured yet
-    graphs: Sequence[NodeGraphs[EncoderGraphs | PatchEncoderGraphs]] = ()
+    graphs: Sequence[NodeGraphs[EncoderForward]] = ()
 
 
 def load_vision_stage(
@@ -66,8 +63,7 @@ def load_vision_stage(
     return build
 
 
-def load_vision(path: Path, config: ModelConfig, placement: Placement) -> LlavaPart | QwenPart:
-    """Load the vision part of a model of either family. Raises ModelError."""
-    if isinstance(config.vision, QwenVision):
-        return load_qwen(path, config, placement)
-    return load_llava(path, config, placement)
+def load_vision(path: Path, config: ModelConfig, placement: Placement) -> LoadedVisionPart:
+    """Load the vision part of a model that has one. Raises ModelError."""
+    assert config.vision is not None
+    return vision_family(config.vision.family).load(path, config, placement)

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common.checkpoint import model_files
 from common.checkpoint.json_fields import (
@@ -27,6 +27,7 @@ from common.checkpoint.json_fields import (
     token_id,
     word,
 )
+from common.checkpoint.vision_tower import TowerNames, TowerSize
 from common.errors import ModelError
 
 ARCHITECTURES = ("LlavaForConditionalGeneration",)
@@ -79,7 +80,16 @@ PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor
 
 @dataclass(frozen=True, slots=True)
 class LlavaVision:
-    """Images of one size, cut into patches: the same number of tokens for each image."""
+    """A `VisionConfig` for images of one size, cut into patches: the same number of tokens for each image."""
+
+    family: ClassVar[str] = "llava"
+    names: ClassVar[TowerNames] = TowerNames(
+        "LLaVA",
+        "language_model.model.",
+        "language_model.model.",
+        "language_model.",
+        ("vision_tower.", "multi_modal_projector."),
+    )
 
     architecture: str
     tower: str  # a key of TOWERS
@@ -100,6 +110,17 @@ class LlavaVision:
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Return (rows, columns) of the tokens of any image: one row, since the model numbers them consecutively."""
         return 1, self.tokens_per_image
+
+    def tower_size(self, hidden: int) -> TowerSize:
+        """Return the size up to the last feature layer: layers past it are not built."""
+        options = json.loads(self.tower_options)
+        width, inner, count = (
+            options[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")
+        )
+        features = self.feature_layers
+        layers = max(each if each >= 0 else count + 1 + each for each in features)
+        values = layers * (4 * width + 2 * inner) * width + len(features) * width * hidden + hidden * hidden
+        return TowerSize(values, width, inner, layers)
 
 
 def llava_language(raw: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from common.checkpoint import model_files
 from common.checkpoint.json_fields import (
@@ -30,6 +30,7 @@ from common.checkpoint.json_fields import (
     word,
 )
 from common.checkpoint.rope_config import SECTIONS, split_sections
+from common.checkpoint.vision_tower import TowerNames, TowerSize
 from common.errors import InvalidRequest, ModelError
 
 ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
@@ -60,7 +61,10 @@ CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True, slots=True)
 class QwenVision:
-    """A tower over patches of images of any size, `merge_size` squared of which make one token."""
+    """A `VisionConfig` of a tower over patches of images of any size, `merge_size` squared of which make one token."""
+
+    family: ClassVar[str] = "qwen"
+    names: ClassVar[TowerNames] = TowerNames("Qwen", "visual.", "model.", "", ("visual.",))
 
     architecture: str
     # Keys of TOWER_DEFAULTS from vision_config, as JSON; for Qwen3.5 those of `qwen_3_5_config.TOWER`, and "learned"
@@ -103,6 +107,14 @@ class QwenVision:
         across, down = self.size(width, height)
         unit = self.patch_size * self.merge_size
         return down // unit, across // unit
+
+    def tower_size(self, hidden: int) -> TowerSize:
+        options = {**TOWER_DEFAULTS, **json.loads(self.tower_options)}
+        width, inner, layers = (options[key] for key in ("hidden_size", "intermediate_size", "depth"))
+        matrices = 2 if options.get("learned") else 3
+        values = layers * (4 * width + matrices * inner) * width + self.merge_size**2 * width * hidden
+        values += width * options.get("num_position_embeddings", 0)
+        return TowerSize(values, width, inner, layers)
 
 
 def qwen_language(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[int, ...]]:

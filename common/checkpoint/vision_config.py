@@ -8,14 +8,14 @@ a vision_config.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from common.checkpoint import llava_config, qwen_3_5_config, qwen_vl_config
 from common.checkpoint.json_fields import Raw, architecture_of
-from common.checkpoint.llava_config import LlavaVision
-from common.checkpoint.qwen_vl_config import QwenVision
+from common.checkpoint.vision_tower import VisionConfig
 
-VisionConfig: TypeAlias = LlavaVision | QwenVision
+__all__ = ["ARCHITECTURES", "VisionConfig", "is_vision", "language_part", "parse_vision"]
+
 # Architectures that are served only with their vision part.
 ARCHITECTURES = (*llava_config.ARCHITECTURES, *qwen_vl_config.ARCHITECTURES)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -32,9 +33,7 @@ INDICES = 64  # bytes per patch for its indices in image and window
 
 def encoder_bytes(vision: VisionConfig, hidden: int, dtype: torch.dtype) -> int:
     """Return the bytes that the largest batch of a node takes. `hidden` is H."""
-    if isinstance(vision, QwenVision):
-        return _qwen(vision, hidden, dtype.itemsize)
-    return _llava(vision, hidden, dtype.itemsize)
+    return OF_FAMILY[vision.family](vision, hidden, dtype.itemsize)
 
 
 def _llava(vision: LlavaVision, hidden: int, size: int) -> int:
@@ -77,6 +76,13 @@ def largest_image(vision: QwenVision) -> int:
     tokens = vision.max_pixels / (vision.patch_size * vision.merge_size) ** 2
     sides = math.sqrt(tokens / MAX_RATIO) + math.sqrt(tokens * MAX_RATIO)  # the longest image's, in tokens
     return math.ceil(tokens + sides + 1)
+
+
+# VisionConfig.family -> the bytes of (vision config, H, bytes of a value)
+OF_FAMILY: Mapping[str, Callable[[Any, int, int], int]] = {
+    LlavaVision.family: _llava,
+    QwenVision.family: _qwen,
+}
 
 
 def _dimensions(tower: str, options: str) -> list[int]:

@@ -22,6 +22,7 @@ from common.engine.graphs.rules import Decision, Phase, PhaseSwitch
 from common.engine.graphs.spec import ShapeKey
 from common.engine.models.llava import LlavaPart
 from common.engine.models.qwen_vl import QwenPart
+from common.engine.models.vision_part import LoadedVisionPart
 from prefill_node.graphs.backends.choice import prompt_backend
 from prefill_node.graphs.backends.compiled_body import LEAST_TOKENS, CompiledBodies
 from prefill_node.graphs.draft_prefill import DraftPrefill, draft_prefill_spec
@@ -29,6 +30,7 @@ from prefill_node.graphs.image_encoder import EncoderGraphs, encoder_spec
 from prefill_node.graphs.patch_encoder import PatchEncoderGraphs, patch_spec
 from prefill_node.graphs.prefill_extend import PrefillExtend, extend_spec
 from prefill_node.graphs.static_extend import BROKEN, UNBROKEN_TOKENS
+from prefill_node.vision_table import EncoderForward, vision_family
 
 
 def prefill_graphs(
@@ -105,16 +107,22 @@ def draft_module_graphs(
     return modules
 
 
-def encoder_graphs(
-    part: LlavaPart | QwenPart, wanted: PhaseSwitch
-) -> NodeGraphs[EncoderGraphs | PatchEncoderGraphs]:
+def encoder_graphs(part: LoadedVisionPart, wanted: PhaseSwitch) -> NodeGraphs[EncoderForward]:
     """Build the graphs of a model's vision part, not captured yet."""
     decision = decided(Phase.ENCODER, part.placement, wanted, not part.runs_on_device)
-    on = decision.backend != NONE
     backend = prompt_backend(decision.backend, part.placement.device)
-    if isinstance(part, QwenPart):
-        patches = patch_spec(image_token_buckets() if on else ())
-        return NodeGraphs(PatchEncoderGraphs(part, patches, backend, wanted.poisoned), decision)
+    family = vision_family(part.config.family)
+    return NodeGraphs(family.graphs(part, backend, decision.backend != NONE, wanted.poisoned), decision)
+
+
+def image_graphs(part: LlavaPart, backend: Backend, captured: bool, poisoned: bool) -> EncoderGraphs:
+    """Build the forward of a tower over images of one size, with shapes by their number if `captured`."""
     tokens = part.config.tokens_per_image
-    spec = encoder_spec(image_buckets(largest_batch(tokens)) if on else (), tokens)
-    return NodeGraphs(EncoderGraphs(part, spec, backend, wanted.poisoned), decision)
+    spec = encoder_spec(image_buckets(largest_batch(tokens)) if captured else (), tokens)
+    return EncoderGraphs(part, spec, backend, poisoned)
+
+
+def patch_graphs(part: QwenPart, backend: Backend, captured: bool, poisoned: bool) -> PatchEncoderGraphs:
+    """Build the forward of a tower over images of any size, with shapes by their tokens if `captured`."""
+    patches = patch_spec(image_token_buckets() if captured else ())
+    return PatchEncoderGraphs(part, patches, backend, poisoned)

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.checkpoint.llava_config import LlavaVision
 from common.checkpoint.model_config import ModelConfig
 from common.checkpoint.model_files import read_weight_files
 from common.checkpoint.qwen_vl_config import QwenVision
 from common.errors import ModelError
 
 NESTED = "model.language_model."  # in the state dict of transformers 5
-LLAVA = "language_model.model."  # in published checkpoints of LLaVA and those written by save_pretrained
-QWEN = "visual."  # in checkpoints of Qwen2.5-VL, whose language model has the prefix of a text-only model
-TOWER, PROJECTOR = "vision_tower.", "multi_modal_projector."
-OTHER_PARTS = tuple(f"{prefix}{part}" for prefix in ("", "model.") for part in (QWEN, TOWER, PROJECTOR))
+OTHER_PARTS = tuple(
+    f"{prefix}{part}"
+    for prefix in ("", "model.")
+    for part in (*QwenVision.names.parts, *LlavaVision.names.parts)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +43,22 @@ def checkpoint_layout(config: ModelConfig, path: str | Path) -> CheckpointLayout
     """Detect the layout. Reads only headers, and nothing for a model that is published without other parts."""
     if config.text_part and config.vision is None:
         names = _names(path)
-        for prefix, head in ((NESTED, ""), (LLAVA, "language_model.")):
+        llava = LlavaVision.names
+        for prefix, head in ((NESTED, ""), (llava.prefix, llava.head)):
             if any(name.startswith(prefix) for name in names):
                 return CheckpointLayout(prefix, head, OTHER_PARTS)
         return CheckpointLayout(vision_prefixes=OTHER_PARTS)
     if config.vision is None:
         return CheckpointLayout()
-    family, mark = "LLaVA", LLAVA
-    published = CheckpointLayout(LLAVA, "language_model.", (TOWER, PROJECTOR))
-    nested = CheckpointLayout(NESTED, "", (f"model.{TOWER}", f"model.{PROJECTOR}"))
-    if isinstance(config.vision, QwenVision):
-        family, mark = "Qwen", QWEN
-        published, nested = (
-            CheckpointLayout("model.", "", (QWEN,)),
-            CheckpointLayout(NESTED, "", (f"model.{QWEN}",)),
-        )
+    tower = config.vision.names
+    published = CheckpointLayout(tower.prefix, tower.head, tower.parts)
+    nested = CheckpointLayout(NESTED, "", tuple(f"model.{part}" for part in tower.parts))
     names = _names(path)
-    for start, layout in ((mark, published), (NESTED, nested)):
+    for start, layout in ((tower.mark, published), (NESTED, nested)):
         if any(name.startswith(start) for name in names):
             return layout
     raise ModelError(
-        f"{path}: no tensor is called {mark}* or {NESTED}*, as those of {family} checkpoints are"
+        f"{path}: no tensor is called {tower.mark}* or {NESTED}*, as those of {tower.family} checkpoints are"
     )
 
 

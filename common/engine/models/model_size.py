@@ -8,16 +8,13 @@ or norms).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 
 from common.checkpoint.draft_config import DraftConfig
-from common.checkpoint.llava_config import LlavaVision
 from common.checkpoint.model_config import EXPERTS, ModelConfig
 from common.checkpoint.model_files import read_weight_files
-from common.checkpoint.qwen_vl_config import TOWER_DEFAULTS
 from common.checkpoint.vision_config import VisionConfig
 from common.engine.host_memory import GIB, host_memory
 from common.errors import ModelError
@@ -48,17 +45,7 @@ def check_draft_size(path: Path, draft: DraftConfig) -> None:
 
 def check_tower_size(path: Path, vision: VisionConfig, hidden: int) -> None:
     """Check the vision part of a language model of width `hidden`. Raises ModelError."""
-    options = {**TOWER_DEFAULTS, **json.loads(vision.tower_options)}
-    width, inner = options["hidden_size"], options["intermediate_size"]
-    if isinstance(vision, LlavaVision):
-        features = vision.feature_layers
-        # Layers past the last feature layer are not built.
-        layers = max(each if each >= 0 else options["num_hidden_layers"] + 1 + each for each in features)
-        values = layers * (4 * width + 2 * inner) * width + len(features) * width * hidden + hidden * hidden
-    else:
-        layers, matrices = options["depth"], 2 if options.get("learned") else 3
-        values = layers * (4 * width + matrices * inner) * width + vision.merge_size**2 * width * hidden
-        values += width * options.get("num_position_embeddings", 0)
+    values, width, inner, layers = vision.tower_size(hidden)
     said = f"vision_config: hidden_size {width}, intermediate_size {inner} and {layers} layers"
     _check(path, values, said)
 

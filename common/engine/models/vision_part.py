@@ -8,6 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from common.checkpoint.vision_tower import VisionConfig
+from common.engine.layers.placement import Placement
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pixels:
@@ -34,4 +37,19 @@ class VisionPart(Protocol):
 
     def examples(self) -> Sequence[Sequence[Pixels]]:
         """Return small batches that together cover all paths through the encoder."""
+        ...
+
+
+class LoadedVisionPart(VisionPart, Protocol):
+    """A vision part as it is loaded, without graphs."""
+
+    @property
+    def config(self) -> VisionConfig: ...
+
+    @property
+    def placement(self) -> Placement: ...
+
+    @property
+    def runs_on_device(self) -> bool:
+        """True if a forward needs no batch data from the host, so that graphs can capture it."""
         ...
