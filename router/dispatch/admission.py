@@ -19,7 +19,7 @@ from router.nodes.registry import Node
 
 LOOK_SECONDS = 0.25  # interval at which reported loads are read again while requests wait
 REPORTED_SECONDS = 1.0  # a request appears in the load report of its node within this time
-RATE_SECONDS = 10.0  # window over which the completion rate is measured
+RATE_SECONDS = 10.0  # window over which the service rate is measured
 LONGEST_RETRY = 60.0  # upper bound of Retry-After, in seconds
 
 
@@ -93,6 +93,31 @@ class SlidingSum:
             self._sum -= self._added.popleft()[1]
 
 
+class ServiceRate:
+    """The tokens per second of requests that ended while others waited.
+
+    What ends while nobody waits says how much was asked for, not how much the nodes can do.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since = 0.0  # when requests began to wait
+        self._ended = SlidingSum(RATE_SECONDS, clock)
+
+    def restart(self) -> None:
+        """Begin to measure: the first request waits."""
+        self._since = self._clock()
+        self._ended = SlidingSum(RATE_SECONDS, self._clock)
+
+    def add(self, tokens: int) -> None:
+        self._ended.add(tokens)
+
+    def seconds_for(self, tokens: int) -> float:
+        """Return how long so many tokens take; 0 while no request has ended."""
+        ended = self._ended.total()
+        return tokens * min(self._clock() - self._since, RATE_SECONDS) / ended if ended else 0.0
+
+
 @dataclass(slots=True)
 class _Gate:
     """A waiting request and the event that admits it."""
@@ -121,7 +146,7 @@ class Admission:
         self._tokens = 0  # cost of the admitted requests that have not ended
         self._requests = 0
         self._recent = SlidingSum(REPORTED_SECONDS, clock)  # cost that nodes may not report yet
-        self._finished = SlidingSum(RATE_SECONDS, clock)  # cost of ended requests
+        self._rate = ServiceRate(clock)
         self._look: asyncio.TimerHandle | None = None
 
     @property
@@ -171,7 +196,8 @@ class Admission:
         """Count the end of a request, and admit others."""
         self._tokens -= cost
         self._requests -= 1
-        self._finished.add(cost)
+        if len(self._queue):
+            self._rate.add(cost)
         self._queue.leave(client)
         self._open_gates()
 
@@ -185,6 +211,8 @@ class Admission:
         if expected > self._longest_wait:
             raise _overloaded(expected)
         gate = _Gate(waiting)
+        if not len(self._queue):
+            self._rate.restart()
         self._queue.push(waiting)
         self._gates[waiting] = gate
         try:
@@ -238,10 +266,8 @@ class Admission:
         return self._recent.total() + cost <= room.spare_tokens
 
     def _expected_wait(self, waiting: WaitingRequest) -> float:
-        """Return the seconds until this client's next request is admitted; 0 while no completion rate is known."""
-        finished = self._finished.total()
-        before = self._queue.tokens_before(waiting.client, waiting.weight)
-        return before * RATE_SECONDS / finished if finished else 0.0
+        """Return the seconds until this client's next request is admitted; 0 while no rate is known."""
+        return self._rate.seconds_for(self._queue.tokens_before(waiting.client, waiting.weight))
 
 
 def _overloaded(seconds: float) -> Overloaded:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a machine with one H200, through HTTP, both nodes on the GPU, default settings: 200 word problems by 200 clients at
-# once, 200 clients with answers of up to 8,192 tokens from the 8B shape with EAGLE-3, and the times to the first token
+# once, 200 clients with answers of 2,048 tokens from the 8B shape with EAGLE-3, and the times to the first token
 # of its prompts with and without prompt graphs. Results go to $OUT.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 url=http://127.0.0.1:8000
@@ -44,7 +44,7 @@ expect sooner "$out/first-token-auto-128.json" "$out/first-token-none-128.json" 
 
 # shellcheck disable=SC2086
 up long /tmp/m8b $eagle3 --set speculation.draft_model_path=/tmp/m8b-eagle3
-timeout "${SECONDS_LONG:-240}" python3 -m tests.bench.serve $url --input 512 --output 8192 --concurrency 200 --requests 200 \
+timeout "${SECONDS_LONG:-240}" python3 -m tests.bench.serve $url --input 512 --output 2048 --concurrency 200 --requests 200 \
     --vocab 99000 --json "$out/long-answers.json" 2>&1 | tail -2
 # shellcheck disable=SC2086
 down long /tmp/m8b $eagle3 --set speculation.draft_model_path=/tmp/m8b-eagle3

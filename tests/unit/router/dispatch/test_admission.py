@@ -168,13 +168,16 @@ async def test_a_wait_that_is_known_to_be_too_long_is_refused_at_once() -> None:
     rig = Rig(longest_wait=20.0)
     rig.ask("done", 900)
     await rig.settle()
-    await rig.end("done")  # 1,000 tokens in the last ten seconds
-    rig.ask("first", 900)
     for number in range(4):
         rig.ask(f"waits-{number}", 900)
     await rig.settle()
+    rig.clock.now += 10.0
+    await rig.end("done")  # 1,000 tokens in ten seconds, while others waited
+    assert rig.inside == ["done", "waits-0"]
+    rig.ask("too-late", 900)
+    await rig.settle()
     with pytest.raises(Overloaded) as refused:
-        await rig.tasks["waits-3"]
+        await rig.tasks["too-late"]
     assert 20.0 < refused.value.retry_after <= 60.0
     for task in rig.tasks.values():
         task.cancel()
@@ -182,19 +185,43 @@ async def test_a_wait_that_is_known_to_be_too_long_is_refused_at_once() -> None:
     rig.empty()
 
 
+async def test_what_ended_while_nobody_waited_says_nothing_about_waits() -> None:
+    """A burst after a quiet time is not refused because of the few requests before it."""
+    rig = Rig(longest_wait=20.0)
+    rig.ask("alone", 10)
+    await rig.settle()
+    await rig.end("alone")
+    for number in range(40):
+        rig.ask(str(number), 900)
+    await rig.settle()
+    assert (rig.admission.requests, rig.admission.waiting) == (1, 39)
+    rig.clock.now += 1.0
+    await rig.end("0")  # 1,000 tokens in one second
+    rig.ask("late", 100)
+    await rig.settle()
+    with pytest.raises(Overloaded):
+        await rig.tasks["late"]
+    for number in range(1, 40):
+        await rig.end(str(number))
+    rig.empty()
+
+
 async def test_a_flood_of_one_client_refuses_no_other_client() -> None:
     """The flood's waiting requests are served after the other client's request, so they are no reason to refuse it."""
     rig = Rig(longest_wait=20.0)
-    rig.ask("done", 900, client="greedy")
-    await rig.settle()
-    await rig.end("done")
     for number in range(30):
         rig.ask(f"flood-{number}", 900, client="greedy")
     await rig.settle()
+    rig.clock.now += 10.0
+    await rig.end("flood-0")
+    rig.ask("more", 900, client="greedy")
     rig.ask("modest", 500, client="modest")
     await rig.settle()
-    await rig.end("flood-0")
-    assert rig.inside[-1] == "modest"
+    with pytest.raises(Overloaded):
+        await rig.tasks["more"]
+    await rig.end("flood-1")
+    await rig.end("flood-2")
+    assert rig.inside == ["flood-0", "flood-1", "flood-2", "modest"], "they take turns"
     for task in rig.tasks.values():
         task.cancel()
     await asyncio.gather(*rig.tasks.values(), return_exceptions=True)
