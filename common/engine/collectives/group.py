@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from common.engine.ops.registration import register_op
+from common.engine.ops.rms_norm import add_rms_norm
 from common.kv_cache.shard import Shard
 
 _groups: weakref.WeakValueDictionary[int, CollectiveGroup] = weakref.WeakValueDictionary()
@@ -36,8 +37,14 @@ class CollectiveGroup(ABC):
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of x over all ranks, a new tensor with the same bits on every rank.
 
-        Addition is in the order of the ranks, in float32 for 16-bit floats.
+        The order of additions depends only on shape and dtype, so equal values have equal sums.
         """
+
+    def all_reduce_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return (rms_norm(y + residual), y + residual) for the sum y of x over all ranks; all [T, H]."""
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     @abstractmethod
     def all_gather(self, x: Tensor, columns: int) -> Tensor:
@@ -51,12 +58,25 @@ class CollectiveGroup(ABC):
         """Return the x of rank `source`, a new tensor. Other ranks pass a tensor of its shape and dtype."""
 
     @abstractmethod
+    def check(self) -> None:
+        """Raise RankFailed if the group has failed; never waits.
+
+        Calls on a GPU do not raise: their results are undefined if this raises after they have been computed.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Leave the group. Ranks that still wait for this one fail."""
 
 
 def _all_reduce(x: Tensor, group: int) -> Tensor:
     return _groups[group].all_reduce(x)
+
+
+def _all_reduce_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int
+) -> tuple[Tensor, Tensor]:
+    return _groups[group].all_reduce_norm(x, residual, weight, eps)
 
 
 def _all_gather(x: Tensor, group: int, columns: int) -> Tensor:
@@ -71,10 +91,15 @@ def _fake_same(x: Tensor, group: int, source: int = 0) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _fake_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int) -> tuple[Tensor, Tensor]:
+    return _fake_same(x, group), _fake_same(x, group)
+
+
 def _fake_gather(x: Tensor, group: int, columns: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], columns))
 
 
 all_reduce = register_op("all_reduce", _all_reduce, mutates=(), fake=_fake_same, inlined=False)
+all_reduce_norm = register_op("all_reduce_norm", _all_reduce_norm, mutates=(), fake=_fake_norm, inlined=False)
 all_gather = register_op("all_gather", _all_gather, mutates=(), fake=_fake_gather, inlined=False)
 broadcast = register_op("broadcast", _broadcast, mutates=(), fake=_fake_same, inlined=False)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.checkpoint.model_config import Activation
-from common.engine.collectives.group import CollectiveGroup, all_gather, all_reduce
-from common.engine.formats.fp8_forms import gate_in_forms, norm_in_forms
+from common.engine.collectives.group import CollectiveGroup, all_gather, all_reduce, all_reduce_norm
+from common.engine.formats.fp8_forms import FORMS, gate_in_forms, norm_in_forms
 from common.engine.layers.activations import Activations, Reads
 from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.linear import Embedding, Linear
@@ -54,6 +54,9 @@ class SummedLinear(RanksLinear):
     def join(self, y: Tensor) -> Tensor:
         return all_reduce(y, self.number)
 
+    def add_norm(self, x: Activations, stream: Tensor, norm: RmsNorm) -> tuple[Activations, Tensor]:
+        return summed_norm(self.inner.product(x), stream, norm, self.number)
+
 
 class GatheredLinear(RanksLinear):
     """A product with divided outputs, of which every rank gets all, in the order of the ranks.
@@ -88,7 +91,7 @@ class SummedExperts(ExpertProducts):
     def add_norm(
         self, x: Activations, experts: Tensor, shares: Tensor, stream: Tensor, norm: RmsNorm
     ) -> tuple[Activations, Tensor]:
-        return norm_in_forms(self.product(x, experts, shares), stream, norm)
+        return summed_norm(self.inner.product(x, experts, shares), stream, norm, self.number)
 
     def pieces(self) -> Iterator[Piece]:
         return self.inner.pieces()
@@ -106,3 +109,11 @@ class SummedEmbedding(Embedding):
         foreign = (ids < self.tokens.start) | (ids >= self.tokens.stop)
         rows = F.embedding((ids - self.tokens.start).masked_fill(foreign, 0), self.weight)
         return all_reduce(rows.masked_fill(foreign.unsqueeze(-1), 0.0), self.number)
+
+
+def summed_norm(y: Tensor, stream: Tensor, norm: RmsNorm, group: int) -> tuple[Activations, Tensor]:
+    """Return (norm(z + stream), z + stream), the first in the forms of `norm.reads`, for the sum z of all ranks' y."""
+    if not norm.reads.dense and norm.reads.form in FORMS:
+        return norm_in_forms(all_reduce(y, group), stream, norm)
+    normed, total = all_reduce_norm(y, stream, norm.scale, norm.eps, group)
+    return Activations(normed), total

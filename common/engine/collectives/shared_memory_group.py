@@ -36,6 +36,8 @@ HALVES = (torch.bfloat16, torch.float16)
 class SharedMemoryGroup(CollectiveGroup):
     """A rank's end of a group on one host. One thread calls it at a time.
 
+    Sums are made in the order of the ranks, in float32 for 16-bit floats.
+
     Args:
         endpoint: is taken over and closed with the group.
         timeout: how many seconds this rank waits for the others in each round; may be set again between two calls.
@@ -86,6 +88,10 @@ class SharedMemoryGroup(CollectiveGroup):
             done += len(parts[source])
         return given
 
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
     def close(self) -> None:
         for each in self._peers.values():
             each.close()
@@ -115,8 +121,7 @@ class SharedMemoryGroup(CollectiveGroup):
         return self._bytes[begin : begin + self._slot_bytes]
 
     def _write(self, call: str, x: Tensor, part: Tensor) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self.check()
         HEADER.pack_into(
             self._memory, self._at(self._rank), self._round, call.encode(), _name(x).encode(), x.nbytes
         )

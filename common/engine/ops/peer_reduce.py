@@ -1,0 +1,189 @@
+"""The sum of rows over the ranks of a node through memory that all of their GPUs map, fused with the norm after it.
+
+One kernel does all of it (one-shot all-reduce): the program of a row writes it to its own rank's memory, tells the
+other ranks, waits until they have told it, and adds up the row of every rank in the order of the ranks. No other
+program takes part, so a row never waits for another row.
+
+A row has two places, which its turns use alternately. A rank writes to a place again two turns later. Before that, in
+the turn between, it was told by every other rank, whose kernel of the turn before had then ended, and with it the
+reads of that place. That holds for each row by itself, however many rows a call has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.engine.ops.rms_norm import add_rms_norm_reference
+from common.engine.ops.row_norm import normed_row, row_warps
+from common.engine.ops.triton_kernel import await_previous, chained, kernel_with_varying, next_power_of_2, tl
+
+MAX_RANKS, MAX_ROWS, ROW_BYTES = 8, 64, 32 << 10
+# A rank's memory: [MAX_RANKS, MAX_ROWS] int32 turns that the ranks have told it, [MAX_ROWS] int32 its own turns,
+# and from DATA_OFFSET on [2, MAX_ROWS, ROW_BYTES].
+DATA_OFFSET = 4096
+PEER_BYTES = DATA_OFFSET + 2 * MAX_ROWS * ROW_BYTES
+
+
+class RankMemories(NamedTuple):
+    """The memory of all ranks, as kernels of one rank see it; zeros at first, PEER_BYTES each."""
+
+    addresses: (
+        Tensor  # [ranks] int64 on the device: where this rank has mapped the memory of each, its own included
+    )
+    failed: Tensor  # [1] int32 that the host can read: 1 + the rank for which a program has waited too long
+    rank: int
+    polls: int  # how often a program looks for another rank's turn before it gives up and computes nonsense
+
+    def holds(self, rows: Tensor) -> bool:
+        """Return whether rows [n, H] fit into the places."""
+        return rows.shape[0] <= MAX_ROWS and rows.shape[1] * rows.itemsize <= ROW_BYTES
+
+
+def peer_sum_reference(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the ranks' rows, in their order, in float32 until it is rounded to the dtype of the rows."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def peer_sum_rms_norm_reference(
+    parts: Sequence[Tensor], residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return (rms_norm(y + residual), y + residual) for y = peer_sum(parts)."""
+    return add_rms_norm_reference(peer_sum_reference(parts), residual, weight, eps)
+
+
+@kernel_with_varying("rank", "polls")
+def _peer_sum_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [rows, size] of this rank
+    residual_ptr,  # [rows, size]; read if NORM
+    weight_ptr,  # [size]; read if NORM
+    out_ptr,  # [rows, size]: the sum, or if NORM the normed rows
+    total_ptr,  # [rows, size]; written if NORM
+    addresses_ptr,  # [RANKS] int64
+    failed_ptr,  # [1] int32
+    x_stride,
+    residual_stride,
+    size,
+    eps,
+    rank,
+    polls,
+    RANKS: tl.constexpr,
+    NORM: tl.constexpr,
+    ROWS: tl.constexpr,  # MAX_ROWS
+    PLACE: tl.constexpr,  # ROW_BYTES
+    COUNTS: tl.constexpr,  # MAX_RANKS
+    DATA: tl.constexpr,  # DATA_OFFSET
+    BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):
+    """One program per row, which is kept in registers as a whole."""
+    await_previous(CHAINED)
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    live = column < size
+    own = tl.load(addresses_ptr + rank)
+    turns = own.to(tl.pointer_type(tl.int32))
+    turn = tl.load(turns + COUNTS * ROWS + row) + 1
+    tl.store(turns + COUNTS * ROWS + row, turn)
+    place = DATA + ((turn & 1) * ROWS + row).to(tl.int64) * PLACE
+    x = tl.load(x_ptr + row.to(tl.int64) * x_stride + column, mask=live, other=0.0)
+    mine = tl.multiple_of((own + place).to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
+    tl.store(mine + column, x, mask=live)
+    tl.debug_barrier()  # all threads have written before one of them tells the others
+    for peer in tl.static_range(RANKS):
+        theirs = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(theirs + rank * ROWS + row, turn, sem="release", scope="sys")
+    for peer in tl.static_range(RANKS):
+        seen = tl.atomic_add(turns + peer * ROWS + row, 0, sem="acquire", scope="sys")
+        left = polls
+        while (seen - turn < 0) & (left > 0):  # a difference, since turns overflow
+            seen = tl.atomic_add(turns + peer * ROWS + row, 0, sem="acquire", scope="sys")
+            left -= 1
+        if seen - turn < 0:
+            tl.store(failed_ptr, peer + 1)
+    tl.debug_barrier()  # no thread reads before all ranks have told one of them
+    total = tl.zeros((BLOCK,), tl.float32)
+    for peer in tl.static_range(RANKS):
+        theirs = (tl.load(addresses_ptr + peer) + place).to(tl.pointer_type(x_ptr.dtype.element_ty))
+        part = tl.multiple_of(theirs, 16) + column
+        total += tl.load(part, mask=live, other=0.0, volatile=True).to(tl.float32)
+    x = total.to(out_ptr.dtype.element_ty)
+    if NORM:
+        weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptr + row.to(tl.int64) * residual_stride + column, mask=live, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(total_ptr + row * size + column, x, mask=live)
+        x = normed_row(x, weight, size, eps, weight_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * size + column, x, mask=live)
+
+
+def peer_sum_triton(x: Tensor, memory: RankMemories) -> Tensor:
+    """Return the sum of x [..., H] over the ranks; `memory` holds its rows."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = x.flatten(0, -2)
+    _launch(rows, rows, rows, out, out, 0.0, memory, norm=False)
+    return out
+
+
+def peer_sum_rms_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, memory: RankMemories
+) -> tuple[Tensor, Tensor]:
+    """Return (rms_norm(y + residual), y + residual) for the sum y of x over the ranks; all [..., H]."""
+    assert x.shape == residual.shape, f"{tuple(x.shape)} + {tuple(residual.shape)}"
+    assert x.dtype == residual.dtype, f"{x.dtype} + {residual.dtype}"
+    assert weight.shape == (x.shape[-1],), f"weight {tuple(weight.shape)} for rows of {x.shape[-1]}"
+    assert weight.is_contiguous(), "the weight must be contiguous"
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = torch.empty_like(out)
+    _launch(x.flatten(0, -2), residual.flatten(0, -2), weight, out, total, eps, memory, norm=True)
+    return out, total
+
+
+def _launch(
+    rows: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    total: Tensor,
+    eps: float,
+    memory: RankMemories,
+    norm: bool,
+) -> None:
+    count, size = rows.shape
+    ranks = len(memory.addresses)
+    assert memory.holds(rows), f"{count} rows of {size} do not fit into the ranks' memory"
+    assert 0 <= memory.rank < ranks <= MAX_RANKS, f"rank {memory.rank} of {ranks}"
+    assert rows.stride(1) == residual.stride(1) == 1, "the elements of a row must be adjacent"
+    if count == 0:
+        return
+    block = next_power_of_2(size)
+    _peer_sum_kernel[(count,)](
+        rows,
+        residual,
+        weight,
+        out,
+        total,
+        memory.addresses,
+        memory.failed,
+        rows.stride(0),
+        residual.stride(0),
+        size,
+        eps,
+        memory.rank,
+        memory.polls,
+        RANKS=ranks,
+        NORM=norm,
+        ROWS=MAX_ROWS,
+        PLACE=ROW_BYTES,
+        COUNTS=MAX_RANKS,
+        DATA=DATA_OFFSET,
+        BLOCK=block,
+        num_warps=row_warps(block),
+        **chained(rows.device),
+    )

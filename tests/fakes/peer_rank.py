@@ -1,0 +1,182 @@
+"""One rank of a `PeerMemoryGroup` as a process: on a GPU, or over host memory with Triton's interpreter.
+
+    python -m tests.fakes.peer_rank ENDPOINT DEVICE
+
+Draws rows, sums and norms them with the other ranks in calls of different sizes, and exits with 0 if all equal the
+references. On a GPU it also replays a graph, and rank 1 then leaves while the others compute, who have to notice.
+Several ranks may share a GPU.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.engine.collectives.endpoints import GroupEndpoint
+from common.engine.collectives.group import (
+    CollectiveGroup,
+    all_gather,
+    all_reduce,
+    all_reduce_norm,
+    broadcast,
+)
+from common.engine.collectives.peer_memory_group import PeerMemoryGroup
+from common.engine.collectives.process_group import ProcessGroupCollectives
+from common.engine.collectives.shared_memory_group import SharedMemoryGroup
+from common.engine.ops.peer_reduce import peer_sum_reference, peer_sum_rms_norm_reference
+from common.errors import RankFailed
+from common.kv_cache.shard import Shard
+from kv_transfer.transport.cuda.cudart import CudaRuntime
+
+# Rows and their size. The last two are sums that the kernel does not take: too many rows, too many bytes.
+CALLS = [(3, 48), (1, 64), (5, 32), (2, 48), (5, 64), (1, 48), (65, 8), (9, 2048)]
+DTYPES = (torch.float32, torch.float16)
+HANDLE_BYTES = 64
+
+
+class HostAllocator:
+    """A `PeerAllocator` over host memory: a handle is the path of a descriptor of its process."""
+
+    def __init__(self) -> None:
+        self._maps: dict[int, Tensor] = {}
+        self._descriptors: dict[int, int] = {}
+
+    def malloc(self, device: int, nbytes: int) -> int:
+        descriptor = os.memfd_create("peer")
+        os.truncate(descriptor, nbytes)
+        address = self._map(descriptor)
+        self._descriptors[address] = descriptor
+        return address
+
+    def free(self, device: int, address: int) -> None:
+        self.close(device, address)
+        os.close(self._descriptors.pop(address))
+
+    def export(self, address: int) -> bytes:
+        return f"/proc/{os.getpid()}/fd/{self._descriptors[address]}".encode().ljust(HANDLE_BYTES, b"\0")
+
+    def open(self, device: int, handle: bytes) -> int:
+        descriptor = os.open(handle.rstrip(b"\0"), os.O_RDWR)
+        address = self._map(descriptor)
+        os.close(descriptor)
+        return address
+
+    def close(self, device: int, address: int) -> None:
+        del self._maps[address]
+
+    def _map(self, descriptor: int) -> int:
+        found = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
+        self._maps[found.data_ptr()] = found
+        return found.data_ptr()
+
+
+def drawn(rank: int, call: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * call + rank)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def check_calls(group: CollectiveGroup, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Compare the group's results with the references; every rank calls this."""
+    number, own, size = group.number, group.shard.rank, group.shard.size
+    for call, shape in enumerate(CALLS):
+        for dtype in dtypes:
+            parts = [drawn(rank, call, shape, dtype).to(device) for rank in range(size)]
+            residual = drawn(8, call, shape, dtype).to(device)
+            weight = drawn(9, call, shape, torch.float32)[0].to(device)
+            assert torch.equal(all_reduce(parts[own], number), peer_sum_reference(parts))
+            normed, total = all_reduce_norm(parts[own], residual, weight, 1e-5, number)
+            expected = peer_sum_rms_norm_reference(parts, residual, weight, 1e-5)
+            torch.testing.assert_close(normed, expected[0], atol=2e-2, rtol=1e-2)
+            assert torch.equal(total, expected[1])
+            joined = torch.cat(parts, dim=-1)
+            assert torch.equal(all_gather(parts[own], number, joined.shape[-1]), joined)
+            assert torch.equal(broadcast(parts[own], number, 1), parts[1])
+    group.check()
+
+
+def check_graph(group: CollectiveGroup, device: torch.device) -> None:
+    """Replay a graph of three dependent calls with new inputs."""
+    shape, dtype = (4, 1024), torch.bfloat16
+    own, size, number = group.shard.rank, group.shard.size, group.number
+    x, residual = torch.zeros(2, *shape, dtype=dtype, device=device)
+    weight = torch.ones(shape[1], dtype=dtype, device=device)
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        normed, total = all_reduce_norm(x, residual, weight, 1e-5, number)
+        for _ in range(2):
+            normed, total = all_reduce_norm(normed * (own + 1), total, weight, 1e-5, number)
+        return normed, total
+
+    run(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = run(x)
+    for step in range(20):
+        parts = [drawn(rank, step, shape, dtype).to(device) for rank in range(size)]
+        x.copy_(parts[own])
+        graph.replay()
+        expected = peer_sum_rms_norm_reference(parts, residual, weight, 1e-5)
+        for _ in range(2):
+            both = [expected[0] * (rank + 1) for rank in range(size)]
+            expected = peer_sum_rms_norm_reference(both, expected[1], weight, 1e-5)
+        torch.testing.assert_close(found[0], expected[0], atol=3e-2, rtol=3e-2)
+        torch.testing.assert_close(found[1], expected[1], atol=6e-2, rtol=3e-2)
+    group.check()
+
+
+def check_absence(group: CollectiveGroup, device: torch.device) -> None:
+    """Rank 1 does not come, which the kernels of the others notice."""
+    if group.shard.rank != 1:
+        all_reduce(torch.ones(2, 64, device=device), group.number)
+        torch.cuda.synchronize()
+        with pytest.raises(RankFailed, match="the GPU of rank 1 has not answered"):
+            group.check()
+
+
+def gloo(store: Any, shard: Shard) -> Any:
+    """Make what takes large tensors: NCCL refuses two ranks on one GPU."""
+    return dist.ProcessGroupGloo(store, shard.rank, shard.size, timedelta(seconds=60))
+
+
+def on_host(host: SharedMemoryGroup, device: torch.device) -> None:
+    group = PeerMemoryGroup(host, host, HostAllocator(), device, timeout=60.0)
+    check_calls(group, device, DTYPES)
+    host.all_reduce(torch.zeros(1))  # all have ended their calls
+    group.close()
+
+
+def on_gpu(host: SharedMemoryGroup, device: torch.device) -> None:
+    torch.cuda.set_device(device)
+    large = ProcessGroupCollectives(host, gloo)
+    group = PeerMemoryGroup(host, large, CudaRuntime(), device, timeout=60.0)  # another rank may compile
+    impatient = PeerMemoryGroup(host, large, CudaRuntime(), device, timeout=1.0)
+    check_calls(group, device, (*DTYPES, torch.bfloat16))
+    print(f"rank {host.shard.rank}: {2 * len(CALLS) * 3} sums and norms", flush=True)
+    check_graph(group, device)
+    print(f"rank {host.shard.rank}: a graph was replayed 20 times", flush=True)
+    check_absence(impatient, device)
+    print(f"rank {host.shard.rank}: an absent rank was noticed", flush=True)
+    torch.cuda.synchronize()
+    host.all_reduce(torch.zeros(1))
+    for each in (group, impatient, large):
+        each.close()
+
+
+def main(endpoint: GroupEndpoint, device: torch.device) -> None:
+    host = SharedMemoryGroup(endpoint)
+    (on_gpu if device.type == "cuda" else on_host)(host, device)
+    host.close()
+
+
+if __name__ == "__main__":
+    main(msgspec.json.decode(sys.argv[1], type=GroupEndpoint), torch.device(sys.argv[2]))

@@ -1,0 +1,56 @@
+"""Collectives of torch's process groups, over Gloo: ranks are threads."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common.engine.collectives.process_group import ProcessGroupCollectives, TorchGroup
+from common.engine.collectives.shared_memory_group import SharedMemoryGroup
+from common.kv_cache.shard import Shard
+from tests.fakes.thread_ranks import run_groups, thread_groups
+from tests.fakes.waiting import PATIENCE
+
+SIZE = 3
+
+
+def gloo(store: Any, shard: Shard) -> TorchGroup:
+    return dist.ProcessGroupGloo(store, shard.rank, shard.size, timedelta(seconds=PATIENCE))  # type: ignore[return-value]
+
+
+def own(rank: int, width: int) -> Tensor:
+    return torch.arange(4 * width, dtype=torch.float32).view(4, width) * (rank + 1)
+
+
+def collectives(host: SharedMemoryGroup) -> list[Tensor]:
+    group, rank = ProcessGroupCollectives(host, gloo), host.shard.rank
+    width = len(host.shard.tokens(10))
+    found = [
+        group.all_reduce(own(rank, 5).t()),
+        group.all_gather(own(rank, width), 10),
+        group.broadcast(own(rank, 5), 2),
+    ]
+    with pytest.raises(AssertionError, match="columns of"):
+        group.all_gather(own(rank, 7), 10)
+    group.check()
+    host.all_reduce(torch.zeros(1))  # all have ended their calls
+    group.close()
+    return found
+
+
+def test_sums_unequal_columns_and_broadcasts() -> None:
+    results = run_groups(thread_groups(SIZE), collectives)
+    for found in results:
+        assert isinstance(found, list), found
+        assert torch.equal(found[0], own(5, 5).t())  # 1 + 2 + 3
+        widths = [len(Shard(rank, SIZE).tokens(10)) for rank in range(SIZE)]
+        assert widths == [3, 3, 4]
+        assert torch.equal(
+            found[1], torch.cat([own(rank, width) for rank, width in enumerate(widths)], dim=-1)
+        )
+        assert torch.equal(found[2], own(2, 5))

@@ -1,0 +1,54 @@
+"""The all-reduce over peer memory in Triton's interpreter: ranks are processes that map each other's host memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.engine.ops.peer_reduce import MAX_ROWS, PEER_BYTES, RankMemories, peer_sum_triton
+from common.engine.ops.triton_kernel import tl
+from tests.fakes.peer_processes import run_peers
+
+pytestmark = [
+    pytest.mark.skipif(tl is None, reason="Triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="compiled kernels are tested in tests/gpu"),
+]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_and_norms_of_ranks_in_processes(size: int) -> None:
+    """Calls of different numbers of rows use the same places, and no rank reads what another one has overwritten."""
+    assert run_peers(["cpu"] * size, {"TRITON_INTERPRET": "1"}) == [0] * size
+
+
+def memory_of_two() -> tuple[RankMemories, torch.Tensor]:
+    """Return the memory of rank 0 of two, and the bytes of both, with few polls."""
+    both = torch.zeros(2, PEER_BYTES, dtype=torch.uint8)
+    addresses = torch.tensor([each.data_ptr() for each in both])
+    return RankMemories(addresses, torch.zeros(1, dtype=torch.int32), 0, 3), both
+
+
+def test_a_program_gives_up_on_a_rank_that_does_not_come() -> None:
+    memory, both = memory_of_two()
+    peer_sum_triton(torch.ones(2, 16), memory)
+    assert memory.failed.item() == 2  # 1 + the rank
+    assert both[1, :4096].any()  # it was told of the turn
+
+
+def test_turns_overflow() -> None:
+    """The turn after 2 ** 31 - 1 is - 2 ** 31."""
+    for told, failed in ((2**31 - 1, 2), (-(2**31), 0), (1 - 2**31, 0)):
+        memory, both = memory_of_two()
+        turns = both[0, :4096].view(torch.int32)
+        turns[8 * MAX_ROWS] = 2**31 - 1  # this rank's last turn of row 0
+        turns[MAX_ROWS] = told  # the turn of rank 1
+        peer_sum_triton(torch.ones(1, 16), memory)
+        assert memory.failed.item() == failed
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    memory, _ = memory_of_two()
+    with pytest.raises(AssertionError, match="65 rows of 16 do not fit"):
+        peer_sum_triton(torch.ones(65, 16), memory)
+    with pytest.raises(AssertionError, match="1 rows of 8200 do not fit"):
+        peer_sum_triton(torch.ones(1, 8200), memory)
