@@ -11,7 +11,7 @@ from common.engine.ops.expert_products import expert_parts_reference
 from common.engine.ops.few_experts import ExpertChoice, few_experts_triton
 from common.engine.ops.rotary_decode import rotary_decode_triton
 from common.engine.ops.rotary_kv_write import rotary_kv_write_reference
-from common.engine.ops.route import route_reference
+from common.engine.ops.route import ChoiceRule, route_reference
 from common.engine.ops.sum_parts import sum_parts_reference
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -93,6 +93,6 @@ def compare_experts(
     which, shares = route_reference(x, rows, *by)
     parts = expert_parts_reference(x, gate_up, down, which, shares)
     logits = F.linear(x.float(), rows.float())
-    found = few_experts_triton(x, gate_up, down, residual, ExpertChoice(logits, *by))
+    found = few_experts_triton(x, gate_up, down, residual, ExpertChoice(logits, ChoiceRule(*by)))
     limit = TOLERANCE[dtype]
     torch.testing.assert_close(found, sum_parts_reference(parts, which) + residual, atol=limit, rtol=limit)

@@ -16,7 +16,7 @@ from common.engine.ops.expert_choice import choose_experts
 from common.engine.ops.expert_products import expert_parts_reference
 from common.engine.ops.linear import halves
 from common.engine.ops.registration import register_op
-from common.engine.ops.route import LOGIT_VECTORS, route_reference
+from common.engine.ops.route import LOGIT_VECTORS, ChoiceRule, route_reference
 from common.engine.ops.silu_mul import activate
 from common.engine.ops.sum_parts import sum_parts_reference
 from common.engine.ops.triton_kernel import (
@@ -43,58 +43,23 @@ MOST_INNER = 512  # for 768, of which a power of two is a third idle, separate k
 
 
 class ExpertChoice(NamedTuple):
-    """The rule by which experts are chosen, as in `route`, and what it reads."""
+    """The logits and the rule by which the kernels choose experts."""
 
     logits: Tensor  # [T, E] float32; with a gate of the shared experts [T, E + 1]
-    correction: Tensor | None  # [E] float32
-    slots: Tensor | None  # KV slots of the rows
-    page_size: int
-    chosen: int
-    shared: int
-    shared_gate: bool
-    sigmoid: bool
-    groups: int
-    kept_groups: int
-    normalised: bool
-    epsilon: float
-    scaling: float
-
-    @property
-    def size(self) -> int:
-        return self.logits.shape[1] - self.shared_gate
-
-    @property
-    def pairs(self) -> int:
-        """Number of experts of a token."""
-        return self.chosen + self.shared
+    rule: ChoiceRule
 
     def arguments(self) -> tuple[Any, ...]:
         """Return the arguments of a kernel: logits, correction, slots, numbers."""
-        logits = self.logits
-        slots = logits if self.slots is None else self.slots
-        count = 0 if self.slots is None else len(self.slots)
-        correction = logits if self.correction is None else self.correction
-        return logits, correction, slots, count, self.page_size, self.epsilon, self.scaling
+        logits, rule = self
+        slots = logits if rule.slots is None else rule.slots
+        count = 0 if rule.slots is None else len(rule.slots)
+        correction = logits if rule.correction is None else rule.correction
+        return logits, correction, slots, count, rule.page_size, rule.epsilon, rule.scaling
 
     def options(self) -> dict[str, Any]:
         """Return the constants of a kernel."""
-        members = self.size // self.groups
-        return {
-            "LOGITS": self.logits.shape[1],
-            "GROUPS": self.groups,
-            "KEPT": self.kept_groups,
-            "MEMBERS": members,
-            "CHOSEN": self.chosen,
-            "SHARED": self.shared,
-            "CORRECTED": self.correction is not None,
-            "SLOTS": self.slots is not None,
-            "GATED": self.shared_gate,
-            "SIGMOID": self.sigmoid,
-            "NORMALISED": self.normalised,
-            "BLOCK_G": next_power_of_2(self.groups),
-            "BLOCK_M": next_power_of_2(members),
-            "BLOCK_C": next_power_of_2(self.pairs),
-        }
+        width = self.logits.shape[1]
+        return {"LOGITS": width, **self.rule.options(width - self.rule.shared_gate)}
 
 
 @kernel
@@ -283,7 +248,7 @@ def few_experts_triton(
     assert x.dtype == gate_up.dtype == down.dtype == residual.dtype, "weights and rows of one dtype"
     assert residual.shape == x.shape and residual.stride(1) == 1, "one residual per row"  # noqa: PT018
     assert choice.logits.is_contiguous() and len(choice.logits) == tokens, "the logits of each row"  # noqa: PT018
-    inner, out = x.new_empty((tokens * choice.pairs, size)), x.new_empty((tokens, hidden))
+    inner, out = x.new_empty((tokens * choice.rule.pairs, size)), x.new_empty((tokens, hidden))
     if tokens == 0:
         return out
     up_tiles, down_tiles = tiles
@@ -348,28 +313,11 @@ def add_experts_reference(
 
 
 def add_experts_triton(
-    x: Tensor,
-    stream: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    rows: Tensor,
-    correction: Tensor | None,
-    slots: Tensor | None,
-    page_size: int,
-    chosen: int,
-    shared: int,
-    shared_gate: bool,
-    sigmoid: bool,
-    groups: int,
-    kept_groups: int,
-    normalised: bool,
-    epsilon: float,
-    scaling: float,
+    x: Tensor, stream: Tensor, gate_up: Tensor, down: Tensor, rows: Tensor, *given: Any
 ) -> Tensor:
+    """Launch the kernels; `given` is a `ChoiceRule`."""
     logits = vector_linear_triton(x, rows, None, LOGIT_VECTORS, torch.float32)
-    rule = sigmoid, groups, kept_groups, normalised, epsilon, scaling
-    choice = ExpertChoice(logits, correction, slots, page_size, chosen, shared, shared_gate, *rule)
-    return few_experts_triton(x, gate_up, down, stream, choice)
+    return few_experts_triton(x, gate_up, down, stream, ExpertChoice(logits, ChoiceRule(*given)))
 
 
 def _fake(x: Tensor, stream: Tensor, *_rest: object) -> Tensor:

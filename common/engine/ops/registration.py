@@ -23,8 +23,8 @@ def register_op(
     function: Function,
     mutates: Sequence[str],
     fake: Callable[..., object],
-    cpu: Function | None = None,
-    cuda: Function | None = None,
+    cpu: Callable[..., object] | None = None,
+    cuda: Callable[..., object] | None = None,
     inlined: bool = True,
 ) -> Function:
     """Register `function` as `tandem::name` for every device; `cpu` and `cuda` replace it on theirs.
@@ -32,7 +32,8 @@ def register_op(
     Args:
         mutates: names of the arguments that it writes into; the result must not alias an argument.
         fake: same signature; returns outputs of the right shape without computing (meta tensors, compilers).
-        cuda: launcher of the Triton kernel.
+        cpu: takes the arguments of `function`, one after the other.
+        cuda: launcher of the Triton kernel, which takes them too.
         inlined: compilers may replace a call by `function`; false if its shapes depend on values.
 
     Returns the dispatcher's entry, with the signature of `function`.

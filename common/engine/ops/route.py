@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +25,47 @@ from common.engine.ops.vector_products import VectorTiles, choose_vectors, vecto
 LOGIT_VECTORS = VectorTiles(1, 4)  # for the logits of one row
 # Tiles of the logits of few rows: many small programs, since a router is small (512 KiB in Qwen3-30B-A3B).
 LOGIT_COLUMNS, LOGIT_DEPTH, LOGIT_PARTS = 16, 128, 16
+
+
+class ChoiceRule(NamedTuple):
+    """The arguments of `route` that follow the router's rows, see `route_reference`."""
+
+    correction: Tensor | None
+    slots: Tensor | None
+    page_size: int
+    chosen: int
+    shared: int
+    shared_gate: bool
+    sigmoid: bool
+    groups: int
+    kept_groups: int
+    normalised: bool
+    epsilon: float
+    scaling: float
+
+    @property
+    def pairs(self) -> int:
+        """Number of experts of a token."""
+        return self.chosen + self.shared
+
+    def options(self, size: int) -> dict[str, Any]:
+        """Return the constants of a kernel that chooses among `size` experts."""
+        members = size // self.groups
+        return {
+            "GROUPS": self.groups,
+            "KEPT": self.kept_groups,
+            "MEMBERS": members,
+            "CHOSEN": self.chosen,
+            "SHARED": self.shared,
+            "CORRECTED": self.correction is not None,
+            "SLOTS": self.slots is not None,
+            "GATED": self.shared_gate,
+            "SIGMOID": self.sigmoid,
+            "NORMALISED": self.normalised,
+            "BLOCK_G": next_power_of_2(self.groups),
+            "BLOCK_M": next_power_of_2(members),
+            "BLOCK_C": next_power_of_2(self.pairs),
+        }
 
 
 def route_reference(
@@ -152,33 +195,23 @@ def _logits(x: Tensor, rows: Tensor) -> Tensor:
     return torch.mm(x, rows.t(), out_dtype=torch.float32)[None]
 
 
-def route_triton(
-    x: Tensor,
-    rows: Tensor,
-    correction: Tensor | None,
-    slots: Tensor | None,
-    page_size: int,
-    chosen: int,
-    shared: int,
-    shared_gate: bool,
-    sigmoid: bool,
-    groups: int,
-    kept_groups: int,
-    normalised: bool,
-    epsilon: float,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
-    """Launch the kernels. For a row with NaN only the range of the experts is defined; no two are equal."""
-    count, size = x.shape[0], rows.shape[0] - shared_gate
-    assert size % groups == 0, f"{size} experts in {groups} groups"
-    assert chosen <= size // groups * kept_groups, f"{chosen} of {size} experts"
+def route_triton(x: Tensor, rows: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    """Launch the kernels. For a row with NaN only the range of the experts is defined; no two are equal.
+
+    Args:
+        given: a `ChoiceRule`.
+    """
+    rule = ChoiceRule(*given)
+    correction, slots = rule.correction, rule.slots
+    count, size = x.shape[0], rows.shape[0] - rule.shared_gate
+    assert size % rule.groups == 0, f"{size} experts in {rule.groups} groups"
+    assert rule.chosen <= size // rule.groups * rule.kept_groups, f"{rule.chosen} of {size} experts"
     assert correction is None or (correction.shape == (size,) and correction.dtype == torch.float32), (
         "one float32 correction per expert"
     )
     assert x.stride(1) == 1 and rows.is_contiguous(), "the elements of a row must be adjacent"  # noqa: PT018
     assert slots is None or (slots.is_contiguous() and len(slots) <= count), "one slot per row"
-    experts = x.new_empty((count, chosen + shared), dtype=torch.int32)
-    shares = x.new_empty((count, chosen + shared), dtype=torch.float32)
+    experts, shares = _fake(x, rows, *given)
     if count == 0:
         return experts, shares
     # Without the gate: the library multiplies an odd number of rows slowly.
@@ -194,48 +227,21 @@ def route_triton(
         x.stride(0),
         logits.stride(0),
         0 if slots is None else len(slots),
-        page_size,
-        epsilon,
-        scaling,
+        rule.page_size,
+        rule.epsilon,
+        rule.scaling,
         PARTS=logits.shape[0],
-        GROUPS=groups,
-        KEPT=kept_groups,
-        MEMBERS=size // groups,
-        CHOSEN=chosen,
-        SHARED=shared,
-        CORRECTED=correction is not None,
-        SLOTS=slots is not None,
-        GATED=shared_gate,
-        SIGMOID=sigmoid,
-        NORMALISED=normalised,
-        BLOCK_G=next_power_of_2(groups),
-        BLOCK_M=next_power_of_2(size // groups),
-        BLOCK_C=next_power_of_2(chosen + shared),
         DEPTH=x.shape[1],
         BLOCK_D=next_power_of_2(x.shape[1]),
         num_warps=1 if size <= 256 else 4,
+        **rule.options(size),
         **chained(x.device),
     )
     return experts, shares
 
 
-def _fake(
-    x: Tensor,
-    rows: Tensor,
-    correction: Tensor | None,
-    slots: Tensor | None,
-    page_size: int,
-    chosen: int,
-    shared: int,
-    shared_gate: bool,
-    sigmoid: bool,
-    groups: int,
-    kept_groups: int,
-    normalised: bool,
-    epsilon: float,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
-    shape = (x.shape[0], chosen + shared)
+def _fake(x: Tensor, rows: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    shape = x.shape[0], ChoiceRule(*given).pairs
     return x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.float32)
 
 
