@@ -11,7 +11,7 @@ PREFILL_DRAFTS = {
     "ngram": "prefill_node.draft:no_draft",
     "eagle3": "prefill_node.draft:head_draft",
     "eagle": "prefill_node.draft:head_draft",
-    "mtp": "prefill_node.multi_layer:module_draft",
+    "mtp": "prefill_node.mtp:module_draft",
     "standalone": "prefill_node.draft:model_draft",
 }
 

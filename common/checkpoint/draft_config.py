@@ -35,7 +35,7 @@ class DraftConfig:
 
     @property
     def modules(self) -> int:
-        """The number of modules of a multi-layer draft, one per step; 0 if the same layers run at every step."""
+        """The number of MTP modules that draft, one per step; 0 if the same layers run at every step."""
         return 0 if self.mtp is None or self.repeats else self.model.num_layers
 
     @property
@@ -86,7 +86,7 @@ def hidden_size_for(draft: DraftConfig) -> int:
 
 
 def module_input_for(draft: DraftConfig, step: int) -> int:
-    """Return the hidden values that module `step` of a multi-layer draft reads."""
+    """Return the hidden values that MTP module `step` reads."""
     return hidden_size_for(draft) if step else target_width(draft)
 
 

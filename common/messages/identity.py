@@ -81,7 +81,7 @@ class GraphTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of runs of one forward of a node that may be captured, and of its graphs."""
 
     phase: Label  # prefill, decode, verify ...
-    model: Label  # target, draft, or draft-0, draft-1 ... for the modules of a multi-layer draft
+    model: Label  # target, draft, or draft-0, draft-1 ... for MTP modules
     replays: Total = 0
     fallbacks: Annotated[dict[Text, Total], MANY] = {}  # reason -> eager runs
     live_tokens: Total = 0  # in replays

@@ -14,7 +14,7 @@ from common.checkpoint.weight_formats import DENSE
 from common.engine.layers.placement import Placement
 from common.engine.layers.ranks import OneRank
 from common.engine.models.checkpoint_layout import checkpoint_layout
-from common.engine.models.registry import build_model
+from common.engine.models.model_registry import build_model
 from common.engine.sampling.logit_adjustments import adjustment_bytes
 from common.engine.state.state_rows import WindowShape
 from common.engine.weights import resolve_dtype

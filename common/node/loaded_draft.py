@@ -10,7 +10,7 @@ from common.checkpoint.draft_config import DraftConfig
 from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.draft_runner import DraftRunner, load_eagle, load_eagle3
 from common.engine.forward.model_runner import ModelRunner, load_model
-from common.engine.forward.mtp_runner import MultiLayerRunner, load_mtp
+from common.engine.forward.mtp_runner import MtpRunner, load_mtp
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import SplitHead
@@ -56,10 +56,10 @@ class ModulesDraft:
     modules: MtpModules
     repeats: bool
 
-    def runner(self, pool: KvPool, attention: AttentionBackend) -> MultiLayerRunner | DraftRunner:
+    def runner(self, pool: KvPool, attention: AttentionBackend) -> MtpRunner | DraftRunner:
         if self.repeats:
             return DraftRunner(self.modules.heads[0], attention, topk=1)
-        return MultiLayerRunner(self.modules.heads, attention)
+        return MtpRunner(self.modules.heads, attention)
 
 
 @dataclass(frozen=True, slots=True)

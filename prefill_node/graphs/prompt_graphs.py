@@ -9,7 +9,7 @@ from common.engine.encoder_sizes import largest_batch
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.model_runner import ModelRunner
-from common.engine.forward.mtp_runner import MultiLayerRunner
+from common.engine.forward.mtp_runner import MtpRunner
 from common.engine.graphs.backends.base import Backend
 from common.engine.graphs.backends.names import BREAKABLE, NONE, PIECEWISE
 from common.engine.graphs.ladders import (
@@ -95,7 +95,7 @@ def draft_head_graphs(
 
 
 def draft_module_graphs(
-    draft: MultiLayerRunner, config: DraftConfig, plan: DraftPrefillPlan
+    draft: MtpRunner, config: DraftConfig, plan: DraftPrefillPlan
 ) -> list[NodeGraphs[DraftPrefill]]:
     """Build the prompt forward of each module, not captured yet."""
     page_size, modules = plan.target.pool.page_size, []

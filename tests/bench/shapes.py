@@ -19,8 +19,8 @@ from common.engine.forward.model_runner import load_model
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import D2T, Eagle3Head
+from common.engine.models.model_registry import build_model
 from common.engine.models.mtp import build_mtp
-from common.engine.models.registry import build_model
 from common.kv_cache.kv_values import AS_COMPUTED, FP8, KvValues
 from common.node.loaded_draft import HeadDraft, LoadedDraft, ModulesDraft
 from common.node.serving_draft import ServingDraft, draft_shape, load_serving_draft

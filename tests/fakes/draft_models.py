@@ -22,8 +22,8 @@ from common.engine.graphs.slots import Inputs
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import EMBEDDING, LM_HEAD, Eagle3Head, EagleHead
+from common.engine.models.model_registry import build_model
 from common.engine.models.mtp import MtpModule, build_mtp
-from common.engine.models.registry import build_model
 from common.node.loaded_draft import HeadDraft, ModelDraft
 from common.node.serving_draft import ServingDraft, draft_shape
 from decode_node.request import DecodeRequest

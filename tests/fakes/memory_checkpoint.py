@@ -13,7 +13,7 @@ from common.checkpoint.model_config import ModelConfig
 from common.engine.layers.piece import Piece
 from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.engine.models.causal_lm import CausalLM
-from common.engine.models.registry import build_model
+from common.engine.models.model_registry import build_model
 from common.engine.weights import fill_piece
 from tests.fakes.tiny_model import PLACEMENT
 

@@ -18,12 +18,12 @@ from common.checkpoint.draft_config import DraftConfig, with_steps
 from common.checkpoint.mtp_format import MtpFormat
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.draft_inputs import DraftExtendInput
-from common.engine.forward.mtp_runner import MultiLayerRunner
+from common.engine.forward.mtp_runner import MtpRunner
 from common.engine.models.mtp import MtpModules, build_mtp
 from common.messages.generation import SamplingParams
 from common.node.loaded_draft import ModulesDraft
 from common.node.serving_draft import ServingDraft, draft_shape
-from decode_node.speculative.drafters.multi_layer import MultiLayerDrafter
+from decode_node.speculative.drafters.mtp import MtpDrafter
 from prefill_node.step_plan import FirstDraw, PlannedChunk
 from tests.fakes.draft_models import Watched
 from tests.fakes.drafters import Bench, speculative
@@ -104,7 +104,7 @@ def eager_rows(name: str, steps: int, text: tuple[int, ...]) -> tuple[list[int],
     """
     rest = (CONFIG.head_dim, MAX_LEN, 2, PLACEMENT.dtype, PLACEMENT.device)
     pool = plain_pool(steps, CONFIG.num_kv_heads, *rest)
-    runner = MultiLayerRunner(mtp_modules(name, steps).heads, PagedAttention(pool, (None,) * steps))
+    runner = MtpRunner(mtp_modules(name, steps).heads, PagedAttention(pool, (None,) * steps))
     known, hidden = list(text), hidden_states(list(text[:-1]))
     for step, module in enumerate(runner.modules):
         given = module.forward(one_page(known[1 + step : 1 + step + len(hidden)]), hidden)
@@ -139,10 +139,10 @@ def whole_prompt(ids: Sequence[int]) -> PlannedChunk:
     return PlannedChunk(key=1, start=0, end=len(ids), ids=text, pages=(1,), draw=draw)
 
 
-def _drafter(model: MtpModel, bench: Bench) -> MultiLayerDrafter:
+def _drafter(model: MtpModel, bench: Bench) -> MtpDrafter:
     runner = bench.parts.draft
-    assert isinstance(runner, MultiLayerRunner)
-    return MultiLayerDrafter(runner, bench.rounds, DraftExtendInput.hidden_size_for(model.config))
+    assert isinstance(runner, MtpRunner)
+    return MtpDrafter(runner, bench.rounds, DraftExtendInput.hidden_size_for(model.config))
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Seen:
 class ObservedModules(Watched):
     """The drafter of `observed`. The proposal stays in the relay row until verify reads it."""
 
-    def __init__(self, inner: MultiLayerDrafter, bench: Bench, hit: float, seen: list[Seen]) -> None:
+    def __init__(self, inner: MtpDrafter, bench: Bench, hit: float, seen: list[Seen]) -> None:
         super().__init__(inner, bench)
         self._hit = hit
         self._seen = seen

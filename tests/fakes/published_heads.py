@@ -21,7 +21,7 @@ from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
 from common.engine.forward.draft_runner import load_eagle, load_eagle3
-from common.engine.models.registry import build_model
+from common.engine.models.model_registry import build_model
 from common.speculation.directory import load_draft_config
 from tests.fakes.pools import plain_pool
 from tests.fakes.tiny_model import PLACEMENT

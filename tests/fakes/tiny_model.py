@@ -20,7 +20,7 @@ from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, Forward
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
-from common.engine.models.registry import build_model
+from common.engine.models.model_registry import build_model
 from common.engine.sampling.sampler import SamplingBatch, read_tokens, sample
 from common.engine.sampling.sampling_plan import finish_reason
 from common.grammar import Matcher

@@ -35,7 +35,7 @@ class DraftInput(_Rows):
     """The input of draft steps: the draft's own proposals and its own hidden state."""
 
     hidden_mode: ClassVar[CaptureHiddenMode] = CaptureHiddenMode.LAST
-    # [B, k] float32, descending; k is topk x steps for a multi-layer draft (proposals_for)
+    # [B, k] float32, descending; k is topk x steps for MTP modules (proposals_for)
     draft_topk_probs: Tensor
     draft_topk_ids: Tensor  # [B, k] int64, in the target's vocabulary
     hidden: Tensor  # [B, carried_size_for]

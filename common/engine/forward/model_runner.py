@@ -17,8 +17,8 @@ from common.engine.layers.placement import Placement
 from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.engine.models.causal_lm import BodyOutput, CausalLM
 from common.engine.models.checkpoint_layout import checkpoint_layout
+from common.engine.models.model_registry import build_model
 from common.engine.models.model_size import check_model_size
-from common.engine.models.registry import build_model
 from common.engine.state.pool import KvPool
 from common.engine.weights import Progress, load_weights, resolve_dtype
 

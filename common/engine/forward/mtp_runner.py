@@ -1,4 +1,4 @@
-"""Runs the modules of a multi-layer draft over one KV pool, with planes per module, and loads their checkpoint."""
+"""Runs several MTP modules over one KV pool, with planes per module, and loads their checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Module(Protocol):
         ...
 
 
-class MultiLayerRunner:
+class MtpRunner:
     """One runner per module, which is one per step. `attention` has the planes of module k as its layer k."""
 
     def __init__(self, heads: Sequence[SplitHead], attention: AttentionBackend) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.backend import AttentionBackend
-from common.engine.formats.registry import weight_format
+from common.engine.formats.format_registry import weight_format
 from common.engine.layers.activations import Activations
 from common.engine.layers.blocks import FeedForward, Mixer
 from common.engine.layers.linear import WeightFormat, logits

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from common.checkpoint.draft_config import DraftConfig
 from common.engine.attention.backend import AttentionBackend
-from common.engine.formats.registry import weight_format
+from common.engine.formats.format_registry import weight_format
 from common.engine.forward.draft_inputs import DraftExtendInput
 from common.engine.layers.activations import Activations
 from common.engine.layers.attention import Attention

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from common.checkpoint.draft_config import DraftConfig, module_input_for
 from common.checkpoint.mtp_format import MtpFormat
 from common.engine.attention.backend import AttentionBackend
-from common.engine.formats.registry import weight_format
+from common.engine.formats.format_registry import weight_format
 from common.engine.layers.activations import Activations
 from common.engine.layers.linear import Embedding, Linear
 from common.engine.layers.norm import RmsNorm, model_norm

@@ -1,4 +1,4 @@
-"""Stores one hidden state per request for the module of a multi-layer draft that reads it when its window opens.
+"""Stores one hidden state per request for the MTP module that reads it when its window opens.
 
 It is the only writer of the per-request pool. It reads the rows of whatever computed them: the static buffer of a
 replayed graph, or the output of an eager forward, with the matching lengths and starts.

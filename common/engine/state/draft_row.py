@@ -13,7 +13,7 @@ ITEM_BYTES: dict[HiddenDtype, int] = {"": 0, "float32": 4, "bfloat16": 2, "float
 class DraftShape:
     """The per-request state of a draft model; empty by default."""
 
-    topk: int = 0  # proposals of the first step, or of all steps of a multi-layer draft
+    topk: int = 0  # proposals of the first step, or of all steps of MTP modules
     hidden: int = 0  # values of the newest hidden state, or of one state per later module (models/mtp.py)
     dtype: HiddenDtype = "float32"  # the hidden state's
     vocab: int = 0  # ids are below it

@@ -155,7 +155,7 @@ class RelayState:
     def write_proposal(
         self, rows: torch.Tensor, draft_topk_probs: torch.Tensor, draft_topk_ids: torch.Tensor
     ) -> None:
-        """Set only the drafts: a multi-layer draft stores its hidden states itself (ops/keep_hidden)."""
+        """Set only the drafts: MTP modules store hidden states themselves (ops/keep_hidden)."""
         live = (rows > 0)[:, None]
         self.draft.draft_topk_probs.index_copy_(0, rows, torch.where(live, draft_topk_probs, 0))
         self.draft.draft_topk_ids.index_copy_(0, rows, torch.where(live, draft_topk_ids, 0))

@@ -12,7 +12,7 @@ DRAFTERS = {
     "ngram": "decode_node.speculative.drafters.ngram:make_drafter",
     "eagle3": "decode_node.speculative.drafters.eagle:make_drafter",
     "eagle": "decode_node.speculative.drafters.eagle:make_drafter",
-    "mtp": "decode_node.speculative.drafters.multi_layer:make_drafter",
+    "mtp": "decode_node.speculative.drafters.mtp:make_drafter",
     "standalone": "decode_node.speculative.drafters.standalone:make_drafter",
 }
 
@@ -21,7 +21,7 @@ DRAFTERS = {
 FORCED_CHAINS = {
     "eagle3": "decode_node.speculative.drafters.eagle:make_forced_chain",
     "eagle": "decode_node.speculative.drafters.eagle:make_forced_chain",
-    "mtp": "decode_node.speculative.drafters.multi_layer:make_forced_chain",
+    "mtp": "decode_node.speculative.drafters.mtp:make_forced_chain",
     "standalone": "decode_node.speculative.drafters.standalone:make_forced_chain",
 }
 

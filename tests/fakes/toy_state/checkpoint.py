@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.checkpoint.model_config import ModelConfig
 from common.engine.layers.placement import Placement
-from common.engine.models.registry import build_model
+from common.engine.models.model_registry import build_model
 from tests.fakes.toy_state.record import ARCHITECTURE
 
 PLACEMENT = Placement(torch.float32, torch.device("cpu"))

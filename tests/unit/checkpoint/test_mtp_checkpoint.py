@@ -1,6 +1,6 @@
 """MTP checkpoints at start-up are read in both published formats, with shared or separate weights, or refused.
 
-Rows D2-D8: the width functions agree with the modules, the relay row and the record of a multi-layer draft.
+Rows D2-D8: the width functions agree with the modules, the relay row and the record of MTP modules.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class OneRow:
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_widths(steps: int, target: CausalLM) -> None:
-    """D3, D5-D7: a multi-layer draft answers the same width functions, and its proposals are packed: topk x steps."""
+    """D3, D5-D7: MTP modules answer the same width functions, and their proposals are packed: topk x steps."""
     config = config_of(steps=steps)
     assert (config.modules, config.aux_layers) == (steps, ())
     assert (target_width(config), hidden_size_for(config)) == (HIDDEN, HIDDEN)
@@ -123,7 +123,7 @@ def test_widths(steps: int, target: CausalLM) -> None:
 
 
 def test_idle_state_has_no_rows_and_all_widths() -> None:
-    """D6: an idle batch of a multi-layer draft has zero rows of width topk x steps."""
+    """D6: an idle batch of MTP modules has zero rows of width topk x steps."""
     shape = draft_shape(config_of(), 1, PLACEMENT)
     relay = RelayState.allocate(1, VOCAB, PLACEMENT.device, shape)
     idle = relay.draft.draft_topk_ids[:0], relay.draft.draft_topk_probs[:0], relay.draft.hidden[:0]

@@ -17,8 +17,8 @@ from common.checkpoint.weight_formats import FORMATS
 from common.engine.formats import dense_experts
 from common.engine.forward.model_runner import load_model
 from common.engine.layers.placement import Placement
+from common.engine.models.model_registry import build_model
 from common.engine.models.model_size import check_model_size
-from common.engine.models.registry import build_model
 from common.engine.ops.expert_products import expert_parts
 from common.engine.ops.route import route_reference
 from common.engine.ops.sum_parts import sum_parts_reference

@@ -18,7 +18,7 @@ from common.engine.layers.attention import Attention
 from common.engine.layers.mlp import Mlp
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
-from common.engine.models.registry import build_model
+from common.engine.models.model_registry import build_model
 from common.kv_cache.layer_kinds import FEED_FORWARDS, MIXERS
 from common.kv_cache.pool_spec import pool_spec
 from prefill_node.graphs.backends.compiled_body import CompiledBodies

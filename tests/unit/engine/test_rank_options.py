@@ -17,7 +17,7 @@ from common.engine.formats.dense import DenseFormat
 from common.engine.layers.parts import Columns, rank_blocks, runs_of
 from common.engine.layers.placement import Placement
 from common.engine.layers.ranks import ONE_RANK, OneRank, Ranks
-from common.engine.models.registry import build_model
+from common.engine.models.model_registry import build_model
 from common.engine.weights import fill_piece
 from common.errors import ModelError
 from common.kv_cache.plane import HeadGroup

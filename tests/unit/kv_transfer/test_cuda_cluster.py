@@ -29,7 +29,7 @@ from common.engine.host_memory import GIB
 from common.engine.layers.placement import Placement
 from common.engine.layers.ranks import OneRank
 from common.engine.models.llava import load_llava
-from common.engine.models.registry import build_model
+from common.engine.models.model_registry import build_model
 from common.engine.sampling.logit_adjustments import adjustment_bytes
 from common.errors import ConfigError
 from common.kv_cache.pool_layout import PoolLayout

@@ -16,7 +16,7 @@ from common.node.completion import Deferred
 from prefill_node.cost_curve import CostCurve
 from prefill_node.forward_times import ForwardTimes
 from prefill_node.limits import PrefillLimits
-from prefill_node.multi_layer import MultiLayerPrefill
+from prefill_node.mtp import MtpPrefill
 from prefill_node.parts import Scheduling
 from prefill_node.planner import Planner, prompt_plan
 from prefill_node.queues import Queues
@@ -220,12 +220,12 @@ def test_grants_during_a_forward_become_orders_of_that_forward() -> None:
 
 
 def test_a_prompt_that_ends_early_leaves_nothing_of_a_draft() -> None:
-    """Hidden states of a multi-layer draft stay with the worker from chunk to chunk, until the last one or an abort."""
+    """Hidden states of MTP modules stay with the worker from chunk to chunk, until the last one or an abort."""
     draft, step = mtp_models.drafting("mtp", 3)
     shape = Shape(page_size=4, chunk_tokens=4, draft=draft, step=step, completion=Deferred)
     with NodeCluster(shape) as cluster:
         drafts = cluster.prefill.draft
-        assert isinstance(drafts, MultiLayerPrefill)
+        assert isinstance(drafts, MtpPrefill)
         gone, other = cluster.submit(prompt_of(30), 5), cluster.submit(prompt_of(29, 1), 5)
         cluster.run(until=lambda: bool(drafts.kept))
         assert set(drafts.kept) <= {gone.room, other.room}

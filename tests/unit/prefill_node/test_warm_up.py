@@ -11,14 +11,14 @@ from common.engine.attention.paged import PagedAttention
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.model_runner import ModelRunner
-from common.engine.forward.mtp_runner import MultiLayerRunner
+from common.engine.forward.mtp_runner import MtpRunner
 from common.engine.graphs.rules import PhaseSwitch
 from prefill_node import measure
 from prefill_node.draft import EaglePrefill, NoDraft
 from prefill_node.graphs import prompt_graphs
 from prefill_node.graphs.prefill_extend import PrefillExtend
 from prefill_node.measure import MeasuredNode, measure_forwards, measured_sizes
-from prefill_node.multi_layer import MultiLayerPrefill
+from prefill_node.mtp import MtpPrefill
 from prefill_node.warm_up import warm_up
 from tests.fakes.clock import Clock
 from tests.fakes.draft_models import DRAFTS, DraftModel
@@ -67,7 +67,7 @@ def test_sizes_between_powers_of_two_are_measured_up_to_the_largest_forward() ->
     assert measured_sizes(100) == [16, 24, 32, 48, 64, 96, 100]
 
 
-def test_every_module_of_a_multi_layer_draft_runs() -> None:
+def test_every_mtp_module_runs() -> None:
     draft, pool = MtpModel("mtp", 3), model_pool(CONFIG, PAGE, PAGES, PLACEMENT)
     layers = (3, CONFIG.num_kv_heads, CONFIG.head_dim, PAGE, PAGES)
     draft_pool = plain_pool(*layers, PLACEMENT.dtype, PLACEMENT.device)
@@ -76,10 +76,10 @@ def test_every_module_of_a_multi_layer_draft_runs() -> None:
     target = prompt_graphs.prefill_graphs(runner, off, 8, 2, CaptureHiddenMode.FULL)
     plan = prompt_graphs.DraftPrefillPlan(runner, off, 8)
     modules = draft.serving().runner(draft_pool, PagedAttention)
-    assert isinstance(modules, MultiLayerRunner)
+    assert isinstance(modules, MtpRunner)
     drafting = prompt_graphs.draft_module_graphs(modules, draft.config, plan)
     forwards = [each.forward for each in drafting]
-    prefill = MultiLayerPrefill(forwards, PAGE, CONFIG.hidden_size)
+    prefill = MtpPrefill(forwards, PAGE, CONFIG.hidden_size)
     warm_up(target.forward, prefill, PAGE, PLACEMENT.device)
     assert [each.graphs.counters.fallbacks.total() for each in forwards] == [1, 1, 1]
     node = MeasuredNode(8, 16, CONFIG.vocab_size, PAGE, PLACEMENT.device)

@@ -17,7 +17,7 @@ from common.engine.forward.batch import CaptureHiddenMode, ForwardOutput
 from common.engine.forward.draft_inputs import DraftInput
 from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.model_runner import ModelRunner
-from common.engine.forward.mtp_runner import MultiLayerRunner
+from common.engine.forward.mtp_runner import MtpRunner
 from common.engine.graphs.backends.base import Backend
 from common.engine.graphs.rules import Decision, Phase
 from common.engine.layers.placement import Placement
@@ -34,7 +34,7 @@ from decode_node.speculative.drafters.table import make_drafter
 from decode_node.speculative.rounds import RoundCall, Rounds
 from decode_node.speculative.verifier import Acceptor, ChainAcceptor, TreeAcceptor
 from decode_node.speculative.verify import Emitted, Verify
-from prefill_node.multi_layer import MultiLayerPrefill
+from prefill_node.mtp import MtpPrefill
 from tests.fakes.draft_models import DRAFTS, standalone_model, tiny_draft
 from tests.fakes.mtp_models import FORMATS, MtpModel, mtp_config, mtp_modules, whole_prompt
 from tests.fakes.pools import plain_pool
@@ -240,7 +240,7 @@ class RoundRig:
         self.relay.write_draft(torch.arange(1, len(self.prompts) + 1, device=self.device), started)
         return head
 
-    def _place_modules(self, page_size: int) -> MultiLayerRunner:
+    def _place_modules(self, page_size: int) -> MtpRunner:
         """Run a prefill node's own step over each whole prompt."""
         model = MtpModel(self.kind.name, self.kind.steps)
         self.relay = RelayState.allocate(len(self.prompts) + 2, VOCAB, self.device, model.serving().shape)
@@ -258,11 +258,11 @@ class RoundRig:
         )
         heads = [_on(head, self.device) for head in mtp_modules(self.kind.name, self.kind.steps).heads]
         attention = StepAttention(self.draft_pool, (None,) * self.kind.steps)
-        runner = MultiLayerRunner(heads, attention)
+        runner = MtpRunner(heads, attention)
         prompts = [whole_prompt(ids) for ids in self.prompts]
         first = SampleOutput(torch.tensor(self.first, device=self.device), self._ends < 0)
         output = ForwardOutput(self._whole.logits_rows, self._hidden)
-        started = MultiLayerPrefill(runner.modules, page_size, shape.hidden_size).extend(
+        started = MtpPrefill(runner.modules, page_size, shape.hidden_size).extend(
             prompts, self._whole, output, first
         )
         assert started is not None

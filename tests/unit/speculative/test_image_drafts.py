@@ -13,7 +13,7 @@ from common.errors import TakesNoEmbeddings
 from common.node.serving_draft import load_serving_draft
 from common.speculation.directory import load_draft_config
 from prefill_node.draft import ModelPrefill, PrefillDraft
-from prefill_node.multi_layer import MultiLayerPrefill
+from prefill_node.mtp import MtpPrefill
 from tests.unit.checkpoint.test_draft_config import MODELS, PLACEMENT, TARGET
 
 
@@ -34,7 +34,7 @@ UNREAD: Any = None
 
 
 @pytest.mark.parametrize(
-    "draft", [MultiLayerPrefill([], 16, 8), ModelPrefill(lambda batch: UNREAD)], ids=["mtp", "standalone"]
+    "draft", [MtpPrefill([], 16, 8), ModelPrefill(lambda batch: UNREAD)], ids=["mtp", "standalone"]
 )
 def test_a_prompt_with_embeddings_is_not_drafted_from_its_token_ids(draft: PrefillDraft) -> None:
     """Rows A7, C4: the prefill node's own check, in case such a draft ever meets a batch with images."""

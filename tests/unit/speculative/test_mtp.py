@@ -1,4 +1,4 @@
-"""Multi-layer drafts across the hand-over equal a recompute of the whole text, drafts and KV, before every round.
+"""Drafts of several MTP modules after the hand-over equal a recompute of the whole text, drafts and KV, in every round.
 
 Row D8: modules form a chain or do not. Also covered: kept hidden states, the first round after the hand-over, chunks
 and prefix hits (a module's KV depends on later tokens), and retraction.
@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-import decode_node.speculative.drafters.multi_layer
-import prefill_node.multi_layer
+import decode_node.speculative.drafters.mtp
+import prefill_node.mtp
 from common.engine.graphs.admission import Fallback
 from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.triton_kernel import tl
@@ -205,7 +205,7 @@ def test_graphs_draft_what_eager_steps_draft(
 @pytest.mark.skipif(tl is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
 def test_both_nodes_write_the_pool_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """The nodes' arguments are those that the kernel launcher requires, and the kernel equals its reference."""
-    for module in (decode_node.speculative.drafters.multi_layer, prefill_node.multi_layer):
+    for module in (decode_node.speculative.drafters.mtp, prefill_node.mtp):
         monkeypatch.setattr(module, "keep_hidden", keep_hidden_triton)
     seen: list[Seen] = []
     with NodeCluster(shape_of("mtp", 3, seen, chunk_tokens=7)) as cluster:

@@ -15,12 +15,12 @@ from common.checkpoint.draft_config import with_steps
 from common.checkpoint.model_config import ModelConfig
 from common.engine.forward.draft_inputs import DraftExtendInput
 from common.engine.forward.model_runner import load_model
-from common.engine.forward.mtp_runner import MultiLayerRunner
+from common.engine.forward.mtp_runner import MtpRunner
 from common.engine.models.causal_lm import CausalLM
 from common.node.serving_draft import ServingDraft, load_serving_draft
 from common.speculation.directory import load_draft_config
 from decode_node.request import DecodeRequest
-from decode_node.speculative.drafters.multi_layer import MultiLayerDrafter
+from decode_node.speculative.drafters.mtp import MtpDrafter
 from tests.fakes.draft_models import Watched
 from tests.fakes.drafters import Bench, speculative
 from tests.fakes.node_cluster import ONE_BEHIND, NodeCluster, NoDraftModel, Shape
@@ -51,7 +51,7 @@ class Modules(NoDraftModel):
 class Compared(Watched):
     """Compares the drafts of each round with those of transformers' modules, and counts what is to be accepted."""
 
-    def __init__(self, inner: MultiLayerDrafter, bench: Bench, saved: Saved) -> None:
+    def __init__(self, inner: MtpDrafter, bench: Bench, saved: Saved) -> None:
         super().__init__(inner, bench)
         self._saved = saved
         self._random = random.Random(3)
@@ -96,9 +96,9 @@ def test_every_module_drafts_its_step(name: str, count: int, steps: int, tmp_pat
 
     def drafter(bench: Bench) -> Compared:
         runner = bench.parts.draft
-        assert isinstance(runner, MultiLayerRunner)
+        assert isinstance(runner, MtpRunner)
         width = DraftExtendInput.hidden_size_for(draft.config)
-        compared.append(Compared(MultiLayerDrafter(runner, bench.rounds, width), bench, saved))
+        compared.append(Compared(MtpDrafter(runner, bench.rounds, width), bench, saved))
         return compared[-1]
 
     has_state = draft.target.config.gated_delta is not None

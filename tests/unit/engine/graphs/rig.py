@@ -17,7 +17,7 @@ from common.engine.graphs.backends.tape import TapeRecorder
 from common.engine.graphs.spec import ShapeKey
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
-from common.engine.models.registry import build_model
+from common.engine.models.model_registry import build_model
 from common.engine.sampling.sampler import SampleOutput
 from common.engine.sampling.sampling_plan import sampling_variant
 from common.engine.state.relay_state import RelayState

@@ -25,7 +25,7 @@ from common.engine.state.pool import KvPool
 from prefill_node.draft import EaglePrefill, ModelPrefill, NoDraft
 from prefill_node.graphs.backends.breakable import BreakableGraphs
 from prefill_node.graphs.draft_prefill import DraftPrefill, DraftPrefillCall, draft_prefill_spec
-from prefill_node.multi_layer import MultiLayerPrefill
+from prefill_node.mtp import MtpPrefill
 from tests.fakes.draft_models import DRAFTS, tiny_draft
 from tests.fakes.pools import plain_pool
 from tests.fakes.rounding import expect_close
@@ -164,7 +164,7 @@ def test_captured_last_while_the_target_is_captured_full() -> None:
     """Row A2: the draft keeps the state after a prompt's last token, the target returns all of them."""
     rig = Rig.of("eagle")
     assert rig.graphed.graphs.spec.hidden is LAST
-    assert EaglePrefill.hidden_mode is MultiLayerPrefill.hidden_mode is FULL, (
+    assert EaglePrefill.hidden_mode is MtpPrefill.hidden_mode is FULL, (
         "`build` captures the target in this mode"
     )
     assert NoDraft.hidden_mode is ModelPrefill.hidden_mode is NULL

@@ -27,7 +27,7 @@ from common.engine.graphs.report import table
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
-from common.engine.models.registry import build_model
+from common.engine.models.model_registry import build_model
 from common.errors import ConfigError
 from prefill_node.graphs import prompt_graphs
 from prefill_node.graphs.backends import compiled_body, compiled_piece

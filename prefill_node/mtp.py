@@ -1,4 +1,4 @@
-"""The prefill of a multi-layer draft: KV of every module for the prompt, and the first drafts for the decode node.
+"""The prefill of several MTP modules: KV of every module for the prompt, and the first drafts for the decode node.
 
 Module k runs over the rows of a chunk and over the k rows before it, whose tokens were not known earlier: see
 `common/engine/models/mtp.py`. It reads the next tokens of the prompt, also across chunks. Past the prompt's end it
@@ -18,7 +18,7 @@ from torch import Tensor
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
 from common.engine.forward.draft_inputs import DraftInput
 from common.engine.forward.draft_runner import DraftRunner
-from common.engine.forward.mtp_runner import Module, MultiLayerRunner
+from common.engine.forward.mtp_runner import Module, MtpRunner
 from common.engine.host_copies import send, send_one
 from common.engine.ops.keep_hidden import keep_hidden
 from common.engine.sampling.sampler import SampleOutput
@@ -80,7 +80,7 @@ class ModuleWindows:
         return np.concatenate(parts)
 
 
-class MultiLayerPrefill:
+class MtpPrefill:
     """The `PrefillDraft` of chained MTP modules."""
 
     hidden_mode = CaptureHiddenMode.FULL
@@ -197,9 +197,9 @@ def module_draft(setup: DraftSetup) -> BuiltDraft:
     """Build the draft's part for MTP; a single module that runs at every step is prefilled like an EAGLE head."""
     if isinstance(setup.runner, DraftRunner):
         return head_draft(setup)
-    assert isinstance(setup.runner, MultiLayerRunner)
+    assert isinstance(setup.runner, MtpRunner)
     assert setup.config is not None
     graphs = draft_module_graphs(setup.runner, setup.config, setup.plan)
     page_size = setup.plan.target.pool.page_size
     modules, carried = [each.forward for each in graphs], DraftInput.hidden_size_for(setup.config)
-    return BuiltDraft(MultiLayerPrefill(modules, page_size, carried), graphs)
+    return BuiltDraft(MtpPrefill(modules, page_size, carried), graphs)

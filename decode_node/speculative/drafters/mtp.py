@@ -17,7 +17,7 @@ from torch import Tensor
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from common.engine.forward.draft_inputs import DraftExtendInput, TreeVerifyInput
 from common.engine.forward.draft_runner import DraftRunner
-from common.engine.forward.mtp_runner import MultiLayerRunner
+from common.engine.forward.mtp_runner import MtpRunner
 from common.engine.graphs.rules import Phase
 from common.engine.graphs.slots import Inputs, Slot
 from common.engine.ops.keep_hidden import keep_hidden
@@ -37,7 +37,7 @@ from decode_node.speculative.state import RoundState
 from decode_node.speculative.tree import replace_drafts
 
 
-class MultiLayerDrafter:
+class MtpDrafter:
     """Proposes chains of as many drafts as there are modules.
 
     Args:
@@ -47,7 +47,7 @@ class MultiLayerDrafter:
     hidden_mode = CaptureHiddenMode.FULL
     slots: Sequence[Slot[RoundCall]] = ()
 
-    def __init__(self, runner: MultiLayerRunner, rounds: Rounds, target_hidden: int) -> None:
+    def __init__(self, runner: MtpRunner, rounds: Rounds, target_hidden: int) -> None:
         self._relay = rounds.relay
         self.nodes = self.lookahead_slots = len(runner.modules) + 1
         widths = target_hidden, rounds.relay.draft.hidden.dtype
@@ -79,7 +79,7 @@ class MultiLayerDrafter:
 class ModulesExtend:
     """The draft-extend phase of all modules over the window of `state.walk`."""
 
-    def __init__(self, runner: MultiLayerRunner, rounds: Rounds, state: RoundState) -> None:
+    def __init__(self, runner: MtpRunner, rounds: Rounds, state: RoundState) -> None:
         self._modules = runner.modules
         self._relay = rounds.relay
         self._walk = state.walk
@@ -159,9 +159,9 @@ def make_drafter(setup: DrafterSetup) -> Drafter:
     """Build a drafter of several modules; a single one runs at every step and drafts like an EAGLE head."""
     if isinstance(setup.runner, DraftRunner):
         return eagle.make_drafter(setup)
-    assert isinstance(setup.runner, MultiLayerRunner)
+    assert isinstance(setup.runner, MtpRunner)
     assert setup.config is not None
-    return MultiLayerDrafter(setup.runner, setup.rounds, DraftExtendInput.hidden_size_for(setup.config))
+    return MtpDrafter(setup.runner, setup.rounds, DraftExtendInput.hidden_size_for(setup.config))
 
 
 def make_forced_chain(setup: DrafterSetup, width: int) -> ForcedChain:
@@ -169,10 +169,10 @@ def make_forced_chain(setup: DrafterSetup, width: int) -> ForcedChain:
     runner, rounds = setup.runner, setup.rounds
     if isinstance(runner, DraftRunner):
         return eagle.make_forced_chain(setup, width)
-    assert isinstance(runner, MultiLayerRunner)
+    assert isinstance(runner, MtpRunner)
     assert setup.config is not None
     widths = DraftExtendInput.hidden_size_for(setup.config), rounds.relay.draft.hidden.dtype
     state = RoundState.allocate(rounds.max_rows, width + 1, width + 1, rounds.device, *widths)
     extend = ModulesExtend(runner, rounds, state).phase
-    hidden_mode, drafts = MultiLayerDrafter.hidden_mode, len(runner.modules)
+    hidden_mode, drafts = MtpDrafter.hidden_mode, len(runner.modules)
     return ForcedChain(rounds, width, state, hidden_mode, carried=drafts, extend=(extend,))
