@@ -9,6 +9,8 @@ import msgspec
 from common.errors import ModelError
 from common.kv_cache.plane import HeadGroup, Plane
 
+RANKS: Final = (1, 2, 4, 8)  # how many a node may have
+
 
 def head_range(heads: int, rank: int, ranks: int) -> range:
     """Return the heads of one rank: an even share, or one replicated head if ranks outnumber heads."""
@@ -28,7 +30,10 @@ class Shard(msgspec.Struct, frozen=True):
         Raises ModelError, which says `what` is divided, if neither is possible.
         """
         if group.heads % self.size and self.size % group.heads:
-            raise ModelError(f"{what}: {group.heads} heads cannot be divided among {self.size} ranks")
+            fitting = [size for size in RANKS if not group.heads % size or not size % group.heads]
+            raise ModelError(
+                f"{what}: {group.heads} heads cannot be divided among {self.size} ranks; {_remedy(fitting)}"
+            )
         return head_range(group.heads, self.rank, self.size)
 
     def addends(self, group: HeadGroup, what: str) -> range:
@@ -38,7 +43,10 @@ class Shard(msgspec.Struct, frozen=True):
         Raises ModelError if the heads are not divided evenly.
         """
         if group.heads > 1 and group.heads % self.size:
-            raise ModelError(f"{what}: {group.heads} heads cannot be divided evenly among {self.size} ranks")
+            fitting = [size for size in RANKS if not group.heads % size]
+            raise ModelError(
+                f"{what}: {group.heads} heads cannot be divided evenly among {self.size} ranks; {_remedy(fitting)}"
+            )
         return head_range(group.heads, self.rank, self.size)
 
     def tokens(self, vocab_size: int) -> range:
@@ -58,3 +66,8 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 WHOLE: Final = Shard()  # a model that is not divided
+
+
+def _remedy(fitting: list[int]) -> str:
+    """Return what to do, given the numbers of ranks that would fit; 1 always does."""
+    return f"use {' or '.join(map(str, fitting))} rank{'s' if fitting[-1] > 1 else ''}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor
 from common.checkpoint.families import LayerKind
 from common.checkpoint.gated_delta_config import GatedDeltaConfig
 from common.checkpoint.layer_norms import LayerNorms
+from common.checkpoint.llava_config import LlavaVision
 from common.checkpoint.model_config import ModelConfig
 from common.engine.formats.dense import DenseFormat
 from common.engine.layers.parts import Columns, rank_blocks, runs_of
 from common.engine.layers.placement import Placement
 from common.engine.layers.ranks import ONE_RANK, OneRank, Ranks
+from common.engine.models.llava import LlavaPart
 from common.engine.models.model_registry import build_model
 from common.engine.weights import fill_piece
 from common.errors import ModelError
@@ -31,6 +34,7 @@ from tests.unit.engine.paged_driver import Driver
 
 LENGTHS = (1, 30, 9)
 CPU = torch.device("cpu")
+TINY_VISION = Path(__file__).parents[3] / "deploy" / "tiny_models" / "tiny-vision"
 OUTPUT_NORMS = LayerNorms("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 DELTA = GatedDeltaConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=4, grouped_rows=False)
 HYBRID = replace(CONFIG, layer_kinds=(LayerKind("gated_delta"), LayerKind()), gated_delta=DELTA)
@@ -151,12 +155,12 @@ def test_adjacent_rows_of_a_tensor_are_one_read() -> None:
 @pytest.mark.parametrize(
     ("config", "size", "said"),
     [
-        (CONFIG, 3, "q_proj|self_attn: 4 heads cannot be divided among 3 ranks"),
-        (CONFIG, 8, "o_proj: 4 heads cannot be divided evenly among 8 ranks"),
+        (CONFIG, 3, "q_proj|self_attn: 4 heads cannot be divided among 3 ranks; use 1 or 2 or 4 or 8 ranks"),
+        (CONFIG, 8, "o_proj: 4 heads cannot be divided evenly among 8 ranks; use 1 or 2 or 4 ranks"),
         (
             replace(CONFIG, intermediate_size=49),
             2,
-            "49 heads cannot be divided (evenly )?among 2 ranks",
+            "49 heads cannot be divided (evenly )?among 2 ranks; use 1 rank$",
         ),
         (
             replace(CONFIG, qk_norm=True, qk_norm_whole=True),
@@ -178,3 +182,14 @@ def test_a_format_declares_parts_for_one_rank_as_they_are() -> None:
         ("p.weight", True),
         ("p.bias", True),
     ]
+
+
+def test_vision_towers_are_on_every_rank() -> None:
+    config = ModelConfig.load(TINY_VISION)
+    assert isinstance(config.vision, LlavaVision)
+    placement = replace(PLACEMENT, ranks=OneRank(Shard(1, 2)))
+    whole = LlavaPart(config.vision, config.hidden_size, PLACEMENT)
+    part = LlavaPart(config.vision, config.hidden_size, placement)
+    shapes = [each.shape for each in whole.parameters()]
+    assert shapes
+    assert [each.shape for each in part.parameters()] == shapes
