@@ -65,6 +65,7 @@ from common.engine.ops.tiles import Tiles
 from common.engine.ops.token_norm import token_norm_triton
 from common.engine.ops.top_tokens import top_tokens_triton
 from common.engine.ops.verify_attention import verify_triton
+from common.engine.ops.vocabulary_rows import vocabulary_rows_triton
 from common.engine.ops.write_mark import write_mark_triton
 from kv_transfer.transport.cuda import pages as cuda_pages
 from tests.fakes.pools import layers_layout
@@ -398,6 +399,7 @@ def drawing() -> None:
         top_tokens_triton(logits, count)
     pool = torch.zeros(rows, 4, HIDDEN, dtype=BF16)
     write_mark_triton(ids[:1], ids[:1])
+    vocabulary_rows_triton(ids, torch.zeros(64, HIDDEN, dtype=BF16), 64)
     keep_hidden_triton(torch.zeros(rows, HIDDEN, dtype=BF16), ids, pool, 1, ids, ids)
     table = torch.zeros(9, 70, dtype=torch.int32)
     placed = torch.zeros(rows, 2, dtype=torch.int64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.checkpoint.model_config import Activation
@@ -16,6 +15,7 @@ from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.linear import Embedding, Linear
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
+from common.engine.ops.vocabulary_rows import vocabulary_rows
 
 
 class RanksLinear(Linear):
@@ -106,9 +106,7 @@ class SummedEmbedding(Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return [T, H] for ids [T] int64; ids of other ranks have zeros in this rank's addend."""
-        foreign = (ids < self.tokens.start) | (ids >= self.tokens.stop)
-        rows = F.embedding((ids - self.tokens.start).masked_fill(foreign, 0), self.weight)
-        return all_reduce(rows.masked_fill(foreign.unsqueeze(-1), 0.0), self.number)
+        return all_reduce(vocabulary_rows(ids, self.weight, self.tokens.start), self.number)
 
 
 def summed_norm(y: Tensor, stream: Tensor, norm: RmsNorm, group: int) -> tuple[Activations, Tensor]:

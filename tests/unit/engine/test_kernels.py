@@ -35,6 +35,7 @@ from common.engine.ops.silu_mul import (
 )
 from common.engine.ops.token_norm import token_norm_reference, token_norm_triton
 from common.engine.ops.triton_kernel import tl
+from common.engine.ops.vocabulary_rows import vocabulary_rows_reference, vocabulary_rows_triton
 from common.engine.ops.write_mark import write_mark_reference, write_mark_triton
 
 pytestmark = [
@@ -284,3 +285,17 @@ def test_keep_hidden_checks_its_arguments() -> None:
     ):
         with pytest.raises(AssertionError):
             keep_hidden_triton(*wrong)
+
+
+@pytest.mark.parametrize("size", [48, 1030])
+def test_rows_of_a_part_of_the_vocabulary(size: int) -> None:
+    """Ids before, in and past the part; the last token of a rank and the first of the next one."""
+    weight = torch.randn(7, size)
+    ids = torch.tensor([0, 9, 10, 13, 16, 17, 90, 10])
+    found = vocabulary_rows_triton(ids, weight, 10)
+    assert torch.equal(found, vocabulary_rows_reference(ids, weight, 10))
+    column = torch.stack((ids, ids), dim=1)[:, 1]  # its ids are not adjacent
+    assert torch.equal(vocabulary_rows_triton(column, weight, 10), found)
+    assert torch.equal(found[[2, 3, 4, 7]], weight[[0, 3, 6, 0]])
+    assert not found[[0, 1, 5, 6]].any()
+    assert vocabulary_rows_triton(ids[:0], weight, 10).shape == (0, size)
