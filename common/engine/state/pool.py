@@ -147,8 +147,8 @@ class KvPool:
 
         All values are read before any is written, so source and target may overlap.
         """
-        for planes in self._slots:
-            planes.index_copy_(1, target, planes.index_select(1, source))
+        for slots in self._slots:
+            slots.index_copy_(0, target, slots.index_select(0, source))
 
     def _view(self, placed: PlacedPlane) -> Tensor:
         flat = self.storage[placed.offset : placed.offset + placed.nbytes].view(_dtype(placed))
@@ -156,16 +156,19 @@ class KvPool:
         return flat.view(placed.items, *tokens, *placed.entry)
 
     def _all_slots(self, group: Sequence[PlacedPlane]) -> list[Tensor]:
-        """Return views [planes, slots, values] of identical planes: one view if their offsets are evenly spaced."""
+        """Return views [slots, planes, values] of identical planes: one view if their offsets are evenly spaced.
+
+        Slots come first because index_select over another dimension copies all of a view with gaps on the CPU.
+        """
         first, last, slots = group[0], group[-1], self.num_pages * self.page_size
         spaces = {b.offset - a.offset for a, b in pairwise(group)} or {first.nbytes}
         if len(spaces) > 1:
             planes = (self._planes[each.plane.layer, each.plane.name] for each in group)
-            return [_copied(plane).view(1, slots, -1) for plane in planes]
+            return [_copied(plane).view(slots, 1, -1) for plane in planes]
         flat = self.storage[first.offset : last.offset + last.nbytes].view(_dtype(first))
         values = first.nbytes // first.plane.item_bytes // slots
         stride = spaces.pop() // first.plane.item_bytes
-        return [_copied(flat).as_strided((len(group), slots, values), (stride, values, 1))]
+        return [_copied(flat).as_strided((slots, len(group), values), (values, stride, 1))]
 
 
 def _alike(planes: Sequence[PlacedPlane]) -> Iterator[list[PlacedPlane]]:

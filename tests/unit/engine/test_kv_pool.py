@@ -6,6 +6,7 @@ from multiprocessing.shared_memory import SharedMemory
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from common.engine.state.pool import KvPool
 from common.kv_cache.plane import Kept, Plane
@@ -138,3 +139,14 @@ def test_slots_move_in_all_planes_as_if_read_before_any_is_written(
     for plane, then in zip(planes, before, strict=True):
         then[target] = then[source].clone()
         assert torch.equal(plane.view(-1, HEADS, DIM), then)
+
+
+def test_a_move_allocates_what_it_moves_and_not_the_pool() -> None:
+    """Between the planes of a node's pool are gaps that align them."""
+    pool = make(layout(between=(Plane("target", 2, "latent", Kept.PAGED, (6,), "bfloat16"),), pages=1_000))
+    source, target = torch.tensor([6, 9, 10, 17]), torch.tensor([5, 6, 7, 10])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+        pool.move_slots(source, target)
+    allocated = [each.self_cpu_memory_usage for each in measured.key_averages()]
+    moved = len(source) * pool.page_bytes // PAGE
+    assert moved <= sum(size for size in allocated if size > 0) < 2 * moved
