@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from tests.chaos.disk import Disk
 from tests.chaos.namespaces import Host, Namespace
 from tests.chaos.proxy import Link
 from tests.chaos.timeline import Timeline
+from tests.cluster import fork_server
 from tests.cluster.harness import ENV, ROOT, RunningCluster
 
 MODELS = ROOT / "deploy" / "tiny_models"
@@ -152,13 +151,13 @@ class ChaosCluster(RunningCluster):
     def launch(self, name: str) -> None:
         role = name.rpartition("-")[0]
         module = ["router"] if name == "router" else [f"{role}_node", "--name", name]
-        command = [sys.executable, "-m", *module, "--cluster", str(self.file)]
+        module += ["--cluster", str(self.file)]
         if name in self.proxy_ports:
-            command += ["--set", f"router.control_address=tcp://127.0.0.1:{self.proxy_ports[name]}"]
+            module += ["--set", f"router.control_address=tcp://127.0.0.1:{self.proxy_ports[name]}"]
         self._expected.discard(name)
         with (self.disk.logs / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                self.hosts[name].command(command), cwd=ROOT, env=self._environment(), stdout=log, stderr=log
+            self.processes[name] = fork_server.start(
+                module, ROOT, self._environment(), log, self.hosts[name].path
             )
         self.launched.add(self.processes[name].pid)
 

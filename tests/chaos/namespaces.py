@@ -6,7 +6,6 @@ the proxy, which forwards the connection: no process notices that it is observed
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import shutil
@@ -14,7 +13,8 @@ import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
-CLONE_NEWNET = 0x40000000
+from tests.fakes.network_namespace import enter_network
+
 PREFIX = "tandem"  # tandem-PID-NODE, with the process id of the harness
 
 
@@ -22,9 +22,8 @@ def missing() -> str | None:
     """Return why namespaces cannot be used on this machine; None if they can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    for tool in ("ip", "nsenter"):
-        if shutil.which(tool) is None:
-            return f"network namespaces need the command {tool} (packages iproute2 and util-linux)"
+    if shutil.which("ip") is None:
+        return "network namespaces need the command ip (package iproute2)"
     sweep()
     probe = Namespace("probe")
     try:
@@ -48,10 +47,7 @@ class Host:
     """A host on which a process runs. This class is the machine itself."""
 
     name = ""
-
-    def command(self, arguments: list[str]) -> list[str]:
-        """Return the command line that runs `arguments` on this host."""
-        return arguments
+    path: str | None = None  # of its network namespace; None is that of the harness
 
     def socket(self) -> socket.socket:
         """Create a TCP socket of this host's network."""
@@ -66,11 +62,10 @@ class Namespace(Host):
 
     def __init__(self, node: str) -> None:
         self.name = f"{PREFIX}-{os.getpid()}-{secrets.token_hex(2)}-{node}"
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=self.name, initializer=self._enter)
-
-    @property
-    def _path(self) -> str:
-        return f"/run/netns/{self.name}"
+        self.path = f"/run/netns/{self.name}"
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix=self.name, initializer=enter_network, initargs=(self.path,)
+        )
 
     def create(self) -> None:
         """Create it. Raises CalledProcessError with the tool's output."""
@@ -80,9 +75,6 @@ class Namespace(Host):
         ):
             subprocess.run(arguments, check=True, capture_output=True)
 
-    def command(self, arguments: list[str]) -> list[str]:
-        return ["nsenter", f"--net={self._path}", "--", *arguments]
-
     def socket(self) -> socket.socket:
         """Create a socket; it stays in the namespace in which its thread was at that moment."""
         return self._thread.submit(socket.socket).result()
@@ -90,13 +82,3 @@ class Namespace(Host):
     def delete(self) -> None:
         self._thread.shutdown()
         subprocess.run(["ip", "netns", "delete", self.name], check=False, capture_output=True)
-
-    def _enter(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        descriptor = os.open(self._path, os.O_RDONLY)
-        try:
-            if libc.setns(descriptor, CLONE_NEWNET) != 0:
-                number = ctypes.get_errno()
-                raise OSError(number, os.strerror(number), self._path)
-        finally:
-            os.close(descriptor)

@@ -1,14 +1,15 @@
-"""Starts nodes of test clusters as forks of a process that has already imported torch, which takes seconds per node.
+"""Starts the processes of test clusters as forks of one that has already imported torch, which takes seconds per node.
 
 `start` asks the server of this test process, which runs as `python -m tests.cluster.fork_server`. A fork runs the same
 entry point as `python -m MODULE` does, with the same arguments, environment, directory and log. Starts without a fork
-are tested with the commands of deploy/ and by the chaos runs.
+are tested with the commands of deploy/.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -17,12 +18,23 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Protocol
 
-PRELOADED = ("decode_node.build", "prefill_node.build")
+from tests.fakes.network_namespace import enter_network
+
+# typer imports parts of pydantic when it parses arguments.
+PRELOADED = (
+    "decode_node.build",
+    "prefill_node.build",
+    "router.build",
+    "pydantic.type_adapter",
+    "pydantic.fields",
+)
 MOST_BYTES = 65_536  # limit for one order
 
 
@@ -40,10 +52,13 @@ class Started(Protocol):
 
 
 class Fork:
-    """A process that the server forked. The server reports its end through `connection`."""
+    """A process that the server forked. The server reports its end through `connection`. Threads may share it."""
 
     def __init__(self, connection: socket.socket, arguments: Sequence[str]) -> None:
         self._connection = connection
+        # Not closed before: another thread may wait for it.
+        weakref.finalize(self, connection.close)
+        self._reading = threading.Lock()
         self._arguments = list(arguments)
         self.returncode: int | None = None
         self.pid = int(connection.recv(64))
@@ -76,10 +91,11 @@ class Fork:
             selector.register(self._connection, selectors.EVENT_READ)
             if not selector.select(timeout):
                 return
-        ended = self._connection.recv(64)
-        assert ended, "the fork server has ended"
-        self.returncode = os.waitstatus_to_exitcode(int(ended))
-        self._connection.close()
+        with self._reading:
+            if self.returncode is None:
+                ended = self._connection.recv(64)
+                assert ended, "the fork server has ended"
+                self.returncode = os.waitstatus_to_exitcode(int(ended))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +105,12 @@ class Order:
     module: list[str]  # with its arguments
     directory: str
     environment: dict[str, str]
+    network: str | None  # path of its network namespace; None for the server's
 
     def run(self) -> NoReturn:
         """Run the module as the main program of this process."""
+        if self.network is not None:
+            enter_network(self.network)
         os.chdir(self.directory)
         os.environ.clear()
         os.environ.update(self.environment)
@@ -103,15 +122,24 @@ class Order:
 _server: socket.socket | None = None
 
 
-def start(module: Sequence[str], directory: Path, environment: dict[str, str], log: BinaryIO) -> Fork:
-    """Run `python -m MODULE ...` in a fork of the server, which the first call of a process starts."""
+def start(
+    module: Sequence[str],
+    directory: Path,
+    environment: dict[str, str],
+    log: BinaryIO,
+    network: str | None = None,
+) -> Fork:
+    """Run `python -m MODULE ...` in a fork of the server, which the first call of a process starts.
+
+    `network`: path of a network namespace to run in.
+    """
     global _server
     if _server is None:
         _server = _launch(directory, environment)
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    order = {"module": list(module), "directory": str(directory), "environment": environment}
+    order = Order(list(module), str(directory), environment, network)
     with far:
-        socket.send_fds(_server, [json.dumps(order).encode()], [far.fileno(), log.fileno()])
+        socket.send_fds(_server, [json.dumps(asdict(order)).encode()], [far.fileno(), log.fileno()])
     return Fork(near, module)
 
 
@@ -144,6 +172,8 @@ class _Server:
         """Return the order in a fork, and None in the server when the test process has ended."""
         signal.set_wakeup_fd(self._waking.fileno())
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        # Ctrl-C in a terminal reaches the server, too, which must outlive its forks.
+        self._on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
         selector = selectors.DefaultSelector()
         selector.register(self._orders, selectors.EVENT_READ)
         selector.register(self._ended, selectors.EVENT_READ)
@@ -177,6 +207,7 @@ class _Server:
         """Leave behind what belongs to the server."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, self._on_interrupt)
         for each in (self._orders, self._ended, self._waking, report, *self._forks.values()):
             each.close()
         os.dup2(log, 1)
@@ -188,6 +219,9 @@ def main() -> None:
     """Run the server, or in a fork the module that was ordered."""
     for name in PRELOADED:
         __import__(name)
+    # A collection in a fork would visit, and so copy, all that was imported.
+    gc.collect()
+    gc.freeze()
     order = _Server(socket.socket(fileno=int(sys.argv[1]))).serve()
     if order is not None:
         order.run()

@@ -166,11 +166,7 @@ class RunningCluster:
         module = ["tests.fakes.with_rows", *added, "--", *module] if added else module
         with (self.directory / f"{name}.log").open("ab") as log:
             module += ["--cluster", str(self.file)]
-            self.processes[name] = (
-                subprocess.Popen([sys.executable, "-m", *module], cwd=ROOT, env=ENV, stdout=log, stderr=log)
-                if name == "router"
-                else fork_server.start(module, ROOT, ENV, log)
-            )
+            self.processes[name] = fork_server.start(module, ROOT, ENV, log)
 
     def listens_at(self, name: str) -> set[tuple[str, int]]:
         """Return (address, port) of every listening TCP socket of the process and its children."""

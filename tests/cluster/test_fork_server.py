@@ -1,16 +1,19 @@
-"""Forked nodes behave like started ones: log, arguments, exit codes, signals."""
+"""Forked processes behave like started ones: log, arguments, exit codes, signals."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.chaos import namespaces
 from tests.cluster import fork_server
 from tests.cluster.harness import ENV, ROOT
-from tests.fakes.waiting import PATIENCE
+from tests.fakes.waiting import PATIENCE, until
 
 
 def started(log: Path, *module: str) -> fork_server.Fork:
@@ -36,3 +39,28 @@ def test_a_fork_is_signalled_and_waited_for(tmp_path: Path) -> None:
     assert fork.wait(PATIENCE) == -signal.SIGKILL
     fork.terminate()  # signals nobody
     assert not Path(f"/proc/{fork.pid}").exists()
+
+
+def test_threads_may_wait_for_one_fork(tmp_path: Path) -> None:
+    fork = started(tmp_path / "log", "http.server", "0", "--bind", "127.0.0.1")
+    with ThreadPoolExecutor() as threads:
+        waiting = [threads.submit(fork.wait, PATIENCE) for _ in range(3)]
+        fork.kill()
+        assert [each.result() for each in waiting] == [-signal.SIGKILL] * 3
+
+
+def test_a_fork_runs_in_a_network_namespace(tmp_path: Path) -> None:
+    if reason := namespaces.missing():
+        pytest.skip(reason)
+    namespace = namespaces.Namespace("fork")
+    namespace.create()
+    try:
+        with (tmp_path / "log").open("ab") as log:
+            module = ("http.server", "0", "--bind", "127.0.0.1")
+            fork = fork_server.start(module, ROOT, ENV, log, namespace.path)
+        there = f"/proc/{fork.pid}/ns/net"
+        until(lambda: os.path.samefile(there, str(namespace.path)))
+        fork.kill()
+        fork.wait(PATIENCE)
+    finally:
+        namespace.delete()
