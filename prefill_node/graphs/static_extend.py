@@ -10,13 +10,15 @@ from dataclasses import replace
 
 import torch
 
+from common.engine.attention.paged import CONVERTED_TOKENS
 from common.engine.attention.whole_prompt import MIN_TOKENS
 from common.engine.forward.batch import SAVES, BatchState, ForwardBatch
 from common.engine.graphs.slots import worst
 from common.engine.graphs.spec import ShapeKey
 
-UNBROKEN_TOKENS = 512  # below MIN_TOKENS of whole_prompt, from which the host chooses the kernel
+UNBROKEN_TOKENS = 512  # the host chooses no kernel by lengths
 assert UNBROKEN_TOKENS < MIN_TOKENS
+assert UNBROKEN_TOKENS <= CONVERTED_TOKENS
 BROKEN = ShapeKey(0)  # the limit if all graphs have breaks
 
 

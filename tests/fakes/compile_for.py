@@ -47,6 +47,7 @@ from common.engine.ops.keep_hidden import keep_hidden_triton
 from common.engine.ops.key_parts import PROGRAMS_PER_PROCESSOR
 from common.engine.ops.mask_logits import mask_logits_triton
 from common.engine.ops.output_norm import add_normed_rms_norm_triton, add_normed_triton
+from common.engine.ops.page_values import page_values_triton
 from common.engine.ops.peer_reduce import RankMemories, peer_sum_rms_norm_triton, peer_sum_triton
 from common.engine.ops.penalise import penalise_triton
 from common.engine.ops.rms_norm import add_rms_norm_triton, rms_norm_triton
@@ -374,12 +375,13 @@ def gated_delta(
 
 
 def fp8_pages() -> None:
-    """Launch the kernels that write keys and values, over pages that hold FP8."""
+    """Launch the kernels that write or convert keys and values, over pages that hold FP8."""
     qkv, plane = torch.zeros(4, 48, 128, dtype=BF16), torch.zeros(3, PAGE, KV_HEADS, 128, dtype=FP8)
     angles, slots = torch.zeros(4, 1, 128, dtype=BF16), torch.zeros(4, dtype=torch.int64)
     rotary_kv_write_triton(qkv, angles, angles, None, None, 1e-5, plane, plane, slots)
     rest = plane, plane, torch.zeros(4, 70, dtype=torch.int32), slots.int(), 1024, None, 0.1
     rotary_decode_triton(qkv, angles, angles, None, None, 1e-5, slots, *rest)
+    page_values_triton(plane, plane, slots.int(), 1.0, 1.0, BF16)
 
 
 def drawing() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from common.engine.attention.prompt_attention import PromptAttention
 from common.engine.forward.batch import ForwardBatch, ForwardMode
+from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.rms_norm import rms_norm
 from common.engine.ops.triton_kernel import report_compilations
 from common.engine.sampling.logit_adjustments import AdjustmentRows, Adjustments
@@ -33,10 +34,11 @@ def compiled() -> Iterator[list[str]]:
     triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_post_compile_hook = None
 
 
-def test_no_prompt_batch_compiles_after_the_warm_up(compiled: list[str]) -> None:
+@pytest.mark.parametrize("stored", [torch.bfloat16, FP8])
+def test_no_prompt_batch_compiles_after_the_warm_up(stored: torch.dtype, compiled: list[str]) -> None:
     """The first load after start-up waited 1.3 and 1.8 s for two tiles of extend attention."""
     heads, kv_heads, dim = 24, 6, 128  # used by no other test: nothing is compiled yet
-    pool = plain_pool(2, kv_heads, dim, 16, 3, torch.bfloat16, torch.device("cuda"))
+    pool = plain_pool(2, kv_heads, dim, 16, 3, stored, torch.device("cuda"))
     attention = PromptAttention(pool, [None, 64])
     attention.warm_up(heads, torch.bfloat16, 8192, 200)
     assert any("_extend_kernel" in kernel for kernel in compiled)
@@ -47,6 +49,9 @@ def test_no_prompt_batch_compiles_after_the_warm_up(compiled: list[str]) -> None
         (130, 2),
         (512, 1),
         (1025, 64),
+        (600, 1),
+        (1100, 1),
+        (5000, 1),
         (2048, 9),
         (8192, 16),
         (999, 200),
@@ -61,13 +66,13 @@ def test_no_prompt_batch_compiles_after_the_warm_up(compiled: list[str]) -> None
                 input_ids=ids,
                 positions=ids,
                 kv_slots=ids,
-                page_table=torch.zeros(requests, 3, dtype=torch.int32, device="cuda"),
+                page_table=torch.zeros(requests, 512, dtype=torch.int32, device="cuda"),
                 seq_lens=zeros,
                 query_start=starts,
                 logits_rows=ids[:0],
                 max_seq_len=0,
                 query_lens_host=(tokens,) + (0,) * (requests - 1),
-                seq_lens_host=(0,) * requests,
+                seq_lens_host=(tokens,) + (0,) * (requests - 1),
             )
         )
         qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device="cuda").to(torch.bfloat16)

@@ -143,7 +143,7 @@ def test_a_decode_step_in_one_launch(length: int) -> None:
 
 
 def test_a_whole_prompt_reads_what_its_chunks_read() -> None:
-    """Whole prompts are computed over the forward's own keys and values, chunks over pages."""
+    """Whole prompts are computed over the forward's own keys and values, chunks over pages, converted ones if long."""
     rows, heads, kv_heads, dim, page = 1024, 8, 2, 128, 16
     values = KvValues("float8_e4m3fn", {(0, "k"): 0.25, (0, "v"): 2.0})
     planes = attention_planes("target", 1, kv_heads, dim, "bfloat16")
@@ -155,22 +155,23 @@ def test_a_whole_prompt_reads_what_its_chunks_read() -> None:
     angles = cos.to(torch.bfloat16), sin.to(torch.bfloat16)
     pages = torch.arange(1, rows // page + 1, dtype=torch.int32, device=CUDA)[None]
     outs = []
-    for chunk in (rows, 256):
+    for chunk in (rows, 256, 768):
         parts = []
         for begin in range(0, rows, chunk):
-            end = begin + chunk
+            end = min(begin + chunk, rows)
+            new = end - begin
             attention.plan(
                 ForwardBatch(
                     mode=ForwardMode.EXTEND,
-                    input_ids=torch.zeros(chunk, dtype=torch.int64, device=CUDA),
+                    input_ids=torch.zeros(new, dtype=torch.int64, device=CUDA),
                     positions=torch.arange(begin, end, device=CUDA),
                     kv_slots=torch.arange(page + begin, page + end, device=CUDA),
                     page_table=pages,
                     seq_lens=torch.tensor([end], dtype=torch.int32, device=CUDA),
-                    query_start=torch.tensor([0, chunk], dtype=torch.int32, device=CUDA),
+                    query_start=torch.tensor([0, new], dtype=torch.int32, device=CUDA),
                     logits_rows=torch.zeros(1, dtype=torch.int64, device=CUDA),
                     max_seq_len=end,
-                    query_lens_host=(chunk,),
+                    query_lens_host=(new,),
                     seq_lens_host=(end,),
                 )
             )
@@ -181,3 +182,4 @@ def test_a_whole_prompt_reads_what_its_chunks_read() -> None:
             parts.append(attention.forward(0, mine[:, :heads], key, value))
         outs.append(torch.cat(parts))
     close(outs[0], outs[1])
+    close(outs[0], outs[2])

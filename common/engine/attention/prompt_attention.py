@@ -10,7 +10,8 @@ from torch import Tensor
 
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.whole_prompt import MAX_HEAD_DIM, attend_padded_prompt, whole_prompt_rows
-from common.engine.ops.extend_attention import extend_attention, shape_steps
+from common.engine.ops.extend_attention import shape_steps
+from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.triton_kernel import multiprocessors
 from common.engine.state.pool import KvPool
 
@@ -56,9 +57,10 @@ class PromptAttention(PagedAttention):
             starts = torch.zeros(requests + 1, dtype=torch.int32, device=pool.device)
             starts[1:] = tokens
             pages = torch.zeros(requests, 1, dtype=torch.int32, device=pool.device)
-            planes, window = (pool.key(layer), pool.value(layer)), self._windows[layer]
-            where, scales = (pages, starts, pages[:, 0].contiguous()), pool.scales(layer)
-            extend_attention(qkv[:, :heads], *planes, *where, window, self._scale, *scales)
+            given = qkv[:, :heads], layer, pages, (starts, pages[:, 0].contiguous())
+            self._extend(*given)
+            if pool.key(layer).dtype is FP8 and self._windows[layer] is None:
+                self._extend(*given, pages[0])
 
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if (live := self._whole_prompt_rows(query, self._windows[layer])) is not None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from common.engine.attention import paged
+from common.engine.ops.page_values import page_values
 from common.kv_cache.kv_values import FP8, KvValues
 from common.node.completion import Deferred
+from prefill_node.graphs import prompt_graphs
 from tests.fakes.draft_models import observed
 from tests.fakes.drafters import foresight
 from tests.fakes.node_cluster import NodeCluster, NoDraftModel, Shape, autoregressive
@@ -55,6 +60,23 @@ def test_chunks(chunk: int, draft: str) -> None:
         spec = cluster.decode.pool.layout.spec
         assert spec.page_bytes == 4 * (2 * 2 * 2 * 8 + (0 if draft == "none" else 2 * 2 * 8))
         expect(cluster, [prompt_of(n) for n in (1, 9, 65)])
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_pages_that_are_converted_once(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of more than four tokens count as long. Their graphs have breaks, as those of long chunks have."""
+    lengths: list[int] = []
+
+    def counted(keys: Tensor, values: Tensor, pages: Tensor, *rest: Any) -> Tensor:
+        lengths.append(len(pages))
+        return page_values(keys, values, pages, *rest)
+
+    monkeypatch.setattr(paged, "CONVERTED_TOKENS", 4)
+    monkeypatch.setattr(prompt_graphs, "UNBROKEN_TOKENS", 4)
+    monkeypatch.setattr(paged, "page_values", counted)
+    with NodeCluster(Shape(kv=KV, chunk_tokens=chunk, page_size=4)) as cluster:
+        expect(cluster, [prompt_of(65)])
+    assert max(lengths) == 16
 
 
 def test_prefix_hits_trees_and_layers() -> None:
