@@ -317,6 +317,8 @@ def eight_bits() -> None:
         fp8_product_cuda(codes, scales, qkv, of_qkv, None, BF16)
         given = *quantize_rows_triton(inner, blocks), down, of_down, None
         fp8_product_norm_quantized_cuda(*given, stream, stream[0], 1e-5, blocks)
+        fp8_gated_cuda(codes[:1], scales[:1], gate_up, of_gates, None, "silu", BF16)
+        fp8_product_cuda(codes[:1], scales[:1], qkv, of_qkv, None, BF16)
         # Experts of Qwen3-30B-A3B.
         ups, downs = torch.empty(128, 1536, 2048, dtype=FP8), torch.empty(128, 2048, 768, dtype=FP8)
         of_ups = torch.empty((128, 2, 6, 16) if blocks else (128, 1536))

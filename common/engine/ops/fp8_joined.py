@@ -21,6 +21,7 @@ from common.engine.ops.fp8_linear import fp8_product_cuda, fp8_product_reference
 from common.engine.ops.fp8_product import fp8_product_parts, fp8_product_triton
 from common.engine.ops.fp8_rows import quantize_rows_triton
 from common.engine.ops.fp8_tiles import Fp8Tiles, choose_fp8_gated_tiles, divide_fp8_depth
+from common.engine.ops.fp8_vectors import choose_fp8_vectors, fp8_vector_triton
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import (
     add_parts_rms_norm_triton,
@@ -60,11 +61,15 @@ def fp8_gated_cuda(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     rows, blocks = codes.shape[:-1].numel(), scales.ndim == 2
+    given = codes, row_scales, weight, scales, bias
+    vectors = choose_fp8_vectors(rows, weight.shape[0], weight.shape[1], gated=True)
     tiles = choose_fp8_gated_tiles(rows, blocks, room_of(codes.device).shared_bytes)
-    if tiles is None or bias is not None:
-        gate_up = fp8_product_cuda(codes, row_scales, weight, scales, bias, dtype)
-        return fp8_gate_triton(gate_up, activation, blocks)
-    inner = fp8_product_triton(codes, row_scales, weight, scales, None, tiles, dtype, activation)
+    if bias is None and vectors is not None:
+        inner = fp8_vector_triton(*given, vectors, dtype, activation)
+    elif bias is None and tiles is not None:
+        inner = fp8_product_triton(*given, tiles, dtype, activation)
+    else:
+        return fp8_gate_triton(fp8_product_cuda(*given, dtype), activation, blocks)
     return quantize_rows_triton(inner, blocks)
 
 
@@ -202,5 +207,7 @@ fp8_product_norm_quantized = register_op(
 
 def _division(codes: Tensor, weight: Tensor, scales: Tensor) -> Fp8Tiles | None:
     size, depth = weight.shape
+    if choose_fp8_vectors(codes.shape[:-1].numel(), size, depth) is not None:
+        return None
     gpu = multiprocessors(codes.device), room_of(codes.device).shared_bytes
     return divide_fp8_depth(codes.shape[:-1].numel(), size, depth, scales.ndim == 2, *gpu)

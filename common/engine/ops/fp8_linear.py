@@ -20,6 +20,7 @@ from common.engine.ops.fp8_library import library_product
 from common.engine.ops.fp8_product import fp8_product_triton
 from common.engine.ops.fp8_rows import quantize_rows, quantize_rows_reference, quantize_with
 from common.engine.ops.fp8_tiles import choose_fp8_tiles, library_is_faster
+from common.engine.ops.fp8_vectors import choose_fp8_vectors, fp8_vector_triton
 from common.engine.ops.registration import register_op
 from common.engine.ops.shared_memory import room_of
 from common.engine.ops.triton_kernel import multiprocessors
@@ -83,6 +84,9 @@ def fp8_product_cuda(
     dtype: torch.dtype,
 ) -> Tensor:
     rows, blocks = codes.shape[:-1].numel(), scales.ndim == 2
+    vectors = choose_fp8_vectors(rows, *weight.shape)
+    if vectors is not None:
+        return fp8_vector_triton(codes, row_scales, weight, scales, bias, vectors, dtype)
     if library_is_faster(rows, blocks):
         out = library_product(codes, row_scales, weight, scales, bias, dtype)
         if out is not None:
