@@ -62,6 +62,7 @@ from common.engine.ops.token_norm import token_norm, token_norm_reference
 from common.engine.ops.top_tokens import top_tokens, top_tokens_reference
 from common.engine.ops.triton_kernel import multiprocessors
 from common.engine.ops.verify_attention import verify_attention, verify_reference, verify_triton
+from common.engine.ops.vocabulary_rows import vocabulary_rows, vocabulary_rows_reference
 from tests.fakes.pools import plain_pool
 
 pytestmark = [
@@ -82,6 +83,15 @@ def close(actual: Tensor, expected: Tensor, scale: float = 1.0) -> None:
 
 def normal(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape, device=CUDA).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 300])
+def test_rows_of_a_part_of_the_vocabulary(dtype: torch.dtype, rows: int) -> None:
+    weight, ids = normal(500, 4096, dtype=dtype), torch.arange(rows, device=CUDA) * 37 % 900
+    expected = vocabulary_rows_reference(ids, weight, 300)
+    assert torch.equal(vocabulary_rows(ids, weight, 300), expected)
+    assert torch.equal(vocabulary_rows(torch.stack((ids, ids), 1)[:, 0], weight, 300), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -50,6 +50,8 @@ class SharedMemoryGroup(CollectiveGroup):
         self._peers = {
             rank: socket.socket(fileno=fd) for rank, fd in zip(others, endpoint.peers, strict=True)
         }
+        for peer in self._peers.values():
+            peer.set_inheritable(False)
         self._slot_bytes, self._stride = endpoint.slot_bytes, HEADER_BYTES + endpoint.slot_bytes
         self._memory = mmap.mmap(endpoint.memory, 2 * endpoint.size * self._stride)
         os.close(endpoint.memory)

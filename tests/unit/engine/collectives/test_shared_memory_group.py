@@ -233,6 +233,17 @@ def test_ranks_in_processes(number: signal.Signals, said: str) -> None:
         group.close()
 
 
+def test_processes_that_a_rank_starts_do_not_keep_its_connections_open() -> None:
+    """Descriptors that were passed to a process are inheritable there."""
+    endpoint, other = open_endpoints(2)
+    for each in endpoint.descriptors:
+        os.set_inheritable(each, True)
+    group = SharedMemoryGroup(endpoint)
+    assert not any(os.get_inheritable(each) for each in endpoint.peers)
+    group.close()
+    other.close()
+
+
 def test_descriptors_are_closed_with_the_group() -> None:
     before = set(os.listdir("/proc/self/fd"))
     groups = thread_groups(4)
