@@ -22,7 +22,7 @@ from decode_node.pacing import PacingCounters
 from decode_node.peers import PeerConnections
 from decode_node.retraction import Retraction
 from decode_node.step_rules import StepRules
-from kv_transfer.receiver import Receiver
+from kv_transfer.receiving import PageReceiver
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Links:
     router: RouterLink[DecodeMessage]
     peers: PeerConnections
     poller: zmq.Poller
-    receiver: Receiver
+    receiver: PageReceiver
 
 
 @dataclass(frozen=True, slots=True)

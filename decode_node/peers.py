@@ -1,4 +1,4 @@
-"""Connections to prefill nodes: one Dealer per incarnation, opened at the first reservation that names it.
+"""Connections to prefill nodes: one Dealer per rank, opened at the first reservation that names the node.
 
 A prefill node that sends too many invalid frames is disconnected, and its requests are placed elsewhere.
 """
@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Callable, Container
 
+import msgspec
 import zmq
 
-from common.errors import ConfigError, Overloaded, TransferFailed
+from common.errors import ConfigError, HandshakeRefused, Overloaded, TransferFailed
 from common.ipc import Dealer, LinkSecurity
 from common.ipc.bad_frames import BadFrames
 from common.messages.identity import NodeRef, routing_id
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
-from kv_transfer.receiver import Receiver
+from kv_transfer.receiving import PageReceiver
 
 MAX_PEERS = 256
 # A link that is silent for this long counts as broken. Together with LINK_SECONDS it bounds a request's wait.
@@ -33,7 +34,7 @@ class PeerConnections:
         context: zmq.Context[zmq.Socket[bytes]],
         name: str,
         incarnation: str,
-        receiver: Receiver,
+        receiver: PageReceiver,
         poller: zmq.Poller,
         security: LinkSecurity | None = None,
     ) -> None:
@@ -45,6 +46,7 @@ class PeerConnections:
         self._security = security
         self._dealers: dict[str, Dealer] = {}  # prefill incarnation -> socket
         self._names: dict[str, str] = {}  # prefill incarnation -> NAME/INCARNATION
+        self._leaders: dict[str, str] = {}  # prefill incarnation -> that of rank 0 of its node
         self._resets: dict[str, int] = {}  # resets of each socket that have been handled
         self._broken: set[str] = set()  # those of `_lost` whose link is broken but that may be alive
         self._lost: set[str] = set()  # prefill nodes that need a (new) Hello before pages are reserved
@@ -62,20 +64,40 @@ class PeerConnections:
 
         Raises RequestError, immediately if the link is known to be broken.
         """
-        dealer = self._dealers.get(peer.incarnation)
+        if peer.incarnation not in self._dealers or peer.incarnation in self._lost:
+            send = self._reach(peer, peer.incarnation)
+            self._receiver.connect(peer.incarnation, send, functools.partial(self._dial, peer))
+            self._greeted(peer.incarnation)
+        elif any(self._leaders[each] == peer.incarnation for each in self._lost):
+            try:
+                self._receiver.dial_ranks(peer.incarnation)
+            except HandshakeRefused as error:
+                raise TransferFailed(str(error)) from error
+
+    def _dial(self, node: NodeRef, incarnation: str, address: str) -> Callable[[bytes], object]:
+        """Connect to another rank of a prefill node; its Hello follows."""
+        rank = msgspec.structs.replace(node, incarnation=incarnation, peer_address=address)
+        send = self._reach(rank, node.incarnation)
+        self._greeted(incarnation)
+        return send
+
+    def _reach(self, peer: NodeRef, leader: str) -> Callable[[bytes], object]:
+        """Return what sends to a prefill rank, over a new socket if there is none. Raises RequestError."""
         if peer.incarnation in self._cut_off:
             raise TransferFailed(
                 f"prefill node {peer.name} sent too many invalid frames to this decode node; restart it"
             )
+        dealer = self._dealers.get(peer.incarnation)
         if dealer is None:
             dealer = self._open(peer)
-        elif peer.incarnation not in self._lost:
-            return
+            self._leaders[peer.incarnation] = leader
         if dealer.disconnected_for() > LINK_SECONDS:
             raise TransferFailed(f"prefill node {peer.name} cannot be reached from this decode node")
-        self._receiver.connect(peer.incarnation, functools.partial(self._send, peer.incarnation))
-        self._lost.discard(peer.incarnation)
-        self._broken.discard(peer.incarnation)
+        return functools.partial(self._send, peer.incarnation)
+
+    def _greeted(self, incarnation: str) -> None:
+        self._lost.discard(incarnation)
+        self._broken.discard(incarnation)
 
     def pump(self) -> None:
         """Pass everything that has arrived to the receiver and detect broken links."""
@@ -117,11 +139,16 @@ class PeerConnections:
         return dealer is not None and dealer.send(frame)
 
     def lost(self, incarnation: str) -> None:
-        """Note that a node counts as lost. Its socket stays open: if it lives, it has aborts to acknowledge."""
-        self._receiver.peer_lost(incarnation)
-        self._broken.discard(incarnation)
-        if incarnation in self._dealers:
-            self._lost.add(incarnation)
+        """Note that a node, or one of its ranks, counts as lost.
+
+        The sockets stay open: if it lives, it has aborts to acknowledge.
+        """
+        ranks = [rank for rank, leader in self._leaders.items() if incarnation in (rank, leader)]
+        for each in ranks or [incarnation]:
+            self._receiver.peer_lost(each)
+            self._broken.discard(each)
+            if each in self._dealers:
+                self._lost.add(each)
 
     def all_lost(self) -> None:
         """Note that all prefill nodes have forgotten this node: each needs a new Hello before the next reservation."""
@@ -130,14 +157,15 @@ class PeerConnections:
 
     def close_unused(self, needed: Container[str]) -> None:
         """Close the sockets to lost nodes, except those that a request still names, possibly in quarantine."""
-        for incarnation in [each for each in self._lost - self._broken if each not in needed]:
-            self._close(incarnation)
+        for incarnation in self._lost - self._broken:
+            if incarnation not in needed and self._leaders[incarnation] not in needed:
+                self._close(incarnation)
 
     def _close(self, incarnation: str) -> None:
         self._lost.discard(incarnation)
         self._broken.discard(incarnation)
         dealer = self._dealers.pop(incarnation)
-        del self._resets[incarnation], self._names[incarnation]
+        del self._resets[incarnation], self._names[incarnation], self._leaders[incarnation]
         self._poller.unregister(dealer.socket)
         dealer.close()
 

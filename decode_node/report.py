@@ -8,7 +8,7 @@ from decode_node.accept_counters import AcceptCounters
 from decode_node.batch_resources import BatchResources
 from decode_node.parts import Observation
 from decode_node.queues import Queues
-from kv_transfer.receiver import Receiver
+from kv_transfer.receiving import PageReceiver
 
 
 class Report:
@@ -18,7 +18,7 @@ class Report:
         self,
         queues: Queues,
         space: PageSpace,
-        receiver: Receiver,
+        receiver: PageReceiver,
         resources: BatchResources,
         observation: Observation,
     ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.errors import HandshakeRefused
+from common.kv_cache.pool_layout import PoolLayout
+from common.messages.identity import rank_incarnation
 from kv_transfer.compatible import compatible
 from kv_transfer.cuts import sources
 from kv_transfer.expiring import ExpiringMap
@@ -32,10 +34,16 @@ class Peer:
     hello: Hello
     memory: PeerMemory
     plan: PairPlan  # what this rank sends to the peer's rank
+    fed: tuple[str, ...]  # incarnations of the ranks of its node to which this rank sends
     early: int = 0  # this peer's entries in the early-slots map
     early_pages: int = 0  # pages in them
     busy_until: float = 0.0  # its loop may be silent until then
     lost: bool = False  # detached: nothing is written or sent to it any longer
+
+    @property
+    def leader(self) -> str:
+        """Incarnation of rank 0 of its node, by which the router names the node."""
+        return self.hello.leader or self.incarnation
 
     def rejects(self, slots: Slots) -> str | None:
         """Return why the slots are invalid, or None when they lie within the range that Hello described."""
@@ -48,6 +56,15 @@ class Peer:
         if self.plan.state and not 0 < slots.state_slot < self.hello.layout.num_slots:
             return f"state slot {slots.state_slot} of {self.hello.layout.num_slots}"
         return None
+
+
+def fed_ranks(ours: PoolLayout, leader: str, size: int) -> tuple[str, ...]:
+    """Return the incarnations of the ranks to which the rank of `ours` sends, of a decode node of `size` ranks."""
+    return tuple(
+        rank_incarnation(leader, rank)
+        for rank in range(size)
+        if ours.tp_rank in sources(ours.spec, ours.tp_size, rank, size)
+    )
 
 
 class PeerTable:
@@ -75,17 +92,22 @@ class PeerTable:
         return next((peer for peer in self._peers.values() if peer.incarnation == incarnation), None)
 
     def outlived(self, identity: bytes, incarnation: str, hello: Hello) -> list[Peer]:
-        """Return the peers that this Hello replaces: same node, socket or process, but not the same Hello."""
+        """Return the peers that this Hello replaces.
+
+        They are earlier processes of the node, and peers with the same socket or incarnation and another Hello.
+        """
+        leader = hello.leader or incarnation
         return [
             peer
             for peer in self._peers.values()
-            if (peer.hello.node == hello.node or peer.identity == identity or peer.incarnation == incarnation)
-            and (peer.incarnation, peer.hello) != (incarnation, hello)
+            if (peer.hello.node == hello.node and peer.leader != leader)
+            or (peer.identity == identity and peer.incarnation != incarnation)
+            or (peer.incarnation == incarnation and peer.hello != hello)
         ]
 
     def check(self, incarnation: str, hello: Hello) -> None:
         """Check that the peer can be served. Raises Refusal with a sentence for both logs."""
-        newer = self._retired.get(incarnation)
+        newer = self._retired.get(hello.leader) or self._retired.get(incarnation)
         if newer is not None:
             raise Refusal(
                 "retired",
@@ -97,12 +119,30 @@ class PeerTable:
         if sentence is not None:
             raise Refusal("layout", f"decode node {hello.node}: {sentence}")
         theirs = hello.layout
+        self._check_rank(incarnation, hello)
         needed = sources(ours.spec, ours.tp_size, theirs.tp_rank, theirs.tp_size)
         if ours.tp_rank not in needed:
             raise Refusal(
                 "tensor_parallel",
                 f"rank {theirs.tp_rank} of {theirs.tp_size} of decode node {hello.node} receives nothing from this "
                 f"prefill rank, {ours.tp_rank} of {ours.tp_size}; connect it to ranks {sorted(needed)}",
+            )
+
+    def _check_rank(self, incarnation: str, hello: Hello) -> None:
+        """Check that the peer is the rank that it claims to be. Raises Refusal."""
+        rank, size = hello.layout.tp_rank, hello.layout.tp_size
+        who = f"rank {rank} of {size} of decode node {hello.node}"
+        leader = hello.leader or incarnation
+        if rank_incarnation(leader, rank) != incarnation:
+            raise Refusal(
+                "ranks",
+                f"{who} has incarnation {incarnation}, which is no rank {rank} of the node {leader}; "
+                "start all ranks of a node together",
+            )
+        others = {each.hello.layout.tp_size for each in self._peers.values() if each.leader == leader}
+        if others - {size}:
+            raise Refusal(
+                "ranks", f"{who}: another rank of the same node said that there are {others.pop()} ranks"
             )
 
     def admit(self, identity: bytes, incarnation: str, hello: Hello) -> Peer:
@@ -127,7 +167,8 @@ class PeerTable:
         except HandshakeRefused as error:
             raise Refusal("transport", f"decode node {hello.node}: {error}") from None
         plan = pair_plan(self._endpoint.layout, hello.layout)
-        peer = Peer(identity, incarnation, hello, memory, plan)
+        fed = fed_ranks(self._endpoint.layout, hello.leader or incarnation, hello.layout.tp_size)
+        peer = Peer(identity, incarnation, hello, memory, plan, fed)
         self._peers[identity] = peer
         return peer
 

@@ -8,17 +8,21 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common.errors import DeadlineExceeded, RecordError, TransferFailed
+from common.errors import DeadlineExceeded, HandshakeRefused, RecordError, TransferFailed
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer import handoff_record
+from kv_transfer.counters import ReceiverCounters
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.limits import TransferLimits
-from kv_transfer.messages import AbortTransfer, RecordWritten, Slots, Welcome
+from kv_transfer.messages import AbortTransfer, PagesWritten, RecordWritten, Slots, Welcome
 from kv_transfer.pair_plan import Side, pair_plan
 from kv_transfer.record_times import NO_TIMES, RecordTimes, record_times
 from kv_transfer.state import ReceiveState, receive_step
 from kv_transfer.transport.base import ReceiverEndpoint, Window
 
+# Opens a connection to the rank of this incarnation at this address; returns what sends frames to it. Raises
+# RequestError if that is not possible.
+Dial = Callable[[str, str], Callable[[bytes], object]]
 MOST_GREETING = 60.0  # seconds; the longest work that a main loop announces
 
 
@@ -41,6 +45,9 @@ class Link:
     busy_until: float = 0.0  # its loop may be silent until then
     ranks: tuple[int, int] = (0, 1)  # its tensor-parallel rank and size; set when READY
     side: Side | None = None  # the blocks that it writes here; set when READY
+    dial: Dial | None = None  # connects to other ranks of its node
+    addresses: tuple[str, ...] = ()  # of all ranks of its node, if it is rank 0; set when READY
+    expected: tuple[int, int] | None = None  # the rank and size that rank 0 of its node has said
 
     def unanswered(self, now: float, timeout: float) -> bool:
         """Return whether Hello has waited too long: `timeout` if not connected, MOST_GREETING if connected."""
@@ -51,10 +58,17 @@ class Link:
     def welcomed(self, welcome: Welcome, layout: PoolLayout) -> None:
         """Mark the link READY to write into `layout`.
 
-        Raises ValueError if planes do not divide among that many ranks.
+        Raises ValueError if planes do not divide among that many ranks, HandshakeRefused if it is another rank than
+        the one that was dialed.
         """
+        said = (welcome.tp_rank, welcome.tp_size)
+        if self.expected not in (None, said):
+            raise HandshakeRefused(
+                f"prefill node {welcome.node}: rank {said[0]} of {said[1]} answers for rank %s of %s; restart that node"
+                % self.expected
+            )
         theirs = msgspec.structs.replace(layout, tp_rank=welcome.tp_rank, tp_size=welcome.tp_size)
-        self.ranks, self.side = (welcome.tp_rank, welcome.tp_size), pair_plan(theirs, layout).dst
+        self.ranks, self.side, self.addresses = said, pair_plan(theirs, layout).dst, welcome.addresses
         self.state, self.node = LinkState.READY, welcome.node
 
 
@@ -91,6 +105,17 @@ class Inbound:
 
     def go(self, state: ReceiveState) -> None:
         self.state = receive_step(self.room, self.state, state)
+
+    def progress(self, message: PagesWritten, counters: ReceiverCounters, now: float) -> None:
+        """Take note of pages that have landed."""
+        end = message.first + message.count
+        if end <= self.next_page or end > self.held_pages + len(self.pages):
+            counters.duplicates += 1
+            return
+        if message.first > self.next_page:
+            counters.gaps += 1  # a frame was lost; the checksums decide at the end
+        self.next_page, self.moved_at = end, now
+        self.go(ReceiveState.RECEIVING)
 
     def slots(self, now: float) -> Slots:
         """Return the message that lets the sender write."""

@@ -21,6 +21,8 @@ class InboundRoom:
     room: int
     pages: tuple[int, ...]
     state_slot: int
+    held_pages: int  # logical pages that the node has already
+    deadline: float | None
     parts: list[Inbound] = field(default_factory=list)
     given_up: bool = False  # it failed, or the node aborted it
 
@@ -119,19 +121,25 @@ class InboundRooms:
         now: float,
     ) -> InboundRoom:
         """Open a room with a part for each link. Raises Overloaded without record slots, InternalError for misuse."""
-        if len(self.free_record_slots) < len(links):
-            raise Overloaded(f"all {self._record_slots} record slots are in use")
+        self._check_record_slots(len(links))
         self._check_memory(room, pages, state_slot)
-        whole = self._rooms[room] = InboundRoom(room, tuple(pages), state_slot)
+        whole = self._rooms[room] = InboundRoom(room, tuple(pages), state_slot, held_pages, deadline)
         self._pages.update(pages)
         self._state_slots.update({state_slot} - {0})
-        for link in links:
-            self._generation += 1
-            slot = self.free_record_slots.pop()
-            part = Inbound(room, self._generation, link, whole.pages, held_pages, slot, deadline)
-            part.state_slot, part.next_page, part.moved_at = state_slot, held_pages, max(now, link.busy_until)
-            whole.parts.append(part)
+        self.complete(whole, links, now)
         return whole
+
+    def complete(self, whole: InboundRoom, links: Sequence[Link], now: float) -> None:
+        """Add a part for each link that has none. Raises Overloaded without record slots."""
+        missing = [link for link in links if whole.part_of(link) is None]
+        self._check_record_slots(len(missing))
+        for link in missing:
+            self._generation += 1
+            slot, held_pages = self.free_record_slots.pop(), whole.held_pages
+            part = Inbound(whole.room, self._generation, link, whole.pages, held_pages, slot, whole.deadline)
+            part.state_slot, part.next_page = whole.state_slot, held_pages
+            part.moved_at = max(now, link.busy_until)
+            whole.parts.append(part)
 
     def release_memory(self, whole: InboundRoom) -> None:
         """Return pages and state slot of the room to the node."""
@@ -142,6 +150,10 @@ class InboundRooms:
         """Remove the room; its record slots are free for other rooms."""
         del self._rooms[whole.room]
         self.free_record_slots.extend(part.record_slot for part in whole.parts)
+
+    def _check_record_slots(self, needed: int) -> None:
+        if len(self.free_record_slots) < needed:
+            raise Overloaded(f"all {self._record_slots} record slots are in use")
 
     def _check_memory(self, room: int, pages: Sequence[int], state_slot: int) -> None:
         if len(set(pages)) != len(pages) or not self._pages.isdisjoint(pages):

@@ -21,7 +21,7 @@ import msgspec
 
 from common.errors import HandshakeRefused, ProtocolError
 from common.kv_cache.plane import HeadGroup, Plane
-from common.kv_cache.pool_layout import PoolLayout, Ranks
+from common.kv_cache.pool_layout import MAX_RANKS, PoolLayout, Ranks
 from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.schema_hash import schema_hash
 from kv_transfer.transport.description import WireDescription
@@ -43,6 +43,8 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Code = Annotated[str, msgspec.Meta(max_length=64)]  # common.errors code
 Reason = Annotated[str, msgspec.Meta(max_length=4096)]
 Rooms = Annotated[tuple[U63, ...], msgspec.Meta(max_length=MAX_ROOMS)]
+Address = Annotated[str, msgspec.Meta(min_length=1, max_length=8192)]  # of a ZMQ socket
+Leader = Annotated[str, msgspec.Meta(max_length=32)]
 Milliseconds = Annotated[int, msgspec.Meta(ge=0, le=MAX_BUSY_MS)]
 
 
@@ -54,6 +56,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     transport: WireDescription
     record_slots: U32
     record_bytes: U32  # per slot
+    # Incarnation of the node's tensor-parallel rank 0, which those of the other ranks follow from; "": the own one.
+    leader: Leader = ""
 
 
 class Slots(msgspec.Struct, frozen=True, tag="slots"):
@@ -95,6 +99,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     process: ProcessIdentity
     tp_rank: U32 = 0
     tp_size: Ranks = 1
+    # Only from rank 0: the peer addresses of all ranks of its node, in order.
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_RANKS)] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -71,6 +71,13 @@ class OutboundRoom:
             next((part for part in self.parts if part.peer is None and part.accepts(peer)), None),
         )
 
+    def missing(self, peer: Peer) -> list[str]:
+        """Return the ranks of this peer's node that the room lacks, if it goes to that node: it goes to all of them."""
+        named = {part.decode for part in self.parts}
+        if self.failure is not None or named.isdisjoint(peer.fed):
+            return []
+        return [decode for decode in peer.fed if decode not in named]
+
     def fits(self, held_pages: int, num_pages: int) -> bool:
         """Return whether these pages equal the pages that the other decode ranks have granted."""
         granted = [part.slots for part in self.parts if part.slots is not None]

@@ -14,30 +14,28 @@ from common.errors import (
     InternalError,
     InvalidRequest,
     NodeLost,
-    Overloaded,
     ProtocolError,
     RecordError,
+    RequestError,
     TransferFailed,
-    Unavailable,
 )
 from common.kv_cache.pool_layout import PoolLayout
+from common.messages.identity import rank_incarnation
 from kv_transfer import messages
 from kv_transfer.counters import ReceiverCounters
 from kv_transfer.events import Arrived, PagesFree, PeerRefused, ReceiverEvent, RoomFailed
-from kv_transfer.inbound import Inbound, Link, LinkState
+from kv_transfer.inbound import Dial, Inbound, Link, LinkState
 from kv_transfer.inbound_room import InboundRoom, InboundRooms
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import (
     AbortAck,
-    Hello,
     PagesWritten,
     RecordWritten,
-    Refused,
     SenderFailed,
     SenderInbox,
     Welcome,
-    Working,
 )
+from kv_transfer.rank_links import RankLinks
 from kv_transfer.receiver_signs import ReceiverSigns
 from kv_transfer.state import ReceiveState
 from kv_transfer.transport.base import ReceiverEndpoint, Region
@@ -49,7 +47,7 @@ __all__ = ["Arrived", "PagesFree", "PeerRefused", "Receiver", "ReceiverEvent", "
 class Receiver:
     """Receives pages and records. It is poll-driven and used from one thread.
 
-    `endpoint` has allocated its KV region; the record region is allocated here. `clock` returns monotonic seconds.
+    `incarnation` is the node's: that of its rank in `layout` follows. `endpoint` has allocated its KV region.
     """
 
     def __init__(
@@ -65,14 +63,16 @@ class Receiver:
         endpoint.allocate(Region.RECORDS, record_slots * limits.record_bytes)
         endpoint.open(layout, limits.record_bytes)
         self.counters = ReceiverCounters()
-        self._incarnation = incarnation
+        self._incarnation = rank_incarnation(incarnation, layout.tp_rank)
+        self._leader = "" if layout.tp_rank == 0 else incarnation
         self._node = node
         self._endpoint = endpoint
         self._layout = layout
         self._clock = clock
         self._limits = limits
         self._record_slots = record_slots
-        self.links: dict[str, Link] = {}
+        self._ranks = RankLinks(layout, limits.max_peers, clock)
+        self.links = self._ranks.links
         self.rooms = InboundRooms(layout, record_slots)
         self.signs = ReceiverSigns(self.links, self.rooms, self._say, clock)
         self._events: list[ReceiverEvent] = []
@@ -88,21 +88,23 @@ class Receiver:
 
     # ---- called by the decode node
 
-    def connect(self, peer_incarnation: str, send: Callable[[bytes], object]) -> None:
+    def connect(
+        self, peer_incarnation: str, send: Callable[[bytes], object], dial: Dial | None = None
+    ) -> None:
         """Send Hello to this incarnation of a prefill node; again over a new socket, or after it was lost.
 
-        `send(frame)` must not block and returns False if it did not accept the frame. Raises Overloaded at max_peers.
+        `send(frame)` must not block and returns False if it did not accept the frame. `dial` connects rank 0 to the
+        other ranks of that node, once their rank 0 has named them. Raises Overloaded at max_peers.
         """
-        if len(self.links) >= self._limits.max_peers and peer_incarnation not in self.links:
-            raise Overloaded(
-                f"this decode node is already connected to {len(self.links)} prefill nodes (limit: max_peers)"
-            )
-        link = self.links.get(peer_incarnation)
-        if link is None:
-            link = self.links[peer_incarnation] = Link(peer_incarnation, send, self._clock())
-        link.send, link.greeted_at, link.state = send, self._clock(), LinkState.GREETING
-        where = to_wire(self._endpoint.describe(peer_incarnation))
-        self._say(link, Hello(self._node, self._layout, where, self._record_slots, self._limits.record_bytes))
+        link = self._ranks.greet(peer_incarnation, send, dial)
+        where, slots = to_wire(self._endpoint.describe(peer_incarnation)), self._record_slots
+        record_bytes = self._limits.record_bytes
+        hello = messages.Hello(self._node, self._layout, where, slots, record_bytes, self._leader)
+        self._say(link, hello)
+
+    def dial_ranks(self, incarnation: str) -> None:
+        """Connect to the other ranks of the prefill node with this rank 0; raises RequestError, HandshakeRefused."""
+        self._ranks.dial(incarnation, self.connect)
 
     def open(
         self,
@@ -113,26 +115,18 @@ class Receiver:
         deadline: float | None = None,
         state_slot: int = 0,
     ) -> int:
-        """Let the peers write logical pages held_pages.. of this room into `pages`; returns the last generation.
+        """Let the peers write logical pages held_pages.. of this room into `pages`; returns the first generation.
 
-        `peers` are the incarnations of every prefill rank that this rank receives from. Pages and state slot belong
-        to the receiver until Arrived or PagesFree. Raises InvalidRequest (room is active), Overloaded (too few record
-        slots), Unavailable (a peer is not connected).
+        `peers` are the incarnations of every prefill rank that this rank receives from, or only that of their rank 0
+        if it can be dialed. Pages and state slot belong to the receiver until Arrived or PagesFree. Raises
+        InvalidRequest (room is active), Overloaded (too few record slots), Unavailable (a peer is not connected).
         """
         if room in self.rooms:
             raise InvalidRequest(f"room {room} is active already", param="room")
-        links = [self._connected(each) for each in peers]
+        links = self._ranks.of(peers)
         whole = self.rooms.open(room, links, pages, held_pages, deadline, state_slot, self._clock())
-        for inbound in whole.parts:
-            if inbound.link.state is LinkState.READY and inbound.state is ReceiveState.QUEUED:
-                self._send_slots(inbound)
-        return whole.parts[-1].generation
-
-    def _connected(self, peer: str) -> Link:
-        link = self.links.get(peer)
-        if link is None or link.state is LinkState.LOST:
-            raise Unavailable(f"prefill node {peer} is not connected")
-        return link
+        self._grant(whole)
+        return whole.parts[0].generation
 
     def abort(self, room: int, reason: str, code: str = TransferFailed.code) -> None:
         """Give the room up: exactly one PagesFree follows, once nothing can be written to its pages any longer.
@@ -169,9 +163,8 @@ class Receiver:
         """Fail the rooms of a broken connection. The prefill node may be alive; its rooms may be placed elsewhere."""
         link = self.links.get(incarnation)
         if link is not None:
-            self._lose(
-                link, TransferFailed.code, f"the link to prefill node {link.node or incarnation} is broken"
-            )
+            reason = f"the link to prefill node {link.node or incarnation} is broken"
+            self._lose(link, TransferFailed.code, reason)
 
     def link_works(self, incarnation: str) -> None:
         """Note that its process is connected, so it is only busy while Hello is unanswered; the router finds hangs."""
@@ -224,9 +217,9 @@ class Receiver:
                 self._refused(link, f"another incarnation answers at its address: {incarnation}")
         elif isinstance(decoded, Welcome):
             self._welcome(link, decoded)
-        elif isinstance(decoded, Refused):
+        elif isinstance(decoded, messages.Refused):
             self._refused(link, decoded.reason)
-        elif isinstance(decoded, Working):
+        elif isinstance(decoded, messages.Working):
             self.signs.heard(link, decoded)
         else:
             self._handle_room(link, decoded)
@@ -238,12 +231,23 @@ class Receiver:
         try:
             self._endpoint.admit(link.incarnation, welcome.process)
             link.welcomed(welcome, self._layout)
-        except (HandshakeRefused, ValueError) as error:
+            self.dial_ranks(link.incarnation)
+        except (HandshakeRefused, RequestError, ValueError) as error:
             self._refused(link, str(error))
             return
         for inbound in self.rooms.parts(link):
             if inbound.state is ReceiveState.QUEUED:
-                self._send_slots(inbound)
+                self._complete(inbound)
+
+    def _complete(self, inbound: Inbound) -> None:
+        """Add the parts of a room that only its peer's Welcome has named, and grant what can be granted."""
+        whole = self.rooms.of(inbound)
+        try:
+            self.rooms.complete(whole, self._ranks.of([inbound.link.incarnation]), self._clock())
+        except RequestError as error:
+            self._fail(inbound, error.code, str(error))
+        else:
+            self._grant(whole)
 
     def _handle_room(
         self, link: Link, message: PagesWritten | RecordWritten | SenderFailed | AbortAck
@@ -265,23 +269,13 @@ class Receiver:
         elif inbound.state is ReceiveState.QUEUED:
             self.counters.unknown_room += 1  # this generation was never sent to anybody
         elif isinstance(message, PagesWritten):
-            self._progress(inbound, message)
+            inbound.progress(message, self.counters, self._clock())
         elif isinstance(message, RecordWritten):
             self._verify(inbound, message)
         elif isinstance(message, SenderFailed):
             self._free(inbound, message.code, message.reason)
         else:
             self.counters.duplicates += 1
-
-    def _progress(self, inbound: Inbound, message: PagesWritten) -> None:
-        end = message.first + message.count
-        if end <= inbound.next_page or end > inbound.held_pages + len(inbound.pages):
-            self.counters.duplicates += 1
-            return
-        if message.first > inbound.next_page:
-            self.counters.gaps += 1  # a frame was lost; the checksums decide at the end
-        inbound.next_page, inbound.moved_at = end, self._clock()
-        inbound.go(ReceiveState.RECEIVING)
 
     def _verify(self, inbound: Inbound, message: RecordWritten) -> None:
         # The sender is done: anything that arrives from now on does not belong to this transfer.
@@ -379,6 +373,12 @@ class Receiver:
                 self._fail(inbound, code, reason)
 
     # ---- messages to prefill nodes
+
+    def _grant(self, whole: InboundRoom) -> None:
+        """Send the destinations to those peers of a room that are ready."""
+        for inbound in whole.parts:
+            if inbound.link.state is LinkState.READY and inbound.state is ReceiveState.QUEUED:
+                self._send_slots(inbound)
 
     def _send_slots(self, inbound: Inbound) -> None:
         """Send the destinations to a peer that is ready, unless the room lacks one of the ranks that it needs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 
 from common.errors import (
@@ -15,6 +14,7 @@ from common.errors import (
     TransferFailed,
 )
 from common.kv_cache.pool_layout import PoolLayout
+from common.messages.identity import rank_incarnation
 from kv_transfer import messages
 from kv_transfer.counters import SenderCounters
 from kv_transfer.early_slots import EarlySlots
@@ -27,6 +27,7 @@ from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import AbortAck, AbortTransfer, Hello, ReceiverInbox, Refused, SenderFailed, Slots
 from kv_transfer.outbound import Outbound
 from kv_transfer.outbound_room import GrantedSlots, OutboundRoom
+from kv_transfer.room_alarms import RoomAlarms
 from kv_transfer.sender_signs import SenderSigns
 from kv_transfer.transport.base import SenderEndpoint
 from kv_transfer.transport.layers import LayerEndpoint
@@ -38,8 +39,8 @@ __all__ = ["Delivered", "GrantedSlots", "Sender", "SenderEvent", "SlotsGranted",
 class Sender:
     """Sends pages and records. It is poll-driven and used from one thread.
 
-    `endpoint.register(layout, kv)` has been called. `send(peer identity, frame)` must not block; it returns False if
-    the frame was not accepted. `clock` returns monotonic seconds.
+    `incarnation` is the node's: that of its rank in `layout` follows. `endpoint.register(layout, kv)` has been called.
+    `send(peer identity, frame)` must not block; it returns False for a frame that was not accepted.
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class Sender:
         if endpoint.layout != layout:
             raise ValueError("the endpoint was registered with another layout")
         self.counters = SenderCounters()
-        self._incarnation = incarnation
+        self._incarnation = rank_incarnation(incarnation, layout.tp_rank)
         self._node = node
+        self.addresses: tuple[str, ...] = ()  # rank 0: of the peer sockets of all ranks; set at start
         self.endpoint = endpoint
         self._send = send
         self._clock = clock
@@ -64,7 +66,7 @@ class Sender:
         self._process = process.current()
         self.rooms: dict[int, OutboundRoom] = {}
         self._busy: dict[int, OutboundRoom] = {}  # rooms that every poll has to advance
-        self.alarms: list[tuple[float, int]] = []  # heap of (when, room) for the other rooms
+        self.alarms = RoomAlarms(self.rooms)  # of the other rooms
         self._events: list[SenderEvent] = []
         self.early = EarlySlots(limits, clock)
         self.ended: ExpiringMap[int, tuple[str, str]] = ExpiringMap(
@@ -97,8 +99,9 @@ class Sender:
     def expect(self, room: int, deadline: float | None = None, decodes: Sequence[str] = ("",)) -> None:
         """Register a room whose prompt has arrived.
 
-        `deadline` is on the sender's clock. `decodes` are the incarnations that grant slots, one per decode rank that
-        this rank sends to, "" for any; when one is lost the room is lost. InvalidRequest if the room is active.
+        `deadline` is on the sender's clock. `decodes` are the incarnations that grant slots, "" for any; when one is
+        lost the room is lost. Other ranks of their nodes to which this rank sends are added once one of them grants.
+        Raises InvalidRequest if the room is active.
         """
         if room in self.rooms:
             raise InvalidRequest(f"room {room} is active already", param="room")
@@ -164,10 +167,10 @@ class Sender:
             self._advance(room)
 
     def peer_lost(self, incarnation: str) -> None:
-        """Drop a decode node that is gone: its rooms are lost, its memory is detached."""
-        peer = self.peers.find(incarnation)
-        if peer is not None:
-            self._drop(peer, f"decode node {peer.hello.node} is gone")
+        """Drop a decode node that is gone: its rooms are lost, the memory of all its ranks is detached."""
+        for peer in self.peers.all():
+            if incarnation in (peer.leader, peer.incarnation):
+                self._drop(peer, f"decode node {peer.hello.node} is gone")
         for room in list(self.rooms.values()):
             if any(part.decode == incarnation for part in room.parts):
                 room.give_up(NodeLost.code, "the decode node is gone")
@@ -178,12 +181,9 @@ class Sender:
         self.signs.tell()
         for room in list(self._busy):
             self._advance(room)
-        now = self._clock()
-        while self.alarms and self.alarms[0][0] <= now:
-            due = self.rooms.get(heapq.heappop(self.alarms)[1])
-            if due is not None:
-                self._advance(due.room)
-                self._watch(due)
+        for due in self.alarms.due(self._clock()):
+            self._advance(due.room)
+            self._watch(due)
         for early in self.early.expire():
             self.counters.early_evicted += 1
             self._decline(
@@ -236,8 +236,8 @@ class Sender:
         try:
             self.peers.check(incarnation, hello)
             for old in self.peers.outlived(identity, incarnation, hello):
-                if old.incarnation != incarnation:
-                    self._retired.put(old.incarnation, incarnation)
+                for gone in {old.incarnation, old.leader} - {incarnation, hello.leader}:
+                    self._retired.put(gone, incarnation)
                 self._drop(old, f"decode node {old.hello.node} restarted")
             self.peers.admit(identity, incarnation, hello)
         except Refusal as error:
@@ -245,7 +245,8 @@ class Sender:
             return
         self.counters.handshakes += 1
         layout = self.endpoint.layout
-        self._say(identity, messages.Welcome(self._node, self._process, layout.tp_rank, layout.tp_size))
+        who = layout.tp_rank, layout.tp_size
+        self._say(identity, messages.Welcome(self._node, self._process, *who, self.addresses))
 
     def _slots(self, peer: Peer, slots: Slots) -> None:
         """Grant the slots, keep them for a prompt that has not arrived yet, or decline them at once."""
@@ -310,13 +311,15 @@ class Sender:
 
     def _grant(self, expected: OutboundRoom, peer: Peer, slots: Slots, received_at: float) -> None:
         """Take the slots for the part of this decode rank, or decline them with a reason."""
+        for decode in expected.missing(peer):
+            expected.parts.append(self._part(expected.room, expected.parts[0].deadline, decode))
         part = expected.part_of(peer)
         if part is None and all(each.slots is None for each in expected.parts):
             self._decline(peer, slots, TransferFailed.code, "the room belongs to another decode node")
+        elif expected.failure is not None and (part is None or part.slots is None):
+            self._decline(peer, slots, *expected.failure)
         elif part is None or part.slots is not None:
             self._again(peer, slots, None if part is None else part.slots)
-        elif expected.failure is not None:
-            self._decline(peer, slots, *expected.failure)
         elif not expected.fits(slots.held_pages, len(slots.pages)):
             self._decline(peer, slots, TransferFailed.code, "another decode rank has granted other pages")
         else:
@@ -363,12 +366,8 @@ class Sender:
             return
         if room.busy:
             self._busy[room.room] = room
-        elif room.alarm < float("inf"):
-            heapq.heappush(self.alarms, (room.alarm, room.room))
-            if len(self.alarms) > 4 * len(self.rooms) + 64:  # drop the alarms of rooms that have ended
-                alive = [(each.alarm, each.room) for each in self.rooms.values()]
-                self.alarms = [alarm for alarm in alive if alarm[0] < float("inf")]
-                heapq.heapify(self.alarms)
+        else:
+            self.alarms.add(room)
 
     def _drop(self, peer: Peer, reason: str) -> None:
         rooms = [room for room in self.rooms.values() if any(part.peer is peer for part in room.parts)]

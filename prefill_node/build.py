@@ -138,6 +138,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     endpoint.register(layout, as_memory(forwards.runner.pool.storage))
     peers = RouterSocket(context, address, security)
     sender = Sender(incarnation, name, endpoint, layout, peers.post, time.monotonic, limits)
+    sender.addresses = (peers.address,)
     reporter.report("capturing")
     graph_start.capture(served, forwards.graphs, log)
     _warm_up(forwards, served, sizes, log)

@@ -61,7 +61,7 @@ class PrefillNode:
         """`orders` decides what the worker sends, and when."""
         self._link = links.router
         self._peers = links.peers
-        self._sender = links.sender
+        self._sender = links.transfers
         self._images = links.images
         self._space = scheduling.space
         self._rules = scheduling.rules

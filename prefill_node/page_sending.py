@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from kv_transfer.layer_send import RoomPages
+from kv_transfer.ranks.sender_group import SenderGroup
+from kv_transfer.ranks.sender_rank import SenderRank
+from kv_transfer.send_order import SendOrder
 from kv_transfer.sender import Sender
-from prefill_node.send_orders import SendOrder
 from prefill_node.signalled_attention import SignalledAttention
 from prefill_node.step_plan import PromptPlan
 
@@ -75,3 +77,41 @@ class ByLayer:
                 yield
             finally:
                 send.close()
+
+
+class OnAllRanks:
+    """Sends on rank 0, and lets the other ranks of the node send their parts."""
+
+    def __init__(self, own: PageSending, group: SenderGroup) -> None:
+        self._own = own
+        self._group = group
+
+    def during(self, plan: PromptPlan) -> AbstractContextManager[None]:
+        return self._own.during(plan)
+
+    def send(self, order: SendOrder) -> None:
+        self._group.order(order)
+        self._own.send(order)
+
+
+def given_to_all(group: SenderGroup, orders: Callable[[], Sequence[SendOrder]]) -> Sequence[SendOrder]:
+    """Return the new orders of a break after giving them to the other ranks."""
+    found = orders()
+    for order in found:
+        group.order(order)
+    return found
+
+
+class OnOneRank:
+    """Sends on a rank other than rank 0, whose orders come through `rank`; `own` asks it at the breaks."""
+
+    def __init__(self, own: PageSending, rank: SenderRank) -> None:
+        self._own = own
+        self._rank = rank
+
+    def during(self, plan: PromptPlan) -> AbstractContextManager[None]:
+        self._rank.begin(plan.generation)
+        return self._own.during(plan)
+
+    def send(self, order: SendOrder) -> None:
+        self._own.send(order)

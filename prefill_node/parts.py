@@ -14,7 +14,9 @@ from common.messages.prefill_inbox import PrefillMessage
 from common.node.router_link import RouterLink
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
+from kv_transfer.ranks.sender_group import SenderGroup
 from kv_transfer.sender import Sender
+from kv_transfer.sending import PageSender
 from prefill_node.forward_times import ForwardTimes
 from prefill_node.images import Images
 from prefill_node.limits import PrefillLimits
@@ -29,8 +31,14 @@ class Links:
     incarnation: str  # this node's
     router: RouterLink[PrefillMessage]
     peers: RouterSocket
-    sender: Sender
+    sender: Sender  # of this rank
     images: Images
+    group: SenderGroup | None = None  # of all ranks, if there are several
+
+    @property
+    def transfers(self) -> PageSender:
+        """The transfers of all ranks, about which the node decides."""
+        return self.group or self.sender
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from common.ipc import RouterSocket
-from kv_transfer.sender import Sender
+from kv_transfer.sending import PageSender
 
 
-def take_peer_frames(peers: RouterSocket, sender: Sender) -> None:
+def take_peer_frames(peers: RouterSocket, sender: PageSender) -> None:
     """Handle all messages that have arrived, up to the socket's limit per call."""
     handshakes = sender.counters.handshakes
     for peer, frame in peers.drain():

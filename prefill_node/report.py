@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from common.kv_cache.page_space import PageSpace
 from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
-from kv_transfer.sender import Sender
+from kv_transfer.sending import PageSender
 from prefill_node.forward_times import ForwardTimes
 from prefill_node.queues import Queues
 
@@ -18,7 +18,7 @@ class Report:
         self,
         queues: Queues,
         space: PageSpace,
-        sender: Sender,
+        sender: PageSender,
         times: ForwardTimes,
         graphs: Callable[[], Sequence[GraphTotals]],
     ) -> None:

@@ -8,34 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import msgspec
 from msgspec import structs
 
 from common.engine.state.draft_row import HiddenDtype
-from kv_transfer.handoff_record import HandoffRecord
-from kv_transfer.sender import Sender
+from kv_transfer.send_order import SendOrder
+from kv_transfer.sending import PageSender
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
-
-
-class SendOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of one request, sent to the decode node that has granted room for them."""
-
-    room: int
-    generation: int  # generation of the transfer, which identifies the granted pages
-    after: int  # generation of the plan that completes the pages; 0 for the prefix cache
-    complete: int  # all logical pages below this one are complete then
-    first: int  # logical page of pages[0]
-    pages: tuple[int, ...]  # this node's pages; each page is in exactly one order
-    record: HandoffRecord | None = None  # set in the last order of a request
-    slot: int = 0  # own state slot, which leaves before the record; 0: the model keeps no state
 
 
 class SendOrders:
     """Decides what is sent: one order per page, in the order of the prompt."""
 
     def __init__(
-        self, sender: Sender, page_size: int, hidden_dtype: HiddenDtype, listen: Callable[[], None]
+        self, sender: PageSender, page_size: int, hidden_dtype: HiddenDtype, listen: Callable[[], None]
     ) -> None:
         """Decide for transfers of `sender`.
 

@@ -10,7 +10,7 @@ from common.engine.state.draft_row import NO_DRAFT, DraftRow
 from common.messages.generation import OutputToken, PromptLogprob
 from common.node.hidden_states import StateRows
 from common.node.overlap import Completion
-from prefill_node.send_orders import SendOrder
+from kv_transfer.send_order import SendOrder
 from prefill_node.step_plan import PromptPlan
 
 

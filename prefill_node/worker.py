@@ -10,8 +10,8 @@ import numpy as np
 from common.engine.host_copies import send
 from common.engine.state.pool import KvPool
 from common.node.overlap import Completion
+from kv_transfer.send_order import SendOrder
 from prefill_node.page_sending import PageSending
-from prefill_node.send_orders import SendOrder
 from prefill_node.step import PrefillStep
 from prefill_node.step_plan import PromptPlan
 from prefill_node.step_result import Launched, PromptResult

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from typing import Annotated, Literal
 
@@ -25,6 +26,11 @@ MANY = msgspec.Meta(max_length=128)  # entries of a list or a map
 def new_incarnation() -> str:
     """Return 128 random bits in hex: one value per process, so that messages of an earlier process are recognised."""
     return secrets.token_hex(16)
+
+
+def rank_incarnation(node: str, rank: int) -> str:
+    """Return the incarnation of a rank's process: rank 0 has the node's own, the others one that follows from it."""
+    return node if rank == 0 else hashlib.sha256(f"{node}/{rank}".encode()).hexdigest()[:32]
 
 
 def new_room() -> int:

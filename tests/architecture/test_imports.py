@@ -59,8 +59,14 @@ ONLY_PREFILL = (
     "kv_transfer.layer_send",
     "kv_transfer.outbound",
     "kv_transfer.outbound_room",
+    "kv_transfer.ranks.sender_group",
+    "kv_transfer.ranks.sender_messages",
+    "kv_transfer.ranks.sender_rank",
+    "kv_transfer.room_alarms",
+    "kv_transfer.send_order",
     "kv_transfer.sender",
     "kv_transfer.sender_signs",
+    "kv_transfer.sending",
     "kv_transfer.transport.layers",
 )
 ONLY_DECODE = (
@@ -73,8 +79,10 @@ ONLY_DECODE = (
     "common.messages.decode_inbox",
     "kv_transfer.inbound",
     "kv_transfer.inbound_room",
+    "kv_transfer.rank_links",
     "kv_transfer.receiver",
     "kv_transfer.receiver_signs",
+    "kv_transfer.receiving",
 )
 ONLY_ROUTER = (
     "common.api_key",

@@ -10,7 +10,7 @@ import msgspec
 import decode_node.step_result
 import prefill_node.step_result
 from decode_node.step_plan import Masks, StepPlan
-from prefill_node.send_orders import SendOrder
+from kv_transfer.send_order import SendOrder
 from prefill_node.step_plan import PromptPlan
 
 Message = TypeVar("Message", bound=msgspec.Struct)

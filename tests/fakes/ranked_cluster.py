@@ -42,9 +42,9 @@ from decode_node.step import DecodeSteps
 from decode_node.step_plan import Masks, StepPlan
 from decode_node.steps import StepSizes, decode_steps
 from kv_transfer.copy_plan import Copy, single_rows
+from kv_transfer.send_order import SendOrder
 from kv_transfer.transport.base import PeerMemory, Ticket
 from kv_transfer.transport.loopback.endpoints import Fabric, LoopbackSender
-from prefill_node.send_orders import SendOrder
 from prefill_node.step_plan import PromptPlan
 from prefill_node.worker import DeviceWorker as PromptWorker
 from tests.fakes.node_cluster import NodeCluster, NoDraftModel, Shape

@@ -110,7 +110,7 @@ class SenderChild:
         self.limits = limits
         self.endpoint.register(layout, as_memory(self.storage))
         self.sender = Sender(
-            config["sender"], "prefill-0", self.endpoint, layout, self._send, time.monotonic, limits
+            config["nodes"][0], "prefill-0", self.endpoint, layout, self._send, time.monotonic, limits
         )
         self.rooms: dict[int, dict[str, Any]] = {}
 

@@ -18,6 +18,7 @@ import zmq
 
 from common.config.transports import transport_kind
 from common.kv_cache.pool_spec import PoolSpec
+from common.messages.identity import rank_incarnation
 from kv_transfer.events import Arrived, ReceiverEvent
 from kv_transfer.handoff_record import record_bytes
 from kv_transfer.limits import TransferLimits
@@ -62,13 +63,15 @@ class Rig:
     ) -> None:
         self.directory = tempfile.mkdtemp(prefix="tandem-rig-")
         limits = TransferLimits(record_bytes=record_bytes(pages[1]), verify_checksums=checksums)
+        nodes = [secrets.token_hex(16), secrets.token_hex(16)]  # incarnations
         self.config: dict[str, Any] = {
             "role": "send",
             "transport": transport,
             "device": devices[0],
             "directory": self.directory,
-            "sender": secrets.token_hex(16),
-            "receiver": secrets.token_hex(16),
+            "sender": rank_incarnation(nodes[0], ranks[0][0]),
+            "receiver": rank_incarnation(nodes[1], ranks[1][0]),
+            "nodes": nodes,
             "dtype": "bfloat16",
             "page_size": page_size,
             "layers": [list(layer) for layer in layers],
@@ -93,9 +96,7 @@ class Rig:
         self.child = start_child(self.config)
         self.endpoint = self._endpoint(transport, devices[1], limits)
         self.storage = as_storage(self.endpoint.allocate(Region.KV, self.dst.total_bytes))
-        self.receiver = Receiver(
-            self.config["receiver"], "decode-0", self.endpoint, self.dst, time.monotonic, limits, 8
-        )
+        self.receiver = Receiver(nodes[1], "decode-0", self.endpoint, self.dst, time.monotonic, limits, 8)
         self.events: list[ReceiverEvent] = []
         self.arrived: dict[int, float] = {}
         self.replies: list[dict[str, Any]] = []

@@ -24,6 +24,7 @@ from decode_node.batch_rows import BatchRows
 from decode_node.request import DecodeRequest
 from decode_node.retraction import Retraction
 from kv_transfer.counters import ReceiverCounters
+from kv_transfer.inbound import Dial
 from tests.fakes.node_cluster import NodeCluster, Shape
 from tests.fakes.scenarios import expect_reference, prompt_of
 from tests.fakes.waiting import until
@@ -199,7 +200,8 @@ class FakeReceiver:
     def link_lost(self, incarnation: str) -> None:
         self.links_lost.append(incarnation)
 
-    def connect(self, incarnation: str, send: Callable[[bytes], object]) -> None:
+    def connect(self, incarnation: str, send: Callable[[bytes], object], dial: Dial) -> None:
+        del dial
         self.sends[incarnation] = send
         self.say(incarnation)
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from common.kv_cache.pool_layout import PoolLayout
+from common.messages.identity import rank_incarnation
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver, ReceiverEvent
@@ -52,6 +53,8 @@ def page_bytes(memory: memoryview | DeviceMemory, shape: PoolLayout, page: int) 
 
 
 class Prefill:
+    """One rank of a prefill node; `incarnation` is the node's."""
+
     def __init__(
         self,
         clock: Clock,
@@ -64,14 +67,15 @@ class Prefill:
         kv: memoryview | None = None,
         node: str = "prefill-0",
     ) -> None:
-        self.incarnation = incarnation or secrets.token_hex(16)
         self.layout = shape or layout()
+        leader = incarnation or secrets.token_hex(16)
+        self.incarnation = rank_incarnation(leader, self.layout.tp_rank)
         self.kv = memoryview(noise(self.layout.total_bytes, seed)) if kv is None else kv
         self.endpoint = endpoint
         endpoint.register(self.layout, self.kv)
         self.decodes: dict[bytes, Decode] = {}
         self.sent: list[tuple[bytes, bytes]] = []  # all frames so far
-        self.sender = Sender(self.incarnation, node, endpoint, self.layout, self._send, clock, limits)
+        self.sender = Sender(leader, node, endpoint, self.layout, self._send, clock, limits)
 
     def _send(self, peer: bytes, frame: bytes) -> bool:
         self.sent.append((peer, frame))
@@ -85,6 +89,8 @@ class Prefill:
 
 
 class Decode:
+    """One rank of a decode node; `incarnation` is the node's."""
+
     def __init__(
         self,
         clock: Clock,
@@ -97,13 +103,14 @@ class Decode:
         incarnation: str = "",
         identity: bytes = b"",
     ) -> None:
-        self.incarnation = incarnation or secrets.token_hex(16)
-        self.identity = identity or self.incarnation.encode()
         self.layout = shape or layout()
+        leader = incarnation or secrets.token_hex(16)
+        self.incarnation = rank_incarnation(leader, self.layout.tp_rank)
+        self.identity = identity or self.incarnation.encode()
         self.kv = endpoint.allocate(Region.KV, self.layout.total_bytes)
         self.endpoint = endpoint
         self.inbox: deque[tuple[str, bytes]] = deque()
-        self.receiver = Receiver(self.incarnation, node, endpoint, self.layout, clock, limits, record_slots)
+        self.receiver = Receiver(leader, node, endpoint, self.layout, clock, limits, record_slots)
 
     def connect(self, prefill: Prefill, deliver: Callable[[bytes], object] | None = None) -> None:
         """Connect. `deliver` replaces the prefill's `handle`, so that a test can hold frames back."""

@@ -13,6 +13,7 @@ from common.kv_cache.page_space import PageSpace
 from common.kv_cache.radix_cache import NoPrefixCache
 from common.messages.generation import ImageSpan, OutputToken, SamplingParams
 from common.node.completion import Deferred
+from kv_transfer.send_order import SendOrder
 from prefill_node.cost_curve import CostCurve
 from prefill_node.forward_times import ForwardTimes
 from prefill_node.limits import PrefillLimits
@@ -22,7 +23,7 @@ from prefill_node.planner import Planner, prompt_plan
 from prefill_node.queues import Queues
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
-from prefill_node.send_orders import SendOrder, SendOrders
+from prefill_node.send_orders import SendOrders
 from prefill_node.step_plan import PromptPlan
 from prefill_node.step_result import Drawn, PromptResult
 from prefill_node.step_rules import PromptRules

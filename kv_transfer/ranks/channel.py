@@ -1,0 +1,43 @@
+"""The frames between rank 0 and the other ranks of a node: in order, each exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import msgspec
+
+PATIENCE = 5.0  # seconds until a channel without room is an error
+
+
+class AnnounceWork(msgspec.Struct, frozen=True, tag=True):
+    """rank 0 -> ranks: this node's loops may be silent for so long, as the peers must be told now."""
+
+    seconds: float
+
+
+class FrameWriter(Protocol):
+    """The end of a channel that sends to one reader or to several."""
+
+    def send(self, frame: bytes, patience: float, /) -> None:
+        """Send a frame to all readers. Raises a TandemError after `patience` seconds without room."""
+        ...
+
+
+class FrameReader(Protocol):
+    """The end of a channel that receives."""
+
+    def take(self) -> bytes | None:
+        """Return the next frame, or None if there is none now."""
+        ...
+
+    def clear(self) -> None:
+        """Reset the descriptor that shows that frames have arrived. Called before `take`."""
+        ...
+
+
+def frames(reader: FrameReader) -> Iterator[bytes]:
+    """Yield all frames that have arrived."""
+    reader.clear()
+    while (frame := reader.take()) is not None:
+        yield frame

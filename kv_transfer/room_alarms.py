@@ -1,0 +1,37 @@
+"""Times at which rooms have waited for too long: they are looked at then, and in no poll before."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+
+from kv_transfer.outbound_room import OutboundRoom
+
+
+class RoomAlarms:
+    """A heap of times of rooms. Rooms that have ended leave it when it has grown to a multiple of the others."""
+
+    def __init__(self, rooms: Mapping[int, OutboundRoom]) -> None:
+        """`rooms` is a live view of the rooms that have not ended."""
+        self._rooms = rooms
+        self._heap: list[tuple[float, int]] = []  # (when, room)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, room: OutboundRoom) -> None:
+        """Set the alarm of a room, if there is anything that it waits for."""
+        if room.alarm == float("inf"):
+            return
+        heapq.heappush(self._heap, (room.alarm, room.room))
+        if len(self._heap) > 4 * len(self._rooms) + 64:
+            alive = [(each.alarm, each.room) for each in self._rooms.values()]
+            self._heap = [alarm for alarm in alive if alarm[0] < float("inf")]
+            heapq.heapify(self._heap)
+
+    def due(self, now: float) -> Iterator[OutboundRoom]:
+        """Remove and yield the rooms whose time has come."""
+        while self._heap and self._heap[0][0] <= now:
+            room = self._rooms.get(heapq.heappop(self._heap)[1])
+            if room is not None:
+                yield room
