@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
+from common.engine.collectives.endpoints import open_endpoints
+from common.engine.collectives.group_ranks import GroupRanks
+from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.engine.forward.batch import ForwardMode
 from common.engine.forward.model_runner import load_model
 from common.engine.layers.ranks import ONE_RANK, Ranks
+from common.errors import RankFailed
 from tests.fakes.thread_ranks import run_ranks
+from tests.fakes.waiting import PATIENCE
 from tests.unit.engine.paged_driver import Driver
 
 MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
@@ -70,3 +78,37 @@ def test_ranks_compute_what_one_rank_computes(model: str, size: int) -> None:
 @functools.cache
 def serve_once(model: str) -> tuple[list[Tensor], Tensor]:
     return serve(model, ONE_RANK)
+
+
+CHILD = """
+import sys
+import msgspec
+from common.engine.collectives.endpoints import GroupEndpoint
+from common.engine.collectives.group_ranks import GroupRanks
+from common.engine.collectives.shared_memory_group import SharedMemoryGroup
+from tests.unit.engine.test_ranks import serve
+
+group = SharedMemoryGroup(msgspec.json.decode(sys.argv[1], type=GroupEndpoint))
+serve("tiny-hybrid", GroupRanks(group))
+"""
+
+
+def test_ranks_in_processes_of_their_own() -> None:
+    """The second process ends after its last forward, so one more forward fails."""
+    texts, logits = serve_once("tiny-hybrid")
+    ours, theirs = open_endpoints(2)
+    command = [sys.executable, "-c", CHILD, msgspec.json.encode(theirs).decode()]
+    process = subprocess.Popen(command, pass_fds=theirs.descriptors, cwd=MODELS.parents[1])
+    theirs.close()
+    group = SharedMemoryGroup(ours, 2 * PATIENCE)
+    try:
+        sequences, found = serve("tiny-hybrid", GroupRanks(group))
+        assert process.wait(PATIENCE) == 0
+        assert torch.equal(torch.cat(sequences), torch.cat(texts))
+        assert (found - logits).abs().max() < CLOSE
+        with pytest.raises(RankFailed, match="rank 1 has ended"):
+            serve("tiny-hybrid", GroupRanks(group))
+    finally:
+        process.kill()
+        process.wait()
+        group.close()
