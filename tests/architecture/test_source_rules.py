@@ -281,7 +281,7 @@ def test_forward_code_does_not_know_its_rank() -> None:
 
     Collectives are between ranks, and name them.
     """
-    builders = {"common/engine/layers/linear.py", "common/engine/layers/attention.py"}
+    builders = {f"common/engine/layers/{name}.py" for name in ("linear", "attention", "ranks")}
     wrong = [
         f"{module.place}:{node.lineno} takes {ast.unparse(node)}"
         for module in MODULES

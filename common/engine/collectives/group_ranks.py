@@ -17,7 +17,7 @@ from common.engine.collectives.joined_modules import (
 )
 from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.linear import Embedding, Linear
-from common.engine.layers.ranks import Module
+from common.engine.layers.ranks import DivideExperts, ExpertShare, Module, divide_by_tensor
 from common.kv_cache.shard import Shard
 
 
@@ -26,10 +26,14 @@ class GroupRanks:
     """The `Ranks` of one rank, which joins its results with those of the group's other ranks."""
 
     group: CollectiveGroup
+    divide_experts: DivideExperts = divide_by_tensor
 
     @property
     def shard(self) -> Shard:
         return self.group.shard
+
+    def expert_share(self, total: int, inner: int, what: str) -> ExpertShare:
+        return self.divide_experts(self.shard, total, inner, what)
 
     def summed(self, module: Module) -> Module:
         return cast(Module, _summed(module, self.group))

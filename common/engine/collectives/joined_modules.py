@@ -78,20 +78,30 @@ class SummedExperts(ExpertProducts):
 
     def __init__(self, inner: ExpertProducts, group: CollectiveGroup) -> None:
         super().__init__()
-        self.inner, self.reads = inner, inner.reads
+        self.inner, self.reads, self.share = inner, inner.reads, inner.share
         self._group, self.number = group, group.number
 
     def parts(self, x: Activations, experts: Tensor, shares: Tensor) -> Tensor:
-        """Return this rank's share of the parts."""
-        return self.inner.parts(x, experts, shares)
+        """Return this rank's share of the parts; those of experts on other ranks are not defined."""
+        return self.inner.parts(x, self._held(experts), shares)
 
     def product(self, x: Activations, experts: Tensor, shares: Tensor) -> Tensor:
-        return all_reduce(self.inner.product(x, experts, shares), self.number)
+        return all_reduce(self._addend(x, experts, shares), self.number)
 
     def add_norm(
         self, x: Activations, experts: Tensor, shares: Tensor, stream: Tensor, norm: RmsNorm
     ) -> tuple[Activations, Tensor]:
-        return summed_norm(self.inner.product(x, experts, shares), stream, norm, self.number)
+        return summed_norm(self._addend(x, experts, shares), stream, norm, self.number)
+
+    def _addend(self, x: Activations, experts: Tensor, shares: Tensor) -> Tensor:
+        return self.inner.product(x, self._held(experts), shares)
+
+    def _held(self, experts: Tensor) -> Tensor:
+        """Return indices into this rank's experts; -1 for those of other ranks."""
+        if not self.share.divided:
+            return experts
+        held = experts - self.share.experts.start
+        return held.masked_fill((held < 0) | (held >= len(self.share.experts)), -1)
 
     def pieces(self) -> Iterator[Piece]:
         return self.inner.pieces()

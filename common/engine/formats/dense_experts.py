@@ -15,7 +15,6 @@ from common.engine.layers.placement import Placement, parameter
 from common.engine.layers.router import ExpertRouter
 from common.engine.ops.expert_products import expert_parts
 from common.engine.ops.few_experts import add_experts, joins_experts
-from common.kv_cache.plane import HeadGroup
 
 
 class DenseExperts(ExpertProducts):
@@ -27,10 +26,9 @@ class DenseExperts(ExpertProducts):
         super().__init__()
         self._block = f"{name}.{experts.names.block}"
         self._experts = experts
-        count, divided = experts.count + experts.shared, HeadGroup(experts.inner, 1)
-        # the inner values of every expert that this rank computes
-        self._inner = placement.shard.addends(divided, self._block)
-        inner = len(self._inner)
+        total = experts.count + experts.shared
+        self.share = placement.ranks.expert_share(total, experts.inner, self._block)
+        count, inner = len(self.share.experts), len(self.share.inner)
         self.gate_up = parameter((count, 2 * inner, hidden_size), placement)  # [E, 2 I, H], gates first
         self.down = parameter((count, hidden_size, inner), placement)  # [E, H, I]
 
@@ -45,9 +43,10 @@ class DenseExperts(ExpertProducts):
         return add_experts(x.tensor(), stream, self.gate_up, self.down, *router.rule(slots))
 
     def pieces(self) -> Iterator[Piece]:
-        count, stem = self._experts.count, f"{self._block}.experts"
-        (gates, ups), downs = self.gate_up[:count].chunk(2, dim=1), self.down[:count]
-        first, inner, hidden = self._inner.start, self._experts.inner, self.down.shape[1]
+        count, stem, begin = self._experts.count, f"{self._block}.experts", self.share.experts.start
+        held = max(min(self.share.experts.stop, count) - begin, 0)  # routed experts
+        (gates, ups), downs = self.gate_up[:held].chunk(2, dim=1), self.down[:held]
+        first, inner, hidden = self.share.inner.start, self._experts.inner, self.down.shape[1]
         whole, names = (count, 2 * inner, hidden), self._experts.names
 
         def each(
@@ -59,7 +58,7 @@ class DenseExperts(ExpertProducts):
             """
             return lambda stack: (
                 read(f"{stack.name.rpartition('.')[0]}.{index}.{name}.weight", expert, 0, inner)
-                for index, expert in enumerate(stack.into)
+                for index, expert in enumerate(stack.into, begin)
             )
 
         gate, up, down = (
@@ -67,9 +66,10 @@ class DenseExperts(ExpertProducts):
             each(names.up, self._rows),
             each(names.down, self._columns),
         )
-        yield Piece(f"{stem}.gate_up_proj", gates, whole, (0, first, 0), gate)
-        yield Piece(f"{stem}.gate_up_proj", ups, whole, (0, inner + first, 0), up)
-        yield Piece(f"{stem}.down_proj", downs, (count, hidden, inner), (0, 0, first), down)
+        if held:
+            yield Piece(f"{stem}.gate_up_proj", gates, whole, (begin, first, 0), gate)
+            yield Piece(f"{stem}.gate_up_proj", ups, whole, (begin, inner + first, 0), up)
+            yield Piece(f"{stem}.down_proj", downs, (count, hidden, inner), (begin, 0, first), down)
         yield from self._shared_pieces()
 
     def _shared_pieces(self) -> Iterator[Piece]:
@@ -77,15 +77,18 @@ class DenseExperts(ExpertProducts):
         count, shared, inner = self._experts.count, self._experts.shared, self._experts.inner
         stem, whole = f"{self._block}.{self._experts.names.shared}", shared * inner
         for index in range(shared):
-            gate, up = self.gate_up[count + index].chunk(2)
+            if count + index not in self.share.experts:
+                continue
+            place = count + index - self.share.experts.start
+            gate, up = self.gate_up[place].chunk(2)
             yield self._rows(f"{stem}.gate_proj.weight", gate, index * inner, whole)
             yield self._rows(f"{stem}.up_proj.weight", up, index * inner, whole)
-            yield self._columns(f"{stem}.down_proj.weight", self.down[count + index], index * inner, whole)
+            yield self._columns(f"{stem}.down_proj.weight", self.down[place], index * inner, whole)
 
     def _rows(self, name: str, into: Tensor, expert: int, whole: int) -> Piece:
         """Return the read of this rank's rows of an expert whose rows begin at `expert` in a matrix of `whole` rows."""
-        return Piece.rows_of(name, into, expert + self._inner.start, whole)
+        return Piece.rows_of(name, into, expert + self.share.inner.start, whole)
 
     def _columns(self, name: str, into: Tensor, expert: int, whole: int) -> Piece:
         """Return the same read of columns."""
-        return Piece(name, into, (len(into), whole), (0, expert + self._inner.start))
+        return Piece(name, into, (len(into), whole), (0, expert + self.share.inner.start))

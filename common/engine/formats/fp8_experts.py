@@ -24,7 +24,6 @@ from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement, parameter
 from common.engine.ops.fp8_codes import FP8
 from common.engine.ops.fp8_experts import fp8_expert_parts
-from common.kv_cache.plane import HeadGroup
 
 GATES, DOWNS = 0, 1
 
@@ -50,9 +49,9 @@ class Fp8Experts(ExpertProducts):
         super().__init__()
         self._block, self._experts = f"{name}.{experts.names.block}", experts
         self._scheme, self._online = scheme, online
-        # The inner values of every expert that this rank computes.
-        self._inner = placement.shard.addends(HeadGroup(experts.inner, 1), self._block)
-        count, inner = experts.count + experts.shared, len(self._inner)
+        total = experts.count + experts.shared
+        self.share = placement.ranks.expert_share(total, experts.inner, self._block)
+        count, inner = len(self.share.experts), len(self.share.inner)
         codes, wide = replace(placement, dtype=FP8), replace(placement, dtype=torch.float32)
         self.gate_up = parameter((count, 2 * inner, hidden_size), codes)  # [E, 2 I, H], gates first
         self.down = parameter((count, hidden_size, inner), codes)  # [E, H, I]
@@ -88,7 +87,7 @@ class Fp8Experts(ExpertProducts):
         if self._online:
             yield from self._stacks(stem)
         else:
-            for index in range(count):
+            for index in self._routed():
                 each = f"{stem}.{index}"
                 parts = (f"{each}.{names.gate}", f"{each}.{names.up}", f"{each}.{names.down}")
                 yield from self._expert(index, parts, 0, inner)
@@ -96,21 +95,32 @@ class Fp8Experts(ExpertProducts):
         parts = (f"{stem}.gate_proj", f"{stem}.up_proj", f"{stem}.down_proj")
         # The shared block is cut into experts: rows of its gate and up projections, columns of its down projection.
         for index in range(self._experts.shared):
-            yield from self._expert(count + index, parts, index * inner, self._experts.shared * inner)
+            if count + index in self.share.experts:
+                yield from self._expert(count + index, parts, index * inner, self._experts.shared * inner)
+
+    def _routed(self) -> range:
+        """Return the routed experts of this rank."""
+        held = self.share.experts
+        return range(held.start, max(min(held.stop, self._experts.count), held.start))
 
     def _expert(self, index: int, names: tuple[str, str, str], at: int, whole: int) -> Iterator[Piece]:
         """Yield the reads of one expert, whose inner values begin at `at` in matrices of `whole` inner values."""
         gate, up, down = names
-        begin, size, own = at + self._inner.start, self.down.shape[1], range(at, at + self._experts.inner)
-        halves = self.gate_up[index].chunk(2)
+        begin, size, own = (
+            at + self.share.inner.start,
+            self.down.shape[1],
+            range(at, at + self._experts.inner),
+        )
+        place = index - self.share.experts.start
+        halves = self.gate_up[place].chunk(2)
         for half, (name, into) in enumerate(zip((gate, up), halves, strict=True)):
             codes = Piece.rows_of(f"{name}.weight", into, begin, whole)
-            yield from self._matrix(name, codes, self._scales_of_half(index, half), GATES, range(size))
-        codes = Piece(f"{down}.weight", self.down[index], (size, whole), (0, begin))
-        yield from self._matrix(down, codes, self.down_scales[index], DOWNS, own)
+            yield from self._matrix(name, codes, self._scales_of_half(place, half), GATES, range(size))
+        codes = Piece(f"{down}.weight", self.down[place], (size, whole), (0, begin))
+        yield from self._matrix(down, codes, self.down_scales[place], DOWNS, own)
 
-    def _scales_of_half(self, index: int, half: int) -> Tensor:
-        scales = self.gate_up_scales[index]
+    def _scales_of_half(self, place: int, half: int) -> Tensor:
+        scales = self.gate_up_scales[place]
         return scales[half] if self._scheme.weights == BLOCK else scales.chunk(2)[half]
 
     def _matrix(self, name: str, codes: Piece, scales: Tensor, which: int, columns: range) -> Iterator[Piece]:
@@ -135,18 +145,18 @@ class Fp8Experts(ExpertProducts):
         Each read is of one expert, because the values that are being quantised need several times their size.
         """
         count, inner, hidden = self._experts.count, self._experts.inner, self.down.shape[1]
-        first, names = self._inner.start, self._experts.names
-        for index in range(count):
-            halves = self.gate_up[index].chunk(2)
+        first, names = self.share.inner.start, self._experts.names
+        for place, index in enumerate(self._routed()):
+            halves = self.gate_up[place].chunk(2)
             for half, (name, into) in enumerate(zip((names.gate, names.up), halves, strict=True)):
                 whole, begin = (count, 2 * inner, hidden), (index, half * inner + first, 0)
                 stack = Piece(f"{stem}.gate_up_proj", into[None], whole, begin)
                 matrix = Piece(f"{index}.{name}.weight", into, (inner, hidden), (first, 0))
-                yield _of_stack(stack, matrix, self._scales_of_half(index, half))
-            into, whole = self.down[index], (count, hidden, inner)
+                yield _of_stack(stack, matrix, self._scales_of_half(place, half))
+            into, whole = self.down[place], (count, hidden, inner)
             stack = Piece(f"{stem}.down_proj", into[None], whole, (index, 0, first))
             matrix = Piece(f"{index}.{names.down}.weight", into, (hidden, inner), (0, first))
-            yield _of_stack(stack, matrix, self.down_scales[index])
+            yield _of_stack(stack, matrix, self.down_scales[place])
 
 
 def _of_stack(stack: Piece, matrix: Piece, scales: Tensor) -> Piece:

@@ -11,6 +11,7 @@ from common.engine.attention.backend import TokenSlots
 from common.engine.layers.activations import Activations, Reads
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
+from common.engine.layers.ranks import ExpertShare
 from common.engine.layers.router import ExpertRouter
 from common.engine.ops.sum_parts import sum_parts
 
@@ -22,6 +23,7 @@ class ExpertProducts(nn.Module, ABC):
     """
 
     reads: Reads
+    share: ExpertShare  # what this rank computes
 
     @abstractmethod
     def parts(self, x: Activations, experts: Tensor, shares: Tensor) -> Tensor:
@@ -29,7 +31,7 @@ class ExpertProducts(nn.Module, ABC):
 
         Args:
             x: [T, H].
-            experts: [T, K] int32; a token has no expert twice.
+            experts: [T, K] int32, indices into `share.experts`, negative: none; a token has no expert twice.
             shares: [T, K] float32.
         """
 

@@ -6,14 +6,46 @@ results. Forward code does not know that there are ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch import nn
 
+from common.errors import ModelError
+from common.kv_cache.plane import HeadGroup
 from common.kv_cache.shard import WHOLE, Shard
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+class ExpertShare(NamedTuple):
+    """The part of a layer's experts that one rank computes."""
+
+    experts: range  # of the routed experts and the shared ones, which follow them
+    total: int  # routed and shared experts of all ranks
+    inner: range  # the inner values of each of these experts
+
+    @property
+    def divided(self) -> bool:
+        """True if other ranks have other experts."""
+        return len(self.experts) < self.total
+
+
+# Returns a rank's share, given the number of experts, the inner values of each, and a name for errors.
+DivideExperts: TypeAlias = Callable[[Shard, int, int, str], ExpertShare]
+
+
+def divide_by_tensor(shard: Shard, total: int, inner: int, what: str) -> ExpertShare:
+    """Give every rank an even part of each expert. Raises ModelError if that is impossible."""
+    return ExpertShare(range(total), total, shard.addends(HeadGroup(inner, 1), what))
+
+
+def divide_by_expert(shard: Shard, total: int, inner: int, what: str) -> ExpertShare:
+    """Give every rank whole experts, whose number differs by one at most. Raises ModelError if there are too few."""
+    if total < shard.size:
+        raise ModelError(f"{what}: {total} experts are too few for {shard.size} ranks; divide them by tensor")
+    return ExpertShare(shard.tokens(total), total, range(inner))
 
 
 class Ranks(Protocol):
@@ -22,6 +54,13 @@ class Ranks(Protocol):
     @property
     def shard(self) -> Shard:
         """The share of this rank."""
+        ...
+
+    def expert_share(self, total: int, inner: int, what: str) -> ExpertShare:
+        """Return the share of this rank of `total` experts, routed and shared, with `inner` inner values each.
+
+        Raises ModelError, which says `what` is divided, if that is impossible.
+        """
         ...
 
     def summed(self, module: Module) -> Module:
@@ -48,6 +87,10 @@ class OneRank:
     """
 
     shard: Shard = WHOLE
+    divide_experts: DivideExperts = divide_by_tensor
+
+    def expert_share(self, total: int, inner: int, what: str) -> ExpertShare:
+        return self.divide_experts(self.shard, total, inner, what)
 
     def summed(self, module: Module) -> Module:
         return module

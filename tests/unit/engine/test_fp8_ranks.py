@@ -16,7 +16,7 @@ from common.engine.formats.fp8_experts import Fp8Experts
 from common.engine.forward.model_runner import load_model
 from common.engine.layers.linear import Linear
 from common.engine.layers.piece import Piece
-from common.engine.layers.ranks import ONE_RANK, OneRank, Ranks
+from common.engine.layers.ranks import ONE_RANK, OneRank, Ranks, divide_by_expert
 from common.engine.ops.fp8_codes import FP8
 from common.errors import ModelError
 from common.kv_cache.plane import HeadGroup
@@ -94,6 +94,19 @@ def test_ranks_have_the_weights_of_one_rank(stored: Fp8Weights, size: int) -> No
     pieces = zip(*(expert_weights(part[2]) for part in parts), strict=True)
     for expected, found, axis in zip(expert_weights(whole[2]), pieces, (1, 1, 2), strict=True):
         assert torch.equal(expected, torch.cat(found, dim=axis))
+
+
+@pytest.mark.parametrize("stored", STORED.values(), ids=STORED)
+def test_ranks_have_whole_experts(stored: Fp8Weights) -> None:
+    """Three routed experts and two shared ones; blocks of scales are never cut."""
+    whole = products(stored, ONE_RANK)[2]
+    tensors = drawn(list(whole.pieces()))
+    parts = [products(stored, OneRank(Shard(rank, 4), divide_by_expert))[2] for rank in range(4)]
+    for made in (whole, *parts):
+        fill(made.pieces(), tensors)
+    pieces = zip(*(expert_weights(part) for part in parts), strict=True)
+    for expected, found in zip(expert_weights(whole), pieces, strict=True):
+        assert torch.equal(expected, torch.cat(found))
 
 
 def test_what_cuts_through_blocks_is_refused_on_every_rank() -> None:

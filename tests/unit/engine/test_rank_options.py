@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,18 @@ from common.checkpoint.gated_delta_config import GatedDeltaConfig
 from common.checkpoint.layer_norms import LayerNorms
 from common.checkpoint.llava_config import LlavaVision
 from common.checkpoint.model_config import ModelConfig
+from common.engine.collectives.group_ranks import GroupRanks
 from common.engine.formats.dense import DenseFormat
 from common.engine.layers.parts import Columns, rank_blocks, runs_of
 from common.engine.layers.placement import Placement
-from common.engine.layers.ranks import ONE_RANK, OneRank, Ranks
+from common.engine.layers.ranks import (
+    ONE_RANK,
+    DivideExperts,
+    OneRank,
+    Ranks,
+    divide_by_expert,
+    divide_by_tensor,
+)
 from common.engine.models.llava import LlavaPart
 from common.engine.models.model_registry import build_model
 from common.engine.weights import fill_piece
@@ -86,6 +95,28 @@ def test_an_option_on_several_ranks(option: str, size: int) -> None:
     assert all(torch.equal(each, first) for each in others)
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_with_whole_experts(size: int) -> None:
+    """Six routed experts and a shared one, which the last rank has, from stacks and from a matrix per expert."""
+    stacks = drawn_checkpoint(MIXTURE)
+    expected = torch.cat(logits(MIXTURE, stacks, ONE_RANK))
+    for tensors in (stacks, stored_by_expert(stacks)):
+        run = functools.partial(logits_by_expert, tensors)
+        first, *others = run_ranks(size, run)
+        torch.testing.assert_close(first, expected, atol=1e-4, rtol=1e-5)
+        assert all(torch.equal(each, first) for each in others)
+
+
+def logits_by_expert(tensors: Mapping[str, Tensor], ranks: GroupRanks) -> Tensor:
+    return torch.cat(logits(MIXTURE, tensors, GroupRanks(ranks.group, divide_by_expert)))
+
+
+def test_whole_experts_that_are_fewer_than_ranks_are_refused() -> None:
+    placement = replace(PLACEMENT, ranks=OneRank(Shard(0, 8), divide_by_expert))
+    with pytest.raises(ModelError, match="7 experts are too few for 8 ranks; divide them by tensor"):
+        build_model(replace(MIXTURE, num_heads=8, num_kv_heads=8), placement)
+
+
 def test_ranks_read_a_checkpoint_with_a_matrix_per_expert() -> None:
     tensors = drawn_checkpoint(MIXTURE)
     single = stored_by_expert(tensors)
@@ -96,19 +127,20 @@ def test_ranks_read_a_checkpoint_with_a_matrix_per_expert() -> None:
         assert torch.equal(torch.cat(found[0]), torch.cat(found[1]))
 
 
+@pytest.mark.parametrize("divide", [divide_by_tensor, divide_by_expert])
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_hold_all_of_a_model_and_no_more_than_their_share(size: int) -> None:
+def test_ranks_hold_all_of_a_model_and_no_more_than_their_share(size: int, divide: DivideExperts) -> None:
     """Only norms, routers and KV heads that outnumbered ranks share are on several ranks."""
     config = replace(MIXTURE, num_kv_heads=4)
     whole = sum(piece.into.numel() for piece in build_model(config, PLACEMENT).pieces())
     counts: dict[str, Tensor] = {}
     for rank in range(size):
-        placement = Placement(torch.float32, CPU, OneRank(Shard(rank, size)))
+        placement = Placement(torch.float32, CPU, OneRank(Shard(rank, size), divide))
         model, held = build_model(config, placement), 0
         for piece in model.pieces():
             counts.setdefault(piece.name, torch.zeros(piece.whole))[piece.block] += 1
             held += piece.into.numel()
-        assert held < 1.1 * whole / size
+        assert held < 1.2 * whole / size
     shared = {name for name, count in counts.items() if (count != 1).any()}
     assert all((counts[name] == size).all() for name in shared)
     assert all("norm" in name or ".gate." in name or "gate.weight" in name for name in shared), shared
