@@ -351,6 +351,7 @@ class Nodes:
             and all(each.active == 0 and each.rooms.holds_nothing for each in self.decode.receivers)
             and all(rank.sender.active == 0 for rank in self.prefill.ranks if not rank.dead)
             and (self.prefill.group is None or self.prefill.group.active == 0)
+            and not any(service.busy for service in self.prefill.services)
         )
 
     def close(self) -> None:

@@ -9,8 +9,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.errors import InternalError, InvalidRequest, Overloaded
+from common.errors import (
+    InternalError,
+    InvalidRequest,
+    NodeLost,
+    Overloaded,
+    RequestError,
+    TransferFailed,
+    Unavailable,
+)
 from common.kv_cache.pool_spec import PoolSpec
+from common.messages.identity import NodeRef
 from common.messages.wire import encode
 from kv_transfer.events import (
     Arrived,
@@ -25,6 +34,7 @@ from kv_transfer.ranks.receiver_messages import RankArrived
 from kv_transfer.ranks.sender_messages import RankDelivered
 from kv_transfer.transport.loopback.endpoints import Fault
 from tests.unit.kv_transfer.group_rig import RECORD, RECORD_SLOTS, Nodes
+from tests.unit.kv_transfer.rig import LIMITS
 from tests.unit.kv_transfer.shares import DST, FAMILIES, PAIRS, SRC, TOKENS, expect_shares, whole_planes
 
 RANKED = [pair for pair in PAIRS if pair != (1, 1)]
@@ -320,3 +330,62 @@ def test_ranks_find_a_lost_prefill_node_again(nodes: Nodes) -> None:
     assert nodes.decode_count(Arrived) == 2
     assert nodes.decode_count(PeerRefused) == 0
     assert len(SRC) == len(DST)
+
+
+@pytest.mark.parametrize("error", [TransferFailed("no such address"), Unavailable("it is gone")])
+def test_a_rank_that_cannot_open_a_room_fails_it_on_all(
+    nodes: Nodes, error: RequestError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not nodes.decode.services:
+        return
+    nodes.turns(3)
+
+    def refuse(peer: NodeRef) -> None:
+        raise error
+
+    monkeypatch.setattr(nodes.decode.sockets[1], "ensure", refuse)
+    begin(nodes)
+    nodes.turns()
+    failed, free = nodes.decode.events
+    assert isinstance(failed, RoomFailed)
+    code = NodeLost.code if isinstance(error, Unavailable) else TransferFailed.code
+    assert (failed.code, failed.reason) == (code, str(error))
+    assert isinstance(free, PagesFree)
+    assert nodes.prefill_count(TransferLost) == 1
+    assert nodes.holds_nothing()
+    monkeypatch.undo()
+    nodes.decode.sockets[0].lost(nodes.prefill.leader)
+    nodes.decode.connect()
+    reuse(nodes)
+
+
+def test_a_room_that_is_lost_before_its_grants_is_forgotten_on_all_ranks() -> None:
+    """Rank 0 is granted, and the room is cancelled while the other rank waits for its grant."""
+    nodes = make("state", (2, 2))
+    begin(nodes)
+    nodes.turns(8, skip=["d1"])
+    assert nodes.prefill.ranks[1].sender.active == 1
+    nodes.prefill.node.cancel(1, "cancelled", "cancelled")
+    nodes.turns(4, skip=["d1"])
+    assert nodes.prefill.events == [TransferLost(1, "cancelled", "cancelled")]
+    nodes.turns()
+    reuse(nodes)
+    assert nodes.prefill.events[1:] == [SlotsGranted(2), Delivered(2)]
+    nodes.close()
+
+
+def test_a_decode_rank_that_never_grants_ends_the_request_on_both_sides() -> None:
+    """Its process hangs; the other ranks wait no longer than for any grant."""
+    nodes = make("state", (2, 2))
+    begin(nodes)
+    nodes.turns(8, skip=["d1"])
+    nodes.prefill.clock.now += LIMITS.slots_timeout + 1
+    nodes.turns(8, skip=["d1"])
+    (lost,) = nodes.prefill.events
+    assert isinstance(lost, TransferLost)
+    assert "the decode node granted no slots" in lost.reason
+    assert nodes.decode_count(RoomFailed) == 1
+    nodes.turns()
+    assert nodes.decode_count(PagesFree) == 1
+    assert nodes.holds_nothing()
+    nodes.close()
