@@ -118,28 +118,24 @@ def _verify_cpu(
     value_scale: float = 1.0,
 ) -> Tensor:
     """Compute the same where lengths can be read: a request is neither padded to the longest nor affected by others."""
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     _, new, width = tree_mask.shape
-    for row, length in enumerate(seq_lens.tolist()):
-        length = max(length, width)
-        first, last = row * new, (row + 1) * new
-        prefix = torch.tensor([[length - width]])
-        visible = _visible(torch.arange(length), prefix, tree_mask[row : row + 1], window)
+    rows, gqa = [], query.shape[1] != key_plane.shape[2]
+    for row, length in enumerate(seq_lens.clamp(min=width).tolist()):
+        visible = torch.ones(1, new, length, dtype=torch.bool)
+        visible[:, :, length - width :] = tree_mask[row]
+        if window is not None:
+            position, prefix = torch.arange(length), torch.tensor([[length - width]])
+            visible = _visible(position, prefix, tree_mask[row : row + 1], window)
         key, value = (
             gather(plane, page_table[row], 0, length, query.dtype, each).transpose(0, 1)[None]
             for plane, each in ((key_plane, key_scale), (value_plane, value_scale))
         )
-        queries = query[first:last].transpose(0, 1)[None]
+        queries = query[row * new : (row + 1) * new].transpose(0, 1)[None]
         attended = F.scaled_dot_product_attention(
-            queries,
-            key,
-            value,
-            attn_mask=visible[:, None],
-            scale=scale,
-            enable_gqa=queries.shape[1] != key.shape[1],
+            queries, key, value, attn_mask=visible[:, None], scale=scale, enable_gqa=gqa
         )
-        out[first:last] = attended[0].transpose(0, 1)
-    return out
+        rows.append(attended[0].transpose(0, 1))
+    return torch.cat(rows)
 
 
 @kernel_with_varying("new", "width", "table_stride", "mask_stride", "mask_row_stride", "window", "splits")
