@@ -47,7 +47,7 @@ from kv_transfer import receiver as transfer
 
 IDLE_WAIT_MS = 100
 WATCH_INTERVAL = 0.00005  # seconds between polls of messages while a step runs
-TRANSFER_WAIT_MS = 5  # idle wait while pages are in transfer: deadlines and lost peers are found by polling
+BUSY_WAIT_MS = 5  # timeout while grammars are compiled or pages saved, whose end no message announces
 
 
 class DecodeNode:
@@ -176,9 +176,10 @@ class DecodeNode:
 
     def _idle(self) -> None:
         # Requests that have arrived here wait for the compilation of their grammar, retracted ones for their save.
-        queues = self.queues
-        busy = queues.transferring or queues.arrived or queues.quarantined or queues.retracted
-        self._poller.poll(TRANSFER_WAIT_MS if busy else IDLE_WAIT_MS)
+        # Everything else is announced by messages. More turns than needed would take the processor from the forward of
+        # a prefill node on the same host.
+        busy = self.queues.arrived or self.queues.retracted
+        self._poller.poll(BUSY_WAIT_MS if busy else IDLE_WAIT_MS)
 
     # -- duties ----------------------------------------------------------------------------------------------
 

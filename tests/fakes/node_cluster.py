@@ -310,7 +310,7 @@ class NodeCluster:
                 (prefill_node.node, "IDLE_WAIT_MS"),
                 (prefill_node.node, "BUSY_WAIT_MS"),
                 (decode_node.node, "IDLE_WAIT_MS"),
-                (decode_node.node, "TRANSFER_WAIT_MS"),
+                (decode_node.node, "BUSY_WAIT_MS"),
             )
         ]
         for patch in self._patches:

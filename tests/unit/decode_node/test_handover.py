@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
+import zmq
 
+import decode_node.node
 from common.node.completion import Deferred
 from decode_node.step_plan import StepPlan
 from decode_node.step_result import Launched, StepResult, Worker
@@ -15,6 +17,7 @@ from tests.fakes.drafters import ngram
 from tests.fakes.node_cluster import Call, NodeCluster, Shape
 from tests.fakes.plan_wire import WireWorker
 from tests.fakes.scenarios import expect_reference, prompt_of
+from tests.fakes.tiny_grammar import GRAMMARS, HeldCompiler
 
 STAGES = (
     "record_sent",
@@ -139,6 +142,50 @@ def test_an_idle_node_starts_a_request_in_the_turn_in_which_its_record_arrives()
         assert not cluster.worker.plans
         cluster.turn_one(cluster.decode)
         assert [len(plan.rows) for plan in cluster.worker.plans] == [1]
+        cluster.run()
+        expect_reference(call)
+
+
+def _waits(cluster: NodeCluster, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Run one turn of the decode node. Returns the milliseconds that it would have waited for a message."""
+    waits: list[int] = []
+    monkeypatch.setattr(decode_node.node, "IDLE_WAIT_MS", 100)
+    monkeypatch.setattr(decode_node.node, "BUSY_WAIT_MS", 5)
+    monkeypatch.setattr(zmq.Poller, "poll", lambda poller, timeout: waits.append(timeout) or [])
+    cluster.turn_one(cluster.decode)
+    monkeypatch.undo()
+    return waits
+
+
+def test_a_node_does_not_look_for_pages_whose_arrival_a_message_announces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The forward of a prefill node on the same host needs the processor."""
+    with NodeCluster() as cluster:
+        call = cluster.submit(prompt_of(7), 6, legs="d")
+        cluster.turn(3)  # the handshake of the nodes, and the grant
+        assert call.room in cluster.decode.node.queues.transferring
+        assert _waits(cluster, monkeypatch) == [100]
+        cluster.send_leg(call, "p")
+        cluster.run()
+        expect_reference(call)
+
+
+def test_a_node_looks_often_for_a_grammar_whose_compilation_no_message_announces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = HeldCompiler()
+    with NodeCluster(Shape(grammars=held)) as cluster:
+        call = cluster.submit(prompt_of(7), 6, legs="d", grammar=GRAMMARS["numbers"])
+        cluster.turn(3)
+        cluster.send_leg(call, "p")
+        held.released = True
+        _hand_over(cluster, call)
+        held.released = False
+        cluster.turn_one(cluster.decode)
+        assert cluster.decode.node.queues.arrived
+        assert _waits(cluster, monkeypatch) == [5]
+        held.released = True
         cluster.run()
         expect_reference(call)
 
