@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import torch
 
 from common.engine.graphs import node_graphs
 from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.graphs.report import node_table
+from common.engine.graphs.spec import GraphKey
 from common.errors import ConfigError
 from common.node.serving_model import ServingModel
 from common.observability.logs import Log
@@ -36,6 +39,18 @@ def sized(served: ServingModel, build: Callable[[], Iterable[NodeGraphs[Any]]]) 
     return served.with_pool(nbytes)
 
 
+def agreed(served: ServingModel, exchange: Callable[[bytes], Sequence[bytes]]) -> ServingModel:
+    """Return `served` with the pool that every rank of the node has room for.
+
+    Args:
+        exchange: gives this rank's bytes to the others and returns those of all ranks.
+    """
+    own = msgspec.msgpack.encode((served.num_pages, served.max_model_len))
+    given = [msgspec.msgpack.decode(each, type=tuple[int, int]) for each in exchange(own)]
+    pages, longest = (min(each) for each in zip(*given, strict=True))
+    return replace(served, num_pages=pages, max_model_len=min(longest, (pages - 1) * served.page_size))
+
+
 def graph_trial(build: Callable[[], Iterable[NodeGraphs[Any]]]) -> int:
     """Return the bytes that the graphs of a GPU node will take; all are released. Raises torch.OutOfMemoryError."""
     try:
@@ -45,14 +60,29 @@ def graph_trial(build: Callable[[], Iterable[NodeGraphs[Any]]]) -> int:
         torch.cuda.empty_cache()
 
 
-def capture(served: ServingModel, graphs: Sequence[NodeGraphs[Any]], log: Log) -> None:
-    """Capture all graphs of a node, then log a table of the results, one record per line.
+def capture(
+    served: ServingModel,
+    graphs: Sequence[NodeGraphs[Any]],
+    log: Log,
+    exchange: Callable[[bytes], Sequence[bytes]] = lambda own: (own,),
+) -> None:
+    """Capture all graphs of a rank, then log a table of the results, one record per line.
+
+    Graphs that some rank lacks are dropped on all of them, since all ranks have to run the same.
 
     Raises ConfigError if a forward that was not captured does not run without a graph either.
     """
+
+    def common(own: Sequence[GraphKey]) -> Sequence[GraphKey]:
+        every = [
+            msgspec.msgpack.decode(each, type=list[GraphKey])
+            for each in exchange(msgspec.msgpack.encode(own))
+        ]
+        return [key for key in own if all(key in each for each in every)]
+
     for each in graphs:
         try:
-            node_graphs.capture(each, log)
+            node_graphs.capture(each, log, common)
         except torch.OutOfMemoryError as error:
             what = f"{each.decision.phase} runs neither under a graph nor without one"
             raise _no_room(served, what, error) from error

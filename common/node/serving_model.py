@@ -41,7 +41,7 @@ from common.node.memory import (
 from common.node.serving_draft import ServingDraft, load_serving_draft
 from common.node_plan import NodePlan, PoolBudget
 from common.observability.logs import Log
-from common.observability.startup import StartupReporter
+from common.observability.startup import Progressing
 from common.speculation.directory import compare_with_target, load_draft_config
 
 # Lowest compute capability that kernels are compiled for (tests/fakes/compile_for.py).
@@ -202,7 +202,7 @@ class ServingModel:
 
 
 def load_serving_model(
-    plan: NodePlan, reporter: StartupReporter, log: Log, ranks: Ranks = ONE_RANK
+    plan: NodePlan, reporter: Progressing, log: Log, ranks: Ranks = ONE_RANK
 ) -> ServingModel:
     """Load a rank's weights with progress. Raises ModelError, or ConfigError if the config does not fit the model.
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -30,6 +30,12 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     done: int = 0
     total: int = 0
     message: str = ""
+
+
+class Progressing(Protocol):
+    """Takes reports of start-up progress."""
+
+    def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None: ...
 
 
 class StartupReporter:

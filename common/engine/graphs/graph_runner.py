@@ -9,7 +9,7 @@ narrow   the outputs to the live rows
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
@@ -95,6 +95,13 @@ class GraphRunner(Generic[Batch, Output]):
         for shape in reversed(self.spec.shapes if shapes is None else shapes):
             for variant in self.spec.variants:
                 self.rows.append(self.capture_one(GraphKey(shape, variant)))
+
+    def keep(self, keys: Collection[GraphKey]) -> None:
+        """Drop the captured graphs that are not among `keys`."""
+        dropped = [key for key in self._recordings if key not in keys]
+        for key in dropped:
+            del self._recordings[key]
+        self._missing += dropped
 
     def run_missing(self) -> None:
         """Run failed shapes eagerly once on padding, so that they compile before serving; raises if that fails too."""

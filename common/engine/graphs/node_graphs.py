@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.report import start_report, table
 from common.engine.graphs.rules import Decision, Phase, PhaseSwitch, StartupFacts, decide
+from common.engine.graphs.spec import GraphKey
 from common.engine.layers.placement import Placement
 from common.messages.identity import GraphReport, GraphTotals
 from common.observability.logs import Log
@@ -36,14 +37,22 @@ class NodeGraphs(Generic[Forward]):
     decision: Decision
 
 
-def capture(node: NodeGraphs[Any], log: Log) -> None:
+def capture(
+    node: NodeGraphs[Any],
+    log: Log,
+    common: Callable[[Sequence[GraphKey]], Sequence[GraphKey]] = lambda own: own,
+) -> None:
     """Capture all shapes. A shape that fails is logged with its reason and then run eagerly once.
 
     That eager run matters under inductor: nothing else has run tandem's own kernels by then, and they would compile
     at the first request.
+
+    Args:
+        common: returns which of the captured graphs all ranks of the node have.
     """
     graphs: GraphRunner[Any, Any] = node.forward.graphs
     graphs.capture()
+    graphs.keep(common(graphs.captured))
     if graphs.rows:
         log.debug("captured shapes", table=table(graphs.rows, graphs.compilation))
     failures = report(node)
