@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import msgspec
@@ -26,7 +27,7 @@ class PoolBudget:
 
 
 class NodeShare(msgspec.Struct, frozen=True):
-    """The resources that one node of the cluster takes of its device."""
+    """The resources that one rank of a node of the cluster takes of its device."""
 
     device: str
     pool: PoolBudget
@@ -78,11 +79,12 @@ class RouterPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan of one prefill or decode process."""
+    """The plan of one rank of a prefill or decode node."""
 
     role: str
     name: str
-    device: str
+    device: str  # of this rank
+    devices: tuple[str, ...]  # of all ranks of the node
     threads: int  # torch's threads on a CPU; 0: torch's default
     spec: PoolSpec  # what one request keeps: the planes of the target and its draft
     pool: PoolBudget
@@ -90,7 +92,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     state_slots: int  # as in NodeShare
     round_tokens: int
     state_snapshots: int  # as in NodeShare
-    shares: tuple[NodeShare, ...]  # shares of all nodes of the cluster, including this one
+    shares: tuple[NodeShare, ...]  # of all ranks of all nodes of the cluster, including this one
     model: ModelPlan
     speculation: SpeculationPlan
     transfer: TransferPlan
@@ -99,3 +101,9 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def page_size(self) -> int:
         return self.spec.page_size
+
+    def of_rank(self, rank: int) -> NodePlan:
+        """Return the plan of another rank of this node."""
+        # Only rank 0 encodes images.
+        pool = dataclasses.replace(self.pool, runs_vision=False, image_bytes=0) if rank else self.pool
+        return msgspec.structs.replace(self, device=self.devices[rank], pool=pool)

@@ -1,7 +1,7 @@
 """The frame of every process of the cluster: command line, logs, start-up report, signals, exit codes.
 
 Exit codes: 0 drained, 1 a defect (traceback in the log), 2 the configuration or the model cannot be served, 3 the
-main loop of a node hung (stacks in the log).
+main loop of a node hung (stacks in the log), 4 a rank of a node has failed (the reason is in the log).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import typer
 
 from common.config import Resolved, load_cluster
 from common.config.run_directory import run_directory
-from common.errors import ConfigError, ModelError
+from common.errors import ConfigError, ModelError, RankFailed
 from common.launch_record import launch_record
 from common.observability import logs
 from common.observability.logs import Log
@@ -28,6 +28,7 @@ from common.observability.startup import StartupReporter
 from common.observability.stderr_file import write_stderr
 
 EXIT_REFUSED = 2
+EXIT_RANK_FAILED = 4
 MOST_DESCRIPTORS = 65_536
 
 ClusterOption = Annotated[Path, typer.Option("--cluster", help="Cluster file")]
@@ -96,6 +97,9 @@ def run_process(
         log.error("cannot start", reason=str(error))
         write_stderr(f"{name}: {error}")
         sys.exit(EXIT_REFUSED)
+    except RankFailed as error:
+        log.error("a rank of this node has failed: the node ends", reason=str(error))
+        sys.exit(EXIT_RANK_FAILED)
 
 
 def _recorded(resolved: Resolved, name: str) -> contextlib.AbstractContextManager[None]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 import zmq
 
 from common.checkpoint.model_manifest import check_manifests
@@ -16,39 +15,46 @@ from common.config import Cluster, Resolved
 from common.config.resolve_node import node_plan
 from common.config.run_directory import control_address, event_directory
 from common.config.transport_choice import choose_transport
-from common.config.transport_kind import TransportKind
-from common.engine.forward.rotary_places import rotary_places
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.ops.triton_kernel import report_compilations
-from common.engine.state.relay_state import RelayState
 from common.grammar.grammars import grammars_for
 from common.grammar.model_tokenizer import has_tokenizer
-from common.ipc import LinkSecurity, check_bind
+from common.ipc import check_bind
 from common.ipc.from_config import link_security
 from common.messages import decode_inbox
-from common.messages.identity import NodeRef, new_incarnation
-from common.node import graph_start
+from common.messages.identity import NodeRef, new_incarnation, rank_incarnation
 from common.node.announced_work import COMPILE_SECONDS
+from common.node.ranks.from_config import start_ranks
+from common.node.ranks.group import RankGroup
+from common.node.ranks.sole_rank import SoleRank
 from common.node.registration import registration
 from common.node.router_link import RouterLink
-from common.node.serving_model import ServingModel, load_serving_model, page_space
+from common.node.serving_model import ServingModel, page_space
+from common.node_plan import NodePlan
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from decode_node import node as decode
-from decode_node.assemble import Computation, assemble
+from decode_node.assemble import assemble
 from decode_node.draft_watch import DraftWatch, FirstDraftWatch, NoWatch, causes_of
-from decode_node.forwards import step_forwards
+from decode_node.forwards import Forwards
 from decode_node.limits import DecodeLimits
+from decode_node.loaded_rank import load_rank
 from decode_node.parts import Links, Observation
 from decode_node.peers import PeerConnections
+from decode_node.ranked_worker import RankedWorker
+from decode_node.receiving_end import ReceivingEnd
+from decode_node.step_result import Worker
 from decode_node.steps import StepSizes
 from kv_transfer.from_plan import transfer_limits
 from kv_transfer.limits import MIB
+from kv_transfer.ranks.receiver_group import ReceiverGroup
 from kv_transfer.receiver import Receiver
-from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region
-from kv_transfer.transport.cuda.pool_memory import as_storage
+from kv_transfer.receiving import PageReceiver
+from kv_transfer.transport.base import ReceiverSetup
 from kv_transfer.transport.registry import make_receiver
+
+RANK = "decode_node.rank"  # entry module of the other ranks
 
 
 @dataclass(slots=True)
@@ -58,16 +64,18 @@ class BuiltDecodeNode:
     node: decode.DecodeNode
     link: RouterLink[decode_inbox.DecodeMessage]
     peers: PeerConnections
-    receiver: Receiver
-    security: LinkSecurity
-    context: zmq.Context[zmq.Socket[bytes]]
+    receiver: PageReceiver
+    end: ReceivingEnd
     events: EventLog
+    ranks: RankGroup | SoleRank
+    watched: Callable[[], AbstractContextManager[None]]  # the watchdog of the other ranks
 
     def start(self) -> None:
         self.link.start()
 
     def run(self) -> None:
-        self.node.run()
+        with self.watched():
+            self.node.run()
 
     def overdue(self) -> float:
         return self.link.overdue()
@@ -76,63 +84,49 @@ class BuiltDecodeNode:
         self.node.life.drain()
 
     def close(self) -> None:
+        self.ranks.close()
         self.receiver.shutdown()
         self.link.close()
         self.peers.close()
-        self.security.close()
         self.events.close()
-        self.context.term()
+        self.end.close()
 
 
 def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) -> BuiltDecodeNode:
     """Load the models, allocate the KV pool and bind the sockets. Raises ConfigError or ModelError with the remedy."""
-    cluster = resolved.cluster
-    section, own = cluster.decode, cluster.decode_node(name)
     check_manifests(resolved.manifests, True, functools.partial(reporter.report, "verifying"))
     address = control_address(resolved)
-    plan = node_plan(cluster, "decode", name, resolved.model_path, resolved.draft_path, address)
-    served = load_serving_model(plan, reporter, log)
-    reporter.report("allocating")
-    device, carried = served.placement.device, served.draft_shape
-    relay = RelayState.allocate(
-        section.max_running, served.config.vocab_size, device, carried, served.state.window
-    )
-    sizes = step_sizes(cluster, has_tokenizer(resolved.model_path))
-    trial = functools.partial(torch.zeros, dtype=torch.uint8, device=device)
-    served = graph_start.sized(served, lambda: step_forwards(sizes, served, relay, trial).graphs)
+    plan = node_plan(resolved.cluster, "decode", name, resolved.model_path, resolved.draft_path, address)
     incarnation = new_incarnation()
-    limits = transfer_limits(plan, served.max_model_len, carried.topk, carried.hidden_bytes)
-    context = zmq.Context[zmq.Socket[bytes]]()
-    security = link_security(context, resolved, name)
-    kind, gpu = choose_transport(cluster), device.index if device.type == "cuda" else None
-    setup = ReceiverSetup(incarnation, kind.read(cluster.transfer), limits, own.host, own.bulk_port, gpu)
-    endpoint = _endpoint(kind, setup, f"decode.nodes[{name}].host", security)
-    forwards = step_forwards(
-        sizes, served, relay, lambda nbytes: as_storage(endpoint.allocate(Region.KV, nbytes))
-    )
-    layout = forwards.layout
-    record_slots = 2 * section.max_transferring  # on the way, and as many again in quarantine
-    receiver = Receiver(incarnation, name, endpoint, layout, time.monotonic, limits, record_slots)
+    ranks = start_ranks(RANK, resolved, name, len(plan.devices), incarnation, reporter)
+    with ranks.starting():
+        return _build(resolved, plan, incarnation, ranks, log)
+
+
+def _build(
+    resolved: Resolved, plan: NodePlan, incarnation: str, ranks: RankGroup | SoleRank, log: Log
+) -> BuiltDecodeNode:
+    """Build rank 0, while the others build theirs."""
+    cluster, name = resolved.cluster, plan.name
+    section, health = cluster.decode, cluster.health
+    loaded = load_rank(plan, step_sizes(cluster, has_tokenizer(resolved.model_path)), ranks, log)
+    served = loaded.served
+    end = receiving_end(resolved, plan, served, incarnation)
+    forwards = loaded.forwards(end.allocate)
+    local = end.receiver(forwards.layout)
+    receiver, wrap = _with_ranks(local, end, forwards, ranks)
     poller = zmq.Poller()
     space = page_space(served, section.prefix_cache)
-    reporter.report("capturing")
-    graph_start.capture(served, forwards.graphs, log)
+    loaded.capture(forwards, log)
     ref = NodeRef(name=name, role="decode", incarnation=incarnation)
     register = registration(plan, ref, new_incarnation(), served, forwards.graphs)
-    link = RouterLink(context, plan.router, register, decode_inbox.codec, log, security=security)
+    link = RouterLink(end.context, plan.router, register, decode_inbox.codec, log, security=end.security)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
         lambda: link.announce(COMPILE_SECONDS),
     )
-    peers = PeerConnections(context, name, incarnation, receiver, poller, security)
+    peers = PeerConnections(end.context, name, incarnation, receiver, poller, end.security)
     events = event_log(event_directory(resolved), name, incarnation, log)
-    computation = Computation(
-        forwards,
-        relay,
-        sizes.completion(device),
-        rotary_places(served.config.rope),
-        carried,
-    )
     bounds = DecodeLimits(
         max_running=section.max_running,
         max_transferring=section.max_transferring,
@@ -141,20 +135,52 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
         vocab_size=served.config.vocab_size,
         reserved_tokens=section.reserved_tokens,
         skip_ahead=section.skip_ahead,
-        drain_timeout=cluster.health.drain_timeout,
+        drain_timeout=health.drain_timeout,
         hidden_states=cluster.model.return_hidden_states,
     )
     watch = _draft_watch(served, resolved.draft_path, log)
     assembly = assemble(
         Links(incarnation, link, peers, poller, receiver),
         space,
-        computation,
+        loaded.computation(forwards),
         bounds,
         section.backup_mib * MIB,
         Observation(log, drafts=watch, events=events),
-        grammars=grammars_for(resolved.model_path, served.config, log),
+        wrap,
+        grammars_for(resolved.model_path, served.config, log),
     )
-    return BuiltDecodeNode(assembly.node, link, peers, receiver, security, context, events)
+    watched = functools.partial(ranks.watched, link.overdue, health.loop_timeout, health.hung_limit, log)
+    ranks.serve()
+    return BuiltDecodeNode(assembly.node, link, peers, receiver, end, events, ranks, watched)
+
+
+def receiving_end(
+    resolved: Resolved, plan: NodePlan, served: ServingModel, incarnation: str, rank: int = 0
+) -> ReceivingEnd:
+    """Open the receiving end of one rank. `incarnation` is the node's. Raises ConfigError."""
+    cluster, device = resolved.cluster, served.placement.device
+    section, own, carried = cluster.decode, cluster.decode_node(plan.name), served.draft_shape
+    limits = transfer_limits(plan, served.max_model_len, carried.topk, carried.hidden_bytes)
+    context = zmq.Context[zmq.Socket[bytes]]()
+    security = link_security(context, resolved, plan.name)
+    kind = choose_transport(cluster)
+    # Prefill nodes learn the port in the handshake.
+    port = own.bulk_port if rank == 0 else 0
+    gpu = device.index if device.type == "cuda" else None
+    if kind.listens:
+        check_bind(f"tcp://{own.host}:{port}", f"decode.nodes[{plan.name}].host", security)
+    options = kind.read(cluster.transfer)
+    setup = ReceiverSetup(rank_incarnation(incarnation, rank), options, limits, own.host, port, gpu)
+    return ReceivingEnd(
+        node=plan.name,
+        incarnation=incarnation,
+        endpoint=make_receiver(kind.receiver, setup),
+        limits=limits,
+        # on the way, and as many again in quarantine
+        record_slots=2 * section.max_transferring,
+        context=context,
+        security=security,
+    )
 
 
 def step_sizes(cluster: Cluster, constrains: bool = True) -> StepSizes:
@@ -180,13 +206,11 @@ def _draft_watch(served: ServingModel, path: Path | None, log: Log) -> DraftWatc
     return FirstDraftWatch(causes_of(path, served.draft.config), log)
 
 
-def _endpoint(
-    kind: TransportKind[Any],
-    setup: ReceiverSetup[Any],
-    where: str,
-    security: LinkSecurity,
-) -> ReceiverEndpoint:
-    """Build the receiving end of transfers. `where`: the key of the cluster file that names the host it listens on."""
-    if kind.listens:
-        check_bind(f"tcp://{setup.host}:{setup.port}", where, security)
-    return make_receiver(kind.receiver, setup)
+def _with_ranks(
+    local: Receiver, end: ReceivingEnd, forwards: Forwards, ranks: RankGroup | SoleRank
+) -> tuple[PageReceiver, Callable[[Worker], Worker]]:
+    """Return the receiver of all ranks, and what makes the worker of all ranks from that of rank 0."""
+    if isinstance(ranks, SoleRank):
+        return local, lambda worker: worker
+    group = ReceiverGroup(local, forwards.layout, end.record_slots, ranks.commands, ranks.events)
+    return group, lambda worker: RankedWorker(worker, ranks.send_plan, ranks.saves_ended)

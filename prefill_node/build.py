@@ -4,53 +4,60 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 
 import torch
 import zmq
+from torch import Tensor
 
 from common.checkpoint.model_manifest import check_manifests
-from common.config import Resolved
+from common.config import Cluster, Resolved
 from common.config.resolve_node import node_plan
 from common.config.run_directory import control_address, event_directory, peer_address
 from common.config.transport_choice import choose_transport
-from common.engine.forward.rotary_places import rotary_places
 from common.engine.graphs.rules import PhaseSwitch
+from common.engine.layers.ranks import ONE_RANK
 from common.engine.ops.triton_kernel import report_compilations
-from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.errors import ConfigError
 from common.grammar.grammars import grammars_for
-from common.ipc import Dealer, LinkSecurity, RouterSocket, check_bind
+from common.ipc import Dealer, RouterSocket, check_bind
 from common.ipc.from_config import link_security
-from common.kv_cache.layer_kinds import prompt_grid
 from common.messages import image_inbox, prefill_inbox
-from common.messages.identity import ROUTER_NAME, NodeRef, control_link_id, new_incarnation
-from common.node import graph_start
+from common.messages.identity import ROUTER_NAME, NodeRef, control_link_id, new_incarnation, rank_incarnation
 from common.node.announced_work import COMPILE_SECONDS
-from common.node.completion import completion_for
+from common.node.ranks.from_config import start_ranks
+from common.node.ranks.group import RankGroup
+from common.node.ranks.sole_rank import SoleRank
 from common.node.registration import registration
 from common.node.router_link import RouterLink
-from common.node.serving_model import ServingModel, load_serving_model, page_space
+from common.node.serving_model import ServingModel, page_space
+from common.node_plan import NodePlan
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from kv_transfer.from_plan import transfer_limits
+from kv_transfer.ranks.sender_group import SenderGroup
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import SenderSetup
 from kv_transfer.transport.cuda.pool_memory import as_memory
 from kv_transfer.transport.registry import make_sender
-from prefill_node.assemble import Computation, assemble
-from prefill_node.forwards import Forwards, PromptSizes, prompt_forwards
+from prefill_node.assemble import assemble
+from prefill_node.forwards import Forwards, PromptSizes
 from prefill_node.graphs.backends.compiled_body import EAGER, CompiledBodies, missing_compiler
 from prefill_node.images import Images
-from prefill_node.limits import PrefillLimits, whole_chunks
-from prefill_node.measure import NOT_MEASURED, MeasuredNode, MeasuredTimes, measure_forwards
+from prefill_node.limits import PrefillLimits
+from prefill_node.loaded_rank import MakeStage, load_prompt_rank
 from prefill_node.node import PrefillNode
 from prefill_node.parts import Links, Observation
+from prefill_node.ranked_worker import RankedWorker
+from prefill_node.sending_end import SendingEnd, Sockets
+from prefill_node.step_result import Worker
 from prefill_node.vision_stage import load_vision_stage
-from prefill_node.warm_up import warm_up
 
 IMAGES_QUEUED = 16  # messages of up to 16 MiB in this process's memory; more wait at the router
+RANK = "prefill_node.rank"  # entry module of the other ranks
 
 
 @dataclass(slots=True)
@@ -59,18 +66,19 @@ class BuiltPrefillNode:
 
     node: PrefillNode
     link: RouterLink[prefill_inbox.PrefillMessage]
-    peers: RouterSocket
-    sender: Sender
+    end: SendingEnd
+    sockets: Sockets
     images: Images
-    security: LinkSecurity
-    context: zmq.Context[zmq.Socket[bytes]]
     events: EventLog
+    ranks: RankGroup | SoleRank
+    watched: Callable[[], AbstractContextManager[None]]  # the watchdog of the other ranks
 
     def start(self) -> None:
         self.link.start()
 
     def run(self) -> None:
-        self.node.run()
+        with self.watched():
+            self.node.run()
 
     def overdue(self) -> float:
         return self.link.overdue()
@@ -79,137 +87,163 @@ class BuiltPrefillNode:
         self.node.life.drain()
 
     def close(self) -> None:
-        self.sender.close()
+        self.ranks.close()
+        self.end.sender.close()
         self.link.close()
-        self.peers.close()
+        self.end.peers.close()
         self.images.close()
-        self.security.close()
+        self.sockets.security.close()
         self.events.close()
-        self.context.term()
+        self.sockets.context.term()
 
 
 def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) -> BuiltPrefillNode:
     """Load the models, allocate the KV pool and bind the sockets. Raises ConfigError or ModelError with the remedy."""
-    cluster = resolved.cluster
-    section, own = cluster.prefill, cluster.prefill_node(name)
     check_manifests(resolved.manifests, True, functools.partial(reporter.report, "verifying"))
-    address = peer_address(resolved, name)
-    context = zmq.Context[zmq.Socket[bytes]]()
-    security = link_security(context, resolved, name)
-    check_bind(address, f"prefill.nodes[{name}].peer_address", security)
-    bodies = compiled_bodies(section.compiler, own.device)
+    sockets = open_sockets(resolved, name)
     router = control_address(resolved)
-    plan = node_plan(cluster, "prefill", name, resolved.model_path, resolved.draft_path, router)
-    served = load_serving_model(plan, reporter, log)
+    plan = node_plan(resolved.cluster, "prefill", name, resolved.model_path, resolved.draft_path, router)
     incarnation = new_incarnation()
+    ranks = start_ranks(RANK, resolved, name, len(plan.devices), incarnation, reporter)
+    with ranks.starting():
+        return _build(resolved, plan, incarnation, sockets, ranks, log)
+
+
+def _build(
+    resolved: Resolved,
+    plan: NodePlan,
+    incarnation: str,
+    sockets: Sockets,
+    ranks: RankGroup | SoleRank,
+    log: Log,
+) -> BuiltPrefillNode:
+    """Build rank 0, while the others build theirs."""
+    cluster, name = resolved.cluster, plan.name
+    section, health = cluster.prefill, cluster.health
+    bodies = compiled_bodies(section.compiler, plan.device)
     link_secret = new_incarnation()
     images = control_link_id(name, incarnation, link_secret, image_inbox.LINK).encode()
-    make_stage = load_vision_stage(
-        resolved.model_path,
-        served.model,
-        served.placement,
-        lambda: Dealer(context, router, images, ROUTER_NAME, security, IMAGES_QUEUED),
-        section.image_bytes,
-        cluster.router.images.max_pixels,
-        log,
-    )
-    reporter.report("allocating")
-    grid = prompt_grid(served.config, served.page_size)
-    chunk_tokens = whole_chunks(section.chunk_tokens, grid)
-    if chunk_tokens != section.chunk_tokens:
-        log.info("chunk size rounded", chunk_tokens=chunk_tokens, grid=grid)
-    sizes = PromptSizes(
-        wanted=PhaseSwitch(section.graphs, section.enforce_graphs, cluster.process.poison_graphs),
-        chunk_tokens=chunk_tokens,
-        max_batch=section.max_batch,
-        layers=plan.transfer.layers,
-        algorithm=plan.speculation.algorithm,
-        hidden_states=cluster.model.return_hidden_states,
-    )
-    served = graph_start.sized(served, lambda: prompt_forwards(sizes, served, make_stage, bodies).graphs)
+
+    def stage_of(served: ServingModel) -> MakeStage:
+        return load_vision_stage(
+            resolved.model_path,
+            served.model,
+            replace(served.placement, ranks=ONE_RANK),
+            lambda: Dealer(
+                sockets.context, plan.router.address, images, ROUTER_NAME, sockets.security, IMAGES_QUEUED
+            ),
+            section.image_bytes,
+            cluster.router.images.max_pixels,
+            log,
+            _give_rows(ranks),
+        )
+
+    loaded = load_prompt_rank(plan, prompt_sizes(cluster, plan), ranks, stage_of, bodies, log)
+    served = loaded.served
     space = page_space(served, section.prefix_cache)
-    device = served.placement.device
-    forwards = prompt_forwards(sizes, served, make_stage, bodies)
+    forwards = loaded.forwards()
     vision = forwards.vision
-    layout, carried = forwards.layout, served.draft_shape
-    limits = transfer_limits(plan, served.max_model_len, carried.topk, carried.hidden_bytes)
-    kind = choose_transport(cluster)
-    endpoint = make_sender(kind.sender, SenderSetup(incarnation, kind.read(cluster.transfer), limits))
-    endpoint.register(layout, as_memory(forwards.runner.pool.storage))
-    peers = RouterSocket(context, address, security)
-    sender = Sender(incarnation, name, endpoint, layout, peers.post, time.monotonic, limits)
-    sender.addresses = (peers.address,)
-    reporter.report("capturing")
-    graph_start.capture(served, forwards.graphs, log)
-    _warm_up(forwards, served, sizes, log)
-    measured = _measured(forwards, served, sizes, log)
-    ref = NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=peers.address)
+    end = sending_end(resolved, plan, served, forwards, sockets, incarnation)
+    computation = loaded.computation(forwards, loaded.capture(forwards, log))
+    addresses = [each.decode() for each in ranks.exchange(end.peers.address.encode())]
+    group, wrap = _with_ranks(end.sender, addresses, ranks)
+    ref = NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=end.peers.address)
     register = registration(plan, ref, link_secret, served, forwards.graphs)
-    link = RouterLink(context, plan.router, register, prefill_inbox.codec, log, security=security)
+    link = RouterLink(
+        sockets.context, plan.router, register, prefill_inbox.codec, log, security=sockets.security
+    )
     events = event_log(event_directory(resolved), name, incarnation, log)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
         lambda: link.announce(COMPILE_SECONDS),
     )
-    computation = Computation(
-        forwards,
-        AdjustmentRows.allocate(section.max_batch, served.config.vocab_size, device),
-        rotary_places(served.config.rope),
-        completion_for(device, one_behind=False),
-        carried.dtype_name,
-        measured,
-    )
     bounds = PrefillLimits(
-        chunk_tokens=chunk_tokens,
-        grid=grid,
+        chunk_tokens=loaded.sizes.chunk_tokens,
+        grid=loaded.grid,
         max_batch=section.max_batch,
         max_queue=section.max_queue,
         max_model_len=served.max_model_len,
         vocab_size=served.config.vocab_size,
-        drain_timeout=cluster.health.drain_timeout,
+        drain_timeout=health.drain_timeout,
         hidden_states=cluster.model.return_hidden_states,
     )
     assembly = assemble(
-        Links(incarnation, link, peers, sender, vision.images),
+        Links(incarnation, link, end.peers, end.sender, vision.images, group),
         space,
         computation,
         bounds,
         Observation(log, events=events),
+        wrap,
         grammars=grammars_for(resolved.model_path, served.config, log),
     )
-    return BuiltPrefillNode(assembly.node, link, peers, sender, vision.images, security, context, events)
+    watched = functools.partial(ranks.watched, link.overdue, health.loop_timeout, health.hung_limit, log)
+    ranks.serve()
+    return BuiltPrefillNode(assembly.node, link, end, sockets, vision.images, events, ranks, watched)
 
 
-def _warm_up(forwards: Forwards, served: ServingModel, sizes: PromptSizes, log: Log) -> None:
-    """Run what no graph has run yet, so that the first requests do not wait for kernels to compile."""
-    started, layout, rope = time.monotonic(), forwards.layout, served.config.rope
-    forwards.attention.warm_up(served.heads, served.placement.dtype, sizes.chunk_tokens, sizes.max_batch)
-    device, keeps_state = served.placement.device, layout.num_slots > 0
-    warm_up(forwards.target.forward, forwards.draft, layout.page_size, device, rope.axes, keeps_state)
-    images_run = forwards.vision.embeds.warm_up()
-    log.info("warmed up", encoder_forwards=images_run, seconds=round(time.monotonic() - started, 3))
+def _give_rows(ranks: RankGroup | SoleRank) -> Callable[[Tensor], object]:
+    """Return what hands the rows of an image to the other ranks."""
+    if isinstance(ranks, SoleRank):
+        return lambda rows: None
+    group = ranks.ranks.group
+    return lambda rows: group.broadcast(rows, 0)
 
 
-def _measured(forwards: Forwards, served: ServingModel, sizes: PromptSizes, log: Log) -> MeasuredTimes:
-    """Return the times of forwards on a GPU. On a CPU the default curve keeps plans deterministic."""
-    device, layout, config = served.placement.device, forwards.layout, served.config
-    if device.type != "cuda":
-        return NOT_MEASURED
-    started = time.monotonic()
-    node = MeasuredNode(
-        largest=sizes.chunk_tokens,
-        longest=served.max_model_len,
-        vocab_size=config.vocab_size,
-        page_size=layout.page_size,
-        device=device,
-        axes=config.rope.axes,
-        state=layout.num_slots > 0,
+def _with_ranks(
+    local: Sender, addresses: Sequence[str], ranks: RankGroup | SoleRank
+) -> tuple[SenderGroup | None, Callable[[Worker], Worker]]:
+    """Return the sender of all ranks, if there are several, and what makes their worker from that of rank 0.
+
+    `addresses` are those of the peer sockets of all ranks.
+    """
+    if isinstance(ranks, SoleRank):
+        local.addresses = tuple(addresses)
+        return None, lambda worker: worker
+    group = SenderGroup(local, addresses, ranks.commands, ranks.events)
+    return group, lambda worker: RankedWorker(worker, ranks.send_plan)
+
+
+def open_sockets(resolved: Resolved, name: str, rank: int = 0) -> Sockets:
+    """Prepare the sockets of one rank of a prefill node. Raises ConfigError for an address that is not allowed."""
+    address = peer_address(resolved, name, rank)
+    context = zmq.Context[zmq.Socket[bytes]]()
+    security = link_security(context, resolved, name)
+    check_bind(address, f"prefill.nodes[{name}].peer_address", security)
+    return Sockets(context, security, address)
+
+
+def sending_end(
+    resolved: Resolved,
+    plan: NodePlan,
+    served: ServingModel,
+    forwards: Forwards,
+    sockets: Sockets,
+    incarnation: str,
+    rank: int = 0,
+) -> SendingEnd:
+    """Open the sending end of one rank. `incarnation` is the node's."""
+    carried = served.draft_shape
+    limits = transfer_limits(plan, served.max_model_len, carried.topk, carried.hidden_bytes)
+    kind = choose_transport(resolved.cluster)
+    own = rank_incarnation(incarnation, rank)
+    endpoint = make_sender(kind.sender, SenderSetup(own, kind.read(resolved.cluster.transfer), limits))
+    endpoint.register(forwards.layout, as_memory(forwards.runner.pool.storage))
+    peers = RouterSocket(sockets.context, sockets.address, sockets.security)
+    sender = Sender(incarnation, plan.name, endpoint, forwards.layout, peers.post, time.monotonic, limits)
+    return SendingEnd(peers, sender)
+
+
+def prompt_sizes(cluster: Cluster, plan: NodePlan) -> PromptSizes:
+    """Return what the cluster file says about prompts."""
+    section = cluster.prefill
+    return PromptSizes(
+        wanted=PhaseSwitch(section.graphs, section.enforce_graphs, cluster.process.poison_graphs),
+        chunk_tokens=section.chunk_tokens,
+        max_batch=section.max_batch,
+        layers=plan.transfer.layers,
+        algorithm=plan.speculation.algorithm,
+        hidden_states=cluster.model.return_hidden_states,
     )
-    times = measure_forwards(forwards.target.forward, forwards.draft, node)
-    shown = {str(tokens): round(ms, 2) for tokens, ms in times.by_tokens.items()}
-    seconds = round(time.monotonic() - started, 3)
-    log.info("forwards measured", ms=shown, context_ns=round(1e6 * times.context_ms, 3), seconds=seconds)
-    return times
 
 
 def compiled_bodies(compiler: str | None, device_name: str) -> CompiledBodies:

@@ -74,7 +74,16 @@ class TextEmbeds:
 class VisionEmbeds:
     """Encodes only what the batch needs, plus an image right after a chunk's end, which a draft reads."""
 
-    def __init__(self, embed: Embed, encode: VisionPart, cache: RowCache, prompts: PromptImages) -> None:
+    def __init__(
+        self,
+        embed: Embed,
+        encode: VisionPart,
+        cache: RowCache,
+        prompts: PromptImages,
+        give: Callable[[Tensor], object] = lambda rows: None,
+    ) -> None:
+        """`give` hands the rows [length, H] of an image that a step needs to the other ranks of the node."""
+        self._give = give
         self._embed = embed
         self._encode = encode
         self._cache = cache
@@ -91,14 +100,10 @@ class VisionEmbeds:
         if not shown:
             return None
         self._fill(shown)
-        rows = self._embed(batch.input_ids)
-        first = 0
-        for chunk, own in zip(chunks, images):
-            _overlay(rows[first : first + chunk.length], own, chunk.start)
-            first += chunk.length
-            for image in own:
-                image.drop_after(chunk.end)
-        return MergedEmbeds(rows, chunks, images, self._embed)
+        for image in shown:
+            assert image.rows is not None
+            self._give(image.rows)
+        return _merged(self._embed, chunks, images, batch)
 
     def forget(self, keys: Iterable[int]) -> None:
         self._prompts.forget(keys)
@@ -130,6 +135,48 @@ class VisionEmbeds:
             if image.rows is None:
                 image.rows = made[image.span.digest].flatten(0, 1)
             image.pixels = None
+
+
+class GivenEmbeds:
+    """The embeddings of a rank that encodes no images: rank 0 gives it their rows in every step that needs them."""
+
+    def __init__(self, embed: Embed, take: Callable[[int], Tensor]) -> None:
+        """`take` returns the rows [length, H] that rank 0 gives next."""
+        self._embed = embed
+        self._take = take
+
+    @torch.inference_mode()
+    def __call__(self, chunks: Sequence[PlannedChunk], batch: ForwardBatch) -> MergedEmbeds | None:
+        images = [[PendingImage(span) for span in chunk.images] for chunk in chunks]
+        shown = [image for chunk, own in zip(chunks, images) for image in _shown(chunk, own)]
+        if not shown:
+            return None
+        for image in shown:
+            image.rows = self._take(image.span.length)
+        return _merged(self._embed, chunks, images, batch)
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """No-op: nothing is kept."""
+
+    def warm_up(self) -> int:
+        return 0
+
+
+def _merged(
+    embed: Embed,
+    chunks: Sequence[PlannedChunk],
+    images: Sequence[Sequence[PendingImage]],
+    batch: ForwardBatch,
+) -> MergedEmbeds:
+    """Return the embeddings of tokens and images; images that a prompt has read are dropped."""
+    rows = embed(batch.input_ids)
+    first = 0
+    for chunk, own in zip(chunks, images):
+        _overlay(rows[first : first + chunk.length], own, chunk.start)
+        first += chunk.length
+        for image in own:
+            image.drop_after(chunk.end)
+    return MergedEmbeds(rows, chunks, images, embed)
 
 
 def _batches(images: Mapping[bytes, Pixels]) -> Iterator[list[bytes]]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from common.checkpoint.model_config import ModelConfig
 from common.engine.graphs.node_graphs import NodeGraphs
 from common.engine.graphs.rules import PhaseSwitch
@@ -19,7 +21,7 @@ from prefill_node.image_intake import ImageIntake
 from prefill_node.images import Images, NoImages
 from prefill_node.pixel_reader import load_pixel_reader
 from prefill_node.prompt_images import PromptImages, RowCache
-from prefill_node.vision import PromptEmbeds, TextEmbeds, VisionEmbeds
+from prefill_node.vision import GivenEmbeds, PromptEmbeds, TextEmbeds, VisionEmbeds
 from prefill_node.vision_table import EncoderForward, vision_family
 
 
@@ -41,10 +43,15 @@ def load_vision_stage(
     cache_bytes: int,
     max_pixels: int,
     log: Log,
+    give: Callable[[Tensor], object] = lambda rows: None,
 ) -> Callable[[PhaseSwitch], VisionStage]:
-    """Load the vision part of the model in `path`, if it has one. `connect` opens the image socket. Raises ModelError.
+    """Load the vision part of the model in `path`, if it has one. Raises ModelError.
 
     The returned function builds the stage with the configured graphs; it is called once for a trial and once to serve.
+
+    Args:
+        connect: opens the image socket.
+        give: hands the rows of an image to the other ranks of the node.
     """
     vision = model.config.vision
     if vision is None:
@@ -57,10 +64,16 @@ def load_vision_stage(
 
     def build(wanted: PhaseSwitch) -> VisionStage:
         encoder = prompt_graphs.encoder_graphs(part, wanted)
-        embeds = VisionEmbeds(model.embed, encoder.forward, cache, prompts)
+        embeds = VisionEmbeds(model.embed, encoder.forward, cache, prompts, give)
         return VisionStage(intake, embeds, (encoder,))
 
     return build
+
+
+def given_stage(model: CausalLM, take: Callable[[int], Tensor]) -> VisionStage:
+    """Return the stage of a rank to which rank 0 gives the rows of images; `take` as in GivenEmbeds."""
+    embeds = TextEmbeds() if model.config.vision is None else GivenEmbeds(model.embed, take)
+    return VisionStage(NoImages(), embeds)
 
 
 def load_vision(path: Path, config: ModelConfig, placement: Placement) -> LoadedVisionPart:

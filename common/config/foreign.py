@@ -99,7 +99,10 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     Foreign(("enable_two_batch_overlap", "enable_dbo"), f"batches in two overlapping halves: {NONE_HERE}"),
     Foreign(("enable_return_hidden_states",), "write model.return_hidden_states: true"),
-    Foreign(("tp", "tp_size", "tensor_parallel_size"), f"layers split over devices: {NONE_HERE}"),
+    Foreign(
+        ("tp", "tp_size", "tensor_parallel_size"),
+        "write `tensor_parallel: N` in the entry of each node under prefill.nodes and decode.nodes; nodes may differ",
+    ),
     # memory and batches
     Foreign(
         ("gpu_memory_utilization", "mem_fraction_static", "mem_fraction"),

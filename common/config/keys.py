@@ -59,7 +59,7 @@ def _refuse_unknown(schema: type[Cluster], struct: type[Section], data: Any, pre
                 raise ConfigError(path, "the section is empty; give it keys or remove it")
             _refuse_unknown(schema, fields[key], value, path + ".")
         elif isinstance(value, list):
-            element = _element_struct(struct, key)
+            element = element_struct(struct, key)
             for index, item in enumerate(value):
                 if element is not None:
                     _refuse_unknown(schema, element, item, f"{path}[{index}].")
@@ -158,7 +158,7 @@ def _closest(last: str, paths: list[str]) -> list[str]:
     return [names[name] for name in difflib.get_close_matches(last, names, n=1)]
 
 
-def _element_struct(struct: type[Section], key: str) -> type[Section] | None:
+def element_struct(struct: type[Section], key: str) -> type[Section] | None:
     """Return the struct of a `tuple[Struct, ...]` field, else None."""
     info = msgspec.inspect.type_info(struct)
     assert isinstance(info, msgspec.inspect.StructType)

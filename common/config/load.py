@@ -17,7 +17,7 @@ import msgspec
 
 from common.config.cluster_schema import cluster_schema
 from common.config.http_exposure import check_http
-from common.config.keys import read_override, refuse_unknown, variable_path
+from common.config.keys import element_struct, read_override, refuse_unknown, variable_path
 from common.config.schema import Cluster, Speculation
 from common.config.unread import refuse_unread, unread_keys
 from common.config.yaml_file import parse_scalar, read_mapping
@@ -184,6 +184,7 @@ def _check_places(cluster: Cluster) -> None:
     for path, device in devices.items():
         if not DEVICE.fullmatch(device):
             raise ConfigError(path, f"{device!r} is not a device; write cpu, cuda or cuda:N")
+    _check_ranks(cluster)
     addresses = {
         f"prefill.nodes[{i}].peer_address": n.peer_address for i, n in enumerate(cluster.prefill.nodes)
     }
@@ -197,6 +198,25 @@ def _check_places(cluster: Cluster) -> None:
                 f"{address!r} is not an address; write auto, ipc://PATH or tcp://HOST:PORT, with the port that the "
                 "others connect to",
             )
+
+
+def _check_ranks(cluster: Cluster) -> None:
+    """Refuse what nodes of several ranks cannot do yet."""
+    for role, nodes in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes)):
+        for index, node in enumerate(nodes):
+            if node.tensor_parallel == 1:
+                continue
+            path, ranks = f"{role}.nodes[{index}].tensor_parallel", node.tensor_parallel
+            if node.device != "cpu":
+                raise ConfigError(
+                    path, f"{ranks} ranks on GPUs are not supported yet; write 1, or device: cpu"
+                )
+            if cluster.transfer.transport == "nixl":
+                raise ConfigError(
+                    path,
+                    f"transfer.transport nixl does not move the pages of {ranks} ranks yet; write 1, or transport "
+                    "shm or tcp",
+                )
 
 
 def _check_lengths(cluster: Cluster) -> None:
@@ -307,19 +327,21 @@ def _readable(error: msgspec.ValidationError, given: Mapping[str, str]) -> Confi
     text, _, path = str(error).partition(" - at `$")
     path = re.sub(r"\[\.\.\.\]", "[]", path.rstrip("`").lstrip("."))
     if text.startswith("Invalid enum value"):
-        text = f"{text}; write {', '.join(_words(path))}"
+        text = f"{text}; write {', '.join(map(str, _words(path)))}"
     elif text.startswith("Expected `bool`"):
         text = f"{text}; write true or false"
     origin = _origin(path, given, "")
     return ConfigError(path, f"{text} (from {origin})" if origin else text)
 
 
-def _words(path: str) -> list[str]:
+def _words(path: str) -> list[object]:
     """Return the values that a key with a fixed set of words accepts."""
     kind: Any = cluster_schema()
-    for name in path.split("."):
-        kind = next(field.type for field in msgspec.structs.fields(kind) if field.name == name)
-    words, others = list[str](), False
+    for part in path.split("."):
+        name, bracket, _ = part.partition("[")
+        types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+        kind = element_struct(kind, name) if bracket else types[name]
+    words, others = list[object](), False
     for part in get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,):
         words += get_args(part) if get_origin(part) is Literal else ()
         others |= get_origin(part) is Annotated

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from common.checkpoint.draft_config import with_steps
 from common.checkpoint.dtype_name import dtype_name
@@ -12,6 +15,7 @@ from common.config.schema import Cluster, DecodeSection, PrefillSection, Specula
 from common.config.transport_choice import choose_layers, choose_transport
 from common.kv_cache.kv_values import AS_COMPUTED, FP8, KvValues
 from common.kv_cache.pool_spec import pool_spec
+from common.kv_cache.shard import Shard
 from common.node_plan import (
     ModelPlan,
     NodePlan,
@@ -41,8 +45,8 @@ def node_plan(
         router: address of the router's control socket.
     """
     transfer, health, speculation = cluster.transfer, cluster.health, cluster.speculation
-    shares = {each: share for each, share in _shares(cluster)}
-    own = shares[role, name]
+    shares = _shares(cluster)
+    own = shares[role, name][0]
     config = ModelConfig.load(model)
     dtype = dtype_name(cluster.model.dtype, config.dtype, own.device.partition(":")[0])
     drafting = None
@@ -54,6 +58,7 @@ def node_plan(
         role=role,
         name=name,
         device=own.device,
+        devices=tuple(share.device for share in shares[role, name]),
         threads=cluster.process.threads,
         spec=pool_spec(config, drafting, cluster.kv.page_size, dtype, _kv_values(cluster, model)),
         pool=own.pool,
@@ -61,7 +66,7 @@ def node_plan(
         state_slots=own.state_slots,
         round_tokens=own.round_tokens,
         state_snapshots=own.state_snapshots,
-        shares=tuple(shares.values()),
+        shares=tuple(share for ranks in shares.values() for share in ranks),
         model=ModelPlan(
             path=str(model),
             weights_id=model_fingerprint(model, cluster.model.max_model_len, cluster.model.quantization),
@@ -120,8 +125,8 @@ def _round_tokens(speculation: Speculation) -> int:
     return 1 + max(speculation.steps, forced)
 
 
-def _shares(cluster: Cluster) -> list[tuple[tuple[str, str], NodeShare]]:
-    """Return ((role, name), share) of every node.
+def _shares(cluster: Cluster) -> dict[tuple[str, str], list[NodeShare]]:
+    """Return the shares of the ranks of every node, by its role and name.
 
     Every request that holds pages has a state slot. A prefill node may hand over as many requests as it computes; a
     decode node may have as many in quarantine as are on their way.
@@ -129,16 +134,24 @@ def _shares(cluster: Cluster) -> list[tuple[tuple[str, str], NodeShare]]:
     prefill, decode = cluster.prefill, cluster.decode
     round_tokens = _round_tokens(cluster.speculation)
     rows, slots = decode.max_running, decode.max_running + 2 * decode.max_transferring
-    found = []
+    found = {}
     for node in prefill.nodes:
         budget = pool_budget("prefill", prefill, node.device)
         snapshots = prefill.state_snapshots if prefill.prefix_cache else 0
         share = NodeShare(
             node.device, budget, prefill.max_batch, 2 * prefill.max_batch, state_snapshots=snapshots
         )
-        found.append((("prefill", node.name), share))
+        found["prefill", node.name] = _of_ranks(share, node.devices)
     for decoding in decode.nodes:
         budget = pool_budget("decode", decode, decoding.device)
         share = NodeShare(decoding.device, budget, rows, slots, round_tokens)
-        found.append((("decode", decoding.name), share))
+        found["decode", decoding.name] = _of_ranks(share, decoding.devices)
     return found
+
+
+def _of_ranks(share: NodeShare, devices: Sequence[str]) -> list[NodeShare]:
+    """Return the shares of a node's ranks, on these devices."""
+    return [
+        msgspec.structs.replace(share, device=device, shard=Shard(rank, len(devices)))
+        for rank, device in enumerate(devices)
+    ]

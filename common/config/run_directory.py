@@ -87,10 +87,19 @@ def control_address(resolved: Resolved) -> str:
     return f"ipc://{run_directory(resolved)}/router.sock" if configured == "auto" else configured
 
 
-def peer_address(resolved: Resolved, name: str) -> str:
-    """Return the address at which the prefill node `name` binds its peer socket."""
+def peer_address(resolved: Resolved, name: str, rank: int = 0) -> str:
+    """Return the address at which a rank of the prefill node `name` binds its peer socket.
+
+    Decode nodes learn those of other ranks than rank 0 from the node, so these take any free port.
+    """
     configured = resolved.cluster.prefill_node(name).peer_address
-    return f"ipc://{run_directory(resolved)}/{name}.sock" if configured == "auto" else configured
+    if configured == "auto":
+        configured = f"ipc://{run_directory(resolved)}/{name}.sock"
+    if not rank:
+        return configured
+    if configured.startswith("ipc://"):
+        return f"{configured}.{rank}"
+    return f"{configured.rpartition(':')[0]}:0"
 
 
 def event_directory(resolved: Resolved) -> Path | None:

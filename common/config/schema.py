@@ -135,19 +135,28 @@ class RouterSection(Section, frozen=True, kw_only=True):
     placement_wait: Seconds = 10.0  # time that a request waits for a node that is expected back before 503
 
 
-class PrefillNodeEntry(Section, frozen=True, kw_only=True):
-    """One prefill process."""
+class NodeEntry(Section, frozen=True, kw_only=True):
+    """One node: a process for each of its ranks."""
 
     name: NodeName
     device: str = "cpu"
+    tensor_parallel: Literal[1, 2, 4, 8] = 1  # ranks that divide the model
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices of its ranks."""
+        return (self.device,) * self.tensor_parallel
+
+
+class PrefillNodeEntry(NodeEntry, frozen=True, kw_only=True):
+    """One prefill node."""
+
     peer_address: str = "auto"  # ZMQ address that decode nodes connect to; auto: ipc in the run directory
 
 
-class DecodeNodeEntry(Section, frozen=True, kw_only=True):
-    """One decode process."""
+class DecodeNodeEntry(NodeEntry, frozen=True, kw_only=True):
+    """One decode node."""
 
-    name: NodeName
-    device: str = "cpu"
     # Transports tcp and nixl: address to which the node's socket for prefill nodes binds.
     host: str = "127.0.0.1"
     bulk_port: Port = 0  # port of that socket; 0: any free port

@@ -40,6 +40,8 @@ def registration(
         effective_config={
             **served.describe(served.layout.total_bytes, plan.transfer.transport, plan.max_rows),
             "transfer_layers": plan.transfer.layers,
+            "tensor_parallel": len(plan.devices),
+            "devices": ", ".join(plan.devices),
         },
         graphs=tuple(node_graphs.report(each) for each in graphs),
     )

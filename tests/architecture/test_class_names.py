@@ -23,6 +23,7 @@ PARALLEL = {
     "Planned": "a plan, and the requests that it serves",
     "Worker": "executes plans",
     "DeviceWorker": "executes plans on one device",
+    "RankedWorker": "executes plans on all ranks of a node",
     "Launched": "a plan in progress",
     "Report": "the load and the counters that a node reports",
 }

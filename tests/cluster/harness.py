@@ -13,7 +13,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -75,6 +75,8 @@ class RunningCluster:
     late: tuple[str, ...] = ()  # nodes that do not run until the test launches them
     addresses: dict[str, int] = field(default_factory=dict)  # listener of a tcp link -> port
     router_module: tuple[str, ...] = ("router",)  # module for `python -m`, with its first arguments
+    # ranks of the nodes that have several
+    ranks: Mapping[str, int] = field(default_factory=dict)
     # (table, row) added in every process: see tests/fakes/with_rows.py
     rows: tuple[tuple[str, str], ...] = ()
 
@@ -95,6 +97,8 @@ class RunningCluster:
         if tcp:
             self.addresses["router"] = self._port()
             base["router"]["control_address"] = f"tcp://127.0.0.1:{self.addresses['router']}"
+        for node in (*base["prefill"]["nodes"], *base["decode"]["nodes"]):
+            node["tensor_parallel"] = self.ranks.get(node["name"], 1)
         for section, values in self.config.items():
             base.setdefault(section, {}).update(values)
         self.run_dir = Path(base["process"]["run_dir"])
@@ -167,6 +171,11 @@ class RunningCluster:
         with (self.directory / f"{name}.log").open("ab") as log:
             module += ["--cluster", str(self.file)]
             self.processes[name] = fork_server.start(module, ROOT, ENV, log)
+
+    def rank_pids(self, name: str) -> list[int]:
+        """Return the process ids of a node's ranks 1 and up."""
+        _, *children = with_children(Path(f"/proc/{self.processes[name].pid}"))
+        return [int(each.name) for each in children if b"_node.rank" in (each / "cmdline").read_bytes()]
 
     def listens_at(self, name: str) -> set[tuple[str, int]]:
         """Return (address, port) of every listening TCP socket of the process and its children."""

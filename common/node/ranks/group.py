@@ -10,21 +10,25 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 from common.engine.collectives.endpoints import GroupEndpoint, open_endpoints
 from common.engine.collectives.group_ranks import GroupRanks
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.errors import ConfigError, InternalError, ModelError, RankFailed, TandemError
 from common.ipc.ring import Ring, RingReader, RingWriter
-from common.node.ranks.board import Board
+from common.node.ranks.board import Board, Told
 from common.node.ranks.member import READY, START_SECONDS
 from common.node.ranks.messages import Begin, FromRank, Gathered, Loading, RankRings, StartFailed
 from common.node.ranks.start_channel import StartChannel
+from common.node.ranks.watchdog import RankWatch, rank_watchdog
+from common.observability.logs import Log
 from common.observability.startup import Phase
 
 PLAN_BYTES = 8 << 20  # of the ring of plans; larger frames are split
 COMMAND_BYTES = 1 << 20
+PLAN_SECONDS = 5.0  # for a rank to make room in a full ring of plans
 END_SECONDS = 5.0  # for a rank to end when it is told to
 _PR_SET_PDEATHSIG = 1
 # Resolved before any fork: between fork and exec hardly anything is safe to call.
@@ -133,23 +137,40 @@ class RankGroup:
         self.exchange(READY)
         self._serving = True
 
-    def reason(self, error: RankFailed) -> TandemError:
-        """Return why a rank failed during the start: what it has said, or else the error that another rank noticed."""
-        with contextlib.suppress(RankFailed):
-            until = time.monotonic() + END_SECONDS
-            while time.monotonic() < until:
-                try:
-                    self._take(0.1)
-                except (ConfigError, ModelError, InternalError) as said:
-                    return said
-        return error
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """End all ranks if this context fails. The failure of a rank is replaced by the reason that it has given."""
+        try:
+            yield
+        except RankFailed as error:
+            reason = self._reason(error)
+            self.close()
+            raise reason from error
+        except BaseException:
+            self.close()
+            raise
+
+    def watched(
+        self, overdue: Callable[[], float], stopped_limit: float, hung_limit: float, log: Log
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the node ends if a rank ends, is stopped or hangs; see RankWatch."""
+        return rank_watchdog(RankWatch(self.processes, self.board, overdue, stopped_limit, hung_limit), log)
+
+    def send_plan(self, frame: bytes) -> None:
+        """Send a plan to all other ranks. Raises RankFailed if the ring of plans stays full."""
+        self.plans.send(frame, PLAN_SECONDS)
+
+    def saves_ended(self) -> int:
+        """Return how many saves have ended on all ranks but this one, counted in the order of the plans."""
+        return min(self.board.read(rank, Told.SAVED) for rank in range(1, self.size))
 
     def close(self) -> None:
-        """End all ranks: in order if they serve, else at once."""
+        """End all ranks: in order if all of them serve, else at once."""
+        serving = self._serving and all(process.poll() is None for process in self.processes)
         with contextlib.suppress(RankFailed):
-            if self._serving:
+            if serving:
                 self.plans.send(b"", END_SECONDS)
-        until = time.monotonic() + (END_SECONDS if self._serving else 0.0)
+        until = time.monotonic() + (END_SECONDS if serving else 0.0)
         for process in self.processes:
             try:
                 process.wait(max(until - time.monotonic(), 0.01))
@@ -162,6 +183,18 @@ class RankGroup:
             ring.close()
         self._collectives.close()
         self.board.close()
+
+    def _reason(self, error: RankFailed) -> TandemError:
+        """Return why a rank failed: what it has said, or else the error that another rank noticed."""
+        until = time.monotonic() + END_SECONDS
+        while time.monotonic() < until:
+            try:
+                self._take(0.1)
+            except RankFailed:
+                return error
+            except TandemError as said:
+                return said
+        return error
 
     def _take(self, timeout: float) -> None:
         """Process messages of ranks."""

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from common.node.ranks.board import Board, Told
 from common.observability.logs import Log
+from common.process import EXIT_RANK_FAILED
 
-EXIT_RANK_FAILED = 4
 LOOK_SECONDS = 0.1
 # For the main thread to end the node by itself, with the better reason, after a collective has failed.
 GRACE_SECONDS = 0.3

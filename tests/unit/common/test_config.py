@@ -328,6 +328,27 @@ def test_known_devices(tmp_path: Path, device: str) -> None:
     load(tmp_path, overrides=[f"decode.nodes=[{{name: x, device: {device}}}]"])
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("entry", "others", "words"),
+    [
+        ("{name: x, tensor_parallel: 3}", [], "Invalid enum value 3; write 1, 2, 4, 8"),
+        ("{name: x, device: cuda, tensor_parallel: 2}", [], "2 ranks on GPUs are not supported yet; write 1"),
+        (
+            "{name: x, tensor_parallel: 4}",
+            ["transfer.transport=nixl"],
+            "transfer.transport nixl does not move the pages of 4 ranks yet; write 1, or transport shm or tcp",
+        ),
+    ],
+)
+def test_ranks_that_cannot_be_served_are_refused(
+    tmp_path: Path, role: str, entry: str, others: list[str], words: str
+) -> None:
+    error = refusal(tmp_path, overrides=[f"{role}.nodes=[{entry}]", *others])
+    assert words in str(error)
+    assert "tensor_parallel" in error.path
+
+
 ADDRESSES = {
     "router.control_address": "router.control_address=",
     "prefill.nodes[0].peer_address": "prefill.nodes=[{name: p, peer_address: '",

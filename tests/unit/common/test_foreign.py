@@ -26,7 +26,7 @@ WANTED = {
     "trust_remote_code": "never run",
     "block_size": "kv.page_size",
     "chunked_prefill_size": "prefill.chunk_tokens",
-    "tp": "none yet",
+    "tp": "tensor_parallel: N",
     "kv_transfer_config": "transfer.transport",
     "speculative_config": "speculation.algorithm",
 }
@@ -64,7 +64,7 @@ def test_no_option_is_answered_twice_or_hides_a_key() -> None:
     ("option", "answer"),
     [
         ("--gpu-memory-utilization=0.9", "write prefill.memory_fraction and decode.memory_fraction"),
-        ("--tp", "tandem has none yet"),
+        ("--tp", "write `tensor_parallel: N` in the entry of each node"),
         ("--max-model-len", "set it with --set model.max_model_len=VALUE"),
         ("--max-model-len=4096", "set it with --set model.max_model_len=4096"),
         ("--graphs", "--set prefill.graphs=VALUE or --set decode.graphs=VALUE"),

@@ -74,5 +74,9 @@ def test_every_node_of_the_shipped_clusters_has_a_plan_that_can_be_sent(file: Pa
             assert plan.transfer.layers == choose_layers(cluster)
             assert plan.router.address == "ipc:///run/router.sock"
             nodes += 1
-            assert len(plan.shares) == len(cluster.prefill.nodes) + len(cluster.decode.nodes)
+            every = (*cluster.prefill.nodes, *cluster.decode.nodes)
+            assert len(plan.shares) == sum(each.tensor_parallel for each in every)
+            assert len(plan.devices) == node.tensor_parallel
+            last = plan.of_rank(node.tensor_parallel - 1)
+            assert last.pool.runs_vision == (role == "prefill" and node.tensor_parallel == 1)
     assert nodes

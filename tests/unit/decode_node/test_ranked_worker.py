@@ -73,11 +73,8 @@ class Ranks:
         self.first, self.other = RecordingWorker(), RecordingWorker()
         self.frames: list[bytes] = []
         self.saved = 0
-        self.worker = RankedWorker(self.first, self, lambda: self.saved)
+        self.worker = RankedWorker(self.first, self.frames.append, lambda: self.saved)
         self.work = DecodeRankWork(self.other, self.tell)
-
-    def send(self, frame: bytes, patience: float, /) -> None:
-        self.frames.append(frame)
 
     def tell(self, saved: int) -> None:
         self.saved = saved

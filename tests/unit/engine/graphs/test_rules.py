@@ -146,7 +146,7 @@ def test_enforce_and_none_contradict_each_other(tmp_path: Path) -> None:
         ("prefill: {disable_piecewise_cuda_graph: true}", "write prefill.graphs: none"),
         ("prefill: {enforce_piecewise_cuda_graph: true}", "write prefill.enforce_graphs"),
         ("prefill: {enable_return_hidden_states: true}", "write model.return_hidden_states: true"),
-        ("decode: {tp_size: 2}", "layers split over devices: tandem has none"),
+        ("decode: {tp_size: 2}", "write `tensor_parallel: N` in the entry of each node"),
         ("decode: {enable_two_batch_overlap: true}", "two overlapping halves: tandem has none"),
     ],
 )

@@ -1,0 +1,36 @@
+"""The only rank of a node with one device, in the place of a RankGroup."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from common.engine.layers.ranks import ONE_RANK, Ranks
+from common.observability.logs import Log
+from common.observability.startup import Progressing
+
+
+class SoleRank:
+    """Agrees with itself, and has no processes to watch."""
+
+    ranks: Ranks = ONE_RANK
+
+    def __init__(self, reporter: Progressing) -> None:
+        self.report = reporter.report
+
+    def exchange(self, own: bytes, /) -> Sequence[bytes]:
+        return (own,)
+
+    def starting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def serve(self) -> None:
+        """No-op: there is nobody to wait for."""
+
+    def watched(
+        self, overdue: Callable[[], float], stopped_limit: float, hung_limit: float, log: Log
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        """No-op: there are no processes."""

@@ -1,0 +1,102 @@
+"""Entry point and composition root of a rank of a prefill node other than rank 0, which starts it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+
+import msgspec
+import torch
+import zmq
+from torch import Tensor
+
+from common.config.resolve_node import node_plan
+from common.engine.collectives.group import CollectiveGroup
+from common.engine.ops.triton_kernel import report_compilations
+from common.node.ranks.from_config import RankStart
+from common.node.ranks.loop import SPIN_SECONDS
+from common.node.ranks.member import BuiltRank, Member, run_rank
+from common.node.serving_model import ServingModel
+from common.observability.logs import Log
+from kv_transfer.ranks.sender_rank import SenderRank
+from prefill_node.assemble import prompt_step
+from prefill_node.build import compiled_bodies, open_sockets, prompt_sizes, sending_end
+from prefill_node.loaded_rank import MakeStage, load_prompt_rank
+from prefill_node.page_sending import ByChunk, ByLayer, OnOneRank, PageSending
+from prefill_node.peer_frames import take_peer_frames
+from prefill_node.rank_work import PromptRankWork
+from prefill_node.sending_end import SendingEnd, Sockets
+from prefill_node.vision_stage import given_stage
+from prefill_node.worker import DeviceWorker
+
+
+class SendingService:
+    """Sends the pages of this rank; implements `RankService`."""
+
+    def __init__(self, rank: SenderRank, end: SendingEnd, sockets: Sockets) -> None:
+        self._rank = rank
+        self._end = end
+        self._sockets = sockets
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        return (int(self._end.peers.socket.getsockopt(zmq.FD)),)
+
+    def turn(self, completed: int, /) -> bool:
+        return self._rank.turn(completed) or self._rank.busy
+
+    def close(self) -> None:
+        self._rank.close()
+        self._end.peers.close()
+        self._sockets.close()
+
+
+def build(member: Member, log: Log) -> BuiltRank:
+    """Load this rank's share, and open its end of transfers."""
+    start = msgspec.msgpack.decode(member.begin.work, type=RankStart)
+    resolved, rank = start.resolved, member.begin.rank
+    cluster = resolved.cluster
+    sockets = open_sockets(resolved, start.name, rank)
+    plan = node_plan(cluster, "prefill", start.name, resolved.model_path, resolved.draft_path)
+    plan = plan.of_rank(rank)
+
+    def stage_of(served: ServingModel) -> MakeStage:
+        stage = given_stage(served.model, functools.partial(_take_rows, served, member.group))
+        return lambda wanted: stage
+
+    bodies = compiled_bodies(cluster.prefill.compiler, plan.device)
+    loaded = load_prompt_rank(plan, prompt_sizes(cluster, plan), member, stage_of, bodies, log)
+    forwards = loaded.forwards()
+    end = sending_end(resolved, plan, loaded.served, forwards, sockets, start.incarnation, rank)
+    computation = loaded.computation(forwards, loaded.capture(forwards, log))
+    member.exchange(end.peers.address.encode())
+    report_compilations(
+        lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
+        lambda: None,
+    )
+    listen = functools.partial(take_peer_frames, end.peers, end.sender)
+    whole = ByChunk(end.sender)
+    transfers = SenderRank(end.sender, listen, whole.send, member.commands, member.events)
+    sending: PageSending = whole
+    if forwards.signalled is not None:
+        sending = ByLayer(forwards.signalled, end.sender, transfers.at_break)
+    step = prompt_step(computation)
+    pool = forwards.runner.pool
+    worker = DeviceWorker(step, OnOneRank(sending, transfers), pool, computation.completion)
+    return BuiltRank(
+        PromptRankWork(worker),
+        SendingService(transfers, end, sockets),
+        SPIN_SECONDS if loaded.served.placement.device.type == "cuda" else 0.0,
+    )
+
+
+def _take_rows(served: ServingModel, group: CollectiveGroup, length: int) -> Tensor:
+    """Return the rows [length, H] of an image, which rank 0 gives."""
+    placement = served.placement
+    room = torch.empty(length, served.config.hidden_size, dtype=placement.dtype, device=placement.device)
+    return group.broadcast(room, 0)
+
+
+if __name__ == "__main__":
+    run_rank(build, int(sys.argv[1]))

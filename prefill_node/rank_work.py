@@ -1,0 +1,29 @@
+"""Applies the plans of rank 0 on another rank of a prefill node."""
+
+from __future__ import annotations
+
+import msgspec
+
+from common.node.ranks.launched_plans import LaunchedPlans
+from prefill_node.step_plan import PromptPlan
+from prefill_node.step_result import Worker
+
+
+class PromptRankWork:
+    """Implements `RankWork`."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._launched = LaunchedPlans()
+        self._decoder = msgspec.msgpack.Decoder(PromptPlan)
+
+    @property
+    def completed(self) -> int:
+        return self._launched.completed
+
+    def apply(self, frame: bytes) -> None:
+        plan = self._decoder.decode(frame)
+        self._launched.add(plan.generation, self._worker.apply(plan).completion)
+
+    def turn(self) -> bool:
+        return self._launched.look()

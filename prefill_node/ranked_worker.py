@@ -1,0 +1,31 @@
+"""The worker of a node with several ranks: rank 0 sends every plan to the others and carries it out itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from kv_transfer.send_order import SendOrder
+from prefill_node.step_plan import PromptPlan
+from prefill_node.step_result import Launched, Worker
+
+
+class RankedWorker:
+    """Carries out plans on rank 0, whose results are read, and on all others.
+
+    Send orders reach the other ranks on their own way, because a plan cannot name destinations that are granted later.
+    """
+
+    def __init__(self, first: Worker, tell: Callable[[bytes], None]) -> None:
+        """Carry out plans with `first`, the worker of rank 0, and send them to the others with `tell`."""
+        self._first = first
+        self._tell = tell
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def apply(self, plan: PromptPlan) -> Launched:
+        self._tell(self._encoder.encode(plan))
+        return self._first.apply(plan)
+
+    def send(self, order: SendOrder) -> None:
+        self._first.send(order)
