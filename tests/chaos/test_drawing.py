@@ -68,7 +68,7 @@ def test_kills_that_were_not_possible_are_made_up_for() -> None:
     made = cluster()
     drawer = Drawer(made, random.Random(1), 100, kinds=("kill", "stop", "disk-full"))
     made.timeline.begin("0", ["prefill-0", "prefill-1"], kind="kill", target="prefill-0")
-    found = sum(drawer.draw(set()) is not None for _ in range(1000))
+    found = sum(drawer.draw(set()) is not None for _ in range(200))
     assert drawer.drawn["kill"] == drawer.drawn["stop"] == 0
     assert found == 100 - minimums(100)["kill"] - minimums(100)["stop"]
     made.timeline.end("0")

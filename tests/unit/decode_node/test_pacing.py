@@ -32,7 +32,8 @@ class _Device:
         if not self.marked:
             return 0
         count = 0
-        for index, (begin, length) in reversed([*enumerate(self.steps)][-4:]):
+        for index in reversed(range(max(0, len(self.steps) - 4), len(self.steps))):
+            begin, length = self.steps[index]
             passed = sum(self.now >= begin + layer * length / 10 for layer in LAYERS)
             count += passed
             if passed == len(LAYERS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.messages.generation import ImageSpan, SamplingParams
@@ -198,6 +198,7 @@ def test_chunk_properties(shapes: list[tuple[int, int, bool, float]], budget: in
         assert costs[0] == min(cost(each, 9.0) for each in unfinished), "the nearest always advances"
 
 
+@settings(max_examples=40)
 @given(
     long=st.integers(2, 60),
     short=st.integers(1, 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -46,12 +47,14 @@ async def serving(handler: Handler, most: int) -> AsyncIterator[tuple[web.Applic
 
 
 async def ask(address: tuple[str, int], request: bytes) -> tuple[int, dict[str, object], bytes]:
-    """Return status, body and head of the answer."""
+    """Return status, body and head of the answer. The server may wait for the rest of an unfinished request."""
     reader, writer = await asyncio.open_connection(*address)
     writer.write(request)
-    answer = await asyncio.wait_for(reader.read(), PATIENCE)
+    async with asyncio.timeout(PATIENCE):
+        head = await reader.readuntil(b"\r\n\r\n")
+        [length] = re.findall(rb"(?i)\r\ncontent-length: (\d+)", head)
+        body = await reader.readexactly(int(length))
     writer.close()
-    head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body), head
 
 
