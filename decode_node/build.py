@@ -114,8 +114,8 @@ def _build(
     end = receiving_end(resolved, plan, served, incarnation)
     forwards = loaded.forwards(end.allocate)
     local = end.receiver(forwards.layout)
-    receiver, wrap = _with_ranks(local, end, forwards, ranks)
     poller = zmq.Poller()
+    receiver, wrap = _with_ranks(local, end, forwards, ranks, poller)
     space = page_space(served, section.prefix_cache)
     loaded.capture(forwards, log)
     ref = NodeRef(name=name, role="decode", incarnation=incarnation)
@@ -207,10 +207,15 @@ def _draft_watch(served: ServingModel, path: Path | None, log: Log) -> DraftWatc
 
 
 def _with_ranks(
-    local: Receiver, end: ReceivingEnd, forwards: Forwards, ranks: RankGroup | SoleRank
+    local: Receiver, end: ReceivingEnd, forwards: Forwards, ranks: RankGroup | SoleRank, poller: zmq.Poller
 ) -> tuple[PageReceiver, Callable[[Worker], Worker]]:
-    """Return the receiver of all ranks, and what makes the worker of all ranks from that of rank 0."""
+    """Return the receiver of all ranks, and what makes the worker of all ranks from that of rank 0.
+
+    Reports of the other ranks wake the node through `poller`.
+    """
     if isinstance(ranks, SoleRank):
         return local, lambda worker: worker
     group = ReceiverGroup(local, forwards.layout, end.record_slots, ranks.commands, ranks.events)
+    for descriptor in group.descriptors:
+        poller.register(descriptor, zmq.POLLIN)
     return group, lambda worker: RankedWorker(worker, ranks.send_plan, ranks.saves_ended)

@@ -31,8 +31,12 @@ class FrameReader(Protocol):
         """Return the next frame, or None if there is none now."""
         ...
 
+    def fileno(self) -> int:
+        """Return the descriptor that is readable once frames have arrived, until `clear`."""
+        ...
+
     def clear(self) -> None:
-        """Reset the descriptor that shows that frames have arrived. Called before `take`."""
+        """Reset the descriptor. Called before `take`."""
         ...
 
 

@@ -105,6 +105,11 @@ class ReceiverGroup:
         return self._local.counters
 
     @property
+    def descriptors(self) -> list[int]:
+        """Descriptors that are readable when another rank has reported something."""
+        return [reader.fileno() for reader in self._reports]
+
+    @property
     def active(self) -> int:
         return len(self._rooms)
 

@@ -74,6 +74,9 @@ class QueueReader:
     def take(self) -> bytes | None:
         return self.frames.popleft() if self.frames else None
 
+    def fileno(self) -> int:
+        return -1
+
     def clear(self) -> None:
         pass
 
