@@ -10,7 +10,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.relay_state import RelayState
 from common.errors import RankFailed
+from common.kv_cache.pool_layout import PoolLayout
 from common.node.completion import Immediate
 from common.node.serving_model import ServingModel, load_serving_model
 from common.observability.logs import Log
@@ -197,6 +198,19 @@ class RankedFabric(Fabric):
         return RankedSender(self, incarnation)
 
 
+class RankModel(ServingModel):
+    """A rank's share of a model, whose pool transfers handle as that of a node with one rank."""
+
+    @property
+    def layout(self) -> PoolLayout:
+        return PoolLayout(
+            fingerprint=self.kv_fingerprint,
+            spec=self.held,
+            num_pages=self.num_pages,
+            num_slots=self.num_slots,
+        )
+
+
 class Drafting(NoDraftModel):
     """Only names the algorithm: the draft is loaded with the model."""
 
@@ -239,7 +253,8 @@ class RankedCluster(NodeCluster):
     def _load(self, section: str, ranks: Ranks) -> ServingModel:
         resolved = self._resolved
         plan = node_plan(resolved.cluster, section, f"{section}-0", resolved.model_path, resolved.draft_path)
-        return load_serving_model(plan, StartupReporter(None, LOG), LOG, ranks)
+        served = load_serving_model(plan, StartupReporter(None, LOG), LOG, ranks)
+        return RankModel(**{field.name: getattr(served, field.name) for field in fields(served)})
 
     def make_steps(
         self,
