@@ -33,9 +33,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.bench.cluster_engine import ClusterEngine, Times
-from tests.bench.environment import ROOT, describe
+from tests.bench.environment import describe
 
-LOCAL = ROOT / "deploy" / "clusters" / "local.yaml"
+LOCAL = Path("deploy/clusters/local.yaml")
 FIRST_BAR, TOKEN_BAR = 1.3, 1.5
 EVENT = b"data: {"
 WARM_UP = 2  # prompts of each length that are not counted
