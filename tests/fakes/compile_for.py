@@ -70,6 +70,7 @@ from common.engine.ops.vocabulary_rows import vocabulary_rows_triton
 from common.engine.ops.write_mark import write_mark_triton
 from kv_transfer.transport.cuda import pages as cuda_pages
 from tests.fakes.pools import layers_layout
+from tests.fakes.racing_stores import racing_stores
 
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, PAGE = 4096, 14336, 128256, 32, 8, 16  # Llama-3.1-8B
 BF16 = torch.bfloat16
@@ -442,6 +443,7 @@ def main(capabilities: list[int]) -> None:
             "shared": made.metadata.shared,
             "expected": expected_bytes(name, options, itemsize, room),
             "limit": room.shared_bytes,
+            "racing": racing_stores(made.asm["ptx"]) if options["num_warps"] > 1 else [],
         }
         print(json.dumps(launch))
 

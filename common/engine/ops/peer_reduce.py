@@ -90,12 +90,13 @@ def _peer_sum_kernel(  # type: ignore[no-untyped-def]
     own = tl.load(addresses_ptr + rank)
     turns = own.to(tl.pointer_type(tl.int32))
     turn = tl.load(turns + COUNTS * ROWS + row) + 1
-    tl.store(turns + COUNTS * ROWS + row, turn)
     place = DATA + ((turn & 1) * ROWS + row).to(tl.int64) * PLACE
     x = tl.load(x_ptr + row.to(tl.int64) * x_stride + column, mask=live, other=0.0)
     mine = tl.multiple_of((own + place).to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
     tl.store(mine + column, x, mask=live)
-    tl.debug_barrier()  # all threads have written before one of them tells the others
+    # All threads have written before one of them tells the others, and have read the turn before one of them sets it.
+    tl.debug_barrier()
+    tl.store(turns + COUNTS * ROWS + row, turn)
     for peer in tl.static_range(RANKS):
         theirs = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
         tl.atomic_xchg(theirs + rank * ROWS + row, turn, sem="release", scope="sys")
