@@ -26,7 +26,6 @@ from decode_node.peers import PeerConnections
 from decode_node.rank_work import DecodeRankWork
 from decode_node.receiving_end import ReceivingEnd
 from kv_transfer.ranks.receiver_rank import ReceiverRank
-from kv_transfer.receiver import Receiver
 
 
 class ReceivingService:
@@ -35,24 +34,21 @@ class ReceivingService:
     def __init__(
         self,
         rank: ReceiverRank,
-        receiver: Receiver,
         peers: PeerConnections,
         poller: zmq.Poller,
         end: ReceivingEnd,
     ) -> None:
         self._rank = rank
-        self._receiver = receiver
         self._peers = peers
         self._poller = poller
         self._end = end
 
     @property
-    def descriptors(self) -> Sequence[int]:
-        return [socket.getsockopt(zmq.FD) for socket, _ in self._poller.sockets]
+    def sockets(self) -> Sequence[zmq.Socket[bytes]]:
+        return [socket for socket, _ in self._poller.sockets]
 
     def turn(self, completed: int, /) -> bool:
-        """Move transfers. While pages are on their way, deadlines and lost peers are found by polling."""
-        return self._rank.turn() or self._receiver.active > 0
+        return self._rank.turn()
 
     def close(self) -> None:
         self._rank.close()
@@ -84,7 +80,7 @@ def build(member: Member, log: Log) -> BuiltRank:
     worker = device_worker(loaded.computation(forwards), time.monotonic)
     return BuiltRank(
         DecodeRankWork(worker, partial(member.board.write, rank, Told.SAVED)),
-        ReceivingService(transfers, receiver, peers, poller, end),
+        ReceivingService(transfers, peers, poller, end),
         SPIN_SECONDS if loaded.served.placement.device.type == "cuda" else 0.0,
     )
 

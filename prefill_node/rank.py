@@ -40,8 +40,8 @@ class SendingService:
         self._sockets = sockets
 
     @property
-    def descriptors(self) -> Sequence[int]:
-        return (int(self._end.peers.socket.getsockopt(zmq.FD)),)
+    def sockets(self) -> Sequence[zmq.Socket[bytes]]:
+        return (self._end.peers.socket,)
 
     def turn(self, completed: int, /) -> bool:
         return self._rank.turn(completed) or self._rank.busy

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import zmq
+
 from common.errors import ConfigError
 from common.ipc.ring import RingReader, RingWriter
 from common.node.ranks.member import BuiltRank, Member, run_rank
@@ -37,7 +39,7 @@ class EchoWork:
 class EchoService:
     """Answers each command with the number of plans that were complete before it."""
 
-    descriptors: Sequence[int] = ()
+    sockets: Sequence[zmq.Socket[bytes]] = ()
 
     def __init__(self, commands: RingReader, events: RingWriter) -> None:
         self._commands = commands

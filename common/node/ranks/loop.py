@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
+
+import zmq
 
 from common.node.ranks.board import Board, Told
 from common.node.ranks.service import RankService, RankWork
@@ -85,9 +86,9 @@ class RankLoop:
         return None
 
     def _wait(self, timeout_ms: int) -> None:
-        poller = select.poll()
-        for each in (self._plans.fileno(), *self._wakes, *self._service.descriptors):
-            poller.register(each, select.POLLIN)
+        poller = zmq.Poller()
+        for each in (self._plans.fileno(), *self._wakes, *self._service.sockets):
+            poller.register(each, zmq.POLLIN)
         poller.poll(timeout_ms)
         self._plans.clear()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import zmq
+
 
 class RankWork(Protocol):
     """Applies the plans of rank 0."""
@@ -27,8 +29,8 @@ class RankService(Protocol):
     """Runs on the thread of the rank, between plans."""
 
     @property
-    def descriptors(self) -> Sequence[int]:
-        """The descriptors that end a wait. Those of ZMQ are edge-triggered, so `turn` is called before each wait."""
+    def sockets(self) -> Sequence[zmq.Socket[bytes]]:
+        """The sockets whose messages end a wait."""
         ...
 
     def turn(self, completed: int, /) -> bool:
