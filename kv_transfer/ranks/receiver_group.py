@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from common.errors import InternalError, InvalidRequest, Overloaded, TransferFailed
+from common.errors import ChecksumFailed, InternalError, InvalidRequest, Overloaded, TransferFailed
 from common.kv_cache.pool_layout import PoolLayout
 from common.messages.wire import encode
 from kv_transfer.counters import ReceiverCounters
@@ -101,7 +101,7 @@ class ReceiverGroup:
 
     @property
     def counters(self) -> ReceiverCounters:
-        """Rank 0's own counters."""
+        """Rank 0's own counters, with the checksum failures of all ranks."""
         return self._local.counters
 
     @property
@@ -228,6 +228,7 @@ class ReceiverGroup:
         if isinstance(report, RankArrived):
             self._arrived(shared, rank)
         elif isinstance(report, RankGaveUp):
+            self.counters.checksum_failures += report.code == ChecksumFailed.code
             self._fail(shared, report.code, report.reason)
         else:
             self._freed(shared, rank)

@@ -80,6 +80,8 @@ ONLY_DECODE = (
     "kv_transfer.inbound",
     "kv_transfer.inbound_room",
     "kv_transfer.rank_links",
+    "kv_transfer.ranks.receiver_group",
+    "kv_transfer.ranks.receiver_messages",
     "kv_transfer.receiver",
     "kv_transfer.receiver_signs",
     "kv_transfer.receiving",

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from common.errors import (
+    ChecksumFailed,
     InternalError,
     InvalidRequest,
     NodeLost,
@@ -223,6 +224,21 @@ def test_one_damaged_write_fails_the_request_on_all_ranks(nodes: Nodes, damage: 
     assert nodes.holds_nothing()
     nodes.fabric.plan = lambda n: Fault()
     reuse(nodes)
+
+
+@pytest.mark.parametrize("hit", [0, 1], ids=["rank 0", "rank 1"])
+def test_a_checksum_that_differs_on_any_rank_is_counted(hit: int) -> None:
+    nodes = make("gqa", (1, 2))
+    assert nodes.fabric is not None
+    nodes.fabric.plan = lambda n: Fault(damage="corrupt" if n == hit else "none")
+    begin(nodes)
+    nodes.turns()
+    failed, _ = nodes.decode.events
+    assert isinstance(failed, RoomFailed)
+    assert failed.code == ChecksumFailed.code
+    assert nodes.decode.node.counters.checksum_failures == 1
+    assert nodes.decode.receivers[1].counters.checksum_failures == hit
+    nodes.close()
 
 
 def test_pages_stay_in_quarantine_until_no_rank_can_be_written(nodes: Nodes) -> None:
