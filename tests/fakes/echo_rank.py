@@ -10,7 +10,7 @@ from pathlib import Path
 
 import zmq
 
-from common.errors import ConfigError
+from common.errors import ConfigError, RankFailed
 from common.ipc.ring import RingReader, RingWriter
 from common.node.ranks.member import BuiltRank, Member, run_rank
 from common.observability.logs import Log
@@ -58,6 +58,8 @@ class EchoService:
 def build(member: Member, log: Log) -> BuiltRank:
     directory = Path(os.fsdecode(member.begin.work))
     member.report("loading", 5, 10)
+    if (directory / f"notice-{member.begin.rank}").exists():
+        raise RankFailed(2, "rank 2 has ended")
     if (directory / "refuse").exists():
         raise ConfigError("decode.pool_tokens", "there is no room")
     given = member.exchange(b"of rank %d" % member.begin.rank)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from common.engine.collectives.endpoints import GroupEndpoint, open_endpoints
@@ -185,20 +185,28 @@ class RankGroup:
         self.board.close()
 
     def _reason(self, error: RankFailed) -> TandemError:
-        """Return why a rank failed: what it has said, or else the error that another rank noticed."""
+        """Return why a rank failed: what it has said, or else the error that another rank noticed.
+
+        A rank that says why has done so before it ends, and thus before other ranks end because of it, whose ends may
+        be read first. So once one has ended, only what has arrived by then is read.
+        """
         until = time.monotonic() + END_SECONDS
-        while time.monotonic() < until:
+        ended: set[int] = set()
+        heard = False
+        while (heard or not ended) and time.monotonic() < until:
             try:
-                self._take(0.1)
-            except RankFailed:
-                return error
+                heard = self._take(0.0 if ended else 0.1, ended)
+            except RankFailed as failed:
+                ended.add(failed.rank)
+                heard = True
             except TandemError as said:
                 return said
         return error
 
-    def _take(self, timeout: float) -> None:
-        """Process messages of ranks."""
-        ready, _, _ = select.select(self._channels, [], [], timeout)
+    def _take(self, timeout: float, without: Collection[int] = ()) -> bool:
+        """Process messages of ranks, but not of those in `without`. Return whether there was one."""
+        channels = [each for rank, each in enumerate(self._channels, start=1) if rank not in without]
+        ready, _, _ = select.select(channels, [], [], timeout)
         for channel in ready:
             rank = 1 + self._channels.index(channel)
             message = channel.receive(START_SECONDS)
@@ -209,6 +217,7 @@ class RankGroup:
                 raise _error(rank, message)
             else:
                 self._given[rank] = message.content
+        return bool(ready)
 
     def _show(self) -> None:
         done, totals = sum(each[0] for each in self._loading), [each[1] for each in self._loading]

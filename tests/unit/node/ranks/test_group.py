@@ -83,6 +83,19 @@ def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
     assert all(process.returncode is not None for process in started.group.processes)
 
 
+def test_the_reason_of_one_rank_is_found_past_the_end_of_another(tmp_path: Path) -> None:
+    """Rank 1 notices in a collective that rank 2 has ended, and its end is read before what rank 2 has said."""
+    (tmp_path / "refuse").touch()
+    (tmp_path / "notice-1").touch()
+    started = Started(tmp_path)
+    until(lambda: all(process.poll() is not None for process in started.group.processes))
+    with (
+        pytest.raises(ConfigError, match=r"decode.pool_tokens: rank 2: there is no room"),
+        started.group.starting(),
+    ):
+        started.group.exchange(b"of rank 0")
+
+
 def test_ranks_that_end_stop_or_hang_are_noticed(started: Started) -> None:
     started.serve()
     group, now, overdue = started.group, 0.0, 1.0
