@@ -132,13 +132,17 @@ def test_another_process_reads_and_writes() -> None:
     )
     frames = [os.urandom(size) for size in (1, 5000, 100_000)] + [b""]
     answers = []
-    for frame in frames:
-        writer.send(frame, PATIENCE)
-        while (answer := reader.take()) is None:
-            assert select.select([reader], [], [], PATIENCE)[0], "the child does not answer"
-            reader.clear()
-        answers.append(answer)
-    assert answers == [frame[::-1] for frame in frames]
-    assert child.wait(PATIENCE) == 0
+    try:
+        for frame in frames:
+            writer.send(frame, PATIENCE)
+            while (answer := reader.take()) is None:
+                assert select.select([reader], [], [], PATIENCE)[0], "the child does not answer"
+                reader.clear()
+            answers.append(answer)
+        assert answers == [frame[::-1] for frame in frames]
+        assert child.wait(PATIENCE) == 0
+    finally:
+        child.kill()
+        child.wait()
     there.close()
     back.close()

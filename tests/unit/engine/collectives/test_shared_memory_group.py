@@ -211,9 +211,13 @@ def reduce_often(group: SharedMemoryGroup, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "said"), [(signal.SIGKILL, "rank 1 has ended"), (signal.SIGSTOP, "rank 1 has not answered")]
+    ("number", "timeout", "said"),
+    [
+        (signal.SIGKILL, PATIENCE, "rank 1 has ended"),
+        (signal.SIGSTOP, 0.5, "rank 1 has not answered"),
+    ],
 )
-def test_ranks_in_processes(number: signal.Signals, said: str) -> None:
+def test_ranks_in_processes(number: signal.Signals, timeout: float, said: str) -> None:
     """Two processes compute sums until one of them is killed or stopped."""
     ours, theirs = open_endpoints(2)
     process = start_rank(theirs)
@@ -223,7 +227,7 @@ def test_ranks_in_processes(number: signal.Signals, said: str) -> None:
         for _ in range(3):
             assert torch.equal(group.all_reduce(x), 2 * x)
         os.kill(process.pid, number)
-        group.timeout = 0.5
+        group.timeout = timeout
         with pytest.raises(RankFailed, match=said) as found:
             reduce_often(group, x)
         assert found.value.rank == 1
