@@ -24,7 +24,7 @@ import aiohttp
 import msgspec
 
 from common.ipc import Dealer
-from tests.cluster.attacks import FRAMES_OF_A_PROCESS, IMAGES, TEMPLATES, Thief, raw, send_bytes
+from tests.cluster.attacks import FRAMES_OF_A_PROCESS, TEMPLATES, Thief, image_urls, raw, send_bytes
 from tests.fakes import hostile_frames
 from tests.fakes.tls_files import AUTHORITY
 
@@ -113,7 +113,7 @@ async def images(place: Place) -> dict[str, Any]:
         place,
         (
             [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
-            for url in [*IMAGES.values()] * REPEATS
+            for url in [*image_urls().values()] * REPEATS
         ),
     )
 

@@ -24,19 +24,23 @@ FRAMES_OF_A_PROCESS = LIMIT // 2  # so that nobody is disconnected before that i
 CONNECTIONS_AT_ONCE = 16
 SECONDS_OF_A_CONNECTION = 0.3
 TEMPLATES = ENDLESS[::5]
-IMAGES = {
-    "900 million pixels": hostile_images.url(hostile_images.huge()),
-    "too many pixels": hostile_images.url(hostile_images.file(size=(16_000, 1_001))),
-    "a comment of 200 MiB": hostile_images.url(hostile_images.swollen_text()),
-    "1,000 scans": hostile_images.url(hostile_images.progressive(1_000), "image/jpeg"),
-    "truncated": hostile_images.url(hostile_images.noise()[:1_500]),
-    "another type": hostile_images.url(hostile_images.file(), "image/jpeg"),
-    "no image": hostile_images.url(b"GIF89a" + bytes(50_000), "image/gif"),
-    "a drawing": hostile_images.url(b"<svg/>", "image/svg+xml"),
-    "no base64": "data:image/png;base64," + "@" * 100_000,
-    "a file": "file:///etc/passwd",
-    "an address": "http://169.254.169.254/latest",
-}
+
+
+def image_urls() -> dict[str, str]:
+    """Return the addresses of images by what is wrong with them. Making them takes a second."""
+    return {
+        "900 million pixels": hostile_images.url(hostile_images.huge()),
+        "too many pixels": hostile_images.url(hostile_images.file(size=(16_000, 1_001))),
+        "a comment of 200 MiB": hostile_images.url(hostile_images.swollen_text()),
+        "1,000 scans": hostile_images.url(hostile_images.progressive(1_000), "image/jpeg"),
+        "truncated": hostile_images.url(hostile_images.noise()[:1_500]),
+        "another type": hostile_images.url(hostile_images.file(), "image/jpeg"),
+        "no image": hostile_images.url(b"GIF89a" + bytes(50_000), "image/gif"),
+        "a drawing": hostile_images.url(b"<svg/>", "image/svg+xml"),
+        "no base64": "data:image/png;base64," + "@" * 100_000,
+        "a file": "file:///etc/passwd",
+        "an address": "http://169.254.169.254/latest",
+    }
 
 
 def config(directory: Path, bulk_port: int) -> dict[str, Any]:

@@ -19,12 +19,12 @@ from common.ipc import Dealer
 from router.control_plane import PEER_CUT_OFF
 from tests.cluster.attacks import (
     FRAMES_OF_A_PROCESS,
-    IMAGES,
     STOLEN,
     TEMPLATES,
     Memory,
     Thief,
     config,
+    image_urls,
     raw,
     send_bytes,
 )
@@ -207,7 +207,7 @@ async def test_images_and_templates(attacked: RunningCluster) -> None:
 
     async def attack() -> None:
         async with aiohttp.ClientSession(attacked.url) as session:
-            for name, address in IMAGES.items():
+            for name, address in (await asyncio.to_thread(image_urls)).items():
                 part = {"type": "image_url", "image_url": {"url": address}}
                 status, text = await _ask(session, [part, {"type": "text", "text": "What is it?"}])
                 assert status == 400, (name, text)
