@@ -52,7 +52,7 @@ from kv_transfer.ranks.receiver_group import ReceiverGroup
 from kv_transfer.receiver import Receiver
 from kv_transfer.receiving import PageReceiver
 from kv_transfer.transport.base import ReceiverSetup
-from kv_transfer.transport.registry import make_receiver
+from kv_transfer.transport.transport_registry import make_receiver
 
 RANK = "decode_node.rank"  # entry module of the other ranks
 

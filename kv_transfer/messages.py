@@ -5,7 +5,7 @@ A frame is a fixed envelope followed by one msgpack struct:
     magic 4s | protocol version u16 | reserved u16 | schema hash u64 | incarnation of its process 16s | body
 
 The sender is always the prefill node, which writes the pages; the receiver is the decode node. Messages flow both ways:
-`SenderInbox` holds what the sender is told, `ReceiverInbox` what the receiver is told.
+`ToSender` holds what the sender is told, `ToReceiver` what the receiver is told.
 
 The envelope never changes, so a peer of any version can be recognised and refused with a sentence before its body is
 parsed. The incarnation is a random 128-bit value per process, so a frame of an earlier process is recognised and
@@ -150,12 +150,12 @@ class Working(msgspec.Struct, frozen=True, tag="working"):
     busy_ms: Milliseconds  # the loop of the message's sender may be silent for so long
 
 
-SenderInbox = Hello | Slots | AbortTransfer | Queued
-ReceiverInbox = Welcome | Refused | PagesWritten | RecordWritten | SenderFailed | AbortAck | Working
+ToSender = Hello | Slots | AbortTransfer | Queued
+ToReceiver = Welcome | Refused | PagesWritten | RecordWritten | SenderFailed | AbortAck | Working
 
 _encoder = msgspec.msgpack.Encoder()
-_sender_decoder = msgspec.msgpack.Decoder(SenderInbox)
-_receiver_decoder = msgspec.msgpack.Decoder(ReceiverInbox)
+_sender_decoder = msgspec.msgpack.Decoder(ToSender)
+_receiver_decoder = msgspec.msgpack.Decoder(ToReceiver)
 
 
 SCHEMA_HASH: Final = schema_hash(
@@ -167,13 +167,13 @@ SCHEMA_HASH: Final = schema_hash(
 )
 
 
-def encode(message: SenderInbox | ReceiverInbox, incarnation: str) -> bytes:
+def encode(message: ToSender | ToReceiver, incarnation: str) -> bytes:
     """Return the frame. `incarnation` is this process's own: 32 hex digits."""
     envelope = _ENVELOPE.pack(MAGIC, KV_PROTOCOL_VERSION, 0, SCHEMA_HASH, bytes.fromhex(incarnation))
     return envelope + _encoder.encode(message)
 
 
-def decode_for_sender(frame: bytes) -> tuple[str, SenderInbox]:
+def decode_for_sender(frame: bytes) -> tuple[str, ToSender]:
     """Return (incarnation of the peer, message). Raises ProtocolError; HandshakeRefused for another version."""
     incarnation, body = _open(frame)
     try:
@@ -182,7 +182,7 @@ def decode_for_sender(frame: bytes) -> tuple[str, SenderInbox]:
         raise ProtocolError(f"not a message for a prefill node: {error}") from None
 
 
-def decode_for_receiver(frame: bytes) -> tuple[str, ReceiverInbox]:
+def decode_for_receiver(frame: bytes) -> tuple[str, ToReceiver]:
     """Return (incarnation of the peer, message). Raises ProtocolError; HandshakeRefused for another version."""
     incarnation, body = _open(frame)
     try:

@@ -14,7 +14,7 @@ from kv_transfer.counters import SenderCounters
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.handshake import Peer
 from kv_transfer.limits import TransferLimits
-from kv_transfer.messages import AbortAck, PagesWritten, ReceiverInbox, RecordWritten, SenderFailed, Slots
+from kv_transfer.messages import AbortAck, PagesWritten, RecordWritten, SenderFailed, Slots, ToReceiver
 from kv_transfer.record_times import sending_time
 from kv_transfer.state import SendState, send_step
 from kv_transfer.transport.base import PageList, PageWrite, SenderEndpoint, Ticket, WriteState
@@ -204,8 +204,8 @@ class Outbound:
                 for ticket in posted.tickets:
                     self.endpoint.cancel(ticket)
 
-    def advance(self, now: float) -> list[ReceiverInbox]:
-        said: list[ReceiverInbox] = []
+    def advance(self, now: float) -> list[ToReceiver]:
+        said: list[ToReceiver] = []
         if self.ended:
             return said
         self._reap(said, now)
@@ -218,7 +218,7 @@ class Outbound:
             self._settle(said)
         return said
 
-    def _reap(self, said: list[ReceiverInbox], now: float) -> None:
+    def _reap(self, said: list[ToReceiver], now: float) -> None:
         """Announce landed writes in order; a failed write makes the room drain."""
         while self._posted and self.state is not SendState.DRAINING:
             head = self._posted[0]
@@ -236,7 +236,7 @@ class Outbound:
             self.counters.bytes_written += head.nbytes
             said.extend(self._landed(head))
 
-    def _landed(self, write: Posted) -> list[ReceiverInbox]:
+    def _landed(self, write: Posted) -> list[ToReceiver]:
         assert self.slots is not None
         if write.record:
             self.counters.records_written += 1
@@ -296,7 +296,7 @@ class Outbound:
                     f"no byte reached the decode node for {self.limits.stall_timeout:g} s",
                 )
 
-    def _settle(self, said: list[ReceiverInbox]) -> None:
+    def _settle(self, said: list[ToReceiver]) -> None:
         """Send the final message once no write is outstanding; a write that never settles leaves the room poisoned."""
         self._posted = [each for each in self._posted if self._outcome(each) is WriteState.PENDING]
         if self._posted:

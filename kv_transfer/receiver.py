@@ -32,7 +32,7 @@ from kv_transfer.messages import (
     PagesWritten,
     RecordWritten,
     SenderFailed,
-    SenderInbox,
+    ToSender,
     Welcome,
 )
 from kv_transfer.rank_links import RankLinks
@@ -395,6 +395,6 @@ class Receiver:
         inbound.moved_at = self._clock()
         self._say(inbound.link, inbound.abort())
 
-    def _say(self, link: Link, message: SenderInbox) -> None:
+    def _say(self, link: Link, message: ToSender) -> None:
         if link.send(messages.encode(message, self._incarnation)) is False:
             self.counters.unsent += 1

@@ -24,7 +24,7 @@ from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.handshake import Peer, PeerTable, Refusal
 from kv_transfer.layer_send import LayerSend
 from kv_transfer.limits import TransferLimits
-from kv_transfer.messages import AbortAck, AbortTransfer, Hello, ReceiverInbox, Refused, SenderFailed, Slots
+from kv_transfer.messages import AbortAck, AbortTransfer, Hello, Refused, SenderFailed, Slots, ToReceiver
 from kv_transfer.outbound import Outbound
 from kv_transfer.outbound_room import GrantedSlots, OutboundRoom
 from kv_transfer.room_alarms import RoomAlarms
@@ -387,7 +387,7 @@ class Sender:
         self.counters.refused[refusal.cause] += 1
         self._say(identity, Refused(str(refusal)[:4096]))
 
-    def _say(self, identity: bytes, message: ReceiverInbox) -> None:
+    def _say(self, identity: bytes, message: ToReceiver) -> None:
         if self._send(identity, messages.encode(message, self._incarnation)) is False:
             self.counters.unsent += 1
 

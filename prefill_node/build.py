@@ -42,7 +42,7 @@ from kv_transfer.ranks.sender_group import SenderGroup
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import SenderSetup
 from kv_transfer.transport.cuda.pool_memory import as_memory
-from kv_transfer.transport.registry import make_sender
+from kv_transfer.transport.transport_registry import make_sender
 from prefill_node.assemble import assemble
 from prefill_node.forwards import Forwards, PromptSizes
 from prefill_node.graphs.backends.compiled_body import EAGER, CompiledBodies, missing_compiler

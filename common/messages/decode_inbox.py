@@ -1,4 +1,4 @@
-"""Messages from the router to a decode node. (Messages from prefill nodes: kv_transfer.messages.ReceiverInbox.)"""
+"""Messages from the router to a decode node. (Messages from prefill nodes: kv_transfer.messages.ToReceiver.)"""
 
 from __future__ import annotations
 

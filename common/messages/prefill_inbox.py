@@ -1,6 +1,6 @@
 """Messages from the router to a prefill node.
 
-Images arrive on a socket of their own (image_inbox.py), messages of decode nodes are `SenderInbox` in
+Images arrive on a socket of their own (image_inbox.py), messages of decode nodes are `ToSender` in
 kv_transfer/messages.py.
 """
 

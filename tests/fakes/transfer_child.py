@@ -31,7 +31,7 @@ from kv_transfer.transport.cuda.pool_memory import as_memory
 from kv_transfer.transport.cuda_ipc.receiver import CudaIpcReceiver
 from kv_transfer.transport.cuda_ipc.sender import CudaIpcSender
 from kv_transfer.transport.layers import LayerEndpoint, LayerWrite
-from kv_transfer.transport.registry import make_sender
+from kv_transfer.transport.transport_registry import make_sender
 from tests.fakes.pools import layers_layout
 
 Layers = list[tuple[int, int]]

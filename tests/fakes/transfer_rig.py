@@ -25,7 +25,7 @@ from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver
 from kv_transfer.transport.base import ReceiverEndpoint, ReceiverSetup, Region
 from kv_transfer.transport.cuda.pool_memory import as_storage
-from kv_transfer.transport.registry import make_receiver
+from kv_transfer.transport.transport_registry import make_receiver
 from tests.fakes.transfer_child import build_layout, make_current
 from tests.fakes.waiting import PATIENCE
 

@@ -22,5 +22,7 @@ BARRIER = "\tbar.sync \t0;"
         ((LOAD.replace("ld", "@%p20 ld"), STORE), 0),  # of a tensor: every thread stores what it has loaded
     ],
 )
-def test_a_barrier_separates_the_load_of_all_from_the_store_of_one(lines: tuple[str, ...], count: int) -> None:
+def test_a_barrier_separates_the_load_of_all_from_the_store_of_one(
+    lines: tuple[str, ...], count: int
+) -> None:
     assert racing_stores("\n".join(lines)) == [STORE.strip()] * count

@@ -17,7 +17,7 @@ from common.kv_cache.pool_layout import PlacedPlane, PoolLayout
 from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.transport.base import Memory, ReceiverEndpoint, ReceiverSetup, SenderEndpoint, SenderSetup
 from kv_transfer.transport.loopback.endpoints import Fabric
-from kv_transfer.transport.registry import make_receiver, make_sender
+from kv_transfer.transport.transport_registry import make_receiver, make_sender
 from tests.fakes.pools import attention_planes
 from tests.fakes.tiny_model import CONFIG
 from tests.unit.kv_transfer.rig import LIMITS

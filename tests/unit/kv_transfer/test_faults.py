@@ -76,14 +76,14 @@ class Rig:
         assert SlotsGranted(room) in self.prefill.poll()
         return generation
 
-    def say(self, message: messages.ReceiverInbox) -> None:
+    def say(self, message: messages.ToReceiver) -> None:
         """Inject a frame as if the prefill node had sent it."""
         self.receiver.handle(self.prefill.incarnation, messages.encode(message, self.prefill.incarnation))
 
-    def ask(self, message: messages.SenderInbox) -> None:
+    def ask(self, message: messages.ToSender) -> None:
         self.sender.handle(self.decode.identity, messages.encode(message, self.decode.incarnation))
 
-    def answers(self) -> list[messages.ReceiverInbox]:
+    def answers(self) -> list[messages.ToReceiver]:
         said = [messages.decode_for_receiver(frame)[1] for _, frame in self.prefill.sent]
         self.prefill.sent.clear()
         return said

@@ -17,12 +17,12 @@ from kv_transfer.messages import (
     AbortTransfer,
     Hello,
     PagesWritten,
-    ReceiverInbox,
     RecordWritten,
     Refused,
     SenderFailed,
-    SenderInbox,
     Slots,
+    ToReceiver,
+    ToSender,
     Welcome,
     decode_for_receiver,
     decode_for_sender,
@@ -39,7 +39,7 @@ PROCESS = ProcessIdentity("boot/1", 12, 345)
 u63 = st.integers(0, 2**63 - 1)
 u32 = st.integers(0, 2**32 - 1)
 
-for_sender: st.SearchStrategy[SenderInbox] = st.one_of(
+for_sender: st.SearchStrategy[ToSender] = st.one_of(
     st.builds(
         Hello,
         st.text(min_size=1, max_size=20),
@@ -51,7 +51,7 @@ for_sender: st.SearchStrategy[SenderInbox] = st.one_of(
     st.builds(Slots, u63, u63, st.lists(u32, max_size=20).map(tuple), u32, u32, st.none() | u63),
     st.builds(AbortTransfer, u63, u63, st.text(max_size=60), st.text(max_size=50)),
 )
-for_receiver: st.SearchStrategy[ReceiverInbox] = st.one_of(
+for_receiver: st.SearchStrategy[ToReceiver] = st.one_of(
     st.builds(Welcome, st.text(min_size=1, max_size=20), st.just(PROCESS)),
     st.builds(Refused, st.text(max_size=50)),
     st.builds(PagesWritten, u63, u63, u32, u32),
@@ -62,7 +62,7 @@ for_receiver: st.SearchStrategy[ReceiverInbox] = st.one_of(
 
 
 @given(for_sender)
-def test_sender_inbox_round_trip_and_only_there(message: SenderInbox) -> None:
+def test_sender_inbox_round_trip_and_only_there(message: ToSender) -> None:
     frame = encode(message, ME)
     assert decode_for_sender(frame) == (ME, message)
     with pytest.raises(ProtocolError):
@@ -70,7 +70,7 @@ def test_sender_inbox_round_trip_and_only_there(message: SenderInbox) -> None:
 
 
 @given(for_receiver)
-def test_receiver_inbox_round_trip_and_only_there(message: ReceiverInbox) -> None:
+def test_receiver_inbox_round_trip_and_only_there(message: ToReceiver) -> None:
     frame = encode(message, ME)
     assert decode_for_receiver(frame) == (ME, message)
     with pytest.raises(ProtocolError):
@@ -90,9 +90,7 @@ def test_noise_is_a_protocol_error(noise: bytes) -> None:
 
 
 @given(st.one_of(for_sender, for_receiver), st.data())
-def test_damaged_frames_are_protocol_errors(
-    message: SenderInbox | ReceiverInbox, data: st.DataObject
-) -> None:
+def test_damaged_frames_are_protocol_errors(message: ToSender | ToReceiver, data: st.DataObject) -> None:
     frame = bytearray(encode(message, ME))
     _decode_or_refuse(bytes(frame[: data.draw(st.integers(0, len(frame)))]))
     for _ in range(3):

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from kv_transfer.events import Delivered, TransferLost
-from kv_transfer.messages import ReceiverInbox
+from kv_transfer.messages import ToReceiver
 from kv_transfer.outbound import Outbound
 from kv_transfer.transport.loopback.endpoints import Fabric
 from tests.unit.kv_transfer.rig import Clock, Decode, Prefill, same_pages, send_all
@@ -20,7 +20,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     counted = Counter[int]()
     advance = Outbound.advance
 
-    def counting(self: Outbound, now: float) -> list[ReceiverInbox]:
+    def counting(self: Outbound, now: float) -> list[ToReceiver]:
         counted[self.room] += 1
         return advance(self, now)
 
