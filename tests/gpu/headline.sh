@@ -14,7 +14,7 @@ up() { # NAME MODEL ARGUMENT...
 down() { # NAME MODEL ARGUMENT...
     local name="$1" model="$2"
     shift 2
-    curl -sf $url/server_info >"$out/server_info-$name.json"
+    curl -sf -m 20 $url/server_info >"$out/server_info-$name.json"
     timeout 40 python3 -m deploy.cli down deploy/clusters/h200.yaml --set "model.path=$model" \
         --set "process.run_dir=/tmp/run-$name" "$@" 2>&1 | tail -1
     no_errors "/tmp/run-$name"

@@ -85,10 +85,14 @@ def total(replays: int, captured: int = 2, **fallbacks: int) -> dict[str, Any]:
     }
 
 
-def server_info(*totals: dict[str, Any], failed: dict[str, str] | None = None) -> dict[str, Any]:
+def server_info(
+    *totals: dict[str, Any], failed: dict[str, str] | None = None, role: str = "prefill"
+) -> dict[str, Any]:
     graph = {"phase": "decode", "model": "target", "failed": failed or {}}
     return {
-        "nodes": [{"name": "decode-0", "graphs": [graph], "counters": {"graphs": list(totals)}}],
+        "nodes": [
+            {"name": f"{role}-0", "role": role, "graphs": [graph], "counters": {"graphs": list(totals)}}
+        ],
         "internal_states": [{"avg_spec_accept_length": 2.0}],
     }
 
@@ -118,6 +122,12 @@ REPORT = {"score": 0.95, "right": 19, "count": 20, "errors": 0, "first_error": N
         ("tokens", {"error": {"message": "no"}}, ["16"], "None completion tokens; 16 were expected"),
         ("no_fallbacks", server_info(total(95)), [], None),
         ("no_fallbacks", server_info(total(0, captured=0, no_graphs=9)), [], None),
+        (
+            "no_fallbacks",
+            server_info(total(0, captured=0, no_graphs=9), role="decode"),
+            [],
+            "decode-0: fallbacks of decode (target): {'no_graphs': 9}",
+        ),
         (
             "no_fallbacks",
             server_info(total(99, too_large=1)),
