@@ -96,6 +96,7 @@ class ReceiverGroup:
         self._rooms: dict[int, _SharedRoom] = {}
         self._untold: dict[int, _SharedRoom] = {}  # wait until their prefill node has named its ranks
         self._slots_by_size: dict[int, int] = {}  # ranks of a prefill node -> record slots of a room from it
+        self._greeted: set[str] = set()  # prefill nodes that do not count as dead; their links may be gone
         self._events: list[ReceiverEvent] = []
         self.signs = _ReceiverGroupSigns(local.signs, self._tell_ranks)
 
@@ -124,6 +125,7 @@ class ReceiverGroup:
         self, peer_incarnation: str, send: Callable[[bytes], object], dial: Dial | None = None
     ) -> None:
         self._local.connect(peer_incarnation, send, dial)
+        self._greeted.add(peer_incarnation)
 
     def dial_ranks(self, incarnation: str) -> None:
         self._local.dial_ranks(incarnation)
@@ -138,10 +140,14 @@ class ReceiverGroup:
         self._local.link_works(incarnation)
 
     def peer_lost(self, incarnation: str) -> None:
-        """Treat a prefill rank as dead; with its rank 0 the whole node counts as dead, on all ranks of this node."""
-        link = self._local.links.get(incarnation)
+        """Treat a prefill rank as dead; with its rank 0 the whole node counts as dead, on all ranks of this node.
+
+        Each rank of this node notices by itself what becomes of the other ranks of a prefill node, and may have
+        connected to one again by the time its report of a loss is read.
+        """
         self._local.peer_lost(incarnation)
-        if link is None or link.expected is None:
+        if incarnation in self._greeted:
+            self._greeted.discard(incarnation)
             self._tell_ranks(ForgetPrefill(incarnation))
 
     def shutdown(self) -> None:

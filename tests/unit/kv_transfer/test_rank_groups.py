@@ -20,8 +20,9 @@ from common.errors import (
     Unavailable,
 )
 from common.kv_cache.pool_spec import PoolSpec
-from common.messages.identity import NodeRef
+from common.messages.identity import NodeRef, rank_incarnation
 from common.messages.wire import encode
+from kv_transfer import messages
 from kv_transfer.events import (
     Arrived,
     Delivered,
@@ -346,6 +347,38 @@ def test_ranks_find_a_lost_prefill_node_again(nodes: Nodes) -> None:
     assert nodes.decode_count(Arrived) == 2
     assert nodes.decode_count(PeerRefused) == 0
     assert len(SRC) == len(DST)
+
+
+def test_a_refused_rank_that_is_greeted_again_is_not_lost_a_second_time() -> None:
+    nodes = make("state", (2, 2))
+    begin(nodes)
+    nodes.turns()
+    prefill = rank_incarnation(nodes.prefill.leader, 1)
+    nodes.decode.receivers[1].handle(prefill, messages.encode(messages.Refused("restart"), prefill))
+    nodes.decode.turn(1)
+    begin(nodes, 2)
+    nodes.decode.turn(1)  # says Hello again before rank 0 reads of the refusal
+    nodes.decode.turn(0)
+    (refused,) = [event for event in nodes.decode.events if isinstance(event, PeerRefused)]
+    nodes.decode.sockets[0].lost(refused.incarnation)
+    nodes.turns()
+    assert nodes.decode_count(RoomFailed) == 0
+    assert nodes.decode_count(Arrived) == 2
+    nodes.close()
+
+
+def test_ranks_forget_a_prefill_node_whose_link_rank_0_has_forgotten() -> None:
+    nodes = make("state", (2, 2))
+    begin(nodes)
+    nodes.turns()
+    nodes.decode.node.link_lost(nodes.prefill.leader)
+    nodes.turns()
+    assert not nodes.decode.receivers[0].links
+    assert nodes.decode.receivers[1].links
+    nodes.decode.node.peer_lost(nodes.prefill.leader)
+    nodes.turns()
+    assert not nodes.decode.receivers[1].links
+    nodes.close()
 
 
 @pytest.mark.parametrize("error", [TransferFailed("no such address"), Unavailable("it is gone")])
