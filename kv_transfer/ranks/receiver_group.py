@@ -28,6 +28,7 @@ from kv_transfer.ranks.receiver_messages import (
 )
 from kv_transfer.receiver import Receiver
 from kv_transfer.receiver_signs import ReceiverSigns
+from kv_transfer.signs import LONG_SECONDS
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +58,8 @@ class _ReceiverGroupSigns:
 
     def announce(self, seconds: float) -> None:
         self._local.announce(seconds)
-        self._tell_ranks(AnnounceWork(seconds))
+        if seconds >= LONG_SECONDS:  # peers are told of nothing shorter
+            self._tell_ranks(AnnounceWork(seconds))
 
     def tell(self, waiting: Iterable[tuple[str, int]]) -> None:
         self._local.tell(waiting)

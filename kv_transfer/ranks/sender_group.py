@@ -29,6 +29,7 @@ from kv_transfer.ranks.sender_messages import (
 from kv_transfer.send_order import SendOrder
 from kv_transfer.sender import Sender
 from kv_transfer.sender_signs import SenderSigns
+from kv_transfer.signs import LONG_SECONDS
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +62,8 @@ class _SenderGroupSigns:
 
     def announce(self, seconds: float) -> None:
         self._local.announce(seconds)
-        self._tell_ranks(AnnounceWork(seconds))
+        if seconds >= LONG_SECONDS:  # peers are told of nothing shorter
+            self._tell_ranks(AnnounceWork(seconds))
 
 
 class SenderGroup:

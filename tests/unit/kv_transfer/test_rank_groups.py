@@ -34,6 +34,7 @@ from kv_transfer.events import (
 )
 from kv_transfer.ranks.receiver_messages import RankArrived
 from kv_transfer.ranks.sender_messages import RankDelivered
+from kv_transfer.signs import LONG_SECONDS
 from kv_transfer.transport.loopback.endpoints import Fault
 from tests.unit.kv_transfer.group_rig import RECORD, RECORD_SLOTS, Nodes
 from tests.unit.kv_transfer.rig import LIMITS
@@ -322,6 +323,15 @@ def test_announced_work_reaches_the_peers_of_all_ranks(nodes: Nodes) -> None:
     assert {link.busy_until for link in links} == {now + 30.0}
     peers = [peer for rank in nodes.prefill.ranks for peer in rank.sender.peers.all()]
     assert {peer.busy_until for peer in peers} == {now + 20.0}
+
+
+def test_work_that_no_peer_hears_of_costs_no_command_to_the_ranks() -> None:
+    nodes = make("state", (2, 2))
+    nodes.prefill.node.signs.announce(LONG_SECONDS / 2)
+    nodes.decode.node.signs.announce(LONG_SECONDS / 2)
+    assert not nodes.prefill.commands.readers[0].frames
+    assert not nodes.decode.commands.readers[0].frames
+    nodes.close()
 
 
 def test_a_node_that_restarts_replaces_all_its_ranks() -> None:
