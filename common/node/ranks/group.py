@@ -75,6 +75,8 @@ class RankGroup:
             endpoint = self._endpoints[rank - 1]
             rings = RankRings(self._plans.spec, self._commands.spec, self._events[rank - 1].spec)
             near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            channel: StartChannel[FromRank] = StartChannel(near, FromRank, rank)
+            self._channels.append(channel)
             inherited = (
                 *(far.fileno(), self.board.descriptor, *endpoint.descriptors),
                 *(*self._plans.descriptors, *self._commands.descriptors),
@@ -91,8 +93,6 @@ class RankGroup:
                 )
             # Or this process would keep the sockets of a rank that has ended open.
             endpoint.close()
-            channel: StartChannel[FromRank] = StartChannel(near, FromRank, rank)
-            self._channels.append(channel)
             channel.send(
                 Begin(
                     node=self._node,
@@ -176,7 +176,12 @@ class RankGroup:
                 process.wait(max(until - time.monotonic(), 0.01))
             except subprocess.TimeoutExpired:
                 process.kill()
+        for process in self.processes:
+            # One that hangs in a driver ends when the driver lets it.
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_SECONDS)
+        for endpoint in self._endpoints[len(self.processes) :]:
+            endpoint.close()
         for channel in self._channels:
             channel.close()
         for ring in (self._plans, self._commands, *self._events):

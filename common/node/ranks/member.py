@@ -32,6 +32,7 @@ from common.observability.startup import Phase
 # The slowest rank may read its files much later than the first, from a slow disk.
 START_SECONDS = 3600.0
 READY = b"ready"  # the content of the last exchange
+REPORTS = 50  # of a rank that loads a model; while rank 0 is busy with its own files, the channel holds few messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Member:
 
     def __init__(self, channel: StartChannel[ToRank], begin: Begin) -> None:
         self._channel = channel
+        self._reported = -1  # its latest report, from 0 to REPORTS
         self.begin = begin
         self.board = Board(begin.board)
         self.group = SharedMemoryGroup(begin.collectives)
@@ -67,7 +69,9 @@ class Member:
 
     def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
         """Tell rank 0 how much of the model has been loaded; the other phases are the same on all ranks."""
-        if phase == "loading":
+        reached = done * REPORTS // max(total, 1)
+        if phase == "loading" and reached != self._reported:
+            self._reported = reached
             self._channel.send(Loading(done, total))
 
     def parent_ended(self) -> bool:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from common.engine.collectives.endpoints import open_endpoints
 from common.errors import ConfigError, RankFailed
-from common.node.ranks.board import Told
+from common.ipc.ring import Ring
+from common.node.ranks.board import Board, Told
 from common.node.ranks.group import RankGroup
+from common.node.ranks.member import REPORTS, Member
+from common.node.ranks.messages import Begin, FromRank, Loading, RankRings, ToRank
+from common.node.ranks.start_channel import StartChannel
 from common.node.ranks.watchdog import RankWatch
 from common.process_entry import start_time
 from tests.fakes.waiting import PATIENCE, until
@@ -164,3 +173,88 @@ def test_ranks_end_with_rank_0(tmp_path: Path) -> None:
     parent.kill()
     parent.wait(PATIENCE)
     until(lambda: [start_time(pid) for pid in pids] == [None, None])
+
+
+def descriptors() -> int:
+    """Count the open descriptors, after what nothing refers to has been freed: a group's memory keeps its own."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_start_that_fails_midway_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_before = descriptors()
+    started = subprocess.Popen
+
+    def refused(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(subprocess, "Popen", refused_from_now_on)
+        return started(*arguments, **options)
+
+    def refused_from_now_on(*arguments: Any, **options: Any) -> Any:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    group = RankGroup("decode-0", 4, lambda *report: None)
+    with pytest.raises(OSError, match="no more processes"):
+        group.start(ENTRY, [os.fsencode(tmp_path)] * 3, "info")
+    group.close()
+    assert [process.returncode for process in group.processes] == [-signal.SIGKILL]
+    del group
+    assert descriptors() == open_before
+
+
+def test_a_killed_process_that_does_not_end_keeps_nothing_else_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_before = descriptors()
+    made = Started(tmp_path)
+    first, second = made.group.processes
+
+    def hangs(timeout: float | None = None) -> int:
+        raise subprocess.TimeoutExpired("rank", timeout or 0.0)
+
+    monkeypatch.setattr(first, "wait", hangs)
+    made.group.close()
+    assert second.returncode == -signal.SIGKILL
+    del made
+    assert descriptors() == open_before
+    monkeypatch.undo()
+    assert first.wait(PATIENCE) == -signal.SIGKILL
+
+
+def test_a_rank_reports_what_it_loads_a_few_times(tmp_path: Path) -> None:
+    """Rank 0 need not read before it has loaded its own share."""
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    endpoints = open_endpoints(2)
+    ring = Ring.create(1 << 16, 1)
+    rings = RankRings(ring.spec, ring.spec, ring.spec)
+    board = Board.create()
+    begin = Begin(
+        node="decode-0",
+        rank=1,
+        rings=rings,
+        board=board.descriptor,
+        collectives=endpoints[1],
+        log_level="info",
+        work=b"",
+    )
+    channel: StartChannel[ToRank] = StartChannel(near, ToRank, peer=0)
+    rank_0: StartChannel[FromRank] = StartChannel(far, FromRank, peer=1)
+    member = Member(channel, begin)
+    for total in (1000, 7):  # the target's, then the draft's
+        for done in range(total + 1):
+            member.report("loading", done, total)
+    near.shutdown(socket.SHUT_WR)
+    told: list[FromRank] = []
+    with contextlib.suppress(RankFailed):
+        while len(told) <= 2002:
+            told.append(rank_0.receive(PATIENCE))
+    assert told[0] == Loading(0, 1000)
+    assert Loading(1000, 1000) in told
+    assert told[-1] == Loading(7, 7)
+    assert len(told) <= 2 * (REPORTS + 1)
+    member.group.close()
+    rank_0.close()
+    channel.close()
+    endpoints[0].close()
+    ring.close()
+    board.close()
