@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from common.errors import HandshakeRefused
 from common.kv_cache.pool_layout import PoolLayout
-from common.messages.identity import rank_incarnation
+from common.messages.identity import name_in, rank_incarnation
 from kv_transfer.compatible import compatible
 from kv_transfer.cuts import sources
 from kv_transfer.expiring import ExpiringMap
@@ -105,8 +105,17 @@ class PeerTable:
             or (peer.incarnation == incarnation and peer.hello != hello)
         ]
 
-    def check(self, incarnation: str, hello: Hello) -> None:
-        """Check that the peer can be served. Raises Refusal with a sentence for both logs."""
+    def check(self, identity: bytes, incarnation: str, hello: Hello) -> None:
+        """Check that the peer can be served. Raises Refusal with a sentence for both logs.
+
+        With encrypted links a key lets a node use its own name in `identity`; nothing else that Hello claims is proved.
+        """
+        if name_in(identity) != hello.node:
+            raise Refusal(
+                "name",
+                f"decode node {name_in(identity)} says that it is decode node {hello.node}; every node speaks only "
+                "under its own name",
+            )
         newer = self._retired.get(hello.leader) or self._retired.get(incarnation)
         if newer is not None:
             raise Refusal(
@@ -139,7 +148,10 @@ class PeerTable:
                 f"{who} has incarnation {incarnation}, which is no rank {rank} of the node {leader}; "
                 "start all ranks of a node together",
             )
-        others = {each.hello.layout.tp_size for each in self._peers.values() if each.leader == leader}
+        known = [each.hello for each in self._peers.values() if each.leader == leader]
+        if any(each.node != hello.node for each in known):
+            raise Refusal("ranks", f"{who}: {leader} is another node; start all ranks of a node together")
+        others = {each.layout.tp_size for each in known}
         if others - {size}:
             raise Refusal(
                 "ranks", f"{who}: another rank of the same node said that there are {others.pop()} ranks"

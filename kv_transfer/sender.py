@@ -234,7 +234,7 @@ class Sender:
 
     def _hello(self, identity: bytes, incarnation: str, hello: Hello) -> None:
         try:
-            self.peers.check(incarnation, hello)
+            self.peers.check(identity, incarnation, hello)
             for old in self.peers.outlived(identity, incarnation, hello):
                 for gone in {old.incarnation, old.leader} - {incarnation, hello.leader}:
                     self._retired.put(gone, incarnation)

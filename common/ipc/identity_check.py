@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 import zmq
 
 from common.ipc.allow_list import AllowList
+from common.messages.identity import name_in
 
 USER_ID = "User-Id"  # set by the ZAP handler: the public key
 BAN_SECONDS = 10.0  # for which the key of a peer that was cut off is refused
@@ -17,11 +18,6 @@ class Misuse(NamedTuple):
 
     culprit: str  # NAME of the key, or the beginning of a key that belongs to nobody
     reason: str
-
-
-def name_in(routing_id: bytes) -> str:
-    """Return NAME of NAME/INCARNATION[/LINK]; for other routing ids, what precedes the first slash."""
-    return routing_id.split(b"/", 1)[0].decode("ascii", errors="replace")
 
 
 class IdentityCheck:

@@ -10,8 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
 from common.errors import ProtocolError
-from common.ipc.identity_check import name_in
 from common.ipc.session import Frame, FrameKind, Session, frame, read_header
+from common.messages.identity import name_in
 
 MAX_SESSIONS = 4_096
 SESSIONS_OF_A_NAME = 64  # links of a process, and of earlier ones whose end was not noticed

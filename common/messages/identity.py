@@ -47,6 +47,11 @@ def routing_id(name: str, incarnation: str, *link: str) -> str:
     return "/".join((name, incarnation, *link))
 
 
+def name_in(routing_id: bytes) -> str:
+    """Return NAME of NAME/INCARNATION[/LINK]; for other routing ids, what precedes the first slash."""
+    return routing_id.split(b"/", 1)[0].decode("ascii", errors="replace")
+
+
 def control_link_id(name: str, incarnation: str, secret: str, purpose: str = "") -> str:
     """Return the routing id of a socket that connects to the router. `purpose` is empty for the control link.
 

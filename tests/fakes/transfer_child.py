@@ -128,7 +128,7 @@ class SenderChild:
         while os.getppid() == parent:
             ready = dict(poller.poll(0 if self.sender.writing else 2))
             if self.frames in ready:
-                self.sender.handle(b"d", self.frames.recv())
+                self.sender.handle(b"decode-0", self.frames.recv())
             if self.commands in ready:
                 command = json.loads(self.commands.recv())
                 if command["do"] == "exit":

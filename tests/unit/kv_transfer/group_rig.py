@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.pool_spec import PoolSpec
-from common.messages.identity import NodeRef, rank_incarnation
+from common.messages.identity import NodeRef, rank_incarnation, routing_id
 from kv_transfer.events import Arrived, ReceiverEvent, SenderEvent, SlotsGranted
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.limits import TransferLimits
@@ -205,7 +205,8 @@ class Sockets:
 
     def dial(self, incarnation: str, address: str) -> Callable[[bytes], object]:
         prefill = self._side.prefill.ranks[int(address.rpartition("/")[2])]
-        identity = f"{rank_incarnation(self._side.leader, self._rank)}/{incarnation}".encode()
+        own = rank_incarnation(self._side.leader, self._rank)
+        identity = routing_id(self._side.name, own, incarnation).encode()
         prefill.clients[identity] = lambda _, frame: self.inbox.append((incarnation, frame))
         self.open.add(incarnation)
         self.gone.discard(incarnation)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from common.kv_cache.pool_layout import PoolLayout
-from common.messages.identity import rank_incarnation
+from common.messages.identity import rank_incarnation, routing_id
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver, ReceiverEvent
@@ -106,7 +106,7 @@ class Decode:
         self.layout = shape or layout()
         leader = incarnation or secrets.token_hex(16)
         self.incarnation = rank_incarnation(leader, self.layout.tp_rank)
-        self.identity = identity or self.incarnation.encode()
+        self.identity = identity or routing_id(node, self.incarnation).encode()
         self.kv = endpoint.allocate(Region.KV, self.layout.total_bytes)
         self.endpoint = endpoint
         self.inbox: deque[tuple[str, bytes]] = deque()

@@ -83,7 +83,7 @@ class Pair:
         )
 
     def connect(self) -> None:
-        self.receiver.connect(self.own, lambda frame: self.sender.handle(b"d", frame))
+        self.receiver.connect(self.own, lambda frame: self.sender.handle(b"decode-0", frame))
         self.pump()
 
     def pump(self) -> None:

@@ -199,7 +199,7 @@ def test_hello_again_is_harmless(fabric: Fabric, clock: Clock, prefill: Prefill)
     decode.receiver.open(1, (prefill.incarnation,), [1], 0)
     prefill.sender.expect(1)
     prefill.poll()
-    decode.identity = b"another socket"
+    decode.identity = b"decode-0/another socket"
     decode.connect(prefill)
     decode.pump()
     send_all(prefill, 1, [3])

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import TransferFailed
 from common.kv_cache.pool_spec import PoolSpec
-from common.messages.identity import rank_incarnation
+from common.messages.identity import rank_incarnation, routing_id
 from kv_transfer import messages
 from kv_transfer.events import Arrived, PagesFree, PeerRefused, RoomFailed
 from kv_transfer.messages import Hello
@@ -53,7 +53,7 @@ def lie(
     """Change the Welcome of one prefill rank; return why rank 0 of the decode node refuses it."""
     nodes = nodes_of(sizes)
     prefill = nodes.prefill.ranks[rank]
-    identity = f"{nodes.decode.leader}/{prefill.incarnation}".encode()
+    identity = routing_id("decode-0", nodes.decode.leader, prefill.incarnation).encode()
 
     def altered(who: str, frame: bytes) -> None:
         _, message = messages.decode_for_receiver(frame)
@@ -175,6 +175,38 @@ def test_a_decode_rank_of_another_node_is_refused(
         f"rank 1 of 2 of decode node decode-0 has incarnation {decode.incarnation}, which is no"
     )
     assert prefill.sender.counters.refused == {"ranks": 1}
+
+
+def test_a_node_cannot_say_that_it_is_another_one(prefill: Prefill, fabric: Fabric, clock: Clock) -> None:
+    """Keys prove the name in a routing id: a node that claims another's would replace it."""
+    honest, liar = (two_ranks(fabric, clock, secrets.token_hex(16))[0] for _ in range(2))
+    honest.connect(prefill)
+    liar.identity = routing_id("decode-1", liar.incarnation).encode()
+    liar.connect(prefill)
+    assert refusal(liar).startswith("decode node decode-1 says that it is decode node decode-0")
+    assert prefill.sender.counters.refused == {"name": 1}
+    assert [peer.incarnation for peer in prefill.sender.peers.all()] == [honest.incarnation]
+
+
+def test_a_node_cannot_say_that_it_is_a_rank_of_another_one(
+    prefill: Prefill, fabric: Fabric, clock: Clock
+) -> None:
+    node = secrets.token_hex(16)
+    leader, rank = two_ranks(fabric, clock, node)
+    leader.connect(prefill)
+    rank.identity = routing_id("decode-1", rank.incarnation).encode()
+
+    def renamed(frame: bytes) -> None:
+        who, message = messages.decode_for_sender(frame)
+        assert isinstance(message, Hello)
+        said = messages.encode(msgspec.structs.replace(message, node="decode-1"), who)
+        prefill.sender.handle(rank.identity, said)
+
+    rank.connect(prefill, renamed)
+    assert refusal(rank) == (
+        f"rank 1 of 2 of decode node decode-1: {node} is another node; start all ranks of a node together"
+    )
+    assert [peer.incarnation for peer in prefill.sender.peers.all()] == [leader.incarnation]
 
 
 def test_decode_ranks_that_disagree_about_their_number_are_refused(
