@@ -21,6 +21,9 @@ GRANULE = 16  # parts are multiples of so many keys
 MAX_SPLITS = 32
 MEASURED_HEAD_BYTES = 256  # one head of one token: bf16, D 128
 PROGRAMS_PER_PROCESSOR = 3
+# Over pages in eight bits, for fewer programs than the first number: programs per processor, keys per step, stages.
+EIGHT_BITS_DIVISIONS = ((16, 2, 64, 5), (64, 2, 64, 4), (256, 3, 64, 5), (397, 1, 128, 3))
+SPREAD_PROGRAMS = 256  # from which values in eight bits are multiplied in the order of `spread_columns`
 LOG2_E = 1.4426950408889634
 
 
@@ -44,6 +47,18 @@ def choose_division(programs: int, max_keys: int, head_bytes: int, processors: i
     if head_bytes > MEASURED_HEAD_BYTES:
         return Division(splits, BLOCK_KEYS, 2)
     return Division(splits, 2 * BLOCK_KEYS, 2) if programs <= most else Division(1, BLOCK_KEYS, 3)
+
+
+def choose_eight_bits_division(programs: int, max_keys: int, head_bytes: int, processors: int) -> Division:
+    """Do as `choose_division` for verification over pages in eight bits (H200: tests/bench/NOTES.md).
+
+    More programs than were measured, and larger heads, take the division of wider pages.
+    """
+    for limit, per_processor, keys, stages in EIGHT_BITS_DIVISIONS:
+        if programs < limit and head_bytes <= MEASURED_HEAD_BYTES:
+            most = per_processor * processors // programs
+            return Division(max(1, min(most, cdiv(max_keys, BLOCK_KEYS), MAX_SPLITS)), keys, stages)
+    return choose_division(programs, max_keys, head_bytes, processors)
 
 
 @kernel_with_varying("splits")

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.ops import key_parts
 from common.engine.ops.fp8_codes import FP8
-from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts, choose_division
+from common.engine.ops.key_parts import GRANULE, LOG2_E, Division, KeyParts
 from common.engine.ops.kv_rounding import as_read, for_fp8_keys, selected, spread, spread_columns
 from common.engine.ops.paged_gather import gather
 from common.engine.ops.paged_softmax import load_keys, soften
@@ -163,6 +164,7 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
     EIGHT_BITS: tl.constexpr,  # pages hold e4m3
+    SPREAD: tl.constexpr,  # values are multiplied in the order of `spread_columns`
     SPLIT: tl.constexpr,  # more than one part
     WINDOW: tl.constexpr,
     BITS: tl.constexpr,  # a row's ancestors fit into 64 bits, and there is no window
@@ -179,7 +181,6 @@ def _verify_kernel(  # type: ignore[no-untyped-def]
     goes over them after its part of the prefix, which costs it the time of one more read.
     """
     await_previous(CHAINED)
-    SPREAD: tl.constexpr = EIGHT_BITS and ROWS < 64  # more rows are multiplied in another way
     GROUP: tl.constexpr = HEADS // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
     tile = tl.program_id(0) // KV_HEADS
@@ -323,7 +324,9 @@ def verify_triton(
     tiles = cdiv(all_rows, rows)
     keys = max_seq_len if window is None else min(max_seq_len, window)
     head_bytes, processors = head_dim * query.element_size(), multiprocessors(query.device)
-    division = division or choose_division(batch * kv_heads * tiles, keys, head_bytes, processors)
+    programs, eight_bits = batch * kv_heads * tiles, key_plane.dtype is FP8
+    choose = key_parts.choose_eight_bits_division if eight_bits else key_parts.choose_division
+    division = division or choose(programs, keys, head_bytes, processors)
     rows, block_keys = cut_attention(
         rows, division.keys, division.stages, head_dim, query.element_size(), room_of(query.device)
     )
@@ -353,7 +356,8 @@ def verify_triton(
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
-        EIGHT_BITS=key_plane.dtype is FP8,
+        EIGHT_BITS=eight_bits,
+        SPREAD=eight_bits and rows < MAX_ROWS and programs >= key_parts.SPREAD_PROGRAMS,
         SPLIT=splits > 1,
         WINDOW=window is not None,
         BITS=bits,
