@@ -127,9 +127,11 @@ def _fp8_vector_kernel(  # type: ignore[no-untyped-def]
     x = _values(tl.load(x_ptr + depth, mask=live, other=0.0), DECODED)
     if BLOCKS:
         x = x * tl.load(row_scales_ptr + depth // 128 * group_stride, mask=live, other=0.0)
+    else:
+        # Not after the sums: loads stay after the barriers of a sum, and their latency adds to every product.
+        row_scale = tl.load(row_scales_ptr)
     out = _dot(tile, x, scales_ptr, first, DEPTH, BLOCKS, DECODED, BLOCK_K)
     if not BLOCKS:
-        row_scale = tl.load(row_scales_ptr)
         out *= scale * row_scale
     dtype = out_ptr.dtype.element_ty
     if BIAS:

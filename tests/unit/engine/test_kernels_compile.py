@@ -37,5 +37,6 @@ def test_every_kernel_compiles_for_an_h200_and_tiles_fit_other_gpus(tmp_path: Pa
     for each in launches:
         assert each["shared"] <= each["limit"], each
         assert each["racing"] == [], each
+        assert each["late"] == [], each
         if each["expected"] is not None:
             assert each["shared"] <= each["expected"] <= each["limit"], each
