@@ -180,12 +180,12 @@ class RunningCluster:
     def listens_at(self, name: str) -> set[tuple[str, int]]:
         """Return (address, port) of every listening TCP socket of the process and its children."""
         directory = Path(f"/proc/{self.processes[name].pid}")
-        inodes = {
-            os.readlink(each)
-            for process in with_children(directory)
-            for each in (process / "fd").iterdir()
-            if each.is_symlink()
-        }
+        inodes = set()
+        for process in with_children(directory):
+            for each in (process / "fd").iterdir():
+                # What a process closes meanwhile is no socket that it listens on.
+                with contextlib.suppress(FileNotFoundError):
+                    inodes.add(os.readlink(each))
         found = set()
         for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
             for line in (directory / "net" / table).read_text().splitlines()[1:]:

@@ -136,7 +136,7 @@ def _verify_cpu(
             queries, key, value, attn_mask=visible[:, None], scale=scale, enable_gqa=gqa
         )
         rows.append(attended[0].transpose(0, 1))
-    return torch.cat(rows)
+    return torch.cat(rows) if rows else torch.empty_like(query)
 
 
 @kernel_with_varying("new", "width", "table_stride", "mask_stride", "mask_row_stride", "window", "splits")
