@@ -23,6 +23,7 @@ from common.engine.ops.triton_kernel import (
     next_power_of_2,
     tl,
 )
+from common.engine.ops.vector_products import load_rows
 
 # Sizes that were measured on an H200 (tests/bench/NOTES.md); with a depth of 14,336 the matrix units are faster.
 LEAST_SIZE, LEAST_DEPTH, MOST_DEPTH = 2048, 2048, 4096
@@ -46,18 +47,6 @@ def choose_fp8_vectors(rows: int, size: int, depth: int, gated: bool = False) ->
         return None
     vectors = Fp8Vectors(2 if size >= WIDE else 4, 4)
     return None if gated and (size // 2) % vectors.columns else vectors
-
-
-@kernel
-def _load_weight(  # type: ignore[no-untyped-def]
-    weight_ptr, row, real, DEPTH: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Return the codes [rows, BLOCK_K] of a weight [all rows, DEPTH]; zero past the depth."""
-    depth = tl.arange(0, BLOCK_K)
-    read = real[:, None]
-    if BLOCK_K != DEPTH:
-        read = read & (depth < DEPTH)[None, :]
-    return tl.load(weight_ptr + row.to(tl.int64)[:, None] * DEPTH + depth[None, :], mask=read, other=0.0)
 
 
 @kernel
@@ -112,9 +101,9 @@ def _fp8_vector_kernel(  # type: ignore[no-untyped-def]
     real = column < size
     depth = tl.arange(0, BLOCK_K)
     live = depth < DEPTH
-    tile = _load_weight(weight_ptr, column, real, DEPTH, BLOCK_K)
+    tile = load_rows(weight_ptr, column, real, DEPTH, BLOCK_K)
     if GATED:
-        up_tile = _load_weight(weight_ptr, size + column, real, DEPTH, BLOCK_K)
+        up_tile = load_rows(weight_ptr, size + column, real, DEPTH, BLOCK_K)
     if not BLOCKS:
         scale = tl.load(scales_ptr + column, mask=real, other=0.0)
         if GATED:
