@@ -1,0 +1,1 @@
+"""Sends requests to OpenAI-compatible servers at planned times and measures their streams."""
