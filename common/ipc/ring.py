@@ -28,6 +28,7 @@ PAGE = 4096
 LINE = 8  # counters of 8 bytes in a cache line
 MOST_READERS = PAGE // (8 * LINE) - 1
 FULL_WAIT = 0.00005  # seconds between two looks of a writer without room
+LONGEST_LOOK = 0.1  # seconds that one of them counts at most, as the writer may have been stopped
 TORN_SECONDS = 1.0  # after which a fragment with a wrong checksum is a defect
 # Payload bytes, checksum, and 2 * number, plus 1 if the frame goes on in the next fragment.
 HEADER = struct.Struct("<IIQ")
@@ -39,6 +40,10 @@ class RingSpec(msgspec.Struct, frozen=True):
     memory: int
     bells: tuple[int, ...]  # one eventfd per reader
     capacity: int  # bytes for fragments
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        return (self.memory, *self.bells)
 
 
 class Ring:
@@ -66,7 +71,7 @@ class Ring:
     @property
     def descriptors(self) -> Sequence[int]:
         """The descriptors that another process has to inherit."""
-        return (self.spec.memory, *self.spec.bells)
+        return self.spec.descriptors
 
     def close(self) -> None:
         """Unmap the ring and close its descriptors in this process."""
@@ -90,11 +95,13 @@ class RingWriter:
         self._number = 0
 
     def send(self, frame: bytes | bytearray | memoryview, patience: float) -> None:
-        """Publish a frame of any size. Raises RankFailed if a reader leaves no room for `patience` seconds."""
-        until = monotonic() + patience
+        """Publish a frame of any size. Raises RankFailed if a reader makes no room for `patience` seconds.
+
+        Only time in which this process runs counts.
+        """
         view = memoryview(frame)
         for start in range(0, max(len(view), 1), self._most):
-            self._put(view[start : start + self._most], start + self._most < len(view), until)
+            self._put(view[start : start + self._most], start + self._most < len(view), patience)
             for bell in self._ring.spec.bells:
                 os.eventfd_write(bell, 1)
 
@@ -103,21 +110,24 @@ class RingWriter:
         counters = self._ring.counters
         return counters[0] - counters[(1 + reader) * LINE]
 
-    def _put(self, part: memoryview, goes_on: bool, until: float) -> None:
+    def _put(self, part: memoryview, goes_on: bool, patience: float) -> None:
         counters, capacity = self._ring.counters, self._ring.spec.capacity
         taken = _padded(HEADER.size + len(part))
         head = counters[0]
-        self._wait_for_room(head + taken - capacity, until)
+        self._wait_for_room(head + taken - capacity, patience)
         number = 2 * self._number + goes_on
         _write(self._ring.data, head % capacity, HEADER.pack(len(part), _checksum(number, part), number))
         _write(self._ring.data, (head + HEADER.size) % capacity, part)
         self._number += 1
         counters[0] = head + taken
 
-    def _wait_for_room(self, oldest: int, until: float) -> None:
-        """Wait until all readers have taken the bytes before `oldest`, at most until a monotonic time."""
+    def _wait_for_room(self, oldest: int, patience: float) -> None:
+        """Wait until all readers have taken the bytes before `oldest`."""
+        waited, looked = 0.0, monotonic()
         while (slowest := self._slowest())[0] < oldest:
-            if monotonic() > until:
+            now = monotonic()
+            waited, looked = waited + min(now - looked, LONGEST_LOOK), now
+            if waited > patience:
                 reader = slowest[1]
                 rank = self._ranks[reader]
                 raise RankFailed(

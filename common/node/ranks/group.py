@@ -77,33 +77,27 @@ class RankGroup:
             near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             channel: StartChannel[FromRank] = StartChannel(near, FromRank, rank)
             self._channels.append(channel)
-            inherited = (
-                *(far.fileno(), self.board.descriptor, *endpoint.descriptors),
-                *(*self._plans.descriptors, *self._commands.descriptors),
-                *self._events[rank - 1].descriptors,
+            begin = Begin(
+                node=self._node,
+                rank=rank,
+                rings=rings,
+                board=self.board.descriptor,
+                collectives=endpoint,
+                log_level=log_level,
+                work=work,
             )
             with far:
                 self.processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", module, str(far.fileno())],
                         stdin=subprocess.DEVNULL,
-                        pass_fds=inherited,
+                        pass_fds=(far.fileno(), *begin.descriptors),
                         preexec_fn=_die_with_parent,
                     )
                 )
             # Or this process would keep the sockets of a rank that has ended open.
             endpoint.close()
-            channel.send(
-                Begin(
-                    node=self._node,
-                    rank=rank,
-                    rings=rings,
-                    board=self.board.descriptor,
-                    collectives=endpoint,
-                    log_level=log_level,
-                    work=work,
-                )
-            )
+            channel.send(begin)
 
     def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
         """Report the phase of rank 0; loading is that of all ranks."""

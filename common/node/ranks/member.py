@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import select
 import signal
 import socket
@@ -48,6 +49,9 @@ class Member:
     """The place of this process among the ranks of its node."""
 
     def __init__(self, channel: StartChannel[ToRank], begin: Begin) -> None:
+        # Passed descriptors are inheritable, and a compiler that this process starts may outlive it.
+        for descriptor in begin.descriptors:
+            os.set_inheritable(descriptor, False)
         self._channel = channel
         self._reported = -1  # its latest report, from 0 to REPORTS
         self.begin = begin
@@ -90,6 +94,7 @@ def run_rank(build: Callable[[Member, Log], BuiltRank], descriptor: int) -> None
     """Run the whole life of a rank, which rank 0 started with one end of a socket pair as `descriptor`; exit."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    os.set_inheritable(descriptor, False)
     channel: StartChannel[ToRank] = StartChannel(socket.socket(fileno=descriptor), ToRank, peer=0)
     begin = channel.receive(START_SECONDS)
     assert isinstance(begin, Begin), "rank 0 tells a rank first what it is"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -30,6 +31,12 @@ class Begin(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     collectives: GroupEndpoint
     log_level: str
     work: bytes  # decoded by the role's entry module
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """All descriptors that the process of the rank inherits with this message."""
+        rings = (self.rings.plans, self.rings.commands, self.rings.events)
+        return (self.board, *self.collectives.descriptors, *(fd for ring in rings for fd in ring.descriptors))
 
 
 class Gathered(msgspec.Struct, frozen=True, tag=True):

@@ -59,6 +59,27 @@ def test_a_slow_reader_is_not_overwritten(ring: Ring) -> None:
     assert (fast.take(), slow.take()) == (b"there is room again",) * 2
 
 
+def test_time_in_which_the_writer_is_stopped_does_not_count(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that was stopped as a whole for an hour goes on: its ranks read when they run again."""
+    writer, readers = pair(ring)
+    frame = bytes(900)
+    for _ in range(4):
+        writer.send(frame, 0.0)
+    now = 0.0
+
+    def stopped(seconds: float) -> None:
+        nonlocal now
+        now += 3600
+        if now > 7200:
+            assert [reader.take() for reader in readers] == [frame] * 2
+
+    monkeypatch.setattr(ring_module, "monotonic", lambda: now)
+    monkeypatch.setattr(ring_module, "sleep", stopped)
+    writer.send(frame, 1.0)
+
+
 def test_frames_may_be_larger_than_the_ring() -> None:
     ring = Ring.create(PAGE, readers=1)
     writer, (reader,) = pair(ring)

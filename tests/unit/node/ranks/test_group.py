@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import select
 import signal
 import socket
@@ -81,6 +82,16 @@ def test_ranks_start_serve_and_end_together(started: Started) -> None:
     group.close()
     assert [process.returncode for process in group.processes] == [0, 0]
     group.close = lambda: None  # type: ignore[method-assign]
+
+
+def test_processes_that_a_rank_starts_inherit_nothing(started: Started) -> None:
+    started.serve()
+    for process in started.group.processes:
+        directory = Path(f"/proc/{process.pid}/fdinfo")
+        passed = [each for each in directory.iterdir() if int(each.name) > 2]
+        flags = [re.search(r"^flags:\s+(\d+)", each.read_text(), re.MULTILINE) for each in passed]
+        assert passed
+        assert all(each is not None and int(each[1], 8) & os.O_CLOEXEC for each in flags)
 
 
 def test_a_rank_that_cannot_start_says_why(tmp_path: Path) -> None:
