@@ -80,8 +80,8 @@ class PrefillNode:
         )
         self._report = Report(self.queues, self._space, self._sender, self._times, observation.graphs)
         self._poller = zmq.Poller()
-        self._poller.register(self._link.socket, zmq.POLLIN)
-        self._poller.register(self._peers.socket, zmq.POLLIN)
+        for each in (self._link.socket, self._peers.socket, *links.reports):
+            self._poller.register(each, zmq.POLLIN)
         self._images.watch(self._poller)
         self._longest = self._space.pages_for(self._limits.max_model_len)
         self.loop = OverlapLoop(

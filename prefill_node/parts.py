@@ -40,6 +40,11 @@ class Links:
         """The transfers of all ranks, about which the node decides."""
         return self.group or self.sender
 
+    @property
+    def reports(self) -> Sequence[int]:
+        """Descriptors that are readable when another rank has reported something about transfers."""
+        return () if self.group is None else self.group.descriptors
+
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:

@@ -42,15 +42,7 @@ class _SharedPrompt:
     granted: bool = False  # on rank 0, as its event says
     waiting: set[int] = field(default_factory=set)  # ranks that lack grants
     sending: set[int] = field(default_factory=lambda: {0})  # ranks that have neither delivered nor lost it
-    finished: bool = False  # the order for the record is given
     failure: tuple[str, str] | None = None  # code, reason
-
-    @property
-    def awaits_ranks(self) -> bool:
-        """True if the next step of the room is a report, which nothing announces."""
-        return bool(self.waiting) or (
-            (self.finished or self.failure is not None) and bool(self.sending - {0})
-        )
 
 
 class _SenderGroupSigns:
@@ -118,8 +110,13 @@ class SenderGroup:
 
     @property
     def writing(self) -> bool:
-        """True if the node has to poll again soon: for a write of rank 0, or a report of another rank."""
-        return self._local.writing or any(shared.awaits_ranks for shared in self._rooms.values())
+        """True if the node has to poll again soon: for a write of rank 0, or for events that `slots` has caused."""
+        return self._local.writing or bool(self._events)
+
+    @property
+    def descriptors(self) -> Sequence[int]:
+        """Descriptors that are readable when another rank has reported something."""
+        return [reader.fileno() for reader in self._reports]
 
     # ---- called by the prefill node
 
@@ -146,7 +143,6 @@ class SenderGroup:
         shared = self._rooms.get(order.room)
         if shared is None or not shared.sending - {0}:
             return
-        shared.finished |= order.record is not None
         if order.record is not None:
             # Only rank 0's record is used: the others are for the checksums of their parts.
             record = HandoffRecord(first_token=order.record.first_token, num_tokens=order.record.num_tokens)
