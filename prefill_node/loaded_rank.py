@@ -50,6 +50,8 @@ class LoadedPromptRank:
         graph_start.capture(self.served, divided, log, self.peers.exchange)
         if encoders:
             graph_start.capture(self.served, encoders, log)
+        # The other ranks have no encoders, and no collective waits for as long as rank 0 may capture.
+        self.peers.exchange(b"")
         self._warm_up(forwards, log)
         return self._measured(forwards, log)
 

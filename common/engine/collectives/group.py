@@ -9,6 +9,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -19,6 +22,17 @@ from common.kv_cache.shard import Shard
 
 _groups: weakref.WeakValueDictionary[int, CollectiveGroup] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
+_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
+
+
+@contextmanager
+def rehearsing() -> Iterator[None]:
+    """Let collectives of this thread's context use each group's `rehearsal`: a graph is captured."""
+    token = _rehearsing.set(True)
+    try:
+        yield
+    finally:
+        _rehearsing.reset(token)
 
 
 class CollectiveGroup(ABC):
@@ -32,6 +46,14 @@ class CollectiveGroup(ABC):
         self.shard = shard
         self.number = next(_numbers)
         _groups[self.number] = self
+
+    @property
+    def rehearsal(self) -> CollectiveGroup:
+        """The group that runs while a graph is captured, whose results nobody reads; this group by default.
+
+        If it waits for no other rank, a capture that fails on one rank leaves the others as they are.
+        """
+        return self
 
     @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -69,22 +91,27 @@ class CollectiveGroup(ABC):
         """Leave the group. Ranks that still wait for this one fail."""
 
 
+def _group(number: int) -> CollectiveGroup:
+    found = _groups[number]
+    return found.rehearsal if _rehearsing.get() else found
+
+
 def _all_reduce(x: Tensor, group: int) -> Tensor:
-    return _groups[group].all_reduce(x)
+    return _group(group).all_reduce(x)
 
 
 def _all_reduce_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int
 ) -> tuple[Tensor, Tensor]:
-    return _groups[group].all_reduce_norm(x, residual, weight, eps)
+    return _group(group).all_reduce_norm(x, residual, weight, eps)
 
 
 def _all_gather(x: Tensor, group: int, columns: int) -> Tensor:
-    return _groups[group].all_gather(x, columns)
+    return _group(group).all_gather(x, columns)
 
 
 def _broadcast(x: Tensor, group: int, source: int) -> Tensor:
-    return _groups[group].broadcast(x, source)
+    return _group(group).broadcast(x, source)
 
 
 def _fake_same(x: Tensor, group: int, source: int = 0) -> Tensor:

@@ -13,7 +13,6 @@ import mmap
 import os
 import socket
 import struct
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NoReturn
@@ -23,10 +22,14 @@ from torch import Tensor
 
 from common.engine.collectives.endpoints import HEADER_BYTES, GroupEndpoint
 from common.engine.collectives.group import CollectiveGroup
+from common.engine.collectives.unaccompanied import Unaccompanied
 from common.errors import RankFailed
 from common.kv_cache.shard import Shard
 
-TIMEOUT = 60.0  # seconds
+# Seconds. Rank 0 may encode images for as long as a node may announce (600 s), while the others wait in the forward's
+# first collective. Watchdogs, which know what is announced, notice a rank that hangs long before.
+TIMEOUT = 660.0
+LOOK_SECONDS = 1.0  # a process that is stopped while it waits counts that as one look
 # Which call a rank is in: the number of the round, the collective, the dtype, and the bytes of its whole tensor.
 HEADER = struct.Struct("<Q16s16sQ")
 CONTINUE = b"\0"  # of a round; any other byte is 1 + the rank that has failed
@@ -40,7 +43,8 @@ class SharedMemoryGroup(CollectiveGroup):
 
     Args:
         endpoint: is taken over and closed with the group.
-        timeout: how many seconds this rank waits for the others in each round; may be set again between two calls.
+        timeout: how many seconds this rank waits for each of the others in a round; may be set again between two calls.
+            Only time in which this rank runs itself counts, so that ranks that were stopped together go on together.
     """
 
     def __init__(self, endpoint: GroupEndpoint, timeout: float = TIMEOUT) -> None:
@@ -52,12 +56,18 @@ class SharedMemoryGroup(CollectiveGroup):
         }
         for peer in self._peers.values():
             peer.set_inheritable(False)
+            peer.settimeout(LOOK_SECONDS)
         self._slot_bytes, self._stride = endpoint.slot_bytes, HEADER_BYTES + endpoint.slot_bytes
         self._memory = mmap.mmap(endpoint.memory, 2 * endpoint.size * self._stride)
         os.close(endpoint.memory)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._round = 0
+        self._rehearsal = Unaccompanied(self.shard)
         self._failure: RankFailed | None = None
+
+    @property
+    def rehearsal(self) -> Unaccompanied:
+        return self._rehearsal
 
     def all_reduce(self, x: Tensor) -> Tensor:
         total = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -145,24 +155,31 @@ class SharedMemoryGroup(CollectiveGroup):
     def _meet(self) -> None:
         """Wait until every rank is in this round."""
         self._tell(CONTINUE)
-        deadline = time.monotonic() + self.timeout
         for rank, peer in self._peers.items():
-            try:
-                peer.settimeout(max(deadline - time.monotonic(), 0.001))
-                said = peer.recv(1)
-            except TimeoutError:
-                self._fail(rank, f"rank {rank} has not answered for {self.timeout:g} s")
-            except OSError as error:
-                self._fail(rank, f"rank {rank} has ended: {error}")
-            if not said:
-                self._fail(rank, f"rank {rank} has ended: its connection is closed")
+            said = self._hear(rank, peer)
             if said != CONTINUE:
                 self._fail(said[0] - 1, f"rank {said[0] - 1} has failed, as rank {rank} has noticed")
+
+    def _hear(self, rank: int, peer: socket.socket) -> bytes:
+        """Return the next byte of another rank."""
+        said: bytes | None = None
+        for _ in range(math.ceil(self.timeout / LOOK_SECONDS)):
+            try:
+                said = peer.recv(1)
+                break
+            except TimeoutError:
+                continue
+            except OSError as error:
+                self._fail(rank, f"rank {rank} has ended: {error}")
+        if said is None:
+            self._fail(rank, f"rank {rank} has not answered for {self.timeout:g} s")
+        if not said:
+            self._fail(rank, f"rank {rank} has ended: its connection is closed")
+        return said
 
     def _tell(self, said: bytes) -> None:
         for peer in self._peers.values():
             with suppress(OSError):  # what has become of it is found out when it is asked
-                peer.settimeout(self.timeout)
                 peer.send(said)
 
     def _fail(self, rank: int, problem: str) -> NoReturn:

@@ -15,6 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from common.engine.collectives.group import rehearsing
 from common.engine.graphs.admission import BatchFacts, Fallback, ReplayDecision, admit
 from common.engine.graphs.backends.base import Backend, GraphCompilation, Recording
 from common.engine.graphs.outputs import OutputSpec
@@ -69,7 +70,6 @@ class GraphRunner(Generic[Batch, Output]):
         self.inputs = inputs
         self._outputs = outputs
         self._recordings: dict[GraphKey, Recording[Output]] = {}
-        self._missing: list[GraphKey] = []  # captures that failed
 
     @property
     def captured(self) -> list[GraphKey]:
@@ -92,21 +92,27 @@ class GraphRunner(Generic[Batch, Output]):
         Args:
             shapes: a subset of the spec's shapes, for a trial of the memory that graphs take.
         """
-        for shape in reversed(self.spec.shapes if shapes is None else shapes):
-            for variant in self.spec.variants:
-                self.rows.append(self.capture_one(GraphKey(shape, variant)))
+        self.rows += map(self.capture_one, self._keys(shapes))
+
+    def _keys(self, shapes: Sequence[ShapeKey] | None = None) -> list[GraphKey]:
+        """Return the keys of these shapes, by default of all, the largest first."""
+        wanted = self.spec.shapes if shapes is None else shapes
+        return [GraphKey(shape, variant) for shape in reversed(wanted) for variant in self.spec.variants]
 
     def keep(self, keys: Collection[GraphKey]) -> None:
         """Drop the captured graphs that are not among `keys`."""
-        dropped = [key for key in self._recordings if key not in keys]
-        for key in dropped:
-            del self._recordings[key]
-        self._missing += dropped
+        for key in self.captured:
+            if key not in keys:
+                del self._recordings[key]
 
     def run_missing(self) -> None:
-        """Run failed shapes eagerly once on padding, so that they compile before serving; raises if that fails too."""
+        """Run shapes without a graph eagerly once on padding, so that they compile before serving.
+
+        The order is the same on every rank, whichever shapes failed there. Raises if that fails too.
+        """
+        missing = [key for key in self._keys() if key not in self._recordings]
         with torch.inference_mode():
-            for key in self._missing:
+            for key in missing:
                 inputs = self.inputs.idle(key.shape)
                 self.program.plan(self.program.idle(key.shape), inputs)
                 self.program.run(inputs, key.variant)
@@ -115,7 +121,7 @@ class GraphRunner(Generic[Batch, Output]):
         """Capture one graph; the row contains the error if that fails."""
         started, error, nbytes, breaks = time.perf_counter() - self._compiling(), "", 0, 0
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), rehearsing():
                 inputs = self.inputs.idle(key.shape)
                 self.program.plan(self.program.idle(key.shape), inputs)
                 recording = self._backend.capture(partial(self.program.run, inputs, key.variant))
@@ -124,7 +130,6 @@ class GraphRunner(Generic[Batch, Output]):
             nbytes, breaks = recording.nbytes, recording.breaks
         # torch's and Triton's errors, and CaptureError; a TypeError is a defect of the code and is raised.
         except COMPILE_ERRORS as failure:
-            self._missing.append(key)
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
         return CaptureRow(
             phase=self.spec.phase,

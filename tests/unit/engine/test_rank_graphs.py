@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -10,15 +12,23 @@ from torch import Tensor
 
 from common.checkpoint.model_config import ModelConfig
 from common.engine.forward.batch import CaptureHiddenMode
-from common.engine.graphs.backends.base import Backend
+from common.engine.graphs import node_graphs
+from common.engine.graphs.backends.base import Backend, CaptureError
 from common.engine.graphs.backends.none import NoGraphs
+from common.engine.graphs.backends.tape import TapeRecorder
+from common.engine.graphs.ladders import prefill_token_buckets
+from common.engine.graphs.rules import PhaseSwitch
+from common.engine.graphs.spec import GraphKey
 from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.messages.generation import SamplingParams
+from common.observability.logs import Log
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
 from prefill_node.graphs.prefill_extend import PrefillExtend, extend_spec
+from prefill_node.graphs.prompt_graphs import prefill_graphs
 from tests.fakes.memory_checkpoint import drawn_checkpoint, filled_model
 from tests.fakes.thread_ranks import run_ranks
 from tests.fakes.tiny_model import CONFIG, MIXTURE
+from tests.fakes.waiting import PATIENCE
 from tests.unit.engine.graphs.rig import BACKENDS, DecodeRig, piecewise, sequences
 from tests.unit.engine.paged_driver import Driver
 from tests.unit.engine.test_rank_options import HYBRID
@@ -85,3 +95,49 @@ def test_decode_graphs_of_several_ranks_draw_the_same_tokens(config: ModelConfig
     expected = decoded(config, tensors, ONE_RANK, NoGraphs())
     for found in run_ranks(size, lambda ranks: decoded(config, tensors, ranks, BACKENDS["tape"]())):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_graph_that_one_rank_cannot_capture_is_dropped_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank waits for one that has failed, and all run the same shapes without a graph before they serve."""
+    begin, here = TapeRecorder.begin, threading.local()
+
+    def failing(recorder: TapeRecorder) -> None:
+        here.begun = getattr(here, "begun", -1) + 1
+        if here.begun == here.rank:  # the largest graph of rank 0, the next one of rank 1
+            raise CaptureError("no room")
+        begin(recorder)
+
+    monkeypatch.setattr(TapeRecorder, "begin", failing)
+    tensors, exchanged = drawn_checkpoint(CONFIG), Exchange(2)
+
+    @torch.inference_mode()
+    def run(ranks: Ranks) -> tuple[list[GraphKey], Tensor]:
+        here.rank = ranks.shard.rank
+        driver = Driver(filled_model(CONFIG, tensors, ranks), IDS, 4)
+        graphs = prefill_graphs(
+            driver.runner, PhaseSwitch("breakable"), max(BUCKETS), 4, CaptureHiddenMode.NULL
+        )
+        node_graphs.capture(graphs, Log("test"), partial(exchanged.common, here.rank))
+        driver.runner = graphs.forward  # type: ignore[assignment]  # has the same call signature
+        found = torch.cat([driver.run(rows, lengths).logits for rows, lengths in STEPS])
+        return graphs.forward.graphs.captured, found
+
+    (captured, first), (others, second) = run_ranks(2, run)
+    assert captured == others
+    assert [key.shape.tokens for key in captured] == sorted(prefill_token_buckets(max(BUCKETS)))[-3::-1]
+    assert torch.equal(first, second)
+    expected = prompt_logits(CONFIG, tensors, ONE_RANK, "")
+    torch.testing.assert_close(first, expected, atol=1e-4, rtol=1e-5)
+
+
+class Exchange:
+    """What ranks in threads have captured."""
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size, timeout=PATIENCE)
+        self._given: dict[int, Sequence[GraphKey]] = {}
+
+    def common(self, rank: int, own: Sequence[GraphKey]) -> Sequence[GraphKey]:
+        self._given[rank] = own
+        self._barrier.wait()
+        return [key for key in own if all(key in each for each in self._given.values())]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.engine.collectives.endpoints import GroupEndpoint, open_endpoints
 from common.engine.collectives.group import all_gather, all_reduce, broadcast
-from common.engine.collectives.shared_memory_group import SharedMemoryGroup
+from common.engine.collectives.shared_memory_group import TIMEOUT, SharedMemoryGroup
 from common.engine.graphs.backends.base import Recording
 from common.engine.graphs.backends.full import FullGraphs
 from common.engine.graphs.backends.tape import TapeRecorder
 from common.errors import RankFailed
+from common.node.announced_work import MOST_SECONDS
 from tests.fakes.thread_ranks import run_groups, run_ranks, thread_groups
 from tests.fakes.waiting import PATIENCE
 
@@ -191,15 +193,17 @@ from common.engine.collectives.endpoints import GroupEndpoint
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 
 endpoint = msgspec.json.decode(sys.argv[1], type=GroupEndpoint)
-group = SharedMemoryGroup(endpoint)
+group = SharedMemoryGroup(endpoint, float(sys.argv[2]))
 while True:
     group.all_reduce(torch.arange(100_000.0) * endpoint.rank)
 """
 
 
-def start_rank(endpoint: GroupEndpoint) -> subprocess.Popen[bytes]:
+def start_rank(endpoint: GroupEndpoint, timeout: float = PATIENCE) -> subprocess.Popen[bytes]:
     text = msgspec.json.encode(endpoint).decode()
-    process = subprocess.Popen([sys.executable, "-c", CHILD, text], pass_fds=endpoint.descriptors)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, text, str(timeout)], pass_fds=endpoint.descriptors
+    )
     endpoint.close()
     return process
 
@@ -235,6 +239,31 @@ def test_ranks_in_processes(number: signal.Signals, timeout: float, said: str) -
         process.kill()
         process.wait()
         group.close()
+
+
+def test_time_in_which_a_rank_is_stopped_does_not_count() -> None:
+    """A node that was stopped as a whole goes on: no rank takes its own stop for the silence of another one."""
+    ours, theirs = open_endpoints(2)
+    process = start_rank(theirs, timeout=4.0)
+    group = SharedMemoryGroup(ours, PATIENCE)
+    try:
+        x = torch.arange(100_000.0)
+        group.all_reduce(x)
+        time.sleep(0.5)  # the other rank waits in the next one
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(4.5)
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.5)
+        reduce_often(group, x)
+    finally:
+        process.kill()
+        process.wait()
+        group.close()
+
+
+def test_a_rank_waits_for_as_long_as_another_may_announce() -> None:
+    """Rank 0 encodes images before a forward, while the others wait in its first collective."""
+    assert TIMEOUT > MOST_SECONDS
 
 
 def test_processes_that_a_rank_starts_do_not_keep_its_connections_open() -> None:
