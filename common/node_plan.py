@@ -92,7 +92,9 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     state_slots: int  # as in NodeShare
     round_tokens: int
     state_snapshots: int  # as in NodeShare
-    shares: tuple[NodeShare, ...]  # of all ranks of all nodes of the cluster, including this one
+    # The ranks of all nodes that may be on its GPUs, including this one: all listed nodes, or only its own ranks if it
+    # joins by a pattern.
+    shares: tuple[NodeShare, ...]
     model: ModelPlan
     speculation: SpeculationPlan
     transfer: TransferPlan

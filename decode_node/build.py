@@ -12,6 +12,7 @@ import zmq
 
 from common.checkpoint.model_manifest import check_manifests
 from common.config import Cluster, Resolved
+from common.config.node_entries import own_host
 from common.config.resolve_node import node_plan
 from common.config.run_directory import control_address, event_directory
 from common.config.transport_choice import choose_transport
@@ -167,10 +168,11 @@ def receiving_end(
     # Prefill nodes learn the port in the handshake.
     port = own.bulk_port if rank == 0 else 0
     gpu = device.index if device.type == "cuda" else None
+    host = own_host(cluster, own.host, f"decode.nodes[{plan.name}].host")
     if kind.listens:
-        check_bind(f"tcp://{own.host}:{port}", f"decode.nodes[{plan.name}].host", security)
+        check_bind(f"tcp://{host}:{port}", f"decode.nodes[{plan.name}].host", security)
     options = kind.read(cluster.transfer)
-    setup = ReceiverSetup(rank_incarnation(incarnation, rank), options, limits, own.host, port, gpu)
+    setup = ReceiverSetup(rank_incarnation(incarnation, rank), options, limits, host, port, gpu)
     return ReceivingEnd(
         node=plan.name,
         incarnation=incarnation,

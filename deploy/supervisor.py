@@ -18,6 +18,7 @@ from common.config import Resolved
 from common.config.admin_listener import admin_listeners
 from common.config.run_directory import run_directory, unwritable
 from common.errors import ConfigError, TandemError
+from common.node_names import is_pattern
 from common.process_entry import entry
 from deploy.admin_client import ask
 from deploy.children import Child, describe_exit
@@ -53,6 +54,13 @@ class Supervisor:
         self._resolved = resolved
         self._run_dir = run_directory(resolved, to_write=True)
         cluster = resolved.cluster
+        for role, entries in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes)):
+            if all(is_pattern(entry.name) for entry in entries):
+                raise ConfigError(
+                    f"{role}.nodes",
+                    f"deploy/up starts the nodes that the file lists, and {entries[0].name} lists none; list one, or "
+                    f"start every process with its deploy/launch_* script",
+                )
         if cluster.router.port == 0:
             raise ConfigError("router.port", "deploy/up needs a fixed port: set one")
         scheme = "http" if resolved.tls_paths is None else "https"
@@ -68,7 +76,7 @@ class Supervisor:
         common = ["--cluster", str(resolved.file), *(part for item in overrides for part in ("--set", item))]
         children = [Child("router", ["router", *common], logs / "router.log")]
         for role, nodes in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes)):
-            for node in nodes:
+            for node in (each for each in nodes if not is_pattern(each.name)):
                 command = [f"{role}_node", "--name", node.name, *common]
                 children.append(Child(node.name, command, logs / f"{node.name}.log"))
         self._stop_requested = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.errors import HandshakeRefused
@@ -71,11 +72,19 @@ class PeerTable:
     """Decode nodes by socket identity; bounded by limits.max_peers."""
 
     def __init__(
-        self, endpoint: SenderEndpoint, limits: TransferLimits, retired: ExpiringMap[str, str]
+        self,
+        endpoint: SenderEndpoint,
+        limits: TransferLimits,
+        retired: ExpiringMap[str, str],
+        keeps_name: Callable[[bytes], bool],
     ) -> None:
+        """`keeps_name` says whether a peer with this routing id keeps its name from other processes, because it lives
+        and they may have the same key.
+        """
         self._endpoint = endpoint
         self._limits = limits
         self._retired = retired  # incarnation -> the one that replaced it
+        self._keeps_name = keeps_name
         self._peers: dict[bytes, Peer] = {}
 
     def all(self) -> list[Peer]:
@@ -108,13 +117,21 @@ class PeerTable:
     def check(self, identity: bytes, incarnation: str, hello: Hello) -> None:
         """Check that the peer can be served. Raises Refusal with a sentence for both logs.
 
-        With encrypted links a key lets a node use its own name in `identity`; nothing else that Hello claims is proved.
+        With encrypted links a key lets a node use its own name in `identity`, or any of its pattern; nothing else that
+        Hello claims is proved.
         """
         if name_in(identity) != hello.node:
             raise Refusal(
                 "name",
                 f"decode node {name_in(identity)} says that it is decode node {hello.node}; every node speaks only "
                 "under its own name",
+            )
+        leader = hello.leader or incarnation
+        if any(self._keeps(peer, hello.node, leader) for peer in self._peers.values()):
+            raise Refusal(
+                "name",
+                f"another process is decode node {hello.node} and is connected to this prefill node; stop that one, or "
+                "start this one under another name",
             )
         newer = self._retired.get(hello.leader) or self._retired.get(incarnation)
         if newer is not None:
@@ -136,6 +153,10 @@ class PeerTable:
                 f"rank {theirs.tp_rank} of {theirs.tp_size} of decode node {hello.node} receives nothing from this "
                 f"prefill rank, {ours.tp_rank} of {ours.tp_size}; connect it to ranks {sorted(needed)}",
             )
+
+    def _keeps(self, peer: Peer, name: str, leader: str) -> bool:
+        """Return whether a peer keeps this name from the node whose rank 0 is `leader`."""
+        return peer.hello.node == name and peer.leader != leader and self._keeps_name(peer.identity)
 
     def _check_rank(self, incarnation: str, hello: Hello) -> None:
         """Check that the peer is the rank that it claims to be. Raises Refusal."""

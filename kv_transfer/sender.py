@@ -40,7 +40,7 @@ class Sender:
     """Sends pages and records. It is poll-driven and used from one thread.
 
     `incarnation` is the node's: that of its rank in `layout` follows. `endpoint.register(layout, kv)` has been called.
-    `send(peer identity, frame)` must not block; it returns False for a frame that was not accepted.
+    `send(peer identity, frame)` must not block; False: the frame was not accepted. `keeps_name`: see PeerTable.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Sender:
         send: Callable[[bytes, bytes], object],
         clock: Callable[[], float],
         limits: TransferLimits,
+        keeps_name: Callable[[bytes], bool] = lambda identity: False,
     ) -> None:
         if endpoint.layout != layout:
             raise ValueError("the endpoint was registered with another layout")
@@ -76,7 +77,7 @@ class Sender:
             limits.early_slots, limits.early_ttl, clock
         )
         self._retired: ExpiringMap[str, str] = ExpiringMap(limits.max_peers, 3600.0, clock)
-        self.peers = PeerTable(endpoint, limits, self._retired)
+        self.peers = PeerTable(endpoint, limits, self._retired, keeps_name)
         self.signs = SenderSigns(self.rooms, self.peers.all, self._say, clock)
 
     @property

@@ -23,9 +23,16 @@ from common.engine.ops.triton_kernel import report_compilations
 from common.errors import ConfigError
 from common.grammar.grammars import grammars_for
 from common.ipc import Dealer, RouterSocket, check_bind
-from common.ipc.from_config import link_security
+from common.ipc.from_config import all_names, link_security
 from common.messages import image_inbox, prefill_inbox
-from common.messages.identity import ROUTER_NAME, NodeRef, control_link_id, new_incarnation, rank_incarnation
+from common.messages.identity import (
+    ROUTER_NAME,
+    NodeRef,
+    control_link_id,
+    name_in,
+    new_incarnation,
+    rank_incarnation,
+)
 from common.node.announced_work import COMPILE_SECONDS
 from common.node.ranks.from_config import start_ranks
 from common.node.ranks.group import RankGroup
@@ -33,6 +40,7 @@ from common.node.ranks.sole_rank import SoleRank
 from common.node.registration import registration
 from common.node.router_link import RouterLink
 from common.node.serving_model import ServingModel, page_space
+from common.node_names import NodeNames
 from common.node_plan import NodePlan
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
@@ -229,7 +237,15 @@ def sending_end(
     endpoint = make_sender(kind.sender, SenderSetup(own, kind.read(resolved.cluster.transfer), limits))
     endpoint.register(forwards.layout, as_memory(forwards.runner.pool.storage))
     peers = RouterSocket(sockets.context, sockets.address, sockets.security)
-    sender = Sender(incarnation, plan.name, endpoint, forwards.layout, peers.post, time.monotonic, limits)
+    names = NodeNames.of(all_names(resolved.cluster))
+
+    def keeps_name(identity: bytes) -> bool:
+        """Return whether a connected decode node keeps its name from other processes that have its key."""
+        return names.shares_key(name_in(identity)) and peers.reachable(identity)
+
+    sender = Sender(
+        incarnation, plan.name, endpoint, forwards.layout, peers.post, time.monotonic, limits, keeps_name
+    )
     return SendingEnd(peers, sender)
 
 

@@ -34,7 +34,7 @@ class Availability:
     def __init__(
         self, model: ServedModel, core: Core, configured: Mapping[Role, Sequence[str]], log: Log
     ) -> None:
-        """`configured`: names of the nodes of the cluster file."""
+        """`configured`: names and patterns of the nodes of the cluster file."""
         self._model = model
         self._limited = model  # the model as it was served last
         self._core = core
@@ -74,8 +74,8 @@ class Availability:
         return None
 
     def missing_nodes(self) -> list[dict[str, str]]:
-        """Return name and role of the nodes of the cluster file that take no requests now."""
-        up = {(node.role, node.name) for node in self._core.registry if node.state == "up"}
+        """Return name and role of the entries of the cluster file without a node that takes requests now."""
+        up = {(node.role, node.pattern or node.name) for node in self._core.registry if node.state == "up"}
         configured = [(role, name) for role, names in self._configured.items() for name in names]
         return [{"name": name, "role": role} for role, name in configured if (role, name) not in up]
 

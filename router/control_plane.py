@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 
 import msgspec
 import zmq
@@ -39,6 +37,7 @@ from common.observability.logs import Log
 from router.dispatch.dispatcher import Dispatcher
 from router.nodes.registration import RegistrationRules
 from router.nodes.registry import Node, NodeRegistry
+from router.nodes.speaker import Speaker
 from router.process.freed_memory import FreedMemory
 
 SWEEP_INTERVAL = 0.25
@@ -52,24 +51,6 @@ FRAMES_PER_TURN = 200  # read in one turn of the event loop
 STEPS_PER_TURN = 100
 # The pipe of a dead peer disappears a moment after the event, and later on a busy host.
 PROBE_PAUSES = (0.02, 0.3, 0.4, 2.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Speaker:
-    """The sender of a message, parsed from the routing id of its socket: NAME/INCARNATION[/LINK]."""
-
-    routing_id: bytes
-    name: str
-    incarnation: str
-
-    @classmethod
-    @lru_cache(maxsize=4096)
-    def of(cls, routing_id: bytes) -> Speaker:
-        """Parse a routing id. Raises ProtocolError if it is malformed."""
-        parts = routing_id.decode("ascii").split("/")
-        if len(parts) not in (2, 3):
-            raise ProtocolError("the sender's routing id is not NAME/INCARNATION[/LINK]")
-        return cls(routing_id, parts[0], parts[1])
 
 
 class ControlPlane:
@@ -202,6 +183,7 @@ class ControlPlane:
             identity, read = self._unhandled.popleft()
             try:
                 speaker = Speaker.of(identity)
+                speaker.check(self._registry.get(speaker.incarnation))
                 message = self._decode(speaker, read) if isinstance(read, bytes) else Tokens(runs=read)
                 if message is None:
                     left -= 1
@@ -229,10 +211,12 @@ class ControlPlane:
             return None
 
     def _cut_off(self, peer: str) -> None:
-        """Lose a peer that sent too many bad frames: NAME/INCARNATION, or the NAME whose key was misused."""
+        """Lose a peer that sent too many bad frames: the name of a key, a process, or one link of a process."""
         self._log.error(PEER_CUT_OFF, peer=peer)
         for node in self._registry:
-            if peer in (node.name, f"{node.name}/{node.incarnation}"):
+            process = f"{node.name}/{node.incarnation}"
+            link = peer.removeprefix(f"{process}/")
+            if peer in (node.name, process) or (link != peer and node.register.owns_link(link)):
                 # A live process ends on this message; its supervisor starts it again with a new incarnation.
                 self._socket.send(node.routing_id.encode(), encode(Rejected(reason=TOO_MANY_BAD_FRAMES)))
                 self._registry.lose(node, "it sent too many invalid frames", "cut_off")
@@ -312,10 +296,11 @@ class ControlPlane:
             raise ProtocolError("a node sent the registration of another node")
         try:
             checked = self.rules.check(message, nbytes)
-            if self._registry.undecided(checked):
+            pattern = self.rules.pattern(message.node.name)
+            if self._registry.undecided(checked, pattern):
                 # No answer yet: the node asks again.
                 return
-            refusal = self._registry.register(checked)
+            refusal = self._registry.register(checked, pattern)
         except HandshakeRefused as error:
             refusal = str(error)
         self._answer_registration(speaker, message.node.name, refusal)

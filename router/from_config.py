@@ -13,7 +13,7 @@ from common.config import Resolved
 from common.config.admin_listener import admin_listeners
 from common.config.api_keys import read_api_keys
 from common.config.http_exposure import is_loopback
-from common.config.run_directory import peer_address
+from common.config.run_directory import entry_peer_address
 from common.config.schema import DecodeSection, Model, PrefillSection
 from common.observability.logs import Log
 from router.auth.gates import Gate, KeyGate, OpenGate
@@ -51,11 +51,11 @@ def registration_rules(resolved: Resolved, max_model_len: int, vocab_size: int) 
     nodes: dict[str, ExpectedNode] = {}
     for prefill in cluster.prefill.nodes:
         least, pages = expected(cluster.prefill, prefill.device)
-        address = peer_address(resolved, prefill.name)
-        nodes[prefill.name] = ExpectedNode("prefill", address, least, pages)
+        address = entry_peer_address(resolved, prefill)
+        nodes[prefill.name] = ExpectedNode("prefill", address, least, pages, prefill.count)
     for decode in cluster.decode.nodes:
         least, pages = expected(cluster.decode, decode.device)
-        nodes[decode.name] = ExpectedNode("decode", "", least, pages)
+        nodes[decode.name] = ExpectedNode("decode", "", least, pages, decode.count)
     return RegistrationRules(nodes, page_size, max_model_len, vocab_size)
 
 

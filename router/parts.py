@@ -41,7 +41,7 @@ class NodeRules:
 
     Attributes:
         fingerprint: identifies the model that every node has to serve.
-        configured: names of the nodes that the router waits for while they are absent.
+        configured: names and patterns of the nodes that the router waits for while they are absent.
         node_timeout: after which a silent node is lost.
         loop_timeout: after which a node whose main loop hangs is lost.
         return_window: for which an absent node is expected back.

@@ -18,6 +18,7 @@ import msgspec
 from common.config.cluster_schema import cluster_schema
 from common.config.http_exposure import check_http
 from common.config.keys import element_struct, read_override, refuse_unknown, variable_path
+from common.config.node_entries import check_names, check_own_address
 from common.config.schema import Cluster, Speculation
 from common.config.unread import refuse_unread, unread_keys
 from common.config.yaml_file import parse_scalar, read_mapping
@@ -122,7 +123,8 @@ def load_cluster(
         _refuse_other_names(data)
         raise _readable(error, given) from error
     origins = {path: _origin(path, given, f"file:{file.name}") for path, _ in _leaves(data, "")}
-    _check_names(cluster)
+    check_names(cluster)
+    check_own_address(cluster)
     _check_places(cluster)
     refuse_unread(unread_keys(cluster), origins)
     _check_lengths(cluster)
@@ -153,22 +155,6 @@ def _check_roots(resolved: Resolved) -> None:
                 f"{path.resolve()} is in none of model.allowed_roots ({', '.join(map(str, roots))}); move it there, "
                 "or add its directory",
             )
-
-
-def _check_names(cluster: Cluster) -> None:
-    names: dict[str, str] = {}
-    by_role = {
-        "prefill": [node.name for node in cluster.prefill.nodes],
-        "decode": [node.name for node in cluster.decode.nodes],
-    }
-    for role, nodes in by_role.items():
-        for index, name in enumerate(nodes):
-            path = f"{role}.nodes[{index}].name"
-            if name in names:
-                raise ConfigError(path, f"{name!r} is also {names[name]}; every node has its own name")
-            if name == "router":
-                raise ConfigError(path, "'router' is the router's name; choose another")
-            names[name] = path
 
 
 def _check_places(cluster: Cluster) -> None:

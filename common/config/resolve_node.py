@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ from common.config.transport_choice import choose_layers, choose_transport
 from common.kv_cache.kv_values import AS_COMPUTED, FP8, KvValues
 from common.kv_cache.pool_spec import pool_spec
 from common.kv_cache.shard import Shard
+from common.node_names import NodeNames, is_pattern
 from common.node_plan import (
     ModelPlan,
     NodePlan,
@@ -46,7 +47,9 @@ def node_plan(
     """
     transfer, health, speculation = cluster.transfer, cluster.health, cluster.speculation
     shares = _shares(cluster)
-    own = shares[role, name][0]
+    entry = NodeNames.of(each for of_role, each in shares if of_role == role).entry(name)
+    assert entry is not None, "the caller has found the node's entry"
+    own = shares[role, entry][0]
     config = ModelConfig.load(model)
     dtype = dtype_name(cluster.model.dtype, config.dtype, own.device.partition(":")[0])
     drafting = None
@@ -58,7 +61,7 @@ def node_plan(
         role=role,
         name=name,
         device=own.device,
-        devices=tuple(share.device for share in shares[role, name]),
+        devices=tuple(share.device for share in shares[role, entry]),
         threads=cluster.process.threads,
         spec=pool_spec(config, drafting, cluster.kv.page_size, dtype, _kv_values(cluster, model)),
         pool=own.pool,
@@ -66,7 +69,7 @@ def node_plan(
         state_slots=own.state_slots,
         round_tokens=own.round_tokens,
         state_snapshots=own.state_snapshots,
-        shares=tuple(share for ranks in shares.values() for share in ranks),
+        shares=_shares_beside(shares, (role, entry)),
         model=ModelPlan(
             path=str(model),
             weights_id=model_fingerprint(model, cluster.model.max_model_len, cluster.model.quantization),
@@ -147,6 +150,15 @@ def _shares(cluster: Cluster) -> dict[tuple[str, str], list[NodeShare]]:
         share = NodeShare(decoding.device, budget, rows, slots, round_tokens)
         found["decode", decoding.name] = _of_ranks(share, decoding.devices)
     return found
+
+
+def _shares_beside(
+    shares: Mapping[tuple[str, str], Sequence[NodeShare]], own: tuple[str, str]
+) -> tuple[NodeShare, ...]:
+    """Return the shares of all nodes that may be on the GPUs of an entry's node: a node that joins has its own GPUs."""
+    if is_pattern(own[1]):
+        return tuple(shares[own])
+    return tuple(share for (_, name), ranks in shares.items() if not is_pattern(name) for share in ranks)
 
 
 def _of_ranks(share: NodeShare, devices: Sequence[str]) -> list[NodeShare]:

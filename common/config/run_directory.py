@@ -8,6 +8,8 @@ import stat
 from pathlib import Path
 
 from common.config.load import Resolved
+from common.config.node_entries import own_peer_address
+from common.config.schema import PrefillNodeEntry
 from common.errors import ConfigError
 
 KEY = "process.run_dir"
@@ -87,14 +89,21 @@ def control_address(resolved: Resolved) -> str:
     return f"ipc://{run_directory(resolved)}/router.sock" if configured == "auto" else configured
 
 
+def entry_peer_address(resolved: Resolved, entry: PrefillNodeEntry) -> str:
+    """Return the address of an entry of the cluster file. Its host may be `own`, and its path a pattern of names."""
+    if entry.peer_address == "auto":
+        return f"ipc://{run_directory(resolved)}/{entry.name}.sock"
+    return entry.peer_address
+
+
 def peer_address(resolved: Resolved, name: str, rank: int = 0) -> str:
     """Return the address at which a rank of the prefill node `name` binds its peer socket.
 
     Decode nodes learn those of other ranks than rank 0 from the node, so these take any free port.
     """
-    configured = resolved.cluster.prefill_node(name).peer_address
-    if configured == "auto":
-        configured = f"ipc://{run_directory(resolved)}/{name}.sock"
+    cluster = resolved.cluster
+    configured = entry_peer_address(resolved, cluster.prefill_node(name))
+    configured = own_peer_address(cluster, configured, f"prefill.nodes[{name}].peer_address")
     if not rank:
         return configured
     if configured.startswith("ipc://"):

@@ -13,13 +13,15 @@ import msgspec
 from msgspec import Meta
 
 from common.errors import ConfigError
+from common.node_names import NodeNames
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
 Fraction = Annotated[float, Meta(gt=0, le=0.98)]  # share of a GPU; the driver reserves some memory
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
-NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,40}\Z")]  # $ would allow a newline
+# A name, or a pattern of names: common/node_names.py. In the expression, $ would allow a newline.
+NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,62}\*?\Z", max_length=63)]
 
 Quantization = Literal["none", "fp8"]
 PrefixCaching = bool | Literal["auto"]
@@ -136,9 +138,11 @@ class RouterSection(Section, frozen=True, kw_only=True):
 
 
 class NodeEntry(Section, frozen=True, kw_only=True):
-    """One node: a process for each of its ranks."""
+    """One node: a process for each of its ranks. A name like `decode-*` stands for nodes that join by themselves."""
 
     name: NodeName
+    # Only for a name with *: how many of these nodes may be there at the same time.
+    count: Annotated[int, Meta(ge=1, le=256)] | None = None
     device: str = "cpu"
     tensor_parallel: Literal[1, 2, 4, 8] = 1  # ranks that divide the model
 
@@ -151,13 +155,14 @@ class NodeEntry(Section, frozen=True, kw_only=True):
 class PrefillNodeEntry(NodeEntry, frozen=True, kw_only=True):
     """One prefill node."""
 
-    peer_address: str = "auto"  # ZMQ address that decode nodes connect to; auto: ipc in the run directory
+    # ZMQ address that decode nodes connect to; auto: ipc in the run directory. The host `own` is process.address.
+    peer_address: str = "auto"
 
 
 class DecodeNodeEntry(NodeEntry, frozen=True, kw_only=True):
     """One decode node."""
 
-    # Transports tcp and nixl: address to which the node's socket for prefill nodes binds.
+    # Transports tcp and nixl: address to which the node's socket for prefill nodes binds; own: process.address.
     host: str = "127.0.0.1"
     bulk_port: Port = 0  # port of that socket; 0: any free port
 
@@ -306,6 +311,8 @@ class Process(Section, frozen=True, kw_only=True):
     """Threads, logs and debugging of every process."""
 
     run_dir: str = "auto"  # sockets, pids, logs; auto: 0700 under $XDG_RUNTIME_DIR or /tmp
+    # IP address of this process's host for other hosts; stands for `own` in addresses of nodes.
+    address: str | None = None
     threads: NotNegative = 1  # torch threads per CPU node; 0: torch's default
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_max_mib: Positive = 64  # per log that deploy/up opens; one rotated file is kept
@@ -338,8 +345,10 @@ class Cluster(Section, frozen=True, kw_only=True):
 
 
 def _named(nodes: tuple[_N, ...], name: str, role: str) -> _N:
+    """Return the entry for the node `name`, with that name. Raises ConfigError."""
+    entry = NodeNames.of(node.name for node in nodes).entry(name)
     for node in nodes:
-        if node.name == name:
-            return node
+        if node.name == entry:
+            return msgspec.structs.replace(node, name=name, count=None)
     known = ", ".join(n.name for n in nodes)
     raise ConfigError(f"{role}.nodes", f"no node is called {name!r}; the file has: {known}")

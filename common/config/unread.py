@@ -14,10 +14,12 @@ from dataclasses import dataclass
 import msgspec
 
 from common.config.http_exposure import is_loopback
+from common.config.node_entries import uses_own_address
 from common.config.schema import Cluster, DecodeNodeEntry, DecodeSection, PrefillSection, Section
 from common.config.transport_choice import LOOPBACK, named_transport, nodes_of
 from common.config.transports import transport_kinds
 from common.errors import ConfigError
+from common.node_names import OWN
 from common.speculation.table import algorithm
 
 
@@ -101,6 +103,9 @@ def _of_devices(cluster: Cluster) -> Iterator[Unread]:
     if all(node.device != "cpu" for node in nodes_of(cluster)):
         reason = "it applies to nodes on the CPU, and there are none; leave it out"
         yield Unread("process", cluster.process, ("threads",), reason)
+    if not uses_own_address(cluster):
+        reason = f"no node's address has the host {OWN}, for which it stands; leave it out"
+        yield Unread("process", cluster.process, ("address",), reason)
 
 
 def _has_graphs(cluster: Cluster) -> bool:

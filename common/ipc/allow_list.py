@@ -13,6 +13,8 @@ from pathlib import Path
 
 import zmq.auth
 
+from common.ipc.key_files import public_file
+
 CHECK_SECONDS = 1.0  # between two checks of the files
 
 _Stamp = tuple[int, int, int] | None  # inode, modification time and size; None: the file does not exist
@@ -24,8 +26,8 @@ class AllowList:
     def __init__(
         self, directory: Path, admitted: Iterable[str], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`admitted` are the names that may connect; other files of the directory are not read."""
-        self._files = {name: directory / f"{name}.key" for name in admitted}
+        """`admitted` are the names and patterns that may connect; other files of the directory are not read."""
+        self._files = {name: public_file(directory, name) for name in admitted}
         self._clock = clock
         self._lock = threading.Lock()
         self._stamps: dict[str, _Stamp] = {}

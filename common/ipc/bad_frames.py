@@ -14,7 +14,10 @@ MAX_PEERS = 1024  # remembered peers; beyond it, those that were silent longest 
 
 
 class BadFrames:
-    """Single-threaded, like its socket. A peer is NAME/INCARNATION for all its links, or the NAME of a key."""
+    """Single-threaded, like its socket. A peer is NAME/INCARNATION for all its links, or the NAME of a key.
+
+    Where several nodes have one key, a peer is one link, NAME/INCARNATION/LINK.
+    """
 
     def __init__(self, log: BoundedLog, clock: Callable[[], float] = time.monotonic) -> None:
         self._log = log
@@ -56,5 +59,9 @@ class BadFrames:
 
 def peer_of(routing_id: bytes) -> str:
     """Return NAME/INCARNATION of a routing id NAME/INCARNATION[/LINK]; printable and short for any other."""
-    parts = routing_id.split(b"/", 2)[:2]
-    return b"/".join(parts).decode("ascii", errors="replace")[:128]
+    return printable(b"/".join(routing_id.split(b"/", 2)[:2]))[:128]
+
+
+def printable(routing_id: bytes) -> str:
+    """Return a whole routing id, which ZMQ limits to 255 bytes, as text."""
+    return routing_id.decode("ascii", errors="replace")

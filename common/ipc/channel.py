@@ -285,7 +285,7 @@ class RouterSocket(Channel):
         self._filter.refuse(peer, reason)
 
     def take_cut_off(self) -> list[str]:
-        """Return the peers cut off since the last call: NAME/INCARNATION, or NAME for a misused key."""
+        """Return the peers cut off since the last call, as in BadFrames."""
         return self._filter.take_cut_off()
 
     def flush_log(self) -> None:

@@ -1,4 +1,4 @@
-"""Security of the links between processes: every tcp:// socket uses CURVE, and a key is valid for one name only.
+"""Security of the links between processes: every tcp:// socket uses CURVE, and a key is valid for one name or pattern.
 
 There are three kinds, chosen once per process (from_config.py):
 
@@ -24,6 +24,7 @@ from common.ipc.allow_list import AllowList
 from common.ipc.identity_check import IdentityCheck
 from common.ipc.key_files import public_file, secret_file
 from common.ipc.zap import DOMAIN, ZapHandler
+from common.node_names import NO_NAMES, NodeNames
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
 
@@ -82,13 +83,15 @@ class Curve:
         name: str,
         admitted: Iterable[str],
         clock: Callable[[], float] = time.monotonic,
+        names: NodeNames = NO_NAMES,
     ) -> None:
-        """`admitted` are the names whose keys may connect to the sockets of this process.
+        """`admitted` are the names and patterns whose keys may connect; `names` says which names have a pattern's key.
 
         Raises ConfigError with the file that is missing or readable by others.
         """
         self._directory = directory
-        file = secret_file(directory, name)
+        self._names = names
+        file = secret_file(directory, names.key_of(name))
         if not file.is_file():
             raise ConfigError(KEY, f"{file} is missing; make it with deploy/keygen and copy it to this host")
         if stat.S_IMODE(file.stat().st_mode) & 0o077:
@@ -105,10 +108,10 @@ class Curve:
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        return IdentityCheck(self.allowed)
+        return IdentityCheck(self.allowed, self._names)
 
     def secure_client(self, socket: zmq.Socket[bytes], address: str, server: str) -> None:
-        file = public_file(self._directory, server)
+        file = public_file(self._directory, self._names.key_of(server))
         if not file.is_file():
             raise ConfigError(KEY, f"{file} is missing; copy the public key of {server} to this host")
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._public)

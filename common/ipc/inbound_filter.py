@@ -52,10 +52,10 @@ class InboundFilter:
 
     def refuse(self, peer: bytes, reason: str) -> None:
         """Count a bad frame of `peer`, log it at a bounded rate, and cut the peer off after too many."""
-        self._count(peer_of(peer), reason)
+        self._count(self._culprit(peer), reason)
 
     def take_cut_off(self) -> list[str]:
-        """Return the peers cut off since the last call: NAME/INCARNATION, or NAME for a misused key."""
+        """Return the peers cut off since the last call, as in BadFrames."""
         taken, self._newly_cut_off = self._newly_cut_off, []
         return taken
 
@@ -102,7 +102,10 @@ class InboundFilter:
         return [peer]
 
     def _not_cut_off(self, parts: list[bytes]) -> list[bytes]:
-        return parts[:1] if self.bad.is_cut_off(peer_of(parts[0])) else parts
+        return parts[:1] if self.bad.is_cut_off(self._culprit(parts[0])) else parts
+
+    def _culprit(self, peer: bytes) -> str:
+        return peer_of(peer) if self._check is None else self._check.culprit(peer)
 
     def _count(self, culprit: str, reason: str) -> None:
         if self.bad.count(culprit, reason):

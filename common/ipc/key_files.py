@@ -1,4 +1,7 @@
-"""Key files: NAME.key is public and exists on every host, NAME.key_secret (0600) only on the host of NAME."""
+"""Key files: NAME.key is public and exists on every host, NAME.key_secret (0600) only on the host of NAME.
+
+The key of a pattern of names like `decode-*` is in decode-ANY.key; all nodes of the pattern have its secret.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,22 @@ from pathlib import Path
 import zmq.auth
 
 from common.errors import ConfigError
+from common.node_names import ANY
 
 LOCK_SECONDS = 10.0  # another process may be making the keys, which takes milliseconds
 
 
 def public_file(directory: Path, name: str) -> Path:
-    return directory / f"{name}.key"
+    return directory / f"{_stem(name)}.key"
 
 
 def secret_file(directory: Path, name: str) -> Path:
-    return directory / f"{name}.key_secret"
+    return directory / f"{_stem(name)}.key_secret"
+
+
+def _stem(name: str) -> str:
+    """Return the beginning of the file names of a key. No node's name has capitals, so no node has a pattern's file."""
+    return name.replace(ANY, "ANY")
 
 
 def make_key_pairs(directory: Path, names: Iterable[str]) -> list[str]:

@@ -59,6 +59,11 @@ class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         """
         return control_link_id(self.node.name, self.node.incarnation, self.link_secret, purpose)
 
+    def owns_link(self, link: str) -> bool:
+        """Return whether `link`, the last part of a routing id, is one of the node's: others do not know the secret."""
+        secret = self.link_secret
+        return not secret or link == secret or link.startswith(f"{secret}-")
+
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Sent by a thread of its own. `loop_age_ms` is the time since the node's main loop last completed a turn.

@@ -14,6 +14,7 @@ from common.messages.generation import OutputToken, PromptLogprob
 from common.messages.identity import Role
 from common.messages.protocol import version_mismatch
 from common.messages.router_inbox import Register
+from common.node_names import OWN, NodeNames
 
 INCARNATION = re.compile(r"[0-9a-f]{32}")
 MAX_REGISTER_BYTES = 1 << 20  # config and graph reports of a large model take about 20 KiB
@@ -22,19 +23,29 @@ MAX_PAGES = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class ExpectedNode:
-    """One node of the cluster file."""
+    """One entry of the cluster file: a node, or a pattern by which nodes join."""
 
     role: Role
-    peer_address: str  # prefill nodes: from the file, where port 0 means any port; decode nodes: ""
+    # Prefill nodes: from the file, where port 0 means any port, and the host `own` any host; decode nodes: "".
+    peer_address: str
     least_model_len: int  # tokens that a request must be allowed to have there
     pages: int | None  # in its pool; None if the node derives it from the memory of its GPU
+    count: int | None = None  # how many nodes a pattern may have at the same time; None for a single node
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """A pattern of the cluster file by which nodes join."""
+
+    text: str
+    count: int  # how many there may be at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class RegistrationRules:
     """The rules that every node of this cluster must comply with."""
 
-    nodes: Mapping[str, ExpectedNode]  # by name
+    nodes: Mapping[str, ExpectedNode]  # by name or pattern
     page_size: int
     max_model_len: int  # as configured, or else the model's
     vocab_size: int
@@ -45,8 +56,9 @@ class RegistrationRules:
         other_version = version_mismatch(node.name, message.protocol_version)
         if other_version is not None:
             raise HandshakeRefused(other_version)
-        expected = self.nodes.get(node.name)
-        if expected is None:
+        entry = NodeNames.of(self.nodes).entry(node.name)
+        expected = None if entry is None else self.nodes[entry]
+        if entry is None or expected is None:
             known = ", ".join(sorted(self.nodes)[:20])
             raise HandshakeRefused(
                 f"{node.name!r} is not in the router's cluster file, which has {known}; start the router and "
@@ -63,8 +75,16 @@ class RegistrationRules:
                 f"{node.name} registered with {nbytes} bytes; the limit is {MAX_REGISTER_BYTES}"
             )
         self._check_sizes(node.name, message, expected)
-        address = peer_address(node.name, expected.peer_address, node.peer_address)
+        # The path of an ipc socket holds the name of its node.
+        wanted = expected.peer_address.replace(entry, node.name)
+        address = peer_address(node.name, wanted, node.peer_address)
         return msgspec.structs.replace(message, node=msgspec.structs.replace(node, peer_address=address))
+
+    def pattern(self, name: str) -> Pattern | None:
+        """Return the pattern by which a node of this name joins; None if the file lists the name."""
+        entry = NodeNames.of(self.nodes).entry(name)
+        count = None if entry is None else self.nodes[entry].count
+        return None if entry is None or count is None else Pattern(entry, count)
 
     def check_tokens(self, tokens: Sequence[OutputToken]) -> None:
         """Raise ProtocolError for a token outside the vocabulary."""
@@ -101,7 +121,7 @@ class RegistrationRules:
 
 
 def peer_address(name: str, expected: str, reported: str) -> str:
-    """Return the address to which decode nodes connect: the file's, with the node's own port if the file has none.
+    """Return the address to which decode nodes connect: the file's, with what only the node knows: its port or host.
 
     Raises HandshakeRefused if the node reports another address.
     """
@@ -118,7 +138,7 @@ def peer_address(name: str, expected: str, reported: str) -> str:
         raise wrong
     if int(port) not in (0, int(reported_port)) or not _same_host(host, reported_host):
         raise wrong
-    return f"tcp://{host}:{int(reported_port)}"
+    return f"tcp://{reported_host if host == OWN else host}:{int(reported_port)}"
 
 
 def _same_host(expected: str, reported: str) -> bool:
@@ -127,6 +147,8 @@ def _same_host(expected: str, reported: str) -> bool:
         found = ipaddress.ip_address(reported.strip("[]"))
     except ValueError:
         return False
+    if expected == OWN:
+        return not (found.is_unspecified or found.is_multicast or found.is_link_local)
     if expected == "localhost":
         return found.is_loopback
     try:

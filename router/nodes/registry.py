@@ -4,6 +4,7 @@ A node to which sending fails is unreachable: it is not chosen until it is heard
 
 A name belongs to one process. While that process lives, another one that registers under the same name is refused; once
 it is lost, the other one takes over. Until it is known which case holds, the other one gets no answer and asks again.
+The same holds for a node that joins by a pattern of which there are as many nodes as the cluster file allows.
 
 (unknown) ──Register──> up ──heartbeat says so──> draining ──Goodbye──> gone
                          └─── no heartbeat, hung loop, closed socket ───> lost (forgotten)
@@ -22,6 +23,7 @@ from common.observability.logs import Log
 from router.nodes.assigned_rooms import AssignedRooms
 from router.nodes.placement import Candidate
 from router.nodes.prompt_times import PromptTime, prompt_ms, prompt_time
+from router.nodes.registration import Pattern
 from router.nodes.return_watch import ReturnWatch
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -49,6 +51,7 @@ class Node:
     rooms: AssignedRooms = field(default_factory=AssignedRooms)
     reachable: bool = True  # False from a failed send to its next heartbeat or registration
     lost_by: LossCause | None = None  # set when it is lost
+    pattern: str = ""  # of the cluster file, by which it joined; "" for a listed node
     # incarnation -> when it first asked for the name
     contenders: dict[str, float] = field(default_factory=dict)
     # from its registration
@@ -142,22 +145,24 @@ class NodeRegistry:
             self._eligible = EligibleNodes(of, max((node.since for node in nodes), default=-math.inf))
         return self._eligible
 
-    def undecided(self, message: Register) -> bool:
-        """Return whether another process holds the node's name and may be dead; its next heartbeat or its loss decides.
+    def undecided(self, message: Register, pattern: Pattern | None = None) -> bool:
+        """Return whether others hold what the node needs and one may be dead; its next heartbeat or its loss decides.
 
-        A draining node holds its name until it has ended.
+        A draining node holds its name, and its place in a pattern, until it has ended.
         """
-        holder = self._holder(message)
-        if holder is None:
-            return False
+        waits = [self._may_end(holder, message) for holder in self._holders(message, pattern)]
+        return any(waits)
+
+    def _may_end(self, holder: Node, message: Register) -> bool:
+        """Return whether a node has given no sign of life since another process first asked for its place."""
         asked = holder.contenders
         if len(asked) >= MAX_CONTENDERS and message.node.incarnation not in asked:
             del asked[next(iter(asked))]
         since = asked.setdefault(message.node.incarnation, self._clock())
         return holder.state == "draining" or holder.seen < since + SIGN_OF_LIFE
 
-    def register(self, message: Register) -> str | None:
-        """Add a node. Returns None, or the reason for a refusal."""
+    def register(self, message: Register, pattern: Pattern | None = None) -> str | None:
+        """Add a node, which joins by `pattern` or is listed. Returns None, or the reason for a refusal."""
         node = message.node
         if message.model_fingerprint != self._fingerprint:
             return (
@@ -172,9 +177,14 @@ class NodeRegistry:
                     f"{node.name} has pages of {message.page_size} tokens, {other.name} of "
                     f"{other.register.page_size}: set kv.page_size alike"
                 )
-        holder = self._holder(message)
-        if holder is not None:
-            where = holder.register
+        holders = self._holders(message, pattern)
+        if holders and pattern is not None and holders[0].name != node.name:
+            return (
+                f"{len(holders)} nodes have joined as {pattern.text}, which is all that its count allows: raise count "
+                f"in the cluster file, or end one before {node.name} starts"
+            )
+        if holders:
+            where = holders[0].register
             return (
                 f"{node.name} is already running as process {where.pid} on {where.host}: stop that one first, or "
                 "start this one under another name of the cluster file"
@@ -184,7 +194,8 @@ class NodeRegistry:
             self._heard(known)
         else:
             now = self._clock()
-            self._nodes[node.incarnation] = Node(message, now, now)
+            name = "" if pattern is None else pattern.text
+            self._nodes[node.incarnation] = Node(message, now, now, pattern=name)
             self._find_limit()
             self._returns.arrived(node.role, node.name)
             self._log.info(
@@ -278,13 +289,14 @@ class NodeRegistry:
         """Return the number of nodes of a role that take requests."""
         return sum(node.role == role and node.state == "up" for node in self)
 
-    def _holder(self, message: Register) -> Node | None:
-        """Return another process that holds the name."""
+    def _holders(self, message: Register, pattern: Pattern | None) -> list[Node]:
+        """Return the processes of which one must end first: that with the node's name, or those of a full pattern."""
         node = message.node
-        return next(
-            (other for other in self if other.name == node.name and other.incarnation != node.incarnation),
-            None,
-        )
+        others = [other for other in self if other.incarnation != node.incarnation]
+        if same := [other for other in others if other.name == node.name]:
+            return same
+        joined = [] if pattern is None else [other for other in others if other.pattern == pattern.text]
+        return joined if pattern is not None and len(joined) >= pattern.count else []
 
     def _served(self, node: Node) -> None:
         """Record the time until which the node took requests, before it leaves or changes its state."""

@@ -5,29 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from common.messages.identity import Role
+from common.node_names import NO_NAMES, NodeNames
 
 
 class ReturnWatch:
-    """Expects a node of the cluster file back for `window` seconds after it left, or after the router's start."""
+    """Expects a node of the cluster file back for `window` seconds after it left, or after the router's start.
+
+    Of nodes that join by a pattern, one is expected from the start on, and each that has left.
+    """
 
     def __init__(
         self, configured: Mapping[Role, Collection[str]], window: float, clock: Callable[[], float]
     ) -> None:
-        self._configured = {role: frozenset(names) for role, names in configured.items()}
+        self._configured = {role: NodeNames.of(names) for role, names in configured.items()}
         self._window = window
         self._clock = clock
         now = clock()
-        self._away = {role: dict.fromkeys(names, now) for role, names in self._configured.items()}
+        self._away = {role: dict.fromkeys(names, now) for role, names in configured.items()}
 
     def arrived(self, role: Role, name: str) -> None:
-        self._away.get(role, {}).pop(name, None)
+        away = self._away.get(role, {})
+        away.pop(name, None)
+        away.pop(self._configured.get(role, NO_NAMES).key_of(name), None)
 
     def left(self, role: Role, name: str) -> None:
         if self.is_configured(role, name):
-            self._away[role][name] = self._clock()
+            now, away, listed = self._clock(), self._away[role], self._configured[role].listed
+            # Names by a pattern may never come back, and there is no end to them.
+            for old in [each for each, since in away.items() if now - since > self._window]:
+                if old not in listed:
+                    del away[old]
+            away[name] = now
 
     def is_configured(self, role: Role, name: str) -> bool:
-        return name in self._configured.get(role, ())
+        return self._configured.get(role, NO_NAMES).entry(name) is not None
 
     def remaining(self, role: Role) -> float:
         """Return the seconds for which a node of `role` is still expected; 0 if none is."""

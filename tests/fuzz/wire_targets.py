@@ -13,10 +13,12 @@ from common.errors import ProtocolError, RecordError
 from common.ipc import session
 from common.messages import decode_inbox, image_inbox, prefill_inbox, router_inbox, wire
 from common.messages.generation import SamplingParams
-from common.messages.identity import NodeRef
+from common.messages.identity import NodeRef, name_in, routing_id
+from common.node_names import NodeNames, is_pattern
 from kv_transfer import handoff_record, messages
 from kv_transfer.transport.base import Region
 from kv_transfer.transport.tcp import frames as tcp_frames
+from router.nodes.speaker import Speaker
 from tests.fuzz.target import Target
 
 INCARNATION = "a" * 32
@@ -72,6 +74,25 @@ def session_frame(data: bytes) -> None:
         session.read_header(data[: session.HEADER.size], data[session.HEADER.size :])
 
 
+def routing_ids(data: bytes) -> None:
+    """Parse the bytes as the routing id of a message, with patterns: a name has one entry, and a pattern is no name."""
+    names = NodeNames.of(ENTRIES)
+    name = name_in(data)
+    entry = names.entry(name)
+    assert entry in (None, *ENTRIES)
+    assert not is_pattern(name) or entry is None
+    assert names.shares_key(name) or names.key_of(name) == name
+    with suppress(ProtocolError, UnicodeDecodeError):
+        speaker = Speaker.of(data)
+        assert routing_id(
+            speaker.name, speaker.incarnation, *([speaker.link] if speaker.link else [])
+        ).encode() in (
+            data,
+            data.removesuffix(b"/"),
+        )
+
+
+ENTRIES = ("prefill-0", "prefill-*", "decode-*")
 NODE = NodeRef(name="prefill-0", role="prefill", incarnation=INCARNATION, peer_address="ipc:///run/p.sock")
 SAMPLING = SamplingParams(max_tokens=4, stop_token_ids=(1, 2), logit_bias=((5, 1.5),))
 PREFILL = prefill_inbox.Prefill(
@@ -99,6 +120,9 @@ TARGETS = {
     ),
     "handoff-record": Target(record, (handoff_record.encode(RECORD, ROOM, GENERATION, SLOT),)),
     "tcp-frame": Target(tcp_frame, (FRAME,)),
+    "routing-ids": Target(
+        routing_ids, (f"decode-7/{INCARNATION}/s-beat".encode(), b"decode-*/x", b"prefill-0/y/")
+    ),
     "session-frame": Target(
         session_frame, (b"".join(session.frame(session.FrameKind.DATA, 1, 2, 3, b"payload")),)
     ),

@@ -16,6 +16,7 @@ from common.ipc import Dealer, LinkSecurity, RouterSocket, allow_list, check_bin
 from common.ipc.bad_frames import LIMIT
 from common.ipc.curve import Curve, PerRunCurve, Plain
 from common.ipc.key_files import make_key_pairs
+from common.node_names import NO_NAMES, NodeNames
 from tests.fakes.disks import FullDisk, small_disk
 from tests.fakes.held_context import Context
 from tests.fakes.keyless import Keyless
@@ -35,10 +36,16 @@ def keys(tmp_path: Path) -> Path:
 class Wire:
     """A listening socket of the router, and clients with contexts of their own, as separate processes have."""
 
-    def __init__(self, keys: Path, admitted: tuple[str, ...] = NAMES[1:], name: str = "router") -> None:
+    def __init__(
+        self,
+        keys: Path,
+        admitted: tuple[str, ...] = NAMES[1:],
+        name: str = "router",
+        names: NodeNames = NO_NAMES,
+    ) -> None:
         self._opened: list[tuple[Context, LinkSecurity]] = []
         context = Context()
-        self.security = Curve(context, keys, name, admitted)
+        self.security = Curve(context, keys, name, admitted, names=names)
         self._opened.append((context, self.security))
         self.server = RouterSocket(context, TCP, self.security)
         self._keys = keys
@@ -196,6 +203,96 @@ def test_a_banned_key_comes_back_after_the_ban(keys: Path) -> None:
     assert allowed.name_of(key) is None
     now += 10.1
     assert allowed.name_of(key) == "decode-0"
+
+
+# -- keys of patterns --------------------------------------------------------------------------------------------
+
+ENTRIES = ("prefill-0", "prefill-*", "decode-0", "decode-*")
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Wire]:
+    """A router of a cluster file with the patterns decode-* and prefill-*, and with one listed node of each role."""
+    keys = tmp_path / "keys"
+    make_key_pairs(keys, ("router", *ENTRIES))
+    made = Wire(keys, ENTRIES, names=NodeNames.of(ENTRIES))
+    yield made
+    made.close()
+
+
+def test_several_nodes_speak_with_the_key_of_their_pattern(shared: Wire) -> None:
+    for name in ("decode-1", "decode-2", "decode-6d4cf56db6-x2k9p"):
+        dealer = shared.client(f"{name}/abc/secret", "decode-*")
+        assert dealer.send(b"hello")
+        assert until(shared.server.drain) == [(f"{name}/abc/secret".encode(), b"hello")]
+        assert shared.server.send(f"{name}/abc/secret".encode(), b"welcome")
+        assert until(dealer.drain) == [b"welcome"]
+    assert shared.server.refused == 0
+
+
+@pytest.mark.parametrize(
+    "claimed",
+    ["decode-0", "prefill-1", "prefill-0", "router", "decode-", "decode-*", "decode-A", "encode-1", ""],
+)
+def test_the_key_of_a_pattern_cannot_speak_under_a_listed_or_other_name(shared: Wire, claimed: str) -> None:
+    """A listed node has its own key, whatever pattern its name matches."""
+    forger = shared.client(f"{claimed}/abc", "decode-*")
+    assert forger.send(b"I am somebody else")
+    until(lambda: shared.server.drain() or shared.server.refused)
+    assert shared.server.refused
+    shared.hears_only("decode-9/abc", "decode-*")
+
+
+def test_the_key_of_a_node_does_not_stand_for_its_pattern(shared: Wire) -> None:
+    assert shared.client("decode-1/abc", "decode-0").send(b"I join")
+    until(lambda: shared.server.drain() or shared.server.refused)
+    shared.hears_only("decode-0/abc", "decode-0")
+
+
+def test_bad_frames_of_one_node_cost_no_other_node_of_its_pattern_the_link(shared: Wire) -> None:
+    """Neither those under a foreign name nor those under the name, and even the incarnation, of a living node."""
+    honest = shared.client("decode-1/abc/secret", "decode-*")
+    honest.send(b"first")
+    assert until(shared.server.drain) == [(b"decode-1/abc/secret", b"first")]
+    for claimed in ("decode-0/abc/x", "decode-1/abc/guessed"):
+        forger = shared.client(claimed, "decode-*")
+        refused = shared.server.refused
+        for _ in range(LIMIT):
+            assert forger.datagram(b"bad")
+
+        def read(refused: int = refused) -> bool:
+            for peer, _ in shared.server.drain():
+                shared.server.refuse(peer, "not a message of tandem")
+            return shared.server.refused >= refused + LIMIT
+
+        until(read)
+    assert shared.server.take_cut_off() == ["decode-*/decode-0/abc/x", "decode-1/abc/guessed"]
+    honest.send(b"second")
+    assert until(shared.server.drain) == [(b"decode-1/abc/secret", b"second")]
+    shared.hears_only("decode-2/abc", "decode-*")
+
+
+def test_a_client_pins_the_key_of_the_pattern_of_its_server(tmp_path: Path) -> None:
+    """A decode node connects to prefill nodes that no file lists, and to nobody else at their addresses."""
+    keys, foreign = tmp_path / "keys", tmp_path / "foreign"
+    for directory in (keys, foreign):
+        make_key_pairs(directory, ("router", *ENTRIES))
+    shutil.copy(keys / "decode-ANY.key", foreign)
+    names = NodeNames.of(ENTRIES)
+    for directory, heard in ((foreign, False), (keys, True)):
+        wire = Wire(directory, ("decode-*",), "prefill-5", names)
+        context = Context()
+        security = Curve(context, keys, "decode-3", (), names=names)
+        dealer = Dealer(context, wire.server.address, b"decode-3/abc", "prefill-5", security)
+        dealer.send(b"hello")
+        if heard:
+            assert until(wire.server.drain) == [(b"decode-3/abc", b"hello")]
+        else:
+            until(lambda dealer=dealer: dealer.disconnected_for() > 0.1)  # type: ignore[misc]
+            assert wire.server.drain() == []
+        security.close()
+        context.destroy(linger=0)
+        wire.close()
 
 
 # -- keys of one run ---------------------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ class Prefill:
         shape: PoolLayout | None = None,
         kv: memoryview | None = None,
         node: str = "prefill-0",
+        keeps_name: Callable[[bytes], bool] = lambda identity: False,
     ) -> None:
         self.layout = shape or layout()
         leader = incarnation or secrets.token_hex(16)
@@ -75,7 +76,7 @@ class Prefill:
         endpoint.register(self.layout, self.kv)
         self.decodes: dict[bytes, Decode] = {}
         self.sent: list[tuple[bytes, bytes]] = []  # all frames so far
-        self.sender = Sender(leader, node, endpoint, self.layout, self._send, clock, limits)
+        self.sender = Sender(leader, node, endpoint, self.layout, self._send, clock, limits, keeps_name)
 
     def _send(self, peer: bytes, frame: bytes) -> bool:
         self.sent.append((peer, frame))

@@ -52,6 +52,26 @@ def refusal(decode: Decode, prefill: Prefill) -> str:
     return event.reason
 
 
+def test_a_name_with_a_shared_key_stays_with_the_process_that_lives(fabric: Fabric, clock: Clock) -> None:
+    """Another process with the key of the pattern cannot drop a living node's transfers by saying Hello in its name."""
+    living: set[bytes] = set()
+    incarnation = secrets.token_hex(16)
+    prefill = Prefill(
+        clock, fabric.sender(incarnation), incarnation=incarnation, keeps_name=living.__contains__
+    )
+    first = decode_node(fabric, clock, node="decode-7")
+    first.connect(prefill)
+    living.add(first.identity)
+    other = decode_node(fabric, clock, node="decode-7")
+    assert "another process is decode node decode-7" in refusal(other, prefill)
+    assert prefill.sender.peers.identities() == [first.identity]
+    assert prefill.sender.counters.refused == {"name": 1}
+    living.clear()
+    successor = decode_node(fabric, clock, node="decode-7")
+    successor.connect(prefill)
+    assert prefill.sender.peers.identities() == [successor.identity]
+
+
 @pytest.mark.parametrize(
     ("shape", "cause", "words"),
     [

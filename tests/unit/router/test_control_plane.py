@@ -689,3 +689,21 @@ async def test_who_knows_a_name_and_an_incarnation_does_not_get_its_messages() -
             await legs(prefill, decode)
             assert thief.drain() == []
             await client.leave()
+
+
+async def test_a_process_with_the_same_key_cannot_speak_for_a_registered_one() -> None:
+    """Nodes of one pattern share a key: the secret of its links tells a node from others that know its incarnation."""
+    async with router_rig() as rig:
+        _, decode = (
+            await rig.node("prefill", "prefill-0"),
+            await rig.node("decode", "decode-0", link_secret="s" * 32),
+        )
+        identity = routing_id(decode.ref.name, decode.ref.incarnation, "guess").encode()
+        with closing(Dealer(rig.context, rig.control.address, identity)) as impostor:
+            impostor.send(encode(Goodbye(incarnation=decode.ref.incarnation)))
+            await eventually(lambda: rig.control.refused_messages == 1)
+        assert rig.registry.count("decode") == 1
+        await decode.register()
+        decode.beat("draining")
+        await eventually(lambda: rig.registry.count("decode") == 0)
+        assert rig.control.refused_messages == 1

@@ -22,7 +22,7 @@ from common.messages.protocol import CONTROL_PROTOCOL_VERSION
 from common.messages.router_inbox import Failed, FirstToken, Heartbeat, Register, TokenRun, Tokens, codec
 from common.messages.wire import encode
 from router.from_config import registration_rules
-from router.nodes.registration import MAX_REGISTER_BYTES, RegistrationRules, peer_address
+from router.nodes.registration import MAX_REGISTER_BYTES, Pattern, RegistrationRules, peer_address
 
 CLUSTER = """
 model: {path: nowhere, max_model_len: 4096}
@@ -207,3 +207,85 @@ def test_values_that_no_node_sends_are_refused_when_decoded(message: msgspec.Str
 
 def test_a_long_error_is_cut_and_not_refused() -> None:
     assert codec.decode(encode(Failed.of(1, InternalError("m" * 100_000))))
+
+
+# -- nodes that join by a pattern --------------------------------------------------------------------------------
+
+JOINING = """
+model: {path: nowhere, max_model_len: 4096}
+prefill:
+  pool_tokens: 8192
+  nodes:
+    - {name: prefill-0, peer_address: "tcp://127.0.0.1:7001"}
+    - {name: prefill-*, count: 4, peer_address: "tcp://own:5601"}
+decode: {pool_tokens: 4096, nodes: [{name: decode-*, count: 2}]}
+process: {run_dir: run}
+"""
+
+
+@pytest.fixture
+def joining(tmp_path: Path) -> RegistrationRules:
+    file = tmp_path / "joining.yaml"
+    file.write_text(JOINING)
+    return registration_rules(load_cluster(file, [], {}), max_model_len=4096, vocab_size=1000)
+
+
+@pytest.mark.parametrize("host", ["10.1.2.3", "127.0.0.1", "[fd00::7]"])
+def test_a_joined_node_says_on_which_host_it_is(joining: RegistrationRules, host: str) -> None:
+    message = registration(name="prefill-x2k9p", peer_address=f"tcp://{host}:5601")
+    assert joining.check(message, 500) == message
+    assert joining.pattern("prefill-x2k9p") == Pattern("prefill-*", 4)
+    assert joining.pattern("prefill-0") is None
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://10.1.2.3:5602",
+        "tcp://10.1.2.3:0",
+        "tcp://0.0.0.0:5601",
+        "tcp://[::]:5601",
+        "tcp://169.254.169.254:5601",
+        "tcp://224.0.0.1:5601",
+        "tcp://metadata.internal:5601",
+        "tcp://own:5601",
+        "ipc:///run/other.sock",
+        "",
+    ],
+)
+def test_a_joined_node_cannot_send_decode_nodes_elsewhere(joining: RegistrationRules, address: str) -> None:
+    """Its own address is an IP address that a host can have, on the port of the file."""
+    with pytest.raises(HandshakeRefused, match="the cluster file says 'tcp://own:5601'"):
+        joining.check(registration(name="prefill-9", peer_address=address), 500)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"name": "prefill-0", "peer_address": "tcp://10.1.2.3:7001"},
+            "the cluster file says 'tcp://127.0.0.1",
+        ),
+        ({**DECODE, "name": "prefill-7"}, "prefill-7 is a prefill node in the cluster file"),
+        ({**DECODE, "name": "decode-*"}, "'decode-*' is not in the router's cluster file"),
+        ({**DECODE, "name": "decode-"}, "'decode-' is not in the router's cluster file"),
+        ({**DECODE, "name": "decode-1", "role": "prefill"}, "decode-1 is a decode node in the cluster file"),
+        ({**DECODE, "name": "decode-1", "total_pages": 1}, "decode-1 has 1 pages"),
+    ],
+)
+def test_a_joined_node_keeps_the_rules_of_its_entry(
+    joining: RegistrationRules, changes: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(HandshakeRefused) as caught:
+        joining.check(registration(**changes), 500)
+    assert sentence in str(caught.value)
+
+
+def test_the_path_of_a_joined_nodes_socket_has_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "ipc.yaml"
+    file.write_text(JOINING.replace(', peer_address: "tcp://own:5601"', ""))
+    rules = registration_rules(load_cluster(file, [], {}), max_model_len=4096, vocab_size=1000)
+    own = f"ipc://{tmp_path}/run/prefill-5.sock"
+    assert rules.check(registration(name="prefill-5", peer_address=own), 500).node.peer_address == own
+    with pytest.raises(HandshakeRefused, match="listens at"):
+        rules.check(registration(name="prefill-6", peer_address=own), 500)

@@ -6,9 +6,15 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from common.messages.identity import NodeCounters, NodeLoad, NodeRef, NodeState, Role
 from common.messages.router_inbox import Heartbeat, Register
 from common.observability.logs import Log
+from router.nodes.registration import Pattern
 from router.nodes.registry import MAX_CONTENDERS, SIGN_OF_LIFE, Node, NodeRegistry
 from router.nodes.return_watch import ReturnWatch
 from tests.fakes.clock import Clock
@@ -299,3 +305,111 @@ def test_a_callback_may_change_the_registry() -> None:
     rig.clock.now += 4
     rig.registry.sweep()
     assert sorted(name for name, _ in rig.lost) == ["a", "b", "c"]
+
+
+# -- nodes that join by a pattern --------------------------------------------------------------------------------
+
+TWO = Pattern("decode-*", 2)
+
+
+def test_a_pattern_has_as_many_nodes_as_its_count() -> None:
+    rig = Rig()
+    registry = rig.registry
+    for name in ("decode-a", "decode-b"):
+        assert registry.register(register("decode", name), TWO) is None
+    registry.register(register("decode", "decode-0"))  # a listed node takes no place of the pattern
+    third = register("decode", "decode-c", "third")
+    assert registry.undecided(third, TWO)
+    rig.clock.now += SIGN_OF_LIFE
+    for name in ("decode-a", "decode-b", "decode-0"):
+        registry.heartbeat(beat(name))
+    assert not registry.undecided(third, TWO)
+    refusal = registry.register(third, TWO)
+    assert refusal is not None
+    assert refusal.startswith(
+        "2 nodes have joined as decode-*, which is all that its count allows: raise count"
+    )
+    registry.leave("i-decode-a")
+    assert not registry.undecided(third, TWO)
+    assert registry.register(third, TWO) is None
+
+
+def test_the_successor_of_a_joined_node_waits_until_its_end_is_known() -> None:
+    """A rolling update kills a pod and starts one under another name before the router has noticed."""
+    rig = Rig()
+    one = Pattern("decode-*", 1)
+    rig.registry.register(register("decode", "decode-a"), one)
+    newer = register("decode", "decode-b")
+    for _ in range(4):
+        rig.clock.now += 1.0
+        assert rig.registry.undecided(newer, one)
+    rig.registry.sweep()
+    assert not rig.registry.undecided(newer, one)
+    assert rig.registry.register(newer, one) is None
+
+
+def test_a_joined_node_is_expected_back_for_a_while() -> None:
+    rig = Rig(configured={"decode": ["decode-*"]})
+    assert rig.registry.expected("decode") == ["decode-*"]
+    rig.registry.register(register("decode", "decode-1"), TWO)
+    assert rig.registry.expected("decode") == []
+    rig.registry.leave("i-decode-1")
+    assert rig.registry.expected("decode") == ["decode-1"]
+    assert rig.registry.expected_within("decode") == 60.0
+    rig.clock.now += 61.0
+    assert rig.registry.expected("decode") == []
+
+
+def test_names_that_never_come_back_are_forgotten() -> None:
+    clock = Clock()
+    watch = ReturnWatch({"decode": ["decode-0", "decode-*"]}, 60.0, clock)
+    for number in range(100):
+        clock.now += 15.0
+        watch.left("decode", f"decode-{number}")
+    assert watch.expected("decode") == [f"decode-{number}" for number in (96, 97, 98, 99)]
+
+
+class Claims(RuleBasedStateMachine):
+    """Nodes of one pattern come, live, drain and die in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rig = Rig()
+        self.alive: dict[str, str] = {}  # incarnation of a registered process -> its name
+        self.started = 0
+
+    @rule(name=st.sampled_from(["decode-0", "decode-1", "decode-2", "decode-3"]))
+    def start(self, name: str) -> None:
+        """A process asks until it is registered or refused, as the control plane does."""
+        self.started += 1
+        message = register("decode", name, f"i-{self.started}")
+        pattern = None if name == "decode-0" else TWO
+        if self.rig.registry.undecided(message, pattern):
+            return
+        if self.rig.registry.register(message, pattern) is None:
+            self.alive[message.node.incarnation] = name
+
+    @rule(seconds=st.sampled_from([0.1, 0.6, 2.0]))
+    def beat(self, seconds: float) -> None:
+        self.rig.clock.now += seconds
+        for incarnation in self.alive:
+            assert self.rig.registry.heartbeat(msgspec.structs.replace(beat("x"), incarnation=incarnation))
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        gone = data.draw(st.sampled_from(sorted(self.alive)))
+        del self.alive[gone]
+        self.rig.registry.leave(gone)
+
+    @invariant()
+    def names_are_unique_and_the_pattern_is_bounded(self) -> None:
+        nodes = list(self.rig.registry)
+        assert {node.incarnation: node.name for node in nodes} == self.alive
+        assert len({node.name for node in nodes}) == len(nodes)
+        assert sum(node.pattern == "decode-*" for node in nodes) <= TWO.count
+        assert all(node.name != "decode-0" for node in nodes if node.pattern)
+
+
+Claims.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+test_claims = Claims.TestCase
