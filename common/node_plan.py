@@ -71,9 +71,9 @@ class TransferPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The router's address, and how soon either side notices the loss of the other."""
+    """The addresses of all routers, and how soon either side notices the loss of the other."""
 
-    address: str
+    addresses: tuple[str, ...]
     heartbeat_interval: float
     timeout: float
 

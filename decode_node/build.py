@@ -14,7 +14,7 @@ from common.checkpoint.model_manifest import check_manifests
 from common.config import Cluster, Resolved
 from common.config.node_entries import own_host
 from common.config.resolve_node import node_plan
-from common.config.run_directory import control_address, event_directory
+from common.config.run_directory import control_addresses, event_directory
 from common.config.transport_choice import choose_transport
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.ops.triton_kernel import report_compilations
@@ -30,6 +30,7 @@ from common.node.ranks.group import RankGroup
 from common.node.ranks.sole_rank import SoleRank
 from common.node.registration import registration
 from common.node.router_link import RouterLink
+from common.node.router_links import RouterLinks
 from common.node.serving_model import ServingModel, page_space
 from common.node_plan import NodePlan
 from common.observability.event_log import EventLog, event_log
@@ -63,7 +64,7 @@ class BuiltDecodeNode:
     """A node and the resources that must be closed after it."""
 
     node: decode.DecodeNode
-    link: RouterLink[decode_inbox.DecodeMessage]
+    routers: RouterLinks[decode_inbox.DecodeMessage]
     peers: PeerConnections
     receiver: PageReceiver
     end: ReceivingEnd
@@ -72,14 +73,14 @@ class BuiltDecodeNode:
     watched: Callable[[], AbstractContextManager[None]]  # the watchdog of the other ranks
 
     def start(self) -> None:
-        self.link.start()
+        self.routers.start()
 
     def run(self) -> None:
         with self.watched():
             self.node.run()
 
     def overdue(self) -> float:
-        return self.link.overdue()
+        return self.routers.overdue()
 
     def drain(self) -> None:
         self.node.life.drain()
@@ -87,7 +88,7 @@ class BuiltDecodeNode:
     def close(self) -> None:
         self.ranks.close()
         self.receiver.shutdown()
-        self.link.close()
+        self.routers.close()
         self.peers.close()
         self.events.close()
         self.end.close()
@@ -96,8 +97,8 @@ class BuiltDecodeNode:
 def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) -> BuiltDecodeNode:
     """Load the models, allocate the KV pool and bind the sockets. Raises ConfigError or ModelError with the remedy."""
     check_manifests(resolved.manifests, True, functools.partial(reporter.report, "verifying"))
-    address = control_address(resolved)
-    plan = node_plan(resolved.cluster, "decode", name, resolved.model_path, resolved.draft_path, address)
+    routers = control_addresses(resolved)
+    plan = node_plan(resolved.cluster, "decode", name, resolved.model_path, resolved.draft_path, routers)
     incarnation = new_incarnation()
     ranks = start_ranks(RANK, resolved, name, len(plan.devices), incarnation, reporter)
     with ranks.starting():
@@ -121,12 +122,18 @@ def _build(
     loaded.capture(forwards, log)
     ref = NodeRef(name=name, role="decode", incarnation=incarnation)
     register = registration(plan, ref, new_incarnation(), served, forwards.graphs)
-    link = RouterLink(end.context, plan.router, register, decode_inbox.codec, log, security=end.security)
+    codec, context = decode_inbox.codec, end.context
+    routers = RouterLinks(
+        [
+            RouterLink(context, plan.router, address, register, codec, log, security=end.security)
+            for address in plan.router.addresses
+        ]
+    )
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
-        lambda: link.announce(COMPILE_SECONDS),
+        lambda: routers.announce(COMPILE_SECONDS),
     )
-    peers = PeerConnections(end.context, name, incarnation, receiver, poller, end.security)
+    peers = PeerConnections(context, name, incarnation, receiver, poller, end.security)
     events = event_log(event_directory(resolved), name, incarnation, log)
     bounds = DecodeLimits(
         max_running=section.max_running,
@@ -141,7 +148,7 @@ def _build(
     )
     watch = _draft_watch(served, resolved.draft_path, log)
     assembly = assemble(
-        Links(incarnation, link, peers, poller, receiver),
+        Links(incarnation, routers, peers, poller, receiver),
         space,
         loaded.computation(forwards),
         bounds,
@@ -150,9 +157,9 @@ def _build(
         wrap,
         grammars_for(resolved.model_path, served.config, log),
     )
-    watched = functools.partial(ranks.watched, link.overdue, health.loop_timeout, health.hung_limit, log)
+    watched = functools.partial(ranks.watched, routers.overdue, health.loop_timeout, health.hung_limit, log)
     ranks.serve()
-    return BuiltDecodeNode(assembly.node, link, peers, receiver, end, events, ranks, watched)
+    return BuiltDecodeNode(assembly.node, routers, peers, receiver, end, events, ranks, watched)
 
 
 def receiving_end(

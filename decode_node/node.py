@@ -1,4 +1,4 @@
-"""The decode node: takes reservations from the router and pages from prefill nodes, and returns tokens.
+"""The decode node: takes reservations from routers and pages from prefill nodes, and returns tokens.
 
 It has one thread. Each turn processes messages until the next step is due (pacing.py), moves requests between
 queues, launches at most one step and reads the results of the previous one (common.node.overlap). The host's view of a
@@ -8,6 +8,7 @@ request is exact but one step old.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 
 import zmq
@@ -32,6 +33,7 @@ from common.node.announced_work import AnnouncedWork
 from common.node.hidden_states import send_states
 from common.node.life import NodeLife
 from common.node.overlap import OverlapLoop
+from common.node.to_router import ToRouter
 from decode_node.admission import admit
 from decode_node.batch_resources import BatchResources
 from decode_node.grammar_masks import SLOWEST_MASK, failed_grammars, follow_compiled, step_masks
@@ -62,7 +64,7 @@ class DecodeNode:
         observation: Observation,
     ) -> None:
         """`draft`: the required shape of the draft state in handoff records."""
-        self._link = links.router
+        self._routers = links.routers
         self._peers = links.peers
         self._poller = links.poller
         self._receiver = links.receiver
@@ -81,10 +83,11 @@ class DecodeNode:
         self._planner = Planner(self._resources, scheduling.rows, scheduling.rules)
         self._step_times = StepTimes()
         self.life = NodeLife(
-            links.incarnation, self._link, Reserve, self._limits.drain_timeout, self._log, self._clock
+            links.incarnation, self._routers, Reserve, self._limits.drain_timeout, self._log, self._clock
         )
         self._report = Report(self.queues, self._space, self._receiver, self._resources, observation)
-        self._poller.register(self._link.socket, zmq.POLLIN)
+        for each in self._routers.sockets:
+            self._poller.register(each, zmq.POLLIN)
         self.loop = OverlapLoop(
             self._prepare,
             self._launch,
@@ -99,7 +102,7 @@ class DecodeNode:
         self.life.run(self.loop.run)
 
     def _announce(self, seconds: float) -> None:
-        self._link.announce(seconds)
+        self._routers.announce(seconds)
         self._receiver.signs.announce(seconds)
 
     # -- one turn ----------------------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ class DecodeNode:
         now = self._clock()
         self.life.receive(self, now)
         self._move_transfers(now)
-        self.life.look_after(self, len(self.queues), now)
+        self.life.look_after(self, now)
         for request in self._resources.settle_retractions(self._worker.unsaved()):
             self._fail(request, Preempted.code, "pages and backup memory ran out (decode.backup_mib)")
         self._resources.resume(now)
@@ -122,7 +125,8 @@ class DecodeNode:
 
     def _end_turn(self, now: float) -> None:
         """Report the state of the node. A launch comes first, because the device may be about to run out of work."""
-        self.life.publish(self._report.load(), self._report.counters(self._link.refused_messages))
+        counters = self._report.counters(self._routers.refused_messages)
+        self.life.publish(self._report.load(), counters, ((each.router, 0) for each in self.queues.live()))
         self.life.end_turn(len(self.queues), now)
         self._events.flush()
 
@@ -145,17 +149,17 @@ class DecodeNode:
     def _finish(self, launched: Launched) -> None:
         now = self._clock()
         began = self._step_times.ended(now)
-        runs: list[TokenRun] = []
+        runs: defaultdict[ToRouter, list[TokenRun]] = defaultdict(list)
         for emission in self._planner.read(launched):
             if not emission.request.ended:
                 emission.request.mark("step_started", began)
                 run = self._accept(emission, now)
                 if run is not None:
-                    runs.append(run)
+                    runs[emission.request.router].append(run)
             if emission.request.ended:
                 self._resources.leave(emission.request)
-        if runs:
-            self._link.send(Tokens(runs=runs))
+        for router, own in runs.items():
+            router.send(Tokens(runs=own))
         self._drafts.look(self._report.speculation)
 
     def _move_transfers(self, now: float) -> None:
@@ -183,27 +187,15 @@ class DecodeNode:
 
     # -- duties ----------------------------------------------------------------------------------------------
 
-    def take(self, message: Reserve, now: float) -> None:
+    def take(self, message: Reserve, router: ToRouter, now: float) -> None:
         try:
-            request = DecodeRequest(
-                room=message.room,
-                request_id=message.request_id,
-                prompt=message.token_ids,
-                emitted=message.emitted,
-                sampling=message.sampling,
-                prefill=message.prefill,
-                received=now,
-                deadline=now + message.deadline_ms / 1000,
-                images=message.images,
-                salt=message.salt,
-                priority=message.priority,
-            )
+            request = DecodeRequest.of(message, router, now)
             self._check(request)
             vocab_size = self._limits.vocab_size
             request.compilation = constraint_of(request.sampling, self._grammars, vocab_size, self._clock)
             self._peers.ensure(message.prefill)
         except RequestError as error:
-            self._link.send(Failed.of(message.room, error))
+            router.send(Failed.of(message.room, error))
             return
         self._report.requests += 1
         self.queues.waiting.append(request)
@@ -211,10 +203,15 @@ class DecodeNode:
             "taken", request.room, request=request.request_id, prefill=request.prefill.incarnation
         )
 
-    def abort(self, room: int, reason: str) -> None:
+    def abort(self, router: ToRouter, room: int, reason: str) -> None:
         request = self.queues.find(room)
-        if request is not None and not request.ended:
+        if request is not None and request.router is router and not request.ended:
             self._drop(request, reason)
+
+    def pair_lost(self, router: ToRouter, incarnation: str) -> None:
+        for request in (*self.queues.waiting, *self.queues.transferring.values()):
+            if request.router is router and request.prefill.incarnation == incarnation:
+                self._fail(request, NodeLost.code, "the prefill node of this request was lost")
 
     def peer_lost(self, incarnation: str) -> None:
         """Fail reservations that wait for pages. The receiver's events fail transfers in progress."""
@@ -226,12 +223,14 @@ class DecodeNode:
     def flush_cache(self) -> None:
         self._space.flush()
 
-    def router_lost(self) -> None:
-        for request in self.queues.live():
-            if not request.ended:
-                # Still report it: if the router had only stalled, it continues to rely on this node.
-                self._fail(request, NodeLost.code, "this decode node lost its router")
-        self._peers.all_lost()
+    def router_lost(self, router: ToRouter, last: bool) -> int:
+        lost = [each for each in self.queues.live() if each.router is router and not each.ended]
+        for request in lost:
+            # Still report it: if the router had only stalled, it continues to rely on this node.
+            self._fail(request, NodeLost.code, "this decode node lost its router")
+        if last:
+            self._peers.all_lost()
+        return len(lost)
 
     def sweep(self, now: float) -> None:
         """Enforce deadlines and sort the waiting queue, which is too expensive before every step."""
@@ -291,7 +290,7 @@ class DecodeNode:
                 # The peer was lost while this request waited: the next request sends Hello again.
                 self._peers.lost(request.prefill.incarnation)
                 code = NodeLost.code
-            self._link.send(Failed(room=request.room, code=code, message=str(error)))
+            request.router.send(Failed(room=request.room, code=code, message=str(error)))
             return True  # removed from the queue, without a lease
         request.lease = lease
         opened, held = lease.pages[lease.cached_pages :], lease.pages[: lease.cached_pages]
@@ -322,7 +321,7 @@ class DecodeNode:
             self._events.add("lost", request.room, code=event.code)
             if event.code != "finished":  # "finished": the first token was the last one, as the router knows
                 self._report.transfer_failures += 1
-                self._link.send(Failed(room=request.room, code=event.code, message=event.reason))
+                request.router.send(Failed(room=request.room, code=event.code, message=event.reason))
             return
         self._receiver.close(request.room)
         problem = take_record(request, event, self._draft, self._clock())
@@ -347,19 +346,19 @@ class DecodeNode:
                 said = request.emitted + len(request.output)
                 error = no_token(request.sampling, said, request.matcher, self._limits.vocab_size)
                 request.trusted = isinstance(error, InvalidRequest)
-                self._link.send(Failed.of(request.room, error))
+                request.router.send(Failed.of(request.room, error))
                 return None
             tokens.append(token)
             reason = request.say(token.id)
             if request.failure is not None:
                 request.ended = True
-                self._link.send(Failed.of(request.room, request.failure))
+                request.router.send(Failed.of(request.room, request.failure))
                 return None
             if reason is not None:
                 break
         if emission.states is not None:
             start = len(request.prompt) + offset - 1
-            send_states(self._link, request.room, start, emission.states[: len(tokens)])
+            send_states(request.router, request.room, start, emission.states[: len(tokens)])
         self._report.speculation.count(emission, len(tokens))
         self._report.generated_tokens += len(tokens)
         self._events.add_tokens("tokens", offset, tokens, request.room, finish=reason)
@@ -390,10 +389,10 @@ class DecodeNode:
 
     def _fail(self, request: DecodeRequest, code: str, reason: str) -> None:
         """Drop a request and tell the router. The request may be in any queue or in none."""
-        self._link.send(Failed(room=request.room, code=code, message=reason))
+        request.router.send(Failed(room=request.room, code=code, message=reason))
         self._drop(request, reason)
 
     def _fail_all(self, failures: Iterable[tuple[DecodeRequest, RequestError]]) -> None:
         for request, error in failures:
-            self._link.send(Failed.of(request.room, error))
+            request.router.send(Failed.of(request.room, error))
             self._drop(request, str(error))

@@ -12,7 +12,7 @@ from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.kv_cache.page_space import PageSpace
 from common.messages.decode_inbox import DecodeMessage
 from common.messages.identity import GraphTotals
-from common.node.router_link import RouterLink
+from common.node.router_links import RouterLinks
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from decode_node.batch_rows import BatchRows
@@ -30,7 +30,7 @@ class Links:
     """The sockets and peers that the node communicates with."""
 
     incarnation: str  # this node's
-    router: RouterLink[DecodeMessage]
+    routers: RouterLinks[DecodeMessage]
     peers: PeerConnections
     poller: zmq.Poller
     receiver: PageReceiver

@@ -13,9 +13,11 @@ from common.errors import RequestError
 from common.grammar.token_rules import Follower, PendingFollower
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
+from common.messages.decode_inbox import Reserve
 from common.messages.generation import FINISH_STOP, ImageSpan, OutputToken, SamplingParams
 from common.messages.identity import NodeRef
 from common.node.hidden_states import StateRows
+from common.node.to_router import NO_ROUTER, ToRouter
 from decode_node.forced_choice import ForcedRow
 
 
@@ -44,6 +46,7 @@ class DecodeRequest:
     prefill: NodeRef
     received: float  # monotonic seconds
     deadline: float
+    router: ToRouter = NO_ROUTER  # which sent it and gets its tokens
     images: tuple[ImageSpan, ...] = ()  # in the prompt
     priority: int = 0  # lower goes first
     salt: bytes = b""  # separates its pages in the prefix cache from other requests'
@@ -65,6 +68,24 @@ class DecodeRequest:
     forced: tuple[int, ...] = ()  # the next tokens that its grammar forces, as drafts of its next step
     draft: DraftRow = NO_DRAFT  # initial draft state of its row, after hand-over or resume
     stages: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, message: Reserve, router: ToRouter, now: float) -> DecodeRequest:
+        """Return the request that `router` has sent."""
+        return cls(
+            room=message.room,
+            request_id=message.request_id,
+            prompt=message.token_ids,
+            emitted=message.emitted,
+            sampling=message.sampling,
+            prefill=message.prefill,
+            received=now,
+            deadline=now + message.deadline_ms / 1000,
+            router=router,
+            images=message.images,
+            salt=message.salt,
+            priority=message.priority,
+        )
 
     @property
     def contents(self) -> list[int]:

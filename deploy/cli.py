@@ -28,6 +28,7 @@ from common.config import Resolved, load_cluster
 from common.config.admin_listener import admin_listeners
 from common.config.cluster_schema import cluster_schema
 from common.config.keys import option_answer
+from common.config.router_processes import names_router
 from common.config.run_directory import run_directory, unwritable
 from common.errors import ConfigError
 from common.launch_record import launched
@@ -35,7 +36,7 @@ from common.observability.stderr_file import StderrFile
 from deploy.admin_client import ask
 from deploy.children import Child
 from deploy.disk import disk_problem
-from deploy.launched import ROUTER, elsewhere, end_launched
+from deploy.launched import elsewhere, end_launched
 from deploy.prepare import cluster_file_of, prepare
 from deploy.process_table import read_table
 from deploy.status_view import show_launched, show_status
@@ -310,7 +311,7 @@ def _end_launched(resolved: Resolved, run_dir: Path) -> None:
     if remaining:
         _fail(f"did not stop: {', '.join(remaining)}")
     others = elsewhere(info, processes)
-    if info is not None and not any(name == ROUTER for name, _ in processes):
+    if info is not None and not any(names_router(name) for name, _ in processes):
         others = ["the router", *others]
     if others:
         _fail(f"stopped what runs here; end with Ctrl-C or SIGTERM where it was started: {', '.join(others)}")

@@ -1,4 +1,4 @@
-"""Ends the processes of this host that the launch scripts started: the router first, since it holds the clients."""
+"""Ends the processes of this host that the launch scripts started: the routers first, since they hold the clients."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from common.config.router_processes import names_router
 from common.process_entry import Entry
 
 POLL_SECONDS = 0.05
-ROUTER = "router"
 
 
 def end_launched(processes: Sequence[tuple[str, Entry]], grace: float) -> list[str]:
     """Tell them to drain and wait up to `grace` seconds for each role; return those that still run, with their pids."""
-    routers = [each for name, each in processes if name == ROUTER]
-    nodes = [each for name, each in processes if name != ROUTER]
+    routers = [each for name, each in processes if names_router(name)]
+    nodes = [each for name, each in processes if not names_router(name)]
     for role in (routers, nodes):
         for process in role:
             process.send(signal.SIGTERM)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as RichTable
 
+from common.config.router_processes import names_router
 from deploy.process_table import ProcessRecord, Table
 
 UP, NOT_READY, DEGRADED = 0, 1, 4  # exit codes of deploy/status
@@ -87,13 +88,13 @@ def _state(name: str, record: ProcessRecord, nodes: dict[str, Any], info: dict[s
         return f"down, restarts in {wait:.0f} s"
     if not record.alive:
         return "dead"
-    if name == "router" and info is not None:
-        return "up"
+    if names_router(name) and info is not None:
+        return record.state
     if name in nodes:
         return str(nodes[name].get("state", "up"))
     if record.state == "starting":
         return "starting"
-    return "does not answer" if name == "router" else "not registered"
+    return "does not answer" if names_router(name) else "not registered"
 
 
 def _line(out: Console, text: str) -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from common.config import Resolved
 from common.config.admin_listener import admin_listeners
+from common.config.router_processes import names_of, names_router, router_hosts
 from common.config.run_directory import run_directory, unwritable
 from common.errors import ConfigError, TandemError
 from common.node_names import is_pattern
@@ -63,6 +64,11 @@ class Supervisor:
                 )
         if cluster.router.port == 0:
             raise ConfigError("router.port", "deploy/up needs a fixed port: set one")
+        if len(router_hosts(cluster.router)) > 1:
+            raise ConfigError(
+                "router.control_address",
+                "deploy/up runs a cluster of one host; start routers on several hosts with deploy/launch_router",
+            )
         scheme = "http" if resolved.tls_paths is None else "https"
         self.url = local_url(cluster.router.host, cluster.router.port, scheme)
         self._admin_socket = admin_listeners(resolved).socket
@@ -74,7 +80,10 @@ class Supervisor:
         except OSError as error:
             raise unwritable(self._run_dir, error.strerror or str(error)) from error
         common = ["--cluster", str(resolved.file), *(part for item in overrides for part in ("--set", item))]
-        children = [Child("router", ["router", *common], logs / "router.log")]
+        children = [
+            Child(name, ["router", "--process", str(index), *common], logs / f"{name}.log")
+            for index, name in enumerate(names_of(cluster))
+        ]
         for role, nodes in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes)):
             for node in (each for each in nodes if not is_pattern(each.name)):
                 command = [f"{role}_node", "--name", node.name, *common]
@@ -85,7 +94,7 @@ class Supervisor:
         self.supervise(children)
 
     def supervise(self, children: list[Child]) -> None:
-        """Set the processes of the cluster, the router first, before any is started."""
+        """Set the processes of the cluster, the routers first, before any is started."""
         self.children = children
         self._watcher = Watcher(children)
 
@@ -133,15 +142,18 @@ class Supervisor:
             time.sleep(WATCH_INTERVAL)
 
     def stop(self) -> None:
-        """Drain the router first, because it holds the clients, then the nodes. Remove sockets, table and lock file."""
+        """Drain the routers first, because they hold the clients, then the nodes. Remove sockets, table and lock."""
         started = [child for child in self.children if child.launched]
         if started:
             self._write("stopping")
-            started[0].stop(self._drain + 5)
-            for child in started[1:]:
+        for group in (
+            [c for c in started if names_router(c.name)],
+            [c for c in started if not names_router(c.name)],
+        ):
+            for child in group:
                 child.signal(signal.SIGTERM)
             deadline = time.monotonic() + self._drain + 5
-            for child in started[1:]:
+            for child in group:
                 child.stop(max(deadline - time.monotonic(), 0.1))
         with contextlib.suppress(OSError):
             sweep_orphans()

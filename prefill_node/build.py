@@ -15,7 +15,7 @@ from torch import Tensor
 from common.checkpoint.model_manifest import check_manifests
 from common.config import Cluster, Resolved
 from common.config.resolve_node import node_plan
-from common.config.run_directory import control_address, event_directory, peer_address
+from common.config.run_directory import control_addresses, event_directory, peer_address
 from common.config.transport_choice import choose_transport
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.ranks import ONE_RANK
@@ -39,6 +39,7 @@ from common.node.ranks.group import RankGroup
 from common.node.ranks.sole_rank import SoleRank
 from common.node.registration import registration
 from common.node.router_link import RouterLink
+from common.node.router_links import RouterLinks
 from common.node.serving_model import ServingModel, page_space
 from common.node_names import NodeNames
 from common.node_plan import NodePlan
@@ -73,7 +74,7 @@ class BuiltPrefillNode:
     """A prefill node and everything that must be closed after it."""
 
     node: PrefillNode
-    link: RouterLink[prefill_inbox.PrefillMessage]
+    routers: RouterLinks[prefill_inbox.PrefillMessage]
     end: SendingEnd
     sockets: Sockets
     images: Images
@@ -82,14 +83,14 @@ class BuiltPrefillNode:
     watched: Callable[[], AbstractContextManager[None]]  # the watchdog of the other ranks
 
     def start(self) -> None:
-        self.link.start()
+        self.routers.start()
 
     def run(self) -> None:
         with self.watched():
             self.node.run()
 
     def overdue(self) -> float:
-        return self.link.overdue()
+        return self.routers.overdue()
 
     def drain(self) -> None:
         self.node.life.drain()
@@ -97,7 +98,7 @@ class BuiltPrefillNode:
     def close(self) -> None:
         self.ranks.close()
         self.end.sender.close()
-        self.link.close()
+        self.routers.close()
         self.end.peers.close()
         self.images.close()
         self.sockets.security.close()
@@ -109,8 +110,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     """Load the models, allocate the KV pool and bind the sockets. Raises ConfigError or ModelError with the remedy."""
     check_manifests(resolved.manifests, True, functools.partial(reporter.report, "verifying"))
     sockets = open_sockets(resolved, name)
-    router = control_address(resolved)
-    plan = node_plan(resolved.cluster, "prefill", name, resolved.model_path, resolved.draft_path, router)
+    routers = control_addresses(resolved)
+    plan = node_plan(resolved.cluster, "prefill", name, resolved.model_path, resolved.draft_path, routers)
     incarnation = new_incarnation()
     ranks = start_ranks(RANK, resolved, name, len(plan.devices), incarnation, reporter)
     with ranks.starting():
@@ -137,9 +138,10 @@ def _build(
             resolved.model_path,
             served.model,
             replace(served.placement, ranks=ONE_RANK),
-            lambda: Dealer(
-                sockets.context, plan.router.address, images, ROUTER_NAME, sockets.security, IMAGES_QUEUED
-            ),
+            lambda: [
+                Dealer(sockets.context, address, images, ROUTER_NAME, sockets.security, IMAGES_QUEUED)
+                for address in plan.router.addresses
+            ],
             section.image_bytes,
             cluster.router.images.max_pixels,
             log,
@@ -157,13 +159,17 @@ def _build(
     group, wrap = _with_ranks(end.sender, addresses, ranks)
     ref = NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=end.peers.address)
     register = registration(plan, ref, link_secret, served, forwards.graphs)
-    link = RouterLink(
-        sockets.context, plan.router, register, prefill_inbox.codec, log, security=sockets.security
+    codec, context, security = prefill_inbox.codec, sockets.context, sockets.security
+    routers = RouterLinks(
+        [
+            RouterLink(context, plan.router, address, register, codec, log, security=security)
+            for address in plan.router.addresses
+        ]
     )
     events = event_log(event_directory(resolved), name, incarnation, log)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
-        lambda: link.announce(COMPILE_SECONDS),
+        lambda: routers.announce(COMPILE_SECONDS),
     )
     bounds = PrefillLimits(
         chunk_tokens=loaded.sizes.chunk_tokens,
@@ -176,7 +182,7 @@ def _build(
         hidden_states=cluster.model.return_hidden_states,
     )
     assembly = assemble(
-        Links(incarnation, link, end.peers, end.sender, vision.images, group),
+        Links(incarnation, routers, end.peers, end.sender, vision.images, group),
         space,
         computation,
         bounds,
@@ -184,9 +190,9 @@ def _build(
         wrap,
         grammars=grammars_for(resolved.model_path, served.config, log),
     )
-    watched = functools.partial(ranks.watched, link.overdue, health.loop_timeout, health.hung_limit, log)
+    watched = functools.partial(ranks.watched, routers.overdue, health.loop_timeout, health.hung_limit, log)
     ranks.serve()
-    return BuiltPrefillNode(assembly.node, link, end, sockets, vision.images, events, ranks, watched)
+    return BuiltPrefillNode(assembly.node, routers, end, sockets, vision.images, events, ranks, watched)
 
 
 def _give_rows(ranks: RankGroup | SoleRank) -> Callable[[Tensor], object]:

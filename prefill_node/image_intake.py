@@ -34,14 +34,14 @@ class ImageIntake:
 
     def __init__(
         self,
-        dealer: Dealer,
+        dealers: Sequence[Dealer],
         read: Callable[[bytes], Pixels],
         cache: RowCache,
         prompts: PromptImages,
         log: Log,
     ) -> None:
-        """`read` decodes one image, or raises InvalidRequest; `prompts` are filled in."""
-        self._dealer = dealer
+        """`dealers`: one per router. `read` decodes one image, or raises InvalidRequest; `prompts` are filled in."""
+        self._dealers = tuple(dealers)
         self._read = read
         self._cache = cache
         self._prompts = prompts
@@ -60,7 +60,8 @@ class ImageIntake:
         return any(not future.done() for future in self._pixels.values())
 
     def watch(self, poller: zmq.Poller) -> None:
-        poller.register(self._dealer.socket, zmq.POLLIN)
+        for dealer in self._dealers:
+            poller.register(dealer.socket, zmq.POLLIN)
 
     def check(self, spans: Sequence[ImageSpan], waiting: Sequence[ImageSpan]) -> None:
         tokens = sum(span.length for span in (*spans, *waiting))
@@ -72,7 +73,7 @@ class ImageIntake:
             self._prompts.add(key, map(PendingImage, spans))
 
     def receive(self) -> None:
-        for frame in self._dealer.drain(AT_ONCE):
+        for frame in (frame for dealer in self._dealers for frame in dealer.drain(AT_ONCE)):
             try:
                 message = codec.decode(frame)
             except ProtocolError as error:
@@ -107,7 +108,8 @@ class ImageIntake:
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
-        self._dealer.close()
+        for dealer in self._dealers:
+            dealer.close()
 
     def _make_room(self) -> None:
         """Evict the oldest images that no prompt waits for. `check` bounds those that a prompt waits for."""

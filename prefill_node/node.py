@@ -7,6 +7,7 @@ forward and reads the results of the previous one (common.node.overlap).
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import zmq
 
@@ -29,6 +30,7 @@ from common.node.announced_work import AnnouncedWork
 from common.node.hidden_states import send_states
 from common.node.life import NodeLife
 from common.node.overlap import OverlapLoop
+from common.node.to_router import ToRouter
 from kv_transfer.sender import Delivered, SlotsGranted, TransferLost
 from prefill_node.grammar_state import compiled
 from prefill_node.images import ARRIVAL_SECONDS
@@ -45,6 +47,7 @@ from prefill_node.step_result import Launched, Worker
 WATCH_INTERVAL = 0.0001  # seconds between checks of transfers while a forward or a write runs
 BUSY_WAIT_MS = 1  # timeout while images arrive or grammars are compiled, whose end no message announces
 IDLE_WAIT_MS = 100
+DECODE_GONE = "the decode node of this request is gone"
 
 
 class PrefillNode:
@@ -59,7 +62,7 @@ class PrefillNode:
         observation: Observation,
     ) -> None:
         """`orders` decides what the worker sends, and when."""
-        self._link = links.router
+        self._routers = links.routers
         self._peers = links.peers
         self._sender = links.transfers
         self._images = links.images
@@ -76,11 +79,16 @@ class PrefillNode:
         self.queues = Queues()  # also read by tests
         self._planner = Planner(self.queues, scheduling)
         self.life = NodeLife(
-            links.incarnation, self._link, Prefill, self._limits.drain_timeout, observation.log, self._clock
+            links.incarnation,
+            self._routers,
+            Prefill,
+            self._limits.drain_timeout,
+            observation.log,
+            self._clock,
         )
         self._report = Report(self.queues, self._space, self._sender, self._times, observation.graphs)
         self._poller = zmq.Poller()
-        for each in (self._link.socket, self._peers.socket, *links.reports):
+        for each in (*self._routers.sockets, self._peers.socket, *links.reports):
             self._poller.register(each, zmq.POLLIN)
         self._images.watch(self._poller)
         self._longest = self._space.pages_for(self._limits.max_model_len)
@@ -98,7 +106,7 @@ class PrefillNode:
         self.life.run(self.loop.run)
 
     def _announce(self, seconds: float) -> None:
-        self._link.announce(seconds)
+        self._routers.announce(seconds)
         self._sender.signs.announce(seconds)
 
     # -- one turn ----------------------------------------------------------------------------------------------
@@ -112,10 +120,11 @@ class PrefillNode:
         self._images.receive()
         self._claim_images()
         self._claim_grammars(now)
-        self.life.look_after(self, len(self.queues), now)
+        self.life.look_after(self, now)
         self._admit(now)
-        refused = self._link.refused_messages + self._images.refused_messages
-        self.life.publish(self._report.load(), self._report.counters(refused))
+        refused = self._routers.refused_messages + self._images.refused_messages
+        held = ((each.router, each.remaining) for each in self.queues.live())
+        self.life.publish(self._report.load(), self._report.counters(refused), held)
         self.life.end_turn(len(self.queues), now)
         self._events.flush()
         return self._planner.next(now)
@@ -136,10 +145,10 @@ class PrefillNode:
         for request, drawn, start, scores, states in self._planner.read(launched):
             if not request.ended:
                 if states is not None:
-                    send_states(self._link, request.room, request.computed - len(states), states)
+                    send_states(request.router, request.room, request.computed - len(states), states)
                 for at in range(0, len(scores), MAX_RUN):
                     run = list(scores[at : at + MAX_RUN])
-                    self._link.send(PromptScores(room=request.room, start=start + at, tokens=run))
+                    request.router.send(PromptScores(room=request.room, start=start + at, tokens=run))
             if request.ended:
                 self._release_if_settled(request)
             elif drawn is None:
@@ -169,7 +178,7 @@ class PrefillNode:
 
     # -- duties ----------------------------------------------------------------------------------------------
 
-    def take(self, message: Prefill, now: float) -> None:
+    def take(self, message: Prefill, router: ToRouter, now: float) -> None:
         try:
             keys = self._check(message)
             self._images.check(message.images, self._waiting_images() if message.images else ())
@@ -178,22 +187,9 @@ class PrefillNode:
             compilation = constraint_of(message.sampling, self._grammars, vocab_size, self._clock)
             self._sender.expect(message.room, now + message.deadline_ms / 1000, (message.decode,))
         except RequestError as error:
-            self._link.send(Failed.of(message.room, error))
+            router.send(Failed.of(message.room, error))
             return
-        request = PrefillRequest(
-            room=message.room,
-            request_id=message.request_id,
-            keys=keys,
-            images=message.images,
-            salt=message.salt,
-            priority=message.priority,
-            emitted=message.emitted,
-            sampling=message.sampling,
-            decode=message.decode,
-            received=now,
-            deadline=now + message.deadline_ms / 1000,
-            compilation=compilation,
-        )
+        request = PrefillRequest.of(message, keys, router, now, compilation)
         self._report.requests += 1
         self._images.expect(request.room, request.images)
         self.queues.wait(request)
@@ -211,29 +207,33 @@ class PrefillNode:
             )
         return self._limits.check(message, self._space)
 
-    def abort(self, room: int, reason: str) -> None:
+    def abort(self, router: ToRouter, room: int, reason: str) -> None:
         request = self.queues.find(room)
-        if request is not None:
+        if request is not None and request.router is router:
             self._end(request, "client_gone", reason)
+
+    def pair_lost(self, router: ToRouter, incarnation: str) -> None:
+        self._lose(lambda each: each.router is router and each.decode == incarnation, DECODE_GONE)
 
     def peer_lost(self, incarnation: str) -> None:
         self._sender.peer_lost(incarnation)
-        for request in self.queues:
-            if request.decode == incarnation and not request.ended:
-                self._end(request, NodeLost.code, "the decode node of this request is gone")
+        self._lose(lambda each: each.decode == incarnation, DECODE_GONE)
 
     def flush_cache(self) -> None:
         self._space.flush()
 
-    def router_lost(self) -> None:
-        for request in self.queues:
-            if not request.ended:
-                self._end(request, NodeLost.code, "the router of this request is gone")
+    def router_lost(self, router: ToRouter, last: bool) -> int:
+        return self._lose(lambda each: each.router is router, "the router of this request is gone")
+
+    def _lose(self, lost: Callable[[PrefillRequest], bool], reason: str) -> int:
+        """End the requests that are `lost`; return how many there were."""
+        found = [each for each in self.queues.live() if lost(each)]
+        for request in found:
+            self._end(request, NodeLost.code, reason)
+        return len(found)
 
     def sweep(self, now: float) -> None:
-        for request in self.queues:
-            if request.ended:
-                continue
+        for request in self.queues.live():
             if now > request.deadline:
                 self._end(request, DeadlineExceeded.code, "the request's deadline passed on the prefill node")
             elif now > request.received + ARRIVAL_SECONDS and not self._images.arrived(request.room):
@@ -323,7 +323,7 @@ class PrefillNode:
         if request.failure is not None:
             self._fail(request, request.failure)
             return
-        self._link.send(
+        request.router.send(
             FirstToken(
                 room=request.room,
                 token=token,
@@ -365,10 +365,10 @@ class PrefillNode:
         if isinstance(event, Delivered):
             self._report.transfers += 1
             request.mark("record_sent", self._clock())
-            self._link.send(PrefillDone(room=request.room, stages=request.stages))
+            request.router.send(PrefillDone(room=request.room, stages=request.stages))
         elif not request.ended:
             self._report.transfer_failures += 1
-            self._link.send(Failed(room=request.room, code=event.code, message=event.reason))
+            request.router.send(Failed(room=request.room, code=event.code, message=event.reason))
             self._stop(request)
         self._release_if_settled(request)
 
@@ -378,12 +378,12 @@ class PrefillNode:
         self._events.add("ended", request.room, code=code)
         self._sender.cancel(request.room, code, reason)
         if tell_router:
-            self._link.send(Failed(room=request.room, code=code, message=reason))
+            request.router.send(Failed(room=request.room, code=code, message=reason))
         self._release_if_settled(request)
 
     def _fail(self, request: PrefillRequest, error: RequestError) -> None:
         self._end(request, error.code, str(error), tell_router=False)
-        self._link.send(Failed.of(request.room, error))
+        request.router.send(Failed.of(request.room, error))
 
     def _stop(self, request: PrefillRequest) -> None:
         """Exclude a request from further plans."""

@@ -11,7 +11,7 @@ from common.ipc import RouterSocket
 from common.kv_cache.page_space import PageSpace
 from common.messages.identity import GraphTotals
 from common.messages.prefill_inbox import PrefillMessage
-from common.node.router_link import RouterLink
+from common.node.router_links import RouterLinks
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from kv_transfer.ranks.sender_group import SenderGroup
@@ -29,7 +29,7 @@ class Links:
     """The links to other processes."""
 
     incarnation: str  # this node's
-    router: RouterLink[PrefillMessage]
+    routers: RouterLinks[PrefillMessage]
     peers: RouterSocket
     sender: Sender  # of this rank
     images: Images

@@ -35,6 +35,10 @@ class Queues:
         yield from list(self.handing_over.values())
         yield from list(self.ending.values())
 
+    def live(self) -> Iterator[PrefillRequest]:
+        """Yield the prompts that have not ended."""
+        return (each for each in self if not each.ended)
+
     def find(self, room: int) -> PrefillRequest | None:
         """Return a request that has not ended; None if there is none in this room."""
         return self.computing.get(room) or self.handing_over.get(room) or self.waiting.get(room)

@@ -13,6 +13,8 @@ from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
 from common.kv_cache.radix_cache import Keys
 from common.messages.generation import FINISH_STOP, ImageSpan, OutputToken, SamplingParams
+from common.messages.prefill_inbox import Prefill
+from common.node.to_router import NO_ROUTER, ToRouter
 from kv_transfer.handoff_record import HandoffRecord, HiddenDtype
 
 
@@ -33,6 +35,7 @@ class PrefillRequest:
     decode: str  # incarnation of the decode node
     received: float  # monotonic seconds
     deadline: float  # monotonic seconds
+    router: ToRouter = NO_ROUTER  # which sent it and gets its first token
     images: tuple[ImageSpan, ...] = ()  # their pixels stay with the worker
     priority: int = 0  # lower goes first
     salt: bytes = b""  # its pages in the prefix cache are found only with the same salt
@@ -54,6 +57,32 @@ class PrefillRequest:
     ended: bool = False  # aborted or failed: nothing more is launched
     settled: bool = False  # the sender no longer reads these pages
     stages: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        message: Prefill,
+        keys: Keys,
+        router: ToRouter,
+        now: float,
+        compilation: PendingFollower | None,
+    ) -> PrefillRequest:
+        """Return the prompt that `router` has sent. `keys`: its token ids."""
+        return cls(
+            room=message.room,
+            request_id=message.request_id,
+            keys=keys,
+            emitted=message.emitted,
+            sampling=message.sampling,
+            decode=message.decode,
+            received=now,
+            deadline=now + message.deadline_ms / 1000,
+            router=router,
+            images=message.images,
+            salt=message.salt,
+            priority=message.priority,
+            compilation=compilation,
+        )
 
     @property
     def num_tokens(self) -> int:

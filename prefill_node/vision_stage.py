@@ -39,7 +39,7 @@ def load_vision_stage(
     path: Path,
     model: CausalLM,
     placement: Placement,
-    connect: Callable[[], Dealer],
+    connect: Callable[[], Sequence[Dealer]],
     cache_bytes: int,
     max_pixels: int,
     log: Log,
@@ -50,7 +50,7 @@ def load_vision_stage(
     The returned function builds the stage with the configured graphs; it is called once for a trial and once to serve.
 
     Args:
-        connect: opens the image socket.
+        connect: opens the image sockets, one to each router.
         give: hands the rows of an image to the other ranks of the node.
     """
     vision = model.config.vision

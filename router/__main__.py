@@ -1,23 +1,30 @@
-"""Entry point of the router process: `python -m router --cluster FILE`."""
+"""Entry point of a router process: `python -m router --cluster FILE [--process N]`."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import sys
+from typing import Annotated
 
+import typer
 import uvloop
 
 from common.config import Resolved
+from common.config.router_processes import RouterProcess, router_name, router_process
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.process import ClusterOption, SetOption, StatusOption, run_command, run_process
 from router.build import build
 from router.process.garbage import collect_when_idle, prepare_heap
 
+ProcessOption = Annotated[
+    int, typer.Option("--process", metavar="N", help="Number of this process, from 0 on, of several routers")
+]
 
-async def _serve(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
-    app = build(resolved, log)
+
+async def _serve(resolved: Resolved, process: RouterProcess, reporter: StartupReporter, log: Log) -> None:
+    app = build(resolved, process, log)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -37,13 +44,18 @@ async def _serve(resolved: Resolved, reporter: StartupReporter, log: Log) -> Non
     await app.drain()
 
 
-def main(cluster: ClusterOption, set_: SetOption = None, status_fd: StatusOption = None) -> None:
-    """Run the router until SIGTERM or SIGINT asks it to drain."""
+def main(
+    cluster: ClusterOption,
+    process: ProcessOption = 0,
+    set_: SetOption = None,
+    status_fd: StatusOption = None,
+) -> None:
+    """Run a router until SIGTERM or SIGINT asks it to drain."""
 
     def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
-        uvloop.run(_serve(resolved, reporter, log))
+        uvloop.run(_serve(resolved, router_process(resolved.cluster, process), reporter, log))
 
-    run_process("router", cluster, set_, status_fd, body)
+    run_process(router_name(process), cluster, set_, status_fd, body)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ from common.checkpoint.model_config import ModelConfig, model_fingerprint
 from common.checkpoint.model_manifest import check_manifests
 from common.checkpoint.vision_config import VisionConfig
 from common.config import Resolved
-from common.config.run_directory import control_address, event_directory
+from common.config.router_processes import RouterProcess
+from common.config.run_directory import control_addresses, event_directory
 from common.config.schema import Cluster, RouterSection
 from common.config.unread import refuse_unread, unread_by_text_models
 from common.errors import ConfigError, ModelError
 from common.ipc import check_bind
 from common.ipc.from_config import link_security
-from common.messages.identity import new_incarnation
+from common.messages.identity import ROUTER_NAME, new_incarnation
 from common.observability.event_log import event_log
 from common.observability.logs import Log
 from router.app import RouterApp
@@ -40,8 +41,8 @@ from router.tokens.tokenizer import Tokenizer
 from router.tokens.tokenizer_info import tokenizer_info
 
 
-def build(resolved: Resolved, log: Log) -> RouterApp:
-    """Compose a router. Raises ConfigError or ModelError, each naming the remedy."""
+def build(resolved: Resolved, process: RouterProcess, log: Log) -> RouterApp:
+    """Compose one router process. Raises ConfigError or ModelError, each naming the remedy."""
     cluster, path = resolved.cluster, resolved.model_path
     config = _model_config(resolved)
     tokenizer = _tokenizer(resolved, config)
@@ -59,10 +60,10 @@ def build(resolved: Resolved, log: Log) -> RouterApp:
     texts = TextService(text_pool, tokenizer, UnknownFields(log, cluster.router.strict_fields))
     info = tokenizer_info(path, template)
     rules = _node_rules(resolved, model.max_model_len, config.vocab_size)
-    http = http_plan(resolved, body_bytes, time.time, log)
-    link = _control_link(resolved)
+    http = http_plan(resolved, process, body_bytes, time.time, log)
+    link = _control_link(resolved, process)
     loop = asyncio.get_running_loop()
-    events = event_log(event_directory(resolved), "router", link.incarnation, log, loop.call_soon)
+    events = event_log(event_directory(resolved), process.name, link.incarnation, log, loop.call_soon)
     try:
         return assemble(
             link,
@@ -120,10 +121,10 @@ def _served_model(resolved: Resolved, config: ModelConfig, tokenizer: Tokenizer,
     )
 
 
-def _control_link(resolved: Resolved) -> ControlLink:
+def _control_link(resolved: Resolved, process: RouterProcess) -> ControlLink:
     context = zmq.Context[zmq.Socket[bytes]]()
-    security = link_security(context, resolved, "router")
-    address = control_address(resolved)
+    security = link_security(context, resolved, ROUTER_NAME)
+    address = control_addresses(resolved)[process.index]
     try:
         check_bind(address, "router.control_address", security)
     except ConfigError:

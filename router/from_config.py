@@ -13,7 +13,8 @@ from common.config import Resolved
 from common.config.admin_listener import admin_listeners
 from common.config.api_keys import read_api_keys
 from common.config.http_exposure import is_loopback
-from common.config.run_directory import entry_peer_address
+from common.config.router_processes import RouterProcess
+from common.config.run_directory import entry_peer_address, own_socket
 from common.config.schema import DecodeSection, Model, PrefillSection
 from common.observability.logs import Log
 from router.auth.gates import Gate, KeyGate, OpenGate
@@ -59,7 +60,9 @@ def registration_rules(resolved: Resolved, max_model_len: int, vocab_size: int) 
     return RegistrationRules(nodes, page_size, max_model_len, vocab_size)
 
 
-def http_plan(resolved: Resolved, body_bytes: int, now: Callable[[], float], log: Log) -> HttpPlan:
+def http_plan(
+    resolved: Resolved, process: RouterProcess, body_bytes: int, now: Callable[[], float], log: Log
+) -> HttpPlan:
     """Return where the router listens and whom it admits. Raises ConfigError for unusable keys and certificates.
 
     Args:
@@ -99,6 +102,7 @@ def http_plan(resolved: Resolved, body_bytes: int, now: Callable[[], float], log
         keys,
         ConnectionLimit(router.max_connections_per_client, router.max_connections),
         body_bytes,
+        own_socket(resolved, process.index) if process.host_peers else None,
     )
 
 

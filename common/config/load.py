@@ -19,6 +19,7 @@ from common.config.cluster_schema import cluster_schema
 from common.config.http_exposure import check_http
 from common.config.keys import element_struct, read_override, refuse_unknown, variable_path
 from common.config.node_entries import check_names, check_own_address
+from common.config.router_processes import CONTROL, check_routers, router_hosts
 from common.config.schema import Cluster, Speculation
 from common.config.unread import refuse_unread, unread_keys
 from common.config.yaml_file import parse_scalar, read_mapping
@@ -126,6 +127,7 @@ def load_cluster(
     check_names(cluster)
     check_own_address(cluster)
     _check_places(cluster)
+    check_routers(cluster.router)
     refuse_unread(unread_keys(cluster), origins)
     _check_lengths(cluster)
     _check_health(cluster)
@@ -174,10 +176,11 @@ def _check_places(cluster: Cluster) -> None:
     addresses = {
         f"prefill.nodes[{i}].peer_address": n.peer_address for i, n in enumerate(cluster.prefill.nodes)
     }
-    control = "router.control_address"
-    for path, address in {control: cluster.router.control_address, **addresses}.items():
+    controls = router_hosts(cluster.router)
+    places = [*((CONTROL, each) for each in controls), *addresses.items()]
+    for path, address in places:
         found = ADDRESS.fullmatch(address)
-        least = 1 if path == control else 0  # 0 takes a free port, which only decode nodes learn
+        least = 1 if path == CONTROL else 0  # 0 takes a free port, which only decode nodes learn
         if found is None or not least <= int(found["port"] or 1) <= 65_535:
             raise ConfigError(
                 path,

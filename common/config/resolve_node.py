@@ -32,7 +32,12 @@ from common.speculation.table import algorithm
 
 
 def node_plan(
-    cluster: Cluster, role: str, name: str, model: Path, draft: Path | None = None, router: str = ""
+    cluster: Cluster,
+    role: str,
+    name: str,
+    model: Path,
+    draft: Path | None = None,
+    routers: Sequence[str] = (),
 ) -> NodePlan:
     """Plan the node `name`; reads the headers of its checkpoints, but no weights.
 
@@ -43,7 +48,7 @@ def node_plan(
         role: prefill or decode.
         model: directory of the checkpoint.
         draft: directory of the draft model; None if the algorithm has none.
-        router: address of the router's control socket.
+        routers: addresses of the control sockets of all routers.
     """
     transfer, health, speculation = cluster.transfer, cluster.health, cluster.speculation
     shares = _shares(cluster)
@@ -93,7 +98,7 @@ def node_plan(
             stall_timeout=transfer.stall_timeout,
         ),
         router=RouterPlan(
-            address=router,
+            addresses=tuple(routers),
             heartbeat_interval=health.heartbeat_interval,
             timeout=health.router_timeout,
         ),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from common.config.load import Resolved
 from common.config.node_entries import own_peer_address
+from common.config.router_processes import derived_addresses, names_of, router_name
 from common.config.schema import PrefillNodeEntry
 from common.errors import ConfigError
 
@@ -37,7 +38,11 @@ def run_directory(resolved: Resolved, to_write: bool = False) -> Path:
         raise ConfigError(KEY, f"cannot make {error.filename}: {error.strerror}; set {KEY}") from error
     if to_write and not os.access(path, os.W_OK | os.X_OK):
         raise unwritable(path, "it is read-only for this user")
-    names = [ADMIN, "router", *(node.name for node in resolved.cluster.prefill.nodes)]
+    names = [
+        ADMIN,
+        *(f"{each}.own" for each in names_of(resolved.cluster)),
+        *(node.name for node in resolved.cluster.prefill.nodes),
+    ]
     longest = path / f"{max(names, key=len)}.sock"
     if len(os.fsencode(longest)) > MAX_SOCKET_BYTES:
         raise ConfigError(
@@ -83,10 +88,16 @@ def _own(directory: Path, follow: bool) -> None:
         directory.chmod(0o700)
 
 
-def control_address(resolved: Resolved) -> str:
-    """Return the address at which the router binds its control socket and to which nodes connect."""
-    configured = resolved.cluster.router.control_address
-    return f"ipc://{run_directory(resolved)}/router.sock" if configured == "auto" else configured
+def control_addresses(resolved: Resolved) -> list[str]:
+    """Return the addresses at which the router processes bind their control sockets and to which nodes connect."""
+    router = resolved.cluster.router
+    automatic = router.control_address == "auto"
+    return derived_addresses(router, run_directory(resolved) if automatic else Path("/"))
+
+
+def own_socket(resolved: Resolved, index: int) -> Path:
+    """Return the Unix socket of one router process, by which the others of its host ask it."""
+    return run_directory(resolved) / f"{router_name(index)}.own.sock"
 
 
 def entry_peer_address(resolved: Resolved, entry: PrefillNodeEntry) -> str:

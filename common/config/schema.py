@@ -107,6 +107,7 @@ class RouterSection(Section, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     port: Port = 8000
+    processes: Annotated[int, Meta(ge=1, le=64)] = 1  # on each host; they share the port
     tls: Tls = Tls()
     admin: str = "auto"  # listener for operators; auto: a Unix socket in the run directory
     # Without API keys: accepted Host headers in addition to loopback names and the router's address.
@@ -115,8 +116,9 @@ class RouterSection(Section, frozen=True, kw_only=True):
     max_connections_per_client: Positive = 1024  # per client address; more are closed
     # For all clients together. For one more, the connection that has been without a request the longest is closed.
     max_connections: Positive = 4352
-    # ZMQ address that nodes connect to; auto: an ipc socket in the run directory.
-    control_address: str = "auto"
+    # ZMQ address that nodes connect to; auto: an ipc socket in the run directory. A list has one per host with routers.
+    # Further processes of a host follow the first one: the next ports, or the path with a number.
+    control_address: str | Annotated[tuple[str, ...], Meta(min_length=1, max_length=64)] = "auto"
     placement: PlacementSection = PlacementSection()
     # Failed placements of one request before the client gets an error.
     max_attempts: Annotated[int, Meta(ge=1, le=10)] = 3

@@ -25,6 +25,11 @@ class Reserve(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     images: ImageSpans = ()  # only for the prefix cache: a decode node never receives pixels
     priority: Priority = 0
 
+    @property
+    def peer(self) -> str:
+        """The incarnation of the prefill node."""
+        return self.prefill.incarnation
+
 
 DecodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache | Reserve
 codec: InboxCodec[DecodeMessage] = InboxCodec(DecodeMessage, "decode inbox")

@@ -88,6 +88,14 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     total_pages: Total = 0
 
 
+class OtherRouters(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests of other routers on a node, as its heartbeat to one router reports them; NodeLoad includes them."""
+
+    routers: Total = 0  # others that serve the node now
+    requests: Total = 0
+    tokens: Total = 0  # of their prompts, not computed yet (prefill nodes)
+
+
 class GraphTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of runs of one forward of a node that may be captured, and of its graphs."""
 

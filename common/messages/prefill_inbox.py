@@ -30,6 +30,11 @@ class Prefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     images: ImageSpans = ()  # token_ids contains arbitrary tokens in their place
     priority: Priority = 0
 
+    @property
+    def peer(self) -> str:
+        """The incarnation of the decode node."""
+        return self.decode
+
 
 PrefillMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache | Prefill
 codec: InboxCodec[PrefillMessage] = InboxCodec(PrefillMessage, "prefill inbox")

@@ -19,6 +19,7 @@ from common.messages.identity import (
     NodeLoad,
     NodeRef,
     NodeState,
+    OtherRouters,
     Text,
     Total,
     control_link_id,
@@ -80,6 +81,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     as_of: Finite  # Unix seconds of the node's host when load and counters were taken
     load: NodeLoad
     counters: NodeCounters
+    others: OtherRouters = OtherRouters()
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -7,7 +7,7 @@ drawn from it.
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,21 +15,18 @@ import numpy.typing as npt
 from common.errors import InvalidRequest
 from common.messages.generation import SamplingParams
 from common.messages.router_inbox import MAX_STATE_BYTES, HiddenStates
+from common.node.to_router import ToRouter
 
 StateRows: TypeAlias = npt.NDArray[np.float32]  # [n, H]
 FIELD = "return_hidden_states"
 
 
-class _Link(Protocol):
-    def send(self, message: HiddenStates, /) -> None: ...
-
-
-def send_states(link: _Link, room: int, start: int, states: StateRows) -> None:
+def send_states(router: ToRouter, room: int, start: int, states: StateRows) -> None:
     """Send the states of the positions from `start` on, in messages of a bounded size."""
     rows = max(MAX_STATE_BYTES // (4 * states.shape[1]), 1)
     for at in range(0, len(states), rows):
         data = states[at : at + rows].astype("<f4", copy=False).tobytes()
-        link.send(HiddenStates(room=room, start=start + at, states=data))
+        router.send(HiddenStates(room=room, start=start + at, states=data))
 
 
 def check_states(sampling: SamplingParams, allowed: bool) -> None:

@@ -1,4 +1,4 @@
-"""The life cycle of a node of either role: messages from the router, draining, sweeping, the end.
+"""The life cycle of a node of either role: messages from routers, draining, sweeping, the end.
 
 up ──SIGTERM──> draining ──nothing left, or out of time──> stopping ──> Goodbye
  └──────────────────────────── Rejected ───────────────────────────┘
@@ -6,30 +6,46 @@ up ──SIGTERM──> draining ──nothing left, or out of time──> stopp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 from common.messages.identity import NodeCounters, NodeLoad, NodeState
 from common.messages.node_inbox import Abort, FlushCache, PeerLost, Rejected
 from common.messages.router_inbox import Goodbye
-from common.node.router_link import RouterLink
+from common.node.lost_peers import LostPeers
+from common.node.router_links import Held, RouterLinks
+from common.node.to_router import ToRouter
 from common.observability.logs import Log
 
 SWEEP_INTERVAL = 0.25  # seconds between checks of deadlines
 
-Work = TypeVar("Work")
+
+class OnPair(Protocol):
+    """A request of a router, which this node shares with one of the other role."""
+
+    @property
+    def peer(self) -> str:
+        """The incarnation of the other node."""
+        ...
+
+
+Work = TypeVar("Work", bound=OnPair)
 Work_contra = TypeVar("Work_contra", contravariant=True)
 
 
 class Duties(Protocol[Work_contra]):
     """The handlers that a role implements for these events. All methods are called by the thread of the main loop."""
 
-    def take(self, work: Work_contra, now: float) -> None:
-        """Take a request, which may have to be refused."""
+    def take(self, work: Work_contra, router: ToRouter, now: float) -> None:
+        """Take a request of `router`, which may have to be refused."""
         ...
 
-    def abort(self, room: int, reason: str) -> None:
-        """Abort the room, which may be unknown, since an abort and a finish may cross."""
+    def abort(self, router: ToRouter, room: int, reason: str) -> None:
+        """Abort the room of this router, which may be unknown, since an abort and a finish may cross."""
+        ...
+
+    def pair_lost(self, router: ToRouter, incarnation: str) -> None:
+        """End the requests of this router that use a node of the other role, which other routers still use."""
         ...
 
     def peer_lost(self, incarnation: str) -> None:
@@ -40,8 +56,11 @@ class Duties(Protocol[Work_contra]):
         """Empty the prefix cache, apart from the pages that requests use."""
         ...
 
-    def router_lost(self) -> None:
-        """Drop all requests: the router that sent them has ended, or has given this node up."""
+    def router_lost(self, router: ToRouter, last: bool) -> int:
+        """Drop the requests of a router that has ended, or has given this node up; return how many there were.
+
+        `last`: no other router serves this node now.
+        """
         ...
 
     def sweep(self, now: float) -> None:
@@ -55,15 +74,16 @@ class NodeLife(Generic[Work]):
     def __init__(
         self,
         incarnation: str,
-        link: RouterLink[Any],
+        links: RouterLinks[Any],
         work: type[Work],
         drain_timeout: float,
         log: Log,
         clock: Callable[[], float],
     ) -> None:
         self._incarnation = incarnation
-        self._link = link
+        self._links = links
         self._work = work
+        self._lost_peers = LostPeers()
         self._drain_timeout = drain_timeout
         self._log = log
         self._clock = clock
@@ -87,32 +107,42 @@ class NodeLife(Generic[Work]):
             self._drain_until = self._clock() + self._drain_timeout
 
     def receive(self, duties: Duties[Work], now: float) -> None:
-        """Process the messages from the router, control messages first."""
-        for message in self._link.drain():
+        """Process the messages from routers, control messages of each first."""
+        for router, message in self._links.drain():
             if isinstance(message, self._work):
-                duties.take(message, now)
+                if self._lost_peers:
+                    self._lost_peers.withdraw(router, message.peer)
+                duties.take(message, router, now)
             elif isinstance(message, Abort):
-                duties.abort(message.room, message.reason)
+                duties.abort(router, message.room, message.reason)
             elif isinstance(message, PeerLost):
-                duties.peer_lost(message.incarnation)
+                if self._lost_peers.report(router, message.incarnation, self._links.registered):
+                    duties.peer_lost(message.incarnation)
+                else:
+                    duties.pair_lost(router, message.incarnation)
             elif isinstance(message, FlushCache):
                 duties.flush_cache()
             elif isinstance(message, Rejected):
                 self._log.error("this node and the router cannot work together", reason=message.reason)
                 self._stopping = True
 
-    def look_after(self, duties: Duties[Work], requests: int, now: float) -> None:
-        """Handle events of time, once per turn and after `receive`: a lost router, deadlines."""
-        if self._link.lost():
-            self._log.warning("no answer from the router: dropping its requests", requests=requests)
-            duties.router_lost()
+    def look_after(self, duties: Duties[Work], now: float) -> None:
+        """Handle events of time, once per turn and after `receive`: lost routers, deadlines."""
+        for router in self._links.lost():
+            registered = self._links.registered
+            dropped = duties.router_lost(router, not registered)
+            self._log.warning(
+                "no answer from a router: dropped its requests", requests=dropped, routers=len(registered)
+            )
+            for incarnation in self._lost_peers.forget_router(router, registered):
+                duties.peer_lost(incarnation)
         if now - self._swept > SWEEP_INTERVAL:
             self._swept = now
             duties.sweep(now)
 
-    def publish(self, load: NodeLoad, counters: NodeCounters) -> None:
-        """Publish the state for the next heartbeat, once per turn."""
-        self._link.publish(self._state, load, counters)
+    def publish(self, load: NodeLoad, counters: NodeCounters, held: Iterable[Held]) -> None:
+        """Publish the state for the next heartbeat, once per turn. `held`: see RouterLinks."""
+        self._links.publish(self._state, load, counters, held)
 
     def end_turn(self, requests: int, now: float) -> None:
         """Stop a draining node that has no requests or no time left."""
@@ -120,6 +150,6 @@ class NodeLife(Generic[Work]):
             self._stopping = True
 
     def run(self, loop: Callable[[], None]) -> None:
-        """Run `loop`, which returns once `stopping`, then tell the router that this incarnation has ended."""
+        """Run `loop`, which returns once `stopping`, then tell the routers that this incarnation has ended."""
         loop()
-        self._link.send(Goodbye(incarnation=self._incarnation))
+        self._links.send_all(Goodbye(incarnation=self._incarnation))

@@ -1,4 +1,4 @@
-"""A node's link to the router: registration, heartbeats with echo, fencing.
+"""A node's link to one router: registration, heartbeats with echo, fencing. RouterLinks holds those to all routers.
 
 Two sockets. The main loop's Dealer carries requests and tokens and is used only by the main thread. A separate thread
 sends heartbeats and reads their echo, so that a long forward does not look like a dead node. The heartbeat contains
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import zmq
@@ -21,7 +21,7 @@ import zmq
 from common.errors import ProtocolError
 from common.ipc.curve import LinkSecurity
 from common.ipc.dealer import Dealer
-from common.messages.identity import ROUTER_NAME, NodeCounters, NodeLoad, NodeState
+from common.messages.identity import ROUTER_NAME, NodeCounters, NodeLoad, NodeState, OtherRouters
 from common.messages.node_inbox import (
     Abort,
     AnyNodeMessage,
@@ -33,6 +33,7 @@ from common.messages.node_inbox import (
 from common.messages.protocol import undecodable_version, version_mismatch
 from common.messages.router_inbox import Heartbeat, Register, RouterMessage
 from common.messages.wire import InboxCodec, encode
+from common.node.to_router import ToRouter
 from common.node_plan import RouterPlan
 from common.observability.logs import Log
 
@@ -41,6 +42,7 @@ _CONTROL = (Abort, PeerLost, Registered, Rejected, HeartbeatAck)
 BEAT = "beat"  # last part of the routing id of the socket for heartbeats
 ROUTER = "the router"  # in sentences
 REGISTER_INTERVAL = 0.5  # seconds between repetitions until the router answers
+NO_OTHERS = OtherRouters()
 
 
 def control_first(messages: list[AnyNodeMessage | M]) -> list[AnyNodeMessage | M]:
@@ -63,6 +65,20 @@ class HeartbeatContent:
     turned_at: float
     busy_until: float  # end of the time that the loop has announced since its last turn
     as_of: float  # Unix seconds
+    # What each router is told about the requests of the others; none for the only router.
+    others: Mapping[ToRouter, OtherRouters] = field(default_factory=dict)
+
+    @classmethod
+    def now(
+        cls,
+        state: NodeState,
+        load: NodeLoad,
+        counters: NodeCounters,
+        now: float,
+        others: Mapping[ToRouter, OtherRouters],
+    ) -> HeartbeatContent:
+        """Return the content of a main loop that turns at the monotonic time `now`."""
+        return cls(state, load, counters, now, now, time.time(), others)
 
 
 class RouterLink(Generic[M]):
@@ -72,22 +88,24 @@ class RouterLink(Generic[M]):
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         plan: RouterPlan,
+        address: str,
         register: Register,
         codec: InboxCodec[M],
         log: Log,
         clock: Callable[[], float] = time.monotonic,
         security: LinkSecurity | None = None,
     ) -> None:
+        """`address`: the control address of this router, one of the plan's."""
         self._context = context
         self._security = security
-        self._address = plan.address
+        self._address = address
         self._register = register
         self._codec = codec
         self._interval = plan.heartbeat_interval
         self._timeout = plan.timeout
         self._log = log
         self._clock = clock
-        self._dealer = Dealer(context, plan.address, register.link_id().encode(), ROUTER_NAME, security)
+        self._dealer = Dealer(context, address, register.link_id().encode(), ROUTER_NAME, security)
         self._router: str | None = None  # incarnation that has registered this node
         self._asked_at = -1e9
         self._echo: tuple[str, float] | None = None  # (router incarnation, when), written by the thread
@@ -95,7 +113,7 @@ class RouterLink(Generic[M]):
         self._given_up = False  # the router answers but does not know this node; written by the thread
         self._sequence = 0
         self._registered_at = 0  # echoes up to this sequence precede the registration
-        self._content = HeartbeatContent("loading", NodeLoad(), NodeCounters(), clock(), clock(), time.time())
+        self._content = HeartbeatContent.now("loading", NodeLoad(), NodeCounters(), clock(), {})
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self.refused_messages = 0
@@ -104,6 +122,11 @@ class RouterLink(Generic[M]):
     @property
     def socket(self) -> zmq.Socket[bytes]:
         return self._dealer.socket
+
+    @property
+    def readable(self) -> bool:
+        """True if frames have arrived."""
+        return bool(int(self._dealer.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     @property
     def registered(self) -> bool:
@@ -122,22 +145,9 @@ class RouterLink(Generic[M]):
     def start(self) -> None:
         self._thread.start()
 
-    def publish(self, state: NodeState, load: NodeLoad, counters: NodeCounters) -> None:
-        """Publish the content of the next heartbeat, and that the loop turned.
-
-        Called once per turn of the main loop.
-        """
-        now = self._clock()
-        self._content = HeartbeatContent(state, load, counters, now, now, time.time())
-
-    def announce(self, seconds: float) -> None:
-        """Announce that the main loop may not turn for `seconds`, because of work that it is about to begin."""
-        until = max(self._content.busy_until, self._clock() + seconds)
-        self._content = replace(self._content, busy_until=until)
-
-    def overdue(self) -> float:
-        """Return the seconds by which the main loop exceeds the announced time; not positive while it has time left."""
-        return self._clock() - self._content.busy_until
+    def publish(self, content: HeartbeatContent) -> None:
+        """Set the content of the next heartbeats."""
+        self._content = content
 
     def send(self, message: RouterMessage) -> None:
         """Send without blocking.
@@ -228,6 +238,7 @@ class RouterLink(Generic[M]):
                             as_of=content.as_of,
                             load=content.load,
                             counters=content.counters,
+                            others=content.others.get(self, NO_OTHERS),
                         )
                     )
                 )

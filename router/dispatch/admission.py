@@ -25,7 +25,7 @@ LONGEST_RETRY = 60.0  # upper bound of Retry-After, in seconds
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Capacity of the decode nodes."""
+    """Capacity of the decode nodes for this router: its share of their pages, and what others leave of the rest."""
 
     tokens: int  # total
     requests: int
@@ -57,12 +57,12 @@ class NodeRoom:
         tokens = requests = spare = 0
         for node in self._nodes():
             if node.role == "decode" and node.state == "up":
-                page = node.register.page_size
-                tokens += node.register.total_pages * page
-                requests += self._requests
+                page, routers = node.register.page_size, 1 + node.others.routers
+                tokens += node.register.total_pages * page // routers
+                requests += max(self._requests - node.others.requests, self._requests // routers)
                 if not node.load.queued:
-                    # Only half of it: running requests will need more pages, too.
-                    spare += (node.load.free_pages + node.load.cached_pages) * page // 2
+                    # Only half of it: running requests will need more pages, too. The others may take as much.
+                    spare += (node.load.free_pages + node.load.cached_pages) * page // 2 // routers
         return Room(tokens, requests, spare)
 
 

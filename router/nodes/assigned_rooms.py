@@ -1,10 +1,16 @@
-"""The unfinished requests on one node, and how much of their prompts is still to be computed there."""
+"""The unfinished requests on one node, and how much of their prompts is still to be computed there.
+
+Those of this router are known one by one, those of other routers as the node's last heartbeat reported them. Other
+routers see the same heartbeats and place requests by them as this one does: until the next heartbeat, each request that
+is placed here counts once for every router, so that they do not all fill the same node.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from common.messages.identity import NodeLoad, OtherRouters
 from router.nodes.prompt_times import NO_TIME, PromptTime
 
 
@@ -26,6 +32,9 @@ class AssignedRooms:
         self._computing: dict[int, _Left] = {}  # those with tokens left, in order of assignment
         self._shared = 0.0  # milliseconds that their prompts add to shared forwards
         self.tokens = 0  # prompt tokens of all rooms that are not computed yet
+        self._others = OtherRouters()
+        self._others_ms = 0.0
+        self._placed, self._placed_ms = 0, 0.0  # since the last heartbeat
 
     def __len__(self) -> int:
         return len(self._left)
@@ -45,12 +54,26 @@ class AssignedRooms:
         share theirs, with the new one too.
         """
         oldest = next(iter(self._computing.values()), NOTHING_LEFT).time
-        return self._shared + (oldest.alone - oldest.shared)
+        others = self._others_ms + self._others.routers * self._placed_ms
+        return self._shared + (oldest.alone - oldest.shared) + others
+
+    @property
+    def expected(self) -> int:
+        """Number of requests on the node, those of other routers as predicted."""
+        return len(self._left) + self._others.requests + self._others.routers * self._placed
+
+    def heard(self, load: NodeLoad, others: OtherRouters) -> None:
+        """Take note of a heartbeat."""
+        self._others = others
+        self._others_ms = load.queued_ms * others.tokens / load.queued_tokens if load.queued_tokens else 0.0
+        self._placed, self._placed_ms = 0, 0.0
 
     def add(self, room: int, tokens: int, time: PromptTime = NO_TIME) -> None:
         """Count a request that was placed on the node, whose prompt takes `time` there."""
         left = self._left[room] = _Left(tokens, time)
         self.tokens += tokens
+        self._placed += 1
+        self._placed_ms += time.shared
         if tokens:
             self._computing[room] = left
             self._shared += time.shared

@@ -23,7 +23,7 @@ class Candidate(msgspec.Struct, frozen=True):
     name: str
     incarnation: str
     load: NodeLoad  # from its last heartbeat
-    assigned: int  # unfinished requests placed there; newer than any heartbeat
+    assigned: int  # unfinished requests placed there; those of this router are newer than any heartbeat
     # Prefill nodes: predicted milliseconds until the prompt to be placed would be computed there, after all that are
     # assigned.
     ready_ms: float

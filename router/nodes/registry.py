@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from common.messages.identity import NodeCounters, NodeLoad, NodeState, Role
+from common.messages.identity import NodeCounters, NodeLoad, NodeState, OtherRouters, Role
 from common.messages.router_inbox import Heartbeat, Register
 from common.observability.logs import Log
 from router.nodes.assigned_rooms import AssignedRooms
@@ -48,6 +48,7 @@ class Node:
     loop_age: float = 0.0
     announced: float = 0.0  # seconds that its main loop may take for one turn, as the node announced
     as_of: float = 0.0  # Unix seconds on its host at which load and counters were read
+    others: OtherRouters = field(default_factory=OtherRouters)  # what they have on the node
     rooms: AssignedRooms = field(default_factory=AssignedRooms)
     reachable: bool = True  # False from a failed send to its next heartbeat or registration
     lost_by: LossCause | None = None  # set when it is lost
@@ -75,7 +76,7 @@ class Node:
         ready_ms = (
             self.rooms.ms + prompt_ms(self.load.prompt_times, tokens) if self.role == "prefill" else 0.0
         )
-        return Candidate(self.name, self.incarnation, self.load, len(self.rooms), ready_ms, weight)
+        return Candidate(self.name, self.incarnation, self.load, self.rooms.expected, ready_ms, weight)
 
     def prompt_time(self, tokens: int) -> PromptTime:
         """Return how long a prefill node computes a prompt, by its own times."""
@@ -215,7 +216,8 @@ class NodeRegistry:
         self._heard(node)
         node.state, node.load, node.counters = message.state, message.load, message.counters
         node.loop_age, node.announced = message.loop_age_ms / 1000, message.announced_ms / 1000
-        node.as_of = message.as_of
+        node.as_of, node.others = message.as_of, message.others
+        node.rooms.heard(message.load, message.others)
         self.version += 1
         if changed:
             self._changed()

@@ -132,15 +132,18 @@ class ConnectionAcceptor:
             connection.close()
 
 
-async def listening_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
-    """Return sockets that listen at every address of `host`. Raises OSError."""
+async def listening_sockets(host: str, port: int, backlog: int, shared: bool = False) -> list[socket.socket]:
+    """Return sockets that listen at every address of `host`. Raises OSError.
+
+    `shared`: other processes of this user listen there, too, and the kernel gives each connection to one of them.
+    """
     found = await asyncio.get_running_loop().getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
     made: list[socket.socket] = []
     try:
         for family, _, _, _, address in dict.fromkeys(found):
-            made.append(socket.create_server(address, family=family, backlog=backlog))
+            made.append(socket.create_server(address, family=family, backlog=backlog, reuse_port=shared))
     except BaseException:
         for each in made:
             each.close()

@@ -21,6 +21,7 @@ from router.auth.keys import KeyFile
 from router.auth.origin import Cors
 from router.http.errors import error_middleware
 from router.server.accepting import ConnectionAcceptor, listening_sockets
+from router.server.admin_socket import AdminSocket
 from router.server.connections import ConnectionLimit
 from router.server.http_server import http_runner
 from router.server.sockets import BACKLOG, TlsFiles, owner_socket
@@ -52,6 +53,8 @@ class HttpPlan:
     keys: KeyFile | None
     limit: ConnectionLimit  # for all listeners but the admin socket
     body_bytes: int  # the largest accepted body
+    # The Unix socket of this process, if several router processes listen at these addresses; None: it is the only one.
+    own_socket: Path | None = None
 
 
 class HttpListeners:
@@ -73,16 +76,15 @@ class HttpListeners:
                 application(plan.admin.gate, plan.admin.cors, most, log, *operators), limit
             )
         self._watcher: asyncio.Task[None] | None = None
-        self._bound = False  # this router created the admin socket
+        self._admin_socket = AdminSocket(plan.admin_socket, plan.own_socket is not None)
 
     async def start(self) -> None:
         """Open all listeners. Raises ConfigError if an address cannot be bound."""
         plan = self.plan
         await self.owner.setup()
-        listener = owner_socket(plan.admin_socket)
-        self._bound = True
-        listener.listen(BACKLOG)
-        await _Site(self.owner, [listener], self.log, None, None).start()
+        await self._admin_socket.start(self._serve_owner)
+        if plan.own_socket is not None:
+            await self._serve_owner(owner_socket(plan.own_socket))
         if self.admin is not None and plan.admin is not None:
             await self._listen(self.admin, plan.admin)
         await self._listen(self.public, plan.public)
@@ -119,9 +121,15 @@ class HttpListeners:
         """Close all listeners. Answers in progress get SHUTDOWN_SECONDS to finish; then they are cancelled."""
         if self._watcher is not None:
             self._watcher.cancel()
+        self._admin_socket.stop_waiting()
         await asyncio.gather(*(runner.cleanup() for runner in self._runners))
-        if self._bound:  # otherwise it belongs to another router
-            self.plan.admin_socket.unlink(missing_ok=True)
+        self._admin_socket.remove()
+        if self.plan.own_socket is not None:
+            self.plan.own_socket.unlink(missing_ok=True)
+
+    async def _serve_owner(self, listener: socket.socket) -> None:
+        listener.listen(BACKLOG)
+        await _Site(self.owner, [listener], self.log, None, None).start()
 
     async def _listen(self, runner: web.AppRunner, entry: TcpEntry) -> None:
         """Serve `runner` at an address. Raises ConfigError, which names the config key of the port."""
@@ -130,7 +138,7 @@ class HttpListeners:
         deadline = time.monotonic() + BIND_SECONDS
         while True:
             try:
-                sockets = await listening_sockets(host, port, BACKLOG)
+                sockets = await listening_sockets(host, port, BACKLOG, self.plan.own_socket is not None)
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:

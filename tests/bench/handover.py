@@ -67,7 +67,7 @@ from kv_transfer.transport.loopback.endpoints import LoopbackDescription
 from tests.bench.environment import ROOT, describe
 from tests.bench.scripted_prefill import Script
 from tests.bench.shapes import EAGLE3, LLAMA, Pair, config_of, loaded, pair
-from tests.fakes.fake_link import FakeLink
+from tests.fakes.fake_link import FakeLink, FakeLinks
 
 PAGE = 16
 STEPS = 3
@@ -288,7 +288,7 @@ class Node:
             hidden_states=False,
         )
         self.made: Assembly = assemble(
-            Links(incarnation, self.link, peers, poller, receiver),  # type: ignore[arg-type]
+            Links(incarnation, FakeLinks([self.link]), peers, poller, receiver),
             page_space(served, False),
             Computation(
                 forwards, relay, sizes.completion(device), rotary_places(served.config.rope), carried

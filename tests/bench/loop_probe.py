@@ -23,6 +23,7 @@ import msgspec
 
 import router.__main__ as program
 from common.config import Resolved
+from common.config.router_processes import RouterProcess
 from common.observability.logs import Log
 from common.process import run_command
 from router.app import RouterApp
@@ -101,8 +102,8 @@ def main() -> None:
     file = Path(sys.argv.pop(1))
     build = vars(program)["build"]
 
-    def build_with_probe(resolved: Resolved, log: Log) -> RouterApp:
-        app = build(resolved, log)
+    def build_with_probe(resolved: Resolved, process: RouterProcess, log: Log) -> RouterApp:
+        app = build(resolved, process, log)
         LoopProbe(file)
         return app
 

@@ -22,6 +22,7 @@ from typing import Any
 import aiohttp
 import yaml
 
+from common.config.router_processes import names_router, router_name
 from tests.cluster import fork_server
 from tests.fakes.waiting import PATIENCE
 
@@ -79,6 +80,7 @@ class RunningCluster:
     ranks: Mapping[str, int] = field(default_factory=dict)
     # (table, row) added in every process: see tests/fakes/with_rows.py
     rows: tuple[tuple[str, str], ...] = ()
+    routers: int = 1  # processes: "router", "router.1" ...
 
     def __post_init__(self) -> None:
         self.port = self._port()
@@ -86,7 +88,7 @@ class RunningCluster:
         tcp = self.config.get("transfer", {}).get("transport") == "tcp"
         base: dict[str, Any] = {
             "model": {"path": str(MODEL), "served_name": "tiny"},
-            "router": {"port": self.port, "queue_wait": 600.0},
+            "router": {"port": self.port, "queue_wait": 600.0, "processes": self.routers},
             "prefill": {"nodes": [self._prefill_node(i, tcp) for i in range(self.prefill)]},
             "decode": {"nodes": [{"name": f"decode-{i}"} for i in range(self.decode)]},
             "health": {**PATIENT},
@@ -122,7 +124,15 @@ class RunningCluster:
     @property
     def names(self) -> list[str]:
         prefill = [f"prefill-{i}" for i in range(self.prefill)]
-        return ["router", *prefill, *(f"decode-{i}" for i in range(self.decode))]
+        return [*self.router_names, *prefill, *(f"decode-{i}" for i in range(self.decode))]
+
+    @property
+    def router_names(self) -> list[str]:
+        return [router_name(index) for index in range(self.routers)]
+
+    def at(self, router: str) -> Client:
+        """Return a client of one of several router processes, over its own socket."""
+        return Client("http://localhost", self.run_dir / f"{router}.own.sock")
 
     @property
     def admin_socket(self) -> Path:
@@ -164,7 +174,9 @@ class RunningCluster:
     def launch(self, name: str) -> None:
         role = name.rpartition("-")[0]
         module = (
-            [*self.router_module] if name == "router" else [*self._node_module(name, role), "--name", name]
+            [*self.router_module, "--process", str(self.router_names.index(name))]
+            if names_router(name)
+            else [*self._node_module(name, role), "--name", name]
         )
         added = [part for row in self.rows for part in row]
         module = ["tests.fakes.with_rows", *added, "--", *module] if added else module
@@ -251,11 +263,16 @@ class RunningCluster:
 
     async def wait_nodes(self, timeout: float = START_TIMEOUT, expect: Sequence[str] | None = None) -> None:
         """Wait until every node of `expect` (default: all that are not `late`) is registered and up."""
-        wanted = set(expect if expect is not None else self.names[1:])
+        wanted = set(expect if expect is not None else self.names[self.routers :])
         if expect is None:
             wanted -= set(self.late)
         deadline = time.monotonic() + timeout
-        async with self.operator() as client:
+        for router in self.router_names:
+            if router not in self.late:
+                await self._wait_at(router, wanted, deadline)
+
+    async def _wait_at(self, router: str, wanted: set[str], deadline: float) -> None:
+        async with self.operator() if self.routers == 1 else self.at(router) as client:
             while True:
                 try:
                     info = await client.info()
@@ -264,13 +281,13 @@ class RunningCluster:
                 except aiohttp.ClientError:
                     pass
                 for name, process in self.processes.items():
-                    if process.poll() is not None and name in {"router", *wanted}:
+                    if process.poll() is not None and name in {*self.router_names, *wanted}:
                         raise AssertionError(
                             f"{name} ended with {process.returncode}:\n{self.log(name)[-3000:]}"
                         )
                 if time.monotonic() > deadline:
                     logs = "\n".join(f"---- {name}\n{self.log(name)[-2000:]}" for name in self.processes)
-                    raise AssertionError(f"not up after {timeout} s: {wanted}\n{logs}")
+                    raise AssertionError(f"{router} does not have all of {wanted}\n{logs}")
                 await asyncio.sleep(0.1)
 
 

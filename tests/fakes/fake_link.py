@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import msgspec
 import zmq
 
 from common.messages import router_inbox
-from common.messages.identity import NodeCounters, NodeLoad, NodeState
+from common.messages.identity import NodeCounters, NodeLoad, NodeState, OtherRouters
 from common.messages.node_inbox import AnyNodeMessage
 from common.messages.router_inbox import RouterMessage
 from common.messages.wire import InboxCodec, encode
-from common.node.router_link import control_first
+from common.node.router_link import HeartbeatContent, control_first
+from common.node.router_links import RouterLinks
 
 
 class FakeLink:
@@ -23,7 +28,10 @@ class FakeLink:
         self.state: NodeState = "loading"
         self.load = NodeLoad()
         self.counters = NodeCounters()
+        self.others: OtherRouters | None = None
         self.announced: list[float] = []  # seconds
+        self.registered = True
+        self.hidden = False  # messages have arrived that the socket does not show
         self._codec = codec
         self.inbox: list[bytes] = []  # encoded messages that the node has not read
         self._said: list[bytes] = []
@@ -46,13 +54,29 @@ class FakeLink:
 
     def lost(self) -> bool:
         lost, self.router_lost = self.router_lost, False
+        self.registered = not lost
         return lost
 
-    def publish(self, state: NodeState, load: NodeLoad, counters: NodeCounters) -> None:
-        self.state, self.load, self.counters = state, load, counters
+    @property
+    def readable(self) -> bool:
+        return bool(self.inbox) and not self.hidden
 
-    def announce(self, seconds: float) -> None:
-        self.announced.append(seconds)
+    def publish(self, content: HeartbeatContent) -> None:
+        self.state, self.load, self.counters = content.state, content.load, content.counters
+        self.others = content.others.get(self)
 
     def close(self) -> None:
         self.socket.close(linger=0)
+
+
+class FakeLinks(RouterLinks[Any]):
+    """The links of a node to fake routers, which learn what the main loop announces."""
+
+    def __init__(self, links: Sequence[FakeLink], clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(links, clock)  # type: ignore[arg-type]
+        self._fakes = links
+
+    def announce(self, seconds: float) -> None:
+        super().announce(seconds)
+        for link in self._fakes:
+            link.announced.append(seconds)

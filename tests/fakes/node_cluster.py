@@ -90,7 +90,7 @@ from prefill_node.vision import TextEmbeds
 from prefill_node.vision_stage import VisionStage
 from router.dispatch.answer_states import AnswerStates
 from tests.fakes.clock import Clock
-from tests.fakes.fake_link import FakeLink
+from tests.fakes.fake_link import FakeLink, FakeLinks
 from tests.fakes.late_graphs import capture_late
 from tests.fakes.plan_wire import WirePromptWorker, WireWorker, wired
 from tests.fakes.tiny_model import CONFIG, MAX_LEN, PLACEMENT, tiny_model
@@ -179,6 +179,7 @@ def with_forced_tokens(parts: Parts) -> DecodeSteps:
 class Shape:
     """Sizes of everything; pools are in tokens, without the padding page."""
 
+    routers: int = 1
     page_size: int = 16
     prefill_pool: int = 1024
     decode_pool: int = 1024
@@ -237,9 +238,14 @@ class Side:
     """The parts that both kinds of node have."""
 
     ref: NodeRef
-    link: FakeLink
+    links: list[FakeLink]  # one to each router
     space: PageSpace
     alive: bool = True
+
+    @property
+    def link(self) -> FakeLink:
+        """The link to the first router."""
+        return self.links[0]
 
 
 @dataclass(slots=True)
@@ -275,6 +281,7 @@ class Call:
     images: tuple[ImageSpan, ...] = ()
     salt: bytes = b""
     room: int = 0
+    router: int = 0  # which sent it
     prefill: PrefillSide = None  # type: ignore[assignment]
     decode: DecodeSide = None  # type: ignore[assignment]
     output: list[OutputToken] = field(default_factory=list)
@@ -342,10 +349,12 @@ class NodeCluster:
     def close(self) -> None:
         for prefill in self.prefills:
             prefill.peers.close()
-            prefill.link.close()
+            for link in prefill.links:
+                link.close()
         for decode in self.decodes:
             decode.peers.close()
-            decode.link.close()
+            for link in decode.links:
+                link.close()
         self.context.term()
         for patch in self._patches:
             patch.stop()
@@ -370,11 +379,12 @@ class NodeCluster:
         legs: str = "dp",
         images: tuple[ImageSpan, ...] = (),
         salt: bytes = b"",
+        router: int = 0,
         **sampling: object,
     ) -> Call:
         """Submit a request. `legs`: the messages to send, in order: d for the reservation, p for the prompt."""
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **sampling})  # type: ignore[arg-type]
-        call = Call(list(prompt), params, images, salt)
+        call = Call(list(prompt), params, images, salt, router=router)
         if params.hidden_states_from is not None:
             size = self.shape.model.hidden_size
             call.states = AnswerStates(params.hidden_states_from, len(prompt), max_tokens, size)
@@ -410,9 +420,9 @@ class NodeCluster:
             "deadline_ms": int(deadline * 1000),
         }
         if leg == "d":
-            call.decode.link.deliver(Reserve(prefill=call.prefill.ref, **common))  # type: ignore[arg-type]
+            call.decode.links[call.router].deliver(Reserve(prefill=call.prefill.ref, **common))  # type: ignore[arg-type]
         else:
-            call.prefill.link.deliver(Prefill(decode=call.decode.ref.incarnation, **common))  # type: ignore[arg-type]
+            call.prefill.links[call.router].deliver(Prefill(decode=call.decode.ref.incarnation, **common))  # type: ignore[arg-type]
 
     def abort(self, call: Call, reason: str = "client left") -> None:
         call.aborted = True
@@ -422,7 +432,8 @@ class NodeCluster:
         """Act as a router that declares a node lost: tell the other role, and place its requests again or fail them."""
         for other in (*self.prefills, *self.decodes):
             if other.alive and other.ref.role != side.ref.role:
-                other.link.deliver(PeerLost(incarnation=side.ref.incarnation))
+                for link in other.links:
+                    link.deliver(PeerLost(incarnation=side.ref.incarnation))
         for call in self.calls:
             if not call.over and side in (call.prefill, call.decode):
                 self._failed(call, Failed(room=call.room, code="node_lost", message="the node is gone"))
@@ -514,7 +525,7 @@ class NodeCluster:
     # -- messages of nodes
 
     def _listen(self, side: PrefillSide | DecodeSide) -> None:
-        for message in side.link.taken():
+        for message in (message for link in side.links for message in link.taken()):
             if isinstance(message, FirstToken):
                 call = self.by_room.get(message.room)
                 if call is not None:
@@ -567,7 +578,7 @@ class NodeCluster:
         self.by_room.pop(call.room, None)
         for side in (call.prefill, call.decode):
             if side.alive:
-                side.link.deliver(Abort(room=call.room, reason=reason))
+                side.links[call.router].deliver(Abort(room=call.room, reason=reason))
 
     # -- parts, as the nodes' build.py makes them from a config
 
@@ -666,9 +677,10 @@ class NodeCluster:
             grid=prompt_grid(shape.model, shape.page_size),
             hidden_states=shape.hidden_states,
         )
-        link = FakeLink(self.context, prefill_inbox.codec)  # type: ignore[arg-type]
+        links = [FakeLink(self.context, prefill_inbox.codec) for _ in range(shape.routers)]  # type: ignore[arg-type]
+        routers = FakeLinks(links, self.clock)
         made = prefill_assemble.assemble(
-            prefill_parts.Links(incarnation, link, peers, sender, forwards.vision.images),  # type: ignore[arg-type]
+            prefill_parts.Links(incarnation, routers, peers, sender, forwards.vision.images),
             space,
             computation,
             limits,
@@ -681,7 +693,7 @@ class NodeCluster:
             name=name, role="prefill", incarnation=incarnation, peer_address=f"inproc://{incarnation}"
         )
         return PrefillSide(
-            ref, link, space, True, made.node, sender, peers, made.step, forwards.draft, forwards
+            ref, links, space, True, made.node, sender, peers, made.step, forwards.draft, forwards
         )
 
     def _decode(self) -> DecodeSide:
@@ -708,7 +720,8 @@ class NodeCluster:
         slots = 2 * shape.max_transferring
         receiver = Receiver(incarnation, name, endpoint, forwards.layout, self.clock, shape.transfer, slots)
         space = page_space(served, "auto" if shape.decode_cache else False)
-        link = FakeLink(self.context, decode_inbox.codec)  # type: ignore[arg-type]
+        links = [FakeLink(self.context, decode_inbox.codec) for _ in range(shape.routers)]  # type: ignore[arg-type]
+        routers = FakeLinks(links, self.clock)
         poller = zmq.Poller()
         peers = PeerConnections(self.context, name, incarnation, receiver, poller)
         computation = Computation(
@@ -731,7 +744,7 @@ class NodeCluster:
             hidden_states=shape.hidden_states,
         )
         made = assemble(
-            Links(incarnation, link, peers, poller, receiver),  # type: ignore[arg-type]
+            Links(incarnation, routers, peers, poller, receiver),
             space,
             computation,
             limits,
@@ -741,7 +754,9 @@ class NodeCluster:
             shape.grammars,
         )
         ref = NodeRef(name=name, role="decode", incarnation=incarnation)
-        side = DecodeSide(ref, link, space, True, made.node, receiver, peers, made.retraction, forwards.steps)
+        side = DecodeSide(
+            ref, links, space, True, made.node, receiver, peers, made.retraction, forwards.steps
+        )
         side.backups, side.rows, side.pacing = made.backups, made.rows, made.pacing
         side.pool, side.relay = forwards.pools[0], relay
         return side

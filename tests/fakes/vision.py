@@ -112,7 +112,7 @@ class TinyVision:
         dealer = Dealer(context, address, b"p/images")
         until(lambda: socket.drain() or socket.reachable(b"p/images"))
         cache, prompts = RowCache(self.cache_bytes), PromptImages()
-        intake = ImageIntake(dealer, self.reader, cache, prompts, Log("images"))
+        intake = ImageIntake([dealer], self.reader, cache, prompts, Log("images"))
         part = TinyPart()
         embeds = VisionEmbeds(model.embed, part, cache, prompts)
         self.caches.append(cache)

@@ -49,9 +49,9 @@ def withhold(file: Path) -> None:
     withheld = Withheld(file)
     take, send = DecodeNode.take, RouterLink.send
 
-    def taking(self: DecodeNode, message: Any, now: float) -> None:
+    def taking(self: DecodeNode, message: Any, router: Any, now: float) -> None:
         withheld.taken(message.room, message.request_id)
-        take(self, message, now)
+        take(self, message, router, now)
 
     def sending(self: Any, message: Any) -> None:
         if isinstance(message, Tokens):

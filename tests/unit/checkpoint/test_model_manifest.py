@@ -13,6 +13,7 @@ import pytest
 
 from common.checkpoint.model_manifest import check_manifests, read_manifest
 from common.config.load import load_cluster
+from common.config.router_processes import RouterProcess
 from common.errors import ConfigError, ModelError
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
@@ -123,7 +124,7 @@ def test_every_process_checks_before_it_loads(process: str, model: Path) -> None
     node = prefill_build.build if process == "prefill-0" else decode_build.build
     start: Callable[[], object] = partial(node, resolved, process, StartupReporter(None, log), log)
     if process == "router":
-        start = partial(router_build.build, resolved, log)
+        start = partial(router_build.build, resolved, RouterProcess(0, ()), log)
     with pytest.raises(ModelError, match=r"config\.json has the SHA-256 sum"):
         start()
 

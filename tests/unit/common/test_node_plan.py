@@ -57,7 +57,7 @@ def test_every_node_of_the_shipped_clusters_has_a_plan_that_can_be_sent(file: Pa
     ):
         for node in section.nodes:
             plan = node_plan(
-                cluster, role, node.name, resolved.model_path, resolved.draft_path, "ipc:///run/router.sock"
+                cluster, role, node.name, resolved.model_path, resolved.draft_path, ["ipc:///run/router.sock"]
             )
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=NodePlan) == plan
             assert (plan.role, plan.name, plan.device, plan.max_rows) == (role, node.name, node.device, rows)
@@ -72,7 +72,7 @@ def test_every_node_of_the_shipped_clusters_has_a_plan_that_can_be_sent(file: Pa
             assert (plan.speculation.draft_path is None) == (resolved.draft_path is None)
             assert plan.transfer.transport == choose_transport(cluster).name
             assert plan.transfer.layers == choose_layers(cluster)
-            assert plan.router.address == "ipc:///run/router.sock"
+            assert plan.router.addresses == ("ipc:///run/router.sock",)
             nodes += 1
             every = (*cluster.prefill.nodes, *cluster.decode.nodes)
             assert len(plan.shares) == sum(each.tensor_parallel for each in every)

@@ -12,7 +12,7 @@ import pytest
 
 from common.config import Resolved, load_cluster
 from common.config import run_directory as module
-from common.config.run_directory import control_address, peer_address, run_directory
+from common.config.run_directory import control_addresses, peer_address, run_directory
 from common.errors import ConfigError
 
 
@@ -141,7 +141,7 @@ def test_a_read_only_directory_is_refused_for_writing(
     monkeypatch.setattr(os, "access", lambda other, mode: other != path and access(other, mode))
     with pytest.raises(ConfigError, match=f"cannot write to {path}: .* set process.run_dir"):
         run_directory(cluster, to_write=True)
-    assert control_address(cluster) == f"ipc://{path}/router.sock"
+    assert control_addresses(cluster) == [f"ipc://{path}/router.sock"]
 
 
 @pytest.mark.parametrize("name", ["prefill-0", "p" * 41])
@@ -175,14 +175,14 @@ def test_length_is_counted_in_bytes(tmp_path: Path) -> None:
 
 def test_addresses_follow_from_the_run_directory(tmp_path: Path, runtime: Path) -> None:
     auto = resolved(tmp_path)
-    assert control_address(auto) == f"ipc://{run_directory(auto)}/router.sock"
+    assert control_addresses(auto) == [f"ipc://{run_directory(auto)}/router.sock"]
     assert peer_address(auto, "prefill-0") == f"ipc://{run_directory(auto)}/prefill-0.sock"
     named = resolved(
         tmp_path,
         more="router: {control_address: 'tcp://127.0.0.1:1'}\n"
         "prefill: {nodes: [{name: a, peer_address: 'tcp://127.0.0.1:2'}]}\n",
     )
-    assert control_address(named) == "tcp://127.0.0.1:1"
+    assert control_addresses(named) == ["tcp://127.0.0.1:1"]
     assert peer_address(named, "a") == "tcp://127.0.0.1:2"
     with pytest.raises(ConfigError, match="no node is called 'b'"):
         peer_address(named, "b")

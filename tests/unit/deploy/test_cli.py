@@ -464,7 +464,7 @@ def test_every_process_gets_the_file_and_the_overrides(directory: Path) -> None:
     tail = ["--cluster", str((directory / "c.yaml").resolve())]
     tail += ["--set", "prefill.nodes=[{name: a}, {name: b}]", "--set", "router.port=8001"]
     assert [child.command for child in made.children] == [
-        ["router", *tail],
+        ["router", "--process", "0", *tail],
         ["prefill_node", "--name", "a", *tail],
         ["prefill_node", "--name", "b", *tail],
         ["decode_node", "--name", "decode-0", *tail],

@@ -23,6 +23,7 @@ from common.messages.protocol import CONTROL_PROTOCOL_VERSION
 from common.messages.router_inbox import Failed, Goodbye, Heartbeat, Register
 from common.messages.wire import encode
 from common.node.router_link import REGISTER_INTERVAL, RouterLink, control_first
+from common.node.router_links import RouterLinks
 from common.node_plan import RouterPlan
 from common.observability.logs import Log
 from tests.fakes.clock import Clock
@@ -63,7 +64,8 @@ class Rig:
         self.router: RouterSocket | None = RouterSocket(self.router_context, self.address)
         self.link: RouterLink[Any] = RouterLink(
             self.node_context,
-            RouterPlan(address=self.address, heartbeat_interval=INTERVAL, timeout=TIMEOUT),
+            RouterPlan(addresses=(self.address,), heartbeat_interval=INTERVAL, timeout=TIMEOUT),
+            self.address,
             Register(
                 protocol_version=CONTROL_PROTOCOL_VERSION,
                 node=NodeRef(name="prefill-0", role="prefill", incarnation=NODE),
@@ -79,6 +81,7 @@ class Rig:
             Log("test"),
             clock=self.clock,
         )
+        self.links = RouterLinks([self.link], self.clock)
         self.heard: list[tuple[bytes, router_inbox.RouterMessage]] = []
         self.incarnation = "router-a"
         self.echoing = False
@@ -327,7 +330,7 @@ def test_heartbeats_continue_while_the_main_loop_is_blocked(rig: Rig) -> None:
     """This thread is the main loop and does nothing for the link: heartbeats carry the age of its last turn."""
     load = NodeLoad(queued=3, total_pages=9)
     before = time.time()
-    rig.link.publish("up", load, NodeCounters(steps=7))
+    rig.links.publish("up", load, NodeCounters(steps=7))
     rig.link.start()
     first = rig.beat()
     assert before <= first.as_of <= time.time()
@@ -337,23 +340,23 @@ def test_heartbeats_continue_while_the_main_loop_is_blocked(rig: Rig) -> None:
     assert later.loop_age_ms == 5000
     assert later.as_of == first.as_of
     assert later.sequence > first.sequence
-    rig.link.publish("draining", load, NodeCounters())
+    rig.links.publish("draining", load, NodeCounters())
     turned = rig.beat()
     assert (turned.state, turned.loop_age_ms) == ("draining", 0)
 
 
 def test_announced_work_travels_until_the_loop_turns(rig: Rig) -> None:
     """The announced time counts from the loop's last turn; a shorter announcement revokes nothing."""
-    rig.link.publish("up", NodeLoad(), NodeCounters())
+    rig.links.publish("up", NodeLoad(), NodeCounters())
     rig.link.start()
     assert rig.beat().announced_ms == 0
     rig.clock.now += 1.0
-    rig.link.announce(20.0)
-    rig.link.announce(4.0)
+    rig.links.announce(20.0)
+    rig.links.announce(4.0)
     rig.clock.now += 7.0
     busy = rig.beat()
     assert (busy.loop_age_ms, busy.announced_ms) == (8_000, 21_000)
-    rig.link.publish("up", NodeLoad(), NodeCounters())
+    rig.links.publish("up", NodeLoad(), NodeCounters())
     assert rig.beat().announced_ms == 0
 
 

@@ -34,7 +34,7 @@ class Rig:
         until(lambda: self.router.drain() or self.router.reachable(b"p/images"))
         self.cache = RowCache(cache_bytes)
         self.prompts = PromptImages()
-        self.intake = ImageIntake(dealer, decode, self.cache, self.prompts, Log("test"))
+        self.intake = ImageIntake([dealer], decode, self.cache, self.prompts, Log("test"))
         self._keys = itertools.count(1)
 
     def send(self, digest: bytes, data: bytes) -> None:

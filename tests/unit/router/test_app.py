@@ -18,6 +18,7 @@ import zmq
 
 from common.checkpoint.model_config import model_fingerprint
 from common.config import load_cluster
+from common.config.router_processes import RouterProcess
 from common.errors import ConfigError
 from common.messages.generation import OutputToken
 from common.messages.node_inbox import Abort, Registered
@@ -30,6 +31,8 @@ from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import legs
 from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.conftest import TINY
+
+ONLY = RouterProcess(0, ())
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -70,7 +73,7 @@ decode: {{nodes: [{{name: d0}}]}}
 
 
 async def test_without_nodes_and_while_draining(cluster: Path) -> None:
-    app = build(load_cluster(cluster, []), Log("test"))
+    app = build(load_cluster(cluster, []), ONLY, Log("test"))
     await app.start()
     app.core.control.refused_messages = 3  # test_control_plane.py tests the counting
     host, port = app.http.public.addresses[0][:2]
@@ -132,7 +135,7 @@ def node_of(context: zmq.Context[zmq.Socket[bytes]], app: RouterApp, name: str) 
 async def test_missing_nodes_of_the_cluster_file_are_named(cluster: Path) -> None:
     """The answer is 200 while each role has a node; a draining node is missing, one that is in no file is ignored."""
     nodes = ["prefill.nodes=[{name: p0}, {name: p1}]", "health.node_timeout=600"]
-    app = build(load_cluster(cluster, nodes), Log("test"))
+    app = build(load_cluster(cluster, nodes), ONLY, Log("test"))
     await app.start()
     host, port = app.http.public.addresses[0][:2]
     context = zmq.Context[zmq.Socket[bytes]]()
@@ -168,7 +171,11 @@ async def test_what_is_not_done_in_time_ends_with_an_error(
 ) -> None:
     """A stream ends with an error event and no [DONE], other requests with 503; both nodes get aborts."""
     monkeypatch.setattr("router.server.http_server.SHUTDOWN_SECONDS", PATIENCE)
-    app = build(load_cluster(cluster, ["health.drain_timeout=0.2", "health.node_timeout=600"]), Log("test"))
+    app = build(
+        load_cluster(cluster, ["health.drain_timeout=0.2", "health.node_timeout=600"]),
+        RouterProcess(0, ()),
+        Log("test"),
+    )
     await app.start()
     host, port = app.http.public.addresses[0][:2]
     context = zmq.Context[zmq.Socket[bytes]]()
@@ -201,7 +208,7 @@ async def test_what_is_not_done_in_time_ends_with_an_error(
 async def test_a_request_whose_text_is_worked_on_is_finished_before_the_router_ends(cluster: Path) -> None:
     """It was accepted although no node has it yet."""
     drain = f"health.drain_timeout={PATIENCE}"
-    app = build(load_cluster(cluster, [drain, "health.node_timeout=600"]), Log("test"))
+    app = build(load_cluster(cluster, [drain, "health.node_timeout=600"]), ONLY, Log("test"))
     await app.start()
     host, port = app.http.public.addresses[0][:2]
     context = zmq.Context[zmq.Socket[bytes]]()
@@ -239,7 +246,7 @@ async def test_a_port_that_is_taken_for_a_moment(cluster: Path, monkeypatch: pyt
     monkeypatch.setattr("router.server.listeners.BIND_SECONDS", PATIENCE)
     server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    app = build(load_cluster(cluster, [f"router.port={port}"]), Log("test"))
+    app = build(load_cluster(cluster, [f"router.port={port}"]), ONLY, Log("test"))
     started = asyncio.create_task(app.start())
     await asyncio.sleep(0.3)
     assert not started.done()
@@ -254,7 +261,7 @@ async def test_a_port_that_is_taken_is_named(cluster: Path, monkeypatch: pytest.
     monkeypatch.setattr("router.server.listeners.BIND_SECONDS", 0.0)
     server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    app = build(load_cluster(cluster, [f"router.port={port}"]), Log("test"))
+    app = build(load_cluster(cluster, [f"router.port={port}"]), ONLY, Log("test"))
     with pytest.raises(ConfigError, match=rf"^router\.port: another process listens on 127\.0\.0\.1:{port}"):
         await app.start()
     server.close()
@@ -267,7 +274,9 @@ async def test_a_router_that_cannot_start_closes_everything(
     """The admin socket, the control socket and the text workers were open when the port was found taken."""
     monkeypatch.setattr("router.server.listeners.BIND_SECONDS", 0.0)
     server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
-    app = build(load_cluster(cluster, [f"router.port={server.sockets[0].getsockname()[1]}"]), Log("test"))
+    app = build(
+        load_cluster(cluster, [f"router.port={server.sockets[0].getsockname()[1]}"]), ONLY, Log("test")
+    )
     control = Path(app.core.control.address.removeprefix("ipc://"))
     assert control.exists()
     with pytest.raises(ConfigError):
@@ -292,7 +301,7 @@ async def test_a_router_that_cannot_be_built_closes_everything(cluster: Path, tm
     gc.collect()
     before = descriptors()
     with pytest.raises(ConfigError, match="in the way and not a socket"):
-        build(resolved, Log("test"))
+        build(resolved, ONLY, Log("test"))
     assert descriptors() == before
 
 
@@ -305,7 +314,7 @@ async def test_a_model_without_a_chat_template_is_announced(
     shutil.copytree(load_cluster(cluster).model_path, model)
     if not has_one:
         (model / "chat_template.jinja").unlink()
-    app = build(load_cluster(cluster, [f"model.path={model}"]), Log("test"))
+    app = build(load_cluster(cluster, [f"model.path={model}"]), ONLY, Log("test"))
     try:
         said = [record for record in caplog.records if "no chat template" in record.getMessage()]
         assert bool(said) is not has_one
@@ -316,7 +325,11 @@ async def test_a_model_without_a_chat_template_is_announced(
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
 async def test_a_host_that_is_not_ours_is_blamed_and_not_the_port(cluster: Path, host: str) -> None:
     """192.0.2.0/24 is reserved for documentation: no machine has it."""
-    app = build(load_cluster(cluster, [f"router.host={host}", "security.open_http=true"]), Log("test"))
+    app = build(
+        load_cluster(cluster, [f"router.host={host}", "security.open_http=true"]),
+        RouterProcess(0, ()),
+        Log("test"),
+    )
     with pytest.raises(ConfigError, match=rf"^router\.host: this host has no address {host}; write 127"):
         await app.start()
 
@@ -328,4 +341,4 @@ def test_settings_of_images_are_refused_where_the_model_takes_none(cluster: Path
     with pytest.raises(
         ConfigError, match=rf"{path}: .* would have no effect: this model takes no images; .*--set"
     ):
-        build(load_cluster(cluster, [key]), Log("test"))
+        build(load_cluster(cluster, [key]), ONLY, Log("test"))

@@ -36,6 +36,7 @@ from common.messages.router_inbox import (
 )
 from common.messages.wire import encode
 from common.node.router_link import RouterLink
+from common.node.router_links import RouterLinks
 from common.node_plan import RouterPlan
 from common.observability import bounded_log
 from router import control_plane
@@ -473,9 +474,9 @@ async def test_last_messages_of_a_leaving_node_arrive(attempt: int, monkeypatch:
         rig.expect("decode", "decode-0")
         register = registration("decode", "decode-0")
         context = zmq.Context[zmq.Socket[bytes]]()
-        plan = RouterPlan(address=rig.control.address, heartbeat_interval=0.1, timeout=600.0)
-        link = RouterLink(context, plan, register, decode_inbox.codec, rig.log)
-        link.publish("up", NodeLoad(total_pages=100, free_pages=100), NodeCounters())
+        plan = RouterPlan(addresses=(rig.control.address,), heartbeat_interval=0.1, timeout=600.0)
+        link = RouterLink(context, plan, rig.control.address, register, decode_inbox.codec, rig.log)
+        RouterLinks([link]).publish("up", NodeLoad(total_pages=100, free_pages=100), NodeCounters())
         link.start()
 
         def drain_until(kind: type[Reserve] | None) -> Reserve | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from common.errors import Overloaded
-from common.messages.identity import NodeLoad
+from common.messages.identity import NodeLoad, OtherRouters
 from router.dispatch.admission import Admission, NodeRoom, Room, SlidingSum
 from router.nodes.registry import Node
 from tests.fakes.clock import Clock
@@ -279,3 +279,16 @@ def test_the_room_of_nodes_is_that_of_decode_nodes_that_are_up() -> None:
     assert room().spare_tokens == 50 * 16 // 2, "not added up for each request"
     version = 2
     assert room().spare_tokens == 10 * 16 // 2
+
+
+def test_each_router_may_use_its_share_and_what_the_others_leave() -> None:
+    load = NodeLoad(total_pages=100, free_pages=60)
+    node = Node(registration("decode", "decode-0"), 0.0, load=load)
+    node.others = OtherRouters(routers=3, requests=2)
+    version = 1
+    room = NodeRoom(lambda: [node], 8, lambda: version)
+    assert room() == Room(tokens=100 * 16 // 4, requests=6, spare_tokens=60 * 16 // 2 // 4)
+    # The others have taken all: this router still has its share.
+    node.others = OtherRouters(routers=3, requests=8)
+    version = 2
+    assert room().requests == 2

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from common.config import Resolved, load_cluster
+from common.config.router_processes import RouterProcess
 from common.errors import ConfigError
 from common.observability.logs import Log
 from router.app import RouterApp
@@ -52,7 +53,7 @@ process: {{run_dir: "{directory}/r"}}
 
 
 def router(directory: Path, *overrides: str) -> RouterApp:
-    return build(config(directory, *overrides), Log("test"))
+    return build(config(directory, *overrides), RouterProcess(0, ()), Log("test"))
 
 
 def write_keys(directory: Path, text: str | None = None) -> str:
@@ -218,7 +219,13 @@ async def test_an_admin_port_wants_keys_of_that_scope(tmp_path: Path) -> None:
 
 def test_keys_that_cannot_be_read_are_refused_at_start_up(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="security.api_keys: .*must contain a list"):
-        http_plan(config(tmp_path, write_keys(tmp_path, "x")), 1 << 20, lambda: 0.0, Log("test"))
+        http_plan(
+            config(tmp_path, write_keys(tmp_path, "x")),
+            RouterProcess(0, ()),
+            1 << 20,
+            lambda: 0.0,
+            Log("test"),
+        )
 
 
 async def test_without_keys_the_api_hides_processes_on_loopback(tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+"""The Unix socket of operators. One of the router processes of a host listens there, and answers for all of them.
+
+Unix sockets cannot be shared like ports. The process that holds a lock on a file beside the socket listens; the kernel
+gives the lock back when that process ends, and another one takes both over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from common.errors import ConfigError
+from router.server.sockets import owner_socket
+
+LOOK_SECONDS = 0.25  # interval at which a process tries to take the lock
+
+Serve = Callable[[socket.socket], Awaitable[None]]
+
+
+class AdminSocket:
+    """Binds the socket, at once or when the process that has it ends."""
+
+    def __init__(self, path: Path, shared: bool) -> None:
+        """`shared`: other router processes of this cluster run on this host."""
+        self._path = path
+        self._shared = shared
+        self._lock = -1
+        self._bound = False
+        self._waiting: asyncio.Task[None] | None = None
+
+    async def start(self, serve: Serve) -> None:
+        """Let `serve` have the bound socket, now or later. Raises ConfigError if its path cannot be used."""
+        if not self._shared or self._locked():
+            await self._bind(serve)
+        else:
+            self._waiting = asyncio.create_task(self._wait(serve))
+
+    def stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    def remove(self) -> None:
+        """Remove the socket, unless it belongs to another router, and let another process take it over."""
+        if self._bound:
+            self._path.unlink(missing_ok=True)
+            self._bound = False
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    async def _wait(self, serve: Serve) -> None:
+        while not self._locked():
+            await asyncio.sleep(LOOK_SECONDS)
+        await self._bind(serve)
+
+    async def _bind(self, serve: Serve) -> None:
+        listener = owner_socket(self._path)
+        self._bound = True
+        await serve(listener)
+
+    def _locked(self) -> bool:
+        """Return whether this process holds the lock, after an attempt to take it. Raises ConfigError."""
+        lock = self._path.with_name(f"{self._path.name}.lock")
+        try:
+            descriptor = os.open(lock, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError("router.admin", f"cannot open {lock}: {error.strerror}") from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        self._lock = descriptor
+        return True

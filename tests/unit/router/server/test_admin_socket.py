@@ -1,0 +1,63 @@
+"""One of several router processes listens for operators; another takes over when it ends."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from router.server.admin_socket import AdminSocket
+from tests.fakes.waiting import eventually
+
+
+class Served:
+    def __init__(self) -> None:
+        self.sockets: list[socket.socket] = []
+
+    async def __call__(self, listener: socket.socket) -> None:
+        listener.listen()
+        self.sockets.append(listener)
+
+    def close(self) -> None:
+        for each in self.sockets:
+            each.close()
+
+
+async def test_the_next_process_takes_over(tmp_path: Path) -> None:
+    path = tmp_path / "router.admin.sock"
+    first, second = (AdminSocket(path, shared=True) for _ in range(2))
+    served, taken = Served(), Served()
+    await first.start(served)
+    await second.start(taken)
+    assert (len(served.sockets), len(taken.sockets)) == (1, 0)
+    served.close()
+    first.remove()
+    await eventually(lambda: len(taken.sockets) == 1)
+    assert path.stat().st_mode & 0o777 == 0o600
+    taken.close()
+    second.remove()
+    assert not path.exists()
+
+
+async def test_the_socket_of_a_killed_process_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "router.admin.sock"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    admin, served = AdminSocket(path, shared=True), Served()
+    await admin.start(served)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    served.close()
+    admin.remove()
+
+
+async def test_a_process_that_waits_can_end(tmp_path: Path) -> None:
+    path = tmp_path / "router.admin.sock"
+    first, second = (AdminSocket(path, shared=True) for _ in range(2))
+    served = Served()
+    await first.start(served)
+    await second.start(Served())
+    second.stop_waiting()
+    second.remove()
+    assert path.exists(), "it belongs to the other process"
+    served.close()
+    first.remove()
