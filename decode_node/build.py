@@ -27,6 +27,7 @@ from common.messages.identity import NodeRef, new_incarnation, rank_incarnation
 from common.node.announced_work import COMPILE_SECONDS
 from common.node.ranks.from_config import start_ranks
 from common.node.ranks.group import RankGroup
+from common.node.ranks.rank_reports import rank_reports
 from common.node.ranks.sole_rank import SoleRank
 from common.node.registration import registration
 from common.node.router_link import RouterLink
@@ -121,7 +122,8 @@ def _build(
     space = page_space(served, section.prefix_cache)
     loaded.capture(forwards, log)
     ref = NodeRef(name=name, role="decode", incarnation=incarnation)
-    register = registration(plan, ref, new_incarnation(), served, forwards.graphs)
+    reports = rank_reports(served, plan.device, ranks.exchange)
+    register = registration(plan, ref, new_incarnation(), served, forwards.graphs, reports)
     codec, context = decode_inbox.codec, end.context
     routers = RouterLinks(
         [
@@ -153,7 +155,7 @@ def _build(
         loaded.computation(forwards),
         bounds,
         section.backup_mib * MIB,
-        Observation(log, drafts=watch, events=events),
+        Observation(log, drafts=watch, events=events, ranks=ranks.totals),
         wrap,
         grammars_for(resolved.model_path, served.config, log),
     )

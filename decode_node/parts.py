@@ -11,7 +11,7 @@ import zmq
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.kv_cache.page_space import PageSpace
 from common.messages.decode_inbox import DecodeMessage
-from common.messages.identity import GraphTotals
+from common.messages.identity import GraphTotals, RankTotals
 from common.node.router_links import RouterLinks
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
@@ -54,6 +54,7 @@ class Observation:
 
     log: Log
     graphs: Callable[[], Sequence[GraphTotals]] = lambda: ()
+    ranks: Callable[[], Sequence[RankTotals]] = lambda: ()
     phase_seconds: Mapping[str, float] = field(default_factory=dict)  # updated by the steps
     pacing: PacingCounters = field(default_factory=PacingCounters)  # updated by the worker
     drafts: DraftWatch = field(default_factory=NoWatch)

@@ -18,6 +18,7 @@ from common.node.ranks.board import Told
 from common.node.ranks.from_config import RankStart
 from common.node.ranks.loop import SPIN_SECONDS
 from common.node.ranks.member import BuiltRank, Member, run_rank
+from common.node.ranks.rank_reports import rank_reports
 from common.observability.logs import Log
 from decode_node.assemble import device_worker
 from decode_node.build import receiving_end, step_sizes
@@ -69,6 +70,7 @@ def build(member: Member, log: Log) -> BuiltRank:
     forwards = loaded.forwards(end.allocate)
     receiver = end.receiver(forwards.layout)
     loaded.capture(forwards, log)
+    rank_reports(loaded.served, plan.devices[rank], member.exchange)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
         lambda: None,

@@ -27,6 +27,7 @@ class Report:
         self._receiver = receiver
         self._resources = resources
         self._graphs = observation.graphs
+        self._ranks = observation.ranks
         self._phase_seconds = observation.phase_seconds
         self._pacing = observation.pacing
         self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
@@ -74,4 +75,5 @@ class Report:
             spec_accepted_at=tuple(speculation.accepted_at),
             phase_seconds=dict(self._phase_seconds),
             graphs=tuple(self._graphs()),
+            ranks=tuple(self._ranks()),
         )

@@ -36,6 +36,8 @@ def show_status(table: Table, disk: str | None, info: dict[str, Any] | None, out
             str(load.get("queued", "")),
             _pages(load),
         )
+        for rank, text in _ranks(nodes.get(name, {})):
+            view.add_row(escape(rank), "", escape(text))
     degraded = bool(problems) or any(state != "up" for state in states.values())
     ready = info is not None and bool(info.get("ready"))
     summary = table.state if table.state != "ready" or ready else "not ready"
@@ -72,10 +74,26 @@ def show_launched(info: dict[str, Any], out: Console) -> int:
             str(load.get("queued", "")),
             _pages(load),
         )
+        for rank, text in _ranks(node):
+            view.add_row(escape(rank), "", "", escape(text))
     out.print(view)
     if not ready:
         return NOT_READY
     return DEGRADED if degraded else UP
+
+
+def _ranks(node: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, state) of the ranks of a node that has several."""
+    ranks = node.get("ranks", [])
+    if len(ranks) < 2:
+        return []
+    return [(f"  {node['name']}/{rank}", _rank(each)) for rank, each in enumerate(ranks)]
+
+
+def _rank(rank: dict[str, Any]) -> str:
+    behind = rank.get("behind", 0)
+    late = f", {behind} plans behind" if behind else ""
+    return f"{rank['device']}, {rank['memory_bytes'] / 2**30:.1f} GiB{late}"
 
 
 def _pages(load: dict[str, Any]) -> str:

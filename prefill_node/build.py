@@ -36,6 +36,7 @@ from common.messages.identity import (
 from common.node.announced_work import COMPILE_SECONDS
 from common.node.ranks.from_config import start_ranks
 from common.node.ranks.group import RankGroup
+from common.node.ranks.rank_reports import rank_reports
 from common.node.ranks.sole_rank import SoleRank
 from common.node.registration import registration
 from common.node.router_link import RouterLink
@@ -158,7 +159,8 @@ def _build(
     addresses = [each.decode() for each in ranks.exchange(end.peers.address.encode())]
     group, wrap = _with_ranks(end.sender, addresses, ranks)
     ref = NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=end.peers.address)
-    register = registration(plan, ref, link_secret, served, forwards.graphs)
+    reports = rank_reports(served, plan.device, ranks.exchange)
+    register = registration(plan, ref, link_secret, served, forwards.graphs, reports)
     codec, context, security = prefill_inbox.codec, sockets.context, sockets.security
     routers = RouterLinks(
         [
@@ -186,7 +188,7 @@ def _build(
         space,
         computation,
         bounds,
-        Observation(log, events=events),
+        Observation(log, events=events, ranks=ranks.totals),
         wrap,
         grammars=grammars_for(resolved.model_path, served.config, log),
     )

@@ -86,7 +86,7 @@ class PrefillNode:
             observation.log,
             self._clock,
         )
-        self._report = Report(self.queues, self._space, self._sender, self._times, observation.graphs)
+        self._report = Report(self.queues, self._space, self._sender, self._times, observation)
         self._poller = zmq.Poller()
         for each in (*self._routers.sockets, self._peers.socket, *links.reports):
             self._poller.register(each, zmq.POLLIN)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.ipc import RouterSocket
 from common.kv_cache.page_space import PageSpace
-from common.messages.identity import GraphTotals
+from common.messages.identity import GraphTotals, RankTotals
 from common.messages.prefill_inbox import PrefillMessage
 from common.node.router_links import RouterLinks
 from common.observability.event_log import NO_EVENTS, EventLog
@@ -64,5 +64,6 @@ class Observation:
 
     log: Log
     graphs: Callable[[], Sequence[GraphTotals]] = lambda: ()
+    ranks: Callable[[], Sequence[RankTotals]] = lambda: ()
     clock: Callable[[], float] = time.monotonic
     events: EventLog = NO_EVENTS

@@ -17,6 +17,7 @@ from common.engine.ops.triton_kernel import report_compilations
 from common.node.ranks.from_config import RankStart
 from common.node.ranks.loop import SPIN_SECONDS
 from common.node.ranks.member import BuiltRank, Member, run_rank
+from common.node.ranks.rank_reports import rank_reports
 from common.node.serving_model import ServingModel
 from common.observability.logs import Log
 from kv_transfer.ranks.sender_rank import SenderRank
@@ -71,6 +72,7 @@ def build(member: Member, log: Log) -> BuiltRank:
     end = sending_end(resolved, plan, loaded.served, forwards, sockets, start.incarnation, rank)
     computation = loaded.computation(forwards, loaded.capture(forwards, log))
     member.exchange(end.peers.address.encode())
+    rank_reports(loaded.served, plan.device, member.exchange)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
         lambda: None,

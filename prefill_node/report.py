@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from common.kv_cache.page_space import PageSpace
-from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
+from common.messages.identity import NodeCounters, NodeLoad
 from kv_transfer.sending import PageSender
 from prefill_node.forward_times import ForwardTimes
+from prefill_node.parts import Observation
 from prefill_node.queues import Queues
 
 
@@ -20,13 +19,14 @@ class Report:
         space: PageSpace,
         sender: PageSender,
         times: ForwardTimes,
-        graphs: Callable[[], Sequence[GraphTotals]],
+        observation: Observation,
     ) -> None:
         self._queues = queues
         self._space = space
         self._sender = sender
         self._times = times
-        self._graphs = graphs
+        self._graphs = observation.graphs
+        self._ranks = observation.ranks
         self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.steps = self.transfers = self.transfer_failures = 0
 
@@ -62,4 +62,5 @@ class Report:
             refused_messages=refused_messages + sent.malformed + sent.invalid_slots,
             late_messages=sent.stale_generation + sent.stale_incarnation,
             graphs=tuple(self._graphs()),
+            ranks=tuple(self._ranks()),
         )

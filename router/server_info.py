@@ -89,6 +89,8 @@ def _accept_lengths(node: Node) -> dict[str, float]:
 def _describe(condition: Condition, view: View) -> dict[str, Any]:
     node = condition.node
     register = node.register
+    counters = msgspec.to_builtins(node.counters)
+    del counters["ranks"]  # shown as `ranks` of the node
     process = {"incarnation": node.incarnation, "host": register.host, "pid": register.pid}
     return {
         "name": node.name,
@@ -96,9 +98,11 @@ def _describe(condition: Condition, view: View) -> dict[str, Any]:
         "state": node.state,
         **(process if view >= View.OPERATOR else {}),
         "config": register.effective_config,
+        "tp_size": max(len(register.ranks), 1),
+        "ranks": _ranks(node),
         "graphs": msgspec.to_builtins(register.graphs),
         "load": msgspec.to_builtins(node.load),
-        "counters": msgspec.to_builtins(node.counters),
+        "counters": counters,
         "assigned": len(node.rooms),
         "reachable": node.reachable,
         "weight": round(condition.weight, 3),
@@ -106,3 +110,15 @@ def _describe(condition: Condition, view: View) -> dict[str, Any]:
         "bad_peers": condition.bad_peers,
         "as_of": node.as_of,
     }
+
+
+def _ranks(node: Node) -> list[dict[str, Any]]:
+    """Return what each rank holds, and how far it is if there are several."""
+    reports, totals = node.register.ranks, node.counters.ranks
+    return [
+        {
+            **msgspec.to_builtins(report),
+            **(msgspec.to_builtins(totals[rank]) if rank < len(totals) else {}),
+        }
+        for rank, report in enumerate(reports)
+    ]

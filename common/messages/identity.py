@@ -129,6 +129,23 @@ class GraphReport(msgspec.Struct, frozen=True, kw_only=True):
     reasons: tuple[str, ...] = ()  # why graphs are off, or use another backend than requested
 
 
+class RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one rank of a node, at the node's start."""
+
+    device: Label
+    pages: Total  # the same on all ranks, of which the one with the least room decides
+    pool_bytes: Total = 0  # of its share of these pages
+    memory_bytes: Total = 0  # of the device, taken by the process; on a CPU its resident memory
+
+
+class RankTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """The progress of one rank of a node that has several."""
+
+    plans: Total = 0  # applied
+    behind: Total = 0  # plans that rank 0 has sent and this rank has not applied yet
+    collective_wait_seconds: Finite = 0.0  # in which its host has waited for the other ranks
+
+
 class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     """Totals since the node's start; the router exports them under /metrics and /server_info."""
 
@@ -164,3 +181,4 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     spec_accepted_at: Annotated[tuple[Total, ...], MANY] = ()
     phase_seconds: Annotated[dict[Label, Finite], MANY] = {}  # parts of a step -> time on the device
     graphs: Annotated[tuple[GraphTotals, ...], MANY] = ()
+    ranks: Annotated[tuple[RankTotals, ...], MANY] = ()  # in their order; empty for a node of one rank

@@ -20,6 +20,7 @@ from common.messages.identity import (
     NodeRef,
     NodeState,
     OtherRouters,
+    RankReport,
     Text,
     Total,
     control_link_id,
@@ -53,6 +54,7 @@ class Register(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     # For /server_info, where it must be representable as JSON.
     effective_config: Annotated[dict[Label, ConfigValue], MANY]
     graphs: Annotated[tuple[GraphReport, ...], MANY] = ()
+    ranks: Annotated[tuple[RankReport, ...], MANY] = ()  # in their order
 
     def link_id(self, purpose: str = "") -> str:
         """Return the routing id of one of the node's sockets to the router: its control link, unless `purpose` is

@@ -8,7 +8,7 @@ from typing import Any
 
 from common.engine.graphs import node_graphs
 from common.engine.graphs.node_graphs import NodeGraphs
-from common.messages.identity import NodeRef
+from common.messages.identity import NodeRef, RankReport
 from common.messages.protocol import CONTROL_PROTOCOL_VERSION
 from common.messages.router_inbox import Register
 from common.node.serving_model import ServingModel
@@ -21,11 +21,13 @@ def registration(
     link_secret: str,
     served: ServingModel,
     graphs: Sequence[NodeGraphs[Any]],
+    ranks: Sequence[RankReport],
 ) -> Register:
     """Return the message. `graphs` are captured: it includes their reports.
 
     Args:
         link_secret: random; see control_link_id.
+        ranks: of all ranks, in their order.
     """
     return Register(
         protocol_version=CONTROL_PROTOCOL_VERSION,
@@ -44,4 +46,5 @@ def registration(
             "devices": ", ".join(plan.devices),
         },
         graphs=tuple(node_graphs.report(each) for each in graphs),
+        ranks=tuple(ranks),
     )

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from common.messages.generation import FINISH_LENGTH, FINISH_STOP
-from common.messages.identity import GraphTotals, NodeCounters, NodeLoad
+from common.messages.identity import GraphTotals, NodeCounters, NodeLoad, RankReport, RankTotals
 from router.metrics.handover_metrics import HandoverMetrics
 from router.metrics.histogram import LoopHistogram
 from router.metrics.placement_metrics import PlacementMetrics, condition_series
@@ -115,6 +115,21 @@ GRAPH_GAUGES: dict[str, tuple[str, Callable[[GraphTotals], float]]] = {
     "graphs_unused": ("Graphs that no batch has replayed yet", lambda g: g.unused),
 }
 
+RANK_GAUGES: dict[str, tuple[str, Callable[[RankReport], float]]] = {
+    "tandem_rank_memory_bytes": (
+        "Memory of a rank's device at the node's start; on a CPU resident memory",
+        lambda r: r.memory_bytes,
+    ),
+    "tandem_rank_pool_bytes": ("Memory of a rank's share of the KV pool", lambda r: r.pool_bytes),
+}
+RANK_COUNTERS: dict[str, tuple[str, Callable[[RankTotals], float]]] = {
+    "tandem_rank_plans": ("Plans that a rank has applied", lambda r: r.plans),
+    "tandem_rank_collective_wait_seconds": (
+        "Time in which a rank's host has waited for the other ranks",
+        lambda r: r.collective_wait_seconds,
+    ),
+}
+
 
 class RouterMetrics(Collector):
     """The router's metrics registry. `nodes` returns the nodes that are registered at that moment."""
@@ -199,6 +214,7 @@ class RouterMetrics(Collector):
             yield counter
         yield from self._speculation(nodes, names)
         yield from self._graphs(nodes, names)
+        yield from self._ranks(nodes, names)
         up = GaugeMetricFamily("tandem_node_up", "1 while a node takes requests", labels=names)
         for node in nodes:
             up.add_metric((self._model, node.name, node.role), float(node.state == "up"))
@@ -249,6 +265,30 @@ class RouterMetrics(Collector):
             for values, totals in found:
                 gauge.add_metric(values, of_totals(totals))
             yield gauge
+
+    def _ranks(self, nodes: Iterable[Node], names: tuple[str, ...]) -> Iterator[Metric]:
+        """Yield the memory of every rank, and the progress of those of nodes that have several."""
+        labels = (*names, "rank")
+        for name, (text, of_report) in RANK_GAUGES.items():
+            gauge = GaugeMetricFamily(name, text, labels=labels)
+            for node in nodes:
+                for rank, report in enumerate(node.register.ranks):
+                    gauge.add_metric((self._model, node.name, node.role, str(rank)), of_report(report))
+            yield gauge
+        behind = GaugeMetricFamily("tandem_rank_plans_behind", "Plans not applied yet", labels=labels)
+        found = [
+            ((self._model, node.name, node.role, str(rank)), totals)
+            for node in nodes
+            for rank, totals in enumerate(node.counters.ranks)
+        ]
+        for name, (text, of_totals) in RANK_COUNTERS.items():
+            counter = CounterMetricFamily(name, text, labels=labels)
+            for values, totals in found:
+                counter.add_metric(values, of_totals(totals))
+            yield counter
+        for values, totals in found:
+            behind.add_metric(values, totals.behind)
+        yield behind
 
     def render(self) -> bytes:
         """Return all series in the Prometheus text format."""

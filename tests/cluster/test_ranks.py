@@ -71,6 +71,14 @@ async def test_every_pair_of_sizes_gives_the_same_answers(
         "decode-0": 2,
         "decode-1": 1,
     }
+    for node in nodes.values():
+        assert node["tp_size"] == len(node["ranks"]) == node["config"]["tensor_parallel"]
+        assert all(rank["device"] == "cpu" and rank["memory_bytes"] > 0 for rank in node["ranks"])
+    first, second = nodes["decode-0"]["ranks"]
+    assert first["plans"] >= second["plans"] > 0
+    assert first["plans"] - second["plans"] <= second["behind"] <= 2
+    assert first["collective_wait_seconds"] > 0 < second["collective_wait_seconds"]
+    assert first["pages"] == second["pages"]
     counters = nodes["decode-0"]["counters"]
     assert counters["retractions"]
     assert counters["spec_accepted_tokens"]

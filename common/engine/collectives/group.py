@@ -44,6 +44,8 @@ class CollectiveGroup(ABC):
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
+        # Seconds in which the host has waited for other ranks; 0 if kernels wait on a device.
+        self.waited = 0.0
         self.number = next(_numbers)
         _groups[self.number] = self
 

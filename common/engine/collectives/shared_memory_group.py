@@ -13,6 +13,7 @@ import mmap
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import NoReturn
@@ -155,10 +156,12 @@ class SharedMemoryGroup(CollectiveGroup):
     def _meet(self) -> None:
         """Wait until every rank is in this round."""
         self._tell(CONTINUE)
+        began = time.perf_counter()
         for rank, peer in self._peers.items():
             said = self._hear(rank, peer)
             if said != CONTINUE:
                 self._fail(said[0] - 1, f"rank {said[0] - 1} has failed, as rank {rank} has noticed")
+        self.waited += time.perf_counter() - began
 
     def _hear(self, rank: int, peer: socket.socket) -> bytes:
         """Return the next byte of another rank."""

@@ -17,6 +17,7 @@ class Told(enum.IntEnum):
     TURNS = 1  # turns of its main loop
     APPLIED = 2  # frames of the ring of plans that it has applied
     SAVED = 3  # saves that have ended, counted in the order of the plans
+    WAITED_US = 4  # microseconds in which its host has waited for other ranks in collectives
 
 
 class Board:

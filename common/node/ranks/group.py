@@ -18,6 +18,7 @@ from common.engine.collectives.group_ranks import GroupRanks
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.errors import ConfigError, InternalError, ModelError, RankFailed, TandemError
 from common.ipc.ring import Ring, RingReader, RingWriter
+from common.messages.identity import RankTotals
 from common.node.ranks.board import Board, Told
 from common.node.ranks.member import READY, START_SECONDS
 from common.node.ranks.messages import Begin, FromRank, Gathered, Loading, RankRings, StartFailed
@@ -68,6 +69,7 @@ class RankGroup:
         self._given: dict[int, bytes] = {}  # in the exchange that goes on, by rank
         self._report = report
         self._serving = False
+        self._sent = 0  # plans
 
     def start(self, module: str, works: Sequence[bytes], log_level: str) -> None:
         """Start ranks 1 and up as `python -m MODULE DESCRIPTOR`; `works` are what their entry module decodes."""
@@ -153,10 +155,24 @@ class RankGroup:
     def send_plan(self, frame: bytes) -> None:
         """Send a plan to all other ranks. Raises RankFailed if the ring of plans stays full."""
         self.plans.send(frame, PLAN_SECONDS)
+        self._sent += 1
 
     def saves_ended(self) -> int:
         """Return how many saves have ended on all ranks but this one, counted in the order of the plans."""
         return min(self.board.read(rank, Told.SAVED) for rank in range(1, self.size))
+
+    def totals(self) -> Sequence[RankTotals]:
+        """Return how far each rank is, in their order."""
+        own = RankTotals(plans=self._sent, collective_wait_seconds=round(self.ranks.group.waited, 6))
+        return own, *map(self._totals_of, range(1, self.size))
+
+    def _totals_of(self, rank: int) -> RankTotals:
+        applied = self.board.read(rank, Told.APPLIED)
+        return RankTotals(
+            plans=applied,
+            behind=max(self._sent - applied, 0),
+            collective_wait_seconds=self.board.read(rank, Told.WAITED_US) / 1e6,
+        )
 
     def close(self) -> None:
         """End all ranks: in order if all of them serve, else at once."""

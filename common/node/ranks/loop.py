@@ -96,8 +96,10 @@ class RankLoop:
 class Beat:
     """A thread that shows that this process runs."""
 
-    def __init__(self, board: Board, rank: int) -> None:
+    def __init__(self, board: Board, rank: int, waited: Callable[[], float]) -> None:
+        """Show it on the board as `rank`, and with it for how many seconds it has `waited` for the other ranks."""
         self._board = board
+        self._waited = waited
         self._rank = rank
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
@@ -114,3 +116,4 @@ class Beat:
         while not self._stop.wait(BEAT_SECONDS):
             beats += 1
             self._board.write(self._rank, Told.BEAT, beats)
+            self._board.write(self._rank, Told.WAITED_US, int(self._waited() * 1e6))

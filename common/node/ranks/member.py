@@ -116,7 +116,7 @@ def run_rank(build: Callable[[Member, Log], BuiltRank], descriptor: int) -> None
 
 
 def _serve(build: Callable[[Member, Log], BuiltRank], member: Member, log: Log) -> None:
-    beat = Beat(member.board, member.begin.rank)
+    beat = Beat(member.board, member.begin.rank, lambda: member.ranks.group.waited)
     beat.start()
     built = build(member, log)
     gc.collect()

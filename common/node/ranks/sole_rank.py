@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from common.engine.layers.ranks import ONE_RANK, Ranks
+from common.messages.identity import RankTotals
 from common.observability.logs import Log
 from common.observability.startup import Progressing
 
@@ -31,6 +32,9 @@ class SoleRank:
         self, overdue: Callable[[], float], stopped_limit: float, hung_limit: float, log: Log
     ) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def totals(self) -> Sequence[RankTotals]:
+        return ()
 
     def close(self) -> None:
         """No-op: there are no processes."""

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from common.messages.identity import GraphTotals, NodeCounters, NodeLoad, NodeRef
+from common.messages.identity import (
+    GraphTotals,
+    NodeCounters,
+    NodeLoad,
+    NodeRef,
+    RankReport,
+    RankTotals,
+)
 from common.messages.router_inbox import Register
 from router.metrics.router_metrics import RouterMetrics
 from router.metrics.timeline import Timeline, Timelines
@@ -92,6 +99,25 @@ def test_graphs_by_phase_model_and_reason() -> None:
     assert got[f'graph_fallbacks_total{{{labels},reason="too_large",role="decode"}}'] == 1
     assert got[f'graphs_captured{{{labels},role="decode"}}'] == 4
     assert got[f'graphs_unused{{{labels},role="decode"}}'] == 3
+
+
+def test_ranks_by_number() -> None:
+    one = node()
+    reports = (
+        RankReport(device="cuda:0", pages=9, pool_bytes=70, memory_bytes=100),
+        RankReport(device="cuda:1", pages=9),
+    )
+    one.register = msgspec.structs.replace(one.register, ranks=reports)
+    one.counters = NodeCounters(
+        ranks=(RankTotals(plans=8), RankTotals(plans=6, behind=2, collective_wait_seconds=0.25))
+    )
+    got = series(RouterMetrics("tiny", lambda: [one], lambda: 0))
+    labels = [f'{{engine="decode-0",model_name="tiny",rank="{rank}",role="decode"}}' for rank in (0, 1)]
+    assert [got[f"tandem_rank_memory_bytes{each}"] for each in labels] == [100, 0]
+    assert [got[f"tandem_rank_pool_bytes{each}"] for each in labels] == [70, 0]
+    assert [got[f"tandem_rank_plans_total{each}"] for each in labels] == [8, 6]
+    assert [got[f"tandem_rank_plans_behind{each}"] for each in labels] == [0, 2]
+    assert got[f"tandem_rank_collective_wait_seconds_total{labels[1]}"] == 0.25
 
 
 def test_speculation_by_place_and_by_phase() -> None:
