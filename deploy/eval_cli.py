@@ -28,6 +28,15 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from deploy.openai_client import (
+    CONNECT_SECONDS,
+    BadAnswer,
+    Unreachable,
+    api_base,
+    authorization,
+    call,
+    first_model,
+)
 from deploy.tiny_models.prompts import SHOT_END, chat_messages, few_shot_prompt
 from deploy.tiny_models.vision.questions import Question, questions
 from deploy.tiny_models.vision.questions import is_right as is_right_about
@@ -38,16 +47,7 @@ from deploy.tool_exam import Calls, conversations
 Mode = Literal["chat", "completions"]
 
 MOST_NEW_TOKENS = 96  # the longest correct answer has 53
-CONNECT_SECONDS = 5.0
 GIVE_UP_AFTER = 8  # consecutive failed requests after which the server counts as broken
-
-
-class Unreachable(Exception):
-    """No server answered, or it is not OpenAI-compatible."""
-
-
-class BadAnswer(Exception):
-    """One request failed; the message says how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,7 @@ class Exam:
     @property
     def base(self) -> str:
         """The URL up to and including /v1."""
-        url = self.url.rstrip("/")
-        return url if url.endswith("/v1") else f"{url}/v1"
+        return api_base(self.url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +174,12 @@ def answer_text(mode: Mode, reply: Any) -> str:
 async def hold(exam_: Exam, progress: Progress) -> Report:
     """Run the exam and score it. It always ends: every request has a deadline, and a broken server is given up."""
     start = time.monotonic()
-    headers = {"Authorization": f"Bearer {exam_.api_key}"} if exam_.api_key else {}
     timeout = aiohttp.ClientTimeout(total=exam_.timeout, sock_connect=CONNECT_SECONDS)
     connector = aiohttp.TCPConnector(limit=exam_.concurrency)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
-        model = exam_.model or await _first_model(session, exam_.base)
+    async with aiohttp.ClientSession(
+        headers=authorization(exam_.api_key), timeout=timeout, connector=connector
+    ) as session:
+        model = exam_.model or await first_model(session, exam_.base)
         calls = Calls()
         room = _Room(asked(exam_, calls), progress, exam_.count)
         async with asyncio.TaskGroup() as group:
@@ -252,9 +252,9 @@ async def _candidate(session: aiohttp.ClientSession, exam_: Exam, model: str, ro
         if room.given_up:
             return
         try:
-            reply = await _call(session, "POST", exam_.base + path, {"model": model, **question.body})
+            reply = await call(session, "POST", exam_.base + path, {"model": model, **question.body})
             while (body := question.follow(reply)) is not None:
-                reply = await _call(session, "POST", exam_.base + path, {"model": model, **body})
+                reply = await call(session, "POST", exam_.base + path, {"model": model, **body})
             text = answer_text(exam_.mode, reply)
         except BadAnswer as error:
             room.failed(str(error))
@@ -262,41 +262,14 @@ async def _candidate(session: aiohttp.ClientSession, exam_: Exam, model: str, ro
             room.answered(question.right(text))
 
 
-async def _first_model(session: aiohttp.ClientSession, base: str) -> str:
-    try:
-        reply = await asyncio.wait_for(_call(session, "GET", f"{base}/models", None), 4 * CONNECT_SECONDS)
-        return str(reply["data"][0]["id"])
-    except TimeoutError:
-        raise Unreachable(f"{base}/models did not answer within {4 * CONNECT_SECONDS:.0f} s") from None
-    except BadAnswer as error:
-        raise Unreachable(str(error)) from None
-    except (KeyError, IndexError, TypeError):
-        raise Unreachable(f"{base}/models lists no model: is this an OpenAI-compatible server?") from None
-
-
 async def _accept_length(session: aiohttp.ClientSession, base: str) -> float | None:
     """Return the accept length that the server reports; None if it reports none."""
     try:
-        info = await _call(session, "GET", f"{base.removesuffix('/v1')}/server_info", None)
+        info = await call(session, "GET", f"{base.removesuffix('/v1')}/server_info", None)
         lengths = [float(state["avg_spec_accept_length"]) for state in info["internal_states"]]
     except (BadAnswer, KeyError, TypeError, ValueError):
         return None
     return max(lengths, default=None)
-
-
-async def _call(session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None) -> Any:
-    try:
-        async with session.request(method, url, json=body) as response:
-            raw = await response.read()
-            if response.status != 200:
-                raise BadAnswer(f"{url} answered {response.status}: {raw[:300].decode(errors='replace')}")
-            return json.loads(raw)
-    except TimeoutError:
-        raise BadAnswer(f"{url} did not answer in time") from None
-    except aiohttp.ClientError as error:
-        raise BadAnswer(f"cannot reach {url}: {error}") from None
-    except ValueError as error:
-        raise BadAnswer(f"{url} did not answer with JSON: {error}") from None
 
 
 def run(

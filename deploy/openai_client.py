@@ -1,0 +1,59 @@
+"""What the commands share that talk to an OpenAI-compatible server: its base URL, plain calls, its first model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+
+CONNECT_SECONDS = 5.0
+
+
+class Unreachable(Exception):
+    """No server answered, or it is not OpenAI-compatible."""
+
+
+class BadAnswer(Exception):
+    """One request failed; the message says how."""
+
+
+def api_base(url: str) -> str:
+    """Return the URL up to and including /v1; `url` may have it or not."""
+    url = url.rstrip("/")
+    return url if url.endswith("/v1") else f"{url}/v1"
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """Return the headers that present an API key; none without a key."""
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+async def call(session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None) -> Any:
+    """Return the JSON of an answer with status 200. Raises BadAnswer for anything else."""
+    try:
+        async with session.request(method, url, json=body) as response:
+            raw = await response.read()
+            if response.status != 200:
+                raise BadAnswer(f"{url} answered {response.status}: {raw[:300].decode(errors='replace')}")
+            return json.loads(raw)
+    except TimeoutError:
+        raise BadAnswer(f"{url} did not answer in time") from None
+    except aiohttp.ClientError as error:
+        raise BadAnswer(f"cannot reach {url}: {error}") from None
+    except ValueError as error:
+        raise BadAnswer(f"{url} did not answer with JSON: {error}") from None
+
+
+async def first_model(session: aiohttp.ClientSession, base: str) -> str:
+    """Return the first model that the server lists. `base` ends with /v1. Raises Unreachable."""
+    try:
+        reply = await asyncio.wait_for(call(session, "GET", f"{base}/models", None), 4 * CONNECT_SECONDS)
+        return str(reply["data"][0]["id"])
+    except TimeoutError:
+        raise Unreachable(f"{base}/models did not answer within {4 * CONNECT_SECONDS:.0f} s") from None
+    except BadAnswer as error:
+        raise Unreachable(str(error)) from None
+    except (KeyError, IndexError, TypeError):
+        raise Unreachable(f"{base}/models lists no model: is this an OpenAI-compatible server?") from None
