@@ -1,4 +1,4 @@
-"""What the commands share that talk to an OpenAI-compatible server: its base URL, plain calls, its first model."""
+"""Calls of an OpenAI-compatible server that several commands make."""
 
 from __future__ import annotations
 

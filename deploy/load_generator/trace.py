@@ -59,8 +59,8 @@ def _parse(line: bytes, place: str) -> TraceRequest:
         raise ConfigError(
             place, f"is not a request with timestamp, input_length, output_length, hash_ids: {error}"
         ) from None
-    if request.timestamp < 0 or request.input_length < 1 or request.output_length < 0:
-        raise ConfigError(place, "timestamp and output_length must be at least 0, input_length at least 1")
+    if min(request.timestamp, request.output_length, *request.hash_ids) < 0 or request.input_length < 1:
+        raise ConfigError(place, "input_length must be at least 1, all other numbers at least 0")
     blocks = -(-request.input_length // BLOCK_TOKENS)
     found = len(request.hash_ids)
     if found != blocks:

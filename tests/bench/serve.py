@@ -5,7 +5,8 @@
 
 --concurrency is a closed loop: each of C clients sends its next request when the last one is answered. --rates is an
 open loop: Poisson arrivals, whatever the cluster does; `goodput` is the share of requests within LIMITS. `second` is
-the gap between the first two events of a request, which includes the transfer of its prompt's KV.
+the gap between the first two events of a request, which includes the transfer of its prompt's KV. It is deploy/bench
+with one seed, plus what it reads of the cluster's graphs.
 
 Prompts are random token ids, all different, so that no prefix cache helps. With --floor MODEL the same prompts run
 through `transformers` generate, one at a time, in this process: the ratio at concurrency 1 is the overhead or gain of
@@ -17,131 +18,68 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from deploy.load_generator.loads import Load, closed_load, open_load
+from deploy.load_generator.measurement import Bodies, Measurement, Target
+from deploy.load_generator.plan import PromptShape, PromptTokens, closed_plan
+from deploy.load_generator.summary import Limits
+from deploy.openai_client import api_base, first_model
 from tests.bench.environment import describe
 
 GRAPH_LABELS = "engine", "model", "phase", "reason"
-LIMITS = 0.200, 0.015  # seconds: time to first token, and every gap after it, for `goodput`
+LIMITS = Limits()
 
 
-@dataclass
-class Sample:
-    """One request: seconds to the first token, and between the events after it."""
-
-    first: float
-    gaps: list[float] = field(default_factory=list)
-    tokens: int = 0
-
-    @property
-    def per_token(self) -> float:
-        """Return the seconds per token after the first; one event may carry several."""
-        return sum(self.gaps) / max(self.tokens - 1, 1)
-
-    def within(self, first: float, gap: float) -> bool:
-        """Return whether the first token and every gap of the request are within the limits, in seconds."""
-        return self.first <= first and max(self.gaps, default=0.0) <= gap
+def loads(options: argparse.Namespace) -> list[Load]:
+    shape = PromptShape(options.input, options.output)
+    if options.rates:
+        return [open_load(rate, options.seconds, shape) for rate in options.rates]
+    return [closed_load(clients, options.requests or None, shape) for clients in options.concurrency]
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run and print all levels. Raises RuntimeError if a request fails."""
+    base = api_base(options.url)
+    rows = []
+    async with open_session(options.url) as session:
+        target = Target(options.url, base, await first_model(session, base))
+        bodies = Bodies(options.vocab, options.seed)
+        measurement = Measurement([target], loads(options), [options.seed], bodies, LIMITS)
+        await measurement.warm_up(session, 2, PromptShape(options.input, options.output))
+        async for measured in measurement.run(session):
+            if measured.errors:
+                raise RuntimeError(measured.errors[0])
+            rows.append({"load": measured.load, **asdict(measured.summary)})
+            show(rows[-1])
+            for doubt in measured.doubts:
+                print(f"not to be trusted: {doubt}")
+    return rows
 
 
-async def one_request(session: aiohttp.ClientSession, prompt: list[int], output: int) -> Sample:
-    body = {"prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True, "stream": True}
-    body["stream_options"] = {"include_usage": True}
-    started = last = time.perf_counter()
-    sample: Sample | None = None
-    async with session.post("/v1/completions", json=body) as response:
-        if response.status != 200:
-            raise RuntimeError(f"{response.status}: {await response.text()}")
-        async for line in response.content:
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                raise RuntimeError(str(event["error"]))
-            now = time.perf_counter()
-            if event["choices"]:
-                if sample is None:
-                    sample = Sample(now - started)
-                else:
-                    sample.gaps.append(now - last)
-                last = now
-            elif sample is not None:
-                sample.tokens = event["usage"]["completion_tokens"]
-    if sample is None:
-        raise RuntimeError("an answer without a token")
-    return sample
+def show(row: dict[str, Any]) -> None:
+    print(
+        f"{row['load']:>10} {row['ttft_ms_p50']:8.1f} {row['ttft_ms_p99']:8.1f} {row['gap_ms_p50']:8.2f} "
+        f"{row['gap_ms_p99']:8.2f} {row['gap_ms_max']:8.1f} {row['second_ms_p50']:8.2f} "
+        f"{row['second_ms_p99']:8.2f} {row['token_ms_p50']:8.2f} "
+        f"{row['output_tokens_per_s']:8.0f} {row['goodput']:4.0%}"
+    )
 
 
 def open_session(url: str) -> aiohttp.ClientSession:
+    """Open one pool of connections; relative URLs are the server's."""
     timeout = aiohttp.ClientTimeout(total=600)
-    return aiohttp.ClientSession(url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
-
-
-async def closed_loop(url: str, prompts: list[list[int]], output: int, concurrency: int) -> dict[str, Any]:
-    """Send all prompts, `concurrency` at a time."""
-    waiting = iter(prompts)
-    samples: list[Sample] = []
-    async with open_session(url) as session:
-
-        async def client() -> None:
-            for prompt in waiting:
-                samples.append(await one_request(session, prompt, output))
-
-        started = time.perf_counter()
-        await asyncio.gather(*(client() for _ in range(concurrency)))
-        seconds = time.perf_counter() - started
-    return {"load": concurrency, **summary(samples, seconds)}
-
-
-async def open_loop(
-    url: str, prompts: list[list[int]], output: int, rate: float, rng: random.Random
-) -> dict[str, Any]:
-    """Send each prompt at its own time, `rate` per second on average, however many are unanswered."""
-    async with open_session(url) as session:
-        tasks = []
-        due = started = time.perf_counter()
-        for prompt in prompts:
-            due += rng.expovariate(rate)
-            await asyncio.sleep(due - time.perf_counter())
-            tasks.append(asyncio.create_task(one_request(session, prompt, output)))
-        samples = await asyncio.gather(*tasks)
-        seconds = time.perf_counter() - started
-    return {"load": rate, **summary(samples, seconds)}
-
-
-def summary(samples: list[Sample], seconds: float) -> dict[str, Any]:
-    gaps = [gap for sample in samples for gap in sample.gaps]
-    firsts = [sample.first for sample in samples]
-    seconds_to_second = [sample.gaps[0] for sample in samples if sample.gaps] or [0.0]
-    per_token = [sample.per_token for sample in samples]
-    return {
-        "requests": len(samples),
-        "ttft_ms_p50": 1e3 * statistics.median(firsts),
-        "ttft_ms_p99": 1e3 * percentile(firsts, 0.99),
-        "gap_ms_p50": 1e3 * statistics.median(gaps),
-        "gap_ms_p99": 1e3 * percentile(gaps, 0.99),
-        "gap_ms_max": 1e3 * max(gaps),
-        "second_ms_p50": 1e3 * statistics.median(seconds_to_second),
-        "second_ms_p99": 1e3 * percentile(seconds_to_second, 0.99),
-        "token_ms_p50": 1e3 * statistics.median(per_token),
-        "token_ms_p99": 1e3 * percentile(per_token, 0.99),
-        "output_tokens_per_s": sum(sample.tokens for sample in samples) / seconds,
-        "requests_per_s": len(samples) / seconds,
-        "goodput": statistics.mean(sample.within(*LIMITS) for sample in samples),
-    }
+    headers = {"Content-Type": "application/json"}
+    return aiohttp.ClientSession(
+        url, timeout=timeout, headers=headers, connector=aiohttp.TCPConnector(limit=0)
+    )
 
 
 async def graph_use(url: str) -> dict[str, float]:
@@ -184,6 +122,13 @@ def transformers_alone(path: Path, prompts: list[list[int]], output: int) -> dic
     }
 
 
+def prompts(options: argparse.Namespace) -> list[list[int]]:
+    """Return the first prompts of a run with the seed of the command line."""
+    plan = closed_plan(6, PromptShape(options.input, options.output), options.seed)
+    tokens = PromptTokens(options.vocab, options.seed, (0, options.seed))
+    return [tokens.of(request) for request in plan]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("url")
@@ -200,31 +145,11 @@ def main() -> None:
     parser.add_argument("--floor", type=Path, help="model directory for the transformers comparison")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rng = random.Random(options.seed)
-
-    def prompts(count: int) -> list[list[int]]:
-        return [[rng.randrange(3, options.vocab) for _ in range(options.input)] for _ in range(count)]
-
-    asyncio.run(closed_loop(options.url, prompts(2), options.output, 1))  # warm-up
-    rows = []
     columns = ("ttft p50", "p99", "gap p50", "p99", "max", "second", "p99", "tok p50", "tok/s")
-    print(f"{'load':>6} " + " ".join(f"{name:>8}" for name in columns) + " good")
-    for level in options.rates or options.concurrency:
-        if options.rates:
-            count = max(12, int(level * options.seconds))
-            row = asyncio.run(open_loop(options.url, prompts(count), options.output, level, rng))
-        else:
-            count = options.requests or max(12, 4 * level)
-            row = asyncio.run(closed_loop(options.url, prompts(count), options.output, level))
-        rows.append(row)
-        print(
-            f"{level:6g} {row['ttft_ms_p50']:8.1f} {row['ttft_ms_p99']:8.1f} {row['gap_ms_p50']:8.2f} "
-            f"{row['gap_ms_p99']:8.2f} {row['gap_ms_max']:8.1f} {row['second_ms_p50']:8.2f} "
-            f"{row['second_ms_p99']:8.2f} {row['token_ms_p50']:8.2f} "
-            f"{row['output_tokens_per_s']:8.0f} {row['goodput']:4.0%}"
-        )
+    print(f"{'load':>10} " + " ".join(f"{name:>8}" for name in columns) + " good")
+    rows = asyncio.run(measure(options))
     graphs = asyncio.run(graph_use(options.url))
-    floor = transformers_alone(options.floor, prompts(6), options.output) if options.floor else None
+    floor = transformers_alone(options.floor, prompts(options), options.output) if options.floor else None
     if floor is not None:
         print(
             f"transformers generate: ttft {floor['ttft_ms_p50']:.1f} ms, {floor['output_tokens_per_s']:.0f} tok/s"

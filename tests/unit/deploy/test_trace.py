@@ -43,7 +43,7 @@ def test_lines_are_read_back(tmp_path: Path) -> None:
         ("[1", "is not a request"),
         (
             '{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}',
-            "input_length at least 1",
+            "input_length must be at least 1",
         ),
         ('{"timestamp": -1, "input_length": 1, "output_length": 1, "hash_ids": [1]}', "at least 0"),
         (

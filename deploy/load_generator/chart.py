@@ -1,0 +1,83 @@
+"""Draws a measurement as SVG: distributions of first tokens and gaps, and goodput. Needs matplotlib (extra `bench`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import ConfigError
+from deploy.load_generator.measurement import MeasuredLoad
+from deploy.load_generator.summary import Limits
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, which people with colour blindness can distinguish.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+LINES = ("-", "--", ":", "-.")
+MISSING = "needs matplotlib: pip install matplotlib"
+
+
+def check_matplotlib() -> None:
+    """Raise ConfigError if charts cannot be drawn, before anything is measured."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError("--svg", MISSING) from None
+
+
+def draw(measured: Sequence[MeasuredLoad], limits: Limits, file: Path) -> None:
+    """Write the chart. A line of the distributions is one load on one server: same colour same load."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "tandem", "font.size": 9}
+    with matplotlib.rc_context(style):
+        figure, panels = pyplot.subplots(1, 3, figsize=(12, 4), layout="constrained")
+        _distribution(panels[0], "time to first token, ms", limits.first, measured, "ttft_ms")
+        _distribution(panels[1], "gap between events, ms", limits.gap, measured, "gap_ms")
+        _goodput(panels[2], measured)
+        figure.legend(
+            *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False
+        )
+        figure.savefig(file, metadata={"Date": None, "Title": "Latency under load"})
+        pyplot.close(figure)
+
+
+def _colour_and_line(each: MeasuredLoad, measured: Sequence[MeasuredLoad]) -> tuple[str, str]:
+    loads = list(dict.fromkeys(other.load for other in measured))
+    targets = list(dict.fromkeys(other.target for other in measured))
+    return COLOURS[loads.index(each.load) % len(COLOURS)], LINES[targets.index(each.target) % len(LINES)]
+
+
+def _distribution(
+    axes: Axes, title: str, limit: float, measured: Sequence[MeasuredLoad], values: str
+) -> None:
+    """Draw the share of requests or gaps (upwards) that took at most a time (to the right)."""
+    for each in measured:
+        quantiles: list[float] = getattr(each, values)
+        shares = [index / max(len(quantiles) - 1, 1) for index in range(len(quantiles))]
+        colour, line = _colour_and_line(each, measured)
+        axes.plot(quantiles, shares, line, color=colour, label=f"{each.target}, {each.load}")
+    axes.axvline(1e3 * limit, color="#888888", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_ylim(0, 1)
+    axes.set_title(title, loc="left")
+    axes.set_ylabel("share")
+    axes.grid(alpha=0.3)
+
+
+def _goodput(axes: Axes, measured: Sequence[MeasuredLoad]) -> None:
+    shares = [100 * each.summary.goodput for each in measured]
+    colours = [_colour_and_line(each, measured)[0] for each in measured]
+    places = range(len(measured))
+    axes.barh(places, shares, color=colours, height=0.6)
+    for place, share in zip(places, shares, strict=True):
+        axes.text(share + 1, place, f"{share:.0f}", va="center")
+    axes.set_yticks(places, [f"{each.target}, {each.load}" for each in measured])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 110)
+    axes.set_title("requests within both limits, %", loc="left")

@@ -1,0 +1,109 @@
+"""Runs a plan against a server, as an open or a closed loop, and watches whether this process keeps up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from deploy.load_generator.plan import PlannedRequest
+from deploy.load_generator.stream import RequestTimes, stream_completion
+
+PROBE_SECONDS = 0.005
+
+MakeBody = Callable[[PlannedRequest], bytes]
+Answered = Callable[[], None]
+
+
+def no_progress() -> None:
+    """Report an answer to nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The receiver of requests, and the maker of their bodies."""
+
+    session: aiohttp.ClientSession
+    url: str  # of completions
+    body: MakeBody
+
+
+@dataclass(slots=True)
+class Run:
+    """All requests of one plan, in its order, or of several plans of one load."""
+
+    requests: list[RequestTimes] = field(default_factory=list)
+    seconds: float = 0.0  # from the start to the last answer
+    loop_lags: list[float] = field(default_factory=list)  # seconds by which short sleeps ended late
+
+    def add(self, other: Run) -> None:
+        """Append a run of the same load, as with another seed."""
+        self.requests += other.requests
+        self.seconds += other.seconds
+        self.loop_lags += other.loop_lags
+
+
+async def open_loop(server: Server, plan: Sequence[PlannedRequest], answered: Answered = no_progress) -> Run:
+    """Send each request when it is due, however many are unanswered."""
+    run = Run()
+    start = time.perf_counter()
+    async with asyncio.TaskGroup() as group, _Probe(run):
+        tasks = []
+        for request in plan:
+            body = server.body(request)
+            due = start + request.due
+            await asyncio.sleep(due - time.perf_counter())
+            tasks.append(group.create_task(_send(server, body, due, answered)))
+        run.requests = [await task for task in tasks]
+        run.seconds = time.perf_counter() - start
+    return run
+
+
+async def closed_loop(
+    server: Server, plan: Sequence[PlannedRequest], clients: int, answered: Answered = no_progress
+) -> Run:
+    """Let each of `clients` send its next request when its last one was answered."""
+    run = Run()
+    results: list[RequestTimes | None] = [None] * len(plan)
+    waiting = iter(enumerate(plan))
+
+    async def client() -> None:
+        for index, request in waiting:
+            results[index] = await _send(server, server.body(request), None, answered)
+
+    start = time.perf_counter()
+    async with asyncio.TaskGroup() as group, _Probe(run):
+        for task in [group.create_task(client()) for _ in range(min(clients, len(plan)))]:
+            await task
+        run.seconds = time.perf_counter() - start
+    run.requests = [each for each in results if each is not None]
+    return run
+
+
+async def _send(server: Server, body: bytes, due: float | None, answered: Answered) -> RequestTimes:
+    times = await stream_completion(server.session, server.url, body, due)
+    answered()
+    return times
+
+
+class _Probe:
+    """Notes how late short sleeps end, which delays whatever else this process measures. Use it as an async context."""
+
+    def __init__(self, run: Run) -> None:
+        self._lags = run.loop_lags
+
+    async def __aenter__(self) -> None:
+        self._task = asyncio.create_task(self._probe())
+
+    async def __aexit__(self, *error: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _probe(self) -> None:
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(PROBE_SECONDS)
+            self._lags.append(time.perf_counter() - began - PROBE_SECONDS)

@@ -1,0 +1,166 @@
+"""deploy/bench against a scripted server: what is counted, what is refused, and its exit codes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from deploy import bench_cli
+from deploy.load_generator.plan import PlannedRequest, PromptShape, Segment, closed_plan
+from deploy.load_generator.runs import Server, closed_loop, open_loop
+from deploy.load_generator.stream import RequestTimes, stream_completion
+from tests.fakes.openai_server import DONE, Event, OpenAiServer, finish, serving, token
+
+ANSWER: list[Event] = [token("a"), token("b"), token("c"), *finish(5), DONE]
+
+
+async def stream(server: OpenAiServer, due: float | None = None) -> RequestTimes:
+    async with serving(server), aiohttp.ClientSession() as session:
+        return await stream_completion(session, f"{server.url}/v1/completions", b"{}", due)
+
+
+async def test_events_with_tokens_are_counted() -> None:
+    """The end and the usage are no tokens; the usage says how many tokens the events had."""
+    times = await stream(OpenAiServer(ANSWER))
+    assert times.error == ""
+    assert (len(times.gaps), times.tokens, times.lag) == (2, 5, 0.0)
+    assert times.first > 0
+    assert times.total == pytest.approx(times.first + sum(times.gaps))
+
+
+async def test_an_end_with_a_token_and_a_token_without_text_are_tokens() -> None:
+    last = {"choices": [{"text": "z", "finish_reason": "length"}]}
+    ids = {"choices": [{"text": "", "token_ids": [7], "finish_reason": "length"}]}
+    for event in (last, ids):
+        times = await stream(OpenAiServer([token(""), event, DONE]))
+        assert (len(times.gaps), times.tokens) == (1, 2)
+
+
+async def test_time_counts_from_when_a_request_was_due() -> None:
+    """Zero on this clock is when the machine started, so the request is late by more than its answer takes."""
+    times = await stream(OpenAiServer(ANSWER), due=0.0)
+    assert times.first > times.lag > sum(times.gaps)
+
+
+@pytest.mark.parametrize(
+    ("server", "error"),
+    [
+        (OpenAiServer(status=503), 'status 503: {"error": {"message": "too busy"}}'),
+        (OpenAiServer([token("a"), {"error": {"message": "gone"}}]), "the stream broke: gone"),
+        (OpenAiServer([token("a")]), "the stream ended without [DONE]"),
+        (OpenAiServer([*finish(0), DONE]), "an answer without a token"),
+        (OpenAiServer(["{"]), "Input data was truncated"),
+    ],
+)
+async def test_failures_are_noted(server: OpenAiServer, error: str) -> None:
+    assert (await stream(server)).error == error
+
+
+async def run_loop(server: OpenAiServer, clients: int, count: int) -> list[RequestTimes]:
+    async with serving(server), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        target = Server(session, f"{server.url}/v1/completions", lambda request: b"{}")
+        if clients:
+            return (await closed_loop(target, closed_plan(count, PromptShape(4, 1), 1), clients)).requests
+        plan = [PlannedRequest(0.0, (Segment((0, 0), 4),), 1)] * count
+        return (await open_loop(target, plan)).requests
+
+
+async def test_an_open_loop_waits_for_no_answer() -> None:
+    """Nobody is answered before all requests are there."""
+    found = await asyncio.wait_for(run_loop(OpenAiServer(ANSWER, hold=10), 0, 10), 60)
+    assert [each.error for each in found] == [""] * 10
+
+
+async def test_a_closed_loop_has_one_request_per_client() -> None:
+    server = OpenAiServer(ANSWER, hold=3)
+    found = await asyncio.wait_for(run_loop(server, 3, 10), 60)
+    assert [each.error for each in found] == [""] * 10
+    assert server.most_at_once == 3
+
+
+# -- the command -------------------------------------------------------------------------------------------------
+
+
+def command(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(bench_cli.run)
+    return CliRunner().invoke(app, [*arguments, "--seeds", "2", "--requests", "4", "--max-lag-ms", "60000"])
+
+
+async def bench(*arguments: str) -> Result:
+    return await asyncio.to_thread(command, *arguments)
+
+
+async def test_two_servers_get_the_same_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    a, b = OpenAiServer(ANSWER), OpenAiServer([token("a"), {"error": {"message": "out\x1b[2Jch"}}])
+    async with serving(a), serving(b):
+        result = await bench(
+            *(a.url, "--compare", f"{b.url}/v1", "--concurrency", "2", "--json", str(file)),
+            *("--extra-body", '{"top_k": 1}', "--api-key", "secret"),
+        )
+    assert result.exit_code == 1, result.output
+    assert "4 of 4" not in result.output
+    assert "8 of 8" in result.output
+    assert "out␛[2Jch" in result.output
+    assert prompts(a) == prompts(b)
+    assert len(prompts(a)) == 10  # of two seeds, and two for the warm-up
+    assert a.asked[0] == {
+        "model": "tiny",
+        "prompt": a.asked[0]["prompt"],
+        "max_tokens": 64,
+        "temperature": 0,
+        "top_k": 1,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    assert set(a.keys) == {"Bearer secret"}
+    found = json.loads(file.read_text())
+    assert "secret" not in file.read_text()
+    assert found["trusted"] is True
+    assert [(each["target"], each["load"]) for each in found["loads"]] == [
+        (a.url, "2 clients"),
+        (f"{b.url}/v1", "2 clients"),
+    ]
+    good, bad = found["loads"]
+    assert good["summary"]["requests"] == 8
+    assert {seed: each["requests"] for seed, each in good["seeds"].items()} == {"1": 4, "2": 4}
+    assert bad["summary"]["ttft_ms_p50"] is None
+
+
+def prompts(server: OpenAiServer) -> set[tuple[int, ...]]:
+    return {tuple(body["prompt"]) for body in server.asked}
+
+
+async def test_a_slow_generator_is_not_trusted() -> None:
+    """No generator sends its requests at the very time they are due."""
+    async with serving(OpenAiServer(ANSWER)) as server:
+        options: dict[str, Any] = {"rate": [50.0], "seconds": 0.2, "seeds": 1, "max_lag_ms": 0.0}
+        with pytest.raises(typer.Exit) as caught:
+            await asyncio.to_thread(bench_cli.run, server.url, **options)
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--rate", "1", "--concurrency", "1"), "different loads: use one of them"),
+        (("--trace", "/nothing.jsonl"), "/nothing.jsonl: cannot be read"),
+        (("--compare", "http://127.0.0.1:1/v1/"), "names the same server"),
+        (("--prefixes", "2", "--prefix-tokens", "512"), "prefix of 512 tokens must be shorter"),
+        (("--extra-body", "[]"), "--extra-body: is not a JSON object"),
+        ((), "Is the server running?"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: tuple[str, ...], said: str) -> None:
+    result = command("http://127.0.0.1:1", *arguments)
+    assert result.exit_code == 2
+    assert said in result.output
