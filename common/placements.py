@@ -9,4 +9,6 @@ from __future__ import annotations
 PLACEMENTS = {
     "round_robin": "router.nodes.placement:round_robin",
     "least_loaded": "router.nodes.placement:LeastLoaded",
+    "power_of_two": "router.nodes.placement:PowerOfTwo",
+    "cache_aware": "router.nodes.placement:CacheAware",
 }

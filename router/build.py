@@ -30,7 +30,8 @@ from router.from_config import answer_style, http_plan, registration_rules, stat
 from router.images.fetch_process import FetchProcess
 from router.images.inspector import ImageInspector
 from router.images.loader import ImageLimits, ImageLoader, RefusingImageLoader, VerifyingImageLoader
-from router.nodes.placement import decode_cost, make_policy, prefill_cost
+from router.nodes.placement import decode_cost, make_policy, prefill_cost, softened
+from router.nodes.placement_rules import PlacementRules
 from router.parts import ApiParts, ChildProcesses, ControlLink, Dispatching, NodeRules, Observation
 from router.process.spawner import Spawner
 from router.requests.checks import ServedModel
@@ -164,14 +165,30 @@ def _dispatching(cluster: Cluster) -> Dispatching:
         reserved_tokens=decode.reserved_tokens,
         requests_per_node=decode.max_running + decode.max_transferring,
     )
+    placement, rng = router.placement, Random()
+    rules = PlacementRules(
+        block_tokens=placement.block_tokens,
+        index_bytes=placement.index_mib << 20,
+        prefix_ttl=placement.prefix_ttl,
+        max_imbalance_ms=placement.max_imbalance_ms,
+        session_ttl=placement.session_ttl,
+        session_ms=placement.session_ms,
+        busy_first_token_ms=placement.busy_first_token_ms,
+        busy_pool_share=placement.busy_pool_share,
+    )
+    costs = {
+        role: softened(cost, placement.temperature_ms, rng)
+        for role, cost in (("prefill", prefill_cost), ("decode", decode_cost))
+    }
     return Dispatching(
         {
-            "prefill": make_policy(router.placement.prefill, prefill_cost),
-            "decode": make_policy(router.placement.decode, decode_cost),
+            "prefill": make_policy(placement.prefill, costs["prefill"]),
+            "decode": make_policy(placement.decode, costs["decode"]),
         },
         limits,
         cluster.health.drain_timeout,
-        Random(),
+        rng,
+        rules,
     )
 
 

@@ -271,7 +271,8 @@ class ControlPlane:
                 attempt.decode_over = True
             if run.stages is not None:
                 self._dispatcher.timelines.anchor(run.room, identity, run.stages, run.accept_length)
-                self._dispatcher.decoded(attempt, run.stages, run.offset + len(run.tokens))
+                tokens = run.offset + len(run.tokens)
+                self._dispatcher.feedback.decoded(attempt, run.stages, tokens, run.accept_length)
             attempt.on_run(run)
 
     def _on_failed(self, identity: str, message: Failed) -> None:

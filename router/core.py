@@ -24,6 +24,7 @@ class Core:
     control: ControlPlane
     registry: NodeRegistry
     dispatcher: Dispatcher
+    placer: Placer
     metrics: RouterMetrics
 
     def start(self) -> None:
@@ -32,6 +33,7 @@ class Core:
 
     def flush_caches(self) -> list[str]:
         """Tell all nodes to empty their prefix caches; return the names of those that it cannot reach."""
+        self.placer.history.flushed()
         return flush_caches(self.registry, self.control.send)
 
 
@@ -76,9 +78,10 @@ def assemble_core(
     metrics = RouterMetrics(
         observation.model, lambda: registry, lambda: control.refused_messages, health.conditions
     )
+    placer = Placer(registry, dispatching.policies, health, dispatching.rng, dispatching.placement)
     dispatcher = Dispatcher(
         registry,
-        Placer(registry, dispatching.policies, health, dispatching.rng),
+        placer,
         wrap(control.send_all),
         dispatching.limits,
         metrics,
@@ -86,4 +89,4 @@ def assemble_core(
         health,
         observation.events,
     )
-    return Core(control, registry, dispatcher, metrics)
+    return Core(control, registry, dispatcher, placer, metrics)

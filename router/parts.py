@@ -17,6 +17,7 @@ from common.observability.logs import Log
 from router.dispatch.limits import DispatchLimits
 from router.images.loader import ImageLoader
 from router.nodes.placement import PlacementPolicy
+from router.nodes.placement_rules import DEFAULT_RULES, PlacementRules
 from router.nodes.registration import RegistrationRules
 from router.process.spawner import Spawner
 from router.text.pool import TextPool
@@ -65,6 +66,7 @@ class Dispatching:
     limits: DispatchLimits
     drain_timeout: float  # seconds that requests in flight get when the router ends
     rng: Random  # draws samples of many nodes
+    placement: PlacementRules = DEFAULT_RULES
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,14 @@ import msgspec
 
 from common.config.http_exposure import is_loopback
 from common.config.node_entries import uses_own_address
-from common.config.schema import Cluster, DecodeNodeEntry, DecodeSection, PrefillSection, Section
+from common.config.schema import (
+    Cluster,
+    DecodeNodeEntry,
+    DecodeSection,
+    PlacementSection,
+    PrefillSection,
+    Section,
+)
 from common.config.transport_choice import LOOPBACK, named_transport, nodes_of
 from common.config.transports import transport_kinds
 from common.errors import ConfigError
@@ -82,8 +89,21 @@ def unread_keys(cluster: Cluster) -> Iterator[Unread]:
     else:
         reason = "clients authenticate by API keys, so their Host header is not checked; leave it out"
         yield Unread("router", cluster.router, ("allowed_hosts",), reason)
+    yield from _of_placement(cluster.router.placement)
     yield from _of_devices(cluster)
     yield from _of_transports(cluster)
+
+
+def _of_placement(placement: PlacementSection) -> Iterator[Unread]:
+    policies = placement.prefill, placement.decode
+    where = "name it at router.placement.prefill or .decode, or leave it out"
+    if "cache_aware" not in policies:
+        reason = f"only the policy cache_aware reads it; {where}"
+        yield Unread("router.placement", placement, ("block_tokens", "index_mib", "prefix_ttl"), reason)
+    if set(policies) == {"round_robin"}:
+        reason = "the policy round_robin ignores costs; name another one, or leave it out"
+        keys = ("temperature_ms", "session_ttl", "session_ms", "max_imbalance_ms")
+        yield Unread("router.placement", placement, keys, reason)
 
 
 def unread_by_text_models(cluster: Cluster) -> Iterator[Unread]:

@@ -13,7 +13,7 @@ from common.messages.generation import TokenRules
 from router.answers.prompt_pieces import PromptOnly, ShownPrompt
 from router.dispatch.generation import GenerationRequest, PromptBatch, PromptImage
 from router.dispatch.shared_prompt import shares
-from router.http.client import cache_salt, client_key
+from router.http.client import cache_salt, client_key, session_key
 from router.http.errors import request_id_key
 from router.requests.checks import ServedModel, check_logprobs, check_priority, sampling_params
 from router.requests.choice_count import choice_count, samplings
@@ -96,6 +96,7 @@ class ChoiceMaker:
         client = request[client_key]
         count = choice_count(body)
         priority = check_priority(body.priority, client.most_urgent)
+        session = session_key(client, request.headers)
         choices = []
         drawn = zip(samplings(sampling, count), shares(count), strict=True)
         for number, (own, share) in enumerate(drawn, start=prompt.index * count):
@@ -108,6 +109,7 @@ class ChoiceMaker:
                 weight=client.weight,
                 salt=cache_salt(client.tenant, body.cache_salt),
                 priority=priority,
+                session=session,
                 batch=batch,
                 share=share,
                 states=answer_states(body, model.states, len(tokens), own.max_tokens),

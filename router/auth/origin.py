@@ -24,7 +24,7 @@ MAX_AGE_SECONDS = 600
 MAX_REMEMBERED = 255  # characters of a Host header whose parts are remembered
 LONGEST_ADDRESS = 64  # characters, with a zone
 _REQUEST_HEADER = re.compile(
-    r"(authorization|content-type|accept|user-agent|x-api-key|x-request-id|(openai|anthropic|x-stainless)-[a-z-]+)"
+    r"(authorization|content-type|accept|user-agent|x-api-key|x-request-id|x-session-(id|token)|(openai|anthropic|x-stainless)-[a-z-]+)"
 )
 
 

@@ -10,6 +10,7 @@ from common.messages.generation import OutputToken, PromptLogprob
 from common.messages.router_inbox import FirstToken, HiddenStates, PromptScores, TokenRun
 from router.dispatch.answer_states import AnswerStates
 from router.dispatch.generation import TakeNow, TokenDelta
+from router.nodes.history import NOTHING_CACHED, ExpectedCache
 from router.nodes.registry import Node
 
 MAX_EARLY_RUNS = 4096  # token runs of a decode node that may arrive before the first token
@@ -34,6 +35,7 @@ class Attempt:
     finish_reason: str | None = None
     error: RequestError | None = None
     cached_tokens: int = 0
+    expected: ExpectedCache = NOTHING_CACHED  # what its nodes were believed to hold of the prompt
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     states: AnswerStates | None = None  # collects the hidden states that the client asks for
     prefill_over: bool = False  # the pages are handed over or the prefill failed: no abort is needed there

@@ -41,6 +41,7 @@ from router.dispatch.isolation import Trial
 from router.dispatch.legs import check_length, placement_messages
 from router.dispatch.limits import DispatchLimits
 from router.dispatch.pair_wait import PairWait
+from router.dispatch.placement_feedback import PlacementFeedback
 from router.dispatch.poison_watch import PoisonWatch, poison_error
 from router.dispatch.retries import Retries
 from router.dispatch.retry_budget import RetryBudget
@@ -88,6 +89,7 @@ class Dispatcher:
         self._budget = RetryBudget(limits.retry_ratio, self.health.clock)
         self._turns = Turns()  # spreads placements over turns of the event loop
         self._pairs = PairWait(self._placer, registry, limits, metrics.placement, self._turns)
+        self.feedback = PlacementFeedback(placer.history, self.health, metrics.placement)
         self._losses = Turns(LOSSES_PER_TURN)
         self._active = 0
         self._ended = asyncio.Event()
@@ -111,6 +113,7 @@ class Dispatcher:
 
     def node_lost(self, node: Node, reason: str) -> None:
         self.health.lost(node)
+        self._placer.history.lost(node)
         aboard = [room for room in list(node.rooms) if room in self._attempts]
         if node.lost_by == "closed":
             found = [(self._attempts[room], self._flights[room]) for room in aboard]
@@ -130,20 +133,8 @@ class Dispatcher:
         flight = self._flights[attempt.room]
         self.poison.prefilled(flight)
         flight.request.share.handed_over()
-        self.health.transferred(attempt.prefill, attempt.decode)
-        self.health.node_served(attempt.prefill)
-        prompt = len(flight.request.token_ids) + attempt.emitted
-        self._metrics.prefill_queue.observe(begun := stages.get("prefill_start", 0.0))
-        took = stages.get("prefill_end", 0.0) - begun
-        self.health.prefilled(attempt.prefill, took, prompt - attempt.cached_tokens)
-
-    def decoded(self, attempt: Attempt, stages: Mapping[str, float], tokens: int) -> None:
-        """Note that the decode node ended the request after `tokens` tokens. `stages`: seconds since reservation."""
-        self.health.node_served(attempt.decode)
-        self.health.verified(attempt.prefill, attempt.decode)
-        took = stages.get("finished", 0.0) - stages.get("first_decode", 0.0)
-        # The prefill node draws the first token, and the measurement begins with the first decoded one.
-        self.health.decoded(attempt.decode, took, tokens - 2)
+        self._metrics.prefill_queue.observe(stages.get("prefill_start", 0.0))
+        self.feedback.transferred(attempt, stages, len(flight.request.token_ids) + attempt.emitted)
 
     def failed(self, attempt: Attempt, node: Node, error: RequestError) -> None:
         """Note that one node of the attempt reported a failure."""
@@ -234,6 +225,7 @@ class Dispatcher:
     async def _attempt_until_done(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
         loop = asyncio.get_running_loop()
         limits = self._limits
+        self._pairs.check_busy(flight)
         retries = Retries(limits.max_attempts, limits.placement_wait, flight.deadline)
         while True:
             before = len(flight.said)
@@ -330,7 +322,7 @@ class Dispatcher:
             self.poison.check(flight)
             check_length(flight.request, self._registry.max_model_len)
             attempt = Attempt(new_room(), prefill, decode, emitted=len(flight.said))
-            self._open(attempt, flight, len(tokens))
+            self._open(attempt, flight)
             remaining_ms = max(int((flight.deadline - loop.time()) * 1000), 1)
             messages = placement_messages(flight.request, attempt, tokens, remaining_ms)
             parcel = Parcel(messages, attempt.not_sent, trial.placed if trial.isolated else None)
@@ -364,7 +356,7 @@ class Dispatcher:
         others = ((attempt, self._flights[room]) for room, attempt in self._attempts.items())
         return flight.avoid | self.poison.avoided_by(flight, others)
 
-    def _open(self, attempt: Attempt, flight: InFlight, tokens: int) -> None:
+    def _open(self, attempt: Attempt, flight: InFlight) -> None:
         """Register the attempt: both nodes count it until `_close`."""
         prefill, decode, timeline = attempt.prefill, attempt.decode, flight.timeline
         self._attempts[attempt.room] = flight.attempt = attempt
@@ -372,11 +364,12 @@ class Dispatcher:
         attempt.deadline = asyncio.get_running_loop().call_at(flight.deadline, attempt.expire)
         now = time.monotonic()
         self.timelines.open(attempt.room, timeline, now, prefill.incarnation, decode.incarnation)
-        prefill.rooms.add(attempt.room, tokens, prefill.prompt_time(tokens))
-        decode.rooms.add(attempt.room, 0)
+        self.feedback.opened(attempt, flight)
         timeline.mark("placed", now)
         pair = {"prefill": prefill.incarnation, "decode": decode.incarnation}
-        self._events.add("placed", attempt.room, request=timeline.request_id, tokens=tokens, **pair)
+        self._events.add(
+            "placed", attempt.room, request=timeline.request_id, tokens=flight.num_tokens, **pair
+        )
         timeline.nodes.append({"prefill": prefill.name, "decode": decode.name})
         self.health.placed(prefill, decode)
         flight.request.share.placed(prefill.incarnation, decode.incarnation)
@@ -386,7 +379,9 @@ class Dispatcher:
         if attempt.deadline is not None:
             attempt.deadline.cancel()
         del self._attempts[attempt.room]
-        self._flights.pop(attempt.room).attempt = None
+        flight = self._flights.pop(attempt.room)
+        flight.attempt = None
+        self.feedback.closed(attempt, flight)
         self.timelines.close(attempt.room)
         self.health.released(attempt.prefill, attempt.decode)
         finished = attempt.finish_reason is not None

@@ -42,6 +42,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, eq=False):
     weight: int = 1  # the client's share while clients wait for room
     priority: int = 0  # lower goes first in every queue
     salt: bytes = b""  # cached pages are shared only between requests with the same salt
+    session: bytes = b""  # names the conversation, whose requests go to the same nodes; b"": none
     batch: PromptBatch = msgspec.field(default_factory=PromptBatch)
     share: PromptShare = UNSHARED  # with other choices of the same prompt, which is computed once
     states: AnswerStates | None = None  # collects the hidden states; None: the client asks for none

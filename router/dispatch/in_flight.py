@@ -10,6 +10,7 @@ from common.errors import ClientGone
 from router.dispatch.attempt import Attempt
 from router.dispatch.generation import GenerationRequest, TakeNow, take_nothing
 from router.metrics.timeline import Timeline
+from router.nodes.placed_prompt import NO_PROMPT, PlacedPrompt
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +29,7 @@ class InFlight:
     attempt: Attempt | None = None  # the attempt that nodes are working on
     aborted: bool = False
     take_now: TakeNow = take_nothing  # the reader's, for tokens that need not wake its task
+    prompt: PlacedPrompt = NO_PROMPT  # `tokens`, as placement sees them; set for each attempt
 
     @property
     def tokens(self) -> list[int]:

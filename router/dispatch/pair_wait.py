@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from common.errors import RequestError
+from common.errors import Overloaded, RequestError
 from common.messages.identity import Role
 from router.dispatch.in_flight import InFlight
 from router.dispatch.limits import DispatchLimits
 from router.metrics.placement_metrics import PlacementMetrics
+from router.nodes.placed_prompt import PlacedPrompt
 from router.nodes.placer import Placer, unavailable
 from router.nodes.registry import Node, NodeRegistry
 from router.process.turns import Turns
@@ -46,6 +47,20 @@ class PairWait:
         self._ending = error
         self.nodes_changed()
 
+    def check_busy(self, flight: InFlight) -> None:
+        """Raise Overloaded if the cluster is too busy for a new request."""
+        flight.prompt = self._prompt(flight)
+        try:
+            self._placer.check_busy(flight.prompt)
+        except Overloaded:
+            self._metrics.refused_busy.inc()
+            raise
+
+    def _prompt(self, flight: InFlight) -> PlacedPrompt:
+        request = flight.request
+        spans = [image.span for image in request.images]
+        return self._placer.history.prompt(flight.tokens, request.salt, spans, request.session)
+
     def until(self, flight: InFlight, started: float) -> float:
         """Return the time until which a request may wait for a pair, if its wait began at `started`."""
         return min(started + self._limits.placement_wait, flight.deadline)
@@ -59,13 +74,15 @@ class PairWait:
         """
         loop = asyncio.get_running_loop()
         waited: Role | None = None
+        if flight.prompt.tokens != flight.num_tokens:
+            flight.prompt = self._prompt(flight)
         while True:
             if self._ending is not None:
                 raise self._ending
             changed = self._changed
-            found = self._placer.choose(avoid(), flight.request.share.nodes, flight.num_tokens)
+            found = self._placer.choose(avoid(), flight.request.share.nodes, flight.prompt)
             if not isinstance(found, str):
-                return found
+                return found if flight.said else self._placer.spared(found, avoid(), flight.prompt)
             if waited != found:
                 waited = found
                 self._metrics.waited.labels(found).inc()

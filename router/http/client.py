@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -33,6 +34,7 @@ class Client:
     most_urgent: int = -MAX_PRIORITY  # the lowest priority that its requests may have
 
 
+SESSION_HEADERS = ("X-Session-Id", "X-Session-Token")  # as in llm-d; the first one that is given counts
 client_key: web.RequestKey[Client] = web.RequestKey("client", Client)
 
 
@@ -41,6 +43,15 @@ def cache_salt(tenant: str, asked: str | None) -> bytes:
     if not tenant and asked is None:
         return b""
     return hashlib.sha256(msgspec.msgpack.encode((tenant, asked))).digest()[:16]
+
+
+def session_key(client: Client, headers: Mapping[str, str]) -> bytes:
+    """Return the key of the conversation that a request names in a header; b"" without one.
+
+    Two clients never share a session, whatever they send.
+    """
+    named = next((value for name in SESSION_HEADERS if (value := headers.get(name, "").strip())), "")
+    return hashlib.sha256(msgspec.msgpack.encode((client.name, named))).digest()[:16] if named else b""
 
 
 @lru_cache(maxsize=4096)

@@ -31,6 +31,22 @@ class PlacementMetrics:
         self.quarantined = counter(
             "tandem_requests_quarantined", "Requests quarantined because they crash nodes"
         )
+        self.refused_busy = counter(
+            "tandem_requests_refused_busy", "Requests refused because all nodes of a role were busy"
+        )
+        self.expected_cached = counter(
+            "tandem_placement_expected_cached_tokens",
+            "Prompt tokens that placement believed to be cached on the chosen prefill node",
+        )
+        self.found_cached = counter(
+            "tandem_placement_found_cached_tokens",
+            "Prompt tokens that were cached there when they were computed",
+        )
+        self.known_blocks = Gauge(
+            "tandem_placement_known_blocks",
+            "Blocks of prompts that placement knows to be on nodes",
+            registry=registry,
+        )
         self.waiting = Gauge(
             "tandem_requests_waiting_for_room",
             "Requests that wait at the router for capacity of the decode nodes",

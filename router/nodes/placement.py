@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from operator import attrgetter
 from random import Random
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
 from common.messages.identity import NodeLoad, Role
 from common.named import named
 from common.placements import PLACEMENTS
+from router.nodes.measured_steps import UNMEASURED, StepTime
 
 _NAME = attrgetter("name")
 LEAST_WEIGHT = 0.05  # relative to the heaviest candidate, so that no node starves
+ANSWER_TOKENS = 256  # of an answer: the cost of a decode node is the time that so many take
+KEPT_FREE = 0.2  # share of a pool that running requests will still need
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -28,6 +32,14 @@ class Candidate(msgspec.Struct, frozen=True):
     # assigned.
     ready_ms: float
     weight: float = 1.0  # share of requests relative to the other candidates; all may be below 1
+    # Milliseconds that a first token may come later for a request to stay with its session; 0 on all other nodes.
+    session_ms: float = 0.0
+    # Decode nodes:
+    moved: int = 0  # tokens of the prompt that the node is not believed to hold
+    page_size: int = 16
+    transfer_ms: float = 0.0  # predicted, from the prefill node that was chosen
+    step: StepTime = UNMEASURED
+    accept: float = 1.0  # tokens of one request per step
 
 
 class PlacementPolicy(Protocol):
@@ -40,7 +52,16 @@ class PlacementPolicy(Protocol):
 class SamplingPolicy(PlacementPolicy, Protocol):
     """A policy that chooses as well among some of many nodes of full weight."""
 
-    most_candidates: int
+    def sample(self, count: int, rng: Random) -> Sequence[int]:
+        """Return the indices of the nodes to be compared among `count`; all of them if they are few."""
+        ...
+
+
+@runtime_checkable
+class PrefixPolicy(PlacementPolicy, Protocol):
+    """A policy whose candidates have costs that count what they hold of the prompt."""
+
+    reads_prefixes: Literal[True]
 
 
 class Shares:
@@ -125,6 +146,17 @@ class LeastLoaded:
         self._ties = DrawnTurns()
         self._shares = Shares()
 
+    def sample(self, count: int, rng: Random) -> Sequence[int]:
+        """Return neighbors by name, from a random node on; after the last name they continue with the first.
+
+        Equals are taken in turn, for which such samples give idle nodes equal shares. The start is random because a
+        fixed order of samples can resonate with a pattern of the traffic.
+        """
+        if count <= self.most_candidates:
+            return range(count)
+        start = rng.randrange(count)
+        return [index % count for index in range(start, start + self.most_candidates)]
+
     def choose(self, candidates: Sequence[Candidate]) -> Candidate:
         if len(candidates) == 1:
             return candidates[0]
@@ -133,7 +165,7 @@ class LeastLoaded:
             chosen = self._of_equal_weight(full)
             self._shares.take(chosen)
             return chosen
-        ranked = [((self._cost(c) / max(c.weight, LEAST_WEIGHT), c.assigned), c) for c in (*full, *due)]
+        ranked = [((_per_weight(self._cost(c), c.weight), c.assigned), c) for c in (*full, *due)]
         least = min(rank for rank, _ in ranked)
         best = [c for rank, c in ranked if rank == least]
         # Among equals a node of reduced weight comes first, because it may be chosen rarely.
@@ -151,40 +183,104 @@ class LeastLoaded:
         return self._ties.choose([c for c in equal if c.assigned == fewest])
 
 
+def _per_weight(cost: float, weight: float) -> float:
+    """Return a cost that is higher for a lower weight. With a session or a temperature costs may be negative."""
+    share = max(weight, LEAST_WEIGHT)
+    return cost / share if cost > 0 else cost * share
+
+
+class PowerOfTwo(LeastLoaded):
+    """Compares two nodes that are drawn at random.
+
+    Requests that are placed at the same time, by this router or others, then go to different nodes: with all nodes
+    compared they would all go to the one that was the least loaded a moment ago.
+    """
+
+    most_candidates = 2
+
+    def sample(self, count: int, rng: Random) -> Sequence[int]:
+        """Return two indices."""
+        return rng.sample(range(count), min(count, self.most_candidates))
+
+
+class CacheAware(LeastLoaded):
+    """Chooses the least cost, where tokens that a node is believed to hold cost nothing.
+
+    The sample has the nodes that hold the longest parts of the prompt in addition (see `Placer`).
+    """
+
+    reads_prefixes: Literal[True] = True
+
+
+def _unlinked(prefill: Candidate, decodes: Sequence[Candidate]) -> Sequence[Candidate]:
+    return decodes
+
+
 def choose_pair(
     prefills: Sequence[Candidate],
     decodes: Sequence[Candidate],
     policies: Mapping[Role, PlacementPolicy],
     bad_pairs: Container[tuple[str, str]] = frozenset(),
+    link: Callable[[Candidate, Sequence[Candidate]], Sequence[Candidate]] = _unlinked,
 ) -> tuple[Candidate, Candidate]:
-    """Choose a prefill and a decode node from non-empty lists. A pair in `bad_pairs` is chosen only if all are bad."""
+    """Choose a prefill and a decode node from non-empty lists. A pair in `bad_pairs` is chosen only if all are bad.
+
+    `link` returns the decode nodes with the costs that depend on the prefill node.
+    """
     if not bad_pairs:
-        return policies["prefill"].choose(prefills), policies["decode"].choose(decodes)
+        prefill = policies["prefill"].choose(prefills)
+        return prefill, policies["decode"].choose(link(prefill, decodes))
 
     def linked(p: Candidate) -> list[Candidate]:
         return [d for d in decodes if (p.incarnation, d.incarnation) not in bad_pairs]
 
     prefill = policies["prefill"].choose([p for p in prefills if linked(p)] or prefills)
-    return prefill, policies["decode"].choose(linked(prefill) or decodes)
+    return prefill, policies["decode"].choose(link(prefill, linked(prefill) or decodes))
 
 
 def prefill_cost(candidate: Candidate) -> float:
-    """Return the predicted time to the first token of the request that is to be placed."""
-    return candidate.ready_ms
+    """Return the predicted milliseconds to the first token of the request that is to be placed."""
+    return candidate.ready_ms - candidate.session_ms
 
 
 def decode_cost(candidate: Candidate) -> float:
-    """Return the requests per step plus the fill level of the pool: inter-token latency and retractions follow them."""
+    """Return the predicted milliseconds that an answer of ANSWER_TOKENS tokens takes longer than on an idle node.
+
+    They are the sum of the transfer, the wait for pages, and what the other requests add to the steps. A pool of which
+    less than KEPT_FREE is left counts as one whose requests wait, because running requests will need that.
+    """
     load = candidate.load
-    used = 1.0 - (load.free_pages + load.cached_pages) / load.total_pages if load.total_pages else 0.0
-    return max(candidate.assigned, load.running + load.transferring + load.queued) + 8.0 * max(
-        used - 0.8, 0.0
-    )
+    requests = max(candidate.assigned, load.running + load.transferring + load.queued)
+    steps = ANSWER_TOKENS / max(candidate.accept, 1.0)
+    spare = load.free_pages + load.cached_pages
+    missing = candidate.moved / candidate.page_size + KEPT_FREE * load.total_pages - spare
+    wait_ms = 0.0
+    if missing > 0 and load.total_pages > spare:
+        # The used pages become free in the time of about one answer.
+        wait_ms = steps * candidate.step.ms(requests) * missing / (load.total_pages - spare)
+    added_ms = steps * candidate.step.each * requests
+    return candidate.transfer_ms + wait_ms + added_ms - candidate.session_ms
 
 
 def round_robin(cost: Callable[[Candidate], float]) -> RoundRobin:
     """Return a policy that ignores the cost."""
     return RoundRobin()
+
+
+def softened(
+    cost: Callable[[Candidate], float], temperature_ms: float, rng: Random
+) -> Callable[[Candidate], float]:
+    """Return a cost whose least value is drawn from the softmax of -cost / temperature (the Gumbel trick).
+
+    A node whose cost is `temperature_ms` higher is then chosen e times less often. At 0 nothing is drawn.
+    """
+    if temperature_ms <= 0:
+        return cost
+
+    def drawn(candidate: Candidate) -> float:
+        return cost(candidate) + temperature_ms * math.log(max(-math.log(1.0 - rng.random()), 1e-300))
+
+    return drawn
 
 
 def make_policy(name: str, cost: Callable[[Candidate], float]) -> PlacementPolicy:

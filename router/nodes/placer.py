@@ -6,13 +6,21 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from common.errors import Unavailable
+from common.errors import Overloaded, Unavailable
 from common.messages.identity import Role
+from router.nodes.candidates import Candidates
 from router.nodes.health import NodeHealth, PairKey
+from router.nodes.history import PlacementHistory
+from router.nodes.placed_prompt import NO_PROMPT, PlacedPrompt
 from router.nodes.placement import Candidate, PlacementPolicy, SamplingPolicy, choose_pair
+from router.nodes.placement_rules import DEFAULT_RULES, PlacementRules
+from router.nodes.prompt_times import rest_ms
 from router.nodes.registry import ROLES, Node, NodeRegistry
 
 NOTHING: frozenset[str] = frozenset()
+LONGEST_MATCHES = 4  # nodes with the longest cached prefixes that every sample has in addition
+LONGEST_RETRY = 60.0  # upper bound of Retry-After, in seconds
+POOL_RETRY = 1.0  # Retry-After while the pools of decode nodes are too full
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +47,7 @@ class _Field:
 
 
 class Placer:
-    """Chooses pairs. The choices depend on the nodes, the turns of the policies, and the draws of `rng`."""
+    """Chooses pairs. The choices depend on the nodes, the history, the policies' turns, and the draws of `rng`."""
 
     def __init__(
         self,
@@ -47,22 +55,26 @@ class Placer:
         policies: Mapping[Role, PlacementPolicy],
         health: NodeHealth,
         rng: Random,
+        rules: PlacementRules = DEFAULT_RULES,
     ) -> None:
         """`rng` draws the samples of policies that need only some of many nodes."""
         self._registry = registry
         self._policies = policies
         self._health = health
-        self._most = {
-            role: policy.most_candidates
-            for role, policy in policies.items()
-            if isinstance(policy, SamplingPolicy)
+        self._samplers = {
+            role: policy for role, policy in policies.items() if isinstance(policy, SamplingPolicy)
         }
         self._rng = rng
+        self._rules = rules
+        self.history = PlacementHistory(self._rules, policies, health.clock)
 
     def choose(
-        self, avoid: Collection[str] = NOTHING, prefer: Collection[str] = NOTHING, tokens: int = 0
+        self,
+        avoid: Collection[str] = NOTHING,
+        prefer: Collection[str] = NOTHING,
+        prompt: PlacedPrompt = NO_PROMPT,
     ) -> tuple[Node, Node] | Role:
-        """Return (prefill, decode) for a prompt of `tokens`, or the role that has no node that could serve.
+        """Return (prefill, decode) for a prompt, or the role that has no node that could serve.
 
         Nodes with an open breaker are left out, then nodes of `avoid`, then bad pairs; each of these only while
         something else is left. Among the rest, nodes of `prefer` are taken whatever their load.
@@ -71,9 +83,11 @@ class Placer:
         prefills, decodes = eligible.of["prefill"], eligible.of["decode"]
         if len(prefills) == 1 and len(decodes) == 1:
             return prefills[0], decodes[0]
+        maker = Candidates(self.history, self._rules, prompt)
         if prefills and decodes and not (avoid or prefer) and self._health.uniform(eligible):
-            return self._sampled("prefill", prefills, tokens), self._sampled("decode", decodes, tokens)
-        field = self._field(eligible.of, tokens)
+            prefill = self._sampled("prefill", prefills, maker, prompt, None)
+            return prefill, self._sampled("decode", decodes, maker, prompt, prefill)
+        field = self._field(eligible.of, maker, prompt)
         if not isinstance(field, _Field):
             return field
         narrowed = field.without(avoid) if avoid else field
@@ -81,12 +95,19 @@ class Placer:
             narrowed = field
         if prefer and (preferred := narrowed.among(prefer)).has_good_pair:
             narrowed = preferred
-        prefill, decode = choose_pair(narrowed.prefills, narrowed.decodes, self._policies, narrowed.bad_pairs)
-        return self._registry.node(prefill.incarnation), self._registry.node(decode.incarnation)
+        chosen = choose_pair(
+            narrowed.prefills,
+            narrowed.decodes,
+            self._policies,
+            narrowed.bad_pairs,
+            lambda prefill, decodes: [maker.linked(prefill.incarnation, each) for each in decodes],
+        )
+        return self._registry.node(chosen[0].incarnation), self._registry.node(chosen[1].incarnation)
 
     def has_others(self, avoid: Collection[str]) -> bool:
         """Return whether a pair without any node of `avoid` can take a request."""
-        field = self._field(self._registry.eligible_by_role().of)
+        maker = Candidates(self.history, self._rules, NO_PROMPT)
+        field = self._field(self._registry.eligible_by_role().of, maker, NO_PROMPT)
         if not isinstance(field, _Field):
             return False
         narrowed = field.without(avoid)
@@ -94,34 +115,87 @@ class Placer:
             c.incarnation in avoid for c in (*narrowed.prefills, *narrowed.decodes)
         )
 
-    def _sampled(self, role: Role, nodes: Sequence[Node], tokens: int) -> Node:
+    def check_busy(self, prompt: PlacedPrompt) -> None:
+        """Raise Overloaded if all nodes of a role that can be reached are busy (see PlacementRules)."""
+        for role, nodes in self._registry.eligible_by_role().of.items():
+            if nodes and all(self._busy_seconds(node, prompt) for node in nodes):
+                seconds = min(self._busy_seconds(node, prompt) for node in nodes)
+                raise Overloaded(
+                    f"all {role} nodes are busy; try again later",
+                    retry_after=min(max(seconds, 1.0), LONGEST_RETRY),
+                )
+
+    def spared(
+        self, pair: tuple[Node, Node], avoid: Collection[str], prompt: PlacedPrompt
+    ) -> tuple[Node, Node]:
+        """Return the pair, or one without busy nodes, as far as there are others."""
+        if not any(self._busy_seconds(node, prompt) for node in pair):
+            return pair
+        nodes = [node for of_role in self._registry.eligible_by_role().of.values() for node in of_role]
+        busy = {node.incarnation for node in nodes if self._busy_seconds(node, prompt)}
+        found = self.choose({*avoid, *busy}, NOTHING, prompt)
+        return pair if isinstance(found, str) else found
+
+    def _busy_seconds(self, node: Node, prompt: PlacedPrompt) -> float:
+        """Return after how many seconds a busy node may take a new request; 0 if it is not busy."""
+        if node.role == "decode":
+            share, load = self._rules.busy_pool_share, node.load
+            if share is None or not load.total_pages:
+                return 0.0
+            free = load.free_pages + load.cached_pages
+            return POOL_RETRY if load.total_pages - free > share * load.total_pages else 0.0
+        limit = self._rules.busy_first_token_ms
+        if limit is None or not node.rooms.tokens:
+            # An idle node computes also a prompt that takes longer than the limit by itself.
+            return 0.0
+        cached = self.history.cached_tokens(self.history.matches("prefill", prompt), node, prompt)
+        beyond = node.rooms.ms + rest_ms(node.load.prompt_times, prompt.tokens, cached) - limit
+        return max(beyond, 0.0) / 1000
+
+    def _sampled(
+        self, role: Role, nodes: Sequence[Node], maker: Candidates, prompt: PlacedPrompt, prefill: Node | None
+    ) -> Node:
         """Choose among nodes of full weight: a sample of them if the policy needs no more, so that cost stays flat.
 
-        A sample consists of neighbors by name, from a random node on; after the last name it continues with the first.
-        Policies may take equals in turn by name, for which such samples give idle nodes equal shares.
-        The start is random because a fixed order of samples can resonate with a pattern of the traffic.
+        `prefill`: the node that was chosen for the prompt; None if that is still to be done.
         """
-        most = self._most.get(role, len(nodes))
-        if len(nodes) > most:
-            start = self._rng.randrange(len(nodes))
-            beyond = max(start + most - len(nodes), 0)
-            nodes = [*nodes[start : start + most], *nodes[:beyond]]
-        chosen = self._policies[role].choose([node.candidate(1.0, tokens) for node in nodes])
-        return self._registry.node(chosen.incarnation)
+        if len(nodes) == 1:
+            return nodes[0]
+        matches = self.history.matches(role, prompt)
+        sampler = self._samplers.get(role)
+        if sampler is not None:
+            indices = sampler.sample(len(nodes), self._rng)
+            if len(indices) < len(nodes):
+                sample = [nodes[index] for index in indices]
+                nodes = self._with_known(role, sample, maker.known(matches, LONGEST_MATCHES))
+        candidates = maker.of(role, nodes, [1.0] * len(nodes), matches)
+        if prefill is not None:
+            candidates = [maker.linked(prefill.incarnation, each) for each in candidates]
+        return self._registry.node(self._policies[role].choose(candidates).incarnation)
 
-    def _field(self, nodes: Mapping[Role, Sequence[Node]], tokens: int = 0) -> _Field | Role:
-        prefills, decodes = (self._candidates(nodes[role], tokens) for role in ROLES)
-        if not prefills:
-            return "prefill"
-        if not decodes:
-            return "decode"
+    def _with_known(self, role: Role, sample: list[Node], known: Sequence[str]) -> list[Node]:
+        """Return a sample with further nodes that can take requests, given by incarnation."""
+        present = {node.incarnation for node in sample}
+        for incarnation in known:
+            node = self._registry.get(incarnation)
+            if node is not None and node.eligible and node.role == role and incarnation not in present:
+                present.add(incarnation)
+                sample.append(node)
+        return sample
+
+    def _field(
+        self, nodes: Mapping[Role, Sequence[Node]], maker: Candidates, prompt: PlacedPrompt
+    ) -> _Field | Role:
+        for role in ROLES:
+            if not nodes[role]:
+                return role
+        prefills, decodes = (
+            maker.of(role, nodes[role], self._health.weights(nodes[role]), self.history.matches(role, prompt))
+            for role in ROLES
+        )
         field = _Field(prefills, decodes, self._health.bad_pairs())
         broken = self._health.nodes.blocked()
         return field.without(broken) if broken else field
-
-    def _candidates(self, nodes: Sequence[Node], tokens: int) -> list[Candidate]:
-        weights = self._health.weights(nodes)
-        return [node.candidate(weight, tokens) for node, weight in zip(nodes, weights, strict=True)]
 
 
 def _others(candidates: Sequence[Candidate], avoid: Collection[str]) -> Sequence[Candidate]:

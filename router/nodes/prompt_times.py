@@ -21,16 +21,27 @@ class PromptTime(NamedTuple):
 NO_TIME = PromptTime(0.0, 0.0)
 
 
-def prompt_time(times: Sequence[tuple[int, float]], tokens: int) -> PromptTime:
-    """Return the times of a prompt; for the arguments see `prompt_ms`.
+def prompt_time(times: Sequence[tuple[int, float]], tokens: int, cached: int = 0) -> PromptTime:
+    """Return the times of a prompt; for the arguments see `rest_ms`.
 
     A node packs the short prompts of its queue into forwards of the length at which a token takes the least time, so
     each adds its tokens at that rate. Longer prompts have forwards of their own.
     """
-    alone = prompt_ms(times, tokens)
+    alone = rest_ms(times, tokens, cached)
     rates = [(max(ms, 0.0) / length, length) for length, ms in times if length > 0]
     rate, length = min(rates, default=(UNKNOWN_MS, 0))
-    return PromptTime(alone, min(alone, rate * tokens) if tokens < length else alone)
+    rest = tokens - cached
+    return PromptTime(alone, min(alone, rate * rest) if rest < length else alone)
+
+
+def rest_ms(times: Sequence[tuple[int, float]], tokens: int, cached: int) -> float:
+    """Return the milliseconds of a prompt's forwards if its first `cached` tokens, fewer than all, are in the cache.
+
+    The rest attends to the cached tokens too, which is why it takes at least what they save of the whole prompt.
+    """
+    if cached <= 0:
+        return prompt_ms(times, tokens)
+    return max(prompt_ms(times, tokens) - prompt_ms(times, cached), prompt_ms(times, tokens - cached))
 
 
 def prompt_ms(times: Sequence[tuple[int, float]], tokens: int) -> float:

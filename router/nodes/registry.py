@@ -21,8 +21,7 @@ from common.messages.identity import NodeCounters, NodeLoad, NodeState, OtherRou
 from common.messages.router_inbox import Heartbeat, Register
 from common.observability.logs import Log
 from router.nodes.assigned_rooms import AssignedRooms
-from router.nodes.placement import Candidate
-from router.nodes.prompt_times import PromptTime, prompt_ms, prompt_time
+from router.nodes.prompt_times import PromptTime, prompt_time
 from router.nodes.registration import Pattern
 from router.nodes.return_watch import ReturnWatch
 
@@ -71,16 +70,9 @@ class Node:
         """True if it takes requests and can be reached."""
         return self.state == "up" and self.reachable
 
-    def candidate(self, weight: float = 1.0, tokens: int = 0) -> Candidate:
-        """Return the node as a candidate for a prompt of `tokens`."""
-        ready_ms = (
-            self.rooms.ms + prompt_ms(self.load.prompt_times, tokens) if self.role == "prefill" else 0.0
-        )
-        return Candidate(self.name, self.incarnation, self.load, self.rooms.expected, ready_ms, weight)
-
-    def prompt_time(self, tokens: int) -> PromptTime:
-        """Return how long a prefill node computes a prompt, by its own times."""
-        return prompt_time(self.load.prompt_times, tokens)
+    def prompt_time(self, tokens: int, cached: int = 0) -> PromptTime:
+        """Return how long a prefill node computes a prompt, by its own times, if it holds `cached` tokens of it."""
+        return prompt_time(self.load.prompt_times, tokens, cached)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from router.dispatch.generation import GenerationRequest, PromptBatch, TokenDelt
 from router.dispatch.limits import DispatchLimits
 from router.nodes.outbox import SendAll
 from router.nodes.placement import PlacementPolicy, RoundRobin
+from router.nodes.placement_rules import DEFAULT_RULES
 from router.nodes.registration import ExpectedNode, RegistrationRules
 from router.parts import ControlLink, Dispatching, NodeRules, Observation
 from tests.fakes.clock import Clock
@@ -52,6 +53,10 @@ class RouterRig:
         # Sends one message of the dispatcher and returns whether the node was reached; a test may replace it.
         self.send: Callable[[str, msgspec.Struct], bool] = self._send
         queued_bytes = limits.pop("queued_bytes", QUEUED_BYTES)
+        policies: dict[Role, PlacementPolicy] = limits.pop(
+            "policies", {"prefill": RoundRobin(), "decode": RoundRobin()}
+        )
+        rules = limits.pop("rules", DEFAULT_RULES)
         nodes = NodeRules(
             RegistrationRules(self.expected, page_size=16, max_model_len=4096, vocab_size=VOCAB_SIZE),
             FINGERPRINT,
@@ -69,18 +74,18 @@ class RouterRig:
             "reserved_tokens": 0,  # because its nodes are small
             **limits,
         }
-        policies: dict[Role, PlacementPolicy] = {"prefill": RoundRobin(), "decode": RoundRobin()}
         core = assemble_core(
             ControlLink(
                 context, f"ipc://{self.directory}/control", "router-incarnation", Plain(), queued_bytes
             ),
             nodes,
-            Dispatching(policies, DispatchLimits(**values), drain_timeout=0.0, rng=Random(1)),
+            Dispatching(policies, DispatchLimits(**values), 0.0, Random(1), rules),
             Observation(self.log, "tiny", clock=clock),
             self._recording,
         )
         self.control, self.registry = core.control, core.registry
         self.dispatcher, self.metrics = core.dispatcher, core.metrics
+        self.history, self.flush_caches = core.placer.history, core.flush_caches
         sweep = self.registry.sweep
         # Real stalls of this process must not count: the registry uses the test's clock.
         self.registry.sweep = lambda stalled=0.0: sweep()  # type: ignore[method-assign]
@@ -135,11 +140,14 @@ class RouterRig:
         timeout_s: float | None = None,
         batch: PromptBatch | None = None,
         states: AnswerStates | None = None,
+        session: bytes = b"",
         **sampling: Any,
     ) -> Client:
         params = SamplingParams(**{"max_tokens": 10, "temperature": 0.0, **sampling})
         ids = prompt or [1, 2, 3]
-        asked = GenerationRequest("r1", ids, params, timeout_s, batch=batch or PromptBatch(), states=states)
+        asked = GenerationRequest(
+            "r1", ids, params, timeout_s, session=session, batch=batch or PromptBatch(), states=states
+        )
         return Client(self.dispatcher.generate(asked))
 
     def nothing_left(self) -> None:

@@ -80,7 +80,7 @@ class Counting:
 
     def __init__(self) -> None:
         self.policy = LeastLoaded(decode_cost)
-        self.most_candidates = self.policy.most_candidates
+        self.sample = self.policy.sample
         self.counts: list[int] = []
 
     def choose(self, candidates: Sequence[Candidate]) -> Candidate:
@@ -101,7 +101,7 @@ def test_many_alike_nodes_are_sampled_and_none_is_left_out() -> None:
         assert not isinstance(pair, str)
         pair[0].rooms.add(room, 1)
         chosen[pair[0].name] += 1
-    assert max(policy.counts) <= policy.most_candidates
+    assert max(policy.counts) <= policy.policy.most_candidates
     assert len(chosen) == 100
     assert all(2 <= count <= 4 for count in chosen.values())
     policy.counts.clear()

@@ -16,6 +16,7 @@ from prefill_node.forward_times import ForwardTimes
 from prefill_node.packing import Waiting, share
 from router.nodes.assigned_rooms import AssignedRooms
 from router.nodes.health import NodeHealth
+from router.nodes.placed_prompt import PlacedPrompt
 from router.nodes.placement import PlacementPolicy, decode_cost, make_policy, prefill_cost
 from router.nodes.placer import Placer
 from router.nodes.prompt_times import UNKNOWN_MS, prompt_ms, prompt_time
@@ -62,7 +63,7 @@ class Nodes:
 
     def place(self, room: int, tokens: int) -> Node:
         """Place a prompt as the dispatcher does."""
-        found = self.placer.choose(tokens=tokens)
+        found = self.placer.choose(prompt=PlacedPrompt(tokens))
         assert not isinstance(found, str)
         node = found[0]
         node.rooms.add(room, tokens, node.prompt_time(tokens))

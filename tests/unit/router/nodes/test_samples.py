@@ -10,6 +10,7 @@ import pytest
 from common.messages.identity import NodeLoad, Role
 from common.observability.logs import Log
 from router.nodes.health import NodeHealth
+from router.nodes.placed_prompt import PlacedPrompt
 from router.nodes.placement import LeastLoaded, PlacementPolicy, decode_cost, prefill_cost
 from router.nodes.placer import Placer
 from router.nodes.registry import Node, NodeRegistry
@@ -43,7 +44,7 @@ class Fleet:
 
     def place(self, tokens: int) -> Node:
         """Return the prefill node for a prompt."""
-        found = self._placer.choose(tokens=tokens)
+        found = self._placer.choose(prompt=PlacedPrompt(tokens))
         assert not isinstance(found, str)
         return found[0]
 

@@ -1,0 +1,21 @@
+"""The facts about a request that placement considers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.kv_cache.block_hashes import BlockChain, chain_start
+
+EMPTY_CHAIN = chain_start()
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPrompt:
+    """A prompt that is to be placed."""
+
+    tokens: int = 0
+    blocks: BlockChain = EMPTY_CHAIN  # its whole blocks; empty if no policy asks for them
+    session: bytes = b""  # the conversation that it belongs to; b"" if the client names none
+
+
+NO_PROMPT = PlacedPrompt()

@@ -1,0 +1,34 @@
+"""The rules of placement that the cluster file sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRules:
+    """The keys of `router.placement`, except for the policies.
+
+    Attributes:
+        block_tokens: tokens of a block, the unit in which prefixes are known.
+        index_bytes: memory that the estimates of both roles may take.
+        prefix_ttl: seconds after which an unused block counts as evicted.
+        max_imbalance_ms: a cached prefix or a session counts for nothing on a prefill node whose queue is longer than
+            the shortest one by more than this.
+        session_ttl: seconds for which the nodes of a session are remembered.
+        session_ms: by how much later a first token may come for a request to stay with its session.
+        busy_first_token_ms: a prefill node is busy if it predicts a first token later than this; None: never.
+        busy_pool_share: a decode node is busy if requests use more than this share of its pool; None: never.
+    """
+
+    block_tokens: int = 64
+    index_bytes: int = 256 << 20
+    prefix_ttl: float = 600.0
+    max_imbalance_ms: float = 5000.0
+    session_ttl: float = 300.0
+    session_ms: float = 500.0
+    busy_first_token_ms: float | None = None
+    busy_pool_share: float | None = None
+
+
+DEFAULT_RULES = PlacementRules()

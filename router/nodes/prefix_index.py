@@ -1,0 +1,177 @@
+"""Estimates which prefixes the nodes of one role hold: the blocks of the prompts that were placed there lately.
+
+A block is known by its hash, which implies all blocks before it and the salt of its prompt (block_hashes.py), so the
+tree of prefixes is a map from hashes to sets of nodes. A set is an integer with one bit per node: finding the longest
+prefix of every node takes one pass over the prompt's blocks, whatever the number of nodes.
+
+A node's blocks are forgotten least recently used first, and the later blocks of a prompt before the earlier ones: as
+soon as there are more than its pool holds, after `ttl` seconds without use, or when all nodes together have too many.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+# Memory of one block of one node, measured; see tests/unit/router/nodes/test_prefix_index.py.
+BLOCK_BYTES = 280
+EXPIRED_PER_CALL = 256  # blocks of one node that a call may forget because they are too old
+
+
+@dataclass(slots=True)
+class _Holder:
+    """The blocks of one node."""
+
+    bit: int  # a power of two
+    most: int  # blocks that its pool holds
+    used: OrderedDict[int, float] = field(default_factory=OrderedDict)  # hash -> last use; the oldest first
+
+
+@dataclass(frozen=True, slots=True)
+class NodeBits:
+    """The nodes that have blocks; replaced by another value whenever one comes or goes."""
+
+    bits: Mapping[str, int]  # incarnation -> bit
+    names: Mapping[int, str]  # bit -> incarnation
+    order: Sequence[str]  # incarnations
+
+    @classmethod
+    def of(cls, bits: Mapping[str, int]) -> NodeBits:
+        return cls(bits, {bit: name for name, bit in bits.items()}, [*bits])
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatches:
+    """The longest known prefix of one prompt on each node."""
+
+    nodes: NodeBits
+    ends: Sequence[tuple[int, int]] = ()  # (bits of nodes, number of blocks that they hold), ascending
+
+    def blocks(self, incarnation: str) -> int:
+        """Return how many blocks of the prompt a node holds."""
+        bit = self.nodes.bits.get(incarnation, 0)
+        return next((blocks for nodes, blocks in reversed(self.ends) if nodes & bit), 0)
+
+    def longest(self, most: int) -> list[str]:
+        """Return up to `most` incarnations that hold a part of the prompt, the longest parts first."""
+        found: list[str] = []
+        for nodes, _ in reversed(self.ends):
+            while nodes and len(found) < most:
+                bit = nodes & -nodes
+                found.append(self.nodes.names[bit])
+                nodes ^= bit
+        return found
+
+
+class PrefixIndex:
+    """The estimate for the nodes of one role. Used on the event loop only."""
+
+    def __init__(self, max_bytes: int, ttl: float, clock: Callable[[], float]) -> None:
+        """`max_bytes`: memory that all blocks may take. `ttl`: seconds after which an unused block is forgotten."""
+        self._most = max_bytes // BLOCK_BYTES
+        self._ttl = ttl
+        self._clock = clock
+        self._nodes: dict[str, _Holder] = {}  # incarnation -> its blocks
+        self._known = NodeBits.of({})
+        self._holders: dict[int, int] = {}  # hash -> bits of the nodes that hold the block
+        self._count = 0
+        self._turn = 0  # which node's old blocks the next call forgets
+
+    def __len__(self) -> int:
+        """Return the number of blocks; one that several nodes hold counts for each."""
+        return self._count
+
+    def match(self, blocks: Sequence[int]) -> PrefixMatches:
+        """Return the longest prefix of a prompt on each node."""
+        self._forget_old()
+        holders, ends = self._holders, list[tuple[int, int]]()
+        alive = -1
+        for count, block in enumerate(blocks):
+            nodes = holders.get(block, 0) & alive
+            if nodes != alive:
+                if count:
+                    ends.append((alive & ~nodes, count))
+                if not nodes:
+                    return PrefixMatches(self._known, ends)
+                alive = nodes
+        if blocks:
+            ends.append((alive, len(blocks)))
+        return PrefixMatches(self._known, ends)
+
+    def add(self, incarnation: str, blocks: Sequence[int], most: int) -> None:
+        """Note that a node holds a prompt, or will soon. `most`: blocks that its pool can hold."""
+        node = self._nodes.get(incarnation)
+        if node is None:
+            node = self._nodes[incarnation] = _Holder(self._free_bit(), most)
+            self._known = NodeBits.of({**self._known.bits, incarnation: node.bit})
+        node.most = most
+        used, holders, bit, now = node.used, self._holders, node.bit, self._clock()
+        # The first block last: it is forgotten after those that follow it.
+        for block in reversed(blocks):
+            if block in used:
+                used.move_to_end(block)
+            else:
+                holders[block] = holders.get(block, 0) | bit
+                self._count += 1
+            used[block] = now
+        self._shrink(node)
+        self._forget_old()
+        while self._count > self._most:
+            # Another node has more than its share, which fell when a node was added.
+            self._forget_old()
+
+    def remove(self, incarnation: str, blocks: Sequence[int]) -> None:
+        """Note that a node no longer holds these blocks; unknown ones are ignored."""
+        node = self._nodes.get(incarnation)
+        if node is not None:
+            for block in blocks:
+                if node.used.pop(block, None) is not None:
+                    self._drop(block, node.bit)
+
+    def forget(self, incarnation: str) -> None:
+        """Forget a node, which is lost or has emptied its cache."""
+        node = self._nodes.pop(incarnation, None)
+        if node is not None:
+            left = {name: bit for name, bit in self._known.bits.items() if name != incarnation}
+            self._known = NodeBits.of(left)
+            for block in node.used:
+                self._drop(block, node.bit)
+
+    def clear(self) -> None:
+        """Forget all nodes."""
+        self._nodes.clear()
+        self._known = NodeBits.of({})
+        self._holders.clear()
+        self._count = 0
+
+    def _free_bit(self) -> int:
+        taken = sum(self._known.names)
+        return ~taken & (taken + 1)
+
+    def _shrink(self, node: _Holder) -> None:
+        """Forget the oldest blocks of a node that has more than its share of all."""
+        most = min(node.most, self._most // len(self._nodes))
+        while len(node.used) > most:
+            self._drop(node.used.popitem(last=False)[0], node.bit)
+
+    def _forget_old(self) -> None:
+        """Forget old blocks of one node, and those beyond its share; each call takes the next node."""
+        if not self._nodes:
+            return
+        self._turn = (self._turn + 1) % len(self._known.order)
+        node = self._nodes[self._known.order[self._turn]]
+        before = self._clock() - self._ttl
+        for _ in range(EXPIRED_PER_CALL):
+            if not node.used or node.used[next(iter(node.used))] >= before:
+                break
+            self._drop(node.used.popitem(last=False)[0], node.bit)
+        self._shrink(node)
+
+    def _drop(self, block: int, bit: int) -> None:
+        self._count -= 1
+        left = self._holders[block] & ~bit
+        if left:
+            self._holders[block] = left
+        else:
+            del self._holders[block]
