@@ -26,6 +26,7 @@ from common.observability.logs import Log
 from common.observability.loop_watchdog import loop_watchdog
 from common.observability.startup import StartupReporter
 from common.observability.stderr_file import write_stderr
+from common.ready_file import ReadyFile, ready_file
 
 EXIT_REFUSED = 2
 EXIT_RANK_FAILED = 4
@@ -110,6 +111,14 @@ def _recorded(resolved: Resolved, name: str) -> contextlib.AbstractContextManage
         return contextlib.nullcontext()
 
 
+def _ready_file(resolved: Resolved, name: str) -> contextlib.AbstractContextManager[ReadyFile]:
+    """Return the file that tells probes of this node's state; none without a run directory."""
+    try:
+        return ready_file(run_directory(resolved), name)
+    except ConfigError:
+        return ready_file(None, name)
+
+
 def run_node(
     import_build: Callable[[], Build],
     cluster: Path,
@@ -124,14 +133,24 @@ def run_node(
 
     def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
         reporter.report("importing")
-        built = import_build()(resolved, name, reporter, log)
+        with _ready_file(resolved, name) as ready:
+            serve(import_build()(resolved, name, reporter, log), ready, resolved, reporter, log)
+
+    def serve(
+        built: BuiltNode, ready: ReadyFile, resolved: Resolved, reporter: StartupReporter, log: Log
+    ) -> None:
+        def drain() -> None:
+            ready.clear()
+            built.drain()
+
         try:
-            on_termination(built.drain)
+            on_termination(drain)
             # Models and graphs live as long as the process: a full collection would halt steps for a tenth of a second.
             gc.collect()
             gc.freeze()
             built.start()
             reporter.report("ready")
+            ready.set()
             with loop_watchdog(built.overdue, resolved.cluster.health.hung_limit, log):
                 built.run()
         finally:

@@ -1,0 +1,440 @@
+"""The manifests of deploy/kubernetes are valid, and agree with each other, with the cluster file and with the code."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import yaml
+
+from common.config import Cluster, Resolved, load_cluster
+from common.config.router_processes import router_hosts
+from common.config.run_directory import peer_address
+from common.config.schema import NodeEntry
+from common.ipc.from_config import all_names
+from common.ipc.key_files import public_file, secret_file
+from common.ready_file import ready_path
+from tests.architecture.source_tree import ROOT
+from tests.unit.manifests.kustomize import Manifest, build, merged, place
+
+PLACE = ROOT / "deploy" / "kubernetes"
+SCHEMAS = Path(__file__).parent / "schemas"
+OVERLAYS = ("1p1d", "2p2d", "cpu", "leader-worker-set", "disaggregated-set")
+CORE = "urn:core"
+# Quantities of Kubernetes: a number, and a suffix of a power of 1000 or 1024.
+QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
+UNITS = {"": Decimal(1), "m": Decimal("0.001"), "Mi": Decimal(2**20), "Gi": Decimal(2**30)}
+# Made by the operator with the commands of docs/kubernetes.md, because they are secret or belong to the site.
+MADE_BY_OPERATOR = {
+    ("ConfigMap", "tandem-public-keys"),
+    ("Secret", "tandem-router-key"),
+    ("Secret", "tandem-prefill-key"),
+    ("Secret", "tandem-decode-key"),
+    ("Secret", "tandem-api-keys"),
+    ("PersistentVolumeClaim", "tandem-models"),
+}
+
+
+@cache
+def validator(definition: str) -> jsonschema_rs.Draft7Validator:
+    custom = json.loads((SCHEMAS / "custom.json").read_text())["$defs"]
+    core = json.loads((SCHEMAS / "core.json").read_text())["$defs"]
+    both = json.loads(json.dumps({**core, **custom}).replace("core.json#/$defs/", "#/$defs/"))
+    return jsonschema_rs.Draft7Validator({"$ref": "#/$defs/" + definition.replace("/", "~1"), "$defs": both})
+
+
+def definition_of(manifest: Manifest) -> str:
+    group, _, version = manifest["apiVersion"].rpartition("/")
+    if (
+        ("." in group and not group.endswith(".k8s.io"))
+        or "x-k8s.io" in group
+        or group.startswith("inference")
+    ):
+        return f"{group}/{version}/{manifest['kind']}"
+    name = {"": "core", "networking.k8s.io": "networking"}.get(group, group)
+    return f"io.k8s.api.{name}.{version}.{manifest['kind']}"
+
+
+def problems(manifest: Manifest) -> list[str]:
+    return [
+        f"{'/'.join(map(str, error.instance_path))}: {error.message}"
+        for error in validator(definition_of(manifest)).iter_errors(manifest)
+    ]
+
+
+@pytest.fixture(params=OVERLAYS)
+def overlay(request: pytest.FixtureRequest) -> list[Manifest]:
+    return build(PLACE / "overlays" / request.param)
+
+
+def pod_templates(manifests: list[Manifest]) -> Iterator[tuple[str, Manifest]]:
+    """Yield (name of the set, pod template)."""
+    for manifest in manifests:
+        spec = manifest.get("spec", {})
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
+            yield manifest["metadata"]["name"], spec["template"]
+        elif manifest["kind"] == "LeaderWorkerSet":
+            yield manifest["metadata"]["name"], spec["leaderWorkerTemplate"]["workerTemplate"]
+        elif manifest["kind"] == "DisaggregatedSet":
+            for role in spec["roles"]:
+                yield role["name"], role["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+
+
+def role_of(template: Manifest) -> str:
+    role: str = template["metadata"]["labels"]["app.kubernetes.io/component"]
+    return role
+
+
+def main_container(template: Manifest) -> Manifest:
+    (container,) = template["spec"]["containers"]
+    found: Manifest = container
+    return found
+
+
+def all_containers(template: Manifest) -> list[Manifest]:
+    return [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]
+
+
+def quantity(text: str) -> Decimal:
+    found = QUANTITY.fullmatch(text)
+    assert found is not None, f"{text} is not a quantity"
+    suffix = found[2] or ""
+    return Decimal(text.removesuffix(suffix)) * UNITS[suffix]
+
+
+def cluster_of(manifests: list[Manifest], directory: Path, environ: dict[str, str] | None = None) -> Resolved:
+    """Load the cluster file of a build as a pod does."""
+    (config,) = [each for each in manifests if place(each) == ("ConfigMap", "tandem-cluster")]
+    file = directory / "cluster.yaml"
+    file.write_text(config["data"]["cluster.yaml"])
+    return load_cluster(file, environ=environ or {})
+
+
+# -- schemas -----------------------------------------------------------------------------------------------------
+
+
+def test_every_manifest_fits_its_schema(overlay: list[Manifest]) -> None:
+    assert {place(each): problems(each) for each in overlay if problems(each)} == {}
+
+
+def test_the_rdma_component_and_the_examples_fit(tmp_path: Path) -> None:
+    (tmp_path / "kustomization.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "resources": [str(PLACE / "overlays" / "1p1d")],
+                "components": [str(PLACE / "components" / "rdma")],
+            }
+        )
+    )
+    built = build(tmp_path)
+    assert {place(each): problems(each) for each in built if problems(each)} == {}
+    nodes = [main_container(each) for name, each in pod_templates(built) if role_of(each) != "router"]
+    assert [each["resources"]["limits"]["rdma/ib"] for each in nodes] == ["1", "1"]
+    assert [each["securityContext"]["capabilities"] for each in nodes] == [
+        {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    ] * 2
+    (pool,) = yaml.safe_load_all((PLACE / "examples" / "inference-pool.yaml").read_text())
+    assert problems(pool) == []
+    routers = [each for name, each in pod_templates(built) if fits(pool["spec"]["selector"], each)]
+    assert [role_of(each) for each in routers] == ["router"]
+    (port,) = pool["spec"]["targetPorts"]
+    assert port["number"] in [each["containerPort"] for each in main_container(routers[0])["ports"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"spec": {"template": {"spec": {"terminationGracePeriodSecond": 1}}}},
+            "terminationGracePeriodSecond",
+        ),
+        ({"spec": {"replicas": "two"}}, "integer"),
+        (
+            {"spec": {"template": {"spec": {"containers": [{"name": "node", "imagePullPolici": "x"}]}}}},
+            "imagePullPolici",
+        ),
+        ({"spec": {"template": {"spec": {"securityContext": {"runAsUser": "root"}}}}}, "integer"),
+    ],
+)
+def test_the_schemas_find_mistakes(change: Manifest, words: str) -> None:
+    (good,) = [
+        each for each in build(PLACE / "overlays" / "1p1d") if place(each) == ("StatefulSet", "decode")
+    ]
+    assert problems(good) == []
+    assert any(words in problem for problem in problems(merged(good, change)))
+
+
+@pytest.mark.parametrize("path", ["rolloutStrategy", "leaderWorkerTemplate", "startupPolicy"])
+def test_the_schemas_of_custom_kinds_find_mistakes(path: str) -> None:
+    built = build(PLACE / "overlays" / "leader-worker-set")
+    good = next(each for each in built if each["kind"] == "LeaderWorkerSet")
+    spec = dict(good["spec"])
+    spec[path + "s"] = spec.pop(path)
+    assert any(f"{path}s" in problem for problem in problems({**good, "spec": spec}))
+
+
+# -- what schemas do not see -------------------------------------------------------------------------------------
+
+
+def fits(selector: Manifest, template: Manifest) -> bool:
+    labels = template["metadata"]["labels"]
+    return all(labels.get(key) == value for key, value in selector["matchLabels"].items())
+
+
+def test_selectors_match_pods(overlay: list[Manifest]) -> None:
+    templates = [template for _, template in pod_templates(overlay)]
+    for manifest in overlay:
+        spec = manifest.get("spec", {})
+        if manifest["kind"] == "Service":
+            chosen = [each for each in templates if fits({"matchLabels": spec["selector"]}, each)]
+            assert len(chosen) == 1, place(manifest)
+            names = {port["name"] for port in main_container(chosen[0])["ports"]}
+            numbers = {port["containerPort"] for port in main_container(chosen[0])["ports"]}
+            for port in spec["ports"]:
+                assert port["targetPort"] in names | numbers, place(manifest)
+        elif manifest["kind"] in ("PodDisruptionBudget", "Deployment", "StatefulSet"):
+            chosen = [each for each in templates if fits(spec["selector"], each)]
+            assert len(chosen) == 1, place(manifest)
+            if "template" in spec:
+                assert chosen == [spec["template"]]
+        elif manifest["kind"] == "NetworkPolicy":
+            assert any(fits(spec["podSelector"], each) for each in templates), place(manifest)
+            for rule in spec.get("ingress", []):
+                for peer in rule.get("from", []):
+                    assert any(fits(peer["podSelector"], each) for each in templates), place(manifest)
+
+
+def test_quantities_are_numbers_and_requests_fit_limits(overlay: list[Manifest]) -> None:
+    for name, template in pod_templates(overlay):
+        for container in all_containers(template):
+            resources = container["resources"]
+            requests, limits = resources["requests"], resources["limits"]
+            assert "memory" in limits, name
+            for key, text in requests.items():
+                assert quantity(text) > 0, (name, key)
+                assert key not in limits or quantity(text) <= quantity(limits[key]), (name, key)
+            for key, text in limits.items():
+                # Kubernetes wants extended resources alike in both.
+                assert "/" not in key or requests.get(key) == text, (name, key)
+        memory = quantity(main_container(template)["resources"]["limits"]["memory"])
+        in_memory = [
+            quantity(volume["emptyDir"]["sizeLimit"])
+            for volume in template["spec"]["volumes"]
+            if volume.get("emptyDir", {}).get("medium") == "Memory"
+        ]
+        assert name in ("prefill", "decode") or sum(in_memory) < memory, name
+
+
+def test_everything_that_is_referenced_exists(overlay: list[Manifest]) -> None:
+    there = {place(each) for each in overlay} | MADE_BY_OPERATOR
+    commands = (ROOT / "docs" / "kubernetes.md").read_text()
+    for kind, made in MADE_BY_OPERATOR:
+        assert made in commands, f"docs/kubernetes.md does not say how {kind} {made} is made"
+    for name, template in pod_templates(overlay):
+        spec = template["spec"]
+        assert ("ServiceAccount", spec["serviceAccountName"]) in there
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert len(volumes) == len(spec["volumes"])
+        for container in all_containers(template):
+            for mount in container["volumeMounts"]:
+                assert mount["name"] in volumes, (name, mount)
+        used = {
+            mount["name"] for container in all_containers(template) for mount in container["volumeMounts"]
+        }
+        assert used == set(volumes), f"{name}: a volume that nothing mounts"
+        for volume in volumes.values():
+            kinds = volume.keys() - {"name"}
+            assert len(kinds) == 1, volume
+            sources = [volume, *volume.get("projected", {}).get("sources", [])]
+            for source in sources:
+                if "configMap" in source:
+                    assert ("ConfigMap", source["configMap"]["name"]) in there
+                if "secret" in source:
+                    assert ("Secret", source["secret"]["name"]) in there
+                if "persistentVolumeClaim" in source:
+                    assert ("PersistentVolumeClaim", source["persistentVolumeClaim"]["claimName"]) in there
+    for manifest in overlay:
+        if manifest["kind"] == "StatefulSet":
+            assert ("Service", manifest["spec"]["serviceName"]) in there
+
+
+def test_ports_agree_with_the_cluster_file(overlay: list[Manifest], tmp_path: Path) -> None:
+    cluster = cluster_of(overlay, tmp_path).cluster
+    ports = {
+        role_of(template): {port["name"]: port["containerPort"] for port in main_container(template)["ports"]}
+        for _, template in pod_templates(overlay)
+    }
+    (address,) = router_hosts(cluster.router)
+    host, _, control_port = address.removeprefix("tcp://").rpartition(":")
+    control = int(control_port)
+    assert ports == {
+        "router": {"http": cluster.router.port, "control": control},
+        "prefill": {"peers": int(cluster.prefill.nodes[0].peer_address.rpartition(":")[2])},
+        "decode": {"pages": cluster.decode.nodes[0].bulk_port},
+    }
+    services = {each["metadata"]["name"]: each["spec"] for each in overlay if each["kind"] == "Service"}
+    assert services[host]["clusterIP"] == "None"
+    assert services[host]["publishNotReadyAddresses"], (
+        "a router becomes ready by nodes, which have to find it before"
+    )
+    assert [port["port"] for port in services[host]["ports"]] == [control]
+    (policy,) = [each for each in overlay if place(each) == ("NetworkPolicy", "tandem-router")]
+    opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+    assert opened == {cluster.router.port, control}
+
+
+def test_pods_join_under_names_of_their_patterns(overlay: list[Manifest], tmp_path: Path) -> None:
+    """Each node has an entry in the file, its address from the pod, and a count that its replicas do not exceed."""
+    environ = {"TANDEM_PROCESS_ADDRESS": "10.1.2.3"}
+    resolved = cluster_of(overlay, tmp_path, environ)
+    replicas = {name: count for name, count in replica_counts(overlay)}
+    for name, template in pod_templates(overlay):
+        role = role_of(template)
+        if role == "router":
+            continue
+        container = main_container(template)
+        env = {each["name"]: each for each in container["env"]}
+        assert env["TANDEM_PROCESS_ADDRESS"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
+        pod = "tandem-6d4cf56db6-prefill-0" if "POD_NAME" in env else f"{name}-0"
+        node = env["NODE"].get("value", "$(POD_NAME)").replace("$(POD_NAME)", pod)
+        assert container["args"] == [
+            f"deploy/launch_{role}",
+            "$(NODE)",
+            "--cluster",
+            "/etc/tandem/cluster.yaml",
+        ]
+        (entry,) = entries_of(resolved.cluster, role)
+        assert entry.count is not None
+        assert replicas[name] <= entry.count
+        if role == "prefill":
+            assert peer_address(resolved, node) == "tcp://10.1.2.3:5601"
+        else:
+            assert resolved.cluster.decode_node(node).host == "own"
+
+
+def entries_of(cluster: Cluster, role: str) -> Sequence[NodeEntry]:
+    return cluster.prefill.nodes if role == "prefill" else cluster.decode.nodes
+
+
+def replica_counts(manifests: list[Manifest]) -> Iterator[tuple[str, int]]:
+    for manifest in manifests:
+        if manifest["kind"] in ("Deployment", "StatefulSet", "LeaderWorkerSet"):
+            yield manifest["metadata"]["name"], manifest["spec"]["replicas"]
+        elif manifest["kind"] == "DisaggregatedSet":
+            for role in manifest["spec"]["roles"]:
+                yield role["name"], role["spec"]["replicas"]
+
+
+def test_names_of_overlays_say_how_many_nodes_they_have() -> None:
+    for name, expected in (("1p1d", (1, 1)), ("2p2d", (2, 2))):
+        counts = dict(replica_counts(build(PLACE / "overlays" / name)))
+        assert (counts["prefill"], counts["decode"]) == expected
+
+
+def test_pods_end_only_after_the_longest_answer(overlay: list[Manifest], tmp_path: Path) -> None:
+    cluster = cluster_of(overlay, tmp_path).cluster
+    assert cluster.health.drain_timeout > cluster.router.request_timeout
+    for name, template in pod_templates(overlay):
+        hook = main_container(template).get("lifecycle", {}).get("preStop", {})
+        pause = hook.get("sleep", {}).get("seconds", 0)
+        assert (pause > 0) == (role_of(template) == "router"), "only clients come through a Service"
+        grace = template["spec"]["terminationGracePeriodSeconds"]
+        assert grace >= cluster.health.drain_timeout + pause + 10, name
+
+
+def test_probes_mean_what_they_say(overlay: list[Manifest], tmp_path: Path) -> None:
+    """Liveness never depends on other processes, so that the loss of nodes restarts no router."""
+    resolved = cluster_of(overlay, tmp_path)
+    for _, template in pod_templates(overlay):
+        container = main_container(template)
+        probes = {key: value for key, value in container.items() if key.endswith("Probe")}
+        if role_of(template) == "router":
+            paths = {key: probe["httpGet"]["path"] for key, probe in probes.items()}
+            assert paths == {"startupProbe": "/live", "livenessProbe": "/live", "readinessProbe": "/ready"}
+            assert {probe["httpGet"]["port"] for probe in probes.values()} == {"http"}
+        else:
+            ready = ready_path(Path(resolved.cluster.process.run_dir), "$NODE")
+            assert probes.keys() == {"startupProbe", "readinessProbe"}
+            assert resolved.cluster.health.hang_timeout > 0, "in place of a liveness probe"
+            for probe in probes.values():
+                assert probe["exec"]["command"] == ["sh", "-c", f"test -e {ready}"]
+
+
+def test_pods_have_no_rights_that_they_do_not_need(overlay: list[Manifest]) -> None:
+    for name, template in pod_templates(overlay):
+        spec = template["spec"]
+        security = spec["securityContext"]
+        assert security["runAsNonRoot"]
+        assert security["runAsUser"] > 0
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False, "a Service tandem-router would set TANDEM_ROUTER_PORT"
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
+        for container in all_containers(template):
+            own = container["securityContext"]
+            assert own["readOnlyRootFilesystem"], name
+            assert own["allowPrivilegeEscalation"] is False, name
+            assert own["capabilities"] == {"drop": ["ALL"]}, name
+        writable = {
+            mount["mountPath"]
+            for mount in main_container(template)["volumeMounts"]
+            if not mount.get("readOnly")
+        }
+        assert {"/tmp", "/cache", "/run/tandem/run"} <= writable, name
+
+
+def test_each_pod_gets_the_keys_that_it_needs_and_no_others(overlay: list[Manifest], tmp_path: Path) -> None:
+    resolved = cluster_of(overlay, tmp_path)
+    keys = Path("/secrets")
+    names = all_names(resolved.cluster)
+    for _, template in pod_templates(overlay):
+        role = role_of(template)
+        own = "router" if role == "router" else f"{role}-*"
+        (init,) = template["spec"]["initContainers"]
+        files = {Path(each) for each in init["command"] if each.startswith("/secrets/")}
+        wanted = {public_file(keys, name) for name in names} | {secret_file(keys, own)}
+        assert files == wanted | ({keys / "api_keys.yaml"} if role == "router" else set())
+        assert init["command"][:2] == ["install", "--mode=0600"]
+        target = init["command"][-1].removeprefix("--target-directory=")
+        assert resolved.cluster.security.keys == target
+        mounts = {each["name"]: each["mountPath"] for each in main_container(template)["volumeMounts"]}
+        assert mounts["keys"] == target
+        assert "secrets" not in mounts
+
+
+def test_the_same_role_is_described_alike_in_all_overlays() -> None:
+    """Sets differ; what a pod of a role does not: probes, keys, rights, end."""
+    found: dict[str, list[Any]] = {}
+    for name in OVERLAYS:
+        for _, template in pod_templates(build(PLACE / "overlays" / name)):
+            container = main_container(template)
+            same = {
+                key: value
+                for key, value in container.items()
+                if key not in ("resources", "env", "volumeMounts", "image")
+            }
+            init = template["spec"]["initContainers"]
+            grace = template["spec"]["terminationGracePeriodSeconds"]
+            found.setdefault(role_of(template), []).append((template["metadata"], same, init, grace))
+    for role, versions in found.items():
+        assert all(each == versions[0] for each in versions), role
+
+
+def test_gpus_are_asked_for_where_the_cluster_file_has_them(overlay: list[Manifest], tmp_path: Path) -> None:
+    cluster = cluster_of(overlay, tmp_path).cluster
+    for _, template in pod_templates(overlay):
+        role = role_of(template)
+        if role == "router":
+            assert "nvidia.com/gpu" not in main_container(template)["resources"]["limits"]
+            continue
+        (entry,) = entries_of(cluster, role)
+        gpus = 0 if entry.device == "cpu" else entry.tensor_parallel
+        limits = main_container(template)["resources"]["limits"]
+        assert int(limits.get("nvidia.com/gpu", 0)) == gpus
