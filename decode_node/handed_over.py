@@ -23,7 +23,8 @@ def take_record(request: DecodeRequest, arrived: Arrived, draft: DraftShape, now
     request.launched = 1
     sent, seen = arrived.times
     # No record is sent before its pages are reserved. A time that says so comes from another clock, and tells nothing.
-    request.mark("record_sent", sent if sent >= request.received + request.stages["reserved"] else seen)
+    request.drawn_at = sent if sent >= request.received + request.stages["reserved"] else seen
+    request.mark("record_sent", request.drawn_at)
     request.mark("record_seen", seen)
     request.mark("record_accepted", now)
     return None

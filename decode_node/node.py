@@ -160,6 +160,7 @@ class DecodeNode:
                 self._resources.leave(emission.request)
         for router, own in runs.items():
             router.send(Tokens(runs=own))
+        self._report.step_read(now)
         self._drafts.look(self._report.speculation)
 
     def _move_transfers(self, now: float) -> None:
@@ -359,8 +360,7 @@ class DecodeNode:
         if emission.states is not None:
             start = len(request.prompt) + offset - 1
             send_states(request.router, request.room, start, emission.states[: len(tokens)])
-        self._report.speculation.count(emission, len(tokens))
-        self._report.generated_tokens += len(tokens)
+        self._report.drawn(emission, len(tokens), now)
         self._events.add_tokens("tokens", offset, tokens, request.room, finish=reason)
         stages = None
         if reason is not None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from common.kv_cache.page_space import PageSpace
-from common.messages.identity import NodeCounters, NodeLoad
+from common.messages.identity import BucketTotals, NodeCounters, NodeLoad
+from common.observability.histogram import STEP_TOKENS, Histogram
 from decode_node.accept_counters import AcceptCounters
 from decode_node.batch_resources import BatchResources
 from decode_node.parts import Observation
 from decode_node.queues import Queues
+from decode_node.request import Emission
+from decode_node.token_gaps import TokenGaps
 from kv_transfer.receiving import PageReceiver
 
 
@@ -33,12 +36,29 @@ class Report:
         self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.steps = self.transfers = self.transfer_failures = 0
         self.speculation = AcceptCounters()
+        self._gaps = TokenGaps()
+        self._step_tokens = Histogram(STEP_TOKENS)
+        self._step_began = 0  # value of `generated_tokens` before the step that is being read
+
+    def drawn(self, emission: Emission, emitted: int, now: float) -> None:
+        """Count one request's part of a step, of which the first `emitted` tokens became part of the answer."""
+        self.speculation.count(emission, emitted)
+        self.generated_tokens += emitted
+        self._gaps.drawn(emission.request, now)
+
+    def step_read(self, now: float) -> None:
+        """Count a step whose emissions were all counted."""
+        if self.generated_tokens > self._step_began:
+            self._step_tokens.observe(self.generated_tokens - self._step_began)
+            self._step_began = self.generated_tokens
+        self._gaps.step_ended(now)
 
     def load(self) -> NodeLoad:
         queues = self._queues
         return NodeLoad(
             queued=len(queues.waiting) + len(queues.retracted),
             running=len(queues.running),
+            retracted=len(queues.retracted),
             transferring=len(queues.transferring) + len(queues.arrived),
             free_pages=self._space.free_pages,
             cached_pages=self._space.cache.cached_pages,
@@ -55,11 +75,17 @@ class Report:
             cached_tokens=self.cached_tokens,
             generated_tokens=self.generated_tokens,
             steps=self.steps,
+            inter_token=BucketTotals.of(self._gaps.seconds),
+            step_tokens=BucketTotals.of(self._step_tokens),
             late_launches=self._pacing.late,
             missing_marks=self._pacing.missing,
             retractions=self._resources.retractions,
             transfers=self.transfers,
             transfer_failures=self.transfer_failures,
+            transfer_timeouts=dict(received.timeouts),
+            quarantined_transfers=received.quarantined,
+            duplicate_messages=received.duplicates,
+            abort_retries=received.abort_retries,
             transferred_pages=received.pages_received,
             checksum_failures=received.checksum_failures,
             record_failures=received.record_failures.total(),

@@ -67,6 +67,7 @@ class DecodeRequest:
     matcher: Follower | None = None  # has followed the answer so far
     forced: tuple[int, ...] = ()  # the next tokens that its grammar forces, as drafts of its next step
     draft: DraftRow = NO_DRAFT  # initial draft state of its row, after hand-over or resume
+    drawn_at: float = 0.0  # monotonic seconds when its latest token was drawn, as far as the host can tell
     stages: dict[str, float] = field(default_factory=dict)
 
     @classmethod

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from common.errors import ChecksumFailed, TransferFailed
+from common.observability.histogram import TRANSFER_BYTES, Histogram
 
 
 @dataclass(slots=True)
@@ -16,6 +17,8 @@ class SenderCounters:
     pages_by_layer: int = 0  # those of pages_written that left while their forward was running
     records_written: int = 0
     bytes_written: int = 0
+    # of each room that was delivered
+    bytes_per_room: Histogram = field(default_factory=lambda: Histogram(TRANSFER_BYTES))
     handshakes: int = 0
     refused: Counter[str] = field(default_factory=Counter)  # by cause: version, layout, transport, ...
     malformed: int = 0  # frames that do not decode as a message for this side
@@ -27,6 +30,11 @@ class SenderCounters:
     early_evicted: int = 0  # those of early_slots that were dropped: too many, or too old
     stalled: int = 0  # rooms given up because no byte moved
     unsent: int = 0  # control frames that the socket did not accept
+
+    def room_delivered(self, nbytes: int) -> None:
+        """Count a room that was handed over, and its bytes."""
+        self.delivered += 1
+        self.bytes_per_room.observe(nbytes)
 
 
 @dataclass(slots=True)

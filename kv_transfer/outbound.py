@@ -56,6 +56,7 @@ class Outbound:
     next_page: int = 0  # logical; pages below it are posted or held by the decode node
     failure: tuple[str, str] | None = None  # code, reason
     abort_asked: bool = False
+    bytes_written: int = 0  # that have landed
     _checksums: list[Sequence[int]] = field(default_factory=list)  # per write that has landed
     _posted: list[Posted] = field(default_factory=list)
     _record: HandoffRecord | None = None
@@ -234,6 +235,7 @@ class Outbound:
                 return
             self._moved_at = now
             self.counters.bytes_written += head.nbytes
+            self.bytes_written += head.nbytes
             said.extend(self._landed(head))
 
     def _landed(self, write: Posted) -> list[ToReceiver]:

@@ -40,6 +40,11 @@ class OutboundRoom:
         return any(part.busy for part in self.parts)
 
     @property
+    def bytes_written(self) -> int:
+        """Bytes of pages, state and record that have landed."""
+        return sum(part.bytes_written for part in self.parts)
+
+    @property
     def alarm(self) -> float:
         """Time at which a part has waited for too long, if nothing happens before."""
         return min(part.alarm for part in self.parts)

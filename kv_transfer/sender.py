@@ -348,7 +348,7 @@ class Sender:
         del self.rooms[number]
         self._busy.pop(number, None)
         if failure is None:
-            self.counters.delivered += 1
+            self.counters.room_delivered(room.bytes_written)
             self._events.append(Delivered(number))
         else:
             self.counters.lost += 1

@@ -133,7 +133,7 @@ class PrefillNode:
         self._planner.begin(planned, self._clock())
         for chunk in planned.chunks:
             self._events.add("chunk", chunk.request.room, start=chunk.start, length=chunk.length)
-        self._report.steps += bool(planned.chunks)
+        self._report.forward_launched(planned.chunks)
         self._orders.begin(planned.plan.generation, planned.chunks)
         launched = self._worker.apply(planned.plan)
         self._pacing.launched(launched.completion, self._times.latest_seconds)
@@ -329,6 +329,7 @@ class PrefillNode:
                 token=token,
                 finish_reason=reason,
                 cached_tokens=request.lease.cached_tokens,
+                stages=None if reason is None else request.stages,
             )
         )
         if reason is not None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from common.kv_cache.page_space import PageSpace
-from common.messages.identity import NodeCounters, NodeLoad
+from common.messages.identity import BucketTotals, NodeCounters, NodeLoad
+from common.observability.histogram import STEP_TOKENS, Histogram
 from kv_transfer.sending import PageSender
 from prefill_node.forward_times import ForwardTimes
 from prefill_node.parts import Observation
 from prefill_node.queues import Queues
+from prefill_node.scheduler import Chunk
 
 
 class Report:
@@ -28,7 +32,13 @@ class Report:
         self._graphs = observation.graphs
         self._ranks = observation.ranks
         self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
-        self.steps = self.transfers = self.transfer_failures = 0
+        self.transfers = self.transfer_failures = 0
+        self._step_tokens = Histogram(STEP_TOKENS)
+
+    def forward_launched(self, chunks: Sequence[Chunk]) -> None:
+        """Count a forward over these chunks; without chunks there was none."""
+        if chunks:
+            self._step_tokens.observe(sum(chunk.length for chunk in chunks))
 
     def load(self) -> NodeLoad:
         queues, computing = self._queues, self._queues.computing
@@ -52,11 +62,15 @@ class Report:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             generated_tokens=self.generated_tokens,
-            steps=self.steps,
+            steps=sum(self._step_tokens.counts),
+            step_tokens=BucketTotals.of(self._step_tokens),
             forward_seconds=self._times.measured_seconds,
             predicted_forward_seconds=self._times.predicted_seconds,
             transfers=self.transfers,
             transfer_failures=self.transfer_failures,
+            transfer_timeouts={"stall": sent.stalled},
+            transfer_bytes=BucketTotals.of(sent.bytes_per_room),
+            duplicate_messages=sent.duplicate_slots,
             transferred_pages=sent.pages_written,
             layered_pages=sent.pages_by_layer,
             refused_messages=refused_messages + sent.malformed + sent.invalid_slots,

@@ -6,6 +6,7 @@ from router.api_routes import ApiRoutes
 from router.app import RouterApp
 from router.availability import Availability
 from router.core import assemble_core
+from router.metrics.http_metrics import HttpMetrics
 from router.parts import ApiParts, ChildProcesses, ControlLink, Dispatching, NodeRules, Observation
 from router.requests.checks import ServedModel
 from router.routes.admin import AdminRoutes
@@ -38,7 +39,8 @@ def assemble(
     )
     routes = ApiRoutes(api, availability, dispatcher, dispatcher, core.flush_caches, view, log)
     admin = AdminRoutes(availability.set_paused, lambda: routes.active)
-    listeners = HttpListeners(http, routes.add_to, admin.add_to, log)
+    answers = HttpMetrics(core.metrics.registry)
+    listeners = HttpListeners(http, routes.add_to, admin.add_to, log, answers.answered)
     return RouterApp(
         core, availability, routes, listeners, children, link, observation, dispatching.drain_timeout
     )

@@ -70,7 +70,7 @@ def build(resolved: Resolved, process: RouterProcess, log: Log) -> RouterApp:
             link,
             rules,
             _dispatching(cluster),
-            Observation(log, model.name, events, shown),
+            Observation(log, model.name, events, shown, max_model_len=model.max_model_len),
             model,
             ChildProcesses(spawner, text_pool, images),
             ApiParts(tokenizer, info, texts, images, cluster.router.max_requests),

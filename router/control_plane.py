@@ -233,6 +233,8 @@ class ControlPlane:
                 self.rules.check_tokens([message.token])
                 attempt.prefill.rooms.computed(message.room)
                 attempt.prefill_over = attempt.prefill_over or message.finish_reason is not None
+                if message.stages is not None:
+                    self._dispatcher.timelines.anchor(message.room, identity, message.stages)
                 attempt.on_first_token(message)
         elif isinstance(message, PromptScores):
             attempt = self._dispatcher.attempt(message.room)

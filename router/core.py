@@ -76,7 +76,11 @@ def assemble_core(
     )
     health = NodeHealth(nodes.slow_start, clock)
     metrics = RouterMetrics(
-        observation.model, lambda: registry, lambda: control.refused_messages, health.conditions
+        observation.model,
+        lambda: registry,
+        lambda: control.refused_messages,
+        health.conditions,
+        observation.max_model_len,
     )
     placer = Placer(registry, dispatching.policies, health, dispatching.rng, dispatching.placement)
     dispatcher = Dispatcher(

@@ -16,6 +16,7 @@ from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from router.dispatch.limits import DispatchLimits
 from router.images.loader import ImageLoader
+from router.metrics.router_metrics import MAX_MODEL_LEN
 from router.nodes.placement import PlacementPolicy
 from router.nodes.placement_rules import DEFAULT_RULES, PlacementRules
 from router.nodes.registration import RegistrationRules
@@ -78,6 +79,7 @@ class Observation:
     events: EventLog = NO_EVENTS
     config: Mapping[str, Any] = field(default_factory=dict)  # the configuration, as /server_info shows it
     clock: Callable[[], float] = time.monotonic
+    max_model_len: int = MAX_MODEL_LEN  # bounds of histograms of tokens go up to it
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from common.observability.histogram import Histogram
+
 Role = Literal["prefill", "decode"]
 NodeState = Literal["loading", "up", "draining"]
 
@@ -81,6 +83,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     # (tokens, predicted milliseconds) of prompts of some lengths, ascending (prefill nodes)
     prompt_times: Annotated[tuple[tuple[Total, Finite], ...], MANY] = ()
     running: Total = 0  # requests in a batch
+    retracted: Total = 0  # among `queued`: left the batch for lack of pages (decode nodes)
     transferring: Total = 0  # requests whose pages are being transferred
     free_pages: Total = 0
     cached_pages: Total = 0  # evictable: held only by the prefix cache
@@ -94,6 +97,18 @@ class OtherRouters(msgspec.Struct, frozen=True, kw_only=True):
     routers: Total = 0  # others that serve the node now
     requests: Total = 0
     tokens: Total = 0  # of their prompts, not computed yet (prefill nodes)
+
+
+class BucketTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """A histogram since the node's start. Its bounds stand in common.observability.histogram."""
+
+    # By bucket, the infinite one last; empty: nothing is observed.
+    counts: Annotated[tuple[Total, ...], MANY] = ()
+    sum: Finite = 0.0
+
+    @classmethod
+    def of(cls, histogram: Histogram) -> BucketTotals:
+        return cls(counts=tuple(histogram.counts), sum=histogram.sum)
 
 
 class GraphTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,8 +175,18 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     late_launches: Total = 0  # steps before which the device had run out of work
     missing_marks: Total = 0  # steps that ended without writing their progress marks
     retractions: Total = 0
+    # TOKEN_SECONDS: gaps between the outputs of a request (decode nodes).
+    inter_token: BucketTotals = BucketTotals()
+    # STEP_TOKENS: tokens that one forward computes or one step draws.
+    step_tokens: BucketTotals = BucketTotals()
     transfers: Total = 0
     transfer_failures: Total = 0
+    # Causes of transfers that a node ended because of time: handshake, first_page, stall, deadline ...
+    transfer_timeouts: Annotated[dict[Label, Total], MANY] = {}
+    transfer_bytes: BucketTotals = BucketTotals()  # TRANSFER_BYTES: per request handed over (prefill nodes)
+    quarantined_transfers: Total = 0  # their pages had to wait until nothing could be written to them
+    duplicate_messages: Total = 0  # repeated announcements of peers, which were dropped
+    abort_retries: Total = 0  # repeated requests to a peer to stop writing
     transferred_pages: Total = 0
     layered_pages: Total = 0  # among transferred_pages: sent layer by layer while being computed
     checksum_failures: Total = 0

@@ -93,6 +93,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     token: OutputToken
     finish_reason: FinishReason | None
     cached_tokens: Count
+    stages: Stages | None = None  # set with a finish_reason, because no PrefillDone follows
 
 
 class PromptScores(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -14,7 +14,7 @@ from router.answers.prompt_pieces import PromptOnly, ShownPrompt
 from router.dispatch.generation import GenerationRequest, PromptBatch, PromptImage
 from router.dispatch.shared_prompt import shares
 from router.http.client import cache_salt, client_key, session_key
-from router.http.errors import request_id_key
+from router.http.errors import arrived_key, request_id_key
 from router.requests.checks import ServedModel, check_logprobs, check_priority, sampling_params
 from router.requests.choice_count import choice_count, samplings
 from router.requests.hidden_states import answer_states
@@ -112,6 +112,7 @@ class ChoiceMaker:
                 session=session,
                 batch=batch,
                 share=share,
+                arrived=request[arrived_key],
                 states=answer_states(body, model.states, len(tokens), own.max_tokens),
             )
             decoder = self._tokenizer.stream(body.skip_special_tokens is not False, tokens, options.kept)

@@ -47,6 +47,7 @@ class Delivery:
         flight, now = self._flight, time.monotonic()
         if not flight.said:
             flight.timeline.mark("first_token", now)
+            flight.cached_tokens = self._attempt.cached_tokens
         self._events.add_tokens("delivered", len(flight.said), tokens, request=flight.request.request_id)
         flight.said += [token.id for token in tokens]
         self._pace.measure(now)

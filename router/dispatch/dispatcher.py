@@ -85,7 +85,7 @@ class Dispatcher:
         self.poison = PoisonWatch(self.health.clock, limits.max_crashes)
         room = NodeRoom(lambda: registry, limits.requests_per_node, lambda: registry.version)
         self.admission = Admission(room, limits.reserved_tokens, limits.queue_wait, time.monotonic)
-        metrics.placement.waiting.set_function(lambda: self.admission.waiting)
+        metrics.placement.count_waiting(lambda: self.admission.waiting)
         self._budget = RetryBudget(limits.retry_ratio, self.health.clock)
         self._turns = Turns()  # spreads placements over turns of the event loop
         self._pairs = PairWait(self._placer, registry, limits, metrics.placement, self._turns)
@@ -169,7 +169,7 @@ class Dispatcher:
             raise Overloaded(f"{self._limits.max_requests} requests are in flight; try again later")
         loop = asyncio.get_running_loop()
         timeout = min(request.timeout_s or self._limits.request_timeout, self._limits.request_timeout)
-        timeline = Timeline(request.request_id, time.monotonic(), request.client)
+        timeline = Timeline.entered(request.request_id, request.arrived, request.client)
         self.timelines.add(timeline)
         task = asyncio.current_task()
         flight = InFlight(request, timeline, loop.time() + timeout, task, take_now=take_now)
@@ -213,7 +213,7 @@ class Dispatcher:
             timeline.mark("finished", time.monotonic())
             tokens = len(flight.said)
             self._events.add("ended", request=request.request_id, outcome=timeline.outcome, tokens=tokens)
-            self._metrics.request_finished(timeline, len(request.token_ids), tokens)
+            self._metrics.request_finished(timeline, flight.figures())
             self._log.info("request finished", tokens=tokens, **timeline.report())
 
     async def _enter(self, request: GenerationRequest, patience: float) -> int:

@@ -45,6 +45,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, eq=False):
     session: bytes = b""  # names the conversation, whose requests go to the same nodes; b"": none
     batch: PromptBatch = msgspec.field(default_factory=PromptBatch)
     share: PromptShare = UNSHARED  # with other choices of the same prompt, which is computed once
+    arrived: float | None = None  # monotonic seconds at which its HTTP request arrived
     states: AnswerStates | None = None  # collects the hidden states; None: the client asks for none
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from common.errors import ClientGone
 from router.dispatch.attempt import Attempt
 from router.dispatch.generation import GenerationRequest, TakeNow, take_nothing
+from router.metrics.request_series import RequestFigures
 from router.metrics.timeline import Timeline
 from router.nodes.placed_prompt import NO_PROMPT, PlacedPrompt
 
@@ -23,6 +24,7 @@ class InFlight:
     task: asyncio.Task[Any] | None = None  # reads the answer
     said: list[int] = field(default_factory=list)  # tokens that were sent to the client
     avoid: set[str] = field(default_factory=set)  # incarnations to blame for failed attempts
+    cached_tokens: int = 0  # of the prompt, in the attempt with the first token
     attempts: int = 0
     suspect: bytes = b""  # fingerprint of the request, once a node crashed while it ran there
     shared_trial: bool = False  # the latest attempt ran in isolation together with other suspects
@@ -40,6 +42,18 @@ class InFlight:
     def num_tokens(self) -> int:
         """Return the length of `tokens`."""
         return len(self.request.token_ids) + len(self.said)
+
+    def figures(self) -> RequestFigures:
+        """Return its sizes once it is over."""
+        request, said = self.request, len(self.said)
+        return RequestFigures(
+            len(request.token_ids),
+            said,
+            self.cached_tokens,
+            request.sampling.max_tokens,
+            request.share.choices if request.share.counted else 0,
+            request.share.longest(said),
+        )
 
     def abort(self) -> None:
         """End the request because its client asked for that; the answer so far stays."""

@@ -29,6 +29,15 @@ class PromptShare(Protocol):
         """True if usage counts the prompt tokens of this request."""
         ...
 
+    @property
+    def choices(self) -> int:
+        """Number of choices of the prompt."""
+        ...
+
+    def longest(self, tokens: int) -> int | None:
+        """Note that a choice ended with so many tokens; return the longest choice once all have ended."""
+        ...
+
     async def wait(self, seconds: float) -> None:
         """Wait until the prompt is computed or no request computes it any more, at most so many seconds."""
         ...
@@ -51,6 +60,10 @@ class Unshared:
 
     nodes = NO_NODES
     counted = True
+    choices = 1
+
+    def longest(self, tokens: int) -> int | None:
+        return tokens
 
     async def wait(self, seconds: float) -> None:
         pass
@@ -73,9 +86,15 @@ class FirstOfPrompt:
 
     counted = True
 
-    def __init__(self) -> None:
+    def __init__(self, choices: int) -> None:
+        self.choices = choices
         self.nodes: Collection[str] = NO_NODES
         self.available = asyncio.Event()
+        self._lengths: list[int] = []  # of choices that have ended
+
+    def longest(self, tokens: int) -> int | None:
+        self._lengths.append(tokens)
+        return max(self._lengths) if len(self._lengths) == self.choices else None
 
     async def wait(self, seconds: float) -> None:
         pass
@@ -102,6 +121,13 @@ class FollowerOfPrompt:
     def nodes(self) -> Collection[str]:
         return self._first.nodes
 
+    @property
+    def choices(self) -> int:
+        return self._first.choices
+
+    def longest(self, tokens: int) -> int | None:
+        return self._first.longest(tokens)
+
     async def wait(self, seconds: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -121,5 +147,5 @@ def shares(count: int) -> list[PromptShare]:
     """Return the shares of `count` choices of one prompt, the first one first."""
     if count == 1:
         return [UNSHARED]
-    first = FirstOfPrompt()
+    first = FirstOfPrompt(count)
     return [first, *(FollowerOfPrompt(first) for _ in range(count - 1))]

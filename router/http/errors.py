@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 import secrets
+import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -32,6 +34,8 @@ SHOULD_RETRY = "x-should-retry"
 RETRY_AFTER_SECONDS = 1
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=-]")
 request_id_key: web.RequestKey[str] = web.RequestKey("request_id", str)
+arrived_key: web.RequestKey[float] = web.RequestKey("arrived", float)  # monotonic seconds
+Answered = Callable[[web.Request, web.StreamResponse], None]
 
 
 def error_body(message: str, kind: str, param: str | None, code: int | str) -> dict[str, Any]:
@@ -111,12 +115,15 @@ def _http_text(request: web.Request, error: web.HTTPException) -> str:
     return error.reason
 
 
-def error_middleware(log: Log) -> Middleware:
-    """Return a middleware that assigns request ids and turns exceptions of handlers into error responses."""
+def error_middleware(log: Log, answered: Answered = lambda request, response: None) -> Middleware:
+    """Return a middleware that assigns request ids and turns exceptions of handlers into error responses.
+
+    `answered` is called with every request and its response, after the last byte of a stream.
+    """
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request[request_id_key] = request_id(request)
+        request[arrived_key], request[request_id_key] = time.monotonic(), request_id(request)
         response: web.StreamResponse
         try:
             response = await handler(request)
@@ -124,6 +131,7 @@ def error_middleware(log: Log) -> Middleware:
             response = _refusal(error, request, log)
         if not response.prepared:
             response.headers[REQUEST_ID] = request[request_id_key]
+        answered(request, response)
         return response
 
     return handle

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -12,8 +11,10 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+from common.observability.histogram import Histogram
 
-class LoopHistogram(Collector):
+
+class LoopHistogram(Histogram, Collector):
     """One histogram with fixed labels."""
 
     def __init__(
@@ -21,32 +22,37 @@ class LoopHistogram(Collector):
         name: str,
         text: str,
         labels: Mapping[str, str],
-        buckets: Sequence[float],
+        bounds: Sequence[float],
         registry: CollectorRegistry | None = None,
+        aliases: Sequence[str] = (),
     ) -> None:
-        """`buckets`: ascending upper bounds, without the infinite one. `registry`: None if it is part of a family."""
-        self._name = name
+        """
+        Args:
+            bounds: ascending upper bounds, without the infinite one.
+            registry: None if it is part of a family.
+            aliases: further names under which older dashboards know it.
+        """
+        super().__init__(bounds)
+        self._names = (name, *aliases)
         self._text = text
         self._labels = dict(labels)
-        self._bounds = [float(each) for each in buckets]
-        self._counts = [0] * (len(buckets) + 1)
-        self._sum = 0.0
         self._created = time.time()
         if registry is not None:
             registry.register(self)
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
     def collect(self) -> Iterator[Metric]:
-        family = HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
-        self.add_to(family)
-        yield family
+        for name in self._names:
+            family = HistogramMetricFamily(name, self._text, labels=list(self._labels))
+            self.add_to(family)
+            yield family
 
     def add_to(self, family: HistogramMetricFamily) -> None:
         """Add its series to a family with the same labels."""
-        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        rows = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
-        family.add_metric(list(self._labels.values()), rows, self._sum)
-        family.add_sample(f"{self._name}_created", self._labels, self._created)
+        family.add_metric(list(self._labels.values()), bucket_rows(self.bounds, self.counts), self.sum)
+        family.add_sample(f"{family.name}_created", self._labels, self._created)
+
+
+def bucket_rows(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[str, float]]:
+    """Return (upper bound, number of values up to it) for each bucket, as Prometheus wants them."""
+    names = [*map(floatToGoString, bounds), "+Inf"]
+    return list(zip(names, map(float, accumulate(counts)), strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -47,11 +47,22 @@ class PlacementMetrics:
             "Blocks of prompts that placement knows to be on nodes",
             registry=registry,
         )
-        self.waiting = Gauge(
+        self._waiting: Callable[[], int] = lambda: 0
+        self._waiting_series = Gauge(
             "tandem_requests_waiting_for_room",
             "Requests that wait at the router for capacity of the decode nodes",
             registry=registry,
         )
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait at the router for capacity of the decode nodes."""
+        return self._waiting()
+
+    def count_waiting(self, waiting: Callable[[], int]) -> None:
+        """Let `waiting` count the requests that wait at the router."""
+        self._waiting = waiting
+        self._waiting_series.set_function(waiting)
 
 
 def condition_series(model: str, conditions: Iterable[Condition]) -> Iterator[Metric]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from operator import itemgetter
 from typing import Any
 
 import msgspec
+
+from common.messages.generation import FINISH_LENGTH, FINISH_STOP
 
 KEPT = 512
 _SECONDS = itemgetter(1)
@@ -26,6 +29,14 @@ class Timeline:
         self.outcome = "running"
         self.accept_length: float | None = None  # in the final attempt, if it used speculative decoding
 
+    @classmethod
+    def entered(cls, request_id: str, arrived: float | None, client: str) -> Timeline:
+        """Begin with a request that is token ids now. `arrived`: monotonic seconds; None if it was never text."""
+        now = time.monotonic()
+        timeline = cls(request_id, now if arrived is None else arrived, client)
+        timeline.mark("entered", now)
+        return timeline
+
     @property
     def stages(self) -> dict[str, float]:
         """All stages; of those that several attempts have, the latest attempt's."""
@@ -33,6 +44,16 @@ class Timeline:
         for attempt in self.attempts:
             stages |= attempt
         return stages
+
+    @property
+    def completed(self) -> bool:
+        """True if the answer ended as it should: with a stop, or at its greatest length."""
+        return self.outcome in (FINISH_STOP, FINISH_LENGTH)
+
+    @property
+    def final_stages(self) -> dict[str, float]:
+        """The router's own stages and those of the last attempt only."""
+        return self._marks | (self.attempts[-1] if self.attempts else {})
 
     def mark(self, stage: str, now: float) -> None:
         """Record a stage. Its first time counts, except for `placed`, where the latest attempt counts."""

@@ -27,7 +27,7 @@ class ClusterView:
     ready: Callable[[], str | None]  # None if requests can be served, otherwise the reason
     missing_nodes: Callable[[], list[dict[str, str]]]  # name and role of configured nodes that are not up
     server_info: Callable[[View], dict[str, Any]]
-    metrics: Callable[[], bytes]
+    metrics: Callable[[str], tuple[bytes, str]]  # from the header Accept: series and their media type
     timeline: Callable[[str], dict[str, Any] | None]
 
 
@@ -106,9 +106,8 @@ class StatusRoutes:
         return json_response(_card(model, request))
 
     async def metrics(self, request: web.Request) -> web.Response:
-        return web.Response(
-            body=self._view.metrics(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        )
+        series, media = self._view.metrics(request.headers.get("Accept", ""))
+        return web.Response(body=series, headers={"Content-Type": media})
 
     async def version(self, request: web.Request) -> web.Response:
         return json_response({"version": VERSION})

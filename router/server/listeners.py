@@ -9,6 +9,7 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,7 +20,7 @@ from common.observability.logs import Log
 from router.auth.gates import Entrance, Gate, OwnerGate
 from router.auth.keys import KeyFile
 from router.auth.origin import Cors
-from router.http.errors import error_middleware
+from router.http.errors import Answered, error_middleware
 from router.server.accepting import ConnectionAcceptor, listening_sockets
 from router.server.admin_socket import AdminSocket
 from router.server.connections import ConnectionLimit
@@ -60,21 +61,30 @@ class HttpPlan:
 class HttpListeners:
     """All HTTP listeners. `public` serves the API; the others are for operators."""
 
-    def __init__(self, plan: HttpPlan, add_routes: AddRoutes, add_admin_routes: AddRoutes, log: Log) -> None:
-        """`add_admin_routes` adds what only operators may do."""
+    def __init__(
+        self,
+        plan: HttpPlan,
+        add_routes: AddRoutes,
+        add_admin_routes: AddRoutes,
+        log: Log,
+        answered: Answered,
+    ) -> None:
+        """
+        Args:
+            add_admin_routes: adds what only operators may do.
+            answered: is called after every answer.
+        """
         self.plan = plan
         self.log = log
         most, limit = plan.body_bytes, plan.limit
         operators = (add_routes, add_admin_routes)
-        self.public = http_runner(
-            application(plan.public.gate, plan.public.cors, most, log, add_routes), limit
-        )
-        self.owner = http_runner(application(OwnerGate(), Cors(()), most, log, *operators))
+        make = partial(application, body_bytes=most, log=log, answered=answered)
+        public, admin = plan.public, plan.admin
+        self.public = http_runner(make(public.gate, public.cors, routes=(add_routes,)), limit)
+        self.owner = http_runner(make(OwnerGate(), Cors(()), routes=operators))
         self.admin: web.AppRunner | None = None
-        if plan.admin is not None:
-            self.admin = http_runner(
-                application(plan.admin.gate, plan.admin.cors, most, log, *operators), limit
-            )
+        if admin is not None:
+            self.admin = http_runner(make(admin.gate, admin.cors, routes=operators), limit)
         self._watcher: asyncio.Task[None] | None = None
         self._admin_socket = AdminSocket(plan.admin_socket, plan.own_socket is not None)
 
@@ -148,11 +158,18 @@ class HttpListeners:
         await _Site(runner, sockets, self.log, context, self.plan.limit).start()
 
 
-def application(gate: Gate, cors: Cors, body_bytes: int, log: Log, *routes: AddRoutes) -> web.Application:
+def application(
+    gate: Gate,
+    cors: Cors,
+    body_bytes: int,
+    log: Log,
+    routes: Sequence[AddRoutes],
+    answered: Answered = lambda request, response: None,
+) -> web.Application:
     """Return the application of one listener. `body_bytes`: the largest accepted body."""
     entrance = Entrance(gate, cors, log, time.monotonic)
     app = web.Application(
-        client_max_size=body_bytes, middlewares=[error_middleware(log), entrance.middleware]
+        client_max_size=body_bytes, middlewares=[error_middleware(log, answered), entrance.middleware]
     )
     app.on_response_prepare.append(entrance.add_headers)
     for add in routes:

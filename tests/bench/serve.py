@@ -88,10 +88,13 @@ async def graph_use(url: str) -> dict[str, float]:
         families = text_string_to_metric_families(await response.text())
         return {
             " ".join(
-                (family.name, *(sample.labels.get(label, "") for label in GRAPH_LABELS))
+                (
+                    family.name.removeprefix("tandem_"),
+                    *(sample.labels.get(label, "") for label in GRAPH_LABELS),
+                )
             ).strip(): sample.value
             for family in families
-            if family.name in ("graph_replays", "graph_fallbacks")
+            if family.name in ("tandem_graph_replays", "tandem_graph_fallbacks")
             for sample in family.samples
         }
 

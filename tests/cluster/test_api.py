@@ -187,7 +187,9 @@ async def test_server_info_metrics_and_timeline(cluster: RunningCluster) -> None
         async with client.session.get("/metrics") as response:
             text = await response.text()
         assert 'vllm:num_requests_running{engine="decode-0",model_name="tiny",role="decode"} 0.0' in text
-        assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"}' in text
+        assert (
+            'vllm:request_success_total{engine="router",finished_reason="length",model_name="tiny"}' in text
+        )
 
 
 def test_only_the_router_listens_and_on_one_address(cluster: RunningCluster) -> None:

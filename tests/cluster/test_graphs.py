@@ -50,8 +50,13 @@ async def test_a_served_load_replays(prompts: list[list[int]], reference: Refere
         # The decode node also has a graph that verifies tokens forced by grammars, of which this load has none.
         totals, told = nodes[role]["counters"]["graphs"][0], nodes[role]["graphs"][0]
         assert (totals["phase"], totals["model"]) == (phase, "target")
-        assert totals["replays"] == series["graph_replays_total", phase, "target", ""] > 4
-        assert 0 <= totals["unused"] < totals["captured"] == series["graphs_captured", phase, "target", ""]
+        assert totals["replays"] == series["tandem_graph_replays_total", phase, "target", ""] > 4
+        assert (
+            0
+            <= totals["unused"]
+            < totals["captured"]
+            == series["tandem_graphs_captured", phase, "target", ""]
+        )
         assert (told["phase"], told["captured"], told["failed"]) == (phase, totals["captured"], {})
         assert told["reasons"] == why[role]
 
@@ -85,7 +90,7 @@ async def test_target_and_draft_prefill_replay(
     drafts = ["draft-0", "draft-1", "draft-2"] if algorithm == "mtp" else ["draft"]
     for model in ("target", *drafts):
         assert replay_share(series, "prefill", model) >= 0.95, series
-        assert series["graph_replays_total", "prefill", model, ""] > 4
+        assert series["tandem_graph_replays_total", "prefill", model, ""] > 4
     told = node["graphs"]
     assert [(row["model"], row["backend"]) for row in told] == [
         ("target", graphs),

@@ -156,7 +156,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             lambda: rig.ready,
             lambda: rig.missing,
             lambda asked: {"model_path": served.path, "internal_states": [], "view": asked.name},
-            lambda: b"# HELP x y\n",
+            lambda accept: (b"# HELP x y\n", "text/plain"),
             lambda identity: {"request_id": identity, "client": "team-a"} if identity == "known" else None,
         )
         routes = ApiRoutes(
@@ -168,7 +168,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             view,
             log,
         )
-        app = application(gate or open_gate, cors or Cors(()), MAX_BODY, log, routes.add_to)
+        app = application(gate or open_gate, cors or Cors(()), MAX_BODY, log, (routes.add_to,))
         runner = http_runner(app, limit, write_timeout)
         runners.append(runner)
         await runner.setup()

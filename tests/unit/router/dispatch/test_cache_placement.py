@@ -68,7 +68,7 @@ async def test_the_next_turn_of_a_chat_goes_to_the_nodes_of_the_last_one() -> No
         for _ in range(3):
             turn = rig.client([*PROMPT, *answer, 1, 2, 3], max_tokens=41)
             assert await serve(nodes, turn, cached=192) == first
-        series = rig.metrics.render().decode()
+        series = rig.metrics.render()[0].decode()
         assert "tandem_placement_expected_cached_tokens_total 672.0" in series  # 192, then 240 twice
         assert "tandem_placement_found_cached_tokens_total 576.0" in series
         assert rig.history.blocks == 15 + 17
@@ -112,5 +112,5 @@ async def test_a_request_is_refused_while_all_nodes_of_a_role_are_busy() -> None
         client = await rig.client(PROMPT).done()
         assert isinstance(client.error, Overloaded)
         assert client.error.retry_after == 1.0
-        assert "tandem_requests_refused_busy_total 1.0" in rig.metrics.render().decode()
+        assert "tandem_requests_refused_busy_total 1.0" in rig.metrics.render()[0].decode()
         rig.nothing_left()

@@ -137,7 +137,7 @@ async def test_only_the_poison_ends_with_an_error(weak: Role, others: int) -> No
         assert isinstance(again.error, PoisonRequest)
         assert (await rig.client([5], max_tokens=LENGTH).done()).error is None
         assert fleet.crashes == crashes
-        assert b"tandem_requests_quarantined_total 1.0" in rig.metrics.render()
+        assert b"tandem_requests_quarantined_total 1.0" in rig.metrics.render()[0]
         rig.nothing_left()
 
 

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
+from prometheus_client.parser import text_string_to_metric_families as text_families
 
 from common.messages.identity import (
+    BucketTotals,
     GraphTotals,
     NodeCounters,
     NodeLoad,
     NodeRef,
     RankReport,
     RankTotals,
+    Role,
 )
 from common.messages.router_inbox import Register
+from router.metrics.request_series import RequestFigures
 from router.metrics.router_metrics import RouterMetrics
 from router.metrics.timeline import Timeline, Timelines
 from router.nodes.registry import Node
 
+ROUTER = 'engine="router",model_name="tiny"'
+LES = ("0.001", "0.0025", "80.0", "+Inf")
 
-def node(**load: int) -> Node:
-    ref = NodeRef(name="decode-0", role="decode", incarnation="i")
+
+def node(role: Role = "decode", **load: int) -> Node:
+    ref = NodeRef(name=f"{role}-0", role=role, incarnation="i")
     register = Register(
         node=ref,
         host="h",
@@ -52,11 +61,11 @@ def finished(metrics: RouterMetrics, outcome: str, first: float | None = 0.5) ->
         timeline.mark("first_token", first)
     timeline.mark("finished", 2.0)
     timeline.outcome = outcome
-    metrics.request_finished(timeline, 7, 3)
+    metrics.request_finished(timeline, RequestFigures(7, 3))
 
 
 def series(metrics: RouterMetrics) -> dict[str, float]:
-    lines = [line for line in metrics.render().decode().splitlines() if not line.startswith("#")]
+    lines = [line for line in metrics.render()[0].decode().splitlines() if not line.startswith("#")]
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
@@ -79,11 +88,11 @@ def test_nodes_are_read_at_scrape_time() -> None:
 
 
 def test_times_of_prompt_forwards_beside_their_predictions() -> None:
-    one = node(queued_ms=125)
+    one = node("prefill", queued_ms=125)
     one.counters = NodeCounters(forward_seconds=2.5, predicted_forward_seconds=2.0)
     metrics = RouterMetrics("tiny", lambda: [one], lambda: 0)
     metrics.prefill_queue.observe(0.07)
-    got, labels = series(metrics), '{engine="decode-0",model_name="tiny",role="decode"}'
+    got, labels = series(metrics), '{engine="prefill-0",model_name="tiny",role="prefill"}'
     assert got[f"tandem_forward_seconds_total{labels}"] == 2.5
     assert got[f"tandem_predicted_forward_seconds_total{labels}"] == 2.0
     assert got[f"tandem_prefill_queue_ms{labels}"] == 125
@@ -95,10 +104,10 @@ def test_graphs_by_phase_model_and_reason() -> None:
     """Captured forwards have counters and gauges by phase, model and reason."""
     got = series(RouterMetrics("tiny", lambda: [node()], lambda: 0))
     labels = 'engine="decode-0",model="target",model_name="tiny",phase="decode"'
-    assert got[f'graph_replays_total{{{labels},role="decode"}}'] == 19
-    assert got[f'graph_fallbacks_total{{{labels},reason="too_large",role="decode"}}'] == 1
-    assert got[f'graphs_captured{{{labels},role="decode"}}'] == 4
-    assert got[f'graphs_unused{{{labels},role="decode"}}'] == 3
+    assert got[f'tandem_graph_replays_total{{{labels},role="decode"}}'] == 19
+    assert got[f'tandem_graph_fallbacks_total{{{labels},reason="too_large",role="decode"}}'] == 1
+    assert got[f'tandem_graphs_captured{{{labels},role="decode"}}'] == 4
+    assert got[f'tandem_graphs_unused{{{labels},role="decode"}}'] == 3
 
 
 def test_ranks_by_number() -> None:
@@ -144,8 +153,9 @@ def test_the_stages_of_a_hand_over_have_a_histogram_each() -> None:
     seconds = (0.102, 0.103, 0.107, 0.109, 0.115)
     names = ("record_sent", "record_seen", "decode_start", "step_started", "first_decode")
     timeline.anchor(attempt, dict(zip(names, seconds)), "decode", 0.0)
+    timeline.mark("finished", 9.0)
     timeline.outcome = "error: node_lost"
-    metrics.request_finished(timeline, 7, 3)
+    metrics.request_finished(timeline, RequestFigures(7, 3))
     finished(metrics, "stop")  # which ended with its first token
     got = series(metrics)
     for stage, took in (("sent", 2), ("seen", 1), ("joined", 4), ("started", 2), ("drawn", 6)):
@@ -165,13 +175,18 @@ def test_stages_of_two_attempts_are_not_mixed() -> None:
     timelines.anchor(2, "d", {"decode_start": 0.11, "step_started": 0.12, "first_decode": 0.13})
     timelines.anchor(1, "p", {"prefill_end": 2.0})
     timelines.anchor(1, "d", {"decode_start": 3.0, "step_started": 3.5})
+    timeline.mark("finished", 9.0)
     timeline.outcome = "error: node_lost"
-    metrics.request_finished(timeline, 7, 3)
+    metrics.request_finished(timeline, RequestFigures(7, 3))
     got = series(metrics)
     for stage, count, took in (("sent", 1, 2), ("started", 2, 510), ("drawn", 1, 10)):
         labels = f'model_name="tiny",stage="{stage}"'
         assert got[f"tandem_handover_seconds_count{{{labels}}}"] == count
         assert round(1000 * got[f"tandem_handover_seconds_sum{{{labels}}}"]) == took
+
+
+def success(reason: str) -> str:
+    return f'vllm:request_success_total{{engine="router",finished_reason="{reason}",model_name="tiny"}}'
 
 
 def test_requests_are_counted_by_outcome() -> None:
@@ -181,16 +196,113 @@ def test_requests_are_counted_by_outcome() -> None:
     finished(metrics, "error: node_lost", first=None)
     finished(metrics, "client gone")
     got = series(metrics)
-    assert got['vllm:request_success_total{finished_reason="stop",model_name="tiny"}'] == 2
-    assert got['vllm:request_success_total{finished_reason="length",model_name="tiny"}'] == 1
+    ended = {reason: got[success(reason)] for reason in ("stop", "length", "abort", "error")}
+    assert ended == {"stop": 2, "length": 1, "abort": 1, "error": 1}
     assert got['tandem_request_errors_total{code="node_lost"}'] == 1
     assert got['tandem_request_errors_total{code="client_gone"}'] == 1
-    assert got['vllm:time_to_first_token_seconds_count{model_name="tiny"}'] == 4
-    assert got['vllm:e2e_request_latency_seconds_count{model_name="tiny"}'] == 3
-    assert got['vllm:request_generation_tokens_sum{model_name="tiny"}'] == 9
+    assert got[f"vllm:time_to_first_token_seconds_count{{{ROUTER}}}"] == 4
+    assert got[f"vllm:e2e_request_latency_seconds_count{{{ROUTER}}}"] == 3
+    assert got[f"vllm:request_generation_tokens_sum{{{ROUTER}}}"] == 9
+
+
+def test_a_prompt_is_counted_by_its_prefill_node_only() -> None:
+    """Both nodes of a request look the prompt up in their caches and count its tokens."""
+    prefill, decode = node("prefill"), node("decode")
+    prefill.counters = NodeCounters(prompt_tokens=10, cached_tokens=4)
+    decode.counters = NodeCounters(prompt_tokens=10, cached_tokens=3)
+    got = series(RouterMetrics("tiny", lambda: [prefill, decode], lambda: 0))
+
+    def total(name: str) -> float:
+        return sum(value for key, value in got.items() if key.startswith(f"{name}{{"))
+
+    assert total("vllm:prompt_tokens_total") == 10
+    assert total("vllm:prompt_tokens_by_source_total") == 10
+    assert total("vllm:prompt_tokens_cached_total") == 4
+    assert total("vllm:prefix_cache_queries_total") == 10
+    assert total("vllm:prefix_cache_hits_total") == 4
+    assert total("vllm:external_prefix_cache_hits_total") == 7
+    assert total("tandem_kv_reused_tokens_total") == 3
+
+
+def test_the_times_of_a_request_by_vllms_names() -> None:
+    metrics = RouterMetrics("tiny", list, lambda: 0)
+    timeline = Timeline("r", 0.0)
+    timeline.mark("entered", 0.25)
+    timeline.mark("placed", 0.5)
+    attempt = timeline.begin_attempt()
+    timeline.anchor(attempt, {"slots": 1.0, "prefill_start": 2.0, "prefill_end": 3.5}, "prefill", 0.5)
+    timeline.mark("first_token", 4.5)
+    decoded = {"record_seen": 4.5, "step_started": 5.5, "first_decode": 6.0}
+    timeline.anchor(attempt, decoded, "decode", 0.5)
+    timeline.mark("finished", 12.5)
+    timeline.outcome = "length"
+    metrics.request_finished(timeline, RequestFigures(20, 5, 16, 5, 1, 5))
+    got = series(metrics)
+    times = {
+        "vllm:request_queue_time_seconds": 2.5,
+        "vllm:request_prefill_time_seconds": 2,
+        "vllm:request_decode_time_seconds": 8,
+        "vllm:request_inference_time_seconds": 10,
+        "vllm:request_time_per_output_token_seconds": 2,
+        "vllm:request_prefill_kv_computed_tokens": 4,
+        "vllm:request_max_num_generation_tokens": 5,
+        "vllm:request_params_max_tokens": 5,
+        "vllm:request_params_n": 1,
+        "tandem_kv_transfer_seconds": 2.5,
+    }
+    assert {name: got[f"{name}_sum{{{ROUTER}}}"] for name in times} == times
+    parts = {
+        "router.tokenize": 0.25,
+        "router.queue": 0.25,
+        "prefill.queue": 2,
+        "prefill.compute": 1.5,
+        "kv.transfer": 1,
+        "decode.queue": 1,
+        "decode.stream": 6.5,
+        "router.answer": 0,
+    }
+    name = "tandem_stage_seconds_sum"
+    assert {part: got[f'{name}{{model_name="tiny",stage="{part}"}}'] for part in parts} == parts
+    assert sum(parts.values()) == 12.5
+
+
+def test_histograms_that_nodes_observe() -> None:
+    """Nodes report counts; names, bounds and labels are added here. Buckets that nothing was counted in exist, too."""
+    one, idle = node(), node("prefill")
+    one.counters = NodeCounters(inter_token=BucketTotals(counts=(0, 3, *[0] * 20, 1), sum=90.5))
+    got = series(RouterMetrics("tiny", lambda: [one, idle], lambda: 0))
+    labels = 'engine="decode-0",{}model_name="tiny",role="decode"'
+    for name in ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"):
+        buckets = {le: got[f"{name}_bucket{{{labels.format(f'le={chr(34)}{le}{chr(34)},')}}}"] for le in LES}
+        assert buckets == {"0.001": 0, "0.0025": 3, "80.0": 3, "+Inf": 4}
+        assert got[f"{name}_sum{{{labels.format('')}}}"] == 90.5
+    steps = 'vllm:iteration_tokens_total_count{engine="prefill-0",model_name="tiny",role="prefill"}'
+    assert got[steps] == 0
+
+
+@pytest.mark.parametrize(
+    ("accept", "media"),
+    [
+        ("", "text/plain; version=0.0.4"),
+        ("*/*", "text/plain; version=0.0.4"),
+        ("application/openmetrics-text;version=1.0.0,text/plain;q=0.5", "application/openmetrics-text"),
+        ("application/openmetrics-text; version=x.y, text/plain; version=9", "application/openmetrics-text"),
+        ("application/json, text/plain; version=x", "text/plain; version=0.0.4"),
+    ],
+)
+def test_the_format_is_negotiated(accept: str, media: str) -> None:
+    metrics = RouterMetrics("tiny", lambda: [node(total_pages=1), node("prefill")], lambda: 0)
+    finished(metrics, "stop")
+    shown, kind = metrics.render(accept)
+    assert kind.startswith(media)
+    parse = openmetrics_families if "openmetrics" in kind else text_families
+    names = {sample.name for family in parse(shown.decode()) for sample in family.samples}
+    assert {"vllm:generation_tokens_total", "vllm:request_params_n_bucket"} <= names
 
 
 def test_every_name_is_given_once() -> None:
     metrics = RouterMetrics("tiny", lambda: [node(total_pages=1)], lambda: 0)
-    names = [line.split()[2] for line in metrics.render().decode().splitlines() if line.startswith("# TYPE")]
+    names = [
+        line.split()[2] for line in metrics.render()[0].decode().splitlines() if line.startswith("# TYPE")
+    ]
     assert len(names) == len(set(names))

@@ -1,0 +1,68 @@
+"""/metrics of a real cluster: what published boards query exists, and a request is counted once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.cluster.harness import Client, RunningCluster
+from tests.fakes.waiting import PATIENCE
+
+pytestmark = pytest.mark.timeout(900)
+
+BOARDS = Path(__file__).with_name("board_series.json")
+
+
+class Board(msgspec.Struct):
+    """One published Grafana board: where it was read, and the series that it queries."""
+
+    board: str
+    commit: str
+    series: list[str]
+
+
+def boards() -> list[Board]:
+    return msgspec.convert(msgspec.json.decode(BOARDS.read_bytes())["boards"], list[Board])
+
+
+async def totals(client: Client) -> dict[str, float]:
+    """Return the sum of each series over its labels."""
+    found: defaultdict[str, float] = defaultdict(float)
+    async with client.session.get("/metrics") as response:
+        for family in text_string_to_metric_families(await response.text()):
+            for sample in family.samples:
+                found[sample.name] += sample.value
+    return found
+
+
+async def test_a_request_is_counted_once_in_all_series_that_boards_query(cluster: RunningCluster) -> None:
+    async with Client(cluster.url) as client:
+        await client.wait_idle()
+        before = await totals(client)
+        await client.complete([5, 6, 7, 8], 6)
+        gained: dict[str, float] = {}
+        async with asyncio.timeout(PATIENCE):  # nodes report with their next heartbeat
+            while gained.get("vllm:generation_tokens_total", 0) < 6:
+                shown = await totals(client)
+                gained = {name: value - before.get(name, 0.0) for name, value in shown.items()}
+    for board in boards():
+        assert set(board.series) <= set(shown), board.board
+    times = ("queue", "prefill", "decode", "inference", "time_per_output_token")
+    names = {f"vllm:request_{each}_time_seconds_count" for each in times[:4]}
+    names |= {f"vllm:request_{times[4]}_seconds_count", "vllm:time_to_first_token_seconds_count"}
+    names |= {"vllm:request_success_total", "vllm:request_params_n_count", "tandem_kv_transfer_seconds_count"}
+    names |= {"tandem_kv_transfer_bytes_count"}
+    assert {name: gained[name] for name in names} == dict.fromkeys(names, 1)
+    assert gained["vllm:prompt_tokens_total"] == gained["vllm:request_prompt_tokens_sum"] == 4
+    assert gained["vllm:generation_tokens_total"] == gained["vllm:request_generation_tokens_sum"] == 6
+    assert gained["vllm:inter_token_latency_seconds_count"] == 5
+    assert gained["vllm:iteration_tokens_total_sum"] == 4 + 5
+    assert 0 < gained["vllm:inter_token_latency_seconds_sum"] < gained["vllm:e2e_request_latency_seconds_sum"]
+    assert gained["tandem_kv_transfer_bytes_sum"] > 1000
+    parts, whole = gained["tandem_stage_seconds_sum"], gained["vllm:e2e_request_latency_seconds_sum"]
+    assert parts == pytest.approx(whole)
