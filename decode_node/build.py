@@ -229,4 +229,4 @@ def _with_ranks(
     group = ReceiverGroup(local, forwards.layout, end.record_slots, ranks.commands, ranks.events)
     for descriptor in group.descriptors:
         poller.register(descriptor, zmq.POLLIN)
-    return group, lambda worker: RankedWorker(worker, ranks.send_plan, ranks.saves_ended)
+    return group, lambda worker: RankedWorker(worker, ranks.send_plan, ranks.saves_ended, ranks.group.check)

@@ -13,12 +13,13 @@ from common.engine.forward.rotary_places import rotary_places
 from common.engine.state.relay_state import RelayState
 from common.node import graph_start
 from common.node.ranks.peers import RankPeers
-from common.node.serving_model import ServingModel, load_serving_model
+from common.node.serving_model import ServingModel, load_serving_model, serving_device
 from common.node_plan import NodePlan
 from common.observability.logs import Log
 from decode_node.assemble import Computation
 from decode_node.forwards import Forwards, step_forwards
 from decode_node.steps import StepSizes
+from kv_transfer.transport.cuda.cudart import CudaRuntime
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ def load_rank(plan: NodePlan, sizes: StepSizes, peers: RankPeers, log: Log) -> L
 
     Raises ConfigError or ModelError with the remedy.
     """
+    peers.connect(serving_device(plan.device), CudaRuntime, log)
     served = load_serving_model(plan, peers, log, peers.ranks)
     peers.report("allocating")
     device, carried = served.placement.device, served.draft_shape

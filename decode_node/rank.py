@@ -81,7 +81,7 @@ def build(member: Member, log: Log) -> BuiltRank:
     transfers = ReceiverRank(receiver, forwards.layout, peers, member.commands, member.events)
     worker = device_worker(loaded.computation(forwards), time.monotonic)
     return BuiltRank(
-        DecodeRankWork(worker, partial(member.board.write, rank, Told.SAVED)),
+        DecodeRankWork(worker, partial(member.board.write, rank, Told.SAVED), member.group.check),
         ReceivingService(transfers, peers, poller, end),
         SPIN_SECONDS if loaded.served.placement.device.type == "cuda" else 0.0,
     )

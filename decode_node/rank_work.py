@@ -15,11 +15,16 @@ from decode_node.step_result import Launched, Worker
 class DecodeRankWork:
     """Implements `RankWork`."""
 
-    def __init__(self, worker: Worker, tell_saved: Callable[[int], None]) -> None:
-        """Apply plans with `worker`. `tell_saved` is told how many saves have ended, in the order of the plans."""
+    def __init__(self, worker: Worker, tell_saved: Callable[[int], None], check: Callable[[], None]) -> None:
+        """Apply plans with `worker`.
+
+        Args:
+            tell_saved: is told how many saves have ended, in the order of the plans.
+            check: raises RankFailed if a collective of a complete plan has failed.
+        """
         self._worker = worker
         self._tell_saved = tell_saved
-        self._launched = LaunchedPlans()
+        self._launched = LaunchedPlans(check)
         self._undrawn: tuple[int, Launched] | None = None  # (generation, masked step)
         self._saves: deque[int] = deque()  # keys of saves that have not ended
         self._ended = 0

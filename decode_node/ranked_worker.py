@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
+from common.node.ranks.checked_launch import CheckedLaunch
 from decode_node.step_plan import Masks, StepPlan
 from decode_node.step_result import Launched, Trees, Worker
 
@@ -17,15 +18,23 @@ class RankedWorker:
     Everything that influences what a device computes is in the plans and masks, so that all ranks compute the same.
     """
 
-    def __init__(self, first: Worker, tell: Callable[[bytes], None], saved: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        first: Worker,
+        tell: Callable[[bytes], None],
+        saved: Callable[[], int],
+        check: Callable[[], None],
+    ) -> None:
         """Execute plans with `first`, the worker of rank 0, and send them to the others with `tell`.
 
         Args:
             saved: returns how many saves have ended on all other ranks, counted in the order of the plans.
+            check: raises RankFailed if a collective of a complete plan has failed.
         """
         self._first = first
         self._tell = tell
         self._saved = saved
+        self._check = check
         self._saves: deque[int] = deque()  # keys of saves that have not ended on some other rank
         self._ended = 0  # saves that have
         self._encoder = msgspec.msgpack.Encoder()
@@ -34,7 +43,7 @@ class RankedWorker:
         """Start everything that the plan contains on all ranks; on the others first, which have to hear of it."""
         self._tell(self._encoder.encode(plan))
         self._saves += (save.key for save in plan.moves.saves)
-        return self._first.apply(plan)
+        return CheckedLaunch(self._first.apply(plan), self._check)
 
     def unsaved(self) -> Collection[int]:
         for _ in range(self._saved() - self._ended):

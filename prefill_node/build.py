@@ -201,7 +201,7 @@ def _give_rows(ranks: RankGroup | SoleRank) -> Callable[[Tensor], object]:
     """Return what hands the rows of an image to the other ranks."""
     if isinstance(ranks, SoleRank):
         return lambda rows: None
-    group = ranks.ranks.group
+    group = ranks.group
     return lambda rows: group.broadcast(rows, 0)
 
 
@@ -216,7 +216,7 @@ def _with_ranks(
         local.addresses = tuple(addresses)
         return None, lambda worker: worker
     group = SenderGroup(local, addresses, ranks.commands, ranks.events)
-    return group, lambda worker: RankedWorker(worker, ranks.send_plan)
+    return group, lambda worker: RankedWorker(worker, ranks.send_plan, ranks.group.check)
 
 
 def open_sockets(resolved: Resolved, name: str, rank: int = 0) -> Sockets:

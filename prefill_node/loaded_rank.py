@@ -13,9 +13,10 @@ from common.kv_cache.layer_kinds import prompt_grid
 from common.node import graph_start
 from common.node.completion import completion_for
 from common.node.ranks.peers import RankPeers
-from common.node.serving_model import ServingModel, load_serving_model
+from common.node.serving_model import ServingModel, load_serving_model, serving_device
 from common.node_plan import NodePlan
 from common.observability.logs import Log
+from kv_transfer.transport.cuda.cudart import CudaRuntime
 from prefill_node.assemble import Computation
 from prefill_node.forwards import Forwards, PromptSizes, prompt_forwards
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
@@ -117,6 +118,7 @@ def load_prompt_rank(
     Args:
         stage_of: loads the vision part of the model, if this rank has it.
     """
+    peers.connect(serving_device(plan.device), CudaRuntime, log)
     served = load_serving_model(plan, peers, log, peers.ranks)
     make_stage = stage_of(served)
     peers.report("allocating")

@@ -87,7 +87,7 @@ def build(member: Member, log: Log) -> BuiltRank:
     pool = forwards.runner.pool
     worker = DeviceWorker(step, OnOneRank(sending, transfers), pool, computation.completion)
     return BuiltRank(
-        PromptRankWork(worker),
+        PromptRankWork(worker, member.group.check),
         SendingService(transfers, end, sockets),
         SPIN_SECONDS if loaded.served.placement.device.type == "cuda" else 0.0,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from common.node.ranks.launched_plans import LaunchedPlans
@@ -12,9 +14,10 @@ from prefill_node.step_result import Worker
 class PromptRankWork:
     """Implements `RankWork`."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, check: Callable[[], None]) -> None:
+        """Apply plans with `worker`. `check` raises RankFailed if a collective of a complete plan has failed."""
         self._worker = worker
-        self._launched = LaunchedPlans()
+        self._launched = LaunchedPlans(check)
         self._decoder = msgspec.msgpack.Decoder(PromptPlan)
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from common.node.ranks.checked_launch import CheckedLaunch
 from kv_transfer.send_order import SendOrder
 from prefill_node.step_plan import PromptPlan
 from prefill_node.step_result import Launched, Worker
@@ -17,15 +18,19 @@ class RankedWorker:
     Send orders reach the other ranks on their own way, because a plan cannot name destinations that are granted later.
     """
 
-    def __init__(self, first: Worker, tell: Callable[[bytes], None]) -> None:
-        """Carry out plans with `first`, the worker of rank 0, and send them to the others with `tell`."""
+    def __init__(self, first: Worker, tell: Callable[[bytes], None], check: Callable[[], None]) -> None:
+        """Carry out plans with `first`, the worker of rank 0, and send them to the others with `tell`.
+
+        `check` raises RankFailed if a collective of a complete plan has failed.
+        """
         self._first = first
         self._tell = tell
+        self._check = check
         self._encoder = msgspec.msgpack.Encoder()
 
     def apply(self, plan: PromptPlan) -> Launched:
         self._tell(self._encoder.encode(plan))
-        return self._first.apply(plan)
+        return CheckedLaunch(self._first.apply(plan), self._check)
 
     def send(self, order: SendOrder) -> None:
         self._first.send(order)

@@ -37,12 +37,12 @@ def registration_rules(resolved: Resolved, max_model_len: int, vocab_size: int) 
     cluster = resolved.cluster
     page_size = cluster.kv.page_size
 
-    def expected(section: PrefillSection | DecodeSection, device: str) -> tuple[int, int | None]:
+    def expected(section: PrefillSection | DecodeSection, on_gpu: bool) -> tuple[int, int | None]:
         """Return (least context length, pages of the pool); None pages if the node sizes the pool itself."""
         tokens: int | None = None
         if section.pool_tokens != "auto":
             tokens = section.pool_tokens
-        elif device == "cpu":
+        elif not on_gpu:
             tokens = section.CPU_POOL_TOKENS
         if tokens is None:
             return cluster.model.max_model_len or 1, None
@@ -51,11 +51,11 @@ def registration_rules(resolved: Resolved, max_model_len: int, vocab_size: int) 
 
     nodes: dict[str, ExpectedNode] = {}
     for prefill in cluster.prefill.nodes:
-        least, pages = expected(cluster.prefill, prefill.device)
+        least, pages = expected(cluster.prefill, prefill.on_gpu)
         address = entry_peer_address(resolved, prefill)
         nodes[prefill.name] = ExpectedNode("prefill", address, least, pages, prefill.count)
     for decode in cluster.decode.nodes:
-        least, pages = expected(cluster.decode, decode.device)
+        least, pages = expected(cluster.decode, decode.on_gpu)
         nodes[decode.name] = ExpectedNode("decode", "", least, pages, decode.count)
     return RegistrationRules(nodes, page_size, max_model_len, vocab_size)
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from common.config.cluster_schema import cluster_schema
+from common.config.devices import check_devices
 from common.config.http_exposure import check_http
 from common.config.keys import element_struct, read_override, refuse_unknown, variable_path
 from common.config.node_entries import check_names, check_own_address
@@ -26,7 +27,6 @@ from common.config.yaml_file import parse_scalar, read_mapping
 from common.errors import ConfigError
 from common.speculation.table import ALGORITHMS, algorithm, algorithms
 
-DEVICE = re.compile(r"cpu|cuda(:[0-9]+)?")
 ADDRESS = re.compile(r"auto|ipc://.+|tcp://(\[[^]\s]+\]|[^:/\s]+):(?P<port>[0-9]{1,5})")
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)+")
 
@@ -126,7 +126,8 @@ def load_cluster(
     origins = {path: _origin(path, given, f"file:{file.name}") for path, _ in _leaves(data, "")}
     check_names(cluster)
     check_own_address(cluster)
-    _check_places(cluster)
+    check_devices(cluster, origins)
+    _check_addresses(cluster)
     check_routers(cluster.router)
     refuse_unread(unread_keys(cluster), origins)
     _check_lengths(cluster)
@@ -159,20 +160,8 @@ def _check_roots(resolved: Resolved) -> None:
             )
 
 
-def _check_places(cluster: Cluster) -> None:
-    """Check the form of devices and addresses; whether they exist is found out where they are used."""
-    devices = {
-        f"{role}.nodes[{index}].device": device
-        for role, named in (
-            ("prefill", [node.device for node in cluster.prefill.nodes]),
-            ("decode", [node.device for node in cluster.decode.nodes]),
-        )
-        for index, device in enumerate(named)
-    }
-    for path, device in devices.items():
-        if not DEVICE.fullmatch(device):
-            raise ConfigError(path, f"{device!r} is not a device; write cpu, cuda or cuda:N")
-    _check_ranks(cluster)
+def _check_addresses(cluster: Cluster) -> None:
+    """Check the form of addresses; whether they exist is found out where they are used."""
     addresses = {
         f"prefill.nodes[{i}].peer_address": n.peer_address for i, n in enumerate(cluster.prefill.nodes)
     }
@@ -189,32 +178,13 @@ def _check_places(cluster: Cluster) -> None:
             )
 
 
-def _check_ranks(cluster: Cluster) -> None:
-    """Refuse what nodes of several ranks cannot do yet."""
-    for role, nodes in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes)):
-        for index, node in enumerate(nodes):
-            if node.tensor_parallel == 1:
-                continue
-            path, ranks = f"{role}.nodes[{index}].tensor_parallel", node.tensor_parallel
-            if node.device != "cpu":
-                raise ConfigError(
-                    path, f"{ranks} ranks on GPUs are not supported yet; write 1, or device: cpu"
-                )
-            if cluster.transfer.transport == "nixl":
-                raise ConfigError(
-                    path,
-                    f"transfer.transport nixl does not move the pages of {ranks} ranks yet; write 1, or transport "
-                    "shm or tcp",
-                )
-
-
 def _check_lengths(cluster: Cluster) -> None:
     """Check that a pool of known size fits a request of the length that the file asks for."""
     wanted, page = cluster.model.max_model_len, cluster.kv.page_size
     for role, section in (("prefill", cluster.prefill), ("decode", cluster.decode)):
         tokens, auto = section.pool_tokens, ""
         if tokens == "auto":
-            if any(node.device != "cpu" for node in section.nodes):
+            if any(node.on_gpu for node in section.nodes):
                 continue
             tokens, auto = section.CPU_POOL_TOKENS, "auto is "
         if wanted is not None and tokens // page * page < wanted:

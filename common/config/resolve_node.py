@@ -144,16 +144,16 @@ def _shares(cluster: Cluster) -> dict[tuple[str, str], list[NodeShare]]:
     rows, slots = decode.max_running, decode.max_running + 2 * decode.max_transferring
     found = {}
     for node in prefill.nodes:
-        budget = pool_budget("prefill", prefill, node.device)
+        budget = pool_budget("prefill", prefill, node.rank_devices[0])
         snapshots = prefill.state_snapshots if prefill.prefix_cache else 0
         share = NodeShare(
-            node.device, budget, prefill.max_batch, 2 * prefill.max_batch, state_snapshots=snapshots
+            node.rank_devices[0], budget, prefill.max_batch, 2 * prefill.max_batch, state_snapshots=snapshots
         )
-        found["prefill", node.name] = _of_ranks(share, node.devices)
+        found["prefill", node.name] = _of_ranks(share, node.rank_devices)
     for decoding in decode.nodes:
-        budget = pool_budget("decode", decode, decoding.device)
-        share = NodeShare(decoding.device, budget, rows, slots, round_tokens)
-        found["decode", decoding.name] = _of_ranks(share, decoding.devices)
+        budget = pool_budget("decode", decode, decoding.rank_devices[0])
+        share = NodeShare(decoding.rank_devices[0], budget, rows, slots, round_tokens)
+        found["decode", decoding.name] = _of_ranks(share, decoding.rank_devices)
     return found
 
 

@@ -162,12 +162,23 @@ class NodeEntry(Section, frozen=True, kw_only=True):
     # Only for a name with *: how many of these nodes may be there at the same time.
     count: Annotated[int, Meta(ge=1, le=256)] | None = None
     device: str = "cpu"
-    tensor_parallel: Literal[1, 2, 4, 8] = 1  # ranks that divide the model
+    # Ranks that divide the model; on GPUs they take `device` and the ones after it.
+    tensor_parallel: Literal[1, 2, 4, 8] = 1
+    devices: tuple[str, ...] = ()  # one for each rank, in place of the two keys above
 
     @property
-    def devices(self) -> tuple[str, ...]:
-        """The devices of its ranks."""
-        return (self.device,) * self.tensor_parallel
+    def rank_devices(self) -> tuple[str, ...]:
+        """The device of each of its ranks."""
+        if self.devices:
+            return self.devices
+        kind, _, first = self.device.partition(":")
+        if kind == "cpu" or self.tensor_parallel == 1:
+            return (self.device,) * self.tensor_parallel
+        return tuple(f"{kind}:{int(first or 0) + rank}" for rank in range(self.tensor_parallel))
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.rank_devices[0] != "cpu"
 
 
 class PrefillNodeEntry(NodeEntry, frozen=True, kw_only=True):

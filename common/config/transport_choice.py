@@ -57,7 +57,7 @@ def choose_layers(cluster: Cluster) -> bool:
 
 
 def _topology(cluster: Cluster) -> Topology:
-    gpu = any(node.device.startswith("cuda") for node in nodes_of(cluster))
+    gpu = any(node.on_gpu for node in nodes_of(cluster))
     return Topology(gpu, _one_host(cluster), cluster.security.isolated_network)
 
 
@@ -75,13 +75,13 @@ def _or(names: list[str]) -> str:
 
 def _refuse_mixed_devices(cluster: Cluster) -> None:
     nodes = nodes_of(cluster)
-    gpus = [node for node in nodes if node.device.startswith("cuda")]
+    gpus = [node for node in nodes if node.on_gpu]
     if gpus and len(gpus) < len(nodes):
-        other = next(node for node in nodes if node not in gpus)
+        one, other = gpus[0], next(node for node in nodes if node not in gpus)
         raise ConfigError(
             "device",
-            f"{gpus[0].name} is on {gpus[0].device} and {other.name} on {other.device}: pages cannot be sent "
-            "between a GPU and a CPU; put all prefill and decode nodes on cuda devices, or all on cpu",
+            f"{one.name} is on {one.rank_devices[0]} and {other.name} on {other.rank_devices[0]}: pages cannot be "
+            "sent between a GPU and a CPU; put all prefill and decode nodes on cuda devices, or all on cpu",
         )
 
 

@@ -120,7 +120,7 @@ def _of_devices(cluster: Cluster) -> Iterator[Unread]:
     if not _has_graphs(cluster):
         reason = "no node has graphs; see prefill.graphs and decode.graphs, or leave it out"
         yield Unread("process", cluster.process, ("poison_graphs",), reason)
-    if all(node.device != "cpu" for node in nodes_of(cluster)):
+    if all(node.on_gpu for node in nodes_of(cluster)):
         reason = "it applies to nodes on the CPU, and there are none; leave it out"
         yield Unread("process", cluster.process, ("threads",), reason)
     if not uses_own_address(cluster):
@@ -129,7 +129,7 @@ def _of_devices(cluster: Cluster) -> Iterator[Unread]:
 
 
 def _has_graphs(cluster: Cluster) -> bool:
-    on_gpu = any(node.device != "cpu" for node in nodes_of(cluster))
+    on_gpu = any(node.on_gpu for node in nodes_of(cluster))
     backends = cluster.prefill.graphs, cluster.decode.graphs
     return cluster.prefill.enforce_graphs or any(
         each != "none" and (each != "auto" or on_gpu) for each in backends
@@ -139,7 +139,7 @@ def _has_graphs(cluster: Cluster) -> bool:
 def _of_memory(name: str, section: PrefillSection | DecodeSection) -> Iterator[Unread]:
     if section.pool_tokens != "auto":
         reason = f"{name}.pool_tokens gives the size of the pool; leave out one of the two"
-    elif all(node.device == "cpu" for node in section.nodes):
+    elif not any(node.on_gpu for node in section.nodes):
         reason = (
             f"it applies to GPUs, and these nodes are on the CPU; write {name}.pool_tokens, or leave it out"
         )

@@ -13,11 +13,11 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import aiohttp
 import yaml
@@ -33,12 +33,14 @@ START_TIMEOUT = 600.0
 PATIENT = {"node_timeout": 600.0, "router_timeout": 600.0, "loop_timeout": 600.0}
 ENV = {
     **os.environ,
-    "PYTHONPATH": str(ROOT),
+    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "HF_HUB_OFFLINE": "1",
 }
 
+# Arguments: the module with its arguments, the directory, the environment, the log.
+StartProcess = Callable[[Sequence[str], Path, dict[str, str], BinaryIO], fork_server.Started]
 PATIENT_TRANSFER = {"slots_timeout": 600.0, "first_page_timeout": 600.0, "stall_timeout": 600.0}
 
 
@@ -51,6 +53,14 @@ def with_children(process: Path) -> Iterator[Path]:
             children += each.read_text().split()
     for child in children:
         yield from with_children(process.with_name(child))
+
+
+def start_new(
+    module: Sequence[str], directory: Path, environment: dict[str, str], log: BinaryIO
+) -> fork_server.Started:
+    """Run `python -m MODULE ...` as a new process: CUDA does not work in a fork of a process that has asked for it."""
+    command = [sys.executable, "-m", *module]
+    return subprocess.Popen(command, cwd=directory, env=environment, stdout=log, stderr=log)
 
 
 def hold_port() -> socket.socket:
@@ -81,6 +91,7 @@ class RunningCluster:
     # (table, row) added in every process: see tests/fakes/with_rows.py
     rows: tuple[tuple[str, str], ...] = ()
     routers: int = 1  # processes: "router", "router.1" ...
+    start: StartProcess = fork_server.start  # how `launch` starts a process
 
     def __post_init__(self) -> None:
         self.port = self._port()
@@ -182,7 +193,7 @@ class RunningCluster:
         module = ["tests.fakes.with_rows", *added, "--", *module] if added else module
         with (self.directory / f"{name}.log").open("ab") as log:
             module += ["--cluster", str(self.file)]
-            self.processes[name] = fork_server.start(module, ROOT, ENV, log)
+            self.processes[name] = self.start(module, ROOT, ENV, log)
 
     def rank_pids(self, name: str) -> list[int]:
         """Return the process ids of a node's ranks 1 and up."""

@@ -48,7 +48,12 @@ from common.engine.ops.key_parts import PROGRAMS_PER_PROCESSOR
 from common.engine.ops.mask_logits import mask_logits_triton
 from common.engine.ops.output_norm import add_normed_rms_norm_triton, add_normed_triton
 from common.engine.ops.page_values import page_values_triton
-from common.engine.ops.peer_reduce import RankMemories, peer_sum_rms_norm_triton, peer_sum_triton
+from common.engine.ops.peer_reduce import (
+    RankMemories,
+    peer_gather_triton,
+    peer_sum_rms_norm_triton,
+    peer_sum_triton,
+)
 from common.engine.ops.penalise import penalise_triton
 from common.engine.ops.rms_norm import add_rms_norm_triton, rms_norm_triton
 from common.engine.ops.rotary import rotary_angles_by_axis_triton, rotary_angles_triton
@@ -256,8 +261,9 @@ def body(dtype: torch.dtype) -> None:
         add_normed_rms_norm_triton(x, x, gain, gain, 1e-5)
         token_norm_triton(torch.zeros(4, 3 * HIDDEN, dtype=dtype), gain, gain, 1e-5)
         for ranks in (2, 8):
-            addresses, failed = torch.zeros(ranks, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-            memory = RankMemories(addresses, failed, 1, 1 << 20)
+            addresses, host = torch.zeros(ranks, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+            memory = RankMemories(addresses, host, 1, 1 << 20)
+            peer_gather_triton(x, memory)
             peer_sum_triton(x, memory)
             peer_sum_rms_norm_triton(x, x, gain, 1e-5, memory)
     for activate in (silu_mul_triton, gelu_mul_triton):

@@ -2,9 +2,9 @@
 
     python -m tests.fakes.peer_rank ENDPOINT DEVICE
 
-Draws rows, sums and norms them with the other ranks in calls of different sizes, and exits with 0 if all equal the
-references. On a GPU it also replays a graph, and rank 1 then leaves while the others compute, who have to notice.
-Several ranks may share a GPU.
+Draws rows, sums, norms and gathers them with the other ranks in calls of different sizes, and exits with 0 if all equal
+the references. On a GPU it also replays a graph, and rank 1 does not come to a call, which the others have to notice.
+At last rank 1 leaves while the others wait for it. Several ranks may share a GPU.
 """
 
 from __future__ import annotations
@@ -24,20 +24,24 @@ from torch import Tensor
 from common.engine.collectives.endpoints import GroupEndpoint
 from common.engine.collectives.group import (
     CollectiveGroup,
+    DeviceGroup,
     all_gather,
     all_reduce,
     all_reduce_norm,
     broadcast,
+    rehearsing,
 )
 from common.engine.collectives.peer_memory_group import PeerMemoryGroup
 from common.engine.collectives.process_group import ProcessGroupCollectives
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
+from common.engine.collectives.sized_group import SizedGroup
 from common.engine.ops.peer_reduce import peer_sum_reference, peer_sum_rms_norm_reference
 from common.errors import RankFailed
 from common.kv_cache.shard import Shard
+from common.node.ranks.device_group import LostRankWatch
 from kv_transfer.transport.cuda.cudart import CudaRuntime
 
-# Rows and their size. The last two are sums that the kernel does not take: too many rows, too many bytes.
+# Rows and their size. The memory of a rank does not hold the rows of the one but last: they are too many.
 CALLS = [(3, 48), (1, 64), (5, 32), (2, 48), (5, 64), (1, 48), (65, 8), (9, 2048)]
 DTYPES = (torch.float32, torch.float16)
 HANDLE_BYTES = 64
@@ -57,10 +61,6 @@ class HostAllocator:
         self._descriptors[address] = descriptor
         return address
 
-    def free(self, device: int, address: int) -> None:
-        self.close(device, address)
-        os.close(self._descriptors.pop(address))
-
     def export(self, address: int) -> bytes:
         return f"/proc/{os.getpid()}/fd/{self._descriptors[address]}".encode().ljust(HANDLE_BYTES, b"\0")
 
@@ -69,9 +69,6 @@ class HostAllocator:
         address = self._map(descriptor)
         os.close(descriptor)
         return address
-
-    def close(self, device: int, address: int) -> None:
-        del self._maps[address]
 
     def _map(self, descriptor: int) -> int:
         found = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
@@ -103,6 +100,19 @@ def check_calls(group: CollectiveGroup, device: torch.device, dtypes: tuple[torc
     group.check()
 
 
+def check_large(group: CollectiveGroup, device: torch.device) -> None:
+    """Sum and gather what takes several launches: more rows than the memory holds, each longer than its rows."""
+    own, size, number = group.shard.rank, group.shard.size, group.number
+    parts = [drawn(rank, 99, (65, 8200), torch.float32).to(device) for rank in range(size)]
+    assert torch.equal(all_reduce(parts[own], number), peer_sum_reference(parts))
+    # The shares of 5 * size + 1 columns.
+    odd = [part[:3, : 5 + (rank == size - 1)].half() for rank, part in enumerate(parts)]
+    assert torch.equal(all_gather(odd[own], number, 5 * size + 1), torch.cat(odd, dim=-1))
+    whole = torch.cat(parts, dim=-1)
+    assert torch.equal(all_gather(parts[own], number, whole.shape[-1]), whole)
+    group.check()
+
+
 def check_graph(group: CollectiveGroup, device: torch.device) -> None:
     """Replay a graph of three dependent calls with new inputs."""
     shape, dtype = (4, 1024), torch.bfloat16
@@ -110,17 +120,19 @@ def check_graph(group: CollectiveGroup, device: torch.device) -> None:
     x, residual = torch.zeros(2, *shape, dtype=dtype, device=device)
     weight = torch.ones(shape[1], dtype=dtype, device=device)
 
-    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+    def run(x: Tensor) -> tuple[Tensor, ...]:
         normed, total = all_reduce_norm(x, residual, weight, 1e-5, number)
         for _ in range(2):
             normed, total = all_reduce_norm(normed * (own + 1), total, weight, 1e-5, number)
-        return normed, total
+        return normed, total, all_gather(x[:, :3], number, 3 * size)
 
-    run(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        found = run(x)
+    with rehearsing():
+        for _ in range(own + 1):  # as if a capture failed on one rank
+            run(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            found = run(x)
     for step in range(20):
         parts = [drawn(rank, step, shape, dtype).to(device) for rank in range(size)]
         x.copy_(parts[own])
@@ -131,6 +143,7 @@ def check_graph(group: CollectiveGroup, device: torch.device) -> None:
             expected = peer_sum_rms_norm_reference(both, expected[1], weight, 1e-5)
         torch.testing.assert_close(found[0], expected[0], atol=3e-2, rtol=3e-2)
         torch.testing.assert_close(found[1], expected[1], atol=6e-2, rtol=3e-2)
+        assert torch.equal(found[2], torch.cat([part[:, :3] for part in parts], dim=-1))
     group.check()
 
 
@@ -143,33 +156,57 @@ def check_absence(group: CollectiveGroup, device: torch.device) -> None:
             group.check()
 
 
+def check_loss(host: SharedMemoryGroup, group: DeviceGroup, device: torch.device) -> None:
+    """Rank 1 leaves, and no kernel waits for it any longer, though it could for minutes."""
+    if host.shard.rank == 1:
+        return
+    watch = LostRankWatch(host, group)
+    for _ in range(3):
+        all_reduce(torch.ones(2, 64, device=device), group.number)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    with pytest.raises(RankFailed, match="rank 1 has ended"):
+        group.check()
+    watch.close()
+
+
 def gloo(store: Any, shard: Shard) -> Any:
-    """Make what takes large tensors: NCCL refuses two ranks on one GPU."""
+    """Make what takes large tensors here: NCCL refuses two ranks on one GPU."""
     return dist.ProcessGroupGloo(store, shard.rank, shard.size, timedelta(seconds=60))
 
 
 def on_host(host: SharedMemoryGroup, device: torch.device) -> None:
-    group = PeerMemoryGroup(host, host, HostAllocator(), device, timeout=60.0)
+    allocator = HostAllocator()  # keeps the memory
+    group = PeerMemoryGroup.connect(host, allocator, device, timeout=60.0)
+    if host.shard.rank == 1:  # takes no turn
+        alone, columns = group.unaccompanied, 5 * host.shard.size
+        assert alone.all_reduce(torch.ones(3, 5)).shape == (3, 5)
+        assert alone.all_gather(torch.ones(3, 5), columns).shape == (3, columns)
     check_calls(group, device, DTYPES)
+    if host.shard.size == 2:
+        check_large(group, device)
     host.all_reduce(torch.zeros(1))  # all have ended their calls
-    group.close()
+    check_loss(host, group, device)
 
 
 def on_gpu(host: SharedMemoryGroup, device: torch.device) -> None:
     torch.cuda.set_device(device)
+    small = PeerMemoryGroup.connect(host, CudaRuntime(), device, timeout=60.0)  # another rank may compile
     large = ProcessGroupCollectives(host, gloo)
-    group = PeerMemoryGroup(host, large, CudaRuntime(), device, timeout=60.0)  # another rank may compile
-    impatient = PeerMemoryGroup(host, large, CudaRuntime(), device, timeout=1.0)
-    check_calls(group, device, (*DTYPES, torch.bfloat16))
-    print(f"rank {host.shard.rank}: {2 * len(CALLS) * 3} sums and norms", flush=True)
-    check_graph(group, device)
+    impatient = PeerMemoryGroup.connect(host, CudaRuntime(), device, timeout=1.0)
+    for group in (SizedGroup(small, large), small):
+        check_calls(group, device, (*DTYPES, torch.bfloat16))
+        check_large(group, device)
+    print(f"rank {host.shard.rank}: {4 * len(CALLS) * 3} sums and norms", flush=True)
+    check_graph(small, device)
     print(f"rank {host.shard.rank}: a graph was replayed 20 times", flush=True)
     check_absence(impatient, device)
     print(f"rank {host.shard.rank}: an absent rank was noticed", flush=True)
     torch.cuda.synchronize()
     host.all_reduce(torch.zeros(1))
-    for each in (group, impatient, large):
-        each.close()
+    large.close()
+    check_loss(host, small, device)
+    print(f"rank {host.shard.rank}: a lost rank was noticed", flush=True)
 
 
 def main(endpoint: GroupEndpoint, device: torch.device) -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import itertools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import add_rms_norm
+from common.errors import RankFailed
 from common.kv_cache.shard import Shard
 
 _groups: weakref.WeakValueDictionary[int, CollectiveGroup] = weakref.WeakValueDictionary()
@@ -91,6 +93,42 @@ class CollectiveGroup(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the group. Ranks that still wait for this one fail."""
+
+
+class DeviceGroup(CollectiveGroup):
+    """A group whose calls return before they have been computed on a GPU, where kernels wait for the other ranks."""
+
+    @property
+    def rehearsal(self) -> CollectiveGroup:
+        """This group in a graph that is being captured, which computes nothing yet; `unaccompanied` in a warm-up."""
+        return self if torch.cuda.is_current_stream_capturing() else self.unaccompanied
+
+    @property
+    @abstractmethod
+    def unaccompanied(self) -> CollectiveGroup:
+        """The group for warm-ups: its results are undefined, but it compiles every kernel, and waits for no rank."""
+
+    @abstractmethod
+    def abandon(self, rank: int) -> None:
+        """Let no kernel wait any longer, because this rank has ended. Any thread may call it.
+
+        `check` raises RankFailed with that rank from then on, and close may be called.
+        """
+
+
+def gather_columns(
+    x: Tensor, shard: Shard, columns: int, gather: Callable[[Tensor], Sequence[Tensor]]
+) -> Tensor:
+    """Do as `CollectiveGroup.all_gather` for shares of `Shard.tokens`, by a `gather` of tensors of equal shapes."""
+    widths = [len(Shard(rank, shard.size).tokens(columns)) for rank in range(shard.size)]
+    assert x.shape[-1] == widths[shard.rank], f"{x.shape[-1]} columns of {widths}"
+    padded = F.pad(x, (0, max(widths) - x.shape[-1])).contiguous()
+    return torch.cat([part[..., :width] for part, width in zip(gather(padded), widths, strict=True)], dim=-1)
+
+
+def rank_ended(rank: int) -> RankFailed:
+    """Return the failure of a group that a rank has left."""
+    return RankFailed(rank, f"rank {rank} has ended; the ranks of a node end together, restart the node")
 
 
 def _group(number: int) -> CollectiveGroup:

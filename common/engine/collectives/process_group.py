@@ -9,10 +9,10 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from common.engine.collectives.group import CollectiveGroup
+from common.engine.collectives.group import CollectiveGroup, DeviceGroup, gather_columns, rank_ended
+from common.engine.collectives.unaccompanied import Unaccompanied
 from common.kv_cache.shard import Shard
 
 PATH_BYTES = 64
@@ -39,7 +39,7 @@ class TorchGroup(Protocol):
 MakeTorchGroup: TypeAlias = Callable[[Any, Shard], TorchGroup]
 
 
-class ProcessGroupCollectives(CollectiveGroup):
+class ProcessGroupCollectives(DeviceGroup):
     """A rank's end of a process group of torch. Every rank makes its end at the same time.
 
     The columns of `all_gather` are shares of `Shard.tokens`. On a GPU no call waits on the host: the watchdog of the
@@ -57,6 +57,12 @@ class ProcessGroupCollectives(CollectiveGroup):
         place = bytes(given.tolist()).rstrip(b"\0").decode()
         store = dist.FileStore(place, host.shard.size)  # type: ignore[attr-defined]  # missing in torch's stubs
         self._group = make(store, host.shard)
+        self._lost: int | None = None  # a rank that has ended
+        self._unaccompanied = Unaccompanied(self.shard)
+
+    @property
+    def unaccompanied(self) -> Unaccompanied:
+        return self._unaccompanied
 
     def all_reduce(self, x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
@@ -64,13 +70,7 @@ class ProcessGroupCollectives(CollectiveGroup):
         return total
 
     def all_gather(self, x: Tensor, columns: int) -> Tensor:
-        size = self.shard.size
-        widths = [len(Shard(rank, size).tokens(columns)) for rank in range(size)]
-        assert x.shape[-1] == widths[self.shard.rank], f"{x.shape[-1]} columns of {widths}"
-        padded = F.pad(x, (0, max(widths) - x.shape[-1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in range(size)]
-        self._group.allgather([parts], [padded]).wait()
-        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], dim=-1)
+        return gather_columns(x, self.shard, columns, self._gather)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         sent = x.clone(memory_format=torch.contiguous_format)
@@ -80,11 +80,22 @@ class ProcessGroupCollectives(CollectiveGroup):
         return sent
 
     def check(self) -> None:
-        """No-op: the watchdog of the process group ends the process."""
+        if self._lost is not None:
+            raise rank_ended(self._lost)
+
+    def abandon(self, rank: int) -> None:
+        self._lost = rank
+        self._group.abort()
 
     def close(self) -> None:
-        self._group.abort()
+        if self._lost is None:
+            self._group.abort()
         os.close(self._memory)
+
+    def _gather(self, x: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(x) for _ in range(self.shard.size)]
+        self._group.allgather([parts], [x]).wait()
+        return parts
 
 
 def nccl(timeout: float, device: torch.device) -> MakeTorchGroup:

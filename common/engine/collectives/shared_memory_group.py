@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import select
 import socket
 import struct
 import time
@@ -104,6 +105,18 @@ class SharedMemoryGroup(CollectiveGroup):
     def check(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def ended(self) -> int | None:
+        """Return a rank whose process has ended or that has left, if there is one; never waits.
+
+        Any thread may call it while the group is open.
+        """
+        poller = select.poll()
+        ranks = {peer.fileno(): rank for rank, peer in self._peers.items()}
+        for descriptor in ranks:
+            poller.register(descriptor, select.POLLRDHUP)
+        found = poller.poll(0)
+        return ranks[found[0][0]] if found else None
 
     def close(self) -> None:
         for each in self._peers.values():

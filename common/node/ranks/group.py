@@ -13,13 +13,17 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 
+import torch
+
 from common.engine.collectives.endpoints import GroupEndpoint, open_endpoints
+from common.engine.collectives.group import CollectiveGroup
 from common.engine.collectives.group_ranks import GroupRanks
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.errors import ConfigError, InternalError, ModelError, RankFailed, TandemError
 from common.ipc.ring import Ring, RingReader, RingWriter
 from common.messages.identity import RankTotals
 from common.node.ranks.board import Board, Told
+from common.node.ranks.device_group import PeerRuntime, RankCollectives
 from common.node.ranks.member import READY, START_SECONDS
 from common.node.ranks.messages import Begin, FromRank, Gathered, Loading, RankRings, StartFailed
 from common.node.ranks.start_channel import StartChannel
@@ -61,8 +65,7 @@ class RankGroup:
         ]
         endpoints = open_endpoints(size)
         self._endpoints: Sequence[GroupEndpoint] = endpoints[1:]
-        self._collectives = SharedMemoryGroup(endpoints[0])
-        self.ranks = GroupRanks(self._collectives)
+        self._collectives = RankCollectives(SharedMemoryGroup(endpoints[0]))
         self.processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[StartChannel[FromRank]] = []
         self._loading = [(0, 0)] * size  # bytes read and to read, of each rank
@@ -70,6 +73,19 @@ class RankGroup:
         self._report = report
         self._serving = False
         self._sent = 0  # plans
+
+    @property
+    def group(self) -> CollectiveGroup:
+        """Combines tensors of all ranks; on GPUs only after `connect`."""
+        return self._collectives.group
+
+    @property
+    def ranks(self) -> GroupRanks:
+        return GroupRanks(self.group)
+
+    def connect(self, device: torch.device, runtime: Callable[[], PeerRuntime], log: Log) -> None:
+        """Connect this rank's device with those of the others. See `RankCollectives.connect`."""
+        self._collectives.connect(device, runtime, self.exchange, log)
 
     def start(self, module: str, works: Sequence[bytes], log_level: str) -> None:
         """Start ranks 1 and up as `python -m MODULE DESCRIPTOR`; `works` are what their entry module decodes."""

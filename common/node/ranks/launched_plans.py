@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from common.node.overlap import Completion
 
@@ -13,7 +14,9 @@ MOST = 2
 class LaunchedPlans:
     """Tracks the completion of plans in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[], None]) -> None:
+        """`check` is called once a plan is complete; it raises RankFailed if a collective has failed."""
+        self._check = check
         self._plans: deque[tuple[int, Completion]] = deque()  # (generation, completion), the oldest first
         self.completed = 0  # generation of the newest complete plan
 
@@ -31,4 +34,6 @@ class LaunchedPlans:
         return bool(self._plans)
 
     def _end_oldest(self) -> None:
-        self.completed = self._plans.popleft()[0]
+        generation, _ = self._plans.popleft()
+        self._check()
+        self.completed = generation

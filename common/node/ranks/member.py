@@ -17,11 +17,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
+from common.engine.collectives.group import CollectiveGroup
 from common.engine.collectives.group_ranks import GroupRanks
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.errors import ConfigError, ModelError, RankFailed
 from common.ipc.ring import Ring, RingReader, RingWriter
 from common.node.ranks.board import Board
+from common.node.ranks.device_group import PeerRuntime, RankCollectives
 from common.node.ranks.loop import Beat, RankLoop
 from common.node.ranks.messages import Begin, Gathered, Given, Loading, StartFailed, ToRank
 from common.node.ranks.service import RankService, RankWork
@@ -56,13 +60,29 @@ class Member:
         self._reported = -1  # its latest report, from 0 to REPORTS
         self.begin = begin
         self.board = Board(begin.board)
-        self.group = SharedMemoryGroup(begin.collectives)
-        self.ranks = GroupRanks(self.group)
+        self._collectives = RankCollectives(SharedMemoryGroup(begin.collectives))
         rings = begin.rings
         reader = begin.rank - 1
         self.plans = RingReader(Ring(rings.plans), reader, "the plans", 0)
         self.commands = RingReader(Ring(rings.commands), reader, "the commands", 0)
         self.events = RingWriter(Ring(rings.events), "the events", [0])
+
+    @property
+    def group(self) -> CollectiveGroup:
+        """Combines tensors of all ranks; on GPUs only after `connect`."""
+        return self._collectives.group
+
+    @property
+    def ranks(self) -> GroupRanks:
+        return GroupRanks(self.group)
+
+    def connect(self, device: torch.device, runtime: Callable[[], PeerRuntime], log: Log) -> None:
+        """Connect this rank's device with those of the others. See `RankCollectives.connect`."""
+        self._collectives.connect(device, runtime, self.exchange, log)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._collectives.close()
 
     def exchange(self, own: bytes) -> Sequence[bytes]:
         """Give `own`, and return what all ranks give, in their order. Every rank calls it as often as the others."""
@@ -136,7 +156,7 @@ def _serve(build: Callable[[Member, Log], BuiltRank], member: Member, log: Log) 
     finally:
         gc.unfreeze()
         built.service.close()
-        member.group.close()
+        member.close()
         beat.stop()
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
+
 from common.engine.layers.ranks import Ranks
+from common.node.ranks.device_group import PeerRuntime
+from common.observability.logs import Log
 from common.observability.startup import Progressing
 
 
@@ -15,6 +19,13 @@ class RankPeers(Progressing, Protocol):
     @property
     def ranks(self) -> Ranks:
         """The group that joins what the ranks have computed in a layer."""
+        ...
+
+    def connect(self, device: torch.device, runtime: Callable[[], PeerRuntime], log: Log, /) -> None:
+        """Connect this rank's device with those of the others, which do so at the same time; before `ranks` is used.
+
+        Raises ConfigError if their GPUs cannot be connected.
+        """
         ...
 
     def exchange(self, own: bytes, /) -> Sequence[bytes]:

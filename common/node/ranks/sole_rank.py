@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
+
 from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.messages.identity import RankTotals
+from common.node.ranks.device_group import PeerRuntime
 from common.observability.logs import Log
 from common.observability.startup import Progressing
 
@@ -18,6 +21,9 @@ class SoleRank:
 
     def __init__(self, reporter: Progressing) -> None:
         self.report = reporter.report
+
+    def connect(self, device: torch.device, runtime: Callable[[], PeerRuntime], log: Log) -> None:
+        """No-op: there is no other device."""
 
     def exchange(self, own: bytes, /) -> Sequence[bytes]:
         return (own,)

@@ -331,25 +331,81 @@ def test_known_devices(tmp_path: Path, device: str) -> None:
     load(tmp_path, overrides=[f"decode.nodes=[{{name: x, device: {device}}}]"])
 
 
+@pytest.mark.parametrize(
+    ("entry", "devices"),
+    [
+        ("{name: x}", ("cpu",)),
+        ("{name: x, tensor_parallel: 2}", ("cpu", "cpu")),
+        ("{name: x, device: cuda}", ("cuda",)),
+        ("{name: x, device: cuda, tensor_parallel: 2}", ("cuda:0", "cuda:1")),
+        ("{name: x, device: cuda:4, tensor_parallel: 4}", ("cuda:4", "cuda:5", "cuda:6", "cuda:7")),
+        ("{name: x, devices: [cuda:3]}", ("cuda:3",)),
+        ("{name: x, devices: [cuda:2, cuda:0], tensor_parallel: 2}", ("cuda:2", "cuda:0")),
+        ("{name: x, devices: [cuda:0, cuda:0]}", ("cuda:0", "cuda:0")),
+        ("{name: x, devices: [cpu, cpu]}", ("cpu", "cpu")),
+    ],
+)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_devices_of_ranks(tmp_path: Path, role: str, entry: str, devices: tuple[str, ...]) -> None:
+    cluster = load(tmp_path, overrides=[f"{role}.nodes=[{entry}]"]).cluster
+    (node,) = cluster.prefill.nodes if role == "prefill" else cluster.decode.nodes
+    assert node.rank_devices == devices
+    assert node.on_gpu == (devices[0] != "cpu")
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize(
-    ("entry", "others", "words"),
+    ("entry", "others", "key", "words"),
     [
-        ("{name: x, tensor_parallel: 3}", [], "Invalid enum value 3; write 1, 2, 4, 8"),
-        ("{name: x, device: cuda, tensor_parallel: 2}", [], "2 ranks on GPUs are not supported yet; write 1"),
+        ("tensor_parallel: 3", [], "tensor_parallel", "Invalid enum value 3; write 1, 2, 4, 8"),
+        ("devices: [cuda:0, gpu]", [], "devices[1]", "'gpu' is not a device; write cpu, cuda or cuda:N"),
         (
-            "{name: x, tensor_parallel: 4}",
+            "devices: [cuda:0, cuda:1, cuda:2]",
+            [],
+            "devices",
+            "3 ranks cannot divide a model; name 1, 2, 4, 8 devices",
+        ),
+        ("devices: [cuda:0, cpu]", [], "devices", "are all on cpu or all on cuda devices"),
+        (
+            "device: cuda:0, devices: [cuda:0, cuda:1]",
+            [],
+            "device",
+            "devices already names the device of every rank; leave out one of the two",
+        ),
+        (
+            "tensor_parallel: 4, devices: [cuda:0, cuda:1]",
+            [],
+            "tensor_parallel",
+            "4 ranks contradict the 2 names in devices; leave out one of the two",
+        ),
+        (
+            "tensor_parallel: 4",
             ["transfer.transport=nixl"],
-            "transfer.transport nixl does not move the pages of 4 ranks yet; write 1, or transport shm or tcp",
+            "tensor_parallel",
+            "transfer.transport nixl does not move the pages of 4 ranks yet; write one rank, or transport shm or tcp",
+        ),
+        (
+            "devices: [cuda:0, cuda:1]",
+            ["transfer.transport=nixl"],
+            "devices",
+            "nixl does not move the pages of 2 ranks yet; write one rank, or transport cuda_ipc",
         ),
     ],
 )
 def test_ranks_that_cannot_be_served_are_refused(
-    tmp_path: Path, role: str, entry: str, others: list[str], words: str
+    tmp_path: Path, role: str, entry: str, others: list[str], key: str, words: str
 ) -> None:
-    error = refusal(tmp_path, overrides=[f"{role}.nodes=[{entry}]", *others])
+    error = refusal(tmp_path, overrides=[f"{role}.nodes=[{{name: w}}, {{name: x, {entry}}}]", *others])
     assert words in str(error)
-    assert "tensor_parallel" in error.path
+    assert error.path in (f"{role}.nodes[1].{key}", f"{role}.nodes[].{key}")
+
+
+def test_ranks_on_gpus_and_nodes_on_cpus_are_refused(tmp_path: Path) -> None:
+    cluster = load(tmp_path, overrides=["decode.nodes=[{name: x, devices: [cuda:0, cuda:1]}]"]).cluster
+    with pytest.raises(
+        ConfigError, match="x is on cuda:0 and prefill-0 on cpu: pages cannot be sent between"
+    ):
+        choose_transport(cluster)
 
 
 ADDRESSES = {

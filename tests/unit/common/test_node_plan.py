@@ -60,11 +60,18 @@ def test_every_node_of_the_shipped_clusters_has_a_plan_that_can_be_sent(file: Pa
                 cluster, role, node.name, resolved.model_path, resolved.draft_path, ["ipc:///run/router.sock"]
             )
             assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=NodePlan) == plan
-            assert (plan.role, plan.name, plan.device, plan.max_rows) == (role, node.name, node.device, rows)
+            assert (plan.role, plan.name, plan.device, plan.max_rows) == (
+                role,
+                node.name,
+                node.rank_devices[0],
+                rows,
+            )
             assert (plan.pool.section, plan.pool.runs_vision) == (role, role == "prefill")
             assert (plan.model.path, plan.page_size) == (str(resolved.model_path), cluster.kv.page_size)
-            assert plan.model.weights_id == model_fingerprint(resolved.model_path)
-            assert plan.model.dtype == ("float32" if node.device == "cpu" else cluster.model.dtype)
+            assert plan.model.weights_id == model_fingerprint(
+                resolved.model_path, None, cluster.model.quantization
+            )
+            assert plan.model.dtype == ("float32" if not node.on_gpu else cluster.model.dtype)
             owners = {plane.owner for plane in plan.spec.planes}
             assert owners == ({"target"} if resolved.draft_path is None else {"target", "draft"})
             assert {plane.dtype for plane in plan.spec.planes} == {plan.model.dtype}
@@ -75,8 +82,9 @@ def test_every_node_of_the_shipped_clusters_has_a_plan_that_can_be_sent(file: Pa
             assert plan.router.addresses == ("ipc:///run/router.sock",)
             nodes += 1
             every = (*cluster.prefill.nodes, *cluster.decode.nodes)
-            assert len(plan.shares) == sum(each.tensor_parallel for each in every)
-            assert len(plan.devices) == node.tensor_parallel
-            last = plan.of_rank(node.tensor_parallel - 1)
-            assert last.pool.runs_vision == (role == "prefill" and node.tensor_parallel == 1)
+            assert len(plan.shares) == sum(len(each.rank_devices) for each in every)
+            assert plan.devices == node.rank_devices
+            last = plan.of_rank(len(plan.devices) - 1)
+            assert last.device == node.rank_devices[-1]
+            assert last.pool.runs_vision == (role == "prefill" and len(plan.devices) == 1)
     assert nodes

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+import pytest
+
 from common.engine.sampling.sampling_plan import SamplingVariant
+from common.errors import RankFailed
 from common.node.completion import Immediate
 from common.node.overlap import Completion
 from decode_node.rank_work import DecodeRankWork
@@ -73,11 +76,16 @@ class Ranks:
         self.first, self.other = RecordingWorker(), RecordingWorker()
         self.frames: list[bytes] = []
         self.saved = 0
-        self.worker = RankedWorker(self.first, self.frames.append, lambda: self.saved)
-        self.work = DecodeRankWork(self.other, self.tell)
+        self.failure: RankFailed | None = None  # of a collective
+        self.worker = RankedWorker(self.first, self.frames.append, lambda: self.saved, self.check)
+        self.work = DecodeRankWork(self.other, self.tell, self.check)
 
     def tell(self, saved: int) -> None:
         self.saved = saved
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
     def deliver(self) -> None:
         for frame in self.frames:
@@ -98,7 +106,8 @@ def test_all_ranks_apply_the_same_plans_and_masks() -> None:
     launched = ranks.worker.apply(plan)
     assert ranks.worker.trees() == Trees([(7,)], [(0,)])
     ranks.worker.draw(masks)
-    assert launched is ranks.first.launches[0]
+    assert launched.completion is ranks.first.launches[0].inner
+    assert launched.read() == StepResult([])
     ranks.deliver()
     assert ranks.other.applied == ranks.first.applied == [plan, masks]
 
@@ -139,3 +148,17 @@ def test_a_rank_knows_which_plans_are_complete() -> None:
     ranks.other.launches[3].inner.done = True
     assert not ranks.work.turn()
     assert ranks.work.completed == 4
+
+
+def test_results_without_the_part_of_a_rank_are_not_read() -> None:
+    """On a GPU a collective does not raise: it is checked once the plan is complete, on every rank."""
+    ranks = Ranks()
+    launched = ranks.worker.apply(save_plan(1))
+    ranks.deliver()
+    ranks.failure = RankFailed(1, "rank 1 has ended")
+    with pytest.raises(RankFailed, match="rank 1 has ended"):
+        launched.read()
+    ranks.other.launches[0].inner.done = True
+    with pytest.raises(RankFailed, match="rank 1 has ended"):
+        ranks.work.turn()
+    assert ranks.work.completed == 0

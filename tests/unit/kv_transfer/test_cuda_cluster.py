@@ -62,16 +62,25 @@ def cluster(
     )
 
 
-@pytest.mark.parametrize("name", ["h200", "h200-x2"])
+GPU_CLUSTERS = {
+    "h200": (("cuda:0",), ("cuda:0",)),
+    "h200-x2": (("cuda:0",), ("cuda:1",)),
+    "h200-x2-tp": (("cuda:0", "cuda:1"), ("cuda:0", "cuda:1")),
+    "h200-x4": (("cuda:0", "cuda:1"), ("cuda:2", "cuda:3")),
+}
+
+
+@pytest.mark.parametrize("name", GPU_CLUSTERS)
 def test_the_shipped_gpu_clusters(name: str) -> None:
     resolved = load_cluster(CLUSTERS / f"{name}.yaml", environ={})
     assert resolved.model_path == MODEL
     assert choose_transport(resolved.cluster).name == "cuda_ipc"
-    devices = resolved.cluster.prefill.nodes[0].device, resolved.cluster.decode.nodes[0].device
-    assert devices == (("cuda:0", "cuda:1") if name == "h200-x2" else ("cuda:0", "cuda:0"))
+    prefill, decode = resolved.cluster.prefill.nodes[0], resolved.cluster.decode.nodes[0]
+    assert (prefill.rank_devices, decode.rank_devices) == GPU_CLUSTERS[name]
     budgets = [
-        (section.nodes[0].device, pool_budget(role, section, section.nodes[0].device))
+        (device, pool_budget(role, section, device))
         for role, section in (("prefill", resolved.cluster.prefill), ("decode", resolved.cluster.decode))
+        for device in section.nodes[0].rank_devices
     ]
     page_bytes = 16 * 2 * 32 * 8 * 128 * 2  # an 8B Llama's in bf16
     for gpu in {device for device, _ in budgets}:

@@ -1,0 +1,66 @@
+"""Collectives that take one of two ways, by the size of what a rank gives."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from common.engine.collectives.group import CollectiveGroup, DeviceGroup
+
+# Bytes of a tensor up to which the one-shot kernels of peer memory are taken. Not measured yet: on several GPUs,
+# tests/bench/all_reduce.py shows where NCCL becomes faster.
+MOST_BYTES = 64 << 10
+
+
+class BySize(CollectiveGroup):
+    """Gives tensors of up to MOST_BYTES to `small` and others to `large`, which join the same ranks.
+
+    The choice depends on shapes only, so that all ranks make the same one.
+    """
+
+    def __init__(self, small: CollectiveGroup, large: CollectiveGroup) -> None:
+        super().__init__(small.shard)
+        self._small, self._large = small, large
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._of(x).all_reduce(x)
+
+    def all_reduce_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._of(x).all_reduce_norm(x, residual, weight, eps)
+
+    def all_gather(self, x: Tensor, columns: int) -> Tensor:
+        """Return the x of all ranks; the choice depends on `columns`, since the widths of ranks may differ."""
+        widest = x.numel() // max(x.shape[-1], 1) * -(-columns // self.shard.size) * x.itemsize
+        return (self._small if widest <= MOST_BYTES else self._large).all_gather(x, columns)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        return self._of(x).broadcast(x, source)
+
+    def check(self) -> None:
+        self._small.check()
+        self._large.check()
+
+    def close(self) -> None:
+        self._small.close()
+        self._large.close()
+
+    def _of(self, x: Tensor) -> CollectiveGroup:
+        return self._small if x.nbytes <= MOST_BYTES else self._large
+
+
+class SizedGroup(BySize, DeviceGroup):
+    """Two groups of GPUs, by the size of tensors."""
+
+    def __init__(self, small: DeviceGroup, large: DeviceGroup) -> None:
+        super().__init__(small, large)
+        self._ways = small, large
+        self._unaccompanied = BySize(small.unaccompanied, large.unaccompanied)
+
+    @property
+    def unaccompanied(self) -> BySize:
+        return self._unaccompanied
+
+    def abandon(self, rank: int) -> None:
+        for each in self._ways:
+            each.abandon(rank)

@@ -1,0 +1,37 @@
+"""A launched plan whose results are read only if all ranks have taken part in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from common.node.overlap import Completion
+
+Result = TypeVar("Result", covariant=True)
+
+
+class Readable(Protocol[Result]):
+    """A launched plan."""
+
+    @property
+    def completion(self) -> Completion: ...
+
+    def read(self) -> Result: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedLaunch(Generic[Result]):
+    """A plan of which every rank of a node executes its part."""
+
+    launched: Readable[Result]
+    check: Callable[[], None]  # raises RankFailed if a collective has failed
+
+    @property
+    def completion(self) -> Completion:
+        return self.launched.completion
+
+    def read(self) -> Result:
+        """Return the results. Raises RankFailed if they were computed without the part of some rank."""
+        self.check()
+        return self.launched.read()
