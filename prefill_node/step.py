@@ -15,7 +15,7 @@ from common.engine.graphs.outputs import map_tensors
 from common.engine.host_copies import on_host, send
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.sampling.logit_masks import LogitMasks
-from common.engine.sampling.sampler import SampleOutput, read_tokens, sample
+from common.engine.sampling.sampler import SampleOutput, read_tokens, sample_rows
 from common.engine.sampling.sampling_plan import SamplingVariant
 from common.engine.state.draft_row import NO_DRAFT
 from common.engine.state.relay_state import draft_rows
@@ -137,7 +137,7 @@ class PrefillStep:
         batch = HostDraws.on_device(sent, variant, self._adjustments)
         if variant.masked:
             batch.masks = _masks(draws, self._device)
-        return sample(output.logits, batch)
+        return sample_rows(output.rows, batch)
 
 
 def _states(chunks: Sequence[PlannedChunk], output: ForwardOutput) -> list[torch.Tensor | None]:

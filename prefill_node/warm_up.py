@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from common.engine.sampling.sampler import SamplingBatch, sample
+from common.engine.sampling.sampler import SamplingBatch, sample_rows
 from prefill_node.draft import PrefillDraft
 from prefill_node.graphs.prefill_extend import PrefillExtend, idle_extend
 
@@ -33,8 +33,8 @@ def warm_up(
     one, zero = torch.ones(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     draft.warm_up(batch, output)
     for all_greedy, any_filter in ((True, False), (False, False), (False, True)):
-        sample(
-            output.logits,
+        sample_rows(
+            output.rows,
             SamplingBatch(
                 temperature=one,
                 top_p=0.5 * one,

@@ -33,9 +33,10 @@ from common.engine.graphs.graph_runner import GraphRunner
 from common.engine.graphs.outputs import OutField, OutputSpec
 from common.engine.graphs.slots import ROW0, Inputs, Slot, StaticInputs
 from common.engine.graphs.spec import Axis, CaptureSpec, ShapeKey, request_shapes
+from common.engine.layers.logit_rows import LogitRows
 from common.engine.ops.step_rows import advance_rows, step_rows
 from common.engine.sampling.logit_masks import LogitMasks
-from common.engine.sampling.sampler import SampleOutput, sample
+from common.engine.sampling.sampler import SampleOutput, sample_rows
 from common.engine.sampling.sampling_plan import SamplingVariant
 from common.engine.state.relay_state import RelayState
 from decode_node.page_table import PageTable
@@ -138,11 +139,11 @@ class DecodeProgram:
         rows = inputs["rows"]
         batch = self._gather(rows)
         output = self._runner(batch)
-        logits, hidden = output.logits, output.last if self._hidden_states else None
+        hidden = output.last if self._hidden_states else None
         if variant == LOGITS:
-            return DecodeResult(logits=logits, hidden=hidden)
+            return DecodeResult(logits=output.logits, hidden=hidden)
         facts = SamplingVariant(variant == GREEDY, variant == FILTERED, None)
-        sampled = self._draw(rows, batch.seq_lens, logits, facts)
+        sampled = self._draw(rows, batch.seq_lens, output.rows, facts)
         return DecodeResult(sampled.token_ids, sampled.invalid, hidden=hidden)
 
     def draw(
@@ -151,20 +152,20 @@ class DecodeProgram:
         """Sample from logits [R, V] of a step of the `logits` variant."""
         # including the token whose KV this step wrote
         seq_lens = self._relay.seq_len.index_select(0, rows) + 1
-        return self._draw(rows, seq_lens, logits, sampling, masks)
+        return self._draw(rows, seq_lens, LogitRows(logits), sampling, masks)
 
     def _draw(
         self,
         rows: Tensor,
         seq_lens: Tensor,
-        logits: Tensor,
+        logits: LogitRows,
         sampling: SamplingVariant,
         masks: LogitMasks | None = None,
     ) -> SampleOutput:
         """Sample, and write tokens and lengths to the relay rows; row 0 stays zero."""
         relay = self._relay
         batch = sampling_batch(relay, rows, seq_lens.to(torch.int64), sampling, masks=masks)
-        sampled = sample(logits, batch)
+        sampled = sample_rows(logits, batch)
         if sampling.adjust is not None and sampling.adjust.penalties:
             relay.adjustments.count(rows, sampled.token_ids[:, None])
         advance_rows(rows, sampled.token_ids, seq_lens, relay.last_token, relay.seq_len)

@@ -25,9 +25,10 @@ from common.engine.graphs.rules import Phase
 from common.engine.graphs.slots import Inputs
 from common.engine.graphs.spec import Axis
 from common.engine.host_copies import on_host
+from common.engine.layers.logit_rows import LogitRows
 from common.engine.ops.step_rows import advance_rows
 from common.engine.sampling.logit_masks import LogitMasks
-from common.engine.sampling.sampler import SampleOutput, sample
+from common.engine.sampling.sampler import SampleOutput, sample_rows
 from common.engine.sampling.sampling_plan import SamplingVariant
 from decode_node.graphs.decode_graph import FILTERED, GREEDY, LOGITS, VARIANTS, serving_variants
 from decode_node.relay_sampling import sampling_batch
@@ -126,7 +127,9 @@ class Verify:
         """Sample from the logits of an output, accept drafts and update the relay rows."""
         assert output.logits is not None
         batch = self._rounds.gather(call.placed)
-        return self._decide(batch, output.logits, output.hidden, call.sampling, masks, output.states)
+        return self._decide(
+            batch, LogitRows(output.logits), output.hidden, call.sampling, masks, output.states
+        )
 
     def _run(self, batch: Round, inputs: Inputs, variant: str) -> VerifyOutput:
         tree = self._tree(batch)
@@ -144,13 +147,13 @@ class Verify:
         if variant == LOGITS:
             return VerifyOutput(logits=output.logits, hidden=output.hidden, states=states)
         facts = SamplingVariant(variant == GREEDY, variant == FILTERED, None)
-        emitted = self._decide(batch, output.logits, output.hidden, facts, states=states)
+        emitted = self._decide(batch, output.rows, output.hidden, facts, states=states)
         return VerifyOutput(emitted.packed, states=emitted.states)
 
     def _decide(
         self,
         batch: Round,
-        logits: Tensor,
+        logits: LogitRows,
         hidden: Tensor | None,
         sampling: SamplingVariant,
         masks: LogitMasks | None = None,
@@ -203,7 +206,7 @@ class Verify:
         self,
         batch: Round,
         tree: TreeVerifyInput,
-        logits: Tensor,
+        logits: LogitRows,
         sampling: SamplingVariant,
         masks: LogitMasks | None,
     ) -> SampleOutput:
@@ -212,7 +215,7 @@ class Verify:
         rows = batch.rows[:, None].expand(-1, nodes).flatten()
         position = (batch.seq_len[:, None] + tree.depth + 1).flatten()
         path = None if sampling.adjust is None else tree.paths().flatten(0, 1)
-        return sample(logits, sampling_batch(self._relay, rows, position, sampling, path, masks))
+        return sample_rows(logits, sampling_batch(self._relay, rows, position, sampling, path, masks))
 
     def _tree(self, batch: Round) -> TreeVerifyInput:
         return self._drafter.state.tree.first(batch.count)

@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 
 import common.engine.ops
 from common.engine.ops import expert_weights, fp8_product, linear, linear_norm
+from common.engine.ops.best_tokens import best_tokens_triton
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.delta_chunks import delta_extend_triton
 from common.engine.ops.delta_tiles import ChunkTiles
@@ -401,6 +402,8 @@ def drawing() -> None:
     sample_tokens_triton(logits, values, ids, ids, None, True)
     sample_tokens_triton(logits, values, ids, ids, None, False)
     sample_tokens_triton(logits, values, ids, ids, values, False)
+    best_tokens_triton(logits, values, ids, ids, 16, True)
+    best_tokens_triton(logits, values, ids, ids, 16, False)
     filter_floor_triton(logits, values, ids.int(), values, values)
     mask_logits_triton(logits, torch.zeros(rows, -(-VOCAB // 32), dtype=torch.int32), ids)
     seen = torch.empty(rows, VOCAB, dtype=torch.int32)

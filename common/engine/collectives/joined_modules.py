@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from common.checkpoint.model_config import Activation
@@ -13,6 +14,7 @@ from common.engine.formats.fp8_forms import FORMS, gate_in_forms, norm_in_forms
 from common.engine.layers.activations import Activations, Reads
 from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.linear import Embedding, Linear
+from common.engine.layers.logit_rows import LogitRows
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
 from common.engine.ops.vocabulary_rows import vocabulary_rows
@@ -71,6 +73,27 @@ class GatheredLinear(RanksLinear):
 
     def join(self, y: Tensor) -> Tensor:
         return all_gather(y, self.number, self._columns)
+
+    def logit_rows(self, x: Activations) -> LogitRows:
+        return DividedRows(self.inner.product(x), self._group, self._columns)
+
+
+class DividedRows(LogitRows):
+    """Logits of which this rank has computed those of its tokens."""
+
+    divided = True
+
+    def __init__(self, product: Tensor, group: CollectiveGroup, vocab_size: int) -> None:
+        super().__init__(product)
+        self._group, self._vocab_size = group, vocab_size
+        self.first = group.shard.tokens(vocab_size).start
+
+    def whole(self) -> Tensor:
+        return all_gather(self._product, self._group.number, self._vocab_size).to(torch.float32)
+
+    def gathered(self, own: Tensor) -> Tensor:
+        size = self._group.shard.size
+        return all_gather(own, self._group.number, size * own.shape[1]).view(len(own), size, own.shape[1])
 
 
 class SummedExperts(ExpertProducts):

@@ -8,6 +8,8 @@ from enum import Enum, IntEnum
 
 from torch import Tensor
 
+from common.engine.layers.logit_rows import LogitRows
+
 SAVES = 2  # states inside its new tokens that a forward saves of one request, at most
 
 
@@ -76,8 +78,13 @@ class ForwardBatch:
 class ForwardOutput:
     """The result of one forward pass."""
 
-    logits: Tensor  # [R, V] float32
+    rows: LogitRows  # of `logits_rows`
     # None, [B, H'] or [T, H'] by hidden_mode; H' = k * H with k aux layers, else H.
     hidden: Tensor | None = None
     # [T, H] after the last norm, the input of the LM head; a view of memory that the next forward may overwrite
     last: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """The logits [R, V] float32; gathered from all ranks at each use."""
+        return self.rows.whole()

@@ -49,13 +49,13 @@ class ModelRunner:
         Aux hidden states are returned if the model has them.
         """
         wanted = output.last.index_select(0, batch.logits_rows)
-        logits = self.model.compute_logits(wanted)
+        rows = self.model.logit_rows(wanted)
         if batch.hidden_mode is CaptureHiddenMode.NULL:
-            return ForwardOutput(logits, last=output.last)
+            return ForwardOutput(rows, last=output.last)
         hidden = output.last if output.aux is None else output.aux
         if batch.hidden_mode is CaptureHiddenMode.LAST:
             hidden = hidden.index_select(0, batch.query_start[1:] - 1)
-        return ForwardOutput(logits, hidden, output.last)
+        return ForwardOutput(rows, hidden, output.last)
 
 
 def load_model(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,6 +12,7 @@ from common.checkpoint.experts_config import ExpertsConfig
 from common.checkpoint.model_config import Activation
 from common.engine.layers.activations import Activations, Reads
 from common.engine.layers.expert_products import ExpertProducts
+from common.engine.layers.logit_rows import LogitRows
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.parts import (
     Columns,
@@ -46,6 +46,10 @@ class Linear(nn.Module, ABC):
         Its last kernel on a GPU lets the next one be launched only after all kernels before it have ended, since
         `ops/rotary_decode` reads older keys before it waits for the product.
         """
+
+    def logit_rows(self, x: Activations) -> LogitRows:
+        """Return the product of x [R, in] as an LM head; the ranks may each have a part of its columns."""
+        return LogitRows(self.product(x))
 
     @abstractmethod
     def gated(self, x: Activations, reads: Reads, activation: Activation = "silu") -> Activations:
@@ -155,4 +159,4 @@ class WeightFormat(ABC):
 
 def logits(hidden: Tensor, head: Linear) -> Tensor:
     """Return the logits [R, V] float32 of hidden [R, H]."""
-    return head.product(Activations(hidden)).to(torch.float32)
+    return head.logit_rows(Activations(hidden)).whole()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from common.checkpoint.model_config import ModelConfig
 from common.engine.attention.backend import AttentionBackend
 from common.engine.layers.linear import Embedding, Linear
+from common.engine.layers.logit_rows import LogitRows
 from common.engine.layers.piece import Piece
 from common.engine.layers.placement import Placement
 
@@ -51,6 +52,10 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, V] float32 for rows of `BodyOutput.last` [R, H]."""
+
+    def logit_rows(self, hidden: Tensor) -> LogitRows:
+        """Return the same as `compute_logits`, but leave the parts of the ranks where they are."""
+        return LogitRows(self.compute_logits(hidden))
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]:

@@ -15,7 +15,8 @@ from common.engine.attention.backend import AttentionBackend
 from common.engine.formats.format_registry import weight_format
 from common.engine.layers.activations import Activations
 from common.engine.layers.blocks import FeedForward, Mixer
-from common.engine.layers.linear import WeightFormat, logits
+from common.engine.layers.linear import WeightFormat
+from common.engine.layers.logit_rows import LogitRows
 from common.engine.layers.norm import RmsNorm, model_norm
 from common.engine.layers.output_norm_layer import OutputNormLayer
 from common.engine.layers.piece import Piece
@@ -144,7 +145,10 @@ class Decoder(CausalLM):
         return BodyOutput(x.tensor(), torch.cat(aux, dim=-1) if aux else None)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        return logits(hidden, self.lm_head)
+        return self.logit_rows(hidden).whole()
+
+    def logit_rows(self, hidden: Tensor) -> LogitRows:
+        return self.lm_head.logit_rows(Activations(hidden))
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the checkpoint pieces that it reads: each value of the model exactly once."""

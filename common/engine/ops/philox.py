@@ -33,15 +33,17 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     return c0, c1, c2, c3
 
 
-def token_words(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
-    """Return [R, V] int64: the word of token v for row r, from key seed[r] and counter (v, position[r] low, high, 0).
+def token_words(seed: Tensor, position: Tensor, count: int, first: int = 0) -> Tensor:
+    """Return [R, count] int64: the words of the tokens v from `first` on.
+
+    That of row r is from key seed[r] and counter (v, position[r] low, high, 0).
 
     Args:
         seed: [R] int64.
         position: [R] int64, sequence index of the token to be drawn.
     """
     zero = torch.zeros((1, 1), dtype=torch.int64, device=seed.device)
-    token = torch.arange(vocab_size, device=seed.device)[None]
+    token = torch.arange(first, first + count, device=seed.device)[None]
     low, high = position[:, None] & MASK, (position[:, None] >> 32) & MASK
     key = seed[:, None] & MASK, (seed[:, None] >> 32) & MASK
     return philox((token, low, high, zero), key)[0]

@@ -68,7 +68,7 @@ def gumbel_of_words(words):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _draw_kernel(  # type: ignore[no-untyped-def]
+def draw_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [R, V]
     temperature_ptr,  # [R]
     seed_ptr,
@@ -77,7 +77,8 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     best_ptr,  # [R, blocks] float32, the largest perturbed logit of a block
     token_ptr,  # [R, blocks] int32, its token
     peak_ptr,  # [R, blocks] float32, the largest raw logit; +inf if one is NaN
-    vocab,
+    vocab,  # columns of logits
+    first,  # token of the first of them
     logits_stride,
     greedy_below,
     RANDOM: tl.constexpr,
@@ -99,13 +100,14 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         choice = tl.div_rn(choice, tl.full((BLOCK,), 1.0, tl.float32) * temperature)
         seed, position = tl.load(seed_ptr + row), tl.load(position_ptr + row)
         zero = token * 0
+        token += first
         low = zero + (position & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
         high = zero + ((position >> 32) & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
         words, _, _, _ = tl.philox(seed, token, low, high, zero)
         choice = choice + gumbel_of_words(words)
     best, index = tl.max(choice, axis=0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best_ptr + row * blocks + block, best)
-    tl.store(token_ptr + row * blocks + block, block * BLOCK + index)
+    tl.store(token_ptr + row * blocks + block, first + block * BLOCK + index)
     tl.store(peak_ptr + row * blocks + block, peak)
 
 
@@ -152,7 +154,7 @@ def sample_tokens_triton(
     blocks = cdiv(vocab, BLOCK)
     best, peak = torch.empty((2, rows, blocks), dtype=torch.float32, device=logits.device)
     index = torch.empty((rows, blocks), dtype=torch.int32, device=logits.device)
-    _draw_kernel[(rows, blocks)](
+    draw_kernel[(rows, blocks)](
         logits,
         temperature,
         seed,
@@ -162,6 +164,7 @@ def sample_tokens_triton(
         index,
         peak,
         vocab,
+        0,
         logits.stride(0),
         GREEDY_EPSILON,
         RANDOM=not all_greedy,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.engine.ops.mask_logits import WORD_BITS, mask_logits
 from common.engine.ops.penalise import penalise
+from common.engine.ops.sample_tokens import sample_tokens
 from common.engine.sampling.sampling_plan import AdjustmentFacts, adjustment_facts
 from common.messages.generation import MAX_BIASES, MAX_STOP_IDS, SamplingParams
 
@@ -91,7 +92,10 @@ class AdjustmentRows:
         logits = torch.zeros(1, vocab_size, device=device)
         made.apply(logits, nowhere, nowhere, facts, nowhere[:, None])
         words = torch.zeros(1, -(-vocab_size // WORD_BITS), dtype=torch.int32, device=device)
-        mask_logits(logits, words, nowhere)  # belongs to no row, but every draw may need it
+        # These belong to no row, but ranks draw from whole logits only for requests that have adjustments or the like.
+        mask_logits(logits, words, nowhere)
+        for all_greedy in (True, False):
+            sample_tokens(logits, column(0.0)[:1], nowhere, nowhere, None, all_greedy)
         return made
 
     def write(

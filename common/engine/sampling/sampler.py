@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from common.engine.host_copies import on_host
+from common.engine.layers.logit_rows import LogitRows
+from common.engine.ops.best_tokens import best_tokens, choose_tokens
 from common.engine.ops.filter_floor import filter_floor
 from common.engine.ops.sample_tokens import sample_tokens
 from common.engine.sampling.logit_adjustments import Adjustments
@@ -62,6 +64,19 @@ class SampleOutput:
             maybe(self.top_ids),
             maybe(self.top_logprobs),
         )
+
+
+def sample_rows(rows: LogitRows, batch: SamplingBatch) -> SampleOutput:
+    """Draw as `sample` does. Ranks with a part of the vocabulary each gather whole logits only where it takes them.
+
+    That is for log-probabilities, adjustments and masks, and for filters, whose limits depend on all logits.
+    """
+    filtered = batch.any_filter and not batch.all_greedy
+    changed = batch.adjust is not None or batch.masks is not None
+    if not rows.divided or filtered or changed or batch.num_logprobs is not None:
+        return sample(rows.whole(), batch)
+    own = best_tokens(rows.share, batch.temperature, batch.seed, batch.position, rows.first, batch.all_greedy)
+    return SampleOutput(*choose_tokens(rows.gathered(own)))
 
 
 @torch.inference_mode()

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from common.checkpoint.model_config import ModelConfig
+from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.graphs import node_graphs
 from common.engine.graphs.backends.base import Backend, CaptureError
@@ -20,6 +22,7 @@ from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.graphs.spec import GraphKey
 from common.engine.layers.ranks import ONE_RANK, Ranks
+from common.engine.ops.best_tokens import FIELDS
 from common.messages.generation import SamplingParams
 from common.observability.logs import Log
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
@@ -95,6 +98,41 @@ def test_decode_graphs_of_several_ranks_draw_the_same_tokens(config: ModelConfig
     expected = decoded(config, tensors, ONE_RANK, NoGraphs())
     for found in run_ranks(size, lambda ranks: decoded(config, tensors, ranks, BACKENDS["tape"]())):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_ranks_exchange_whole_logits_only_where_a_draw_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy and random draws exchange a candidate of each rank; filters, log-probabilities and biases need all."""
+    widths: list[int] = []
+    gather = SharedMemoryGroup.all_gather
+
+    def counted(group: SharedMemoryGroup, x: Tensor, columns: int) -> Tensor:
+        if group.shard.rank == 0:
+            widths.append(columns)
+        return gather(group, x, columns)
+
+    monkeypatch.setattr(SharedMemoryGroup, "all_gather", counted)
+    tensors = drawn_checkpoint(CONFIG)
+    greedy, random = PARAMS[:2]
+    cases = [
+        ([greedy] * 3, 2 * FIELDS),
+        ([greedy, random, random], 2 * FIELDS),
+        (PARAMS, CONFIG.vocab_size),
+        ([msgspec.structs.replace(greedy, logprobs=2)] * 3, CONFIG.vocab_size),
+        ([msgspec.structs.replace(random, logit_bias=((5, 1.0),))] * 3, CONFIG.vocab_size),
+    ]
+
+    @torch.inference_mode()
+    def run(ranks: Ranks, params: Sequence[SamplingParams]) -> Tensor:
+        rig = DecodeRig(IDS, params, BACKENDS["tape"](), (4,), target=filled_model(CONFIG, tensors, ranks))
+        widths.clear()
+        return rig.step([0, 1, 2]).token_ids.clone()
+
+    for params, width in cases:
+        expected = run(ONE_RANK, params)
+        first, second = run_ranks(2, lambda ranks, params=params: run(ranks, params))  # type: ignore[misc]
+        assert torch.equal(first, expected)
+        assert torch.equal(second, expected)
+        assert widths == [width]
 
 
 def test_a_graph_that_one_rank_cannot_capture_is_dropped_on_all(monkeypatch: pytest.MonkeyPatch) -> None:

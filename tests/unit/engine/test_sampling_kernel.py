@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
+from common.engine.ops.best_tokens import best_tokens_reference, best_tokens_triton, winning_tokens
 from common.engine.ops.filter_floor import filter_floor_reference, filter_floor_triton
 from common.engine.ops.philox import token_words
 from common.engine.ops.sample_tokens import (
@@ -14,6 +18,7 @@ from common.engine.ops.sample_tokens import (
     sample_tokens_triton,
 )
 from common.engine.ops.triton_kernel import kernel, tl
+from common.kv_cache.shard import Shard
 
 pytestmark = [
     pytest.mark.skipif(tl is None, reason="Triton is not installed"),
@@ -59,6 +64,37 @@ def test_tokens_equal_the_reference(vocab: int, filtered: bool) -> None:
     )
     greedy = sample_tokens_triton(logits, 0 * temperature, seed, position, floor, True)[0]
     assert torch.equal(greedy, logits.argmax(-1))
+
+
+@pytest.mark.parametrize("best", [best_tokens_triton, best_tokens_reference])
+@pytest.mark.parametrize("vocab", [50, 9000])
+def test_the_best_of_the_ranks_tokens_are_the_tokens_of_one_rank(
+    vocab: int, best: Callable[..., Tensor]
+) -> None:
+    """Shares of unequal sizes, ties between ranks, and rows that are not finite."""
+    torch.manual_seed(vocab)
+    rows = 16
+    logits = torch.randn(rows, vocab)
+    logits[10] = 0.0
+    logits[11, 3], logits[12, vocab - 1], logits[13, 0] = torch.nan, torch.nan, torch.inf
+    logits[14] = -torch.inf
+    logits[15, : vocab // 2] = -torch.inf
+    temperature = torch.rand(rows) + 0.5
+    temperature[::2] = 0.0
+    seed, position = torch.randint(0, 2**62, (rows,)), torch.randint(0, 1 << 34, (rows,))
+    for given in (temperature, 0 * temperature):
+        greedy = not given.any()
+        tokens, invalid = sample_tokens_reference(logits, given, seed, position, None, greedy)
+        for size in (1, 2, 3):
+            shares = [Shard(rank, size).tokens(vocab) for rank in range(size)]
+            candidates = [
+                best(logits[:, share.start : share.stop], given, seed, position, share.start, greedy)
+                for share in shares
+            ]
+            found, failed = winning_tokens(torch.stack(candidates, dim=1))
+            assert torch.equal(failed, invalid)
+            assert torch.equal(found[~invalid], tokens[~invalid])
+            assert ((found >= 0) & (found < vocab)).all()
 
 
 def test_the_word_of_a_token_is_the_one_of_philox() -> None:

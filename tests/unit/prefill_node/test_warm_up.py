@@ -13,6 +13,7 @@ from common.engine.forward.draft_runner import DraftRunner
 from common.engine.forward.model_runner import ModelRunner
 from common.engine.forward.mtp_runner import MtpRunner
 from common.engine.graphs.rules import PhaseSwitch
+from common.engine.layers.logit_rows import LogitRows
 from prefill_node import measure
 from prefill_node.draft import EaglePrefill, NoDraft
 from prefill_node.graphs import prompt_graphs
@@ -46,11 +47,9 @@ def test_pools_stay_as_they_were(wanted: str, monkeypatch: pytest.MonkeyPatch) -
     for each in (target, drafting):
         each.forward.graphs.capture()
     rows = []
-    for owner in (model, head.head):
-        compute = owner.compute_logits
-        monkeypatch.setattr(
-            owner, "compute_logits", lambda x, compute=compute: (rows.append(len(x)), compute(x))[1]
-        )
+    for owner, name in ((model, "logit_rows"), (head.head, "compute_logits")):
+        compute = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda x, compute=compute: (rows.append(len(x)), compute(x))[1])
     planes = [pool.key(0), pool.value(1), draft_pool.key(0), draft_pool.value(0)]
     before = [plane.fill_(7).clone() for plane in planes]
     warm_up(target.forward, EaglePrefill(drafting.forward), PAGE, PLACEMENT.device)
@@ -94,7 +93,7 @@ def test_a_disturbance_at_the_start_of_a_node_makes_no_size_slow(monkeypatch: py
         nonlocal ran
         ran += 1
         clock.now += len(batch.input_ids) / 1e3 * (10 if 9 <= ran < 16 else 1)
-        return ForwardOutput(torch.zeros(1, 1), None)
+        return ForwardOutput(LogitRows(torch.zeros(1, 1)))
 
     class Watch:
         """A stopwatch on the test's clock."""

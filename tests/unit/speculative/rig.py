@@ -20,6 +20,7 @@ from common.engine.forward.model_runner import ModelRunner
 from common.engine.forward.mtp_runner import MtpRunner
 from common.engine.graphs.backends.base import Backend
 from common.engine.graphs.rules import Decision, Phase
+from common.engine.layers.logit_rows import LogitRows
 from common.engine.layers.placement import Placement
 from common.engine.sampling.sampler import SampleOutput
 from common.engine.sampling.sampling_plan import sampling_variant
@@ -261,7 +262,7 @@ class RoundRig:
         runner = MtpRunner(heads, attention)
         prompts = [whole_prompt(ids) for ids in self.prompts]
         first = SampleOutput(torch.tensor(self.first, device=self.device), self._ends < 0)
-        output = ForwardOutput(self._whole.logits_rows, self._hidden)
+        output = ForwardOutput(LogitRows(self._whole.logits_rows), self._hidden)
         started = MtpPrefill(runner.modules, page_size, shape.hidden_size).extend(
             prompts, self._whole, output, first
         )

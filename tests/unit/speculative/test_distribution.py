@@ -18,6 +18,7 @@ from torch import Tensor
 
 from common.engine.forward.batch import ForwardBatch, ForwardOutput
 from common.engine.forward.draft_inputs import TreeVerifyInput
+from common.engine.layers.logit_rows import LogitRows
 from common.engine.sampling.sampling_plan import sampling_variant
 from common.engine.state.relay_state import RelayState
 from common.messages.generation import SamplingParams
@@ -64,7 +65,7 @@ class Markov:
     """A target whose logits depend only on the last token."""
 
     def __call__(self, batch: ForwardBatch) -> ForwardOutput:
-        return ForwardOutput(TABLE[batch.input_ids])
+        return ForwardOutput(LogitRows(TABLE[batch.input_ids]))
 
 
 class Likely(Foresight):
