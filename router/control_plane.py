@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -75,6 +75,7 @@ class ControlPlane:
         self._registry: NodeRegistry
         self._dispatcher: Dispatcher
         self._sweeper: asyncio.Task[None] | None = None
+        self._swept: Callable[[], None]
         self._closed = False
         self._probes_due = False
         self._look_due = False
@@ -88,8 +89,11 @@ class ControlPlane:
         self.address = self._socket.address
         self._local = self.address.startswith("ipc://")  # such a connection closes only when its process ends
 
-    def start(self, registry: NodeRegistry, dispatcher: Dispatcher) -> None:
-        """Start to listen on the running event loop."""
+    def start(
+        self, registry: NodeRegistry, dispatcher: Dispatcher, swept: Callable[[], None] = lambda: None
+    ) -> None:
+        """Start to listen on the running event loop. `swept` is called after each sweep over the nodes."""
+        self._swept = swept
         self._registry = registry
         self._dispatcher = dispatcher
         loop = asyncio.get_running_loop()
@@ -374,6 +378,7 @@ class ControlPlane:
                 self._socket.flush_log()
                 self._refused_nodes.flush()
                 self._registry.sweep(late)
+                self._swept()
                 await self.freed_memory.give_back()
             except Exception:
                 # A defect must not end the supervision of all nodes.

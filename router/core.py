@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from router.control_plane import ControlPlane
 from router.dispatch.dispatcher import Dispatcher
+from router.metrics.cluster_throughput import ClusterThroughput
 from router.metrics.router_metrics import RouterMetrics
 from router.nodes.flush import flush_caches
 from router.nodes.health import NodeHealth
@@ -26,10 +27,11 @@ class Core:
     dispatcher: Dispatcher
     placer: Placer
     metrics: RouterMetrics
+    throughput: ClusterThroughput
 
     def start(self) -> None:
         """Read the messages of nodes, on the running event loop."""
-        self.control.start(self.registry, self.dispatcher)
+        self.control.start(self.registry, self.dispatcher, self.throughput.look)
 
     def flush_caches(self) -> list[str]:
         """Tell all nodes to empty their prefix caches; return the names of those that it cannot reach."""
@@ -93,4 +95,5 @@ def assemble_core(
         health,
         observation.events,
     )
-    return Core(control, registry, dispatcher, placer, metrics)
+    throughput = ClusterThroughput(log, clock, registry, lambda: metrics.placement.waiting)
+    return Core(control, registry, dispatcher, placer, metrics, throughput)

@@ -16,6 +16,7 @@ from common.node.lost_peers import LostPeers
 from common.node.router_links import Held, RouterLinks
 from common.node.to_router import ToRouter
 from common.observability.logs import Log
+from common.observability.throughput import Activity, ThroughputLog, kv_usage, totals_of
 
 SWEEP_INTERVAL = 0.25  # seconds between checks of deadlines
 
@@ -89,6 +90,7 @@ class NodeLife(Generic[Work]):
         self._clock = clock
         self._state: NodeState = "up"
         self._drain_until = float("inf")
+        self._throughput = ThroughputLog(log, clock)
         self._swept = 0.0
         self._stopping = False
 
@@ -143,6 +145,9 @@ class NodeLife(Generic[Work]):
     def publish(self, load: NodeLoad, counters: NodeCounters, held: Iterable[Held]) -> None:
         """Publish the state for the next heartbeat, once per turn. `held`: see RouterLinks."""
         self._links.publish(self._state, load, counters, held)
+        self._throughput.look(
+            self._clock(), lambda: Activity(totals_of(counters), load.running, load.queued, kv_usage(load))
+        )
 
     def end_turn(self, requests: int, now: float) -> None:
         """Stop a draining node that has no requests or no time left."""

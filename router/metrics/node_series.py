@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from common.messages.identity import BucketTotals, NodeCounters, NodeLoad
 from common.observability.histogram import STEP_TOKENS, TOKEN_SECONDS, TRANSFER_BYTES
+from common.observability.throughput import kv_usage
 from router.metrics.histogram import bucket_rows
 from router.nodes.registry import Node
 
@@ -17,10 +18,6 @@ PREFILL, DECODE = ("prefill",), ("decode",)
 BOTH = (*PREFILL, *DECODE)
 REFUSED = "tandem_refused_messages"  # the router also counts its own
 WAITING = "vllm:num_requests_waiting"  # so do requests that wait at the router
-
-
-def _usage(load: NodeLoad) -> float:
-    return 1 - (load.free_pages + load.cached_pages) / load.total_pages if load.total_pages else 0.0
 
 
 class Gauge(NamedTuple):
@@ -39,7 +36,7 @@ class Counter(NamedTuple):
     roles: tuple[str, ...] = BOTH
 
 
-_USAGE = Gauge("KV cache usage: pages neither free nor cached, 0 to 1", _usage)
+_USAGE = Gauge("KV cache usage: pages neither free nor cached, 0 to 1", kv_usage)
 _QUERIES = Counter("Prompt tokens looked up", lambda c: c.prompt_tokens, PREFILL)
 _HITS = Counter("Prompt tokens found", lambda c: c.cached_tokens, PREFILL)
 _FETCHED = Counter(
