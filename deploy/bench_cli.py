@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import aiohttp
 import msgspec
@@ -34,7 +34,14 @@ from deploy.load_generator.plan import (
     Replay,
 )
 from deploy.load_generator.summary import Limits
-from deploy.openai_client import CONNECT_SECONDS, Unreachable, api_base, authorization, first_model
+from deploy.openai_client import (
+    CONNECT_SECONDS,
+    Unreachable,
+    api_base,
+    authorization,
+    first_model,
+    json_fields,
+)
 from deploy.terminal_text import printable
 
 EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_TRUSTED = 1, 2, 3
@@ -197,7 +204,7 @@ class BenchOptions:
 
 async def measure(options: BenchOptions, api_key: str | None) -> list[MeasuredLoad]:
     """Measure all loads, with progress on a terminal. Raises ConfigError, Unreachable."""
-    loads, shape, extra = options.loads, options.shape, _fields(options.extra_body)
+    loads, shape, extra = options.loads, options.shape, json_fields("--extra-body", options.extra_body)
     timeout = aiohttp.ClientTimeout(total=options.timeout, sock_connect=CONNECT_SECONDS)
     headers = {"Content-Type": "application/json", **authorization(api_key)}
     connector = aiohttp.TCPConnector(limit=0)
@@ -216,13 +223,6 @@ async def measure(options: BenchOptions, api_key: str | None) -> list[MeasuredLo
             task = bar.add_task("", total=total)
             results = measurement.run(session, lambda: bar.advance(task))
             return [each async for each in results]
-
-
-def _fields(text: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.MsgspecError as error:
-        raise ConfigError("--extra-body", f"is not a JSON object: {error}") from None
 
 
 def report(options: BenchOptions, measured: Sequence[MeasuredLoad]) -> bytes:

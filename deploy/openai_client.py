@@ -7,6 +7,9 @@ import json
 from typing import Any
 
 import aiohttp
+import msgspec
+
+from common.errors import ConfigError
 
 CONNECT_SECONDS = 5.0
 
@@ -28,6 +31,14 @@ def api_base(url: str) -> str:
 def authorization(api_key: str | None) -> dict[str, str]:
     """Return the headers that present an API key; none without a key."""
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def json_fields(option: str, text: str) -> dict[str, Any]:
+    """Return the fields of a JSON object that an option holds. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(option, f"is not a JSON object: {error}") from None
 
 
 async def call(session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None) -> Any:
