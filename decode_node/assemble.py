@@ -11,12 +11,12 @@ from common.engine.state.draft_row import DraftShape
 from common.engine.state.relay_state import RelayState
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.kv_cache.page_space import PageSpace
+from common.node.host_lane import HostLane, host_lane
 from common.node.overlap import Completion
 from common.observability.logs import Log
 from decode_node.backups import Backups
 from decode_node.batch_rows import BatchRows
 from decode_node.forwards import Forwards
-from decode_node.host_lane import HostLane, host_lane
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
 from decode_node.pacing import Pacing

@@ -12,8 +12,8 @@ import torch
 from common.engine.state.pool import KvPool
 from common.engine.state.relay_state import RelayState
 from common.errors import InternalError
+from common.node.host_lane import HostLane
 from common.node.overlap import Completion
-from decode_node.host_lane import HostLane
 from decode_node.step_plan import Load, Save
 
 SAVE_SECONDS = 60.0  # after which a save that has not ended counts as a fault of the device

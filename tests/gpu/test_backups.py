@@ -7,8 +7,8 @@ import torch
 
 from common.engine.state.draft_row import DraftShape
 from common.engine.state.relay_state import RelayState
+from common.node.host_lane import host_lane
 from decode_node.backups import Backups
-from decode_node.host_lane import host_lane
 from decode_node.step_plan import Load, Save
 from tests.fakes.pools import plain_pool
 from tests.fakes.waiting import until
