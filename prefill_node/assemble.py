@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from common.engine.forward.rotary_places import RotaryPlaces
 from common.engine.graphs import node_graphs
@@ -18,6 +18,7 @@ from kv_transfer.send_order import SendOrder
 from prefill_node.cost_curve import CostCurve
 from prefill_node.forward_times import ForwardTimes
 from prefill_node.forwards import Forwards
+from prefill_node.host_parts import HostParts
 from prefill_node.limits import PrefillLimits
 from prefill_node.measure import NOT_MEASURED, MeasuredTimes
 from prefill_node.node import PrefillNode
@@ -44,6 +45,7 @@ class Computation:
     completion: Callable[[], Completion]
     hidden_dtype: HiddenDtype  # dtype of the draft's hidden states in a record
     measured: MeasuredTimes = NOT_MEASURED  # forwards are planned by the default curve then
+    host: HostParts = field(default_factory=HostParts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,8 @@ def assemble(
     pacing = LaunchPacing(observation.clock) if measured.by_tokens else NO_PACING
     node = PrefillNode(
         links,
-        Scheduling(space, forwards.draft.rules, limits, times, grammars, pacing),
-        wrap(DeviceWorker(step, sending, forwards.runner.pool, parts.completion)),
+        Scheduling(space, forwards.draft.rules, limits, times, grammars, pacing, parts.host.tier),
+        wrap(DeviceWorker(step, sending, forwards.runner.pool, parts.completion, parts.host.copies)),
         orders,
         replace(observation, graphs=node_graphs.totals(*forwards.graphs)),
     )

@@ -24,6 +24,7 @@ from common.errors import ConfigError
 from common.grammar.grammars import grammars_for
 from common.ipc import Dealer, RouterSocket, check_bind
 from common.ipc.from_config import all_names, link_security
+from common.kv_cache.layer_kinds import state_grid
 from common.messages import image_inbox, prefill_inbox
 from common.messages.identity import (
     ROUTER_NAME,
@@ -56,6 +57,7 @@ from kv_transfer.transport.transport_registry import make_sender
 from prefill_node.assemble import assemble
 from prefill_node.forwards import Forwards, PromptSizes
 from prefill_node.graphs.backends.compiled_body import EAGER, CompiledBodies, missing_compiler
+from prefill_node.host_parts import make_host_parts
 from prefill_node.images import Images
 from prefill_node.limits import PrefillLimits
 from prefill_node.loaded_rank import MakeStage, load_prompt_rank
@@ -156,6 +158,8 @@ def _build(
     vision = forwards.vision
     end = sending_end(resolved, plan, served, forwards, sockets, incarnation)
     computation = loaded.computation(forwards, loaded.capture(forwards, log))
+    grid = state_grid(served.config, served.page_size)
+    host = make_host_parts(section.host_mib << 20, grid, forwards, space)
     addresses = [each.decode() for each in ranks.exchange(end.peers.address.encode())]
     group, wrap = _with_ranks(end.sender, addresses, ranks)
     ref = NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=end.peers.address)
@@ -186,7 +190,7 @@ def _build(
     assembly = assemble(
         Links(incarnation, routers, end.peers, end.sender, vision.images, group),
         space,
-        computation,
+        replace(computation, host=host),
         bounds,
         Observation(log, events=events, ranks=ranks.totals),
         wrap,
@@ -267,6 +271,7 @@ def prompt_sizes(cluster: Cluster, plan: NodePlan) -> PromptSizes:
         layers=plan.transfer.layers,
         algorithm=plan.speculation.algorithm,
         hidden_states=cluster.model.return_hidden_states,
+        loads=section.host_mib > 0,
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from common.engine.attention.backend import AttentionBackend, MakeAttention
 from common.engine.attention.paged import PagedAttention
 from common.engine.attention.prompt_attention import PromptAttention
 from common.engine.forward.batch import CaptureHiddenMode
@@ -18,6 +20,7 @@ from common.engine.graphs.rules import PhaseSwitch
 from common.engine.state.pool import KvPool
 from common.kv_cache.pool_layout import PoolLayout
 from common.node.serving_model import ServingModel
+from prefill_node.arriving_layers import ArrivingAttention, ArrivingLayers, DraftArrivingAttention
 from prefill_node.draft import BuiltDraft, DraftSetup, PrefillDraft
 from prefill_node.draft_table import make_draft
 from prefill_node.graphs import prompt_graphs
@@ -37,6 +40,7 @@ class PromptSizes:
     layers: bool  # pages are sent layer by layer
     algorithm: str  # speculative algorithm
     hidden_states: bool = False  # requests may ask for hidden states
+    loads: bool = False  # cached prefixes are copied from host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,9 @@ class Forwards:
     runner: ModelRunner
     attention: PromptAttention
     signalled: SignalledAttention | None  # wraps the target's attention if pages are sent layer by layer
+    arriving: (
+        ArrivingLayers  # what the next forward waits for, if cached prefixes are copied from host memory
+    )
     target: NodeGraphs[PrefillExtend]
     draft: PrefillDraft
     vision: VisionStage
@@ -72,21 +79,37 @@ def prompt_forwards(
     config = served.config
     attention = PromptAttention(pool, config.sliding_windows, buckets, config.attention_scale)
     signalled = SignalledAttention(attention) if sizes.layers else None
-    runner = ModelRunner(served.model, pool, signalled or attention)
-    drafting = _draft(sizes, served, runner)
+    arriving = ArrivingLayers()
+    outer: AttentionBackend = signalled or attention
+    if sizes.loads:
+        unbroken = prompt_graphs.unbroken_tokens(served.placement, sizes.wanted)
+        outer = ArrivingAttention(outer, arriving, unbroken)
+    runner = ModelRunner(served.model, pool, outer)
+    drafting = _draft(sizes, served, runner, arriving)
     hidden = CaptureHiddenMode.FULL if sizes.hidden_states else drafting.draft.hidden_mode
     target = prompt_graphs.prefill_graphs(
         runner, sizes.wanted, sizes.chunk_tokens, sizes.max_batch, hidden, bodies
     )
     vision = make_stage(sizes.wanted)
     graphs: list[NodeGraphs[Any]] = [target, *drafting.graphs, *vision.graphs]
-    return Forwards(layout, runner, attention, signalled, target, drafting.draft, vision, graphs)
+    return Forwards(layout, runner, attention, signalled, arriving, target, drafting.draft, vision, graphs)
 
 
-def _draft(sizes: PromptSizes, served: ServingModel, target: ModelRunner) -> BuiltDraft:
+def _draft(
+    sizes: PromptSizes, served: ServingModel, target: ModelRunner, arriving: ArrivingLayers
+) -> BuiltDraft:
     """Build the draft's part of a step. The loaded draft already shares the target's embedding and LM head."""
-    made, loaded = served.draft_runner(target.pool, PagedAttention), served.draft
+    attention: MakeAttention = PagedAttention
+    if sizes.loads:
+        attention = functools.partial(_arriving_draft, arriving)
+    made, loaded = served.draft_runner(target.pool, attention), served.draft
     runner = None if made is None else made[0]
     plan = prompt_graphs.DraftPrefillPlan(target, sizes.wanted, sizes.chunk_tokens)
     setup = DraftSetup(runner, None if loaded is None else loaded.config, plan)
     return make_draft(sizes.algorithm, setup)
+
+
+def _arriving_draft(
+    arriving: ArrivingLayers, pool: KvPool, windows: Sequence[int | None], scale: float | None
+) -> AttentionBackend:
+    return DraftArrivingAttention(PagedAttention(pool, windows, scale), arriving)

@@ -21,7 +21,6 @@ from common.errors import (
 from common.grammar.no_token import no_token
 from common.grammar.token_rules import constraint_of
 from common.kv_cache.image_keys import with_images
-from common.kv_cache.page_space import PageLease
 from common.kv_cache.radix_cache import Keys
 from common.messages.generation import ImageSpan, OutputToken
 from common.messages.prefill_inbox import Prefill
@@ -32,6 +31,7 @@ from common.node.life import NodeLife
 from common.node.overlap import OverlapLoop
 from common.node.to_router import ToRouter
 from kv_transfer.sender import Delivered, SlotsGranted, TransferLost
+from prefill_node.admission import PromptAdmission
 from prefill_node.grammar_state import compiled
 from prefill_node.images import ARRIVAL_SECONDS
 from prefill_node.parts import Links, Observation, Scheduling
@@ -40,12 +40,12 @@ from prefill_node.planner import Planned, Planner
 from prefill_node.queues import Queues
 from prefill_node.report import Report
 from prefill_node.request import PrefillRequest
-from prefill_node.scheduler import in_order
 from prefill_node.send_orders import SendOrders
 from prefill_node.step_result import Launched, Worker
 
 WATCH_INTERVAL = 0.0001  # seconds between checks of transfers while a forward or a write runs
-BUSY_WAIT_MS = 1  # timeout while images arrive or grammars are compiled, whose end no message announces
+# timeout while images arrive, grammars are compiled or prefixes compared, whose end no message announces
+BUSY_WAIT_MS = 1
 IDLE_WAIT_MS = 100
 DECODE_GONE = "the decode node of this request is gone"
 
@@ -67,7 +67,7 @@ class PrefillNode:
         self._sender = links.transfers
         self._images = links.images
         self._space = scheduling.space
-        self._rules = scheduling.rules
+        self._tier = scheduling.tier
         self._limits = scheduling.limits
         self._grammars = scheduling.grammars
         self._times = scheduling.times
@@ -86,12 +86,14 @@ class PrefillNode:
             observation.log,
             self._clock,
         )
-        self._report = Report(self.queues, self._space, self._sender, self._times, observation)
+        self._report = Report(
+            self.queues, self._space, self._sender, self._times, observation, self._tier.totals
+        )
+        self._admission = PromptAdmission(self.queues, scheduling, self._report, self._events)
         self._poller = zmq.Poller()
         for each in (*self._routers.sockets, self._peers.socket, *links.reports):
             self._poller.register(each, zmq.POLLIN)
         self._images.watch(self._poller)
-        self._longest = self._space.pages_for(self._limits.max_model_len)
         self.loop = OverlapLoop(
             self._prepare,
             self._launch,
@@ -121,7 +123,10 @@ class PrefillNode:
         self._claim_images()
         self._claim_grammars(now)
         self.life.look_after(self, now)
-        self._admit(now)
+        for request in self._admission.admit(now):
+            self._send_pages(request)  # send the cached prefix before anything is computed
+        for request in self._tier.settle():
+            self._release_if_settled(request)
         refused = self._routers.refused_messages + self._images.refused_messages
         held = ((each.router, each.remaining) for each in self.queues.live())
         self.life.publish(self._report.load(), self._report.counters(refused), held)
@@ -174,7 +179,8 @@ class PrefillNode:
             # No message announces the end of a write, and a decode node waits for the record that follows the last.
             time.sleep(WATCH_INTERVAL)
             return
-        self._poller.poll(BUSY_WAIT_MS if self._images.busy or self.queues.compiling else IDLE_WAIT_MS)
+        busy = self._images.busy or self.queues.compiling or self._tier.busy
+        self._poller.poll(BUSY_WAIT_MS if busy else IDLE_WAIT_MS)
 
     # -- duties ----------------------------------------------------------------------------------------------
 
@@ -221,6 +227,7 @@ class PrefillNode:
 
     def flush_cache(self) -> None:
         self._space.flush()
+        self._tier.flush()
 
     def router_lost(self, router: ToRouter, last: bool) -> int:
         return self._lose(lambda each: each.router is router, "the router of this request is gone")
@@ -241,37 +248,6 @@ class PrefillNode:
 
     # -- moving between queues ---------------------------------------------------------------------------------
 
-    def _admit(self, now: float) -> None:
-        """Admit prompts in scheduling order until one whose decode pages are granted does not fit.
-
-        A prompt gets all its pages at once, so two prompts can never wait for each other. Prompts without granted pages
-        that do not fit (see `_lease`) are overtaken by prompts with granted pages, and by no others. Those leave
-        without waiting for anything, so room appears in the end. Only new prompts of a lower cost overtake a prompt
-        with granted pages.
-        """
-        order = in_order(self.queues.ready(), now)
-        while len(self.queues.computing) < self._limits.max_batch:
-            request = next(order, None)
-            if request is None:
-                return
-            lease = self._lease(request)
-            if lease is not None:
-                self._begin(request, lease, now)
-            elif request.granted:
-                return
-            else:
-                order = in_order((each for each in self.queues.ready() if each.granted), now)
-
-    def _begin(self, request: PrefillRequest, lease: PageLease, now: float) -> None:
-        request.lease = lease
-        request.scheduled = request.computed = lease.cached_tokens
-        self.queues.admit(request, now)
-        self._report.prompt_tokens += request.num_tokens
-        self._report.cached_tokens += lease.cached_tokens
-        request.mark("queued", now)
-        self._events.add("leased", request.room, pages=lease.pages, cached=lease.cached_pages)
-        self._send_pages(request)  # send the cached prefix before anything is computed
-
     def _claim_images(self) -> None:
         for request in list(self.queues.arriving.values()):
             try:
@@ -289,24 +265,6 @@ class PrefillNode:
             else:
                 self._fail(request, error)
 
-    def _lease(self, request: PrefillRequest) -> PageLease | None:
-        """Return pages and a state slot for a prompt, or None if there is not enough room.
-
-        A prompt may be computed before the decode node has granted pages, but then it never takes the room that the
-        longest prompt needs, its pages and the last state slot. It would hold that room until some request leaves the
-        decode node, and that request may itself have pages reserved there while its prompt waits here for the same
-        room: a deadlock.
-        """
-        # At least one token must be computed: its logits give the first output token.
-        keys, pages = self._space.keys(request.contents), self._space.pages_for(request.num_tokens)
-        request.keyed, request.rewrites = len(keys), self._rules.rewrites
-        cached = request.most_cached
-        lease = self._space.lease(keys, pages, max_cached_tokens=cached, salt=request.salt)
-        if lease is not None and not request.granted and not self._space.has_room(self._longest):
-            lease.release()
-            return None
-        return lease
-
     def _complete(self, request: PrefillRequest, token: OutputToken | None) -> None:
         """Record that the whole prompt is computed and its first output token drawn."""
         assert request.lease is not None
@@ -316,7 +274,9 @@ class PrefillNode:
             vocab_size = self._limits.vocab_size
             self._fail(request, no_token(request.sampling, request.emitted, request.matcher, vocab_size))
             return
-        request.lease.commit(self._space.keys(request.contents))
+        keys = self._space.keys(request.contents)
+        request.lease.commit(keys)
+        self._tier.keep(request, keys)
         self._report.generated_tokens += 1
         self._events.add("first_token", request.room, id=token.id)
         reason = request.draws(token.id)
@@ -328,7 +288,7 @@ class PrefillNode:
                 room=request.room,
                 token=token,
                 finish_reason=reason,
-                cached_tokens=request.lease.cached_tokens,
+                cached_tokens=request.reused,
                 stages=None if reason is None else request.stages,
             )
         )
@@ -394,6 +354,7 @@ class PrefillNode:
     def _release_if_settled(self, request: PrefillRequest) -> None:
         if request.releasable:
             if request.lease is not None:
+                self._tier.loaded(request)
                 request.lease.release()
                 request.lease = None
                 self._events.add("released", request.room)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.ipc import RouterSocket
@@ -18,6 +18,7 @@ from kv_transfer.ranks.sender_group import SenderGroup
 from kv_transfer.sender import Sender
 from kv_transfer.sending import PageSender
 from prefill_node.forward_times import ForwardTimes
+from prefill_node.host_tier import HostTier, NoHostTier
 from prefill_node.images import Images
 from prefill_node.limits import PrefillLimits
 from prefill_node.pacing import NO_PACING, PromptPacing
@@ -56,6 +57,7 @@ class Scheduling:
     times: ForwardTimes
     grammars: Grammars = NO_GRAMMARS
     pacing: PromptPacing = NO_PACING
+    tier: HostTier = field(default_factory=NoHostTier)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from common.engine.sampling.sampling_plan import adjustment_facts, sampling_vari
 from common.messages.generation import PromptLogprob
 from common.node.announced_work import Work
 from common.node.hidden_states import StateRows
+from prefill_node.host_plan import Store
 from prefill_node.parts import Scheduling
 from prefill_node.queues import Queues
 from prefill_node.request import PrefillRequest
@@ -25,13 +26,15 @@ def prompt_plan(
     rules: PromptRules,
     generation: int,
     forget: tuple[int, ...] = (),
+    stores: tuple[Store, ...] = (),
 ) -> PromptPlan:
-    """Return a plan of one forward over chunks of prompts that have pages. Without chunks it only drops kept data."""
+    """Return a plan of one forward over chunks of prompts that have pages. Without chunks there is no forward."""
     finals = [chunk.request.sampling for chunk in chunks if chunk.final]
     sampling = sampling_variant(finals) if finals else None
     adjusted = sampling is not None and sampling.adjust is not None
     return PromptPlan(
         generation=generation,
+        stores=stores,
         chunks=tuple([_planned(chunk, page_size, rules.lookahead, adjusted) for chunk in chunks]),
         sampling=sampling,
         forget=forget,
@@ -58,7 +61,8 @@ def _planned(chunk: Chunk, page_size: int, lookahead: int, adjusted: bool) -> Pl
         saves=tuple(
             [(slot, tokens - chunk.start) for tokens, slot in state.saves if chunk.start < tokens <= end]
         ),
-        cached=request.lease.cached_tokens,
+        cached=request.reused,
+        load=request.load,
         images=request.images,
         scored=scored,
         states=0 if first is None else max(end - max(chunk.start, first), 0),
@@ -98,6 +102,7 @@ class Planner:
         self._rules = scheduling.rules
         self._limits = scheduling.limits
         self._times = scheduling.times
+        self._tier = scheduling.tier
         self._unread: deque[Planned] = deque()
         self._forget: list[int] = []
         self._generation = 0
@@ -108,11 +113,12 @@ class Planner:
         computing, waiting = self._queues.computing.values(), len(self._queues.waiting)
         times, arrivals = self._times, self._queues.arrivals if self._times.learns else None
         chunks = plan_chunks(computing, now, times.curve, limits.max_batch, limits.grid, arrivals, waiting)
-        if not chunks and not self._forget:
+        stores = tuple(self._tier.planned())
+        if not chunks and not self._forget and not stores:
             return None
         self._generation += 1
         forget, self._forget = tuple(self._forget), []
-        plan = prompt_plan(chunks, self._space.page_size, self._rules, self._generation, forget)
+        plan = prompt_plan(chunks, self._space.page_size, self._rules, self._generation, forget, stores)
         planned = Planned(plan, chunks)
         self._unread.append(planned)
         return planned
@@ -126,6 +132,7 @@ class Planner:
             request.launched_at = now
             request.scheduled += chunk.length
             request.in_flight += 1
+            request.load = None
             assert request.lease is not None
             request.lease.state.restored()
 
@@ -133,12 +140,15 @@ class Planner:
         """Apply the results of the oldest unread plan, which must be complete."""
         plan, chunks = self._unread.popleft()
         result = launched.read()
-        self._times.end(result.ms)
+        # A forward that waits for copies says nothing about its tokens.
+        self._times.end(None if any(each.load for each in plan.chunks) else result.ms)
         drawn = iter(result.drawn)
         progress = []
         for index, chunk in enumerate(chunks):
             request = chunk.request
             request.in_flight -= 1
+            if plan.chunks[index].load is not None:
+                self._tier.loaded(request)
             request.computed, request.computed_by = chunk.start + chunk.length, plan.generation
             scores = result.scores[index] if result.scores else ()
             token = next(drawn) if chunk.final else None

@@ -85,7 +85,8 @@ def build(member: Member, log: Log) -> BuiltRank:
         sending = ByLayer(forwards.signalled, end.sender, transfers.at_break)
     step = prompt_step(computation)
     pool = forwards.runner.pool
-    worker = DeviceWorker(step, OnOneRank(sending, transfers), pool, computation.completion)
+    sending = OnOneRank(sending, transfers)
+    worker = DeviceWorker(step, sending, pool, computation.completion, computation.host.copies)
     return BuiltRank(
         PromptRankWork(worker, member.group.check),
         SendingService(transfers, end, sockets),

@@ -16,6 +16,7 @@ from common.messages.generation import FINISH_STOP, ImageSpan, OutputToken, Samp
 from common.messages.prefill_inbox import Prefill
 from common.node.to_router import NO_ROUTER, ToRouter
 from kv_transfer.handoff_record import HandoffRecord, HiddenDtype
+from prefill_node.host_plan import HostCopy
 
 
 @dataclass(slots=True, eq=False)
@@ -47,9 +48,13 @@ class PrefillRequest:
     keyed: int = 0  # tokens whose KV depends only on the prompt; a draft also reads later tokens
     rewrites: int = 0  # tokens before a chunk whose KV the chunk's forward may rewrite
     launched_at: float = math.inf  # monotonic seconds of its latest chunk's launch
-    scheduled: int = 0  # tokens whose forward has been launched, including the cached prefix
+    scheduled: int = 0  # tokens whose forward has been launched, including the reused prefix
     computed: int = 0  # tokens whose KV is known to be written
     computed_by: int = 0  # generation of the plan that wrote the last of them; 0 for the prefix cache
+    checking: bool = False  # its prefix in host memory is being compared; it must not be computed meanwhile
+    load: HostCopy | None = None  # what the plan of its first chunk copies from host memory
+    loaded: int = 0  # tokens of the prefix that ends with what is copied from host memory; 0: nothing is
+    storing: bool = False  # its pages are being copied to host memory
     sent_pages: int = 0  # logical pages passed to the sender, including those that the peer already holds
     first_token: OutputToken | None = None
     draft: DraftRow = NO_DRAFT  # set with the first token if there is a draft model
@@ -105,12 +110,18 @@ class PrefillRequest:
         return self.num_tokens - 1 if first is None else min(first, self.num_tokens - 1)
 
     @property
+    def reused(self) -> int:
+        """Tokens that are not computed for this prompt: those of the prefix cache, in device or host memory."""
+        assert self.lease is not None
+        return max(self.lease.cached_tokens, self.loaded)
+
+    @property
     def remaining(self) -> int:
         return len(self.keys) - self.scheduled
 
     @property
     def releasable(self) -> bool:
-        return self.in_flight == 0 and self.settled
+        return self.in_flight == 0 and self.settled and not self.storing
 
     def draws(self, token: int) -> str | None:
         """Return the finish reason if the request ends with its first token, else None.
@@ -160,7 +171,7 @@ class PrefillRequest:
             first_token=self.first_token.id,
             first_logprob=self.first_token.logprob,
             num_tokens=self.num_tokens,
-            cached_tokens=self.lease.cached_tokens,
+            cached_tokens=self.reused,
             draft_topk_probs=self.draft.draft_topk_probs,
             draft_topk_ids=self.draft.draft_topk_ids,
             draft_hidden=self.draft.hidden,

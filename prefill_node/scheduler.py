@@ -82,7 +82,8 @@ def plan_chunks(
 ) -> list[Chunk]:
     """Return the next forward: the first prompts in order, as many as `share` says; only the last one is cut.
 
-    Prompts whose tokens are all launched are skipped. The first remaining prompt always advances.
+    Prompts whose tokens are all launched are skipped, and those whose prefix is being compared. The first remaining
+    prompt always advances.
 
     Args:
         curve: the times of forwards; its largest size bounds this one.
@@ -91,7 +92,7 @@ def plan_chunks(
             forwards.
         waiting: prompts that wait, too, but are not in `computing`.
     """
-    unfinished = [request for request in computing if request.remaining and not request.ended]
+    unfinished = [each for each in computing if each.remaining and not each.ended and not each.checking]
     queue = list(itertools.islice(in_order(unfinished, now), max_batch))
     lengths = [Waiting(request.scheduled, request.remaining) for request in queue]
     passing = arrivals.shorter_per_ms(queue[0].remaining, now) if arrivals is not None and queue else None

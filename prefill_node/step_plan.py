@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from common.engine.sampling.sampling_plan import SamplingVariant
 from common.messages.generation import ImageSpan, SamplingParams
+from prefill_node.host_plan import HostCopy, Store
 
 TokenArray = npt.NDArray[np.int64]
 
@@ -44,6 +45,7 @@ class PlannedChunk(msgspec.Struct, frozen=True, kw_only=True):
     # (slot, count): the state after `count` tokens of this chunk is also stored in that slot
     saves: tuple[tuple[int, int], ...] = ()
     cached: int = 0  # tokens whose KV came from the prefix cache
+    load: HostCopy | None = None  # copied from host memory first: the last pages of `cached`, and the state
     images: tuple[ImageSpan, ...] = ()  # in the whole prompt; pixels and rows stay with the worker
     scored: int | None = None  # prompt_logprobs of the request
     states: int = 0  # how many of its last positions send their hidden states to the router
@@ -67,9 +69,10 @@ class PlannedChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Drops data that is no longer needed, then runs one forward over `chunks` if there are any."""
+    """Drops data that is no longer needed and stores prefixes, then runs one forward over `chunks` if there are any."""
 
     generation: int  # ascending
+    stores: tuple[Store, ...] = ()  # copies of what earlier plans have computed to host memory
     chunks: tuple[PlannedChunk, ...] = ()  # empty: no forward
     sampling: SamplingVariant | None = None  # the variant that serves all final chunks; None without any
     # Prompts that end before their last chunk. After a last chunk the worker drops the prompt's data without being

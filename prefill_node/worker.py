@@ -11,6 +11,7 @@ from common.engine.host_copies import send
 from common.engine.state.pool import KvPool
 from common.node.overlap import Completion
 from kv_transfer.send_order import SendOrder
+from prefill_node.host_plan import HostCopies
 from prefill_node.page_sending import PageSending
 from prefill_node.step import PrefillStep
 from prefill_node.step_plan import PromptPlan
@@ -19,7 +20,7 @@ from prefill_node.step_result import Launched, PromptResult
 
 @dataclass(frozen=True, slots=True)
 class LaunchedWithoutForward:
-    """A plan without a forward, which only drops kept data."""
+    """A plan without a forward, which only drops kept data and stores prefixes."""
 
     completion: Completion
 
@@ -31,20 +32,28 @@ class DeviceWorker:
     """A worker with one device."""
 
     def __init__(
-        self, step: PrefillStep, sending: PageSending, pool: KvPool, completion: Callable[[], Completion]
+        self,
+        step: PrefillStep,
+        sending: PageSending,
+        pool: KvPool,
+        completion: Callable[[], Completion],
+        host: HostCopies,
     ) -> None:
         """`pool`: that of the target, which holds the states of requests and of cached prefixes."""
         self._step = step
         self._sending = sending
         self._pool = pool
         self._completion = completion
+        self._host = host
 
     def apply(self, plan: PromptPlan) -> Launched:
         """Launch everything that the plan contains, without waiting for the device."""
         self._step.forget(plan.forget)
+        self._host.store(plan.stores)
         if not plan.chunks:
             return LaunchedWithoutForward(self._completion())
         self._restore(plan)
+        self._host.load([chunk.load for chunk in plan.chunks if chunk.load is not None])
         with self._sending.during(plan):
             return self._step.launch(plan)
 

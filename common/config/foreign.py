@@ -69,11 +69,7 @@ FOREIGN: tuple[Foreign, ...] = (
         9,
     ),
     Foreign(("dllm_algorithm", "dllm_algorithm_config"), f"diffusion of text: {NONE_HERE}", 10),
-    Foreign(
-        ("cpu_offload_gb", "enable_hierarchical_cache", "hicache_ratio", "hicache_size", "swap_space"),
-        "weights and cached pages stay on the node's device; leave it out (decode.backup_mib: retracted requests)",
-        11,
-    ),
+    Foreign(("cpu_offload_gb",), "weights stay on the node's device; leave it out", 11),
     Foreign(("enable_deterministic_inference",), f"separate kernels for fixed results: {NONE_HERE}", 12),
     Foreign(
         ("disaggregation_mode",),
@@ -115,6 +111,11 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         ("chunked_prefill_size", "max_num_batched_tokens", "max_prefill_tokens", "enable_chunked_prefill"),
         "prompts are always computed in chunks; write prefill.chunk_tokens, the tokens of one forward",
+    ),
+    Foreign(
+        ("enable_hierarchical_cache", "hicache_ratio", "hicache_size", "kv_offloading_size", "swap_space"),
+        "write prefill.host_mib, the host memory of each prefill node for cached prefixes (decode.backup_mib: that of "
+        "decode nodes for retracted requests)",
     ),
     Foreign(("block_size",), "write kv.page_size, the tokens of one page"),
     Foreign(

@@ -225,6 +225,8 @@ class PrefillSection(Section, frozen=True, kw_only=True):
     prefix_cache: PrefixCaching = "auto"
     # States of cached prefixes that a node keeps, for a model with a state per request; 0: its prefix cache is off.
     state_snapshots: Annotated[int, Meta(ge=0, le=65_536)] = 32
+    # Host memory of each node for cached prefixes, in addition to those in its pool; 0: none.
+    host_mib: NotNegative = 0
     image_cache_mib: NotNegative = 256  # device memory for the embeddings of images, keyed by content
 
     @property

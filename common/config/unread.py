@@ -90,6 +90,7 @@ def unread_keys(cluster: Cluster) -> Iterator[Unread]:
         reason = "clients authenticate by API keys, so their Host header is not checked; leave it out"
         yield Unread("router", cluster.router, ("allowed_hosts",), reason)
     yield from _of_placement(cluster.router.placement)
+    yield from _of_host_memory(cluster.prefill)
     yield from _of_devices(cluster)
     yield from _of_transports(cluster)
 
@@ -112,6 +113,15 @@ def unread_by_text_models(cluster: Cluster) -> Iterator[Unread]:
     images = cluster.router.images
     yield Unread("router.images", images, images.__struct_fields__, reason)
     yield Unread("prefill", cluster.prefill, ("image_cache_mib",), reason)
+
+
+def _of_host_memory(prefill: PrefillSection) -> Iterator[Unread]:
+    if not prefill.prefix_cache:
+        reason = "prefill.prefix_cache is false, so there are no prefixes to keep; leave out one of the two"
+        yield Unread("prefill", prefill, ("host_mib",), reason)
+    if any(node.tensor_parallel > 1 for node in prefill.nodes):
+        reason = "nodes with several ranks keep no prefixes in host memory; leave it out"
+        yield Unread("prefill", prefill, ("host_mib",), reason)
 
 
 def _of_devices(cluster: Cluster) -> Iterator[Unread]:

@@ -86,6 +86,7 @@ class PrefixCache(Protocol):
     def unlock(self, node: RadixNode) -> None: ...
     def insert(self, keys: Keys, pages: Sequence[int], salt: bytes = b"") -> tuple[RadixNode, int]: ...
     def save(self, keys: Keys, slot: int, salt: bytes = b"") -> None: ...
+    def states(self, keys: Keys, salt: bytes = b"") -> dict[int, Snapshot]: ...
     def evict(self, count: int) -> list[int]: ...
     def check_integrity(self) -> None: ...
 
@@ -168,6 +169,16 @@ class RadixCache:
                 self.snapshots.use(node.snapshot)
             return
         node.snapshot = self.snapshots.attach(slot)
+
+    def states(self, keys: Keys, salt: bytes = b"") -> dict[int, Snapshot]:
+        """Return the saved states of a prefix by the number of tokens that they follow."""
+        node, pages = self._descend(keys, len(keys) // self._page_size, salt)
+        found, count = dict[int, Snapshot](), len(pages)
+        for each in self._path(node):
+            if each.snapshot is not None:
+                found[count * self._page_size] = each.snapshot
+            count -= len(each.pages)
+        return found
 
     def evict(self, count: int) -> list[int]:
         """Remove least recently used unlocked leaves until at least `count` pages are free; return their pages."""
@@ -313,6 +324,9 @@ class NoPrefixCache:
 
     def save(self, keys: Keys, slot: int, salt: bytes = b"") -> None:
         self.snapshots.free((slot,))
+
+    def states(self, keys: Keys, salt: bytes = b"") -> dict[int, Snapshot]:
+        return {}
 
     def evict(self, count: int) -> list[int]:
         return []

@@ -126,6 +126,12 @@ class StateLease:
             self._snapshots.unpin(self._from)
             self._from = None
 
+    def skip(self, tokens: int) -> None:
+        """Give up what depends on the first so many tokens, whose state comes from elsewhere."""
+        self.restored()
+        self._snapshots.free(slot for at, slot in self.saves if at <= tokens)
+        self.saves = [each for each in self.saves if each[0] > tokens]
+
     def saved(self, tokens: int) -> list[tuple[int, int]]:
         """Return `saves` of the first so many tokens, which are computed; their slots are the caller's."""
         done = [each for each in self.saves if each[0] <= tokens]

@@ -89,6 +89,9 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     cached_pages: Total = 0  # evictable: held only by the prefix cache
     quarantined_pages: Total = 0
     total_pages: Total = 0
+    # Prefill nodes: tokens of cached prefixes in host memory, and how many fit there.
+    host_cached_tokens: Total = 0
+    host_total_tokens: Total = 0
 
 
 class OtherRouters(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,6 +207,15 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     avg_spec_verified_length: Finite = 1.0
     # How often the first, the second ... draft was accepted.
     spec_accepted_at: Annotated[tuple[Total, ...], MANY] = ()
+    # Prefill nodes: prefixes in host memory.
+    host_queries: Total = 0  # prompt tokens that the device's prefix cache lacked
+    host_hits: Total = 0  # among them: copied from host memory
+    host_loads: Total = 0  # prompts for which something was copied from there
+    host_loaded_bytes: Total = 0
+    host_stores: Total = 0  # prompts of which something was copied to there
+    host_stored_bytes: Total = 0
+    host_evicted_tokens: Total = 0  # replaced by others
+    host_checksum_failures: Total = 0  # blocks and states that had changed there, and were computed again
     phase_seconds: Annotated[dict[Label, Finite], MANY] = {}  # parts of a step -> time on the device
     graphs: Annotated[tuple[GraphTotals, ...], MANY] = ()
     ranks: Annotated[tuple[RankTotals, ...], MANY] = ()  # in their order; empty for a node of one rank

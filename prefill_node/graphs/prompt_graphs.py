@@ -20,6 +20,7 @@ from common.engine.graphs.ladders import (
 from common.engine.graphs.node_graphs import NodeGraphs, decided
 from common.engine.graphs.rules import Decision, Phase, PhaseSwitch
 from common.engine.graphs.spec import ShapeKey
+from common.engine.layers.placement import Placement
 from common.engine.models.llava import LlavaPart
 from common.engine.models.qwen_vl import QwenPart
 from common.engine.models.vision_part import LoadedVisionPart
@@ -31,6 +32,11 @@ from prefill_node.graphs.patch_encoder import PatchEncoderGraphs, patch_spec
 from prefill_node.graphs.prefill_extend import PrefillExtend, extend_spec
 from prefill_node.graphs.static_extend import BROKEN, UNBROKEN_TOKENS
 from prefill_node.vision_table import EncoderForward, vision_family
+
+
+def unbroken_tokens(placement: Placement, wanted: PhaseSwitch) -> int:
+    """Return up to how many tokens the graphs of the target's prompt forward have no breaks."""
+    return UNBROKEN_TOKENS if decided(Phase.PREFILL, placement, wanted).backend != NONE else BROKEN.tokens
 
 
 def prefill_graphs(
@@ -47,9 +53,9 @@ def prefill_graphs(
         bodies: cache of compiled models for piecewise graphs.
     """
     decision = decided(Phase.PREFILL, runner.model.placement, wanted)
-    on = decision.backend != NONE
+    on, few = decision.backend != NONE, unbroken_tokens(runner.model.placement, wanted)
     backend = prompt_backend(decision.backend if on else BREAKABLE, runner.model.placement.device, bodies)
-    unbroken = ShapeKey(UNBROKEN_TOKENS, max_batch) if on else BROKEN
+    unbroken = ShapeKey(few, max_batch) if few else BROKEN
     buckets = prefill_token_buckets(chunk_tokens) if on else ()
     if decision.backend == PIECEWISE:  # one token replays as two tokens
         buckets = tuple(dict.fromkeys(max(each, LEAST_TOKENS) for each in buckets))

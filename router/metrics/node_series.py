@@ -62,11 +62,19 @@ GAUGES: dict[str, Gauge] = {
     "tandem_quarantined_pages": Gauge(
         "KV pages that a peer may still write", lambda load: load.quarantined_pages
     ),
+    "tandem_host_tier_tokens": Gauge(
+        "Tokens of cached prefixes in host memory", lambda load: load.host_cached_tokens, PREFILL
+    ),
+    "tandem_host_tier_total_tokens": Gauge(
+        "Tokens for which there is room in host memory", lambda load: load.host_total_tokens, PREFILL
+    ),
     "tandem_total_pages": Gauge("KV pages in total, without the padding page", lambda load: load.total_pages),
 }
 COUNTERS: dict[str, Counter] = {
     "vllm:prompt_tokens": Counter("Prompt tokens received", lambda c: c.prompt_tokens, PREFILL),
-    "vllm:prompt_tokens_cached": _HITS,
+    "vllm:prompt_tokens_cached": Counter(
+        "Prompt tokens found, in pages or host memory", lambda c: c.cached_tokens + c.host_hits, PREFILL
+    ),
     "vllm:generation_tokens": Counter("Tokens sampled", lambda c: c.generated_tokens),
     "vllm:prefix_cache_queries": _QUERIES,
     "vllm:prefix_cache_hits": _HITS,
@@ -118,6 +126,30 @@ COUNTERS: dict[str, Counter] = {
     ),
     "tandem_kv_abort_retries": Counter("Repeated requests to stop writing", lambda c: c.abort_retries),
     "tandem_duplicate_dropped": Counter("Repeated announcements, dropped", lambda c: c.duplicate_messages),
+    "tandem_host_tier_queries": Counter(
+        "Prompt tokens that were in no page, looked up in host memory", lambda c: c.host_queries, PREFILL
+    ),
+    "tandem_host_tier_hits": Counter("Prompt tokens copied from host memory", lambda c: c.host_hits, PREFILL),
+    "tandem_host_tier_loads": Counter(
+        "Prompts for which host memory supplied a prefix", lambda c: c.host_loads, PREFILL
+    ),
+    "tandem_host_tier_loaded_bytes": Counter(
+        "Bytes copied from host memory", lambda c: c.host_loaded_bytes, PREFILL
+    ),
+    "tandem_host_tier_stores": Counter(
+        "Prompts of which something was copied to host memory", lambda c: c.host_stores, PREFILL
+    ),
+    "tandem_host_tier_stored_bytes": Counter(
+        "Bytes copied to host memory", lambda c: c.host_stored_bytes, PREFILL
+    ),
+    "tandem_host_tier_evicted_tokens": Counter(
+        "Tokens replaced by others in host memory", lambda c: c.host_evicted_tokens, PREFILL
+    ),
+    "tandem_host_tier_checksum_failures": Counter(
+        "Blocks of host memory that had changed, and were computed again",
+        lambda c: c.host_checksum_failures,
+        PREFILL,
+    ),
     REFUSED: Counter(
         "Messages refused: malformed or in violation of the protocol",
         lambda c: c.refused_messages,
@@ -160,9 +192,9 @@ HISTOGRAMS = (
 )
 # label of vllm:prompt_tokens_by_source -> tokens
 SOURCES: dict[str, Callable[[NodeCounters], float]] = {
-    "local_compute": lambda c: c.prompt_tokens - c.cached_tokens,
+    "local_compute": lambda c: c.prompt_tokens - c.cached_tokens - c.host_hits,
     "local_cache_hit": lambda c: c.cached_tokens,
-    "external_kv_transfer": lambda c: 0,
+    "external_kv_transfer": lambda c: c.host_hits,
 }
 SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
 
@@ -243,6 +275,7 @@ def _by_reason(labelled: _Labelled, waiting: int, router: tuple[str, str, str]) 
             for source, read in SOURCES.items():
                 sources.add_metric((*values, source), read(node.counters))
             tiers.add_metric((*values, "device"), node.counters.cached_tokens)
+            tiers.add_metric((*values, "host"), node.counters.host_hits)
     yield from (reasons, fetching, sources, tiers)
 
 

@@ -30,9 +30,11 @@ from common.engine.state.relay_state import RelayState
 from common.engine.state.state_rows import WindowShape
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.ipc import RouterSocket
+from common.kv_cache.host_layout import HostLayout
 from common.kv_cache.kv_values import AS_COMPUTED, KvValues
 from common.kv_cache.layer_kinds import prompt_grid, window_widths
 from common.kv_cache.page_space import PageSpace
+from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.pool_spec import pool_spec
 from common.messages import decode_inbox, prefill_inbox
 from common.messages.decode_inbox import Reserve
@@ -42,6 +44,7 @@ from common.messages.node_inbox import Abort, PeerLost
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, HiddenStates, PrefillDone, Tokens
 from common.node.completion import Deferred, Immediate
+from common.node.host_lane import HostLane, Inline
 from common.node.memory import MemoryPlan
 from common.node.overlap import Completion
 from common.node.serving_draft import ServingDraft
@@ -56,7 +59,6 @@ from decode_node.forced_choice import ForcedShare, ForcedStep
 from decode_node.forced_steps import ForcedSetup, with_forced_steps
 from decode_node.forwards import step_forwards
 from decode_node.graphs import step_graphs
-from decode_node.host_lane import HostLane
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
 from decode_node.pacing import Pacing
@@ -81,6 +83,9 @@ from prefill_node import parts as prefill_parts
 from prefill_node.draft import PrefillDraft
 from prefill_node.forwards import Forwards, PromptSizes, prompt_forwards
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
+from prefill_node.host_parts import HostParts, host_prefixes
+from prefill_node.host_store import HostStore, Lanes, host_bytes
+from prefill_node.host_tier import HostPrefixes, HostTier
 from prefill_node.images import NoImages
 from prefill_node.limits import PrefillLimits
 from prefill_node.measure import MeasuredTimes
@@ -176,6 +181,20 @@ def with_forced_tokens(parts: Parts) -> DecodeSteps:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostShape:
+    """Host memory of a prefill node."""
+
+    blocks: int  # without block 0
+    slots: int = 0  # of snapshots, without slot 0
+    block_pages: int = 2
+    lanes: Callable[[], Lanes] = lambda: Lanes(Inline(), Inline())
+
+    def layout(self, device: PoolLayout) -> HostLayout:
+        pages, slots = (self.blocks + 1) * self.block_pages, self.slots + 1 if self.slots else 0
+        return HostLayout(msgspec.structs.replace(device, num_pages=pages, num_slots=slots), self.block_pages)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Shape:
     """Sizes of everything; pools are in tokens, without the padding page."""
 
@@ -197,6 +216,7 @@ class Shape:
     measured: Mapping[int, float] = field(default_factory=dict)  # milliseconds of forwards by tokens
     prefill_snapshots: int = 0  # saved states of cached prefixes
     round_tokens: int = 1  # new tokens of a request in one step, at most
+    host: HostShape | None = None  # host memory of prefill nodes for cached prefixes
     prefill_cache: bool = True
     decode_cache: bool = True
     completion: MakeCompletion = Immediate
@@ -256,6 +276,19 @@ class PrefillSide(Side):
     step: PrefillStep = None  # type: ignore[assignment]
     draft: PrefillDraft = None  # type: ignore[assignment]
     forwards: Forwards = None  # type: ignore[assignment]
+    host: HostParts = None  # type: ignore[assignment]
+
+    @property
+    def tier(self) -> HostPrefixes:
+        """Its host memory."""
+        assert isinstance(self.host.tier, HostPrefixes)
+        return self.host.tier
+
+    @property
+    def store(self) -> HostStore:
+        """The bytes of its host memory."""
+        assert isinstance(self.host.copies, HostStore)
+        return self.host.copies
 
 
 @dataclass(slots=True)
@@ -488,6 +521,7 @@ class NodeCluster:
         for prefill in self.prefills:
             if prefill.alive:
                 assert prefill.sender.active == 0, "a room is left in the sender"
+                self._check_host(prefill.host.tier)
                 self._check_space(prefill)
         for decode in self.decodes:
             if decode.alive:
@@ -497,6 +531,14 @@ class NodeCluster:
                 assert decode.retraction.used_bytes == decode.backups.nbytes == 0, "a backup is held"
                 assert decode.pacing.counters.missing == 0, "a step wrote no progress marks"
                 self._check_space(decode)
+
+    def _check_host(self, tier: HostTier) -> None:
+        if isinstance(tier, HostPrefixes):
+            self.run(lambda: not tier.busy)
+            tier.cache.check_integrity()
+            assert tier.cache.writing_blocks == 0, "a write has not ended"
+            assert tier.cache.tree.evictable_pages == tier.cache.cached_blocks, "a lock is held"
+            assert tier.cache.tree.snapshots.writing == 0, "a slot is written"
 
     def _check_space(self, side: PrefillSide | DecodeSide) -> None:
         space = side.space
@@ -637,6 +679,7 @@ class NodeCluster:
             shape.layers,
             shape.draft.algorithm,
             shape.hidden_states,
+            shape.host is not None,
         )
         stage = shape.vision_stage(self.context, served.model)
         forwards = prompt_forwards(sizes, served, lambda wanted: stage, BODIES)
@@ -666,6 +709,7 @@ class NodeCluster:
             shape.completion,
             served.draft_shape.dtype_name,
             MeasuredTimes(dict(shape.measured)),
+            self._host(forwards, space),
         )
         limits = PrefillLimits(
             chunk_tokens=shape.chunk_tokens,
@@ -693,8 +737,28 @@ class NodeCluster:
             name=name, role="prefill", incarnation=incarnation, peer_address=f"inproc://{incarnation}"
         )
         return PrefillSide(
-            ref, links, space, True, made.node, sender, peers, made.step, forwards.draft, forwards
+            ref,
+            links,
+            space,
+            True,
+            made.node,
+            sender,
+            peers,
+            made.step,
+            forwards.draft,
+            forwards,
+            computation.host,
         )
+
+    def _host(self, forwards: Forwards, space: PageSpace) -> HostParts:
+        if self.shape.host is None:
+            return HostParts()
+        ours = forwards.layout
+        layout = self.shape.host.layout(ours)
+        memory = host_bytes(layout.planes.total_bytes, PLACEMENT.device)
+        pool = ours, forwards.runner.pool.storage
+        store = HostStore(layout, memory, pool, forwards.arriving, self.shape.host.lanes(), self.clock)
+        return HostParts(host_prefixes(layout, ours, store, space), store)
 
     def _decode(self) -> DecodeSide:
         shape, incarnation = self.shape, self._incarnation()

@@ -308,4 +308,5 @@ class RankedCluster(NodeCluster):
             Immediate,
             served.draft_shape.dtype_name,
         )
-        return PromptWorker(prefill_node.assemble.prompt_step(parts), NoSending(), pool, Immediate)
+        step = prefill_node.assemble.prompt_step(parts)
+        return PromptWorker(step, NoSending(), pool, Immediate, parts.host.copies)

@@ -63,6 +63,8 @@ def test_values_that_nothing_reads_are_refused(tmp_path: Path, override: str, re
         ((*GPUS, "process.threads=4"), "process.threads"),
         ((*GPUS, *OFF, "process.poison_graphs=true"), "process.poison_graphs"),
         ((*GPUS, "transfer.max_inflight_mib=8"), "transfer.max_inflight_mib"),
+        (("prefill.prefix_cache=false", "prefill.host_mib=64"), "prefill.host_mib"),
+        (("prefill.nodes=[{name: p, tensor_parallel: 2}]", "prefill.host_mib=64"), "prefill.host_mib"),
         (("transfer.transport=tcp", "transfer.nixl_devices=eth0"), "transfer.nixl_devices"),
         (
             (

@@ -208,7 +208,7 @@ def test_requests_are_counted_by_outcome() -> None:
 def test_a_prompt_is_counted_by_its_prefill_node_only() -> None:
     """Both nodes of a request look the prompt up in their caches and count its tokens."""
     prefill, decode = node("prefill"), node("decode")
-    prefill.counters = NodeCounters(prompt_tokens=10, cached_tokens=4)
+    prefill.counters = NodeCounters(prompt_tokens=10, cached_tokens=4, host_queries=6, host_hits=2)
     decode.counters = NodeCounters(prompt_tokens=10, cached_tokens=3)
     got = series(RouterMetrics("tiny", lambda: [prefill, decode], lambda: 0))
 
@@ -217,7 +217,10 @@ def test_a_prompt_is_counted_by_its_prefill_node_only() -> None:
 
     assert total("vllm:prompt_tokens_total") == 10
     assert total("vllm:prompt_tokens_by_source_total") == 10
-    assert total("vllm:prompt_tokens_cached_total") == 4
+    assert total("vllm:prompt_tokens_cached_total") == 6
+    assert total("vllm:prompt_tokens_cached_by_source_total") == 6
+    assert total("tandem_host_tier_queries_total") == 6
+    assert total("tandem_host_tier_hits_total") == 2
     assert total("vllm:prefix_cache_queries_total") == 10
     assert total("vllm:prefix_cache_hits_total") == 4
     assert total("vllm:external_prefix_cache_hits_total") == 7

@@ -1,0 +1,237 @@
+"""Tracks which prefixes a node also keeps in host memory: a second radix tree, over blocks of host memory.
+
+A block holds the KV of `block_tokens` tokens, some whole pages. The tree owns blocks as that of the device owns pages:
+same keys, same salts, least recently used blocks are replaced first, and what is being read or extended is locked. For
+models that keep a state per request, a node of the tree may have a snapshot of the state in a slot of host memory.
+
+Each block and each snapshot has a checksum, taken when it was written. One that does not match is never read again: it
+counts as missing until the same prefix, computed anew, is written over it.
+
+Blocks enter the tree only in `HostCache.commit` and leave it only in `HostCache._evict` (or `damaged`), which is where
+a publisher of residency has to listen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from common.kv_cache.page_allocator import PageAllocator
+from common.kv_cache.radix_cache import Keys, Match, RadixCache, RadixNode
+from common.kv_cache.snapshots import Snapshot, Snapshots
+
+
+@dataclass(slots=True, eq=False)
+class HostPrefix:
+    """A prefix in host memory; its blocks stay as they are until `HostCache.release`."""
+
+    blocks: list[int]
+    node: RadixNode  # locked
+    snapshot: Snapshot | None  # of the state at its end, pinned; None: the model keeps none
+
+
+@dataclass(slots=True, eq=False)
+class HostWrite:
+    """Blocks and slots that are about to be written; `HostCache.commit` or `discard` exactly once."""
+
+    keys: Keys  # of all blocks of the prefix, also of those that are there already
+    salt: bytes
+    first: int  # the first block of the prefix that is missing
+    fresh: list[int]  # block ids of the missing ones
+    again: dict[int, int]  # index of a damaged block in the prefix -> its id; it is written over
+    node: RadixNode  # locked: what the tree has of the prefix
+    epoch: int  # flushes before it
+    states: dict[int, int] = field(default_factory=dict)  # tokens -> slot for the state after them
+
+    @property
+    def blocks(self) -> dict[int, int]:
+        """Index in the prefix -> id, of all blocks that are written."""
+        return self.again | {self.first + index: block for index, block in enumerate(self.fresh)}
+
+
+class HostCache:
+    """The bookkeeping of host memory. It copies nothing (prefill_node/host_tier.py)."""
+
+    def __init__(self, block_tokens: int, num_blocks: int, num_slots: int = 0) -> None:
+        """Begin empty.
+
+        Args:
+            num_blocks: without block 0, which is never used.
+            num_slots: of snapshots, without slot 0; 0 for a model that keeps no state per request.
+        """
+        self.block_tokens = block_tokens
+        self.total_blocks = num_blocks
+        self.evicted_blocks = 0  # replaced by others since the start
+        self.tree = RadixCache(block_tokens, Snapshots(range(1, num_slots + 1)))
+        self._allocator = PageAllocator(num_blocks + 1)
+        self._keeps_state = num_slots > 0
+        self._block_sums: dict[int, int] = {}  # block -> checksum
+        self._slot_sums: dict[int, int] = {}
+        self._damaged: set[int] = set()  # blocks whose bytes are not those that were written
+        self._repaired: set[int] = set()  # those of them that a write is about to replace
+        self._epoch = 0
+
+    @property
+    def cached_blocks(self) -> int:
+        """Number of blocks in the tree."""
+        return self.tree.cached_pages
+
+    @property
+    def writing_blocks(self) -> int:
+        """Number of blocks that writes own. 0 when idle."""
+        return self.total_blocks - self._allocator.free_pages - self.tree.cached_pages
+
+    def find(self, keys: Keys, tokens: int, salt: bytes) -> HostPrefix | None:
+        """Return the longest prefix of at most `tokens` tokens, locked; None if there is none.
+
+        It ends before the first damaged block, and for models that keep a state where the state was saved.
+        """
+        whole = min(len(keys), tokens) // self.block_tokens * self.block_tokens
+        match = self.tree.match(keys[:whole], salt)
+        damaged = next((at for at, block in enumerate(match.pages) if block in self._damaged), None)
+        if damaged is not None:
+            match = self.tree.match(keys[: damaged * self.block_tokens], salt)
+        if self._keeps_state:
+            match = self._with_state(match)
+        if not match.pages:
+            return None
+        snapshot = match.node.snapshot
+        self.tree.lock(match.node)
+        if snapshot is not None:
+            self.tree.snapshots.pin(snapshot)
+        return HostPrefix(match.pages, match.node, snapshot)
+
+    def release(self, prefix: HostPrefix) -> None:
+        """Unlock what `find` returned."""
+        if prefix.snapshot is not None:
+            self.tree.snapshots.unpin(prefix.snapshot)
+        self.tree.unlock(prefix.node)
+
+    def reserve(self, keys: Keys, salt: bytes, states: Sequence[int] = ()) -> HostWrite | None:
+        """Return blocks for what is missing of this prefix, whose length is a multiple of `block_tokens`.
+
+        Blocks used least recently are replaced. If there are too few, the prefix is cut short. Returns None if nothing
+        is missing, or nothing can be written.
+
+        Args:
+            states: numbers of tokens, multiples of `block_tokens`, after which the state is known.
+        """
+        match = self.tree.match(keys, salt)
+        self.tree.lock(match.node)
+        present = len(match.pages)
+        wanted = len(keys) // self.block_tokens - present
+        fresh = self._allocate(min(wanted, self._allocator.free_pages + self.tree.evictable_pages))
+        wrong = self._damaged - self._repaired
+        again = {at: block for at, block in enumerate(match.pages) if block in wrong}
+        keys = keys[: (present + len(fresh)) * self.block_tokens].copy()
+        slots = self._slots(keys, salt, states)
+        if not (fresh or again or slots):
+            self.tree.unlock(match.node)
+            return None
+        self._repaired.update(again.values())
+        return HostWrite(keys, salt, present, fresh, again, match.node, self._epoch, slots)
+
+    def commit(self, write: HostWrite, blocks: Mapping[int, int], slots: Mapping[int, int]) -> None:
+        """Make what was written known to `find`. `blocks` and `slots` map the ids that were written to checksums."""
+        if write.epoch != self._epoch:
+            self.discard(write)
+            return
+        known = self.tree.match(write.keys[: write.first * self.block_tokens], write.salt).pages
+        assert len(known) == write.first, "a locked prefix was evicted"
+        _, adopted = self.tree.insert(write.keys, known + write.fresh, write.salt)
+        # Another write of the same prefix may have been faster.
+        twice = write.fresh[: max(adopted - write.first, 0)]
+        self._allocator.free(twice)
+        unused = set(twice)
+        self._block_sums.update((block, digest) for block, digest in blocks.items() if block not in unused)
+        self._damaged.difference_update(write.again.values())
+        self._repaired.difference_update(write.again.values())
+        for tokens, slot in write.states.items():
+            self._slot_sums[slot] = slots[slot]
+            self.tree.save(write.keys[:tokens], slot, write.salt)
+        self.tree.unlock(write.node)
+
+    def discard(self, write: HostWrite) -> None:
+        """Give up blocks and slots of a write."""
+        self._allocator.free(write.fresh)
+        self._repaired.difference_update(write.again.values())
+        self.tree.snapshots.free(write.states.values())
+        self.tree.unlock(write.node)
+
+    def damaged(
+        self, prefix: HostPrefix, blocks: Mapping[int, int], slots: Mapping[int, int]
+    ) -> tuple[int, int]:
+        """Compare checksums with those of a found prefix.
+
+        Returns (blocks that are intact, mismatches). What does not match is not found again.
+
+        Args:
+            blocks: block -> checksum of its bytes now.
+            slots: the same for the snapshot's slot, if the prefix has one.
+        """
+        bad = {block for block, digest in blocks.items() if digest != self._block_sums.get(block)}
+        self._damaged |= bad
+        intact = next((at for at, block in enumerate(prefix.blocks) if block in bad), len(prefix.blocks))
+        state_differs = any(digest != self._slot_sums.get(slot) for slot, digest in slots.items())
+        if state_differs and prefix.snapshot is not None:
+            self._slot_sums.pop(prefix.snapshot.slot, None)  # differs from any checksum from now on
+        if prefix.snapshot is not None and (bad or state_differs):
+            intact = 0  # there is no state inside the prefix
+        return intact, len(bad) + state_differs
+
+    def flush(self) -> None:
+        """Forget all prefixes that nobody reads, and all writes in progress once they end."""
+        self._epoch += 1
+        self._evict(self.tree.evictable_pages)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a block is in two places, or a lock or checksum is wrong."""
+        self.tree.check_integrity()
+        self._allocator.check_integrity()
+        assert self.writing_blocks >= 0, "a block is in two places"
+        assert len(self._block_sums) == self.cached_blocks, "a block has no checksum"
+        assert self._damaged <= self._block_sums.keys(), "a block outside of the tree is damaged"
+
+    def _slots(self, keys: Keys, salt: bytes, states: Sequence[int]) -> dict[int, int]:
+        """Return slots for those states that the tree lacks, as far as there are any."""
+        found: dict[int, int] = {}
+        for tokens in states:
+            if tokens > len(keys):
+                continue
+            match = self.tree.match(keys[:tokens], salt)
+            known = len(match.pages) * self.block_tokens == tokens and self._has_state(match.node)
+            if not known and (slot := self.tree.snapshots.allocate()):
+                found[tokens] = slot
+        return found
+
+    def _with_state(self, match: Match) -> Match:
+        """Return the longest part of a prefix at whose end an intact state was saved."""
+        match = match.with_state()
+        while (saved := match.node.snapshot) is not None and saved.slot not in self._slot_sums:
+            parent = match.node.parent
+            assert parent is not None
+            match = Match(match.pages[: -len(match.node.pages)], parent).with_state()
+        return match
+
+    def _has_state(self, node: RadixNode) -> bool:
+        """Return whether a node has an intact snapshot; a damaged one that nobody reads is dropped."""
+        snapshot = node.snapshot
+        if snapshot is None or snapshot.slot in self._slot_sums:
+            return snapshot is not None
+        if not snapshot.pins:
+            self.tree.snapshots.drop(snapshot)
+        return False
+
+    def _allocate(self, count: int) -> list[int]:
+        missing = count - self._allocator.free_pages
+        if missing > 0:
+            self.evicted_blocks += missing
+            self._evict(missing)
+        return self._allocator.allocate(count) or []
+
+    def _evict(self, count: int) -> None:
+        freed = self.tree.evict(count)
+        for block in freed:
+            del self._block_sums[block]
+        self._damaged.difference_update(freed)
+        self._allocator.free(freed)

@@ -1,0 +1,79 @@
+"""Lets each layer of a forward begin after the copies of cached prefixes to that layer, and not wait for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from common.engine.attention.backend import AttentionBackend
+from common.engine.forward.batch import ForwardBatch
+from common.node.host_lane import Stage
+from prefill_node.around_attention import AroundAttention
+
+
+class ArrivingLayers:
+    """The copies that no launched forward waits for yet, by the target's layer that reads what they bring."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, Stage] = {}
+        self._last: Stage | None = None
+
+    def expect(self, layers: Mapping[int, Stage], last: Stage) -> None:
+        """Let the next forward wait for these copies. `last` follows all of them, and those to the draft's planes."""
+        self._layers, self._last = dict(layers), last
+
+    def layer(self, layer: int) -> None:
+        """Let all work launched from now on begin after the copies to one layer."""
+        stage = self._layers.pop(layer, None)
+        if stage is not None:
+            stage.follow()
+
+    def whole(self) -> None:
+        """Let all work launched from now on begin after all copies."""
+        if self._last is not None:
+            self._last.follow()
+        self._layers, self._last = {}, None
+
+
+class ArrivingAttention(AroundAttention):
+    """Attention of the target. Where a graph has breaks at attention, a layer waits for its own copies only."""
+
+    def __init__(self, inner: AttentionBackend, arriving: ArrivingLayers, unbroken_tokens: int) -> None:
+        """`unbroken_tokens`: forwards of up to so many tokens, padding included, may be graphs without breaks."""
+        super().__init__(inner)
+        self._arriving = arriving
+        self._unbroken_tokens = unbroken_tokens
+
+    def plan(self, batch: ForwardBatch) -> None:
+        if len(batch.positions) <= self._unbroken_tokens:
+            self._arriving.whole()
+        super().plan(batch)
+
+    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self._arriving.layer(layer)
+        return super().forward(layer, query, key, value)
+
+    def mix(
+        self,
+        layer: int,
+        operation: str,
+        projected: Tensor,
+        width: int,
+        weights: Sequence[Tensor] = (),
+        eps: float = 0.0,
+    ) -> Tensor:
+        self._arriving.layer(layer)
+        return super().mix(layer, operation, projected, width, weights, eps)
+
+
+class DraftArrivingAttention(AroundAttention):
+    """Attention of the draft, which runs after the target and reads what the last copies bring."""
+
+    def __init__(self, inner: AttentionBackend, arriving: ArrivingLayers) -> None:
+        super().__init__(inner)
+        self._arriving = arriving
+
+    def plan(self, batch: ForwardBatch) -> None:
+        self._arriving.whole()
+        super().plan(batch)

@@ -1,0 +1,255 @@
+"""Decides which cached prefixes are copied to host memory, and which are copied back for a prompt.
+
+A prompt's pages are stored once it is computed: the copy to the host runs while the device computes, and eviction then
+costs nothing. Pages that are stored only when they are reused would be evicted before, if more conversations take turns
+than the device has room for; pages that are stored when they are evicted would delay the prompt that needs their room.
+
+store   computed -> [copies to the host] -> [checksums] -> known
+load    admitted -> [checksums compared] -> part of the plan of the prompt's first chunk
+
+Nothing waits for what stands in brackets: `settle` looks after it in every turn of the main loop. Pages that are being
+copied keep their request, and so its lease, alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.kv_cache.host_cache import HostCache, HostPrefix, HostWrite
+from common.kv_cache.page_space import PageSpace
+from common.kv_cache.radix_cache import Keys
+from common.kv_cache.snapshots import Snapshot
+from prefill_node.host_plan import Checksums, HostCopy, HostMemory, Store
+from prefill_node.request import PrefillRequest
+
+
+@dataclass(slots=True)
+class HostTotals:
+    """Totals since the node's start, and sizes."""
+
+    queries: int = 0  # tokens of prompts that the device's cache lacked
+    hits: int = 0  # among them: tokens that were copied from host memory
+    loads: int = 0  # prompts for which something was copied
+    loaded_bytes: int = 0
+    stores: int = 0  # prompts of which something was stored
+    stored_bytes: int = 0
+    evicted_blocks: int = 0
+    checksum_failures: int = 0  # blocks and states whose bytes had changed
+    block_tokens: int = 0
+    cached_blocks: int = 0
+    total_blocks: int = 0
+
+
+class HostTier(Protocol):
+    """Host memory for the prefix cache of a node. Not thread-safe: the node's main loop owns it."""
+
+    @property
+    def busy(self) -> bool:
+        """Return whether something goes on whose end no message announces."""
+        ...
+
+    def begin(self, request: PrefillRequest, keys: Keys) -> None:
+        """Look up an admitted prompt. While its `checking` is set, it must not be computed."""
+        ...
+
+    def keep(self, request: PrefillRequest, keys: Keys) -> None:
+        """Store the prefix of a computed prompt. While its `storing` is set, its lease must not be released."""
+        ...
+
+    def settle(self) -> Sequence[PrefillRequest]:
+        """Go on with what has ended; return requests whose `storing` was cleared."""
+        ...
+
+    def planned(self) -> Sequence[Store]:
+        """Return the stores for the next plan, each once."""
+        ...
+
+    def loaded(self, request: PrefillRequest) -> None:
+        """Note that the plan with a prompt's load is complete, or that there will be none."""
+        ...
+
+    def flush(self) -> None: ...
+
+    def totals(self) -> HostTotals: ...
+
+
+class NoHostTier:
+    """A node without host memory, which finds and keeps nothing."""
+
+    busy = False
+
+    def begin(self, request: PrefillRequest, keys: Keys) -> None:
+        pass
+
+    def keep(self, request: PrefillRequest, keys: Keys) -> None:
+        pass
+
+    def settle(self) -> Sequence[PrefillRequest]:
+        return ()
+
+    def planned(self) -> Sequence[Store]:
+        return ()
+
+    def loaded(self, request: PrefillRequest) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def totals(self) -> HostTotals:
+        return HostTotals()
+
+
+@dataclass(slots=True)
+class _Check:
+    """A prompt whose prefix is found and not yet compared."""
+
+    request: PrefillRequest
+    prefix: HostPrefix
+    sums: Checksums
+
+
+@dataclass(slots=True)
+class _Storing:
+    """A store that is planned. `sums` is set once its copies have ended."""
+
+    request: PrefillRequest
+    write: HostWrite
+    states: Sequence[Snapshot]  # pinned on the device
+    sums: Checksums | None = None
+
+
+class HostPrefixes:
+    """The `HostTier` of a node with host memory."""
+
+    def __init__(
+        self, cache: HostCache, memory: HostMemory, space: PageSpace, item_bytes: tuple[int, int]
+    ) -> None:
+        """`item_bytes`: bytes of a page, and of the state of a request."""
+        self.cache = cache
+        self._memory = memory
+        self._space = space
+        self._page_bytes, self._state_bytes = item_bytes
+        self._block_pages = cache.block_tokens // space.page_size
+        self._checks: list[_Check] = []
+        self._reading: dict[int, HostPrefix] = {}  # room -> what its load reads
+        self._orders: list[Store] = []
+        self._storing: dict[int, _Storing] = {}  # by key
+        self._last_key = 0
+        self._totals = HostTotals(block_tokens=cache.block_tokens, total_blocks=cache.total_blocks)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._checks or self._storing)
+
+    def begin(self, request: PrefillRequest, keys: Keys) -> None:
+        assert request.lease is not None
+        cached, size = request.lease.cached_tokens, self.cache.block_tokens
+        self._totals.queries += request.num_tokens - cached
+        prefix = self.cache.find(keys, request.most_cached, request.salt)
+        if prefix is None:
+            return
+        if len(prefix.blocks) * size - cached < size:  # too little to wait for
+            self.cache.release(prefix)
+            return
+        slots = () if prefix.snapshot is None else (prefix.snapshot.slot,)
+        request.checking = True
+        sums = self._memory.check(prefix.blocks[cached // size :], slots)
+        self._checks.append(_Check(request, prefix, sums))
+
+    def keep(self, request: PrefillRequest, keys: Keys) -> None:
+        assert request.lease is not None
+        whole = min(len(keys) // self._space.page_size, len(request.lease.pages)) // self._block_pages
+        keys = keys[: whole * self.cache.block_tokens]
+        states = self._space.cache.states(keys, request.salt)
+        write = self.cache.reserve(keys, request.salt, sorted(states))
+        if write is None:
+            return
+        pages, host_pages = list[int](), list[int]()
+        for index, block in sorted(write.blocks.items()):
+            pages += request.lease.pages[index * self._block_pages : (index + 1) * self._block_pages]
+            host_pages += range(block * self._block_pages, (block + 1) * self._block_pages)
+        saved = [states[tokens] for tokens in write.states]
+        for each in saved:
+            self._space.cache.snapshots.pin(each)
+        copied = tuple((states[tokens].slot, slot) for tokens, slot in write.states.items())
+        self._last_key += 1
+        copy = HostCopy(pages=tuple(pages), host_pages=tuple(host_pages), states=copied)
+        self._orders.append(Store(key=self._last_key, copy=copy))
+        self._storing[self._last_key] = _Storing(request, write, saved)
+        request.storing = True
+        self._totals.stores += 1
+        self._totals.stored_bytes += self._nbytes(copy)
+
+    def settle(self) -> Sequence[PrefillRequest]:
+        checks, self._checks = self._checks, []
+        for each in checks:
+            if each.sums.ready():
+                self._compare(each)
+            else:
+                self._checks.append(each)
+        if not self._storing:
+            return ()
+        return list(self._settle_stores())
+
+    def _settle_stores(self) -> list[PrefillRequest]:
+        freed: list[PrefillRequest] = []
+        unfinished = {*self._memory.unfinished(), *(each.key for each in self._orders)}
+        for key, each in list(self._storing.items()):
+            if key in unfinished:
+                continue
+            write = each.write
+            if each.sums is None:
+                for state in each.states:
+                    self._space.cache.snapshots.unpin(state)
+                each.request.storing = False
+                freed.append(each.request)
+                each.sums = self._memory.check(list(write.blocks.values()), list(write.states.values()))
+            elif each.sums.ready():
+                self.cache.commit(write, *each.sums.read())
+                del self._storing[key]
+        return freed
+
+    def planned(self) -> Sequence[Store]:
+        orders, self._orders = self._orders, []
+        return orders
+
+    def loaded(self, request: PrefillRequest) -> None:
+        prefix = self._reading.pop(request.room, None)
+        if prefix is not None:
+            self.cache.release(prefix)
+
+    def flush(self) -> None:
+        self.cache.flush()
+
+    def totals(self) -> HostTotals:
+        self._totals.cached_blocks = self.cache.cached_blocks
+        self._totals.evicted_blocks = self.cache.evicted_blocks
+        return self._totals
+
+    def _compare(self, check: _Check) -> None:
+        """Let a prompt continue after the part of its prefix that is intact."""
+        request, prefix = check.request, check.prefix
+        intact, failures = self.cache.damaged(prefix, *check.sums.read())
+        self._totals.checksum_failures += failures
+        request.checking = False
+        tokens, lease = intact * self.cache.block_tokens, request.lease
+        if request.ended or lease is None or tokens <= lease.cached_tokens:
+            self.cache.release(prefix)
+            return
+        first, size = lease.cached_pages, self._block_pages
+        last = intact * size
+        host = [page for block in prefix.blocks[:intact] for page in range(block * size, (block + 1) * size)]
+        states = () if prefix.snapshot is None else ((lease.slot, prefix.snapshot.slot),)
+        copy = HostCopy(pages=tuple(lease.pages[first:last]), host_pages=tuple(host[first:]), states=states)
+        request.load, request.loaded, request.scheduled = copy, tokens, tokens
+        lease.state.skip(tokens)
+        self._reading[request.room] = prefix
+        self._totals.loads += 1
+        self._totals.hits += tokens - lease.cached_tokens
+        self._totals.loaded_bytes += self._nbytes(copy)
+
+    def _nbytes(self, copy: HostCopy) -> int:
+        return len(copy.pages) * self._page_bytes + len(copy.states) * self._state_bytes
