@@ -37,6 +37,7 @@ class NodeShare(msgspec.Struct, frozen=True):
     # saved states of cached prefixes, where the model keeps one; 0: no prefix cache there
     state_snapshots: int = 0
     shard: Shard = WHOLE  # what it holds of model and pool
+    expert_parallel: bool = False  # of experts it holds some whole, not a part of each
 
 
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +86,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     device: str  # of this rank
     devices: tuple[str, ...]  # of all ranks of the node
+    expert_parallel: bool  # each rank has some experts whole
     threads: int  # torch's threads on a CPU; 0: torch's default
     spec: PoolSpec  # what one request keeps: the planes of the target and its draft
     pool: PoolBudget

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from common.engine.forward.rotary_places import rotary_places
+from common.engine.layers.ranks import expert_division
 from common.engine.state.relay_state import RelayState
 from common.node import graph_start
 from common.node.ranks.peers import RankPeers
@@ -58,7 +59,7 @@ def load_rank(plan: NodePlan, sizes: StepSizes, peers: RankPeers, log: Log) -> L
     Raises ConfigError or ModelError with the remedy.
     """
     peers.connect(serving_device(plan.device), CudaRuntime, log)
-    served = load_serving_model(plan, peers, log, peers.ranks)
+    served = load_serving_model(plan, peers, log, peers.ranks(expert_division(plan.expert_parallel)))
     peers.report("allocating")
     device, carried = served.placement.device, served.draft_shape
     relay = RelayState.allocate(plan.max_rows, served.config.vocab_size, device, carried, served.state.window)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from common.engine.forward.rotary_places import rotary_places
 from common.engine.graphs.rules import PhaseSwitch
+from common.engine.layers.ranks import expert_division
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.kv_cache.layer_kinds import prompt_grid
 from common.node import graph_start
@@ -119,7 +120,7 @@ def load_prompt_rank(
         stage_of: loads the vision part of the model, if this rank has it.
     """
     peers.connect(serving_device(plan.device), CudaRuntime, log)
-    served = load_serving_model(plan, peers, log, peers.ranks)
+    served = load_serving_model(plan, peers, log, peers.ranks(expert_division(plan.expert_parallel)))
     make_stage = stage_of(served)
     peers.report("allocating")
     grid = prompt_grid(served.config, served.page_size)

@@ -28,6 +28,11 @@ def check_devices(cluster: Cluster, given: Collection[str]) -> None:
             elif not DEVICE.fullmatch(node.device):
                 raise _misspelt(f"{path}.device", node.device)
             ranks = len(node.rank_devices)
+            if node.expert_parallel and ranks == 1:
+                raise ConfigError(
+                    f"{path}.expert_parallel",
+                    "the only rank of a node has all experts; set tensor_parallel or devices too, or leave it out",
+                )
             if ranks > 1 and cluster.transfer.transport == "nixl":
                 key = "devices" if node.devices else "tensor_parallel"
                 raise ConfigError(

@@ -45,9 +45,6 @@ FOREIGN: tuple[Foreign, ...] = (
             "moe_a2a_backend",
             "enable_deepep_moe",
             "all2all_backend",
-            "ep",
-            "ep_size",
-            "enable_expert_parallel",
         ),
         f"an all-to-all of experts: {NONE_HERE}",
         6,
@@ -98,6 +95,10 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         ("tp", "tp_size", "tensor_parallel_size"),
         "write `tensor_parallel: N` in the entry of each node under prefill.nodes and decode.nodes; nodes may differ",
+    ),
+    Foreign(
+        ("ep", "ep_size", "enable_expert_parallel"),
+        "write `expert_parallel: true` beside `tensor_parallel: N` in a node's entry: its ranks have whole experts",
     ),
     # memory and batches
     Foreign(

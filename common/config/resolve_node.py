@@ -11,8 +11,9 @@ from common.checkpoint.draft_config import with_steps
 from common.checkpoint.dtype_name import dtype_name
 from common.checkpoint.kv_scales import kv_scales
 from common.checkpoint.model_config import ModelConfig, model_fingerprint
-from common.config.schema import Cluster, DecodeSection, PrefillSection, Speculation
+from common.config.schema import Cluster, DecodeSection, NodeEntry, PrefillSection, Speculation
 from common.config.transport_choice import choose_layers, choose_transport
+from common.errors import ConfigError
 from common.kv_cache.kv_values import AS_COMPUTED, FP8, KvValues
 from common.kv_cache.pool_spec import pool_spec
 from common.kv_cache.shard import Shard
@@ -57,6 +58,8 @@ def node_plan(
     own = shares[role, entry][0]
     config = ModelConfig.load(model)
     dtype = dtype_name(cluster.model.dtype, config.dtype, own.device.partition(":")[0])
+    if own.expert_parallel:
+        _check_experts(config, len(shares[role, entry]), f"{role}.nodes[{entry}].expert_parallel")
     drafting = None
     if draft is not None:
         drafting = with_steps(
@@ -67,6 +70,7 @@ def node_plan(
         name=name,
         device=own.device,
         devices=tuple(share.device for share in shares[role, entry]),
+        expert_parallel=own.expert_parallel,
         threads=cluster.process.threads,
         spec=pool_spec(config, drafting, cluster.kv.page_size, dtype, _kv_values(cluster, model)),
         pool=own.pool,
@@ -103,6 +107,17 @@ def node_plan(
             timeout=health.router_timeout,
         ),
     )
+
+
+def _check_experts(config: ModelConfig, ranks: int, path: str) -> None:
+    """Raise ConfigError if the ranks of a node cannot have some experts each."""
+    if config.experts is None:
+        raise ConfigError(path, "the model has no experts that the ranks could divide; leave it out")
+    if config.experts.count < ranks:
+        raise ConfigError(
+            path,
+            f"{config.experts.count} experts are too few for {ranks} ranks; leave it out, or write fewer ranks",
+        )
 
 
 def _kv_values(cluster: Cluster, model: Path) -> KvValues:
@@ -149,11 +164,11 @@ def _shares(cluster: Cluster) -> dict[tuple[str, str], list[NodeShare]]:
         share = NodeShare(
             node.rank_devices[0], budget, prefill.max_batch, 2 * prefill.max_batch, state_snapshots=snapshots
         )
-        found["prefill", node.name] = _of_ranks(share, node.rank_devices)
+        found["prefill", node.name] = _of_ranks(share, node)
     for decoding in decode.nodes:
         budget = pool_budget("decode", decode, decoding.rank_devices[0])
         share = NodeShare(decoding.rank_devices[0], budget, rows, slots, round_tokens)
-        found["decode", decoding.name] = _of_ranks(share, decoding.rank_devices)
+        found["decode", decoding.name] = _of_ranks(share, decoding)
     return found
 
 
@@ -166,9 +181,12 @@ def _shares_beside(
     return tuple(share for (_, name), ranks in shares.items() if not is_pattern(name) for share in ranks)
 
 
-def _of_ranks(share: NodeShare, devices: Sequence[str]) -> list[NodeShare]:
-    """Return the shares of a node's ranks, on these devices."""
+def _of_ranks(share: NodeShare, node: NodeEntry) -> list[NodeShare]:
+    """Return the shares of a node's ranks, on their devices."""
+    devices, experts = node.rank_devices, node.expert_parallel
     return [
-        msgspec.structs.replace(share, device=device, shard=Shard(rank, len(devices)))
+        msgspec.structs.replace(
+            share, device=device, shard=Shard(rank, len(devices)), expert_parallel=experts
+        )
         for rank, device in enumerate(devices)
     ]

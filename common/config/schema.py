@@ -165,6 +165,7 @@ class NodeEntry(Section, frozen=True, kw_only=True):
     # Ranks that divide the model; on GPUs they take `device` and the ones after it.
     tensor_parallel: Literal[1, 2, 4, 8] = 1
     devices: tuple[str, ...] = ()  # one for each rank, in place of the two keys above
+    expert_parallel: bool = False  # each rank has some experts whole; false: a part of every expert
 
     @property
     def rank_devices(self) -> tuple[str, ...]:

@@ -89,6 +89,8 @@ def load_weights(
 
 def fill_piece(piece: Piece, source: TensorSource) -> None:
     """Copy one piece, reading only its block. Raises ModelError if its values cannot be used."""
+    if piece.elsewhere:
+        return
     found = source.get_tensor(piece.name) if piece.is_whole else source.get_slice(piece.name)[piece.block]
     if piece.single:
         found = found.view(())

@@ -12,7 +12,7 @@ from common.checkpoint.model_config import ModelConfig
 from common.checkpoint.model_files import read_weight_files
 from common.checkpoint.weight_formats import DENSE
 from common.engine.layers.placement import Placement
-from common.engine.layers.ranks import OneRank
+from common.engine.layers.ranks import OneRank, expert_division
 from common.engine.models.checkpoint_layout import checkpoint_layout
 from common.engine.models.model_registry import build_model
 from common.engine.sampling.logit_adjustments import adjustment_bytes
@@ -48,7 +48,7 @@ def check_memory_before_loading(plan: NodePlan, device: torch.device, shard: Sha
         without = () if pool.runs_vision else layout.vision_prefixes
         memory = MemoryPlan(
             weights=sum(weight_bytes(each, dtype, without) for each in files)
-            - bytes_not_held(config, dtype, share.shard),
+            - bytes_not_held(config, dtype, share.shard, share.expert_parallel),
             pool=0,
             sampling=adjustment_bytes(share.max_rows, config.vocab_size),
             state=(share.state_slots + 1) * spec.state_bytes + window.nbytes(share.max_rows),
@@ -64,7 +64,11 @@ def check_memory_before_loading(plan: NodePlan, device: torch.device, shard: Sha
 
     there = [taken(each)[1] for each in plan.shares if each.device in names]
     slots = plan.state_slots, plan.round_tokens, plan.state_snapshots
-    memory, own = taken(NodeShare(plan.device, budget, plan.max_rows, *slots, shard=shard))
+    memory, own = taken(
+        NodeShare(
+            plan.device, budget, plan.max_rows, *slots, shard=shard, expert_parallel=plan.expert_parallel
+        )
+    )
     spec = plan.spec.share(shard)
     beside = sum(there) - own
     if budget.tokens is None:
@@ -74,18 +78,20 @@ def check_memory_before_loading(plan: NodePlan, device: torch.device, shard: Sha
     return memory, beside
 
 
-def bytes_not_held(config: ModelConfig, dtype: torch.dtype, shard: Shard) -> int:
+def bytes_not_held(
+    config: ModelConfig, dtype: torch.dtype, shard: Shard, expert_parallel: bool = False
+) -> int:
     """Return the bytes of a checkpoint, as `weight_bytes` counts them, that this rank does not hold; allocates nothing.
 
     Other ranks hold a part of them, and dense weights that are quantised while they are loaded become smaller. The
     result is negative where a scale per tensor is kept for every row.
     """
-    nowhere = Placement(dtype, torch.device("meta"), OneRank(shard))
+    nowhere = Placement(dtype, torch.device("meta"), OneRank(shard, expert_division(expert_parallel)))
     whole: dict[str, int] = {}
     held = 0
     for piece in build_model(config, nowhere).pieces():
         # A tensor that is quantised is dense in the file.
         itemsize = dtype.itemsize if piece.store is not None and piece.dtypes else piece.into.element_size()
         whole[piece.name] = math.prod(piece.whole) * itemsize
-        held += piece.into.nbytes
+        held += 0 if piece.elsewhere else piece.into.nbytes
     return sum(whole.values()) - held

@@ -43,6 +43,7 @@ def registration(
             **served.describe(served.layout.total_bytes, plan.transfer.transport, plan.max_rows),
             "transfer_layers": plan.transfer.layers,
             "tensor_parallel": len(plan.devices),
+            "expert_parallel": plan.expert_parallel,
             "devices": ", ".join(plan.devices),
         },
         graphs=tuple(node_graphs.report(each) for each in graphs),

@@ -45,31 +45,37 @@ class DenseExperts(ExpertProducts):
     def pieces(self) -> Iterator[Piece]:
         count, stem, begin = self._experts.count, f"{self._block}.experts", self.share.experts.start
         held = max(min(self.share.experts.stop, count) - begin, 0)  # routed experts
-        (gates, ups), downs = self.gate_up[:held].chunk(2, dim=1), self.down[:held]
+        gates, ups = self.gate_up.chunk(2, dim=1)
         first, inner, hidden = self.share.inner.start, self._experts.inner, self.down.shape[1]
         whole, names = (count, 2 * inner, hidden), self._experts.names
 
         def each(
-            name: str, read: Callable[[str, Tensor, int, int], Piece]
+            name: str, into: Tensor, read: Callable[[str, Tensor, int, int], Piece]
         ) -> Callable[[Piece], Iterator[Piece]]:
             """Return what reads a checkpoint with one matrix per expert instead of a stack.
 
             The names follow the stack's, which may have got another prefix.
             """
-            return lambda stack: (
-                read(f"{stack.name.rpartition('.')[0]}.{index}.{name}.weight", expert, 0, inner)
-                for index, expert in enumerate(stack.into, begin)
-            )
 
-        gate, up, down = (
-            each(names.gate, self._rows),
-            each(names.up, self._rows),
-            each(names.down, self._columns),
-        )
-        if held:
-            yield Piece(f"{stem}.gate_up_proj", gates, whole, (begin, first, 0), gate)
-            yield Piece(f"{stem}.gate_up_proj", ups, whole, (begin, inner + first, 0), up)
-            yield Piece(f"{stem}.down_proj", downs, (count, hidden, inner), (begin, 0, first), down)
+            def of_expert(stack: Piece, index: int) -> Piece:
+                place = self.share.place(index)
+                expert = f"{stack.name.rpartition('.')[0]}.{index}.{name}.weight"
+                return read(expert, into[place or 0], 0, inner)._replace(elsewhere=place is None)
+
+            return lambda stack: (of_expert(stack, index) for index in range(count))
+
+        for name, into, axes, at, instead in (
+            ("gate_up_proj", gates, whole, (begin, first, 0), each(names.gate, gates, self._rows)),
+            ("gate_up_proj", ups, whole, (begin, inner + first, 0), each(names.up, ups, self._rows)),
+            (
+                "down_proj",
+                self.down,
+                (count, hidden, inner),
+                (begin, 0, first),
+                each(names.down, self.down, self._columns),
+            ),
+        ):
+            yield Piece(f"{stem}.{name}", into[:held], axes, at, instead, elsewhere=not held)
         yield from self._shared_pieces()
 
     def _shared_pieces(self) -> Iterator[Piece]:
@@ -77,13 +83,14 @@ class DenseExperts(ExpertProducts):
         count, shared, inner = self._experts.count, self._experts.shared, self._experts.inner
         stem, whole = f"{self._block}.{self._experts.names.shared}", shared * inner
         for index in range(shared):
-            if count + index not in self.share.experts:
-                continue
-            place = count + index - self.share.experts.start
-            gate, up = self.gate_up[place].chunk(2)
-            yield self._rows(f"{stem}.gate_proj.weight", gate, index * inner, whole)
-            yield self._rows(f"{stem}.up_proj.weight", up, index * inner, whole)
-            yield self._columns(f"{stem}.down_proj.weight", self.down[place], index * inner, whole)
+            place = self.share.place(count + index)
+            gate, up = self.gate_up[place or 0].chunk(2)
+            for piece in (
+                self._rows(f"{stem}.gate_proj.weight", gate, index * inner, whole),
+                self._rows(f"{stem}.up_proj.weight", up, index * inner, whole),
+                self._columns(f"{stem}.down_proj.weight", self.down[place or 0], index * inner, whole),
+            ):
+                yield piece._replace(elsewhere=place is None)
 
     def _rows(self, name: str, into: Tensor, expert: int, whole: int) -> Piece:
         """Return the read of this rank's rows of an expert whose rows begin at `expert` in a matrix of `whole` rows."""

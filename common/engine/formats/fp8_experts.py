@@ -87,7 +87,7 @@ class Fp8Experts(ExpertProducts):
         if self._online:
             yield from self._stacks(stem)
         else:
-            for index in self._routed():
+            for index in range(count):
                 each = f"{stem}.{index}"
                 parts = (f"{each}.{names.gate}", f"{each}.{names.up}", f"{each}.{names.down}")
                 yield from self._expert(index, parts, 0, inner)
@@ -95,13 +95,7 @@ class Fp8Experts(ExpertProducts):
         parts = (f"{stem}.gate_proj", f"{stem}.up_proj", f"{stem}.down_proj")
         # The shared block is cut into experts: rows of its gate and up projections, columns of its down projection.
         for index in range(self._experts.shared):
-            if count + index in self.share.experts:
-                yield from self._expert(count + index, parts, index * inner, self._experts.shared * inner)
-
-    def _routed(self) -> range:
-        """Return the routed experts of this rank."""
-        held = self.share.experts
-        return range(held.start, max(min(held.stop, self._experts.count), held.start))
+            yield from self._expert(count + index, parts, index * inner, self._experts.shared * inner)
 
     def _expert(self, index: int, names: tuple[str, str, str], at: int, whole: int) -> Iterator[Piece]:
         """Yield the reads of one expert, whose inner values begin at `at` in matrices of `whole` inner values."""
@@ -111,12 +105,13 @@ class Fp8Experts(ExpertProducts):
             self.down.shape[1],
             range(at, at + self._experts.inner),
         )
-        place = index - self.share.experts.start
+        held = self.share.place(index)
+        place = held or 0
         halves = self.gate_up[place].chunk(2)
         for half, (name, into) in enumerate(zip((gate, up), halves, strict=True)):
-            codes = Piece.rows_of(f"{name}.weight", into, begin, whole)
+            codes = Piece.rows_of(f"{name}.weight", into, begin, whole)._replace(elsewhere=held is None)
             yield from self._matrix(name, codes, self._scales_of_half(place, half), GATES, range(size))
-        codes = Piece(f"{down}.weight", self.down[place], (size, whole), (0, begin))
+        codes = Piece(f"{down}.weight", self.down[place], (size, whole), (0, begin), elsewhere=held is None)
         yield from self._matrix(down, codes, self.down_scales[place], DOWNS, own)
 
     def _scales_of_half(self, place: int, half: int) -> Tensor:
@@ -131,11 +126,13 @@ class Fp8Experts(ExpertProducts):
         yield codes
         of_weights = f"{name}.{self._scheme.scale}"
         if self._scheme.weights == TENSOR:
-            yield tensor_scale(of_weights, scales)
+            read = tensor_scale(of_weights, scales)
         elif self._scheme.weights == CHANNEL:
-            yield scales_of(Piece.rows_of(of_weights, scales[:, None], codes.begin[0], codes.whole[0]))
+            read = scales_of(Piece.rows_of(of_weights, scales[:, None], codes.begin[0], codes.whole[0]))
         else:
-            yield block_scales(of_weights, scales, codes)
+            read = block_scales(of_weights, scales, codes)
+        yield read._replace(elsewhere=codes.elsewhere)
+        # All ranks read the scales of all experts, the largest of which the inputs have on each of them.
         if self.input_scales is not None:
             yield input_scale(f"{name}.input_scale", self.input_scales[which])
 
@@ -146,29 +143,32 @@ class Fp8Experts(ExpertProducts):
         """
         count, inner, hidden = self._experts.count, self._experts.inner, self.down.shape[1]
         first, names = self.share.inner.start, self._experts.names
-        for place, index in enumerate(self._routed()):
+        for index in range(count):
+            held = self.share.place(index)
+            place, elsewhere = held or 0, held is None
             halves = self.gate_up[place].chunk(2)
             for half, (name, into) in enumerate(zip((names.gate, names.up), halves, strict=True)):
                 whole, begin = (count, 2 * inner, hidden), (index, half * inner + first, 0)
                 stack = Piece(f"{stem}.gate_up_proj", into[None], whole, begin)
                 matrix = Piece(f"{index}.{name}.weight", into, (inner, hidden), (first, 0))
-                yield _of_stack(stack, matrix, self._scales_of_half(place, half))
+                yield _of_stack(stack, matrix, self._scales_of_half(place, half), elsewhere)
             into, whole = self.down[place], (count, hidden, inner)
             stack = Piece(f"{stem}.down_proj", into[None], whole, (index, 0, first))
             matrix = Piece(f"{index}.{names.down}.weight", into, (hidden, inner), (0, first))
-            yield _of_stack(stack, matrix, self.down_scales[place])
+            yield _of_stack(stack, matrix, self.down_scales[place], elsewhere)
 
 
-def _of_stack(stack: Piece, matrix: Piece, scales: Tensor) -> Piece:
+def _of_stack(stack: Piece, matrix: Piece, scales: Tensor, elsewhere: bool) -> Piece:
     """Return the read of one expert from a dense stack, [1, rows, columns], with scales per row [rows].
 
     Args:
         matrix: the read instead if experts have a matrix each; its name continues that of the stack's module.
+        elsewhere: another rank has the expert.
     """
     columns = range(matrix.whole[1])
 
     def alone(stack: Piece) -> Iterator[Piece]:
         name = f"{stack.name.rpartition('.')[0]}.{matrix.name}"
-        yield quantising(matrix._replace(name=name), scales, columns)
+        yield quantising(matrix._replace(name=name, elsewhere=elsewhere), scales, columns)
 
-    return quantising(stack, scales[None], columns)._replace(instead=alone)
+    return quantising(stack, scales[None], columns)._replace(instead=alone, elsewhere=elsewhere)

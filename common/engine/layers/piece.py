@@ -30,6 +30,8 @@ class Piece(NamedTuple):
     check: Callable[[str, Tensor], None] | None = None
     dtypes: tuple[str, ...] = ()  # the tensor's, as safetensors spells them; (): those that fit `into`
     read: tuple[int, ...] | None = None  # shape of the block, which `store` takes; None: that of `into`
+    # Another rank reads it: here it is only expected in the checkpoint, and `into` is not filled.
+    elsewhere: bool = False
 
     @classmethod
     def all_of(cls, name: str, into: Tensor, plus: float = 0.0) -> Piece:

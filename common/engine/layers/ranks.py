@@ -26,6 +26,10 @@ class ExpertShare(NamedTuple):
     total: int  # routed and shared experts of all ranks
     inner: range  # the inner values of each of these experts
 
+    def place(self, index: int) -> int | None:
+        """Return where this rank stores an expert; None if another one does."""
+        return index - self.experts.start if index in self.experts else None
+
     @property
     def divided(self) -> bool:
         """True if other ranks have other experts."""
@@ -46,6 +50,11 @@ def divide_by_expert(shard: Shard, total: int, inner: int, what: str) -> ExpertS
     if total < shard.size:
         raise ModelError(f"{what}: {total} experts are too few for {shard.size} ranks; divide them by tensor")
     return ExpertShare(shard.tokens(total), total, range(inner))
+
+
+def expert_division(by_expert: bool) -> DivideExperts:
+    """Return the division by expert, or else the one by tensor."""
+    return divide_by_expert if by_expert else divide_by_tensor
 
 
 class Ranks(Protocol):

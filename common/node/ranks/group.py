@@ -19,6 +19,7 @@ from common.engine.collectives.endpoints import GroupEndpoint, open_endpoints
 from common.engine.collectives.group import CollectiveGroup
 from common.engine.collectives.group_ranks import GroupRanks
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
+from common.engine.layers.ranks import DivideExperts
 from common.errors import ConfigError, InternalError, ModelError, RankFailed, TandemError
 from common.ipc.ring import Ring, RingReader, RingWriter
 from common.messages.identity import RankTotals
@@ -79,9 +80,8 @@ class RankGroup:
         """Combines tensors of all ranks; on GPUs only after `connect`."""
         return self._collectives.group
 
-    @property
-    def ranks(self) -> GroupRanks:
-        return GroupRanks(self.group)
+    def ranks(self, divide_experts: DivideExperts) -> GroupRanks:
+        return GroupRanks(self.group, divide_experts)
 
     def connect(self, device: torch.device, runtime: Callable[[], PeerRuntime], log: Log) -> None:
         """Connect this rank's device with those of the others. See `RankCollectives.connect`."""
@@ -179,7 +179,7 @@ class RankGroup:
 
     def totals(self) -> Sequence[RankTotals]:
         """Return how far each rank is, in their order."""
-        own = RankTotals(plans=self._sent, collective_wait_seconds=round(self.ranks.group.waited, 6))
+        own = RankTotals(plans=self._sent, collective_wait_seconds=round(self.group.waited, 6))
         return own, *map(self._totals_of, range(1, self.size))
 
     def _totals_of(self, rank: int) -> RankTotals:

@@ -22,6 +22,7 @@ import torch
 from common.engine.collectives.group import CollectiveGroup
 from common.engine.collectives.group_ranks import GroupRanks
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
+from common.engine.layers.ranks import DivideExperts
 from common.errors import ConfigError, ModelError, RankFailed
 from common.ipc.ring import Ring, RingReader, RingWriter
 from common.node.ranks.board import Board
@@ -72,9 +73,8 @@ class Member:
         """Combines tensors of all ranks; on GPUs only after `connect`."""
         return self._collectives.group
 
-    @property
-    def ranks(self) -> GroupRanks:
-        return GroupRanks(self.group)
+    def ranks(self, divide_experts: DivideExperts) -> GroupRanks:
+        return GroupRanks(self.group, divide_experts)
 
     def connect(self, device: torch.device, runtime: Callable[[], PeerRuntime], log: Log) -> None:
         """Connect this rank's device with those of the others. See `RankCollectives.connect`."""
@@ -136,7 +136,7 @@ def run_rank(build: Callable[[Member, Log], BuiltRank], descriptor: int) -> None
 
 
 def _serve(build: Callable[[Member, Log], BuiltRank], member: Member, log: Log) -> None:
-    beat = Beat(member.board, member.begin.rank, lambda: member.ranks.group.waited)
+    beat = Beat(member.board, member.begin.rank, lambda: member.group.waited)
     beat.start()
     built = build(member, log)
     gc.collect()

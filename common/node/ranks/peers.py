@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from common.engine.layers.ranks import Ranks
+from common.engine.layers.ranks import DivideExperts, Ranks
 from common.node.ranks.device_group import PeerRuntime
 from common.observability.logs import Log
 from common.observability.startup import Progressing
@@ -16,9 +16,8 @@ from common.observability.startup import Progressing
 class RankPeers(Progressing, Protocol):
     """The other ranks, with which this one loads a model and agrees on what it serves."""
 
-    @property
-    def ranks(self) -> Ranks:
-        """The group that joins what the ranks have computed in a layer."""
+    def ranks(self, divide_experts: DivideExperts, /) -> Ranks:
+        """Return the group that joins what the ranks have computed in a layer."""
         ...
 
     def connect(self, device: torch.device, runtime: Callable[[], PeerRuntime], log: Log, /) -> None:

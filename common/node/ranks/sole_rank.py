@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from common.engine.layers.ranks import ONE_RANK, Ranks
+from common.engine.layers.ranks import ONE_RANK, DivideExperts, Ranks
 from common.messages.identity import RankTotals
 from common.node.ranks.device_group import PeerRuntime
 from common.observability.logs import Log
@@ -17,10 +17,11 @@ from common.observability.startup import Progressing
 class SoleRank:
     """Agrees with itself, and has no processes to watch."""
 
-    ranks: Ranks = ONE_RANK
-
     def __init__(self, reporter: Progressing) -> None:
         self.report = reporter.report
+
+    def ranks(self, divide_experts: DivideExperts) -> Ranks:
+        return ONE_RANK
 
     def connect(self, device: torch.device, runtime: Callable[[], PeerRuntime], log: Log) -> None:
         """No-op: there is no other device."""

@@ -379,6 +379,12 @@ def test_the_devices_of_ranks(tmp_path: Path, role: str, entry: str, devices: tu
             "4 ranks contradict the 2 names in devices; leave out one of the two",
         ),
         (
+            "expert_parallel: true",
+            [],
+            "expert_parallel",
+            "the only rank of a node has all experts; set tensor_parallel or devices too, or leave it out",
+        ),
+        (
             "tensor_parallel: 4",
             ["transfer.transport=nixl"],
             "tensor_parallel",

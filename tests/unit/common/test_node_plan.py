@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -11,8 +13,9 @@ import pytest
 from common.checkpoint.model_config import model_fingerprint
 from common.config import load_cluster
 from common.config.resolve_node import node_plan
-from common.config.schema import Cluster, Kv, Model, Speculation
+from common.config.schema import Cluster, DecodeNodeEntry, DecodeSection, Kv, Model, Speculation
 from common.config.transport_choice import choose_layers, choose_transport
+from common.errors import ConfigError
 from common.node_plan import NodePlan
 
 CLUSTERS = sorted((Path(__file__).parents[3] / "deploy" / "clusters").glob("*.yaml"))
@@ -45,6 +48,33 @@ def test_fp8_keys_and_values_take_half_the_bytes_and_leave_states_as_they_are() 
     assert wide.spec.token_bytes == 4 * narrow.spec.token_bytes
     assert wide.spec.state_bytes == narrow.spec.state_bytes > 0
     assert {plane.dtype for plane in narrow.spec.planes if plane.name in "kv"} == {"float8_e4m3fn"}
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "words"),
+    [
+        ("tiny-target", 2, "the model has no experts that the ranks could divide; leave it out"),
+        ("few", 8, "4 experts are too few for 8 ranks; leave it out, or write fewer ranks"),
+        ("tiny-moe", 2, ""),
+    ],
+)
+def test_experts_of_ranks(model: str, ranks: Literal[2, 8], words: str, tmp_path: Path) -> None:
+    models = CLUSTERS[0].parents[1] / "tiny_models"
+    path = models / model
+    if model == "few":
+        shutil.copytree(models / "tiny-moe", path := tmp_path / "few")
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "num_experts": 4}))
+    nodes = (DecodeNodeEntry(name="decode-0", tensor_parallel=ranks, expert_parallel=True),)
+    cluster = Cluster(model=Model(path=str(path)), decode=DecodeSection(nodes=nodes))
+    if not words:
+        plan = node_plan(cluster, "decode", "decode-0", path)
+        assert plan.expert_parallel
+        assert [share.expert_parallel for share in plan.shares] == [False, True, True]
+        return
+    with pytest.raises(ConfigError, match=words) as caught:
+        node_plan(cluster, "decode", "decode-0", path)
+    assert caught.value.path == "decode.nodes[decode-0].expert_parallel"
 
 
 @pytest.mark.parametrize("file", CLUSTERS, ids=lambda file: file.stem)

@@ -13,8 +13,9 @@ from torch import Tensor
 import common.engine.weights
 from common.checkpoint.model_files import read_weight_files
 from common.engine.forward.model_runner import load_model
-from common.engine.layers.ranks import OneRank
+from common.engine.layers.ranks import OneRank, divide_by_expert
 from common.kv_cache.shard import Shard
+from tests.unit.engine import families
 
 MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
 # What every rank has; the keys and values of two heads are on two ranks each if there are four.
@@ -75,3 +76,13 @@ def test_ranks_read_their_share(model: str, size: int, monkeypatch: pytest.Monke
         assert (count == times).all(), (
             f"{name} is read {sorted(set(count.flatten().tolist()))} times, not {times}"
         )
+
+
+def test_ranks_with_whole_experts_read_a_checkpoint_with_a_matrix_per_expert(tmp_path: Path) -> None:
+    """The tensors of other ranks' experts are expected, and missing ones are named on every rank."""
+    families.save(families.build("glm4-moe-groups"), tmp_path)
+    for rank in range(2):
+        model, config = load_model(tmp_path, "float32", ranks=OneRank(Shard(rank, 2), divide_by_expert))
+        assert config.experts is not None
+        elsewhere = {piece.name for piece in model.pieces() if piece.elsewhere}
+        assert any("shared_experts" in name for name in elsewhere) == (rank == 0)

@@ -138,6 +138,8 @@ def test_ranks_hold_all_of_a_model_and_no_more_than_their_share(size: int, divid
         placement = Placement(torch.float32, CPU, OneRank(Shard(rank, size), divide))
         model, held = build_model(config, placement), 0
         for piece in model.pieces():
+            if piece.elsewhere:
+                continue
             counts.setdefault(piece.name, torch.zeros(piece.whole))[piece.block] += 1
             held += piece.into.numel()
         assert held < 1.2 * whole / size

@@ -17,7 +17,7 @@ from common.engine.collectives.group_ranks import GroupRanks
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.engine.forward.batch import ForwardMode
 from common.engine.forward.model_runner import load_model
-from common.engine.layers.ranks import ONE_RANK, Ranks
+from common.engine.layers.ranks import ONE_RANK, Ranks, expert_division
 from common.errors import RankFailed
 from tests.fakes.thread_ranks import run_ranks
 from tests.fakes.waiting import PATIENCE
@@ -73,6 +73,15 @@ def test_ranks_compute_what_one_rank_computes(model: str, size: int) -> None:
     assert torch.equal(torch.cat(first[0]), torch.cat(texts))
     assert (first[1] - logits).abs().max() < CLOSE
     assert all(torch.equal(found, first[1]) for _, found in others)
+
+
+@pytest.mark.parametrize("model", ["tiny-moe", "tiny-hybrid"])
+def test_ranks_with_experts_of_their_own_compute_what_one_rank_computes(model: str) -> None:
+    texts, logits = serve_once(model)
+    found = run_ranks(2, lambda ranks: serve(model, GroupRanks(ranks.group, expert_division(True))))
+    for sequences, own in found:
+        assert torch.equal(torch.cat(sequences), torch.cat(texts))
+        assert (own - logits).abs().max() < CLOSE
 
 
 @functools.cache
