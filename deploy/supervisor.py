@@ -30,6 +30,7 @@ from deploy.watcher import START_TIMEOUT, Report, Watcher
 from kv_transfer.transport.one_host.segment import sweep_orphans
 
 PROBE_TIMEOUT = 60.0
+OWN_FILES = ("*.sock", "*.sock.lock", "*.use")  # of processes, in the run directory
 WATCH_INTERVAL = 0.1  # seconds between two checks of the processes
 DISK_INTERVAL = 1.0  # seconds between two checks of the disk, and between attempts to write the table
 
@@ -157,7 +158,8 @@ class Supervisor:
                 child.stop(max(deadline - time.monotonic(), 0.1))
         with contextlib.suppress(OSError):
             sweep_orphans()
-        for file in (*self._run_dir.glob("*.sock"), table_path(self._run_dir), self._lock_path):
+        own = (file for pattern in OWN_FILES for file in self._run_dir.glob(pattern))
+        for file in (*own, table_path(self._run_dir), self._lock_path):
             with contextlib.suppress(OSError):  # on a disk that has become read-only, the file stays
                 file.unlink()
         os.close(self._lock)

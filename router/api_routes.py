@@ -9,6 +9,7 @@ from aiohttp import web
 from common.observability.logs import Log
 from router.availability import ServedModels
 from router.dispatch.generation import Generator
+from router.exchange.host_peers import HostPeers
 from router.openapi.routes import OpenApiRoutes
 from router.parts import ApiParts
 from router.routes.control import ActiveRequests, ControlRoutes
@@ -32,6 +33,7 @@ class ApiRoutes:
         cluster: ActiveRequests,
         flush: Callable[[], list[str]],
         view: ClusterView,
+        peers: HostPeers,
         log: Log,
     ) -> None:
         """
@@ -40,6 +42,7 @@ class ApiRoutes:
             cluster: what the control routes act on.
             flush: empties all prefix caches, and returns the names of the nodes that it cannot reach.
             view: what the status routes show.
+            peers: the other router processes of this host.
         """
         texts, tokenizer, images, served = parts.texts, parts.tokenizer, parts.images, models.served
         self._openai = openai = OpenAiRoutes(
@@ -57,9 +60,9 @@ class ApiRoutes:
             ResponsesRoutes(openai, texts, served().name),
             MessagesRoutes(openai, texts, ChatPrompts(texts, images), models.admitting),
             OpenApiRoutes(VERSION),
-            StatusRoutes(view, served),
+            StatusRoutes(view, served, peers),
             TokenizerRoutes(texts, served, parts.tokenizer_info),
-            ControlRoutes(cluster, flush, log),
+            ControlRoutes(cluster, flush, peers, log),
         )
 
     @property

@@ -6,6 +6,8 @@ from router.api_routes import ApiRoutes
 from router.app import RouterApp
 from router.availability import Availability
 from router.core import assemble_core
+from router.exchange.host_peers import HostPeers
+from router.exchange.host_routes import HostRoutes
 from router.metrics.http_metrics import HttpMetrics
 from router.parts import ApiParts, ChildProcesses, ControlLink, Dispatching, NodeRules, Observation
 from router.requests.checks import ServedModel
@@ -37,10 +39,19 @@ def assemble(
         core.metrics.render,
         dispatcher.timelines.get,
     )
-    routes = ApiRoutes(api, availability, dispatcher, dispatcher, core.flush_caches, view, log)
-    admin = AdminRoutes(availability.set_paused, lambda: routes.active)
+    peers = HostPeers(http.name, http.peers, log)
+    routes = ApiRoutes(api, availability, dispatcher, dispatcher, core.flush_caches, view, peers, log)
+    admin = AdminRoutes(availability.set_paused, lambda: routes.active, peers)
+    host = HostRoutes(
+        http.name,
+        core.metrics.render,
+        dispatcher.timelines.get,
+        dispatcher.running,
+        availability.set_paused,
+        lambda: routes.active,
+    )
     answers = HttpMetrics(core.metrics.registry)
-    listeners = HttpListeners(http, routes.add_to, admin.add_to, log, answers.answered)
+    listeners = HttpListeners(http, routes.add_to, admin.add_to, host.add_to, log, answers.answered)
     return RouterApp(
         core, availability, routes, listeners, children, link, observation, dispatching.drain_timeout
     )

@@ -13,12 +13,13 @@ from common.config import Resolved
 from common.config.admin_listener import admin_listeners
 from common.config.api_keys import read_api_keys
 from common.config.http_exposure import is_loopback
-from common.config.router_processes import RouterProcess
-from common.config.run_directory import entry_peer_address, own_socket
+from common.config.router_processes import RouterProcess, router_name
+from common.config.run_directory import entry_peer_address, own_socket, use_file
 from common.config.schema import DecodeSection, Model, PrefillSection
 from common.observability.logs import Log
 from router.auth.gates import Gate, KeyGate, OpenGate
 from router.auth.keys import KeyFile, KeyRing
+from router.auth.ledger import SharedLedger
 from router.auth.origin import Cors, HostRule
 from router.auth.quotas import Quotas
 from router.chat.answer_style import AnswerStyle, find_template
@@ -76,6 +77,7 @@ def http_plan(
     gate: Gate
     admin: TcpEntry | None = None
     keys: KeyFile | None = None
+    ledger: SharedLedger | None = None
     path = resolved.api_keys_path
     if path is None:
         view = View.CLUSTER if is_loopback(router.host) else View.SERVICE
@@ -83,7 +85,10 @@ def http_plan(
         gate = OpenGate(hosts, view, security.open_metrics)
     else:
         found = read_api_keys(path)
-        ring, quotas = KeyRing(found, now), Quotas(time.monotonic)
+        if process.host_peers:
+            own, *others = (use_file(resolved, index) for index in (process.index, *process.host_peers))
+            ledger = SharedLedger(own, others)
+        ring, quotas = KeyRing(found, now), Quotas(time.monotonic, ledger)
 
         def changed(keys: Sequence[ApiKey]) -> None:
             ring.replace(keys)
@@ -102,7 +107,10 @@ def http_plan(
         keys,
         ConnectionLimit(router.max_connections_per_client, router.max_connections),
         body_bytes,
+        process.name,
         own_socket(resolved, process.index) if process.host_peers else None,
+        {router_name(index): own_socket(resolved, index) for index in process.host_peers},
+        ledger,
     )
 
 

@@ -100,6 +100,11 @@ def own_socket(resolved: Resolved, index: int) -> Path:
     return run_directory(resolved) / f"{router_name(index)}.own.sock"
 
 
+def use_file(resolved: Resolved, index: int) -> Path:
+    """Return the file in which one router process counts the use of API keys, for the others of its host."""
+    return run_directory(resolved) / f"{router_name(index)}.use"
+
+
 def entry_peer_address(resolved: Resolved, entry: PrefillNodeEntry) -> str:
     """Return the address of an entry of the cluster file. Its host may be `own`, and its path a pattern of names."""
     if entry.peer_address == "auto":

@@ -14,6 +14,10 @@ class RunningRequests:
     def __init__(self) -> None:
         self._of: defaultdict[str, set[InFlight]] = defaultdict(set)
 
+    def __len__(self) -> int:
+        """Return the number of prompts in flight."""
+        return sum(map(len, self._of.values()))
+
     def add(self, flight: InFlight) -> None:
         self._of[flight.request.client].add(flight)
 

@@ -14,6 +14,8 @@ from msgspec import Meta
 from common.errors import Forbidden, InvalidRequest
 from common.observability.logs import Log
 from router.dispatch.running_requests import RunningRequests
+from router.exchange.host_peers import HostPeers
+from router.exchange.orders import AbortOrder
 from router.http.client import Client, View, client_key
 from router.http.errors import json_response
 from router.http.request_body import received
@@ -57,9 +59,17 @@ _abort = msgspec.json.Decoder(AbortRequest)
 class ControlRoutes:
     """The handlers. What concerns other clients needs the right to see the cluster: the scope `admin`."""
 
-    def __init__(self, requests: ActiveRequests, flush: Callable[[], list[str]], log: Log) -> None:
-        """`flush` tells all nodes to empty their caches and returns the names of those that it cannot reach."""
+    def __init__(
+        self, requests: ActiveRequests, flush: Callable[[], list[str]], peers: HostPeers, log: Log
+    ) -> None:
+        """
+        Args:
+            requests: those of this router process.
+            flush: tells all nodes to empty their caches and returns the names of those that it cannot reach.
+            peers: the other processes of this host, on whose requests the handlers act, too.
+        """
         self._requests = requests
+        self._peers = peers
         self._flush = flush
         self._log = log
 
@@ -75,10 +85,12 @@ class ControlRoutes:
         client = request[client_key]
         if asked.abort_all:
             _needs_admin(client, "abort_all")
-            count = self._requests.running.abort_all()
+            count = self._requests.running.abort_all() + await self._peers.abort(AbortOrder(None))
             self._log.info("aborted all requests", client=client.name, prompts=count)
         elif asked.rid:
-            self._requests.running.abort(client.name, (asked.rid, without_prefix(asked.rid)))
+            order = AbortOrder(client.name, (asked.rid, without_prefix(asked.rid)))
+            if not self._requests.running.abort(client.name, order.ids):
+                await self._peers.abort(order)
         else:
             raise InvalidRequest("send the id of a request as rid, or abort_all: true", param="rid")
         return web.Response()
@@ -99,15 +111,20 @@ class ControlRoutes:
         """Answer with the load of the cluster, or with the client's own where it may not see the cluster."""
         client = request[client_key]
         if client.view >= View.CLUSTER:
-            return json_response(ServerLoad(self._requests.active))
-        return json_response(ServerLoad(self._requests.running.count(client.name)))
+            return json_response(ServerLoad(await self._active()))
+        own = self._requests.running.count(client.name)
+        return json_response(ServerLoad(own + await self._peers.active(client.name)))
 
     async def _idle_within(self, seconds: float) -> bool:
         for _ in range(math.ceil(seconds / LOOK_SECONDS)):
-            if not self._requests.active:
+            if not await self._active():
                 break
             await asyncio.sleep(LOOK_SECONDS)
-        return not self._requests.active
+        return not await self._active()
+
+    async def _active(self) -> int:
+        """Return the number of prompts in flight at all router processes of this host."""
+        return self._requests.active + await self._peers.active()
 
 
 def _needs_admin(client: Client, what: str) -> None:

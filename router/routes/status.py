@@ -12,6 +12,7 @@ from common.errors import ModelNotFound
 from router.answers.openai_responses import CHAT_ID, COMPLETION_ID
 from router.apis.messages_answer import MESSAGE_ID
 from router.apis.responses_answer import RESPONSE_ID
+from router.exchange.host_peers import HostPeers
 from router.http.client import View, client_key
 from router.http.errors import error_body, json_response
 from router.requests.checks import ServedModel
@@ -34,9 +35,11 @@ class ClusterView:
 class StatusRoutes:
     """The handlers. Liveness: the event loop responds. Readiness: a request could be served now."""
 
-    def __init__(self, view: ClusterView, model: Callable[[], ServedModel]) -> None:
+    def __init__(self, view: ClusterView, model: Callable[[], ServedModel], peers: HostPeers) -> None:
+        """`peers`: the other router processes of this host, for which this one answers, too."""
         self._view = view
         self._model = model
+        self._peers = peers
 
     def add_to(self, app: web.Application) -> None:
         for path in ("/live", "/liveness", "/ping"):
@@ -106,19 +109,25 @@ class StatusRoutes:
         return json_response(_card(model, request))
 
     async def metrics(self, request: web.Request) -> web.Response:
-        series, media = self._view.metrics(request.headers.get("Accept", ""))
-        return web.Response(body=series, headers={"Content-Type": media})
+        accept = request.headers.get("Accept", "")
+        series, media = self._view.metrics(accept)
+        return web.Response(body=await self._peers.metrics(series, accept), headers={"Content-Type": media})
 
     async def version(self, request: web.Request) -> web.Response:
         return json_response({"version": VERSION})
 
     async def timeline(self, request: web.Request) -> web.Response:
         """Look up a timeline by the request id or by the id of its answer."""
-        found, client = self._timeline(request.match_info["id"]), request[client_key]
+        identity, client = request.match_info["id"], request[client_key]
+        found = self._timeline(identity) or await self._timeline_elsewhere(identity)
         if found is None or (client.view < View.CLUSTER and found["client"] != client.name):
             body = error_body("no recent request has this id", "invalid_request_error", "id", 404)
             return json_response(body, 404)
         return json_response(found)
+
+    async def _timeline_elsewhere(self, identity: str) -> dict[str, Any] | None:
+        """Look it up at the other router processes of this host."""
+        return await self._peers.timeline(identity) or await self._peers.timeline(without_prefix(identity))
 
     def _timeline(self, identity: str) -> dict[str, Any] | None:
         return self._view.timeline(identity) or self._view.timeline(without_prefix(identity))

@@ -7,8 +7,8 @@ import errno
 import socket
 import ssl
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -16,9 +16,11 @@ from typing import cast
 from aiohttp import web
 
 from common.errors import ConfigError
+from common.messages.identity import ROUTER_NAME
 from common.observability.logs import Log
 from router.auth.gates import Entrance, Gate, OwnerGate
 from router.auth.keys import KeyFile
+from router.auth.ledger import SharedLedger
 from router.auth.origin import Cors
 from router.http.errors import Answered, error_middleware
 from router.server.accepting import ConnectionAcceptor, listening_sockets
@@ -54,25 +56,30 @@ class HttpPlan:
     keys: KeyFile | None
     limit: ConnectionLimit  # for all listeners but the admin socket
     body_bytes: int  # the largest accepted body
+    name: str = ROUTER_NAME  # of this process
     # The Unix socket of this process, if several router processes listen at these addresses; None: it is the only one.
     own_socket: Path | None = None
+    peers: Mapping[str, Path] = field(default_factory=dict)  # the sockets of the others on this host, by name
+    ledger: SharedLedger | None = None  # of the use of API keys by all of them
 
 
 class HttpListeners:
-    """All HTTP listeners. `public` serves the API; the others are for operators."""
+    """All HTTP listeners. `public` serves the API; the others are for operators and other router processes."""
 
     def __init__(
         self,
         plan: HttpPlan,
         add_routes: AddRoutes,
         add_admin_routes: AddRoutes,
+        add_host_routes: AddRoutes,
         log: Log,
         answered: Answered,
     ) -> None:
         """
         Args:
             add_admin_routes: adds what only operators may do.
-            answered: is called after every answer.
+            add_host_routes: adds what only the router processes of this host may do.
+            answered: is called after every answer to a client or operator.
         """
         self.plan = plan
         self.log = log
@@ -82,6 +89,7 @@ class HttpListeners:
         public, admin = plan.public, plan.admin
         self.public = http_runner(make(public.gate, public.cors, routes=(add_routes,)), limit)
         self.owner = http_runner(make(OwnerGate(), Cors(()), routes=operators))
+        self.own = http_runner(application(OwnerGate(), Cors(()), most, log, (*operators, add_host_routes)))
         self.admin: web.AppRunner | None = None
         if admin is not None:
             self.admin = http_runner(make(admin.gate, admin.cors, routes=operators), limit)
@@ -92,9 +100,10 @@ class HttpListeners:
         """Open all listeners. Raises ConfigError if an address cannot be bound."""
         plan = self.plan
         await self.owner.setup()
-        await self._admin_socket.start(self._serve_owner)
+        await self._admin_socket.start(partial(self._serve_unix, self.owner))
         if plan.own_socket is not None:
-            await self._serve_owner(owner_socket(plan.own_socket))
+            await self.own.setup()
+            await self._serve_unix(self.own, owner_socket(plan.own_socket))
         if self.admin is not None and plan.admin is not None:
             await self._listen(self.admin, plan.admin)
         await self._listen(self.public, plan.public)
@@ -125,7 +134,7 @@ class HttpListeners:
 
     @property
     def _runners(self) -> list[web.AppRunner]:
-        return [self.public, self.owner, *([self.admin] if self.admin is not None else [])]
+        return [self.public, self.owner, self.own, *([self.admin] if self.admin is not None else [])]
 
     async def close(self) -> None:
         """Close all listeners. Answers in progress get SHUTDOWN_SECONDS to finish; then they are cancelled."""
@@ -136,10 +145,12 @@ class HttpListeners:
         self._admin_socket.remove()
         if self.plan.own_socket is not None:
             self.plan.own_socket.unlink(missing_ok=True)
+        if self.plan.ledger is not None:
+            self.plan.ledger.close()
 
-    async def _serve_owner(self, listener: socket.socket) -> None:
+    async def _serve_unix(self, runner: web.AppRunner, listener: socket.socket) -> None:
         listener.listen(BACKLOG)
-        await _Site(self.owner, [listener], self.log, None, None).start()
+        await _Site(runner, [listener], self.log, None, None).start()
 
     async def _listen(self, runner: web.AppRunner, entry: TcpEntry) -> None:
         """Serve `runner` at an address. Raises ConfigError, which names the config key of the port."""

@@ -20,6 +20,7 @@ from router.auth.gates import Gate, OpenGate
 from router.auth.origin import Cors, HostRule
 from router.dispatch.generation import Generator
 from router.dispatch.running_requests import RunningRequests
+from router.exchange.host_peers import HostPeers
 from router.http.client import View
 from router.images.loader import ImageLoader, RefusingImageLoader
 from router.parts import ApiParts
@@ -156,7 +157,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             lambda: rig.ready,
             lambda: rig.missing,
             lambda asked: {"model_path": served.path, "internal_states": [], "view": asked.name},
-            lambda accept: (b"# HELP x y\n", "text/plain"),
+            lambda accept: (b"# HELP x y\n", "text/plain; version=0.0.4; charset=utf-8"),
             lambda identity: {"request_id": identity, "client": "team-a"} if identity == "known" else None,
         )
         routes = ApiRoutes(
@@ -166,6 +167,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             Cluster(),
             lambda: rig.flush(),
             view,
+            HostPeers("router", {}, log),
             log,
         )
         app = application(gate or open_gate, cors or Cors(()), MAX_BODY, log, (routes.add_to,))

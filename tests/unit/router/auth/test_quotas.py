@@ -13,6 +13,7 @@ from hypothesis import given
 from common.errors import RateLimited
 from router.auth.gates import KeyGate
 from router.auth.keys import KeyRing
+from router.auth.ledger import OwnLedger
 from router.auth.quotas import Bucket, Quota, Quotas, duration
 from tests.fakes.api_keys import api_key, bearer
 from tests.fakes.clock import Clock
@@ -31,7 +32,7 @@ class Used:
 
 
 def quota(clock: Clock, **limits: int) -> Quota:
-    return Quota(api_key("s", "k", **limits), clock)
+    return Quota(api_key("s", "k", **limits), clock, OwnLedger())
 
 
 def test_requests_refill_all_the_time() -> None:

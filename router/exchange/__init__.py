@@ -1,0 +1,1 @@
+"""Exchanges what the router processes of one host know: series, timelines, loads, and requests to abort."""

@@ -1,0 +1,107 @@
+"""Asks the other router processes of this host, over the Unix socket that each of them has."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from common.errors import Overloaded
+from common.observability.bounded_log import BoundedLog
+from common.observability.logs import Log
+from router.exchange.orders import AbortOrder, PauseOrder
+from router.exchange.series_text import labelled_all, merged
+
+ASK_SECONDS = 1.0  # for the answers of all processes together
+MOST_BYTES = 8 << 20  # of one answer
+AT_ONCE = 8  # questions of this process to one other
+TIMELINES = "/host/requests/"
+METRICS = "/host/metrics"
+LOAD = "/host/load"
+ABORT = "/host/abort"
+PAUSE = "/host/pause"
+
+
+class HostPeers:
+    """The other processes. One that does not answer in time is left out: it may have ended a moment ago."""
+
+    def __init__(self, name: str, sockets: Mapping[str, Path], log: Log) -> None:
+        """
+        Args:
+            name: of this process.
+            sockets: of the others, by their names; empty for the only process of its host.
+        """
+        self._name = name
+        self._sockets = dict(sockets)
+        self._gates = {name: asyncio.Semaphore(AT_ONCE) for name in sockets}
+        self._silent = BoundedLog(log, "another router process of this host did not answer")
+
+    async def metrics(self, own: bytes, accept: str) -> bytes:
+        """Return `own` with the series of the other processes, all with labels.
+
+        `accept`: the header that asks for their format, which is that of `own`.
+        """
+        if not self._sockets:
+            return own
+        labelled = labelled_all(own.decode(), self._name).encode()
+        return merged(labelled, await self._ask_all("GET", METRICS, accept=accept))
+
+    async def timeline(self, identity: str) -> dict[str, Any] | None:
+        """Return the timeline of a request of another process, by its id."""
+        answers = await self._ask_all("GET", TIMELINES + quote(identity, safe=""))
+        return msgspec.json.decode(answers[0], type=dict[str, Any]) if answers else None
+
+    async def active(self, client: str | None = None) -> int:
+        """Return the number of prompts that the others have in flight, of all clients or of one."""
+        path = LOAD if client is None else f"{LOAD}?client={quote(client, safe='')}"
+        return sum(msgspec.json.decode(each, type=int) for each in await self._ask_all("GET", path))
+
+    async def abort(self, order: AbortOrder) -> int:
+        """Abort requests of the other processes; return the number of prompts."""
+        answers = await self._ask_all("POST", ABORT, msgspec.json.encode(order))
+        return sum(msgspec.json.decode(each, type=int) for each in answers)
+
+    async def pause(self, paused: bool) -> int:
+        """Pause or resume the other processes; return the number of requests that they still answer."""
+        answers = await self._ask_all("POST", PAUSE, msgspec.json.encode(PauseOrder(paused)))
+        return sum(msgspec.json.decode(each, type=int) for each in answers)
+
+    async def _ask_all(self, method: str, path: str, body: bytes = b"", accept: str = "*/*") -> list[bytes]:
+        """Return the bodies of those who answered 200, in the order of their names."""
+        if not self._sockets:
+            return []
+        asked = (self._ask(name, method, path, body, accept) for name in self._sockets)
+        return [answer for answer in await asyncio.gather(*asked) if answer is not None]
+
+    async def _ask(self, name: str, method: str, path: str, body: bytes, accept: str) -> bytes | None:
+        url = URL(f"http://localhost{path}", encoded=True)
+        headers = {"Accept": accept, "Content-Type": "application/json"}
+        try:
+            async with (
+                asyncio.timeout(ASK_SECONDS),
+                self._gates[name],
+                aiohttp.UnixConnector(str(self._sockets[name])) as connector,
+                aiohttp.ClientSession(connector=connector, connector_owner=False) as session,
+                session.request(method, url, data=body, headers=headers) as response,
+            ):
+                answer = await _read(response)
+                return answer if response.status == 200 else None
+        except (OSError, TimeoutError, aiohttp.ClientError, Overloaded) as error:
+            self._silent.warning(name, str(error) or type(error).__name__)
+            return None
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body. Raises Overloaded if it is too long."""
+    answer = bytearray()
+    async for piece in response.content.iter_any():
+        answer += piece
+        if len(answer) > MOST_BYTES:
+            raise Overloaded(f"the answer has more than {MOST_BYTES} bytes")
+    return bytes(answer)
