@@ -24,7 +24,7 @@ def show_status(table: Table, disk: str | None, info: dict[str, Any] | None, out
     problems = [*table.problems, *([disk] if disk and disk not in table.problems else [])]
     nodes = {node["name"]: node for node in info.get("nodes", [])} if info else {}
     view = RichTable("process", "pid", "state", "restarts", "running", "queued", "pages free / all")
-    states = {name: _state(name, record, nodes, info) for name, record in table.processes.items()}
+    states = {name: process_state(name, record, nodes, info) for name, record in table.processes.items()}
     for name, record in table.processes.items():
         load = nodes.get(name, {}).get("load", {})
         view.add_row(
@@ -34,9 +34,9 @@ def show_status(table: Table, disk: str | None, info: dict[str, Any] | None, out
             str(record.restarts),
             str(load.get("running", "")),
             str(load.get("queued", "")),
-            _pages(load),
+            pages_text(load),
         )
-        for rank, text in _ranks(nodes.get(name, {})):
+        for rank, text in rank_rows(nodes.get(name, {})):
             view.add_row(escape(rank), "", escape(text))
     degraded = bool(problems) or any(state != "up" for state in states.values())
     ready = info is not None and bool(info.get("ready"))
@@ -72,9 +72,9 @@ def show_launched(info: dict[str, Any], out: Console) -> int:
             escape(str(node.get("state", "up"))),
             str(load.get("running", "")),
             str(load.get("queued", "")),
-            _pages(load),
+            pages_text(load),
         )
-        for rank, text in _ranks(node):
+        for rank, text in rank_rows(node):
             view.add_row(escape(rank), "", "", escape(text))
     out.print(view)
     if not ready:
@@ -82,7 +82,7 @@ def show_launched(info: dict[str, Any], out: Console) -> int:
     return DEGRADED if degraded else UP
 
 
-def _ranks(node: dict[str, Any]) -> list[tuple[str, str]]:
+def rank_rows(node: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (name, state) of the ranks of a node that has several."""
     ranks = node.get("ranks", [])
     if len(ranks) < 2:
@@ -96,11 +96,15 @@ def _rank(rank: dict[str, Any]) -> str:
     return f"{rank['device']}, {rank['memory_bytes'] / 2**30:.1f} GiB{late}"
 
 
-def _pages(load: dict[str, Any]) -> str:
+def pages_text(load: dict[str, Any]) -> str:
+    """Return the pages of a node that are free or hold only cached prompts, and all of them."""
     return f"{load['free_pages'] + load['cached_pages']} / {load['total_pages']}" if load else ""
 
 
-def _state(name: str, record: ProcessRecord, nodes: dict[str, Any], info: dict[str, Any] | None) -> str:
+def process_state(
+    name: str, record: ProcessRecord, nodes: dict[str, Any], info: dict[str, Any] | None
+) -> str:
+    """Return the state of a process of the supervisor. `nodes`: those of `info`, by name."""
     if record.state == "backing off":
         wait = max((record.restart_at or 0.0) - time.monotonic(), 0.0)
         return f"down, restarts in {wait:.0f} s"

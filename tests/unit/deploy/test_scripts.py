@@ -114,7 +114,9 @@ def test_help_speaks_of_the_script_and_runs_nothing(tmp_path: Path, script: str,
     assert [path.name for path in tmp_path.iterdir()] == ["deploy"]
 
 
-@pytest.mark.parametrize("module", ["keygen", "api_key", "eval_cli", "bench_cli", "chat_cli", "convert"])
+@pytest.mark.parametrize(
+    "module", ["keygen", "api_key", "eval_cli", "bench_cli", "chat_cli", "top_cli", "convert"]
+)
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_help_of_python_commands_speaks_of_the_script(module: str, flag: str) -> None:
     shown = subprocess.run(

@@ -1,0 +1,178 @@
+"""deploy/top: the nodes of a running cluster, refreshed every second; without a terminal one snapshot.
+
+Exit codes: 0 success, 1 the router does not answer, 2 the target or the key is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.client import HTTPException
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from common.config import load_cluster
+from common.config.admin_listener import admin_listeners
+from common.config.run_directory import run_directory
+from common.errors import ConfigError
+from deploy.admin_client import MAX_ANSWER_BYTES, ask
+from deploy.cluster_sample import ClusterSample, Fetch, read_sample
+from deploy.openai_client import api_base, authorization
+from deploy.prepare import cluster_file_of
+from deploy.process_table import Table, read_table
+from deploy.terminal_text import printable
+from deploy.top_view import render
+
+EXIT_NO_ANSWER, EXIT_REFUSED = 1, 2
+REFRESH_SECONDS = 1.0
+WINDOW = 10  # samples; rates and percentiles are those since the oldest
+ANSWER_SECONDS = 5.0
+NO_ANSWER = (OSError, HTTPException)
+
+
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def over_http(url: str, api_key: str | None, path: str) -> bytes:
+    """Ask a router for a path. Raises ConfigError if it refuses the key, OSError if it does not answer."""
+    address = api_base(url).removesuffix("/v1") + path
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(url, "is no http or https URL")
+    request = urllib.request.Request(address, headers=authorization(api_key))
+    try:
+        with _opener.open(request, timeout=ANSWER_SECONDS) as response:
+            body: bytes = response.read(MAX_ANSWER_BYTES)
+            return body
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise ConfigError(
+                "--api-key", f"{path} was answered {error.code}: it needs the scope admin"
+            ) from None
+        raise
+
+
+def over_admin_socket(socket: Path, path: str) -> bytes:
+    """Ask the router of this host for a path. Raises OSError or HTTPException if it does not answer."""
+    return ask(socket, "GET", path, timeout=ANSWER_SECONDS)[1]
+
+
+def no_table() -> Table | None:
+    """Return no process table: the supervisor runs elsewhere."""
+    return None
+
+
+def source(target: str, api_key: str | None) -> tuple[Fetch, Callable[[], Table | None]]:
+    """Return how to ask the router of a target, and how to read the supervisor's table. Raises ConfigError."""
+    if "://" in target:
+        return partial(over_http, target, api_key), no_table
+    resolved = load_cluster(cluster_file_of(target))
+    socket = admin_listeners(resolved, to_write=False).socket
+    return partial(over_admin_socket, socket), partial(read_table, run_directory(resolved, False))
+
+
+def watch(
+    fetch: Fetch, table: Callable[[], Table | None], wait: Callable[[float], bool]
+) -> Iterator[RenderableType]:
+    """Yield a picture about every second until `wait` returns True. Raises ConfigError, ValueError."""
+    samples: deque[ClusterSample] = deque(maxlen=WINDOW)
+    while True:
+        began = time.monotonic()
+        try:
+            samples.append(read_sample(fetch, began))
+            yield render(samples, table())
+        except NO_ANSWER as error:
+            problem = Text(printable(f"the router does not answer: {error}"), style="red")
+            yield Group(problem, render(samples, table())) if samples else problem
+        if wait(max(REFRESH_SECONDS - (time.monotonic() - began), 0.0)):
+            return
+
+
+def snapshot(fetch: Fetch, table: Callable[[], Table | None], out: Console) -> None:
+    """Print one picture, whose rates are those of a second."""
+    samples = [read_sample(fetch, time.monotonic())]
+    time.sleep(REFRESH_SECONDS)
+    samples.append(read_sample(fetch, time.monotonic()))
+    out.print(render(samples, table()))
+
+
+@contextlib.contextmanager
+def key_pressed() -> Iterator[Callable[[float], bool]]:
+    """Read keys without Enter. The value waits some seconds and returns whether q was pressed."""
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+
+    def wait(seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            ready, _, _ = select.select([sys.stdin], [], [], left)
+            if ready and sys.stdin.read(1) in ("q", ""):
+                return True
+        return False
+
+    try:
+        yield wait
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def interrupt(*_: object) -> None:
+    """Leave as on Ctrl-C, so that the terminal is restored."""
+    raise KeyboardInterrupt
+
+
+def run(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="CLUSTER.yaml|MODEL_DIR|ORG/NAME|URL", help="as for deploy/status, or a URL"),
+    ] = str(Path(__file__).parent / "clusters" / "local.yaml"),
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="for a URL: a key with the scope admin")
+    ] = None,
+) -> None:
+    """Show the nodes of a cluster live; q or Ctrl-C leaves. Without a terminal: print one snapshot.
+
+    A cluster file is read through the router's admin socket on this host and needs no key.
+    """
+    out = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        fetch, table = source(target, api_key)
+        if not (out.is_terminal and sys.stdin.isatty()):
+            snapshot(fetch, table, out)
+            return
+        signal.signal(signal.SIGTERM, interrupt)
+        with contextlib.suppress(KeyboardInterrupt), key_pressed() as wait:
+            with Live(console=out, screen=True, auto_refresh=False) as live:
+                for picture in watch(fetch, table, wait):
+                    live.update(picture, refresh=True)
+    except (ConfigError, ValueError) as error:
+        typer.echo(printable(f"deploy/top: {error}"), err=True)
+        raise typer.Exit(EXIT_REFUSED) from None
+    except NO_ANSWER as error:
+        typer.echo(printable(f"deploy/top: the router of {target} does not answer: {error}"), err=True)
+        raise typer.Exit(EXIT_NO_ANSWER) from None
+
+
+def main() -> None:
+    """Run the command line of deploy/top."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(context_settings={"help_option_names": ["-h", "--help"]})(run)
+    app(prog_name="deploy/top")
+
+
+if __name__ == "__main__":
+    main()
