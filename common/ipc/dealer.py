@@ -12,6 +12,7 @@ from common.errors import ConfigError, ProtocolError
 from common.ipc.channel import DRAIN_LIMIT, HIGH_WATER_MARK, MAX_MESSAGE_BYTES, QUEUED_BYTES, Channel, as_part
 from common.ipc.connection_watch import ConnectionWatch
 from common.ipc.curve import LinkSecurity, Plain, is_tcp
+from common.ipc.host_lookup import host_of
 from common.ipc.routes import dial_id
 from common.ipc.session import PACK, Frame, FrameKind, Session, read_header, unpack
 from common.ipc.silence_watch import SilenceWatch
@@ -37,7 +38,7 @@ class Dealer(Channel):
         """`server` is the process at `address`, whose key is checked; at most `received` messages wait here.
 
         Without `opens` there are only datagrams. A TCP connection on which an answer is missing for `silence` seconds
-        (default: SILENCE_SECONDS) is dialled again. Raises ConfigError.
+        (default: SILENCE_SECONDS) is dialled again. The name of a host is looked up for each dial. Raises ConfigError.
         """
         super().__init__(context, zmq.DEALER, received)
         # How often the peer was another process or had forgotten this one; unacknowledged messages were dropped each
@@ -46,7 +47,8 @@ class Dealer(Channel):
         self.dials = 0  # how often a connection was begun
         self.damaged = 0  # frames that do not belong to a session or whose digest is wrong
         self._opens = opens
-        self._address = address
+        self._host = host_of(address)
+        self._dialled: str | None = None  # the address of the latest dial; None while the host's is not known
         self._identity = identity
         self._dialled_at = self.clock()
         self._silence = SilenceWatch(silence or SILENCE_SECONDS, self.clock()) if is_tcp(address) else None
@@ -144,7 +146,9 @@ class Dealer(Channel):
     def _look_at_connection(self, now: float) -> None:
         if self._watch.reconnected(now) and self._opens:
             self._send_frame(self._session.probe(now))
-        if self._watch.disconnected_for(now) > REDIAL_SECONDS and now - self._dialled_at > REDIAL_SECONDS:
+        if self._dialled is None and now - self._dialled_at <= REDIAL_SECONDS:
+            self._dial()
+        elif self._watch.disconnected_for(now) > REDIAL_SECONDS and now - self._dialled_at > REDIAL_SECONDS:
             self._redial(now)
 
     def _listen(self, heard: bool, now: float) -> None:
@@ -165,15 +169,23 @@ class Dealer(Channel):
         noticed the error.
         """
         self._dialled_at = now
-        with contextlib.suppress(zmq.ZMQError):  # ENOENT: ZMQ has given the connection up
-            self._socket.disconnect(self._address)
+        if self._dialled is not None:
+            with contextlib.suppress(zmq.ZMQError):  # ENOENT: ZMQ has given the connection up
+                self._socket.disconnect(self._dialled)
+        # Its result serves the next dial, if the peer has moved.
+        self._host.ask()
         self._dial()
 
     def _dial(self) -> None:
         """Connect under a new routing id: the listener may not know yet that an earlier connection has ended."""
+        address = self._host.next()
+        if address is None:
+            # Asked again with every look at the connection.
+            return
         self.dials += 1
+        self._dialled = address
         self._socket.setsockopt(zmq.IDENTITY, dial_id(self._identity))
-        self._socket.connect(self._address)
+        self._socket.connect(address)
 
     def _tend(self, now: float) -> None:
         if self._opens:

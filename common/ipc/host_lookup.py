@@ -1,0 +1,85 @@
+"""Finds the IP addresses of a host by its name, in a thread of its own.
+
+libzmq looks names up in its I/O thread: while a DNS server does not answer, every connection of the process would stand
+still. A name gives an address and no trust: whoever listens there has to prove its key.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable, Sequence
+
+MOST_ADDRESSES = 64  # of one name; further ones are not used
+
+Resolve = Callable[[str], Sequence[str]]  # name -> IP addresses; raises OSError
+
+
+def resolve(name: str) -> list[str]:
+    """Return the addresses of a host, without repetitions. Raises OSError."""
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+class FixedHost:
+    """The address of a peer that needs no lookup: an IP address, this host, a path."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def ask(self) -> None:
+        pass
+
+    def next(self) -> str | None:
+        return self._address
+
+
+class HostLookup:
+    """The addresses of tcp://NAME:PORT. Used by the thread of one socket; at most one lookup runs at a time."""
+
+    def __init__(self, name: str, port: str, resolve: Resolve = resolve) -> None:
+        self._name = name
+        self._port = port
+        self._resolve = resolve
+        self._found: tuple[str, ...] = ()  # written by the thread of a lookup
+        self._latest: str | None = None
+        self._thread: threading.Thread | None = None
+        self.ask()
+
+    def ask(self) -> None:
+        """Look the name up again, unless that is being done. If it is not found, its earlier addresses stay."""
+        if self._thread is None or not self._thread.is_alive():
+            # A daemon, since a process must not wait for a DNS server when it ends.
+            self._thread = threading.Thread(target=self._look_up, name="host-lookup", daemon=True)
+            self._thread.start()
+
+    def next(self) -> str | None:
+        """Return the address to dial now, each time another one of several; None if none is known yet."""
+        found = self._found
+        if not found:
+            return None
+        at = found.index(self._latest) + 1 if self._latest in found else 0
+        self._latest = found[at % len(found)]
+        host = f"[{self._latest}]" if ":" in self._latest else self._latest
+        return f"tcp://{host}:{self._port}"
+
+    def _look_up(self) -> None:
+        try:
+            found = tuple(self._resolve(self._name)[:MOST_ADDRESSES])
+        except (OSError, UnicodeError):
+            return
+        if found:
+            self._found = found
+
+
+def host_of(address: str) -> FixedHost | HostLookup:
+    """Return what gives the addresses to dial for `address`."""
+    if not address.startswith("tcp://"):
+        return FixedHost(address)
+    name, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return FixedHost(address) if name == "localhost" else HostLookup(name, port)
+    return FixedHost(address)
