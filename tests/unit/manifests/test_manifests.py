@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from common.config import Cluster, Resolved, load_cluster
-from common.config.router_processes import router_hosts
+from common.config.router_processes import router_hosts, router_process
 from common.config.run_directory import peer_address
 from common.config.schema import NodeEntry
 from common.ipc.from_config import all_names
@@ -271,9 +271,9 @@ def test_ports_agree_with_the_cluster_file(overlay: list[Manifest], tmp_path: Pa
         role_of(template): {port["name"]: port["containerPort"] for port in main_container(template)["ports"]}
         for _, template in pod_templates(overlay)
     }
-    (address,) = router_hosts(cluster.router)
-    host, _, control_port = address.removeprefix("tcp://").rpartition(":")
-    control = int(control_port)
+    addresses = [each.removeprefix("tcp://").rpartition(":") for each in router_hosts(cluster.router)]
+    (control,) = {int(port) for _, _, port in addresses}
+    (host,) = {name.rpartition(".")[2] for name, _, _ in addresses}
     assert ports == {
         "router": {"http": cluster.router.port, "control": control},
         "prefill": {"peers": int(cluster.prefill.nodes[0].peer_address.rpartition(":")[2])},
@@ -288,6 +288,29 @@ def test_ports_agree_with_the_cluster_file(overlay: list[Manifest], tmp_path: Pa
     (policy,) = [each for each in overlay if place(each) == ("NetworkPolicy", "tandem-router")]
     opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
     assert opened == {cluster.router.port, control}
+
+
+def test_nodes_have_a_link_to_every_router(overlay: list[Manifest], tmp_path: Path) -> None:
+    """A set of routers has the names that the file lists; each binds to its own address, which replaces the list."""
+    hosts = [
+        each.removeprefix("tcp://").rpartition(":")[0]
+        for each in router_hosts(cluster_of(overlay, tmp_path).cluster.router)
+    ]
+    (router,) = [
+        each
+        for each in overlay
+        if each["metadata"]["name"] == "tandem-router" and each["kind"] in ("Deployment", "StatefulSet")
+    ]
+    if router["kind"] == "Deployment":
+        assert (router["spec"]["replicas"], hosts) == (1, ["tandem-router"])
+        assert router["spec"]["strategy"] == {"type": "Recreate"}
+    else:
+        count, service = router["spec"]["replicas"], router["spec"]["serviceName"]
+        assert hosts == [f"tandem-router-{index}.{service}" for index in range(count)]
+    (variable,) = main_container(router["spec"]["template"])["env"]
+    own = cluster_of(overlay, tmp_path, {variable["name"]: variable["value"]})
+    assert router_hosts(own.cluster.router) == ("tcp://0.0.0.0:5600",)
+    assert router_process(own.cluster, 0).host_peers == ()
 
 
 def test_pods_join_under_names_of_their_patterns(overlay: list[Manifest], tmp_path: Path) -> None:
