@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 requests failed, 2 options refused or no server, 3 the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import platform
@@ -114,7 +115,10 @@ def run(
     model: Annotated[str | None, typer.Option(help="default: the first one that each server lists")] = None,
     extra_body: Annotated[str, typer.Option(metavar="JSON", help="fields to add to every request")] = "{}",
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one request")] = 600.0,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer token")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="bearer token for the first server only")
+    ] = None,
+    compare_api_key: Annotated[str | None, typer.Option(help="bearer token for the second server")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the result here")] = None,
     svg_file: Annotated[Path | None, typer.Option("--svg", help="draw a chart here (matplotlib)")] = None,
 ) -> None:
@@ -147,7 +151,10 @@ def run(
     try:
         if svg_file is not None:
             check_matplotlib()
-        measured = asyncio.run(measure(options, api_key))
+        for file in (json_file, svg_file):
+            if file is not None and not file.absolute().parent.is_dir():
+                raise ConfigError(str(file), f"there is no folder {file.absolute().parent}")
+        measured = asyncio.run(measure(options, [api_key, compare_api_key]))
     except ConfigError as error:
         _refuse(str(error))
     except Unreachable as error:
@@ -202,26 +209,32 @@ class BenchOptions:
         return [open_load(each, self.seconds, self.shape) for each in self.rates or [DEFAULT_RATE]]
 
 
-async def measure(options: BenchOptions, api_key: str | None) -> list[MeasuredLoad]:
-    """Measure all loads, with progress on a terminal. Raises ConfigError, Unreachable."""
+async def measure(options: BenchOptions, api_keys: Sequence[str | None]) -> list[MeasuredLoad]:
+    """Measure all loads, with progress on a terminal. `api_keys`: of each server. Raises ConfigError, Unreachable."""
     loads, shape, extra = options.loads, options.shape, json_fields("--extra-body", options.extra_body)
     timeout = aiohttp.ClientTimeout(total=options.timeout, sock_connect=CONNECT_SECONDS)
-    headers = {"Content-Type": "application/json", **authorization(api_key)}
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
+    async with contextlib.AsyncExitStack() as stack:
+        connector = await stack.enter_async_context(aiohttp.TCPConnector(limit=0))
         targets = []
-        for url in options.urls:
+        for url, key in zip(options.urls, api_keys, strict=False):
+            session = aiohttp.ClientSession(
+                headers={"Content-Type": "application/json", **authorization(key)},
+                timeout=timeout,
+                connector=connector,
+                connector_owner=False,
+            )
+            await stack.enter_async_context(session)
             base = api_base(url)
-            targets.append(Target(url, base, options.model or await first_model(session, base)))
+            targets.append(Target(url, base, options.model or await first_model(session, base), session))
         bodies = Bodies(options.vocabulary, options.salt, extra)
         measurement = Measurement(targets, loads, options.seeds, bodies, options.limits)
-        await measurement.warm_up(session, options.warm_up, shape)
+        await measurement.warm_up(options.warm_up, shape)
         total = len(targets) * sum(len(load.plan(seed)) for load in loads for seed in options.seeds)
         console = Console(stderr=True)
         columns = (TextColumn("answered"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("", total=total)
-            results = measurement.run(session, lambda: bar.advance(task))
+            results = measurement.run(lambda: bar.advance(task))
             return [each async for each in results]
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which people with colour blindness can distinguish.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 LINES = ("-", "--", ":", "-.")
-MISSING = "needs matplotlib: pip install matplotlib"
+MISSING = "needs matplotlib: pip install -e '.[bench]' in the checkout"
 
 
 def check_matplotlib() -> None:

@@ -29,6 +29,8 @@ class Target:
     label: str
     base: str  # the URL up to and including /v1
     model: str
+    # Presents the server's key. All sessions may share one pool of connections.
+    session: aiohttp.ClientSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +77,12 @@ class Measurement:
     bodies: Bodies
     limits: Limits
 
-    async def run(
-        self, session: aiohttp.ClientSession, answered: Answered = no_progress
-    ) -> AsyncIterator[MeasuredLoad]:
+    async def run(self, answered: Answered = no_progress) -> AsyncIterator[MeasuredLoad]:
         """Measure all loads; yield the results of a load for each server in turn."""
         for number, load in enumerate(self.loads):
             runs: dict[str, dict[int, Run]] = {target.label: {} for target in self.targets}
             for target, seed in turns(self.targets, self.seeds):
-                server = self._server(session, target, (number, seed))
+                server = self._server(target, (number, seed))
                 plan = load.plan(seed)
                 if load.clients:
                     run = await closed_loop(server, plan, load.clients, answered)
@@ -92,15 +92,15 @@ class Measurement:
             for label, each in runs.items():
                 yield self._measured(label, load.label, each)
 
-    async def warm_up(self, session: aiohttp.ClientSession, count: int, shape: PromptShape) -> None:
+    async def warm_up(self, count: int, shape: PromptShape) -> None:
         """Send requests that do not count, one at a time, to each server; their failures do not count either."""
         for target in self.targets:
-            server = self._server(session, target, WARM_UP)
+            server = self._server(target, WARM_UP)
             for request in closed_plan(count, shape, 0):
                 await stream_completion(server.session, server.url, server.body(request))
 
-    def _server(self, session: aiohttp.ClientSession, target: Target, run: tuple[int, int]) -> Server:
-        return Server(session, f"{target.base}/completions", self.bodies.maker(target.model, run))
+    def _server(self, target: Target, run: tuple[int, int]) -> Server:
+        return Server(target.session, f"{target.base}/completions", self.bodies.maker(target.model, run))
 
     def _measured(self, target: str, load: str, runs: dict[int, Run]) -> MeasuredLoad:
         whole = Run()

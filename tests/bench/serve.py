@@ -50,11 +50,11 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     base = api_base(options.url)
     rows = []
     async with open_session(options.url) as session:
-        target = Target(options.url, base, await first_model(session, base))
+        target = Target(options.url, base, await first_model(session, base), session)
         bodies = Bodies(options.vocab, options.seed)
         measurement = Measurement([target], loads(options), [options.seed], bodies, LIMITS)
-        await measurement.warm_up(session, 2, PromptShape(options.input, options.output))
-        async for measured in measurement.run(session):
+        await measurement.warm_up(2, PromptShape(options.input, options.output))
+        async for measured in measurement.run():
             if measured.errors:
                 raise RuntimeError(measured.errors[0])
             rows.append({"load": measured.load, **asdict(measured.summary)})

@@ -105,6 +105,7 @@ async def test_two_servers_get_the_same_prompts(tmp_path: Path) -> None:
         result = await bench(
             *(a.url, "--compare", f"{b.url}/v1", "--concurrency", "2", "--json", str(file)),
             *("--extra-body", '{"top_k": 1}', "--api-key", "secret"),
+            *("--compare-api-key", "other"),
         )
     assert result.exit_code == 1, result.output
     assert "4 of 4" not in result.output
@@ -123,6 +124,7 @@ async def test_two_servers_get_the_same_prompts(tmp_path: Path) -> None:
         "stream_options": {"include_usage": True},
     }
     assert set(a.keys) == {"Bearer secret"}
+    assert set(b.keys) == {"Bearer other"}
     found = json.loads(file.read_text())
     assert "secret" not in file.read_text()
     assert found["trusted"] is True
@@ -157,6 +159,7 @@ async def test_a_slow_generator_is_not_trusted() -> None:
         (("--compare", "http://127.0.0.1:1/v1/"), "names the same server"),
         (("--prefixes", "2", "--prefix-tokens", "512"), "prefix of 512 tokens must be shorter"),
         (("--extra-body", "[]"), "--extra-body: is not a JSON object"),
+        (("--json", "/none/result.json"), "there is no folder /none"),
         ((), "Is the server running?"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import aiohttp
 import pytest
 
 from common.errors import ConfigError
@@ -125,8 +126,9 @@ def test_loads_have_their_plans() -> None:
     assert len(closed_load(8, 5, SHAPE).plan(1)) == 5
 
 
-def test_servers_take_turns_and_each_comes_first_equally_often() -> None:
-    a, b = Target("a", "", ""), Target("b", "", "")
+async def test_servers_take_turns_and_each_comes_first_equally_often() -> None:
+    async with aiohttp.ClientSession() as session:
+        a, b = (Target(label, "", "", session) for label in "ab")
     order = [(target.label, seed) for target, seed in turns([a, b], [1, 2])]
     assert order == [("a", 1), ("b", 1), ("b", 2), ("a", 2)]
 
