@@ -8,6 +8,7 @@ option is refused.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -228,6 +229,7 @@ def run(
             if not sys.stdin.isatty():
                 answer_piped(chat, runner)
                 return
+            edit_lines()
             chat.out.print(f"{printable(name)}; /help shows commands", style="dim", markup=False)
             talk(chat, runner, input)
     except ConfigError as error:
@@ -236,6 +238,14 @@ def run(
     except Unreachable as error:
         complain(f"{error}. Is the server running?")
         raise typer.Exit(EXIT_REFUSED) from None
+
+
+def edit_lines() -> None:
+    """Let questions be edited and repeated with the arrow keys; a Python without readline has none of it."""
+    with contextlib.suppress(ImportError):
+        import readline
+
+        readline.set_auto_history(True)
 
 
 def answer_piped(chat: Chat, runner: asyncio.Runner) -> None:
