@@ -11,6 +11,7 @@ from router.availability import ServedModels
 from router.dispatch.generation import Generator
 from router.exchange.host_peers import HostPeers
 from router.openapi.routes import OpenApiRoutes
+from router.page.routes import PageRoutes
 from router.parts import ApiParts
 from router.routes.control import ActiveRequests, ControlRoutes
 from router.routes.generate import GenerateRoutes
@@ -60,6 +61,7 @@ class ApiRoutes:
             ResponsesRoutes(openai, texts, served().name),
             MessagesRoutes(openai, texts, ChatPrompts(texts, images), models.admitting),
             OpenApiRoutes(VERSION),
+            PageRoutes(),
             StatusRoutes(view, served, peers),
             TokenizerRoutes(texts, served, parts.tokenizer_info),
             ControlRoutes(cluster, flush, peers, log),

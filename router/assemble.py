@@ -38,6 +38,7 @@ def assemble(
         ServerInfo(core, availability, observation.config, link.incarnation),
         core.metrics.render,
         dispatcher.timelines.get,
+        lambda count, client: dispatcher.timelines.latest(count, client, observation.clock()),
     )
     peers = HostPeers(http.name, http.peers, log)
     routes = ApiRoutes(api, availability, dispatcher, dispatcher, core.flush_caches, view, peers, log)

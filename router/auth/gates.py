@@ -1,7 +1,7 @@
 """Authentication and authorization: each listener has one gate, which is asked before any handler runs.
 
 - OpenGate: no API keys. It admits every client that reaches the address, except web pages of another origin.
-- KeyGate: API keys. Every route except the probes needs a key whose scopes cover it.
+- KeyGate: API keys. Every route except the probes and the page's files needs a key whose scopes cover it.
 - OwnerGate: the admin socket, which only the owner of the cluster can open.
 """
 
@@ -22,10 +22,13 @@ from router.auth.quotas import UNLIMITED, Quota, QuotaClaim, Quotas
 from router.http.client import Client, View, client_address, client_key
 from router.http.direct_answer import listener_headers_key
 from router.http.errors import request_id_key
+from router.page.routes import FILES
 
 METRICS = "/metrics"
 # Routes that orchestrators call without a key.
 PROBES = frozenset(("/live", "/liveness", "/ping", "/health", "/health_generate", "/ready", "/readiness"))
+# The page for people, without any data. What it shows it fetches with the key that is typed into it.
+PAGE = frozenset(("/", FILES))
 ADMIN_ROUTES = frozenset((METRICS, "/flush_cache"))
 # For every key, and not counted against its limits: a client at its limit must be able to end its requests.
 UNLIMITED_ROUTES = frozenset(("/abort_request",))
@@ -151,7 +154,7 @@ class Entrance:
             answer = self._cors.preflight(request)
             if answer is not None:
                 return answer
-            if _route(request) in PROBES:
+            if _route(request) in PROBES | PAGE:
                 request[client_key] = Client(address_of(request), self._gate.probe_view(request))
                 return await handler(request)
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
@@ -59,6 +60,10 @@ class Timeline:
         """Record a stage. Its first time counts, except for `placed`, where the latest attempt counts."""
         if stage == "placed" or stage not in self._marks:
             self._marks[stage] = now - self._started
+
+    def age(self, now: float) -> float:
+        """Return the seconds since the request was received."""
+        return now - self._started
 
     def begin_attempt(self) -> int:
         """Add an attempt and return its index."""
@@ -142,3 +147,13 @@ class Timelines:
     def get(self, request_id: str) -> dict[str, Any] | None:
         timeline = self._recent.get(request_id)
         return timeline.report() if timeline is not None else None
+
+    def latest(self, count: int, client: str | None, now: float) -> list[dict[str, Any]]:
+        """Return the reports of the last `count` requests, newest first, with their age in seconds.
+
+        `client`: only requests of this client; None for those of all clients.
+        """
+        mine = (each for each in reversed(self._recent.values()) if client in (None, each.client))
+        return [
+            {**timeline.report(), "age": round(timeline.age(now), 3)} for timeline in islice(mine, count)
+        ]

@@ -30,6 +30,7 @@ from router.requests.tokenize_requests import (
     TokenizeRequest,
 )
 from router.routes.control import AbortRequest, ServerLoad
+from router.routes.status import MOST_LISTED
 
 EMPTY = ""  # no body
 
@@ -61,6 +62,7 @@ class Operation:
 
 
 _TIMEOUT = ("timeout", {"type": "number", "minimum": 0, "maximum": 60})
+_LIMIT = ("limit", {"type": "integer", "minimum": 1, "maximum": MOST_LISTED})
 
 OPERATIONS = (
     Operation("post", "/v1/chat/completions", "Answer a chat", ChatRequest, ChatCompletion, streams=True),
@@ -86,6 +88,7 @@ OPERATIONS = (
     Operation("get", "/get_model_info", "Describe the model as SGLang does", answer=ModelInfo),
     Operation("get", "/version", "Show the version", answer=Version),
     Operation("get", "/metrics", "Metrics for Prometheus", media=TEXT),
+    Operation("get", "/requests", "List the timelines of the last requests", query=_LIMIT),
     Operation("get", "/requests/{id}", "Show the timeline of a recent request"),
     Operation("get", "/live", "Answer while the process runs", media=EMPTY),
     Operation("get", "/health", "Answer 200 while requests can be served", media=EMPTY, unready=True),

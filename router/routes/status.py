@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from common.errors import ModelNotFound
+from common.errors import InvalidRequest, ModelNotFound
 from router.answers.openai_responses import CHAT_ID, COMPLETION_ID
 from router.apis.messages_answer import MESSAGE_ID
 from router.apis.responses_answer import RESPONSE_ID
@@ -18,6 +18,7 @@ from router.http.errors import error_body, json_response
 from router.requests.checks import ServedModel
 
 VERSION = "0.1.0"
+LISTED, MOST_LISTED = 40, 200  # timelines in one answer of /requests: by default, and at most
 ANSWER_PREFIXES = (CHAT_ID, COMPLETION_ID, RESPONSE_ID, MESSAGE_ID)
 
 
@@ -30,6 +31,8 @@ class ClusterView:
     server_info: Callable[[View], dict[str, Any]]
     metrics: Callable[[str], tuple[bytes, str]]  # from the header Accept: series and their media type
     timeline: Callable[[str], dict[str, Any] | None]
+    # The last requests, newest first: how many at most, and of which client (None: of all).
+    timelines: Callable[[int, str | None], list[dict[str, Any]]]
 
 
 class StatusRoutes:
@@ -56,6 +59,7 @@ class StatusRoutes:
         app.router.add_get("/v1/models/{id:.+}", self.model)
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/version", self.version)
+        app.router.add_get("/requests", self.timelines)
         app.router.add_get("/requests/{id:.+}", self.timeline)
 
     async def live(self, request: web.Request) -> web.Response:
@@ -129,6 +133,12 @@ class StatusRoutes:
         """Look it up at the other router processes of this host."""
         return await self._peers.timeline(identity) or await self._peers.timeline(without_prefix(identity))
 
+    async def timelines(self, request: web.Request) -> web.Response:
+        """Answer with the timelines of the last requests: of all clients, or of the client that may not see those."""
+        client = request[client_key]
+        of = None if client.view >= View.CLUSTER else client.name
+        return json_response({"requests": self._view.timelines(_limit(request), of)})
+
     def _timeline(self, identity: str) -> dict[str, Any] | None:
         return self._view.timeline(identity) or self._view.timeline(without_prefix(identity))
 
@@ -137,6 +147,15 @@ def without_prefix(identity: str) -> str:
     """Return the request id in the id of an answer; other ids are returned unchanged."""
     prefix = next((each for each in ANSWER_PREFIXES if identity.startswith(each)), "")
     return identity.removeprefix(prefix)
+
+
+def _limit(request: web.Request) -> int:
+    """Return the number of requests that the client asks for. Raises InvalidRequest."""
+    given = request.query.get("limit", str(LISTED))
+    count = int(given) if given.isascii() and given.isdigit() and len(given) <= 9 else 0
+    if not 1 <= count <= MOST_LISTED:
+        raise InvalidRequest(f"limit must be a number from 1 to {MOST_LISTED}", param="limit")
+    return count
 
 
 def _path(model: ServedModel, request: web.Request) -> str:

@@ -39,7 +39,6 @@ CLOSED = (
     "/requests/known",
     "/metrics",
     "/nothing",
-    "/",
     "//live",
     "/live/",
 )

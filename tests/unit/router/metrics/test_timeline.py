@@ -76,3 +76,12 @@ def test_memory_is_bounded_but_open_rooms_stay() -> None:
     timelines.close(1)
     timelines.close(1)
     assert timelines.rooms == KEPT
+
+
+def test_the_latest_requests_of_all_clients_or_of_one() -> None:
+    timelines = Timelines()
+    for number, client in enumerate(("a", "b", "a", "b")):
+        timelines.add(Timeline(f"r{number}", 100.0 + number, client))
+    latest = timelines.latest(3, None, 110.0)
+    assert [(each["request_id"], each["age"]) for each in latest] == [("r3", 7.0), ("r2", 8.0), ("r1", 9.0)]
+    assert [each["request_id"] for each in timelines.latest(3, "a", 110.0)] == ["r2", "r0"]

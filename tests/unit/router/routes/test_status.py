@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.router.conftest import SERVED, Rig
+from router.routes.status import LISTED, MOST_LISTED
+from tests.fakes.api_keys import bearer
+from tests.unit.router.auth.test_gates import key_gate
+from tests.unit.router.conftest import SERVED, Rig, Serve
 
 
 async def get(rig: Rig, path: str, method: str = "GET") -> tuple[int, bytes, str]:
@@ -168,3 +171,24 @@ async def test_a_method_that_a_route_does_not_take_is_named(rig: Rig) -> None:
 )
 async def test_head(rig: Rig, path: str) -> None:
     assert (await get(rig, path, "HEAD"))[:2] == (200, b"")
+
+
+@pytest.mark.parametrize(("query", "count"), [("", LISTED), ("?limit=1", 1), ("?limit=200", MOST_LISTED)])
+async def test_the_last_requests_are_listed(rig: Rig, query: str, count: int) -> None:
+    async with rig.session.get(f"{rig.url}/requests{query}") as response:
+        assert response.status == 200
+        assert (await response.json())["requests"][0]["request_id"] == f"{count} of None"
+
+
+@pytest.mark.parametrize("limit", ["0", "201", "-1", "x", "", "1e2", "9" * 30, "٣"])
+async def test_a_bad_number_of_requests_is_refused(rig: Rig, limit: str) -> None:
+    async with rig.session.get(f"{rig.url}/requests", params={"limit": limit}) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == "limit"
+
+
+async def test_a_key_sees_its_own_requests_only(serve: Serve) -> None:
+    rig = await serve(gate=key_gate())
+    for secret, shown in (("secret-a", "team-a"), ("secret-ops", "None")):
+        async with rig.session.get(rig.url + "/requests", headers=bearer(secret)) as response:
+            assert (await response.json())["requests"][0]["request_id"] == f"{LISTED} of {shown}"
