@@ -154,6 +154,4 @@ class Timelines:
         `client`: only requests of this client; None for those of all clients.
         """
         mine = (each for each in reversed(self._recent.values()) if client in (None, each.client))
-        return [
-            {**timeline.report(), "age": round(timeline.age(now), 3)} for timeline in islice(mine, count)
-        ]
+        return [{**timeline.report(), "age": round(timeline.age(now), 3)} for timeline in islice(mine, count)]

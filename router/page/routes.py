@@ -35,9 +35,7 @@ class PageRoutes:
     """The handlers. All files are read once; requests name them, not paths of the file system."""
 
     def __init__(self, folder: Path = STATIC) -> None:
-        self._files = {
-            path.name: _read(path) for path in sorted(folder.iterdir())
-        }
+        self._files = {path.name: _read(path) for path in sorted(folder.iterdir())}
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_get("/", self.index)
@@ -63,9 +61,7 @@ class PageRoutes:
         }
         if request.headers.get("If-None-Match") == file.etag:
             return web.Response(status=304, headers=headers)
-        return web.Response(
-            body=file.body, content_type=file.content_type, charset="utf-8", headers=headers
-        )
+        return web.Response(body=file.body, content_type=file.content_type, charset="utf-8", headers=headers)
 
 
 def _read(path: Path) -> _File:

@@ -13,7 +13,8 @@ from playwright.async_api import Page, async_playwright
 # Debian's and Ubuntu's names; CI installs chromium.
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(
-    CHROMIUM is None and not os.environ.get("CI"), reason="no Chromium; install it, for example apt install chromium"
+    CHROMIUM is None and not os.environ.get("CI"),
+    reason="no Chromium; install it, for example apt install chromium",
 )
 WIDE, PHONE = (1280, 900), (390, 844)  # pixels of the window
 
@@ -36,7 +37,8 @@ async def open_page(
             page.on("pageerror", lambda error: problems.append(str(error)))
             page.on("console", lambda line: problems.append(line.text) if line.type == "error" else None)
             page.on(
-                "request", lambda asked: None if asked.url.startswith((url, "data:")) else problems.append(asked.url)
+                "request",
+                lambda asked: None if asked.url.startswith((url, "data:")) else problems.append(asked.url),
             )
             await page.goto(url)
             yield page

@@ -5,6 +5,9 @@ import { html, short } from "./dom.js";
 
 const POINTS = 150; // of two seconds each
 const HEIGHT = 170;
+const LINE = { width: 2, points: { show: false } };
+
+const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
 
 /** Return a colour of the style sheet as a canvas takes it. */
 function color(name) {
@@ -26,8 +29,8 @@ export class Chart {
       legend: { live: false },
       cursor: { drag: { x: false, y: false } },
       scales: { y: { range: (_, __, most) => [0, Math.max(most * 1.1, 1)] } },
-      axes: [axis, { ...axis, size: 46, values: (_, ticks) => ticks.map(short) }],
-      series: [{}, ...lines.map(([label, stroke]) => ({ label, stroke: color(stroke), width: 2, points: { show: false } }))],
+      axes: [{ ...axis, space: 70, values: (_, ticks) => ticks.map(clock) }, { ...axis, size: 46, values: (_, ticks) => ticks.map(short) }],
+      series: [{}, ...lines.map(([label, stroke]) => ({ ...LINE, label, stroke: color(stroke) }))],
     }, this.data, target);
     new ResizeObserver(() => this.plot.setSize({ width: target.clientWidth, height: HEIGHT })).observe(target);
   }

@@ -37,11 +37,12 @@ async function update() {
     return;
   }
   notice("");
-  const missing = info.missing_nodes.length;
-  state(info.ready ? (missing ? "degraded" : "ready") : "not ready");
+  const known = new Set(info.nodes.map((node) => node.name));
+  const missing = info.missing_nodes.filter((node) => !known.has(node.name));
+  state(info.ready ? (info.missing_nodes.length ? "degraded" : "ready") : "not ready");
   const metrics = parseMetrics(await (await send("metrics")).text());
   view.add(Date.now() / 1000, metrics);
-  drawPicture(at("picture"), info.nodes, view, requests);
+  drawPicture(at("picture"), [...info.nodes, ...missing], view, requests);
   drawFigures(metrics);
   drawCharts(metrics);
 }
@@ -59,7 +60,7 @@ function drawCharts(metrics) {
 }
 
 function drawFigures(metrics) {
-  const both = (name) => `${milliseconds(view.quantile(name, MINUTE, 0.5))} / ${milliseconds(view.quantile(name, MINUTE, 0.99))}`;
+  const both = (name) => [0.5, 0.99].map((share) => milliseconds(view.quantile(name, MINUTE, share))).join(" / ");
   const drafts = view.increase("vllm:spec_decode_num_drafts_total", MINUTE);
   const accepted = view.increase("vllm:spec_decode_num_accepted_tokens_total", MINUTE);
   const replays = view.increase("tandem_graph_replays_total", MINUTE);

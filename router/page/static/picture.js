@@ -8,7 +8,7 @@ const MINUTE = 60;
 
 /**
  * Draw into `target`.
- * nodes: of /server_info. view: the Window of metrics. requests: of /requests.
+ * nodes: of /server_info, with those that are missing. view: the Window of metrics. requests: of /requests.
  */
 export function drawPicture(target, nodes, view, requests) {
   const sorted = [...nodes].sort((one, other) => one.name.localeCompare(other.name, undefined, { numeric: true }));
@@ -25,9 +25,10 @@ export function drawPicture(target, nodes, view, requests) {
     const space = (height - columns[role].length * BOX_HEIGHT) / (columns[role].length + 1);
     columns[role].forEach((node, index) => places.set(node.name, { x, y: space + index * (BOX_HEIGHT + space) }));
   }
+  const absent = new Set(nodes.filter((node) => !node.load).map((node) => node.name));
   target.setAttribute("viewBox", `0 0 ${width} ${height}`);
   target.replaceChildren(
-    ...links(places, boxWidth, requests, view),
+    ...links(new Map([...places].filter(([name]) => !absent.has(name))), boxWidth, requests, view),
     ...nodes.filter((node) => places.has(node.name)).map((node) => box(node, places.get(node.name), boxWidth, view)),
   );
 }
@@ -51,7 +52,7 @@ function links(places, boxWidth, requests, view) {
       const moving = count && view.increase("tandem_kv_transferred_pages_total", 10, { engine: prefill });
       lines.push(svg("path", {
         class: moving ? "link moving" : "link",
-        "stroke-width": Math.min(1 + count / 4, 7),
+        "stroke-width": Math.min(1 + count / 8, 4),
         d: `M${x1} ${y1} C${middle} ${y1} ${middle} ${y2} ${x2} ${y2}`,
       }, svg("title", {}, `${prefill} to ${decode}: ${count} of the recent requests in the last minute`)));
     }
@@ -61,6 +62,7 @@ function links(places, boxWidth, requests, view) {
 
 function box(node, { x, y }, width, view) {
   const { load, role, state } = node;
+  if (!load) return missing(node, x, y, width);
   const labels = { engine: node.name };
   const down = state !== "up" || node.reachable === false;
   const rate = role === "prefill"
@@ -74,6 +76,17 @@ function box(node, { x, y }, width, view) {
     svg("rect", { class: `box ${role}`, width, height: BOX_HEIGHT, rx: 8 }),
     ...lines.map(([text, at, style]) => svg("text", { x: 12, y: at, class: style }, text)),
     ...pages(load, width - 24, view, labels),
+  );
+}
+
+/** Draw a node of the cluster file that is not there. */
+function missing({ name, role }, x, y, width) {
+  return svg(
+    "g",
+    { transform: `translate(${x} ${y})`, "data-node": name, class: "down" },
+    svg("rect", { class: `box ${role}`, width, height: BOX_HEIGHT, rx: 8 }),
+    svg("text", { x: 12, y: 20 }, name),
+    svg("text", { x: 12, y: 38, class: "soft" }, "down"),
   );
 }
 

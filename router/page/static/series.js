@@ -25,20 +25,29 @@ export function total(metrics, name, labels = {}) {
     .reduce((sum, sample) => sum + sample.value, 0);
 }
 
-/** Return the counts of a histogram by upper bound, ascending: [[bound, cumulative count], ...]. */
-export function buckets(metrics, name) {
+const labelled = (sample) => JSON.stringify(Object.entries(sample.labels).sort());
+
+/** Return by how much each series of a counter grew: [{labels, value}, ...]. One that fell has started again from zero. */
+export function growth(before, after, name) {
+  const old = new Map((before.get(name) ?? []).map((sample) => [labelled(sample), sample.value]));
+  return (after.get(name) ?? []).map((sample) => {
+    const from = old.get(labelled(sample)) ?? 0;
+    return { labels: sample.labels, value: sample.value >= from ? sample.value - from : sample.value };
+  });
+}
+
+/** Return the cumulative counts of a histogram's buckets, ascending: [[bound, count], ...]. */
+export function buckets(samples) {
   const counts = new Map();
-  for (const { labels, value } of metrics.get(`${name}_bucket`) ?? []) {
+  for (const { labels, value } of samples) {
     const bound = labels.le === "+Inf" ? Infinity : Number(labels.le);
     counts.set(bound, (counts.get(bound) ?? 0) + value);
   }
   return [...counts].sort((one, other) => one[0] - other[0]);
 }
 
-/** Return the quantile of what was observed between two readings of a histogram; null if nothing was. */
-export function quantile(before, after, share) {
-  const old = new Map(before);
-  const counts = after.map(([bound, count]) => [bound, Math.max(count - (old.get(bound) ?? 0), 0)]);
+/** Return a quantile of what the counts of buckets stand for; null if nothing was observed. */
+export function quantile(counts, share) {
   const all = counts.length ? counts.at(-1)[1] : 0;
   if (!all) return null;
   const rank = share * all;
@@ -55,7 +64,7 @@ export function quantile(before, after, share) {
   return lower;
 }
 
-/** Samples of the last minutes: {at, metrics}. A counter that fell, because a node restarted, counts from zero. */
+/** Samples of the last minutes: {at, metrics}. */
 export class Window {
   constructor(seconds) {
     this.seconds = seconds;
@@ -77,11 +86,13 @@ export class Window {
     return this.samples.findLast((sample) => sample.at <= from) ?? this.samples[0];
   }
 
+  growth(name, seconds) {
+    return growth(this.since(seconds).metrics, this.newest.metrics, name);
+  }
+
   /** Return the increase of a counter in the last `seconds`. */
   increase(name, seconds, labels = {}) {
-    const now = total(this.newest.metrics, name, labels);
-    const before = total(this.since(seconds).metrics, name, labels);
-    return now >= before ? now - before : now;
+    return total(new Map([[name, this.growth(name, seconds)]]), name, labels);
   }
 
   /** Return the increase per second; null with fewer than two samples. */
@@ -91,6 +102,6 @@ export class Window {
   }
 
   quantile(name, seconds, share) {
-    return quantile(buckets(this.since(seconds).metrics, name), buckets(this.newest.metrics, name), share);
+    return quantile(buckets(this.growth(`${name}_bucket`, seconds)), share);
   }
 }

@@ -160,7 +160,12 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             lambda accept: (b"# HELP x y\n", "text/plain; version=0.0.4; charset=utf-8"),
             lambda identity: {"request_id": identity, "client": "team-a"} if identity == "known" else None,
             lambda count, client: [
-                {"request_id": f"{count} of {client}", "outcome": "stop", "nodes": [], "stages": {"received": 0.0}}
+                {
+                    "request_id": f"{count} of {client}",
+                    "outcome": "stop",
+                    "nodes": [],
+                    "stages": {"received": 0.0},
+                }
             ],
         )
         routes = ApiRoutes(

@@ -115,7 +115,7 @@ def test_the_page_escapes() -> None:
 
 
 async def test_every_route_is_described(rig: Rig) -> None:
-    """Aliases of a described route, and the document itself, need no description."""
+    """Aliases of a described route, the document itself and pages for people need no description."""
     described = {operation.path for operation in OPERATIONS}
     aliases = {
         "/liveness",
@@ -125,6 +125,8 @@ async def test_every_route_is_described(rig: Rig) -> None:
         "/get_server_info",
         "/openapi.json",
         "/docs",
+        "/",
+        "/page/{name}",
     }
     assert {re.sub(r":[^}]*", "", path) for path in rig.paths} - aliases == described
     assert aliases <= set(rig.paths)

@@ -46,7 +46,10 @@ async def test_the_next_message_carries_the_conversation(rig: Rig) -> None:
             await page.fill("#prompt", question)
             await page.press("#prompt", "Enter")
             await expect(page.locator("#messages .figures")).to_have_count(1 + (question == "Second"))
-    first, second = (rig.tokenizer.decode(request.token_ids, skip_special_tokens=True) for request in rig.generator.requests)
+    first, second = (
+        rig.tokenizer.decode(request.token_ids, skip_special_tokens=True)
+        for request in rig.generator.requests
+    )
     assert "First" in first
     assert "Second" not in first
     assert all(part in second for part in ("First", "An answer", "Second"))
@@ -87,18 +90,25 @@ async def test_a_phone_has_no_sideways_scrolling(rig: Rig) -> None:
         assert await page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
+BEFORE = """x_total{engine="p",role="prefill"} 100
+x_total{engine="gone",role="decode"} 1000
+h_bucket{le="0.1"} 10
+h_bucket{le="0.2"} 10
+h_bucket{le="+Inf"} 10
+"""
 FIGURES = {
     "m.total(found, 'x_total')": 7.5,
     "m.total(found, 'x_total', {role: 'prefill'})": 3,
     "m.total(found, 'absent')": 0,
     "found.get('x_total')[1].labels.engine": 'q\\ "quoted"',
-    "m.quantile([], m.buckets(found, 'h'), 0.5)": 0.1,
-    "m.quantile([], m.buckets(found, 'h'), 0.75)": 0.15,
-    "m.quantile([[0.1, 10], [0.2, 10], [Infinity, 10]], m.buckets(found, 'h'), 0.5)": 0.15,
-    "m.quantile(m.buckets(found, 'h'), m.buckets(found, 'h'), 0.5)": None,
-    # the counter fell from 100: its node has started again
+    "m.quantile(m.buckets(found.get('h_bucket')), 0.5)": 0.1,
+    "m.quantile(m.buckets(found.get('h_bucket')), 0.75)": 0.15,
+    "m.quantile([], 0.5)": None,
+    # p fell from 100: its node has started again; a third node is gone
     "w.increase('x_total', 60)": 7.5,
     "w.rate('x_total', 60)": 0.75,
+    "w.quantile('h', 60, 0.5)": 0.15,
+    "w.quantile('h', 5, 0.5)": 0.15,
     "p.parts({'prefill.prefill_start': 1, 'prefill.prefill_end': 2, finished: 5}, 5)": [
         ["queue", 0, 1],
         ["compute", 1, 2],
@@ -110,15 +120,15 @@ FIGURES = {
 async def test_figures(rig: Rig) -> None:
     async with open_page(rig.url) as page:
         values = await page.evaluate(
-            f"""async (text) => {{
+            f"""async ([before, text]) => {{
                 const [m, p] = await Promise.all([import("/page/series.js"), import("/page/waterfall.js")]);
                 const found = m.parseMetrics(text);
                 const w = new m.Window(60);
-                w.add(0, m.parseMetrics("x_total 100"));
+                w.add(0, m.parseMetrics(before));
                 w.add(10, found);
                 return [{", ".join(FIGURES)}];
             }}""",
-            METRICS,
+            [BEFORE, METRICS],
         )
     for (expression, expected), value in zip(FIGURES.items(), values, strict=True):
         near = pytest.approx(expected) if isinstance(expected, float) else expected

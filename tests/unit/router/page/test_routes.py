@@ -7,8 +7,8 @@ import re
 import pytest
 
 from router.page.routes import POLICY, STATIC
-from tests.unit.router.conftest import Rig, Serve
 from tests.unit.router.auth.test_gates import key_gate
+from tests.unit.router.conftest import Rig, Serve
 
 FILES = sorted(path.name for path in STATIC.iterdir())
 OWN = [name for name in FILES if not name.startswith("uplot")]
@@ -49,7 +49,9 @@ async def test_files_need_no_key_but_all_data_does(serve: Serve) -> None:
     for path in ("/", *(f"/page/{name}" for name in FILES)):
         async with rig.session.get(rig.url + path) as response:
             assert response.status == 200, path
-    asked = re.findall(r'send\("([\w/]+)', (STATIC / "main.js").read_text() + (STATIC / "chat.js").read_text())
+    asked = re.findall(
+        r'send\("([\w/]+)', (STATIC / "main.js").read_text() + (STATIC / "chat.js").read_text()
+    )
     assert set(asked) == {"server_info", "requests", "metrics", "v1/chat/completions"}
     for path in asked:
         method = "POST" if path.startswith("v1/") else "GET"
@@ -62,7 +64,9 @@ def test_files_use_no_other_host_and_never_set_html(name: str) -> None:
     text = (STATIC / name).read_text()
     hosts = set(re.findall(r"https?://[^\"' )]+", text))
     assert hosts <= {"http://www.w3.org/2000/svg"}
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|EventSource", text)
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|EventSource", text
+    )
 
 
 async def test_imports_name_files_that_exist() -> None:
