@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from router.api_routes import ApiRoutes
 from router.app import RouterApp
 from router.availability import Availability
@@ -32,13 +34,17 @@ def assemble(
     core = assemble_core(link, nodes, dispatching, observation)
     dispatcher = core.dispatcher
     availability = Availability(model, core, nodes.configured, log)
+
+    def latest(count: int, client: str | None) -> list[dict[str, Any]]:
+        return dispatcher.timelines.latest(count, client, observation.clock())
+
     view = ClusterView(
         availability.not_ready,
         availability.missing_nodes,
         ServerInfo(core, availability, observation.config, link.incarnation),
         core.metrics.render,
         dispatcher.timelines.get,
-        lambda count, client: dispatcher.timelines.latest(count, client, observation.clock()),
+        latest,
     )
     peers = HostPeers(http.name, http.peers, log)
     routes = ApiRoutes(api, availability, dispatcher, dispatcher, core.flush_caches, view, peers, log)
@@ -47,6 +53,7 @@ def assemble(
         http.name,
         core.metrics.render,
         dispatcher.timelines.get,
+        latest,
         dispatcher.running,
         availability.set_paused,
         lambda: routes.active,

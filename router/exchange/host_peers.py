@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import aiohttp
 import msgspec
@@ -21,7 +21,8 @@ from router.exchange.series_text import labelled_all, merged
 ASK_SECONDS = 1.0  # for the answers of all processes together
 MOST_BYTES = 8 << 20  # of one answer
 AT_ONCE = 8  # questions of this process to one other
-TIMELINES = "/host/requests/"
+LATEST = "/host/requests"
+TIMELINES = LATEST + "/"
 METRICS = "/host/metrics"
 LOAD = "/host/load"
 ABORT = "/host/abort"
@@ -56,6 +57,12 @@ class HostPeers:
         """Return the timeline of a request of another process, by its id."""
         answers = await self._ask_all("GET", TIMELINES + quote(identity, safe=""))
         return msgspec.json.decode(answers[0], type=dict[str, Any]) if answers else None
+
+    async def latest(self, count: int, client: str | None) -> list[dict[str, Any]]:
+        """Return the timelines of the last requests of each other process, `count` at most: see Timelines."""
+        query = {"limit": str(count)} if client is None else {"limit": str(count), "client": client}
+        answers = await self._ask_all("GET", f"{LATEST}?{urlencode(query)}")
+        return [each for answer in answers for each in msgspec.json.decode(answer, type=list[dict[str, Any]])]
 
     async def active(self, client: str | None = None) -> int:
         """Return the number of prompts that the others have in flight, of all clients or of one."""

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from router.dispatch.running_requests import RunningRequests
-from router.exchange.host_peers import ABORT, LOAD, METRICS, PAUSE, TIMELINES
+from router.exchange.host_peers import ABORT, LATEST, LOAD, METRICS, PAUSE, TIMELINES
 from router.exchange.orders import AbortOrder, PauseOrder
 from router.exchange.series_text import labelled
 from router.http.errors import json_response
@@ -32,6 +32,7 @@ class HostRoutes:
         name: str,
         metrics: Callable[[str], tuple[bytes, str]],
         timeline: Callable[[str], dict[str, Any] | None],
+        latest: Callable[[int, str | None], list[dict[str, Any]]],
         running: RunningRequests,
         set_paused: Callable[[bool], None],
         active: Callable[[], int],
@@ -41,6 +42,7 @@ class HostRoutes:
             name: of this process.
             metrics: from the header Accept, its series and their media type.
             timeline: of a request, by its id.
+            latest: timelines of the last requests, how many at most and of which client.
             running: its requests.
             set_paused: lets it refuse new requests, or take them again.
             active: number of requests in progress.
@@ -48,12 +50,14 @@ class HostRoutes:
         self._name = name
         self._metrics = metrics
         self._timeline = timeline
+        self._latest = latest
         self._running = running
         self._set_paused = set_paused
         self._active = active
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_get(METRICS, self.metrics)
+        app.router.add_get(LATEST, self.latest)
         app.router.add_get(TIMELINES + "{id:.+}", self.timeline)
         app.router.add_get(LOAD, self.load)
         app.router.add_post(ABORT, self.abort)
@@ -67,6 +71,10 @@ class HostRoutes:
     async def timeline(self, request: web.Request) -> web.Response:
         found = self._timeline(request.match_info["id"])
         return web.Response(status=404) if found is None else json_response(found)
+
+    async def latest(self, request: web.Request) -> web.Response:
+        asked = request.query
+        return json_response(self._latest(int(asked["limit"]), asked.get("client")))
 
     async def load(self, request: web.Request) -> web.Response:
         client = request.query.get("client")

@@ -25,7 +25,7 @@ _TYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _StaticFile:
     body: bytes
     content_type: str
     etag: str
@@ -64,6 +64,6 @@ class PageRoutes:
         return web.Response(body=file.body, content_type=file.content_type, charset="utf-8", headers=headers)
 
 
-def _read(path: Path) -> _File:
+def _read(path: Path) -> _StaticFile:
     body = path.read_bytes()
-    return _File(body, _TYPES[path.suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+    return _StaticFile(body, _TYPES[path.suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')

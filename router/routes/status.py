@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from aiohttp import web
@@ -134,10 +135,15 @@ class StatusRoutes:
         return await self._peers.timeline(identity) or await self._peers.timeline(without_prefix(identity))
 
     async def timelines(self, request: web.Request) -> web.Response:
-        """Answer with the timelines of the last requests: of all clients, or of the client that may not see those."""
+        """Answer with the timelines of the last requests of all processes of this host, newest first.
+
+        They are those of all clients, or of the client that may not see the others'.
+        """
         client = request[client_key]
         of = None if client.view >= View.CLUSTER else client.name
-        return json_response({"requests": self._view.timelines(_limit(request), of)})
+        count = _limit(request)
+        found = self._view.timelines(count, of) + await self._peers.latest(count, of)
+        return json_response({"requests": sorted(found, key=itemgetter("age"))[:count]})
 
     def _timeline(self, identity: str) -> dict[str, Any] | None:
         return self._view.timeline(identity) or self._view.timeline(without_prefix(identity))

@@ -164,6 +164,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
                     "request_id": f"{count} of {client}",
                     "outcome": "stop",
                     "nodes": [],
+                    "age": 1.0,
                     "stages": {"received": 0.0},
                 }
             ],

@@ -78,6 +78,7 @@ async def test_each_process_answers_for_itself(serve: Serve, tmp_path: Path) -> 
         "router.1",
         lambda accept: (b"# HELP requests All\n# TYPE requests counter\nrequests 5.0\n", "text/plain"),
         {"a/b c": {"request_id": "a/b c", "client": "team"}}.get,
+        lambda count, client: [{"request_id": f"{count} of {client}"}],
         running,  # type: ignore[arg-type]
         paused.append,
         lambda: 9,
@@ -91,6 +92,8 @@ async def test_each_process_answers_for_itself(serve: Serve, tmp_path: Path) -> 
     assert series[2:] == ['requests{router="router"} 3.0', 'requests{router="router.1"} 5.0']
     assert await peers.timeline("a/b c") == {"request_id": "a/b c", "client": "team"}
     assert await peers.timeline("unknown") is None
+    assert await peers.latest(7, None) == [{"request_id": "7 of None"}]
+    assert await peers.latest(7, "a&b =") == [{"request_id": "7 of a&b ="}]
     assert (await peers.active(), await peers.active("team"), await peers.active("nobody")) == (3, 2, 0)
     assert await peers.abort(AbortOrder("other", ("r1", "r2"))) == 0
     assert await peers.abort(AbortOrder("team", ("r2", "x"))) == 1
@@ -109,6 +112,7 @@ async def test_the_only_process_asks_nobody() -> None:
     peers = HostPeers("router", {}, Log("test"))
     assert await peers.metrics(b"as it is", "*/*") == b"as it is"
     assert await peers.timeline("r") is None
+    assert await peers.latest(7, None) == []
     assert (await peers.active(), await peers.abort(AbortOrder(None)), await peers.pause(True)) == (0, 0, 0)
 
 

@@ -86,7 +86,7 @@ async def test_facts(rig: Rig) -> None:
     assert list(await get_json(rig, "/version")) == ["version"]
     status, body, kind = await get(rig, "/metrics")
     assert (status, body) == (200, b"# HELP x y\n")
-    assert kind == "text/plain"
+    assert kind == "text/plain; version=0.0.4; charset=utf-8"
 
 
 async def test_timeline(rig: Rig) -> None:
