@@ -1,0 +1,60 @@
+"""Cached prefixes in host memory on real processes: sessions that do not fit into the pool are computed once."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import Reference
+from tests.cluster.harness import MODEL, Client, RunningCluster
+
+pytestmark = pytest.mark.timeout(900)  # two busy cores
+
+SESSIONS = 4
+TOKENS = 640  # of a session; 512 of them are whole blocks
+CONFIG = {
+    "speculation": {
+        "algorithm": "eagle3",
+        "draft_model_path": str(MODEL.parent / "tiny-eagle3"),
+        "steps": 3,
+    },
+    "prefill": {
+        "pool_tokens": 800,
+        "chunk_tokens": 1024,
+        "host_mib": 24,
+        "graphs": "breakable",
+        "enforce_graphs": True,
+    },
+    "transfer": {"layers": True},
+}
+
+
+async def test_sessions_beyond_the_pool_are_computed_once(reference: Reference, tmp_path: Path) -> None:
+    """Each session is computed once and then continues from host memory, also with many requests at once."""
+    rng = random.Random(5)
+    texts = [[rng.randrange(3, 400) for _ in range(TOKENS)] for _ in range(SESSIONS)]
+    expected = [reference(text, 12) for text in texts]
+    async with RunningCluster(tmp_path, config=CONFIG) as cluster, Client(cluster.url) as client:
+        found = []
+        for _ in range(2):
+            for text, answer in zip(texts, expected, strict=True):
+                given = await client.complete(text, 12)
+                assert given.tokens == answer
+                found.append(given.usage["prompt_tokens_details"]["cached_tokens"])
+                await client.wait_idle()
+        assert found == [0] * SESSIONS + [512] * SESSIONS
+        node = await client.node("prefill-0")
+        async with client.session.get("/metrics") as response:
+            metrics = await response.text()
+        # All at once: their loads share forwards, and pages are free only after their copies.
+        for given, answer in zip(await client.complete_all(texts * 3, 12, 12), expected * 3, strict=True):
+            assert given.tokens == answer
+        await client.wait_idle()
+        after = (await client.node("prefill-0"))["counters"]
+    assert node["load"]["host_cached_tokens"] == SESSIONS * 512
+    assert node["counters"]["host_hits"] == SESSIONS * 512
+    assert 'tandem_host_tier_tokens{engine="prefill-0"' in metrics
+    assert after["host_hits"] > SESSIONS * 512
+    assert after["host_checksum_failures"] == after["transfer_failures"] == 0
