@@ -274,9 +274,8 @@ def main() -> None:
     attention = ArrivingAttention(plain.attention, arriving, unbroken)
     node = Node(ModelRunner(plain.model, plain.pool, attention), options.chunk, options.graphs, arriving)
     vocab = plain.model.config.vocab_size
-    node.serve(
-        texts(1, min(options.tokens, 4 * options.chunk), vocab, 99)[0]
-    )  # compiles what graphs have not
+    # Compiles what no graph has run.
+    node.serve(texts(1, min(options.tokens, 4 * options.chunk), vocab, 99)[0])
     print(f"made in {time.perf_counter() - began:.1f} s", flush=True)
     sessions = texts(options.sessions, options.tokens, vocab)
     rows: list[dict[str, object]] = []
