@@ -107,8 +107,8 @@ class RequestSeries(Collector):
             self._ttft.observe(first)
         self._handover.observe(timeline.attempts)
         self._placed += len(timeline.attempts)
-        for part in parts_of(timeline):
-            self._stages[part.name].observe(part.end - part.begin)
+        for name, begin, ended in parts_of(timeline):
+            self._stages[name].observe(ended - begin)
         seen = stages.get("decode.record_seen")
         if seen is not None and "prefill.slots" in stages:
             begun = max(stages["prefill.slots"], stages.get("prefill.prefill_start", 0.0))

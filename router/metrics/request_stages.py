@@ -12,7 +12,7 @@ router.answer    from the first token on, if the request ended with it
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from itertools import pairwise
 
 from router.metrics.timeline import Timeline
 
@@ -28,36 +28,34 @@ ENDS = {
     "decode.stream": "finished",
 }
 PARTS = (*ENDS, ANSWER)
+# (part, its end, the part that follows), without the last part
+_UNTIL_LAST = tuple((name, ENDS[name], after) for name, after in pairwise(ENDS))
 
-
-class Part(NamedTuple):
-    """One part of a request's time, in seconds since its arrival."""
-
-    name: str
-    begin: float
-    end: float
+Part = tuple[
+    str, float, float
+]  # its name, and when it begins and ends, in seconds since the request's arrival
 
 
 def parts_of(timeline: Timeline) -> list[Part]:
     """Return the parts of a request that is over, by the stages of its last attempt.
 
-    They cover its time from 0 to `finished`. Nodes report times by their own clocks: a stage that would end before the
-    part begins has no length. A part whose end nobody reported is merged into the next one that has an end.
+    They cover its time from 0 to `finished`. Nodes report times by their own clocks: a part that would end before it
+    begins is left out. A part whose end nobody reported is merged into the next one that has an end; without one it is
+    the last part.
     """
     stages = timeline.final_stages
     finished = stages["finished"]
-    parts, at = [], 0.0
-    for name, stage in ENDS.items():
+    parts: list[Part] = []
+    at, last = 0.0, next(iter(ENDS))
+    for name, stage, after in _UNTIL_LAST:
         end = stages.get(stage)
-        if end is None:
-            continue
-        if stage == "finished" and _ended_with_first_token(timeline, stages):
-            name = ANSWER
-        end = min(max(end, at), finished)
-        parts.append(Part(name, at, end))
-        at = end
+        if end is not None:
+            last = after
+            if end > at:
+                end = min(end, finished)
+                parts.append((name, at, end))
+                at = end
+    if last == "kv.transfer" and timeline.completed:
+        last = ANSWER
+    parts.append((last, at, finished))
     return parts
-
-
-def _ended_with_first_token(timeline: Timeline, stages: dict[str, float]) -> bool:
-    return timeline.completed and "prefill.prefill_end" in stages and "decode.first_decode" not in stages
