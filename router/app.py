@@ -39,6 +39,7 @@ class RouterApp:
         self._routes = routes
         self._log = observation.log
         self._events = observation.events
+        self._traces = observation.traces
         self._drain_timeout = drain_timeout
 
     @property
@@ -77,6 +78,7 @@ class RouterApp:
         await asyncio.sleep(0.05)
         self.core.control.close()
         self._events.close()
+        await asyncio.to_thread(self._traces.close)
         await self.children.close()
         self.link.security.close()
         self.link.context.term()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from aiohttp import web
+
 from router.api_routes import ApiRoutes
 from router.app import RouterApp
 from router.availability import Availability
@@ -59,7 +61,12 @@ def assemble(
         lambda: routes.active,
     )
     answers = HttpMetrics(core.metrics.registry)
-    listeners = HttpListeners(http, routes.add_to, admin.add_to, host.add_to, log, answers.answered)
+
+    def add_routes(app: web.Application) -> None:
+        routes.add_to(app)
+        observation.traces.add_to(app)
+
+    listeners = HttpListeners(http, add_routes, admin.add_to, host.add_to, log, answers.answered)
     return RouterApp(
         core, availability, routes, listeners, children, link, observation, dispatching.drain_timeout
     )

@@ -40,6 +40,7 @@ from router.text.pool import TextPool
 from router.text.service import TextService
 from router.tokens.tokenizer import Tokenizer
 from router.tokens.tokenizer_info import tokenizer_info
+from router.tracing.choice import make_traces
 
 
 def build(resolved: Resolved, process: RouterProcess, log: Log) -> RouterApp:
@@ -64,13 +65,14 @@ def build(resolved: Resolved, process: RouterProcess, log: Log) -> RouterApp:
     http = http_plan(resolved, process, body_bytes, time.time, log)
     link = _control_link(resolved, process)
     loop = asyncio.get_running_loop()
+    traces = make_traces(cluster.router.otlp_endpoint, model.name, log)
     events = event_log(event_directory(resolved), process.name, link.incarnation, log, loop.call_soon)
     try:
         return assemble(
             link,
             rules,
             _dispatching(cluster),
-            Observation(log, model.name, events, shown, max_model_len=model.max_model_len),
+            Observation(log, model.name, events, shown, max_model_len=model.max_model_len, traces=traces),
             model,
             ChildProcesses(spawner, text_pool, images),
             ApiParts(tokenizer, info, texts, images, cluster.router.max_requests),

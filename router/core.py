@@ -83,6 +83,7 @@ def assemble_core(
         lambda: control.refused_messages,
         health.conditions,
         observation.max_model_len,
+        observation.traces.finished,
     )
     placer = Placer(registry, dispatching.policies, health, dispatching.rng, dispatching.placement)
     dispatcher = Dispatcher(

@@ -24,6 +24,7 @@ from router.process.spawner import Spawner
 from router.text.pool import TextPool
 from router.text.service import TextService
 from router.tokens.tokenizer import Tokenizer
+from router.tracing.traces import NO_TRACES, Traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Observation:
     config: Mapping[str, Any] = field(default_factory=dict)  # the configuration, as /server_info shows it
     clock: Callable[[], float] = time.monotonic
     max_model_len: int = MAX_MODEL_LEN  # bounds of histograms of tokens go up to it
+    traces: Traces = NO_TRACES
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,9 @@ class RouterSection(Section, frozen=True, kw_only=True):
     max_crashes: Annotated[int, Meta(ge=0, le=100)] = 2
     retry_ratio: Annotated[float, Meta(ge=0, le=1)] = 0.2  # repeated retries per request, beyond a few
     placement_wait: Seconds = 10.0  # time that a request waits for a node that is expected back before 503
+    # Collector that gets a trace of each request (OTLP over HTTP, such as http://host:4318); empty: the one that
+    # OTEL_EXPORTER_OTLP_ENDPOINT names, if any.
+    otlp_endpoint: str = ""
 
 
 class NodeEntry(Section, frozen=True, kw_only=True):

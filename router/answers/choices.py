@@ -21,6 +21,7 @@ from router.requests.hidden_states import answer_states
 from router.requests.openai_schema import CompletionRequest, SharedFields, check_stops
 from router.tokens.text_stream import TextStream
 from router.tokens.tokenizer import Tokenizer
+from router.tracing.traces import trace_key
 
 MAX_SCORES = 1_000_000  # log-probabilities of one prompt
 
@@ -97,7 +98,7 @@ class ChoiceMaker:
         count = choice_count(body)
         priority = check_priority(body.priority, client.most_urgent)
         session = session_key(client, request.headers)
-        choices = []
+        choices, trace = [], request.get(trace_key)
         drawn = zip(samplings(sampling, count), shares(count), strict=True)
         for number, (own, share) in enumerate(drawn, start=prompt.index * count):
             asked = GenerationRequest(
@@ -113,6 +114,7 @@ class ChoiceMaker:
                 batch=batch,
                 share=share,
                 arrived=request[arrived_key],
+                trace=trace if trace is None or number == 0 else trace.sibling(),
                 states=answer_states(body, model.states, len(tokens), own.max_tokens),
             )
             decoder = self._tokenizer.stream(body.skip_special_tokens is not False, tokens, options.kept)

@@ -169,7 +169,7 @@ class Dispatcher:
             raise Overloaded(f"{self._limits.max_requests} requests are in flight; try again later")
         loop = asyncio.get_running_loop()
         timeout = min(request.timeout_s or self._limits.request_timeout, self._limits.request_timeout)
-        timeline = Timeline.entered(request.request_id, request.arrived, request.client)
+        timeline = Timeline.entered(request.request_id, request.arrived, request.client, request.trace)
         self.timelines.add(timeline)
         task = asyncio.current_task()
         flight = InFlight(request, timeline, loop.time() + timeout, task, take_now=take_now)

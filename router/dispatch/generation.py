@@ -11,6 +11,7 @@ import msgspec
 from common.messages.generation import ImageSpan, OutputToken, PromptLogprob, SamplingParams
 from router.dispatch.answer_states import AnswerStates
 from router.dispatch.shared_prompt import UNSHARED, PromptShare
+from router.metrics.trace_context import TraceContext
 
 FINISH_ABORT = "abort"  # finish reason of a request that /abort_request has ended
 
@@ -46,6 +47,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, eq=False):
     batch: PromptBatch = msgspec.field(default_factory=PromptBatch)
     share: PromptShare = UNSHARED  # with other choices of the same prompt, which is computed once
     arrived: float | None = None  # monotonic seconds at which its HTTP request arrived
+    trace: TraceContext | None = None  # None: not traced
     states: AnswerStates | None = None  # collects the hidden states; None: the client asks for none
 
 

@@ -53,6 +53,8 @@ class InFlight:
             request.sampling.max_tokens,
             request.share.choices if request.share.counted else 0,
             request.share.longest(said),
+            request.sampling.temperature,
+            request.sampling.top_p,
         )
 
     def abort(self) -> None:

@@ -43,6 +43,8 @@ class RequestFigures(NamedTuple):
     max_tokens: int = 0
     choices: int = 1  # of its prompt; 0 for all but the first one of them
     longest: int | None = None  # tokens of the longest choice, once all choices of the prompt are over
+    temperature: float = 0.0
+    top_p: float = 1.0
 
 
 def token_bounds(most: int) -> tuple[int, ...]:

@@ -31,9 +31,8 @@ PARTS = (*ENDS, ANSWER)
 # (part, its end, the part that follows), without the last part
 _UNTIL_LAST = tuple((name, ENDS[name], after) for name, after in pairwise(ENDS))
 
-Part = tuple[
-    str, float, float
-]  # its name, and when it begins and ends, in seconds since the request's arrival
+# Its name, and when it begins and ends, in seconds since the arrival of the request.
+Part = tuple[str, float, float]
 
 
 def parts_of(timeline: Timeline) -> list[Part]:

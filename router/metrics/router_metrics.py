@@ -38,8 +38,14 @@ class RouterMetrics(Collector):
         refused: Callable[[], int],
         conditions: Callable[[Iterable[Node]], Iterable[Condition]] = lambda nodes: (),
         max_model_len: int = MAX_MODEL_LEN,
+        traced: Callable[[Timeline, RequestFigures], None] = lambda timeline, figures: None,
     ) -> None:
-        """`refused` returns how many messages of nodes the router itself has refused so far."""
+        """
+        Args:
+            refused: returns how many messages of nodes the router itself has refused so far.
+            traced: takes every request that is over.
+        """
+        self._traced = traced
         self._nodes = nodes
         self._refused = refused
         self._conditions = conditions
@@ -67,6 +73,7 @@ class RouterMetrics(Collector):
     def request_finished(self, timeline: Timeline, figures: RequestFigures) -> None:
         """Observe a request once, when it is over."""
         self._requests.finished(timeline, figures)
+        self._traced(timeline, figures)
         if not timeline.completed:
             self._errors.labels(timeline.outcome.removeprefix("error: ").replace(" ", "_")).inc()
 

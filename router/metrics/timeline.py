@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from common.messages.generation import FINISH_LENGTH, FINISH_STOP
+from router.metrics.trace_context import TraceContext
 
 KEPT = 512
 _SECONDS = itemgetter(1)
@@ -28,13 +29,17 @@ class Timeline:
         self.attempts: list[dict[str, float]] = []  # stages that the nodes of each attempt report
         self.nodes: list[dict[str, str]] = []  # node names of each attempt
         self.outcome = "running"
+        self.trace: TraceContext | None = None  # None: not traced
         self.accept_length: float | None = None  # in the final attempt, if it used speculative decoding
 
     @classmethod
-    def entered(cls, request_id: str, arrived: float | None, client: str) -> Timeline:
+    def entered(
+        cls, request_id: str, arrived: float | None, client: str, trace: TraceContext | None
+    ) -> Timeline:
         """Begin with a request that is token ids now. `arrived`: monotonic seconds; None if it was never text."""
         now = time.monotonic()
         timeline = cls(request_id, now if arrived is None else arrived, client)
+        timeline.trace = trace
         timeline.mark("entered", now)
         return timeline
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.harness import Client, RunningCluster
+from tests.fakes.collector import Batches, collector, spans_in
 from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)
 
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 BOARDS = Path(__file__).with_name("board_series.json")
 
 
@@ -38,6 +43,20 @@ async def totals(client: Client) -> dict[str, float]:
             for sample in family.samples:
                 found[sample.name] += sample.value
     return found
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningCluster, Batches]]:
+    """Run a cluster that sends its traces to a collector."""
+    with collector() as (address, traces):
+        config = {"router": {"otlp_endpoint": address}}
+        with RunningCluster(tmp_path_factory.mktemp("cluster"), config=config) as running:
+            yield running, traces
+
+
+@pytest.fixture(scope="module")
+def cluster(batches: tuple[RunningCluster, Batches]) -> RunningCluster:
+    return batches[0]
 
 
 async def test_a_request_is_counted_once_in_all_series_that_boards_query(cluster: RunningCluster) -> None:
@@ -66,3 +85,41 @@ async def test_a_request_is_counted_once_in_all_series_that_boards_query(cluster
     assert gained["tandem_kv_transfer_bytes_sum"] > 1000
     parts, whole = gained["tandem_stage_seconds_sum"], gained["vllm:e2e_request_latency_seconds_sum"]
     assert parts == pytest.approx(whole)
+
+
+async def test_the_spans_of_a_request_add_up_to_its_time(batches: tuple[RunningCluster, Batches]) -> None:
+    cluster, traces = batches
+    async with Client(cluster.url) as client:
+        began = time.time_ns()
+        body = {"prompt": list(range(5, 400)), "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+        headers = {"traceparent": PARENT, "X-Request-Id": "traced"}
+        async with client.session.post("/v1/completions", json=body, headers=headers) as response:
+            assert response.status == 200
+            own = response.headers["traceparent"]
+        ended = time.time_ns()
+    found: list[Any] = []
+    while not any(span.name == "router.request" for span in found):
+        found += [
+            span
+            for span in spans_in(await asyncio.to_thread(traces.get, timeout=PATIENCE))
+            if span.trace_id.hex() in PARENT
+        ]
+    root, *parts = found
+    names = [
+        "tokenize",
+        "queue",
+        "prefill.queue",
+        "prefill.compute",
+        "kv.transfer",
+        "decode.queue",
+        "decode.stream",
+    ]
+    assert [part.name.removeprefix("router.") for part in parts] == names
+    assert own == f"00-{root.trace_id.hex()}-{root.span_id.hex()}-01"
+    assert {part.parent_span_id for part in parts} == {root.span_id}
+    taken = root.end_time_unix_nano - root.start_time_unix_nano
+    assert sum(part.end_time_unix_nano - part.start_time_unix_nano for part in parts) > 0.99 * taken
+    assert began <= root.start_time_unix_nano < root.end_time_unix_nano <= ended
+    attributes = {each.key: each.value for each in root.attributes}
+    assert attributes["gen_ai.request.id"].string_value == "traced"
+    assert attributes["gen_ai.usage.completion_tokens"].int_value == 40

@@ -20,6 +20,8 @@ class Lines(Log):
     def info(self, event: str, **fields: Any) -> None:
         self.kept.append({"event": event, **fields})
 
+    warning = info
+
 
 def test_rates_since_the_last_line() -> None:
     lines = Lines()

@@ -1,0 +1,58 @@
+"""Exports spans from a thread of its own, so that a slow or dead collector costs the event loop nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter
+
+from common.observability.logs import Log
+
+MAX_QUEUED = 16_384  # spans; further ones are dropped
+BATCH = 512
+INTERVAL = 1.0  # longest time until a span is exported, in seconds
+
+
+class SpanSender:
+    """A bounded queue of spans. `put` is called by one thread and never blocks."""
+
+    def __init__(self, exporter: SpanExporter, log: Log) -> None:
+        """`exporter`: its `export` may take seconds, but has to return."""
+        self._exporter = exporter
+        self._log = log
+        self._queue: deque[ReadableSpan] = deque()
+        self._dropped = 0  # since the last line about it
+        self._awake = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
+        self._thread.start()
+
+    def put(self, spans: Iterable[ReadableSpan]) -> None:
+        """Queue the spans of one request, or none of them if the queue is full."""
+        if len(self._queue) >= MAX_QUEUED:
+            self._dropped += 1
+            return
+        self._queue.extend(spans)
+        if len(self._queue) >= BATCH:
+            self._awake.set()
+
+    def close(self, seconds: float) -> None:
+        """Export what is left, for at most so many seconds."""
+        self._closed = True
+        self._awake.set()
+        self._thread.join(seconds)
+        self._exporter.shutdown()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._awake.wait(INTERVAL)
+            self._awake.clear()
+            while self._queue:
+                count = min(len(self._queue), BATCH)
+                self._exporter.export([self._queue.popleft() for _ in range(count)])
+            if self._dropped:
+                self._log.warning("dropped traces: the collector is too slow", requests=self._dropped)
+                self._dropped = 0
