@@ -61,12 +61,17 @@ class RouterApp:
             raise
 
     async def drain(self) -> None:
-        """Refuse new requests, let those in flight finish until the drain timeout has passed, then close."""
-        self.availability.draining = True
+        """Refuse new requests, let those in flight finish until the drain timeout has passed, then close.
+
+        If other router processes take new connections, no request is refused: each connection gets one more answer.
+        """
+        self.availability.leaving = self.http.leave_port()
+        self.availability.draining = not self.availability.leaving
         self._log.info("draining", requests=self.active)
         deadline = time.monotonic() + self._drain_timeout
         while self.active and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
+        self.availability.draining = True
         self.core.dispatcher.end_all(Unavailable(f"{SHUTTING_DOWN}, and the answer was not ready in time"))
         await self.close()
 

@@ -41,6 +41,8 @@ class Availability:
         self._configured = configured
         self._log = log
         self.draining = False
+        # Drains while other router processes take new connections: requests on open ones are accepted.
+        self.leaving = False
         self.paused = False  # refuses new requests as `draining` does, but an operator can resume it
 
     def served(self) -> ServedModel:
@@ -63,7 +65,7 @@ class Availability:
 
     def not_ready(self) -> str | None:
         """Return why the router cannot serve requests now; None if it can."""
-        if self.draining or self.paused:
+        if self.draining or self.leaving or self.paused:
             return "draining"
         registry = self._core.registry
         for role in ROLES:

@@ -7,6 +7,7 @@ would block the loop for a quarter of a second.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import socket
 import ssl
@@ -61,13 +62,17 @@ class ConnectionAcceptor:
         if self._closed:
             return
         self._closed = True
-        for retry in self._retries.values():
-            retry.cancel()
-        for listener in self.sockets:
-            self._loop.remove_reader(listener)
-            listener.close()
+        self._leave()
         for task in self._opening:
             task.cancel()
+
+    def stop_listening(self) -> None:
+        """Accept what is pending, then leave the port to other processes that listen there."""
+        for listener in self.sockets:
+            with contextlib.suppress(OSError):  # nothing is pending, or nothing can be accepted
+                while True:
+                    self._begin(*listener.accept())
+        self._leave()
 
     @property
     def opening(self) -> int:
@@ -98,11 +103,24 @@ class ConnectionAcceptor:
                     return
                 # This connection ended before it was accepted.
                 continue
-            connection.setblocking(False)
-            opening = self._open(connection) if self._context is None else self._secure(connection, address)
-            task = self._loop.create_task(opening)
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            self._begin(connection, address)
+
+    def _begin(self, connection: socket.socket, address: tuple[str, int]) -> None:
+        connection.setblocking(False)
+        opening = self._open(connection) if self._context is None else self._secure(connection, address)
+        task = self._loop.create_task(opening)
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    def _leave(self) -> None:
+        """Close the listening sockets, unless that has been done."""
+        for retry in self._retries.values():
+            retry.cancel()
+        self._retries.clear()
+        for listener in self.sockets:
+            if listener.fileno() >= 0:
+                self._loop.remove_reader(listener)
+                listener.close()
 
     async def _open(self, connection: socket.socket) -> None:
         try:

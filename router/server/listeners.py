@@ -93,6 +93,10 @@ class HttpListeners:
         self.admin: web.AppRunner | None = None
         if admin is not None:
             self.admin = http_runner(make(admin.gate, admin.cors, routes=operators), limit)
+        self._sites: list[_Site] = []  # on ports
+        self._leaving = False
+        for runner in (self.public, *([self.admin] if self.admin is not None else [])):
+            runner.app.on_response_prepare.append(self._close_when_leaving)
         self._watcher: asyncio.Task[None] | None = None
         self._admin_socket = AdminSocket(plan.admin_socket, plan.own_socket is not None)
 
@@ -125,6 +129,22 @@ class HttpListeners:
                 self.log.error(
                     "cannot reload the TLS files; the previous certificate stays in use", reason=str(error)
                 )
+
+    def leave_port(self) -> bool:
+        """Let other router processes of this host take new connections, and end open ones with their next answer.
+
+        Return False without others. The port then stays open, so that clients get the reason why they are refused.
+        """
+        self._leaving = bool(self.plan.peers)
+        if self._leaving:
+            for site in self._sites:
+                site.stop_listening()
+        return self._leaving
+
+    async def _close_when_leaving(self, request: web.Request, response: web.StreamResponse) -> None:
+        if self._leaving:
+            response.force_close()
+            response.headers["Connection"] = "close"
 
     @property
     def connections(self) -> int:
@@ -166,7 +186,9 @@ class HttpListeners:
                     raise _cannot_bind(host, port, entry.key, error) from error
             await asyncio.sleep(0.1)
         context = tls.context if tls is not None else None
-        await _Site(runner, sockets, self.log, context, self.plan.limit).start()
+        site = _Site(runner, sockets, self.log, context, self.plan.limit)
+        await site.start()
+        self._sites.append(site)
 
 
 def application(
@@ -214,8 +236,13 @@ class _Site(web.BaseSite):
         acceptor = ConnectionAcceptor(
             self._sockets, self._runner.server, self._log, self._ssl_context, HANDSHAKE_SECONDS, self._limit
         )
+        self._acceptor = acceptor
         # aiohttp uses only `sockets`, `close` and `wait_closed` of it.
         self._server = cast(asyncio.AbstractServer, acceptor)
+
+    def stop_listening(self) -> None:
+        """Accept what is pending, then leave the address to others."""
+        self._acceptor.stop_listening()
 
 
 def _cannot_bind(host: str, port: int, key: str, error: OSError) -> ConfigError:

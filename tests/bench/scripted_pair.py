@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 import zmq
@@ -15,11 +16,11 @@ import zmq
 from common.checkpoint.model_config import model_fingerprint
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import FINISH_LENGTH, OutputToken, TokenLogprob
-from common.messages.identity import NodeLoad
+from common.messages.identity import ROUTER_NAME, NodeLoad
 from common.messages.node_inbox import Abort, Registered
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import FirstToken, PrefillDone, TokenRun, Tokens
-from tests.cluster.harness import MODEL, RunningCluster
+from tests.cluster.harness import MODEL
 from tests.fakes.fake_node import FakeNode
 
 TURN_SECONDS = 0.002
@@ -27,6 +28,18 @@ BEAT_SECONDS = 0.5
 PAGE_SIZE = 16
 TOKEN = 260
 FIRST_LISTED = 300  # first of the top tokens
+
+
+class RouterPlace(Protocol):
+    """The routers of a cluster. RunningCluster implements it."""
+
+    @property
+    def run_dir(self) -> Path: ...
+
+    @property
+    def processes(self) -> Mapping[str, Any]:
+        """The processes by name, each with its `pid`."""
+        ...
 
 
 class ScriptedNode(FakeNode):
@@ -56,17 +69,19 @@ class ScriptedPair:
 
     def __init__(
         self,
-        cluster: RunningCluster,
+        cluster: RouterPlace,
         pool_tokens: tuple[int, int],
         max_model_len: int,
         step_seconds: float = TURN_SECONDS,
         tokens_per_step: int = 1,
         number: int = 0,
         ids: Sequence[int] = (TOKEN,),
+        router: str = ROUTER_NAME,
     ) -> None:
         """`pool_tokens` of the prefill and the decode node. The cluster's own nodes are not started.
 
-        `number` ends the nodes' names. The tokens of a step without logprobs have the next of `ids`.
+        `number` ends the nodes' names, and `router` is the process that they serve. The tokens of a step without
+        logprobs have the next of `ids`.
         """
         self._context = zmq.Context[zmq.Socket[bytes]]()
         self._pages = [tokens // PAGE_SIZE for tokens in pool_tokens]
@@ -81,8 +96,8 @@ class ScriptedPair:
         self._number = number
         self._ids = itertools.cycle(ids)
         self.sent: dict[int, float] = {}  # token id -> time of the latest step with it
-        self.router_pid = cluster.processes["router"].pid
-        self.address = f"ipc://{cluster.run_dir}/router.sock"
+        self.router_pid = cluster.processes[router].pid
+        self.address = f"ipc://{cluster.run_dir}/{router}.sock"
         peers = f"ipc://{cluster.run_dir}/prefill-{number}.sock"
         self.prefill = ScriptedNode(
             *(self._context, self.address, "prefill", f"prefill-{number}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 from pathlib import Path
@@ -162,3 +163,27 @@ async def test_a_killed_router_breaks_its_own_connections_only(tmp_path: Path, r
             answers = await again.complete_all(asked[1::2], 4, 20)
             assert [each.tokens for each in answers] == [reference(prompt, 20) for prompt in asked[1::2]]
             await again.wait_idle()
+
+
+async def test_a_router_that_drains_refuses_no_request(tmp_path: Path, reference: Reference) -> None:
+    """New connections go to the other process, and open ones get one more answer."""
+    prompt = prompts(1)[0]
+    async with RunningCluster(tmp_path, 1, 1, routers=2) as cluster:
+        async with contextlib.AsyncExitStack() as opened:
+            # Each has a connection that stays open; the kernel spreads them over both processes.
+            clients = [await opened.enter_async_context(Client(cluster.url)) for _ in range(12)]
+            for client in clients:
+                await client.complete(prompt, 1)
+            begun = asyncio.Event()
+            own = await opened.enter_async_context(cluster.at("router.1"))
+            long = asyncio.create_task(stream(own, prompt, 300, begun))
+            await asyncio.wait_for(begun.wait(), PATIENCE)
+            cluster.kill("router.1", signal.SIGTERM)
+            for client in clients:
+                assert (await client.complete(prompt, 2)).tokens == reference(prompt, 2)
+            for _ in range(8):
+                async with Client(cluster.url) as client:
+                    assert (await client.complete(prompt, 2)).tokens == reference(prompt, 2)
+            assert len(await long) == 300
+        await asyncio.to_thread(cluster.processes["router.1"].wait, PATIENCE)
+        assert cluster.processes["router.1"].returncode == 0

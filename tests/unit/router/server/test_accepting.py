@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import socket
 import ssl
@@ -191,3 +192,23 @@ async def test_connections_before_their_handshake_count_towards_the_limit_of_the
             assert await third.read() == b""
         for _, each in (*silent, (third, writer)):
             each.close()
+
+
+async def test_a_process_that_leaves_its_port_serves_what_waited_there_and_another_takes_the_rest() -> None:
+    (first,) = await listening_sockets("127.0.0.1", 0, 16, shared=True)
+    address = first.getsockname()
+    with contextlib.ExitStack() as clients:
+        # They are in the queue of the only listener when it leaves.
+        waiting = [clients.enter_context(socket.create_connection(address)) for _ in range(12)]
+        async with accepting_at(first) as leaving:
+            (second,) = await listening_sockets("127.0.0.1", address[1], 16, shared=True)
+            async with accepting_at(second):
+                leaving.stop_listening()
+                leaving.stop_listening()
+                await eventually(lambda: not leaving.opening)
+                for each in waiting:
+                    each.sendall(b"hello")
+                for each in waiting:
+                    each.settimeout(PATIENCE)
+                    assert await asyncio.to_thread(each.recv, 5) == b"hello"
+                assert [await echoed(address) for _ in range(8)] == [b"hello"] * 8
