@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,7 @@ from prefill_node.arriving_layers import ArrivingLayers
 from prefill_node.host_plan import Checksums, HostCopy, Store, Sums
 
 STORE_SECONDS = 60.0  # after which a copy to host memory that has not ended counts as a fault of the device
-THREADS = 4  # that compute checksums
+THREADS = max(min((os.cpu_count() or 1) // 2, 8), 1)  # that compute checksums
 
 
 class Lanes(NamedTuple):

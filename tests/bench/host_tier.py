@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768, help="of a session at first")
     parser.add_argument("--pool-sessions", type=int, default=3, help="that fit into the pool")
     parser.add_argument("--host-gib", type=float, default=44.0)
-    parser.add_argument("--rounds", type=int, default=2, help="after the first one")
+    parser.add_argument("--rounds", type=int, default=2, help="after the first one, with host memory")
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--suffixes", type=int, nargs="*", default=[128, 600, 2048])
     parser.add_argument("--graphs", default="breakable", choices=["breakable", "piecewise", "none"])
@@ -283,7 +283,7 @@ def main() -> None:
         began = time.perf_counter()
         node.serve_with(host)
         print(f"host memory of {host >> 20} MiB ready in {time.perf_counter() - began:.1f} s", flush=True)
-        for turn in range(1 + options.rounds):
+        for turn in range(1 + (options.rounds if host else 1)):
             served = [node.serve(longer(text, 32 * turn, vocab) if turn else text) for text in sessions]
             left = node.settle()
             times = sorted(each.first_token for each in served)

@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from common.errors import InternalError
 from common.node.completion import Immediate
+from prefill_node.host_store import STORE_SECONDS
 from tests.fakes.draft_models import drafting
 from tests.fakes.late_host import LateLoads, LateStores, late_lanes
 from tests.fakes.node_cluster import ONE_BEHIND, Call, HostShape, MakeCompletion, NodeCluster, Shape
@@ -119,6 +121,18 @@ def test_pages_are_free_only_after_their_copy() -> None:
         finish(cluster)
         expect_reference(first, second)
         assert [serve(cluster, each) for each in SESSIONS[:2]] == [WHOLE] * 2
+
+
+def test_a_copy_that_does_not_end_is_a_fault_of_the_device() -> None:
+    """Otherwise its pages would never be free again."""
+    lanes = late_lanes(asks=1_000_000)
+    with NodeCluster(replace(SHAPE, host=replace(HOST, lanes=lambda: lanes))) as cluster:
+        call = cluster.submit(SESSIONS[0], 4)
+        cluster.run(lambda: call.over and bool(lanes.out.unfinished))  # type: ignore[attr-defined]
+        cluster.turn(5)
+        cluster.clock.now += STORE_SECONDS + 1
+        with pytest.raises(InternalError, match="have not been copied to host memory within 60 s"):
+            cluster.turn()
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
