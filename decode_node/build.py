@@ -16,6 +16,7 @@ from common.config.node_entries import own_host
 from common.config.resolve_node import node_plan
 from common.config.run_directory import control_addresses, event_directory
 from common.config.transport_choice import choose_transport
+from common.discovery.places import router_places
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.ops.triton_kernel import report_compilations
 from common.grammar.grammars import grammars_for
@@ -125,11 +126,13 @@ def _build(
     reports = rank_reports(served, plan.device, ranks.exchange)
     register = registration(plan, ref, new_incarnation(), served, forwards.graphs, reports)
     codec, context = decode_inbox.codec, end.context
+    places = router_places(plan.router)
     routers = RouterLinks(
         [
             RouterLink(context, plan.router, address, register, codec, log, security=end.security)
-            for address in plan.router.addresses
-        ]
+            for address in places.hosts
+        ],
+        close_source=places.close,
     )
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),

@@ -17,6 +17,7 @@ from common.config import Cluster, Resolved
 from common.config.resolve_node import node_plan
 from common.config.run_directory import control_addresses, event_directory, peer_address
 from common.config.transport_choice import choose_transport
+from common.discovery.places import router_places
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.layers.ranks import ONE_RANK
 from common.engine.ops.triton_kernel import report_compilations
@@ -134,6 +135,7 @@ def _build(
     section, health = cluster.prefill, cluster.health
     bodies = compiled_bodies(section.compiler, plan.device)
     link_secret = new_incarnation()
+    places = router_places(plan.router)
     images = control_link_id(name, incarnation, link_secret, image_inbox.LINK).encode()
 
     def stage_of(served: ServingModel) -> MakeStage:
@@ -143,7 +145,7 @@ def _build(
             replace(served.placement, ranks=ONE_RANK),
             lambda: [
                 Dealer(sockets.context, address, images, ROUTER_NAME, sockets.security, IMAGES_QUEUED)
-                for address in plan.router.addresses
+                for address in places.hosts
             ],
             section.image_bytes,
             cluster.router.images.max_pixels,
@@ -169,8 +171,9 @@ def _build(
     routers = RouterLinks(
         [
             RouterLink(context, plan.router, address, register, codec, log, security=security)
-            for address in plan.router.addresses
-        ]
+            for address in places.hosts
+        ],
+        close_source=places.close,
     )
     events = event_log(event_directory(resolved), name, incarnation, log)
     report_compilations(

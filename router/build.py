@@ -13,7 +13,7 @@ from common.checkpoint.model_config import ModelConfig, model_fingerprint
 from common.checkpoint.model_manifest import check_manifests
 from common.checkpoint.vision_config import VisionConfig
 from common.config import Resolved
-from common.config.router_processes import RouterProcess
+from common.config.router_processes import CONTROL, RouterProcess
 from common.config.run_directory import control_addresses, event_directory
 from common.config.schema import Cluster, RouterSection
 from common.config.unread import refuse_unread, unread_by_text_models
@@ -21,6 +21,7 @@ from common.errors import ConfigError, ModelError
 from common.ipc import check_bind
 from common.ipc.from_config import link_security
 from common.messages.identity import ROUTER_NAME, new_incarnation
+from common.node_names import FOUND
 from common.observability.event_log import event_log
 from common.observability.logs import Log
 from router.app import RouterApp
@@ -129,7 +130,13 @@ def _control_link(resolved: Resolved, process: RouterProcess) -> ControlLink:
     security = link_security(context, resolved, ROUTER_NAME)
     address = control_addresses(resolved)[process.index]
     try:
-        check_bind(address, "router.control_address", security)
+        if address.startswith(FOUND):
+            raise ConfigError(
+                CONTROL,
+                f"nodes find routers by {address}, and a router binds to an address of its own: set "
+                "TANDEM_ROUTER_CONTROL_ADDRESS=tcp://0.0.0.0:PORT for it",
+            )
+        check_bind(address, CONTROL, security)
     except ConfigError:
         security.close()
         context.destroy(linger=0)

@@ -25,9 +25,10 @@ from common.config.schema import Cluster, Speculation
 from common.config.unread import refuse_unread, unread_keys
 from common.config.yaml_file import parse_scalar, read_mapping
 from common.errors import ConfigError
+from common.node_names import FOUND
 from common.speculation.table import ALGORITHMS, algorithm, algorithms
 
-ADDRESS = re.compile(r"auto|ipc://.+|tcp://(\[[^]\s]+\]|[^:/\s]+):(?P<port>[0-9]{1,5})")
+ADDRESS = re.compile(r"auto|ipc://.+|(?:tcp|dns)://(\[[^]\s]+\]|[^:/\s]+):(?P<port>[0-9]{1,5})")
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)+")
 
 
@@ -170,7 +171,8 @@ def _check_addresses(cluster: Cluster) -> None:
     for path, address in places:
         found = ADDRESS.fullmatch(address)
         least = 1 if path == CONTROL else 0  # 0 takes a free port, which only decode nodes learn
-        if found is None or not least <= int(found["port"] or 1) <= 65_535:
+        wrong = found is None or (path != CONTROL and address.startswith(FOUND))
+        if found is None or wrong or not least <= int(found["port"] or 1) <= 65_535:
             raise ConfigError(
                 path,
                 f"{address!r} is not an address; write auto, ipc://PATH or tcp://HOST:PORT, with the port that the "

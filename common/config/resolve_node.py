@@ -103,6 +103,7 @@ def node_plan(
         ),
         router=RouterPlan(
             addresses=tuple(routers),
+            found=cluster.router.found_routers,
             heartbeat_interval=health.heartbeat_interval,
             timeout=health.router_timeout,
         ),

@@ -13,6 +13,7 @@ from pathlib import Path
 from common.config.schema import Cluster, RouterSection
 from common.errors import ConfigError
 from common.messages.identity import ROUTER_NAME
+from common.node_names import FOUND
 
 PROCESSES = "router.processes"
 CONTROL = "router.control_address"
@@ -75,6 +76,8 @@ def check_routers(router: RouterSection) -> None:
         raise ConfigError(
             PROCESSES, f"{len(hosts) * router.processes} router processes are too many; write at most {MOST}"
         )
+    if hosts[0].startswith(FOUND) and router.processes > 1:
+        raise ConfigError(PROCESSES, f"{hosts[0]} has one router process per address; write 1")
     if len(hosts) > 1 and not all(each.startswith("tcp://") for each in hosts):
         raise ConfigError(CONTROL, "routers on several hosts need addresses of the form tcp://HOST:PORT")
     addresses = derived_addresses(router, Path("/"))

@@ -1,9 +1,9 @@
 """Refuses values that have no effect in combination with the others, since their author expects an effect.
 
-Values that equal their default are allowed. So are limits that are never reached, placement among one node,
-`decode.read_results: one_behind` on GPUs (which always do that), and statements and keys without an effect of their
-own: `security.isolated_network` and `security.keys`. Values that contradict others are refused by load.py and
-transport_choice.py.
+Values that equal their default are allowed. So are limits that are never reached, as `router.found_routers` on a router
+that overrides its address; placement among one node; `decode.read_results: one_behind` on GPUs (which always do that);
+and statements and keys without an effect of their own: `security.isolated_network` and `security.keys`. Values that
+contradict others are refused by load.py and transport_choice.py.
 """
 
 from __future__ import annotations

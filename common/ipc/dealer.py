@@ -12,7 +12,7 @@ from common.errors import ConfigError, ProtocolError
 from common.ipc.channel import DRAIN_LIMIT, HIGH_WATER_MARK, MAX_MESSAGE_BYTES, QUEUED_BYTES, Channel, as_part
 from common.ipc.connection_watch import ConnectionWatch
 from common.ipc.curve import LinkSecurity, Plain, is_tcp
-from common.ipc.host_lookup import host_of
+from common.ipc.host_lookup import Host, host_of
 from common.ipc.routes import dial_id
 from common.ipc.session import PACK, Frame, FrameKind, Session, read_header, unpack
 from common.ipc.silence_watch import SilenceWatch
@@ -27,7 +27,7 @@ class Dealer(Channel):
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
+        address: str | Host,
         identity: bytes,
         server: str = "",
         security: LinkSecurity | None = None,
@@ -47,7 +47,8 @@ class Dealer(Channel):
         self.dials = 0  # how often a connection was begun
         self.damaged = 0  # frames that do not belong to a session or whose digest is wrong
         self._opens = opens
-        self._host = host_of(address)
+        self._host = host_of(address) if isinstance(address, str) else address
+        address = self._host.text
         self._dialled: str | None = None  # the address of the latest dial; None while the host's is not known
         self._identity = identity
         self._dialled_at = self.clock()

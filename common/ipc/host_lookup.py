@@ -10,10 +10,33 @@ import ipaddress
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 MOST_ADDRESSES = 64  # of one name; further ones are not used
 
 Resolve = Callable[[str], Sequence[str]]  # name -> IP addresses; raises OSError
+
+
+class Host(Protocol):
+    """Gives the addresses at which a peer may be dialled. Used by the thread of one socket."""
+
+    @property
+    def text(self) -> str:
+        """The configured address, for the choice of its security and for errors."""
+        ...
+
+    def ask(self) -> None:
+        """Look for the peer again: no dial has led to it."""
+        ...
+
+    def next(self) -> str | None:
+        """Return the address to dial now; None if none is known."""
+        ...
+
+
+def tcp_address(host: str, port: str) -> str:
+    """Return the ZMQ address of a port of an IP address."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def resolve(name: str) -> list[str]:
@@ -26,19 +49,20 @@ class FixedHost:
     """The address of a peer that needs no lookup: an IP address, this host, a path."""
 
     def __init__(self, address: str) -> None:
-        self._address = address
+        self.text = address
 
     def ask(self) -> None:
         pass
 
     def next(self) -> str | None:
-        return self._address
+        return self.text
 
 
 class HostLookup:
     """The addresses of tcp://NAME:PORT. Used by the thread of one socket; at most one lookup runs at a time."""
 
     def __init__(self, name: str, port: str, resolve: Resolve = resolve) -> None:
+        self.text = f"tcp://{name}:{port}"
         self._name = name
         self._port = port
         self._resolve = resolve
@@ -61,8 +85,7 @@ class HostLookup:
             return None
         at = found.index(self._latest) + 1 if self._latest in found else 0
         self._latest = found[at % len(found)]
-        host = f"[{self._latest}]" if ":" in self._latest else self._latest
-        return f"tcp://{host}:{self._port}"
+        return tcp_address(self._latest, self._port)
 
     def _look_up(self) -> None:
         try:
@@ -73,7 +96,7 @@ class HostLookup:
             self._found = found
 
 
-def host_of(address: str) -> FixedHost | HostLookup:
+def host_of(address: str) -> Host:
     """Return what gives the addresses to dial for `address`."""
     if not address.startswith("tcp://"):
         return FixedHost(address)

@@ -21,6 +21,7 @@ import zmq
 from common.errors import ProtocolError
 from common.ipc.curve import LinkSecurity
 from common.ipc.dealer import Dealer
+from common.ipc.host_lookup import Host
 from common.messages.identity import ROUTER_NAME, NodeCounters, NodeLoad, NodeState, OtherRouters
 from common.messages.node_inbox import (
     Abort,
@@ -88,7 +89,7 @@ class RouterLink(Generic[M]):
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         plan: RouterPlan,
-        address: str,
+        address: str | Host,
         register: Register,
         codec: InboxCodec[M],
         log: Log,
@@ -108,6 +109,7 @@ class RouterLink(Generic[M]):
         self._dealer = Dealer(context, address, register.link_id().encode(), ROUTER_NAME, security)
         self._router: str | None = None  # incarnation that has registered this node
         self._asked_at = -1e9
+        self._registration_waits = False  # for a connection
         self._echo: tuple[str, float] | None = None  # (router incarnation, when), written by the thread
         self._resets = 0
         self._given_up = False  # the router answers but does not know this node; written by the thread
@@ -215,7 +217,12 @@ class RouterLink(Generic[M]):
 
     def _register_if_needed(self) -> None:
         now = self._clock()
-        if self._router is None and now - self._asked_at >= REGISTER_INTERVAL:
+        if self._router is not None or now - self._asked_at < REGISTER_INTERVAL:
+            return
+        connected = self._dealer.disconnected_for() == 0.0
+        # Without a connection one registration waits for it; more would pile up for as long as there is no router.
+        if connected or not self._registration_waits:
+            self._registration_waits = not connected
             self._asked_at = now
             self.send(self._register)
 

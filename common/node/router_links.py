@@ -24,8 +24,14 @@ TEND_INTERVAL = 0.02  # seconds between two looks at a link on which nothing has
 class RouterLinks(Generic[M]):
     """Used by the node's main thread only; each link has a thread of its own for heartbeats."""
 
-    def __init__(self, links: Sequence[RouterLink[M]], clock: Callable[[], float] = time.monotonic) -> None:
-        """`links`: at least one, each to another router."""
+    def __init__(
+        self,
+        links: Sequence[RouterLink[M]],
+        clock: Callable[[], float] = time.monotonic,
+        close_source: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`links`: at least one, each to another router. `close_source` ends the search for routers."""
+        self._close_source = close_source
         self._links = tuple(links)
         self._clock = clock
         self._content = HeartbeatContent.now("loading", NodeLoad(), NodeCounters(), clock(), {})
@@ -90,6 +96,7 @@ class RouterLinks(Generic[M]):
     def close(self) -> None:
         for link in self._links:
             link.close()
+        self._close_source()
 
     def _to_read(self) -> Sequence[RouterLink[M]]:
         """Return the links to read now: of several, those with messages, and from time to time all."""

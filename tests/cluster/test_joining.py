@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.harness import RunningCluster
+from common.ipc.key_files import make_key_pairs
+from tests.cluster.harness import RunningCluster, hold_port
 from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)
@@ -38,3 +39,24 @@ async def test_nodes_join_by_pattern_and_make_room_for_others(tmp_path: Path) ->
             assert (await client.complete("one two three", max_tokens=8)).tokens == first.tokens
             async with client.session.get("/ready") as response:
                 assert (await response.json())["status"] == "ready"
+
+
+async def test_nodes_find_the_router_by_a_name(tmp_path: Path) -> None:
+    """The name has an address at which nobody listens, too. A router that is started again is found again."""
+    make_key_pairs(tmp_path / "keys", ["router", "prefill-*", "decode-*"])
+    with hold_port() as held:
+        port = held.getsockname()[1]
+        config = {
+            **CONFIG,
+            "router": {"control_address": f"dns://localhost:{port}", "found_routers": 2},
+            "security": {"keys": str(tmp_path / "keys")},
+        }
+        router = ("router", "--set", f"router.control_address=tcp://127.0.0.1:{port}")
+        async with RunningCluster(tmp_path, 1, 1, config, router_module=router) as cluster:
+            async with cluster.operator() as client:
+                first = await client.complete("one two three", max_tokens=8)
+            cluster.kill("router")
+            cluster.launch("router")
+            await cluster.wait_nodes()
+            async with cluster.operator() as client:
+                assert (await client.complete("one two three", max_tokens=8)).tokens == first.tokens

@@ -862,3 +862,17 @@ def test_piecewise_graphs_have_a_compiler_and_others_have_none(tmp_path: Path) -
         load(tmp_path, MINIMAL + "prefill: {graphs: tc_piecewise}\n")
     with pytest.raises(ConfigError, match="prefill.graphs: Invalid enum value 'full'"):
         load(tmp_path, MINIMAL + "prefill: {graphs: full}\n")
+
+
+def test_routers_may_be_found_by_a_name(tmp_path: Path) -> None:
+    text = MINIMAL + "router: {control_address: 'dns://tandem-router:5600', found_routers: 8}\n"
+    assert load(tmp_path, text).cluster.router.found_routers == 8
+    several = MINIMAL + "router: {control_address: 'dns://tandem-router:5600', processes: 2}\n"
+    assert refusal(tmp_path, several).path == "router.processes"
+    for address in ("dns://tandem-router", "dns://:5600", "dns://tandem-router:0"):
+        wrong = MINIMAL + yaml.safe_dump({"router": {"control_address": address}})
+        assert refusal(tmp_path, wrong).path == "router.control_address"
+    listed = MINIMAL + "router: {control_address: ['dns://a:1', 'tcp://b:2']}\n"
+    assert "routers on several hosts need addresses of the form tcp" in str(refusal(tmp_path, listed))
+    peer = MINIMAL + yaml.safe_dump({"prefill": {"nodes": [{"name": "p", "peer_address": "dns://p:5601"}]}})
+    assert refusal(tmp_path, peer).path == "prefill.nodes[0].peer_address"

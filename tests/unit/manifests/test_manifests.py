@@ -271,7 +271,7 @@ def test_ports_agree_with_the_cluster_file(overlay: list[Manifest], tmp_path: Pa
         role_of(template): {port["name"]: port["containerPort"] for port in main_container(template)["ports"]}
         for _, template in pod_templates(overlay)
     }
-    addresses = [each.removeprefix("tcp://").rpartition(":") for each in router_hosts(cluster.router)]
+    addresses = [each.removeprefix("dns://").rpartition(":") for each in router_hosts(cluster.router)]
     (control,) = {int(port) for _, _, port in addresses}
     (host,) = {name.rpartition(".")[2] for name, _, _ in addresses}
     assert ports == {
@@ -291,22 +291,15 @@ def test_ports_agree_with_the_cluster_file(overlay: list[Manifest], tmp_path: Pa
 
 
 def test_nodes_have_a_link_to_every_router(overlay: list[Manifest], tmp_path: Path) -> None:
-    """A set of routers has the names that the file lists; each binds to its own address, which replaces the list."""
-    hosts = [
-        each.removeprefix("tcp://").rpartition(":")[0]
-        for each in router_hosts(cluster_of(overlay, tmp_path).cluster.router)
-    ]
-    (router,) = [
-        each
-        for each in overlay
-        if each["metadata"]["name"] == "tandem-router" and each["kind"] in ("Deployment", "StatefulSet")
-    ]
-    if router["kind"] == "Deployment":
-        assert (router["spec"]["replicas"], hosts) == (1, ["tandem-router"])
-        assert router["spec"]["strategy"] == {"type": "Recreate"}
-    else:
-        count, service = router["spec"]["replicas"], router["spec"]["serviceName"]
-        assert hosts == [f"tandem-router-{index}.{service}" for index in range(count)]
+    """Also to the one that an update adds; each router binds to an address that replaces the name in the file."""
+    cluster = cluster_of(overlay, tmp_path).cluster
+    assert router_hosts(cluster.router) == ("dns://tandem-router:5600",)
+    (router,) = [each for each in overlay if place(each) == ("Deployment", "tandem-router")]
+    update = router["spec"]["strategy"]["rollingUpdate"]
+    assert router["spec"]["replicas"] + update["maxSurge"] <= cluster.router.found_routers
+    assert update["maxUnavailable"] == 0
+    (budget,) = [each for each in overlay if place(each) == ("PodDisruptionBudget", "tandem-router")]
+    assert budget["spec"]["maxUnavailable"] == router["spec"]["replicas"] - 1
     (variable,) = main_container(router["spec"]["template"])["env"]
     own = cluster_of(overlay, tmp_path, {variable["name"]: variable["value"]})
     assert router_hosts(own.cluster.router) == ("tcp://0.0.0.0:5600",)

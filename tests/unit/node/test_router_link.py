@@ -6,6 +6,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,11 +58,11 @@ def registered(router: str) -> Registered:
 class Rig:
     """A link and a router that the test scripts."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, opened: bool = True) -> None:
         self.clock = Clock()
         self.address = f"ipc://{directory}/router.sock"
         self.node_context, self.router_context = (zmq.Context[zmq.Socket[bytes]]() for _ in range(2))
-        self.router: RouterSocket | None = RouterSocket(self.router_context, self.address)
+        self.router = self.listener() if opened else None
         self.link: RouterLink[Any] = RouterLink(
             self.node_context,
             RouterPlan(addresses=(self.address,), heartbeat_interval=INTERVAL, timeout=TIMEOUT),
@@ -86,6 +87,9 @@ class Rig:
         self.incarnation = "router-a"
         self.echoing = False
         self.known = True
+
+    def listener(self) -> RouterSocket:
+        return RouterSocket(self.router_context, self.address)
 
     def close(self) -> None:
         self.link.close()
@@ -145,6 +149,17 @@ def rig() -> Iterator[Rig]:
 
 
 # -- registration ----------------------------------------------------------------------------------------------
+
+
+def test_registrations_do_not_pile_up_while_there_is_no_router() -> None:
+    """A node keeps what a peer has not acknowledged, and a router of the file may be absent for days."""
+    with tempfile.TemporaryDirectory(prefix="td") as directory, closing(Rig(Path(directory), False)) as rig:
+        for _ in range(50):
+            rig.link.drain()
+            rig.clock.now += REGISTER_INTERVAL
+        rig.router = rig.listener()
+        rig.register()
+        assert len(rig.said(Register)) <= 2
 
 
 def test_registration_is_repeated_until_it_is_answered(rig: Rig) -> None:
