@@ -11,6 +11,7 @@ from torch import nn
 from common.engine.collectives.group import CollectiveGroup
 from common.engine.collectives.joined_modules import (
     GatheredLinear,
+    RanksTokenNorms,
     SummedEmbedding,
     SummedExperts,
     SummedLinear,
@@ -18,6 +19,7 @@ from common.engine.collectives.joined_modules import (
 from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.linear import Embedding, Linear
 from common.engine.layers.ranks import DivideExperts, ExpertShare, Module, divide_by_tensor
+from common.engine.layers.token_norms import TokenNorms
 from common.kv_cache.shard import Shard
 
 
@@ -50,6 +52,7 @@ def _summed(module: nn.Module, group: CollectiveGroup) -> nn.Module:
 _summed.register(Linear, SummedLinear)
 _summed.register(ExpertProducts, SummedExperts)
 _summed.register(Embedding, SummedEmbedding)
+_summed.register(TokenNorms, RanksTokenNorms)
 
 
 @singledispatch

@@ -17,6 +17,8 @@ from common.engine.layers.linear import Embedding, Linear
 from common.engine.layers.logit_rows import LogitRows
 from common.engine.layers.norm import RmsNorm
 from common.engine.layers.piece import Piece
+from common.engine.layers.token_norms import TokenNorms
+from common.engine.ops.token_norm import scale_tokens, token_squares
 from common.engine.ops.vocabulary_rows import vocabulary_rows
 
 
@@ -128,6 +130,19 @@ class SummedExperts(ExpertProducts):
 
     def pieces(self) -> Iterator[Piece]:
         return self.inner.pieces()
+
+
+class RanksTokenNorms(TokenNorms):
+    """Norms over the heads of all ranks, which exchange sums of squares: 8 bytes per token and rank."""
+
+    def __init__(self, own: TokenNorms, group: CollectiveGroup) -> None:
+        super().__init__(own.queries, own.keys)
+        self._group, self.number = group, group.number
+
+    def apply_to(self, projected: Tensor) -> None:
+        queries, keys, eps = self.queries.scale, self.keys.scale, self.queries.eps
+        squares = all_reduce(token_squares(projected, len(queries), len(keys)), self.number)
+        scale_tokens(projected, squares, queries, keys, eps, self._group.shard.size)
 
 
 class SummedEmbedding(Embedding):

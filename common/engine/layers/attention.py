@@ -14,9 +14,8 @@ from common.engine.layers.linear import WeightFormat
 from common.engine.layers.norm import RmsNorm, model_norm
 from common.engine.layers.parts import Parts, runs_of
 from common.engine.layers.piece import Piece
+from common.engine.layers.token_norms import TokenNorms
 from common.engine.ops.sigmoid_gate import sigmoid_gate
-from common.engine.ops.token_norm import token_norm
-from common.errors import ModelError
 from common.kv_cache.plane import HeadGroup
 
 
@@ -53,11 +52,17 @@ class Attention(Mixer):
         widths = (config.head_dim, config.head_dim)
         if self.norms_tokens:
             widths = (self.heads * self.head_dim, self.kv_heads * self.head_dim)
-            if shard.size > 1:
-                raise ModelError(f"{name}: norms over the heads of all ranks are not supported; use one rank")
         made = (config, weights.placement)
         self.q_norm = model_norm(f"{name}.q_norm", widths[0], *made) if config.qk_norm else None
         self.k_norm = model_norm(f"{name}.k_norm", widths[1], *made) if config.qk_norm else None
+        self.token_norms: TokenNorms | None = None
+        if self.norms_tokens and self.q_norm is not None and self.k_norm is not None:
+            self.token_norms = weights.placement.ranks.summed(TokenNorms(self.q_norm, self.k_norm))
+        # (first, number) of the values on all ranks that the norms of this rank's queries and keys belong to
+        self._normed = [
+            (group.width * shard.heads(group, name).start, group.heads * group.width)
+            for group in (queries, keys)
+        ]
         self.reads = self.qkv_proj.reads
 
     def add_norm(
@@ -89,10 +94,9 @@ class Attention(Mixer):
     def _mix(self, projected: Tensor, angles: tuple[Tensor, Tensor], attention: AttentionBackend) -> Tensor:
         """Return the attention's output [T, heads * D] for the merged queries, keys and values."""
         qkv = projected.view(-1, self.heads + 2 * self.kv_heads, self.head_dim)
-        norms = self._token_norms()
-        if self.norms_tokens and norms[0] is not None and norms[1] is not None:
-            token_norm(projected, norms[0], norms[1], norms[2])
-            norms = None, None, 0.0
+        norms = self._head_norms()
+        if self.token_norms is not None:
+            self.token_norms.apply_to(projected)
         attention.store(self.layer, qkv, angles, *norms)
         query, new = qkv[:, : self.heads], qkv[:, self.heads :]
         key, value = new.chunk(2, dim=1)
@@ -100,9 +104,9 @@ class Attention(Mixer):
         # The output is linear in the values, which the cache keeps as they are.
         return mixed if self._value_scale == 1.0 else mixed * self._value_scale
 
-    def _token_norms(self) -> tuple[Tensor | None, Tensor | None, float]:
-        """Return the scales of the norms of queries and keys, and their eps; None without norms."""
-        if self.q_norm is None or self.k_norm is None:
+    def _head_norms(self) -> tuple[Tensor | None, Tensor | None, float]:
+        """Return the scales of the norms of each query and key, and their eps; None without such norms."""
+        if self.norms_tokens or self.q_norm is None or self.k_norm is None:
             return None, None, 0.0
         return self.q_norm.scale, self.k_norm.scale, self.q_norm.eps
 
@@ -110,8 +114,9 @@ class Attention(Mixer):
         yield from self.qkv_proj.pieces()
         yield from self.o_proj.pieces()
         if self.q_norm is not None and self.k_norm is not None:
-            yield from self.q_norm.pieces()
-            yield from self.k_norm.pieces()
+            for norm, (first, whole) in zip((self.q_norm, self.k_norm), self._normed, strict=True):
+                for piece in norm.pieces():
+                    yield piece._replace(whole=(whole,), begin=(first,)) if self.norms_tokens else piece
 
 
 def _parts(name: str, config: ModelConfig, queries: HeadGroup, keys: HeadGroup) -> Parts:

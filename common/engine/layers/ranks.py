@@ -76,7 +76,7 @@ class Ranks(Protocol):
         """Return a module of the same type, the sum of whose outputs over all ranks is the result on each of them.
 
         `module` is a `Linear` that reads divided inputs, the `ExpertProducts` of a layer, or a divided `Embedding`.
-        A sum precedes the residual addition and the norm of an `add_norm`.
+        A sum precedes the residual addition and the norm of an `add_norm`. `TokenNorms` get sums of squares.
         """
         ...
 

@@ -82,6 +82,44 @@ def _fake(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float) -> None:
     return None
 
 
+def token_squares_reference(qkv: Tensor, queries: int, keys: int) -> Tensor:
+    """Return the sums of squares [T, 2] float32 of each token's queries, its first values, and of the keys after them.
+
+    They are those of this rank.
+    """
+    squares = qkv[:, : queries + keys].to(torch.float32).square()
+    return torch.stack((squares[:, :queries].sum(-1), squares[:, queries:].sum(-1)), dim=-1)
+
+
+def scale_tokens_reference(
+    qkv: Tensor, squares: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, ranks: int
+) -> None:
+    """Do as `token_norm` on a rank of several, whose heads are a part of those that are normalised together.
+
+    Args:
+        qkv: [T, Q + 2 * K] of this rank, mutated.
+        squares: [T, 2] float32, sums over all ranks. Keys that several ranks have count once on each of them.
+    """
+    first = len(q_weight)
+    parts = (q_weight, qkv[:, :first]), (k_weight, qkv[:, first : first + len(k_weight)])
+    for (weight, part), total in zip(parts, squares.unbind(-1), strict=True):
+        scale = torch.rsqrt(total / (ranks * len(weight)) + eps)[:, None]
+        part.copy_((weight * (part.float() * scale).to(weight.dtype)).to(part.dtype))
+
+
+def _fake_squares(qkv: Tensor, queries: int, keys: int) -> Tensor:
+    return qkv.new_empty((len(qkv), 2), dtype=torch.float32)
+
+
+def _fake_scale(
+    qkv: Tensor, squares: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, ranks: int
+) -> None:
+    return None
+
+
+# These run as several torch kernels on a GPU, too.
+token_squares = register_op("token_squares", token_squares_reference, mutates=(), fake=_fake_squares)
+scale_tokens = register_op("scale_tokens", scale_tokens_reference, mutates=("qkv",), fake=_fake_scale)
 token_norm = register_op(
     "token_norm", token_norm_reference, mutates=("qkv",), fake=_fake, cuda=token_norm_triton
 )

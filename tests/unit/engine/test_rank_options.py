@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.checkpoint.families import LayerKind
 from common.checkpoint.gated_delta_config import GatedDeltaConfig
-from common.checkpoint.layer_norms import LayerNorms
+from common.checkpoint.layer_norms import POST_NORM, LayerNorms
 from common.checkpoint.llava_config import LlavaVision
 from common.checkpoint.model_config import ModelConfig
 from common.engine.collectives.group_ranks import GroupRanks
@@ -54,6 +54,9 @@ OPTIONS: Mapping[str, ModelConfig] = {
     "one KV head": replace(CONFIG, num_kv_heads=1),
     "fused": replace(CONFIG, fused=True),
     "norms of heads and outputs": replace(CONFIG, qk_norm=True, layer_norms=OUTPUT_NORMS),
+    "norms of tokens": replace(
+        CONFIG, qk_norm=True, qk_norm_whole=True, norm_float32=True, layer_norms=POST_NORM
+    ),
     "gates of heads": replace(CONFIG, output_gate=True),
     "an odd vocabulary": replace(CONFIG, vocab_size=91),
     "experts": MIXTURE,
@@ -195,11 +198,6 @@ def test_adjacent_rows_of_a_tensor_are_one_read() -> None:
             replace(CONFIG, intermediate_size=49),
             2,
             "49 heads cannot be divided (evenly )?among 2 ranks; use 1 rank$",
-        ),
-        (
-            replace(CONFIG, qk_norm=True, qk_norm_whole=True),
-            2,
-            "norms over the heads of all ranks are not supported; use one rank",
         ),
     ],
 )
