@@ -15,12 +15,12 @@ from common.checkpoint.vision_config import VisionConfig
 from common.config import Resolved
 from common.config.router_processes import CONTROL, RouterProcess
 from common.config.run_directory import control_addresses, event_directory
-from common.config.schema import Cluster, RouterSection
+from common.config.schema import Cluster, DecodeSection, PrefillSection, RouterSection
 from common.config.unread import refuse_unread, unread_by_text_models
 from common.errors import ConfigError, ModelError
 from common.ipc import check_bind
 from common.ipc.from_config import link_security
-from common.messages.identity import ROUTER_NAME, new_incarnation
+from common.messages.identity import ROUTER_NAME, Role, new_incarnation
 from common.node_names import FOUND
 from common.observability.event_log import event_log
 from common.observability.logs import Log
@@ -175,6 +175,11 @@ def _dispatching(cluster: Cluster) -> Dispatching:
         requests_per_node=decode.max_running + decode.max_transferring,
     )
     placement, rng = router.placement, Random()
+    sections: dict[Role, PrefillSection | DecodeSection] = {
+        "prefill": cluster.prefill,
+        "decode": cluster.decode,
+    }
+    uncached = [role for role, section in sections.items() if section.prefix_cache is False]
     rules = PlacementRules(
         block_tokens=placement.block_tokens,
         index_bytes=placement.index_mib << 20,
@@ -184,6 +189,7 @@ def _dispatching(cluster: Cluster) -> Dispatching:
         session_ms=placement.session_ms,
         busy_first_token_ms=placement.busy_first_token_ms,
         busy_pool_share=placement.busy_pool_share,
+        uncached=frozenset(uncached),
     )
     costs = {
         role: softened(cost, placement.temperature_ms, rng)

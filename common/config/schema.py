@@ -78,8 +78,8 @@ class PlacementSection(Section, frozen=True, kw_only=True):
     """The choice of nodes by the router."""
 
     # names from the table of policies (common/placements.py)
-    prefill: str = "least_loaded"
-    decode: str = "least_loaded"
+    prefill: str = "cache_aware"
+    decode: str = "cache_aware"
     # A node whose cost is so many milliseconds higher is chosen e times less often; 0: the lowest cost always is.
     temperature_ms: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     # How a client's session (header X-Session-Id) keeps its nodes: for how long after its last request, and while a

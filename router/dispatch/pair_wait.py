@@ -59,7 +59,8 @@ class PairWait:
     def _prompt(self, flight: InFlight) -> PlacedPrompt:
         request = flight.request
         spans = [image.span for image in request.images]
-        return self._placer.history.prompt(flight.tokens, request.salt, spans, request.session)
+        tokens = flight.tokens if flight.said else request.token_ids
+        return self._placer.prompt(tokens, request.salt, spans, request.session)
 
     def until(self, flight: InFlight, started: float) -> float:
         """Return the time until which a request may wait for a pair, if its wait began at `started`."""

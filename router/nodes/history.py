@@ -81,17 +81,19 @@ class PlacementHistory:
         self.sessions.placed(prompt.session, prefill.incarnation, decode.incarnation)
         held = {"prefill": 0, "decode": 0}
         for node in (prefill, decode):
-            if node.role in self._indexes:
+            if self._caches(node):
                 held[node.role] = self.cached_tokens(self.matches(node.role, prompt), node, prompt)
                 self._add(node, prompt.blocks)
         return ExpectedCache(held["prefill"], held["decode"])
 
     def answered(self, prompt: PlacedPrompt, token_ids: Sequence[int], decode: Node) -> None:
         """Note that a decode node holds the pages of a finished answer. `token_ids`: prompt and answer."""
-        if "decode" in self._indexes and decode.lost_by is None:
-            whole = len(prompt.blocks.hashes) * self.rules.block_tokens
+        size = self.rules.block_tokens
+        whole = len(prompt.blocks.hashes) * size
+        hashed = whole == prompt.tokens // size * size
+        if hashed and decode.lost_by is None and self._caches(decode):
             added = token_bytes(token_ids[whole:])
-            self._add(decode, prompt.blocks.extended(added, self.rules.block_tokens))
+            self._add(decode, prompt.blocks.extended(added, size))
 
     def lost(self, node: Node) -> None:
         """Forget a node."""
@@ -103,6 +105,12 @@ class PlacementHistory:
         """Note that all nodes empty their caches."""
         for index in self._indexes.values():
             index.clear()
+
+    def _caches(self, node: Node) -> bool:
+        """Return whether the node has a prefix cache that its role's policy asks for."""
+        reported = str(node.register.effective_config.get("prefix_cache", "on"))
+        off = node.role in self.rules.uncached or reported.startswith("off")
+        return node.role in self._indexes and not off
 
     def _add(self, node: Node, blocks: BlockChain) -> None:
         pool = node.register.total_pages * node.register.page_size

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from random import Random
 
 from common.errors import Overloaded, Unavailable
+from common.messages.generation import ImageSpan
 from common.messages.identity import Role
 from router.nodes.candidates import Candidates
 from router.nodes.health import NodeHealth, PairKey
@@ -67,6 +68,15 @@ class Placer:
         self._rng = rng
         self._rules = rules
         self.history = PlacementHistory(self._rules, policies, health.clock)
+
+    def prompt(
+        self, token_ids: Sequence[int], salt: bytes, images: Sequence[ImageSpan], session: bytes
+    ) -> PlacedPrompt:
+        """Return the facts about a prompt that a choice needs; without a choice its blocks are not hashed."""
+        of = self._registry.eligible_by_role().of
+        if all(len(nodes) == 1 for nodes in of.values()):
+            return PlacedPrompt(len(token_ids), session=session)
+        return self.history.prompt(token_ids, salt, images, session)
 
     def choose(
         self,

@@ -93,15 +93,9 @@ def digest() -> str:
     return hashlib.sha256(json.dumps(shown()).encode()).hexdigest()
 
 
-def draw(theme: Theme) -> None:
-    """Write one picture."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    rows = loads()
-    style: Any = {
+def style(theme: Theme) -> Any:
+    """Return matplotlib's settings for pictures with this theme."""
+    return {
         "svg.fonttype": "none",
         "svg.hashsalt": "tandem",
         "font.family": "sans-serif",
@@ -112,7 +106,17 @@ def draw(theme: Theme) -> None:
         "xtick.color": theme.faint,
         "ytick.color": theme.ink,
     }
-    with matplotlib.rc_context(style):
+
+
+def draw(theme: Theme) -> None:
+    """Write one picture."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    rows = loads()
+    with matplotlib.rc_context(style(theme)):
         figure, grid = pyplot.subplots(
             len(rows),
             len(PANELS),

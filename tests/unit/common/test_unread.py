@@ -14,6 +14,8 @@ GPUS = ("prefill.nodes=[{name: p, device: cuda}]", "decode.nodes=[{name: d, devi
 OFF = ("prefill.graphs=none", "decode.graphs=none")
 REMOTE = "prefill.nodes=[{name: p, peer_address: 'tcp://10.0.0.1:7110'}]"
 
+TURNS = ("router.placement.prefill=round_robin", "router.placement.decode=round_robin")
+
 
 def load(
     tmp_path: Path, text: str, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
@@ -44,7 +46,6 @@ def load(
             "transfer.max_inflight_mib=8",
             "this cluster's transport is shm; it is for another transport: leave it out",
         ),
-        ("router.placement.block_tokens=32", "only the policy cache_aware reads it"),
         ("process.poison_graphs=true", "no node has graphs; see prefill.graphs and decode.graphs"),
         ("decode.nodes=[{name: d, bulk_port: 7}]", "transport is shm, for which decode nodes bind no socket"),
     ],
@@ -66,14 +67,8 @@ def test_values_that_nothing_reads_are_refused(tmp_path: Path, override: str, re
         (("prefill.prefix_cache=false", "prefill.host_mib=64"), "prefill.host_mib"),
         (("prefill.nodes=[{name: p, tensor_parallel: 2}]", "prefill.host_mib=64"), "prefill.host_mib"),
         (("transfer.transport=tcp", "transfer.nixl_devices=eth0"), "transfer.nixl_devices"),
-        (
-            (
-                "router.placement.prefill=round_robin",
-                "router.placement.decode=round_robin",
-                "router.placement.session_ms=9",
-            ),
-            "router.placement.session_ms",
-        ),
+        ((*TURNS, "router.placement.session_ms=9"), "router.placement.session_ms"),
+        ((*TURNS, "router.placement.block_tokens=32"), "router.placement.block_tokens"),
         ((REMOTE, "transfer.nixl_devices=eth0"), "transfer.nixl_devices"),
         (("transfer.transport=shm", "decode.nodes=[{name: d, host: 10.0.0.1}]"), "decode.nodes[0].host"),
     ],

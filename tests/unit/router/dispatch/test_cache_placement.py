@@ -90,6 +90,15 @@ async def test_what_a_lost_node_held_is_forgotten() -> None:
         rig.nothing_left()
 
 
+async def test_prompts_are_hashed_only_where_there_is_a_choice() -> None:
+    async with router_rig(policies=policies(), rules=RULES) as rig:
+        prefill, decode = await rig.pair()
+        nodes = {node.ref.incarnation: node for node in (prefill, decode)}
+        await serve(nodes, rig.client(PROMPT, max_tokens=41))
+        assert rig.history.blocks == 0
+        rig.nothing_left()
+
+
 async def test_a_session_stays_on_its_nodes() -> None:
     async with router_rig(policies=policies("least_loaded")) as rig:
         nodes = await pairs(rig)

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from common.errors import Overloaded
 from common.messages.identity import NodeLoad, Role
@@ -137,6 +138,18 @@ def test_a_lost_node_and_a_flush_are_forgotten() -> None:
     fleet.placer.history.flushed()
     fleet.place(PROMPT)
     assert fleet.expected == (0, 0)
+
+
+@pytest.mark.parametrize("said_by", ["config", "node"])
+def test_nodes_without_a_prefix_cache_hold_nothing(said_by: str) -> None:
+    fleet = Fleet(uncached=frozenset(["prefill", "decode"] if said_by == "config" else []))
+    if said_by == "node":
+        for node in fleet.registry:
+            node.register = replace(node.register, effective_config={"prefix_cache": "off: it keeps a state"})
+    assert len({fleet.place(PROMPT)[0].name for _ in range(4)}) == 4
+    assert fleet.expected == (0, 0)
+    fleet.placer.history.answered(fleet.prompt(PROMPT), PROMPT, fleet.node("d000"))
+    assert fleet.placer.history.blocks == 0
 
 
 def test_a_decode_node_that_holds_the_conversation_saves_its_transfer() -> None:

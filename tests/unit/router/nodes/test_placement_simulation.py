@@ -1,0 +1,36 @@
+"""The simulator of placement: its traces have the stated statistics, and its clock needs no time."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.bench.placement_simulation import simulate
+from tests.bench.placement_traces import AGENTS, CONVERSATION, statistics, trace
+
+
+def test_a_conversation_trace_has_the_published_statistics() -> None:
+    found = statistics(list(trace(CONVERSATION, CONVERSATION.rate, 3540, 1)))
+    assert found["requests"] == pytest.approx(12_031, rel=0.05)
+    assert found["input_mean"] == pytest.approx(12_035, rel=0.1)
+    assert found["input_p50"] == pytest.approx(6909, rel=0.1)
+    assert found["input_p90"] == pytest.approx(27_367, rel=0.1)
+    assert found["input_p99"] == pytest.approx(85_401, rel=0.2)
+    assert found["output_mean"] == pytest.approx(343, rel=0.05)
+    assert found["ideal_hit_rate"] == pytest.approx(0.37, abs=0.04)
+
+
+def test_an_agent_trace_has_the_published_lengths() -> None:
+    found = statistics(list(trace(AGENTS, AGENTS.rate, 1770, 1)))
+    assert found["requests"] == pytest.approx(11_804, rel=0.05)
+    assert found["input_mean"] == pytest.approx(8596, rel=0.05)
+    assert found["output_mean"] == pytest.approx(182, rel=0.05)
+    assert found["ideal_hit_rate"] == pytest.approx(0.62, abs=0.04)
+
+
+def test_requests_that_share_prefixes_meet_on_their_nodes() -> None:
+    requests = list(trace(AGENTS, AGENTS.rate * 4, 30.0, 1))
+    unaware, aware = (simulate(requests, 8, policy) for policy in ("least_loaded", "cache_aware"))
+    assert aware["hit_rate"] > unaware["hit_rate"] + 0.05
+    assert aware["first_token_p50"] < unaware["first_token_p50"]
+    assert aware["known_blocks"] > 0
+    assert simulate(requests, 8, "cache_aware") == aware, "it is deterministic"
