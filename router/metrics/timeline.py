@@ -87,7 +87,8 @@ class Timeline:
             "client": self.client,
             "outcome": self.outcome,
             "nodes": self.nodes,
-            "stages": {stage: round(seconds, 6) for stage, seconds in ordered},
+            # To microseconds. `round` takes three times as long, and this runs for every request.
+            "stages": {stage: int(seconds * 1e6 + 0.5) / 1e6 for stage, seconds in ordered},
         }
         if self.accept_length is not None:
             report["accept_length"] = round(self.accept_length, 3)
