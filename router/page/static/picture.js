@@ -110,6 +110,6 @@ function pages(load, width, view, labels) {
 /** Return the used share of a node's host memory for pages; null if it has none. */
 function hostShare(metrics, { engine }) {
   const of = (name) => (metrics.get(name) ?? []).find((sample) => sample.labels.engine === engine)?.value ?? 0;
-  const size = of("tandem_host_tier_pages");
-  return size > 0 ? of("tandem_host_tier_used_pages") / size : null;
+  const size = of("tandem_host_tier_total_tokens");
+  return size > 0 ? of("tandem_host_tier_tokens") / size : null;
 }

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from router.page.routes import POLICY, STATIC
+from tests.fakes.served_series import served_series
 from tests.unit.router.auth.test_gates import key_gate
 from tests.unit.router.conftest import Rig, Serve
 
@@ -67,6 +68,14 @@ def test_files_use_no_other_host_and_never_set_html(name: str) -> None:
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|EventSource", text
     )
+
+
+def test_the_series_that_it_shows_are_served() -> None:
+    scripts = "".join((STATIC / name).read_text() for name in OWN)
+    names = set(re.findall(r'"((?:vllm:|tandem_)\w+)"', scripts))
+    assert len(names) > 12
+    served = served_series()
+    assert {name for name in names if not {name, f"{name}_bucket"} & served} == set()
 
 
 async def test_imports_name_files_that_exist() -> None:

@@ -1,0 +1,20 @@
+"""The names of all series that a router serves."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+
+from router.metrics.http_metrics import HttpMetrics
+from router.metrics.router_metrics import RouterMetrics
+
+SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+
+
+def served_series() -> set[str]:
+    """Return the names of all series, with and without values."""
+    metrics = RouterMetrics("tiny", list, lambda: 0)
+    registry: CollectorRegistry = metrics.registry
+    HttpMetrics(registry)
+    families: list[Metric] = list(registry.collect())
+    return {family.name + suffix for family in families for suffix in SUFFIXES[family.type]}
