@@ -42,7 +42,7 @@ def pairs(src_size: int, dst_size: int) -> Iterator[PairPlan]:
     """Yield the plan of every pair of ranks that exchange bytes."""
     for src in range(src_size):
         for dst in range(dst_size):
-            plan = pair_plan(_layout(7, 4, src, src_size), _layout(9, 5, dst, dst_size))
+            plan = pair_plan(layout_of(7, 4, src, src_size), layout_of(9, 5, dst, dst_size))
             if not plan.empty:
                 yield plan
 
@@ -53,7 +53,7 @@ def noisy_pool(layout: PoolLayout, seed: int) -> Tensor:
     return torch.randint(0, 256, (layout.total_bytes,), dtype=torch.uint8, generator=generator)
 
 
-def _layout(pages: int, slots: int, rank: int, size: int) -> PoolLayout:
+def layout_of(pages: int, slots: int, rank: int, size: int) -> PoolLayout:
     return PoolLayout(
         fingerprint="m", spec=SPEC, num_pages=pages, num_slots=slots, tp_rank=rank, tp_size=size
     )

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
+import msgspec
 import torch
 from torch import Tensor
 
-from kv_transfer.pair_plan import RowsPair, StridedRows
+from common.kv_cache.pool_layout import PoolLayout
+from common.kv_cache.shard import RANKS
+from kv_transfer.pair_plan import PairPlan, RowsPair, StridedRows, pair_plan
 from kv_transfer.transport.cuda.pages import MIX, POSITION, WORDS, block_words, jit, mixed_words, word_terms
 
 try:
@@ -72,6 +75,46 @@ def move_parts(
             move_group_reference(src, dst, group, items, sums, max_blocks, first)
 
 
+def compile_moves(memory: Tensor, layout: PoolLayout) -> None:
+    """Compile the kernels that send parts of this pool, flat uint8, to peers of any number of ranks; moves nothing."""
+    nothing = torch.zeros(2, 0, dtype=torch.int32, device=memory.device)
+    sums = torch.zeros(0, dtype=torch.int64, device=memory.device)
+    for other in _possible_peers(layout):
+        for parts in _apart(pair_plan(layout, other)):
+            for dst, each in ((memory, None), (memory, sums), (None, sums)):
+                move_parts(memory, dst, parts, nothing, each, 1)
+
+
+def compile_checksums(memory: Tensor, layout: PoolLayout) -> None:
+    """Compile the kernels that sum up parts of this pool, flat uint8, which any peer sends or receives."""
+    nothing = torch.zeros(1, 0, dtype=torch.int32, device=memory.device)
+    sums = torch.zeros(0, dtype=torch.int64, device=memory.device)
+    for other in _possible_peers(layout):
+        sent, received = _apart(pair_plan(layout, other)), _apart(pair_plan(other, layout))
+        own = [[part.src for part in parts] for parts in sent] + [
+            [part.dst for part in parts] for parts in received
+        ]
+        for blocks in own:
+            move_parts(memory, None, [RowsPair(block, block) for block in blocks], nothing, sums, 1)
+
+
+def _possible_peers(layout: PoolLayout) -> Iterator[PoolLayout]:
+    """Yield layouts of all ranks that a peer may have; the sizes of its pool make no other kernels."""
+    for size in RANKS:
+        for rank in range(size):
+            try:
+                other = msgspec.structs.replace(layout, tp_rank=rank, tp_size=size)
+            except ValueError:
+                continue  # no node has this model on so many ranks
+            yield other
+
+
+def _apart(plan: PairPlan) -> Sequence[Sequence[RowsPair]]:
+    """Return the lists that are sent in parts: the pages, unless they are sent as a whole, and the state."""
+    pages = () if plan.whole else tuple(part for plane in plan.planes for part in plane)
+    return [each for each in (pages, plan.state) if each]
+
+
 def words(blocks: Sequence[StridedRows]) -> int:
     """Return the words of one item over these blocks, which are equal on both sides of a pair."""
     return sum(block.rows * block.length // _sum_bytes(block) for block in blocks)
@@ -113,6 +156,8 @@ def move_group_reference(
     first: int,
 ) -> None:
     """Move one group in torch: on the CPU, and rows that are not aligned to the checksum's words. See `move_parts`."""
+    if not items.size(1):
+        return
     for part, at in zip(group.parts, group.firsts, strict=True):
         rows = _rows(src, part.src, group.word_bytes).index_select(0, items[0].long())
         if dst is not None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from common.kv_cache.pool_layout import PoolLayout
-from kv_transfer.pair_plan import RowsPair, Side, StridedRows, pair_plan
+from kv_transfer.pair_plan import RowsPair, Side, StridedRows
 from kv_transfer.transport.base import DeviceMemory
-from kv_transfer.transport.cuda.blocks import move_parts
+from kv_transfer.transport.cuda.blocks import compile_checksums, move_parts
 from kv_transfer.transport.cuda.cudart import CudaRuntime, Mark
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 from kv_transfer.transport.page_digest import as_digests
@@ -59,7 +59,7 @@ class GpuDigests:
             # This compiles the kernels before the first request.
             padding = page_list([0], device=self._memory.device)
             self._whole(padding).cpu()
-            self._parts(pair_plan(layout, layout).src.state, padding).cpu()
+            compile_checksums(self._memory, layout)
 
     def start(self, side: Side, pages: Sequence[int]) -> tuple[LaterDigests, Mark]:
         """Return the checksums and the mark after which they can be read.

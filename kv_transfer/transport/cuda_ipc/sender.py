@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from common.errors import HandshakeRefused
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.copy_plan import Copy
-from kv_transfer.pair_plan import PairPlan, pair_plan
+from kv_transfer.pair_plan import PairPlan
 from kv_transfer.transport.base import (
     DeviceMemory,
     Memory,
@@ -21,7 +21,7 @@ from kv_transfer.transport.base import (
     WriteState,
     check_size,
 )
-from kv_transfer.transport.cuda.blocks import move_parts
+from kv_transfer.transport.cuda.blocks import compile_moves
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
 from kv_transfer.transport.cuda.digests import GpuDigests, LaterDigests
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages
@@ -63,10 +63,10 @@ class CudaIpcSender(LayerEndpoint):
             source = PagedMemory(layout, words, words.device)
             self.writer = PageWriter(self._cuda, layout, kv, words, source, *self._blocks)
             padding, sums = self.writer.page_list([0], [0]), self.writer.no_sums(1)
-            # Page and slot 0 onto themselves: this compiles the kernels now instead of in the first request.
+            # Page 0 onto itself: this compiles the kernels now instead of in the first request.
             for each in (None, sums):
                 move_pages(source, source, padding, each, range(len(layout.planes)), 1)
-                move_parts(words, words, pair_plan(layout, layout).state, padding, each, 1)
+            compile_moves(words, layout)
         self._lane.mark().wait()
         self.digests = GpuDigests(self._cuda, kv, layout)
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from kv_transfer.copy_plan import copies, runs, single_rows, state_copies
-from kv_transfer.pair_plan import RowsPair, StridedRows
+from kv_transfer.pair_plan import RowsPair, StridedRows, pair_plan
+from kv_transfer.transport.cuda import blocks
 from kv_transfer.transport.cuda.blocks import (
     PartGroup,
+    compile_checksums,
+    compile_moves,
     move_group_kernel,
     move_group_reference,
     move_parts,
@@ -17,16 +21,16 @@ from kv_transfer.transport.cuda.blocks import (
 )
 from kv_transfer.transport.cuda.pages import page_list
 from kv_transfer.transport.page_digest import as_digests
-from tests.fakes.part_pools import SIZES, noisy_pool, pairs
+from tests.fakes.part_pools import SIZES, layout_of, noisy_pool, pairs
 from tests.unit.kv_transfer.test_cuda_pages import by_hand
 
 CPU = torch.device("cpu")
 
 
-def item_bytes(memory: torch.Tensor, blocks: tuple[StridedRows, ...], item: int) -> list[bytes]:
+def item_bytes(memory: torch.Tensor, rows_of: tuple[StridedRows, ...], item: int) -> list[bytes]:
     """Return the bytes of each block of an item, row after row."""
     found = []
-    for offset, size, length, rows, stride in blocks:
+    for offset, size, length, rows, stride in rows_of:
         starts = [offset + item * size + row * stride for row in range(rows)]
         found.append(b"".join(bytes(memory[at : at + length].tolist()) for at in starts))
     return found
@@ -123,3 +127,36 @@ def test_the_tables_of_all_layers_and_ranks_are_kept() -> None:
         part_groups(tuple(parts), memory.device)
     move_parts(memory, None, lists[0], items, sums, 8)
     assert (part_groups.cache_info().misses, part_groups.cache_info().hits) == (len(lists), len(lists) + 1)
+
+
+def test_no_peer_needs_a_kernel_that_was_not_compiled_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompt for a node of other ranks waited 0.14 s for a compiler."""
+    seen: set[tuple[object, ...]] = set()
+
+    def launch(
+        src: Tensor, dst: Tensor | None, group: PartGroup, items: Tensor, sums: Tensor | None, *_: int
+    ) -> None:
+        shape = group.rows, group.row_words, group.unit, group.word_bytes, group.sum_bytes
+        seen.add((*shape, dst is None, sums is None))
+
+    monkeypatch.setattr(blocks, "move_group_reference", launch)
+    for size in (1, 2, 4):
+        for own in (layout_of(8, 4, rank, size) for rank in range(size)):
+            memory = noisy_pool(own, 1)
+            seen.clear()
+            compile_moves(memory, own)
+            compile_checksums(memory, own)
+            compiled = seen.copy()
+            one, sums = page_list([1], [1], device=CPU), torch.zeros(1, dtype=torch.int64)
+            for others in (1, 2, 4, 8):
+                for other in (layout_of(11, 5, rank, others) for rank in range(others)):
+                    sent, received = pair_plan(own, other), pair_plan(other, own)
+                    pages = [part for plane in sent.planes for part in plane]
+                    for parts in (*((pages,) if not sent.whole else ()), sent.state):
+                        for dst, each in ((memory, sums), (memory, None), (None, sums)):
+                            move_parts(memory, dst, parts, one, each, 8)
+                    for side in (sent.src, received.dst):
+                        for rows in (*((side.pages,) if not side.whole else ()), side.state):
+                            move_parts(memory, None, [RowsPair(each, each) for each in rows], one, sums, 8)
+            assert seen == compiled
+            assert compiled
