@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# On a machine with one or more H200s: runs every test of this folder, one process per file. With .whl/nixl.zip (made by
+# On a machine with one or more H200s: runs every test of this folder, one process per file, all at once but those whose
+# ranks share a GPU and take turns on it: they come last, one after another. With .whl/nixl.zip (made by
 # tests/gpu/nixl_wheel.py; git ignores .whl, so copy it along) the tests of NIXL run too. Logs go to $OUT/checks.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 mkdir -p "$out/checks" /tmp/nixl
@@ -8,17 +9,30 @@ if test -e .whl/nixl.zip; then
     export PYTHONPATH="$PYTHONPATH:/tmp/nixl"
 fi
 date
-declare -A running
-for file in tests/gpu/test_*.py; do
-    timeout "${SECONDS_EACH:-240}" python3 -m pytest -q "$file" -o filterwarnings=default -o asyncio_mode=auto \
-        -p no:cacheprovider --durations=3 >"/tmp/$(basename "$file" .py).log" 2>&1 &
-    running[$file]=$!
-done
-for file in tests/gpu/test_*.py; do
-    name="$(basename "$file" .py)"
-    wait "${running[$file]}" || failed=1
+ranked=(tests/gpu/test_peer_reduce.py tests/gpu/test_rank_cluster.py)
+check() {
+    timeout "${SECONDS_EACH:-240}" python3 -m pytest -q "$1" -o filterwarnings=default -o asyncio_mode=auto \
+        -p no:cacheprovider --durations=3 >"/tmp/$(basename "$1" .py).log" 2>&1
+}
+show() {
+    local name
+    name="$(basename "$1" .py)"
     echo "== $name: $(tail -1 "/tmp/$name.log")"
     grep -h '^FAILED\|^ERROR\|^E  ' "/tmp/$name.log" | cut -c1-200 | head -12 || true
+}
+declare -A running
+for file in tests/gpu/test_*.py; do
+    [[ " ${ranked[*]} " == *" $file "* ]] && continue
+    check "$file" &
+    running[$file]=$!
+done
+for file in "${!running[@]}"; do
+    wait "${running[$file]}" || failed=1
+    show "$file"
+done
+for file in "${ranked[@]}"; do
+    check "$file" || failed=1
+    show "$file"
 done
 tail -n 400 /tmp/test_*.log >"$out/checks/logs.txt" # one file: few may come back
 date
