@@ -22,10 +22,21 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_sums_and_norms_of_ranks_in_processes(size: int) -> None:
+def test_sums_and_norms_of_ranks_in_processes() -> None:
     """Calls of different numbers of rows use the same places, and no rank reads what another one has overwritten."""
-    assert run_peers(["cpu"] * size, {"TRITON_INTERPRET": "1"}) == [0] * size
+    assert run_peers(["cpu"] * 3, {"TRITON_INTERPRET": "1"}) == [0] * 3
+
+
+def test_tensors_that_take_several_launches() -> None:
+    """More rows than the memory holds, each longer than its rows; tests/gpu sums and gathers them over ranks."""
+    own = torch.zeros(PEER_BYTES, dtype=torch.uint8)
+    memory = RankMemories(torch.tensor([own.data_ptr()]), torch.zeros(2, dtype=torch.int32), 0, 3)
+    x = torch.arange(65 * 8200, dtype=torch.float32).view(65, 8200)
+    assert torch.equal(peer_sum_triton(x, memory), x)
+    assert torch.equal(peer_gather_triton(x, memory)[0], x)
+    odd = torch.arange(33, dtype=torch.float16).view(3, 11)
+    assert torch.equal(peer_gather_triton(odd, memory)[0], odd)
+    assert memory.host.tolist() == [0, 0]
 
 
 def memory_of_two() -> tuple[RankMemories, torch.Tensor]:
