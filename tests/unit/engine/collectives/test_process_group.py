@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.engine.collectives.process_group import ProcessGroupCollectives, TorchGroup
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
+from common.errors import RankFailed
 from common.kv_cache.shard import Shard
 from tests.fakes.thread_ranks import run_groups, thread_groups
 from tests.fakes.waiting import PATIENCE
@@ -54,3 +55,31 @@ def test_sums_unequal_columns_and_broadcasts() -> None:
             found[1], torch.cat([own(rank, width) for rank, width in enumerate(widths)], dim=-1)
         )
         assert torch.equal(found[2], own(2, 5))
+
+
+class Aborted:
+    """Stands for a process group whose calls a GPU would have to end."""
+
+    def __init__(self) -> None:
+        self.aborts = 0
+
+    def abort(self) -> None:
+        self.aborts += 1
+
+
+def test_an_abandoned_group_is_aborted_once_and_names_the_rank() -> None:
+    made = Aborted()
+
+    def run(host: SharedMemoryGroup) -> None:
+        group = ProcessGroupCollectives(host, lambda *_: made)  # type: ignore[arg-type]
+        if host.shard.rank:
+            return
+        group.check()
+        group.abandon(1)
+        with pytest.raises(RankFailed, match="rank 1 has ended") as caught:
+            group.check()
+        assert caught.value.rank == 1
+        group.close()
+
+    assert run_groups(thread_groups(2), run) == [None, None]
+    assert made.aborts == 1

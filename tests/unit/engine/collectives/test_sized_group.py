@@ -1,0 +1,109 @@
+"""The group that chooses between two by the size of a tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from common.engine.collectives.group import CollectiveGroup, DeviceGroup
+from common.engine.collectives.sized_group import MOST_BYTES, SizedGroup
+from common.engine.collectives.unaccompanied import Unaccompanied
+from common.kv_cache.shard import Shard
+
+VALUES = MOST_BYTES // 4  # of float32
+
+
+class Recording(Unaccompanied, DeviceGroup):
+    """Notes its calls."""
+
+    def __init__(self, shard: Shard, warm_up: Recording | None = None) -> None:
+        super().__init__(shard)
+        self.calls: list[str] = []
+        self.lost: list[int] = []
+        self._warm_up = warm_up or self
+
+    @property
+    def unaccompanied(self) -> Recording:
+        return self._warm_up
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.calls.append("all_reduce")
+        return super().all_reduce(x)
+
+    def all_reduce_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        self.calls.append("all_reduce_norm")
+        return x, residual
+
+    def all_gather(self, x: Tensor, columns: int) -> Tensor:
+        self.calls.append("all_gather")
+        return super().all_gather(x, columns)
+
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        self.calls.append("broadcast")
+        return super().broadcast(x, source)
+
+    def check(self) -> None:
+        self.calls.append("check")
+
+    def abandon(self, rank: int) -> None:
+        self.lost.append(rank)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def ways(rank: int = 0, size: int = 2) -> tuple[Recording, Recording, SizedGroup]:
+    shard = Shard(rank, size)
+    small, large = (Recording(shard, Recording(shard)) for _ in range(2))
+    return small, large, SizedGroup(small, large)
+
+
+def call_all(group: CollectiveGroup, x: Tensor) -> None:
+    group.all_reduce(x)
+    group.all_reduce_norm(x, x, x[0], 1e-5)
+    group.broadcast(x, 1)
+
+
+@pytest.mark.parametrize(("values", "is_small"), [(0, True), (VALUES, True), (VALUES + 1, False)])
+def test_the_bytes_of_a_tensor_decide(values: int, is_small: bool) -> None:
+    small, large, group = ways()
+    call_all(group, torch.zeros(1, values))
+    taken, other = (small, large) if is_small else (large, small)
+    assert taken.calls == ["all_reduce", "all_reduce_norm", "broadcast"]
+    assert not other.calls
+
+
+@pytest.mark.parametrize(("columns", "is_small"), [(2 * VALUES, True), (2 * VALUES + 1, False)])
+def test_all_ranks_choose_the_same_group_for_unequal_shares(columns: int, is_small: bool) -> None:
+    """One rank's share may be small enough and another's not."""
+    for rank in range(2):
+        small, large, group = ways(rank)
+        own = len(Shard(rank, 2).tokens(columns))
+        assert group.all_gather(torch.zeros(1, own), columns).shape == (1, columns)
+        assert (small.calls, large.calls) == ((["all_gather"], []) if is_small else ([], ["all_gather"]))
+
+
+def test_warm_ups_choose_alike_and_meet_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures compute nothing yet, so that they record the groups themselves."""
+    small, large, group = ways()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert group.rehearsal is group
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for values in (VALUES, VALUES + 1):
+        group.rehearsal.all_reduce(torch.zeros(1, values))
+    assert not small.calls
+    assert not large.calls
+    assert (small.unaccompanied.calls, large.unaccompanied.calls) == (["all_reduce"], ["all_reduce"])
+
+
+def test_both_groups_are_checked_abandoned_and_closed() -> None:
+    small, large, group = ways()
+    group.check()
+    group.abandon(1)
+    group.close()
+    for each in (small, large):
+        assert each.calls == ["check", "close"]
+        assert each.lost == [1]
