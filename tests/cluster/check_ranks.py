@@ -264,9 +264,10 @@ def compared(answers: list[str], asked: list[dict[str, Any]], references: list[E
     return found
 
 
-async def run_cluster(row: Row, covering: Covering, references: list[Expected], until: float) -> Counter[str]:
-    """Run one cluster without a fault and with some; return the counts of faults by result."""
-    counts: Counter[str] = Counter()
+async def run_cluster(
+    row: Row, covering: Covering, references: list[Expected], until: float, counts: Counter[str]
+) -> None:
+    """Run one cluster without a fault and with some; count the faults by result."""
     with tempfile.TemporaryDirectory() as directory:
         async with cluster_of(row, Path(directory)) as cluster:
             async with Client(cluster.url) as client:
@@ -286,7 +287,6 @@ async def run_cluster(row: Row, covering: Covering, references: list[Expected], 
                 counts["wrong" if problem else "right"] += 1
                 print(json.dumps({**each, "problem": problem}), flush=True)
                 problem = ""
-    return counts
 
 
 async def run(seconds: float, seed: int) -> int:
@@ -297,7 +297,7 @@ async def run(seconds: float, seed: int) -> int:
     while time.monotonic() < until and covering.left:
         row = covering.best({})
         try:
-            counts += await run_cluster(row, covering, await references.of(row), until)
+            await run_cluster(row, covering, await references.of(row), until, counts)
         except Exception as error:
             counts["failed"] += 1
             print(json.dumps({**row, "problem": f"{type(error).__name__}: {error}"[:3000]}), flush=True)
