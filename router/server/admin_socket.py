@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.observability.logs import Log
 from router.server.sockets import owner_socket
 
 LOOK_SECONDS = 0.25  # interval at which a process tries to take the lock
@@ -24,10 +25,11 @@ Serve = Callable[[socket.socket], Awaitable[None]]
 class AdminSocket:
     """Binds the socket, at once or when the process that has it ends."""
 
-    def __init__(self, path: Path, shared: bool) -> None:
+    def __init__(self, path: Path, shared: bool, log: Log) -> None:
         """`shared`: other router processes of this cluster run on this host."""
         self._path = path
         self._shared = shared
+        self._log = log
         self._lock = -1
         self._bound = False
         self._waiting: asyncio.Task[None] | None = None
@@ -53,9 +55,18 @@ class AdminSocket:
             self._lock = -1
 
     async def _wait(self, serve: Serve) -> None:
-        while not self._locked():
+        logged = ""
+        while True:
+            try:
+                if self._lock >= 0 or self._locked():
+                    await self._bind(serve)
+                    return
+            except (ConfigError, OSError) as error:
+                # It may pass, as a lack of descriptors does, and nobody else would take the socket over.
+                if str(error) != logged:
+                    logged = str(error)
+                    self._log.warning("cannot take over the admin socket; trying again", reason=logged)
             await asyncio.sleep(LOOK_SECONDS)
-        await self._bind(serve)
 
     async def _bind(self, serve: Serve) -> None:
         listener = owner_socket(self._path)

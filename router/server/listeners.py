@@ -98,7 +98,7 @@ class HttpListeners:
         for runner in (self.public, *([self.admin] if self.admin is not None else [])):
             runner.app.on_response_prepare.append(self._close_when_leaving)
         self._watcher: asyncio.Task[None] | None = None
-        self._admin_socket = AdminSocket(plan.admin_socket, plan.own_socket is not None)
+        self._admin_socket = AdminSocket(plan.admin_socket, plan.own_socket is not None, log)
 
     async def start(self) -> None:
         """Open all listeners. Raises ConfigError if an address cannot be bound."""

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from common.observability.logs import Log
+from router.server import admin_socket
 from router.server.admin_socket import AdminSocket
+from router.server.sockets import owner_socket
 from tests.fakes.waiting import eventually
 
 
@@ -24,7 +32,7 @@ class Served:
 
 async def test_the_next_process_takes_over(tmp_path: Path) -> None:
     path = tmp_path / "router.admin.sock"
-    first, second = (AdminSocket(path, shared=True) for _ in range(2))
+    first, second = (AdminSocket(path, True, Log("test")) for _ in range(2))
     served, taken = Served(), Served()
     await first.start(served)
     await second.start(taken)
@@ -42,7 +50,7 @@ async def test_the_socket_of_a_killed_process_is_replaced(tmp_path: Path) -> Non
     path = tmp_path / "router.admin.sock"
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(str(path))
-    admin, served = AdminSocket(path, shared=True), Served()
+    admin, served = AdminSocket(path, True, Log("test")), Served()
     await admin.start(served)
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(path))
@@ -50,9 +58,45 @@ async def test_the_socket_of_a_killed_process_is_replaced(tmp_path: Path) -> Non
     admin.remove()
 
 
+async def test_a_process_that_waits_survives_a_moment_without_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its two steps fails once: opening the lock, and binding the socket once it has the lock."""
+    monkeypatch.setattr(admin_socket, "LOOK_SECONDS", 0.01)
+    path = tmp_path / "router.admin.sock"
+    first, second = (AdminSocket(path, True, Log("test")) for _ in range(2))
+    served, taken, failures = Served(), Served(), ["open", "bind"]
+    await first.start(served)
+    await second.start(taken)
+    opened = os.open
+
+    def fail(step: str) -> None:
+        if failures[:1] == [step]:
+            failures.pop(0)
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def open_once_more(*args: Any) -> int:
+        fail("open")
+        return opened(*args)
+
+    def bind_once_more(*args: Any) -> socket.socket:
+        fail("bind")
+        return owner_socket(*args)
+
+    monkeypatch.setattr(os, "open", open_once_more)
+    monkeypatch.setattr(admin_socket, "owner_socket", bind_once_more)
+    await eventually(lambda: failures == ["bind"])
+    served.close()
+    first.remove()
+    await eventually(lambda: len(taken.sockets) == 1)
+    assert failures == []
+    taken.close()
+    second.remove()
+
+
 async def test_a_process_that_waits_can_end(tmp_path: Path) -> None:
     path = tmp_path / "router.admin.sock"
-    first, second = (AdminSocket(path, shared=True) for _ in range(2))
+    first, second = (AdminSocket(path, True, Log("test")) for _ in range(2))
     served = Served()
     await first.start(served)
     await second.start(Served())
