@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter
@@ -52,7 +52,14 @@ class SpanSender:
             self._awake.clear()
             while self._queue:
                 count = min(len(self._queue), BATCH)
-                self._exporter.export([self._queue.popleft() for _ in range(count)])
+                self._export([self._queue.popleft() for _ in range(count)])
             if self._dropped:
                 self._log.warning("dropped traces: the collector is too slow", requests=self._dropped)
                 self._dropped = 0
+
+    def _export(self, spans: Sequence[ReadableSpan]) -> None:
+        try:
+            self._exporter.export(spans)
+        except Exception as error:
+            # One span may be impossible to encode: later ones must not be lost with it.
+            self._log.warning("cannot export spans", spans=len(spans), reason=str(error))

@@ -76,6 +76,32 @@ def test_a_missing_package_is_refused_at_the_start(monkeypatch: pytest.MonkeyPat
         make_traces("http://127.0.0.1:4318", "tiny", Log("test"))
 
 
+class FailsOnce(SpanExporter):
+    """Raises for the first batch, as the encoder does for a time outside of its range."""
+
+    def __init__(self) -> None:
+        self.begun, self.exported = threading.Event(), threading.Event()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if not self.begun.is_set():
+            self.begun.set()
+            raise ValueError("Value out of range: -1")
+        self.exported.set()
+        return SpanExportResult.SUCCESS
+
+
+def test_spans_that_cannot_be_exported_do_not_end_the_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_sender, "INTERVAL", 0.001)
+    exporter, lines = FailsOnce(), Lines()
+    sender = SpanSender(exporter, lines)
+    sender.put([ReadableSpan("bad")])
+    assert exporter.begun.wait(30)
+    sender.put([ReadableSpan("good")])
+    assert exporter.exported.wait(30)
+    sender.close(30)
+    assert [line["spans"] for line in lines.kept] == [1]
+
+
 class Stuck(SpanExporter):
     """Exports nothing until it is released."""
 
