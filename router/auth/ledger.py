@@ -43,7 +43,7 @@ class Use(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """The rest of the limits of a key, at a monotonic time."""
+    """The rest of the limits of a key, infinite for one that it does not have, at a monotonic time."""
 
     requests: float
     tokens: float
@@ -190,7 +190,7 @@ class _File:
         """Lock the file for this process and forget what an earlier one had in flight. Raises ConfigError."""
         deadline = time.monotonic() + LOCK_SECONDS
         # Another process may hold the lock for a moment, in `owner_lives`.
-        while not self._lock():
+        while not self._lock(fcntl.LOCK_EX):
             if time.monotonic() > deadline:
                 raise ConfigError(
                     "router.processes", f"another process uses {self._path}; end it, or use another number"
@@ -228,7 +228,7 @@ class _File:
 
     def owner_lives(self) -> bool:
         """Return whether a process has taken the file and has not ended."""
-        if not self._lock():
+        if not self._lock(fcntl.LOCK_SH):
             return True
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         return False
@@ -239,9 +239,9 @@ class _File:
         self._map.close()
         os.close(self._descriptor)
 
-    def _lock(self) -> bool:
+    def _lock(self, kind: int) -> bool:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True

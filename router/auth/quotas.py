@@ -181,7 +181,7 @@ class Quota:
         """Let the other processes know."""
         self._follow(now)
         requests, tokens = (
-            0.0 if each is None else each.level(now) for each in (self._requests, self._tokens)
+            math.inf if each is None else each.level(now) for each in (self._requests, self._tokens)
         )
         self._ledger.add(use, Levels(requests, tokens, now))
 

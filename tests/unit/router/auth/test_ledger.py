@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -252,3 +253,22 @@ def test_two_real_processes_share_a_limit(tmp_path: Path) -> None:
         for each in started:
             each.communicate("end\n", timeout=60)
     assert 2000 <= sum(done) <= 2001
+
+
+def test_a_limit_that_is_added_later_begins_full(host: Host) -> None:
+    """While the key had no limit of tokens, what is left of it was not low but unlimited."""
+    host.quota(0, requests_per_minute=10).admit().release()
+    host.quota(1, requests_per_minute=10, tokens_per_minute=100).admit().release()
+    host.quota(1, requests_per_minute=10, tokens_per_minute=100).spend(99)
+    assert (
+        host.quota(2, requests_per_minute=10, tokens_per_minute=100).headers()["x-ratelimit-remaining-tokens"]
+        == "1"
+    )
+
+
+def test_a_dead_process_is_known_as_dead_while_another_one_looks_too(host: Host) -> None:
+    host.quota(0, concurrency=1).admit()
+    host.end(0)
+    with host.paths[0].open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)  # as another process does for a moment
+        host.quota(1, concurrency=1).admit()
