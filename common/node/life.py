@@ -134,7 +134,7 @@ class NodeLife(Generic[Work]):
             registered = self._links.registered
             dropped = duties.router_lost(router, not registered)
             self._log.warning(
-                "no answer from a router: dropped its requests", requests=dropped, routers=len(registered)
+                "no answer from a router: dropping its requests", requests=dropped, routers=len(registered)
             )
             for incarnation in self._lost_peers.forget_router(router, registered):
                 duties.peer_lost(incarnation)
