@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -233,4 +234,6 @@ def host_bytes(nbytes: int, device: torch.device) -> Tensor:
                 f"CUDA could not pin {nbytes} bytes of host memory for cached prefixes (error {int(status)}); write a "
                 "lower prefill.host_mib, or raise the limit of locked memory (ulimit -l)"
             )
+        # Memory that is freed while it is pinned cannot be pinned again, and who gets its address next fails.
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
     return memory

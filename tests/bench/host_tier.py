@@ -268,7 +268,9 @@ def main() -> None:
     room = options.tokens + max([64 * (options.rounds + 1), *(each + 64 for each in options.suffixes)])
     began = time.perf_counter()
     pool_tokens = options.pool_sessions * -(-room // PAGE) * PAGE
-    plain = constructed_runner(shapes.config_of(options.shape), pool_tokens, device, options.chunk)
+    config = shapes.config_of(options.shape)
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], room)
+    plain = constructed_runner(config, pool_tokens, device, options.chunk)
     arriving = ArrivingLayers()
     unbroken = prompt_graphs.unbroken_tokens(plain.model.placement, PhaseSwitch(options.graphs))
     attention = ArrivingAttention(plain.attention, arriving, unbroken)

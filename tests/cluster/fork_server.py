@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO, NoReturn, Protocol
 
@@ -218,7 +219,8 @@ class _Server:
 def main() -> None:
     """Run the server, or in a fork the module that was ordered."""
     for name in PRELOADED:
-        __import__(name)
+        if find_spec(name.partition(".")[0]) is not None:  # newer versions of typer do without pydantic
+            __import__(name)
     # A collection in a fork would visit, and so copy, all that was imported.
     gc.collect()
     gc.freeze()
