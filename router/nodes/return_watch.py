@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from common.messages.identity import Role
 from common.node_names import NO_NAMES, NodeNames
 
+MOST_AWAY = 256  # names by patterns that are remembered; beyond it those that left first are forgotten
+
 
 class ReturnWatch:
     """Expects a node of the cluster file back for `window` seconds after it left, or after the router's start.
@@ -35,7 +37,11 @@ class ReturnWatch:
             for old in [each for each, since in away.items() if now - since > self._window]:
                 if old not in listed:
                     del away[old]
+            away.pop(name, None)
             away[name] = now
+            if len(away) > len(self._configured[role].listed) + MOST_AWAY:
+                # The order is that in which they left.
+                del away[next(each for each in away if each not in listed)]
 
     def is_configured(self, role: Role, name: str) -> bool:
         return self._configured.get(role, NO_NAMES).entry(name) is not None
