@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from common.errors import Overloaded
+from common.errors import Overloaded, Unavailable
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
 from router.exchange.orders import AbortOrder, PauseOrder
@@ -75,9 +75,22 @@ class HostPeers:
         return sum(msgspec.json.decode(each, type=int) for each in answers)
 
     async def pause(self, paused: bool) -> int:
-        """Pause or resume the other processes; return the number of requests that they still answer."""
-        answers = await self._ask_all("POST", PAUSE, msgspec.json.encode(PauseOrder(paused)))
-        return sum(msgspec.json.decode(each, type=int) for each in answers)
+        """Pause or resume the other processes; return the number of requests that they still answer.
+
+        Raises Unavailable if one of them runs and does not answer: it may not have followed.
+        """
+        order, active, silent = msgspec.json.encode(PauseOrder(paused)), 0, list[str]()
+        answers = await asyncio.gather(
+            *(self._ask(each, "POST", PAUSE, order, "*/*") for each in self._sockets)
+        )
+        for name, answer in zip(self._sockets, answers, strict=True):
+            if answer is not None:
+                active += msgspec.json.decode(answer, type=int)
+            elif await self._runs(name):
+                silent.append(name)
+        if silent:
+            raise Unavailable(f"{', '.join(silent)} did not answer in time; send the request again")
+        return active
 
     async def _ask_all(self, method: str, path: str, body: bytes = b"", accept: str = "*/*") -> list[bytes]:
         """Return the bodies of those who answered 200, in the order of their names."""
@@ -85,6 +98,18 @@ class HostPeers:
             return []
         asked = (self._ask(name, method, path, body, accept) for name in self._sockets)
         return [answer for answer in await asyncio.gather(*asked) if answer is not None]
+
+    async def _runs(self, name: str) -> bool:
+        """Return whether a process listens on its socket, however busy it is."""
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                _, writer = await asyncio.open_unix_connection(self._sockets[name])
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+        writer.close()
+        return True
 
     async def _ask(self, name: str, method: str, path: str, body: bytes, accept: str) -> bytes | None:
         url = URL(f"http://localhost{path}", encoded=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from common.errors import Unavailable
 from common.observability.logs import Log
 from router.exchange import host_peers
 from router.exchange.host_peers import HostPeers
@@ -54,7 +56,7 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
 
     async def start(name: str, app: web.Application) -> Path:
         path = tmp_path / name
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.01)
         await runner.setup()
         await web.UnixSite(runner, str(path)).start()
         runners.append(runner)
@@ -140,6 +142,29 @@ async def test_those_that_do_not_answer_are_left_out(
     sockets = {name: await serve(name, scripted(handler)) for name, handler in handlers.items()}
     peers = HostPeers("router", {"dead": tmp_path / "dead", **sockets}, Log("test"))
     assert await peers.active() == 5
+
+
+async def test_an_order_that_a_running_process_may_not_have_followed_is_an_error(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operator who drains a host must not take a process for drained that was only busy."""
+    monkeypatch.setattr(host_peers, "ASK_SECONDS", 0.3)
+
+    async def hangs(request: web.Request) -> web.Response:
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    async def answers(request: web.Request) -> web.Response:
+        return web.Response(body=b"5")
+
+    killed = tmp_path / "killed"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(killed))
+    ended = {"answers": await serve("answers", scripted(answers)), "killed": killed, "ended": tmp_path / "x"}
+    assert await HostPeers("router", ended, Log("test")).pause(True) == 5
+    sockets = {**ended, "hangs": await serve("hangs", scripted(hangs))}
+    with pytest.raises(Unavailable, match=r"^hangs did not answer"):
+        await HostPeers("router", sockets, Log("test")).pause(True)
 
 
 async def test_questions_to_one_process_are_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
