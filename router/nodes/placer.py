@@ -15,6 +15,7 @@ from router.nodes.history import PlacementHistory
 from router.nodes.placed_prompt import NO_PROMPT, PlacedPrompt
 from router.nodes.placement import Candidate, PlacementPolicy, SamplingPolicy, choose_pair
 from router.nodes.placement_rules import DEFAULT_RULES, PlacementRules
+from router.nodes.prefix_index import PrefixMatches
 from router.nodes.prompt_times import rest_ms
 from router.nodes.registry import ROLES, Node, NodeRegistry
 
@@ -128,38 +129,48 @@ class Placer:
     def check_busy(self, prompt: PlacedPrompt) -> None:
         """Raise Overloaded if all nodes of a role that can be reached are busy (see PlacementRules)."""
         for role, nodes in self._registry.eligible_by_role().of.items():
-            if nodes and all(self._busy_seconds(node, prompt) for node in nodes):
-                seconds = min(self._busy_seconds(node, prompt) for node in nodes)
+            waits = self._busy_seconds(role, nodes, prompt)
+            if waits and all(waits):
                 raise Overloaded(
                     f"all {role} nodes are busy; try again later",
-                    retry_after=min(max(seconds, 1.0), LONGEST_RETRY),
+                    retry_after=min(max(min(waits), 1.0), LONGEST_RETRY),
                 )
 
     def spared(
         self, pair: tuple[Node, Node], avoid: Collection[str], prompt: PlacedPrompt
     ) -> tuple[Node, Node]:
         """Return the pair, or one without busy nodes, as far as there are others."""
-        if not any(self._busy_seconds(node, prompt) for node in pair):
+        if not any(self._busy_seconds(node.role, [node], prompt)[0] for node in pair):
             return pair
-        nodes = [node for of_role in self._registry.eligible_by_role().of.values() for node in of_role]
-        busy = {node.incarnation for node in nodes if self._busy_seconds(node, prompt)}
+        busy = {
+            node.incarnation
+            for role, nodes in self._registry.eligible_by_role().of.items()
+            for node, seconds in zip(nodes, self._busy_seconds(role, nodes, prompt), strict=True)
+            if seconds
+        }
         found = self.choose({*avoid, *busy}, NOTHING, prompt)
         return pair if isinstance(found, str) else found
 
-    def _busy_seconds(self, node: Node, prompt: PlacedPrompt) -> float:
-        """Return after how many seconds a busy node may take a new request; 0 if it is not busy."""
-        if node.role == "decode":
-            share, load = self._rules.busy_pool_share, node.load
-            if share is None or not load.total_pages:
-                return 0.0
-            free = load.free_pages + load.cached_pages
-            return POOL_RETRY if load.total_pages - free > share * load.total_pages else 0.0
-        limit = self._rules.busy_first_token_ms
-        if limit is None or not node.rooms.tokens:
-            # An idle node computes also a prompt that takes longer than the limit by itself.
+    def _busy_seconds(self, role: Role, nodes: Sequence[Node], prompt: PlacedPrompt) -> list[float]:
+        """Return for each node of a role after how many seconds it may take a new request; 0 if it is not busy."""
+        share, limit = self._rules.busy_pool_share, self._rules.busy_first_token_ms
+        if role == "decode":
+            return [0.0 if share is None else _full_seconds(node, share) for node in nodes]
+        if limit is None:
+            return [0.0] * len(nodes)
+        # Once for all nodes: it takes time in proportion to the prompt.
+        matches = self.history.matches(role, prompt)
+        return [self._late_seconds(node, limit, matches, prompt) for node in nodes]
+
+    def _late_seconds(
+        self, node: Node, limit_ms: float, matches: PrefixMatches, prompt: PlacedPrompt
+    ) -> float:
+        """Return by how many seconds the first token of a prompt would be later than the limit, or 0."""
+        if not node.rooms.tokens:
+            # An idle node also computes a prompt that takes longer than the limit.
             return 0.0
-        cached = self.history.cached_tokens(self.history.matches("prefill", prompt), node, prompt)
-        beyond = node.rooms.ms + rest_ms(node.load.prompt_times, prompt.tokens, cached) - limit
+        cached = self.history.cached_tokens(matches, node, prompt)
+        beyond = node.rooms.ms + rest_ms(node.load.prompt_times, prompt.tokens, cached) - limit_ms
         return max(beyond, 0.0) / 1000
 
     def _sampled(
@@ -206,6 +217,13 @@ class Placer:
         field = _Field(prefills, decodes, self._health.bad_pairs())
         broken = self._health.nodes.blocked()
         return field.without(broken) if broken else field
+
+
+def _full_seconds(node: Node, share: float) -> float:
+    """Return POOL_RETRY if requests use more than this share of the pool of a decode node, else 0."""
+    load = node.load
+    free = load.free_pages + load.cached_pages
+    return POOL_RETRY if load.total_pages - free > share * load.total_pages else 0.0
 
 
 def _others(candidates: Sequence[Candidate], avoid: Collection[str]) -> Sequence[Candidate]:

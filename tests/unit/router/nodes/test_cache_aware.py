@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -26,6 +27,7 @@ from router.nodes.placement import (
 )
 from router.nodes.placement_rules import PlacementRules
 from router.nodes.placer import Placer
+from router.nodes.prefix_index import PrefixIndex, PrefixMatches
 from router.nodes.registry import Node, NodeRegistry
 from tests.fakes.clock import Clock
 from tests.unit.router.nodes.test_placement import candidate
@@ -249,3 +251,18 @@ def test_an_idle_node_is_not_busy_however_long_the_prompt() -> None:
     pair, prompt = (fleet.node("p000"), fleet.node("d000")), fleet.prompt(list(range(50_000)))
     assert fleet.placer.spared(pair, (), prompt) == pair
     fleet.placer.check_busy(prompt)
+
+
+def test_a_prompt_is_looked_up_once_however_many_nodes_may_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet("cache_aware", nodes=8, busy_first_token_ms=1e5)
+    for number in range(8):
+        fleet.busy(fleet.node(f"p{number:03}"), 8192)
+    lookups, match = [0], PrefixIndex.match
+
+    def counted(index: PrefixIndex, blocks: Sequence[int]) -> PrefixMatches:
+        lookups[0] += 1
+        return match(index, blocks)
+
+    monkeypatch.setattr(PrefixIndex, "match", counted)
+    fleet.placer.check_busy(fleet.prompt(PROMPT))
+    assert lookups == [1]
