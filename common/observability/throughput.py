@@ -85,5 +85,5 @@ def sum_of(activities: Iterable[Activity]) -> Activity:
 
 
 def kv_usage(load: NodeLoad) -> float:
-    """Return the share of pages that are neither free nor owned by the prefix cache alone, 0 to 1."""
+    """Return the share of pages that are neither free nor owned only by the prefix cache, 0 to 1."""
     return 1 - (load.free_pages + load.cached_pages) / load.total_pages if load.total_pages else 0.0
