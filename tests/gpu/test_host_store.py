@@ -35,6 +35,7 @@ def test_bytes_come_back_while_the_device_computes() -> None:
     for layer in range(LAYERS):
         pool.key(layer)[:] = written + layer
         pool.value(layer)[:] = -written - layer
+    pool.key(0)[index]  # the first use of a kernel loads it, which waits for the device
     torch.cuda.synchronize()
 
     torch.cuda._sleep(BUSY)
