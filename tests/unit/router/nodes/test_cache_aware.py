@@ -254,7 +254,7 @@ def test_an_idle_node_is_not_busy_however_long_the_prompt() -> None:
 
 
 def test_a_prompt_is_looked_up_once_however_many_nodes_may_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = Fleet("cache_aware", nodes=8, busy_first_token_ms=1e5)
+    fleet = Fleet("cache_aware", nodes=8, busy_first_token_ms=1.0)
     for number in range(8):
         fleet.busy(fleet.node(f"p{number:03}"), 8192)
     lookups, match = [0], PrefixIndex.match
@@ -264,5 +264,6 @@ def test_a_prompt_is_looked_up_once_however_many_nodes_may_be_busy(monkeypatch: 
         return match(index, blocks)
 
     monkeypatch.setattr(PrefixIndex, "match", counted)
-    fleet.placer.check_busy(fleet.prompt(PROMPT))
+    with pytest.raises(Overloaded):
+        fleet.placer.check_busy(fleet.prompt(PROMPT))
     assert lookups == [1]
