@@ -94,7 +94,8 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(("enable_return_hidden_states",), "write model.return_hidden_states: true"),
     Foreign(
         ("tp", "tp_size", "tensor_parallel_size"),
-        "write `tensor_parallel: N` in the entry of each node under prefill.nodes and decode.nodes; nodes may differ",
+        "write `tensor_parallel: N` in the entry of each node under prefill.nodes and decode.nodes, or `devices: "
+        "[cuda:0, cuda:1]` with one for each rank; nodes may differ",
     ),
     Foreign(
         ("ep", "ep_size", "enable_expert_parallel"),
@@ -198,7 +199,7 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     Foreign(
         ("device", "base_gpu_id", "gpu_id_step"),
-        "write the `device` of each node under prefill.nodes and decode.nodes",
+        "write the `device` of each node under prefill.nodes and decode.nodes, or `devices`, one for each of its ranks",
     ),
     Foreign(
         ("nnodes", "node_rank", "dist_init_addr", "master_addr", "distributed_executor_backend"),
