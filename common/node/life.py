@@ -1,7 +1,7 @@
 """The life cycle of a node of either role: messages from routers, draining, sweeping, the end.
 
 up ──SIGTERM──> draining ──nothing left, or out of time──> stopping ──> Goodbye
- └──────────────────────────── Rejected ───────────────────────────┘
+ └──────────────── Rejected, unless others serve it ───────────────┘
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from common.messages.identity import NodeCounters, NodeLoad, NodeState
 from common.messages.node_inbox import Abort, FlushCache, PeerLost, Rejected
 from common.messages.router_inbox import Goodbye
 from common.node.lost_peers import LostPeers
+from common.node.refusals import Refusals
 from common.node.router_links import Held, RouterLinks
 from common.node.to_router import ToRouter
+from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
 from common.observability.throughput import Activity, ThroughputLog, kv_usage, totals_of
 
@@ -85,6 +87,8 @@ class NodeLife(Generic[Work]):
         self._links = links
         self._work = work
         self._lost_peers = LostPeers()
+        self._refusals = Refusals()
+        self._refused = BoundedLog(log, "a router refuses this node, which goes on for the others")
         self._drain_timeout = drain_timeout
         self._log = log
         self._clock = clock
@@ -125,8 +129,14 @@ class NodeLife(Generic[Work]):
             elif isinstance(message, FlushCache):
                 duties.flush_cache()
             elif isinstance(message, Rejected):
-                self._log.error("this node and the router cannot work together", reason=message.reason)
-                self._stopping = True
+                self._refuse(router, message.reason, now)
+
+    def _refuse(self, router: ToRouter, reason: str, now: float) -> None:
+        if self._refusals.final(router, self._links.registered, self._links.count, now):
+            self._log.error("this node and the router cannot work together", reason=reason)
+            self._stopping = True
+        else:
+            self._refused.warning(reason, reason)
 
     def look_after(self, duties: Duties[Work], now: float) -> None:
         """Handle events of time, once per turn and after `receive`: lost routers, deadlines."""

@@ -44,6 +44,11 @@ class RouterLinks(Generic[M]):
         return (link.socket for link in self._links)
 
     @property
+    def count(self) -> int:
+        """Number of routers, with those that do not answer."""
+        return len(self._links)
+
+    @property
     def registered(self) -> list[RouterLink[M]]:
         """The routers that serve this node now."""
         return [link for link in self._links if link.registered]

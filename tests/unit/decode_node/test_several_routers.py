@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.messages.node_inbox import Abort, PeerLost
+from common.messages.node_inbox import Abort, PeerLost, Rejected
 from common.messages.router_inbox import Failed
 from tests.fakes.node_cluster import Call, NodeCluster, PrefillSide, Shape
 from tests.fakes.scenarios import expect_reference, prompt_of
@@ -84,6 +84,19 @@ def test_a_router_cannot_abort_the_requests_of_another() -> None:
         cluster.run()
         expect_reference(*calls)
         cluster.settle()
+
+
+def test_a_router_that_refuses_a_node_does_not_end_it_for_the_other() -> None:
+    """As in a rolling upgrade, whose first router speaks another version."""
+    with NodeCluster(TWO, resubmit=False) as cluster:
+        calls = _both(cluster)
+        for side in (cluster.prefill, cluster.decode):
+            side.links[0].registered = False
+            side.links[0].deliver(Rejected(reason="another protocol version"))
+        cluster.run(until=lambda: calls[1].over and calls[3].over)
+        expect_reference(calls[1], calls[3])
+        assert not cluster.prefill.node.life.stopping()
+        assert not cluster.decode.node.life.stopping()
 
 
 def test_a_room_that_another_router_uses_is_refused() -> None:
