@@ -24,6 +24,7 @@ SOFTMAX = (False, 1, 1)
 def test_attention(
     dtype: torch.dtype, dims: tuple[int, int], heads: tuple[int, int], norm: bool, window: int | None
 ) -> None:
+    torch.manual_seed(1)
     compare_attention(CUDA, dtype, dims, heads, norm, window)
 
 

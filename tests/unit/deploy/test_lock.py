@@ -86,7 +86,7 @@ def test_the_name_is_not_the_strangers_package() -> None:
         for path in ROOT.glob(pattern)
         if path.is_file() and path != Path(__file__)
     ]
-    advice = re.compile(r"install [^\n`]*['\" ]tandem\b")
+    advice = re.compile(r"install [^\n`]*['\" ]tandem\b(?!-serving)")
     found = [str(path) for path in files if advice.search(path.read_text(errors="replace"))]
     assert len(files) > 300
     assert found == []

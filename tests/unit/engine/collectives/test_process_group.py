@@ -72,6 +72,7 @@ def test_an_abandoned_group_is_aborted_once_and_names_the_rank() -> None:
 
     def run(host: SharedMemoryGroup) -> None:
         group = ProcessGroupCollectives(host, lambda *_: made)  # type: ignore[arg-type]
+        host.all_reduce(torch.zeros(1))  # the store of rank 0 must not close before the others have opened it
         if host.shard.rank:
             return
         group.check()
