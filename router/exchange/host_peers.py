@@ -20,7 +20,7 @@ from router.exchange.series_text import labelled_all, merged
 
 ASK_SECONDS = 1.0  # for the answers of all processes together
 MOST_BYTES = 8 << 20  # of one answer
-AT_ONCE = 8  # questions of this process to one other
+AT_ONCE = 8  # questions of this process to one other, and orders
 LATEST = "/host/requests"
 TIMELINES = LATEST + "/"
 METRICS = "/host/metrics"
@@ -40,7 +40,10 @@ class HostPeers:
         """
         self._name = name
         self._sockets = dict(sockets)
-        self._gates = {name: asyncio.Semaphore(AT_ONCE) for name in sockets}
+        # Every client may ask questions; orders (POST) must not wait for them.
+        self._gates = {
+            (method, name): asyncio.Semaphore(AT_ONCE) for method in ("GET", "POST") for name in sockets
+        }
         self._silent = BoundedLog(log, "another router process of this host did not answer")
 
     async def metrics(self, own: bytes, accept: str) -> bytes:
@@ -117,7 +120,7 @@ class HostPeers:
         try:
             async with (
                 asyncio.timeout(ASK_SECONDS),
-                self._gates[name],
+                self._gates[method, name],
                 aiohttp.UnixConnector(str(self._sockets[name])) as connector,
                 aiohttp.ClientSession(connector=connector, connector_owner=False) as session,
                 session.request(method, url, data=body, headers=headers) as response,

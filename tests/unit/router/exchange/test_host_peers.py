@@ -20,7 +20,7 @@ from router.exchange.orders import AbortOrder
 from router.http.body_memory import BodyMemory
 from router.http.request_body import PIECES_PER_TURN, memory_key, pieces_key
 from router.process.turns import Turns
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE, eventually
 
 Handler = Callable[[web.Request], Coroutine[Any, Any, web.StreamResponse]]
 Serve = Callable[[str, web.Application], Coroutine[Any, Any, Path]]
@@ -186,3 +186,22 @@ async def test_questions_to_one_process_are_bounded(serve: Serve, monkeypatch: p
     go.set()
     assert await asyncio.gather(*questions) == [1] * 6
     assert most == 2
+
+
+async def test_an_abort_does_not_wait_for_questions(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any key may ask for timelines, as often as it likes."""
+    monkeypatch.setattr(host_peers, "ASK_SECONDS", 60.0)
+    go = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.method == "GET":
+            await go.wait()
+        return web.Response(body=b"1")
+
+    peers = HostPeers("router", {"router.1": await serve("one", scripted(answer))}, Log("test"))
+    questions = [asyncio.create_task(peers.active()) for _ in range(host_peers.AT_ONCE + 1)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(PATIENCE):
+        assert await peers.abort(AbortOrder(None)) == 1
+    go.set()
+    assert await asyncio.gather(*questions) == [1] * len(questions)
