@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 SMOOTHING = 0.1  # weight of one transfer in the moving averages
+LONGEST = 60.0  # seconds; longer ones count as this, or one pair would spoil the average of all
 MAX_PAIRS = 4096  # that are remembered; beyond it the one that was measured least recently is forgotten
 
 
@@ -41,7 +42,7 @@ class MeasuredTransfers:
         rate = self._pairs.setdefault((prefill, decode), _Rate())
         self._pairs.move_to_end((prefill, decode))
         for each in (rate, self._all):
-            each.add(1000 * seconds, tokens)
+            each.add(1000 * min(seconds, LONGEST), tokens)
         if len(self._pairs) > MAX_PAIRS:
             self._pairs.popitem(last=False)
 

@@ -54,13 +54,25 @@ def test_a_pair_has_its_own_time_and_others_the_average() -> None:
     assert times.ms("p", "near", 2000) == pytest.approx(2.0), "nothing was moved"
 
 
+def test_one_node_that_reports_absurd_times_does_not_spoil_the_others_for_long() -> None:
+    steps, times = MeasuredSteps(), MeasuredTransfers()
+    steps.measured(1, 1e15)
+    times.measured("p", "liar", 1e15, 1000)
+    for number in range(5000):
+        steps.measured(number % 32 + 1, 5.0 + 0.1 * (number % 32 + 1))
+    for _ in range(150):
+        times.measured("p", "honest", 0.010, 1000)
+    assert steps.time.ms(8) == pytest.approx(5.8, rel=0.05)
+    assert times.ms("p", "new", 1000) == pytest.approx(10.0, rel=0.05)
+
+
 def test_pairs_are_bounded() -> None:
     times = MeasuredTransfers()
     for number in range(MAX_PAIRS + 10):
-        times.measured("p", f"d{number}", 1.0 + number, 1000)
+        times.measured("p", f"d{number}", (1.0 + number) / 1000, 1000)
     average = times.ms("p", "new", 1)
     assert times.ms("p", "d0", 1) == average
-    assert times.ms("p", f"d{MAX_PAIRS}", 1) == pytest.approx(1.0 + MAX_PAIRS)
+    assert times.ms("p", f"d{MAX_PAIRS}", 1) == pytest.approx((1.0 + MAX_PAIRS) / 1000)
 
 
 def test_a_session_is_remembered_for_a_while() -> None:
