@@ -59,6 +59,7 @@ class PrefillRequest:
     first_token: OutputToken | None = None
     draft: DraftRow = NO_DRAFT  # set with the first token if there is a draft model
     in_flight: int = 0  # unfinished launches; its pages must not be freed while there are any
+    recorded: bool = False  # its record was ordered to be sent
     ended: bool = False  # aborted or failed: nothing more is launched
     settled: bool = False  # the sender no longer reads these pages
     stages: dict[str, float] = field(default_factory=dict)

@@ -58,12 +58,16 @@ class SendOrders:
     def of(self, request: PrefillRequest) -> SendOrder | None:
         """Return an order for all complete pages that have none, and for the record once the first token is drawn.
 
-        Returns None while no decode node has granted pages, and after the request has ended.
+        Returns None while no decode node has granted pages, after the record, and after the request has ended. The
+        event of a grant may come after the record: the sender has the pages as soon as it has read the message.
         """
+        if request.recorded:
+            return None
         order = self._order(request, request.computed, request.computed_by)
         if order is None or request.computed < request.num_tokens or request.first_token is None:
             return order
         assert request.lease is not None
+        request.recorded = True
         return structs.replace(order, record=request.record(self._hidden_dtype), slot=request.lease.slot)
 
     def _order(self, request: PrefillRequest, computed: int, after: int) -> SendOrder | None:

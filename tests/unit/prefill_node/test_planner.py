@@ -181,6 +181,14 @@ def test_an_order_names_each_page_once_and_the_plan_that_completes_it() -> None:
     assert last.record is not None
     assert (last.record.first_token, last.record.num_tokens) == (5, 10)
     assert Wire(SendOrder)(last) == last
+    assert orders.of(request) is None, "the event of the grant may come after the record"
+
+
+def test_a_request_that_has_ended_has_no_order() -> None:
+    rig, slots = Rig(), Slots()
+    orders, request = orders_of(slots), rig.request(1, 10)
+    slots.grant(1)
+    request.computed = 8
     request.ended = True
     assert orders.of(request) is None
 
