@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import pytest
 
 from common.engine.sampling.sampling_plan import SamplingVariant
 from common.errors import RankFailed
-from common.node.completion import Immediate
 from common.node.overlap import Completion
 from decode_node.rank_work import DecodeRankWork
 from decode_node.ranked_worker import RankedWorker
 from decode_node.step_plan import Masks, Moves, PlannedRow, Save, StepPlan
 from decode_node.step_result import Launched, StepResult, Trees
+from tests.fakes.later_completion import LaterCompletion
 
 MASKED = SamplingVariant(all_greedy=True, any_filter=False, num_logprobs=None, masked=True)
-
-
-@dataclass
-class LaterCompletion(Immediate):
-    done: bool = False
-
-    def ready(self) -> bool:
-        return self.done
-
-    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        self.done = True
 
 
 @dataclass

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
 from common.errors import RankFailed
-from common.node.completion import Immediate
 from kv_transfer.send_order import SendOrder
 from prefill_node.rank_work import PromptRankWork
 from prefill_node.ranked_worker import RankedWorker
 from prefill_node.step_plan import PlannedChunk, PromptPlan
 from prefill_node.step_result import PromptResult
+from tests.fakes.later_completion import LaterCompletion
 
 RESULT = PromptResult(ms=1.5)
-
-
-@dataclass
-class LaterCompletion(Immediate):
-    done: bool = False
-
-    def ready(self) -> bool:
-        return self.done
-
-    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        self.done = True
 
 
 @dataclass
