@@ -93,14 +93,19 @@ class PrefillStep:
             self._embeds.forget(keys)
             self._draft.forget(keys)
 
-    def launch(self, plan: PromptPlan) -> LaunchedPrefill:
-        """Launch the forward over the plan's chunks, without waiting for the device."""
+    def launch(self, plan: PromptPlan, load: Callable[[], None] = lambda: None) -> LaunchedPrefill:
+        """Launch the forward over the plan's chunks, without waiting for the device.
+
+        `load` starts copies from host memory that the forward reads.
+        """
         chunks = plan.chunks
         draws = [chunk.draw for chunk in chunks if chunk.draw is not None]
         host = HostBatch.of(chunks, self._page_size, self._rotary)
         drawn_with = HostDraws.of(draws, [chunk.end for chunk in chunks if chunk.final])
         watch = self._start_watch()
         sent = send((*host.arrays, *drawn_with.arrays), self._device)
+        # Not before the inputs: the device copies in order, so the forward would begin after all pages.
+        load()
         returned = any(chunk.states for chunk in chunks)
         mode = CaptureHiddenMode.FULL if returned else self._draft.hidden_mode
         batch = host.on_device(sent[: len(host.arrays)], mode)

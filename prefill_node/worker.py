@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -53,9 +54,9 @@ class DeviceWorker:
         if not plan.chunks:
             return LaunchedWithoutForward(self._completion())
         self._restore(plan)
-        self._host.load([chunk.load for chunk in plan.chunks if chunk.load is not None])
+        loads = [chunk.load for chunk in plan.chunks if chunk.load is not None]
         with self._sending.during(plan):
-            return self._step.launch(plan)
+            return self._step.launch(plan, functools.partial(self._host.load, loads))
 
     def _restore(self, plan: PromptPlan) -> None:
         """Copy the states of cached prefixes to the slots of the prompts that continue them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -77,9 +78,9 @@ def test_no_chunk_ends_off_the_grid() -> None:
         ends: list[Any] = []
         launch = cluster.prefill.step.launch
 
-        def spy(plan: PromptPlan) -> LaunchedPrefill:
+        def spy(plan: PromptPlan, load: Callable[[], None] = lambda: None) -> LaunchedPrefill:
             ends.extend(chunk.end for chunk in plan.chunks if not chunk.final)
-            return launch(plan)
+            return launch(plan, load)
 
         cluster.prefill.step.launch = spy  # type: ignore[method-assign]
         check(cluster, 2, [PROMPTS[0], PROMPTS[2], PROMPTS[2][:140], PROMPTS[1]])

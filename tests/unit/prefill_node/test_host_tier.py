@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 
+from common.engine.host_copies import Array, send
 from common.errors import InternalError
 from common.node.completion import Immediate
+from common.node.host_lane import Stage
 from prefill_node.host_store import STORE_SECONDS
 from tests.fakes.draft_models import drafting
 from tests.fakes.late_host import LateLoads, LateStores, late_lanes
@@ -93,6 +96,27 @@ def test_a_layer_waits_for_its_own_copies(layers: bool) -> None:
         assert loads.followed[:count] == list(range(count)), "one after the other"
         assert not loads.pending
         assert stores.copies
+
+
+def test_inputs_are_sent_before_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU copies from the host in order: inputs that are sent after a prefix would arrive after all of it."""
+    lanes, order = late_lanes(), list[str]()
+    loads = lanes.back.load
+
+    def record_inputs(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
+        order.append("inputs")
+        return send(arrays, device)
+
+    def load(copies: Iterable[Callable[[], None]]) -> Sequence[Stage]:
+        order.append("load")
+        return loads(copies)
+
+    monkeypatch.setattr("prefill_node.step.send", record_inputs)
+    monkeypatch.setattr(lanes.back, "load", load)
+    with served(replace(SHAPE, host=replace(HOST, lanes=lambda: lanes))) as cluster:
+        order.clear()
+        assert serve(cluster, [*SESSIONS[0], 1, 2, 3]) == WHOLE
+    assert order[:2] == ["inputs", "load"]
 
 
 def test_a_small_graph_waits_for_all_copies() -> None:
