@@ -44,6 +44,8 @@ class Summary:
     requests_per_s: float  # answered
     goodput: float  # share of all requests, failed ones included, within the limits
     good_requests_per_s: float
+    ttft_good: float  # share of all requests with a first token within its limit, whatever their gaps
+    gaps_good: float  # share of all requests with every gap within the limit, however late their first token
     send_lag_ms_p99: float
     loop_lag_ms_p99: float
 
@@ -73,7 +75,12 @@ def summarise(run: Run, limits: Limits) -> Summary:
     seconds = [1e3 * each.gaps[0] for each in answered if each.gaps]
     per_token = [1e3 * each.per_token for each in answered if each.gaps]
     totals = [1e3 * each.total for each in answered]
-    good = sum(each.within(limits.first, limits.gap) for each in run.requests)
+    count = max(len(run.requests), 1)
+
+    def good(first: float, gap: float) -> int:
+        return sum(each.within(first, gap) for each in run.requests)
+
+    within_both = good(limits.first, limits.gap)
     return Summary(
         requests=len(run.requests),
         failed=len(run.requests) - len(answered),
@@ -93,8 +100,10 @@ def summarise(run: Run, limits: Limits) -> Summary:
         total_ms_p99=percentile(totals, 0.99),
         output_tokens_per_s=sum(each.tokens for each in answered) / run.seconds,
         requests_per_s=len(answered) / run.seconds,
-        goodput=good / max(len(run.requests), 1),
-        good_requests_per_s=good / run.seconds,
+        goodput=within_both / count,
+        good_requests_per_s=within_both / run.seconds,
+        ttft_good=good(limits.first, math.inf) / count,
+        gaps_good=good(math.inf, limits.gap) / count,
         send_lag_ms_p99=1e3 * percentile([each.lag for each in run.requests], 0.99),
         loop_lag_ms_p99=1e3 * percentile(run.loop_lags or [0.0], 0.99),
     )

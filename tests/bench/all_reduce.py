@@ -18,9 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -34,10 +32,11 @@ from common.engine.collectives.process_group import ProcessGroupCollectives, ncc
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.engine.ops.rms_norm import add_rms_norm
 from kv_transfer.transport.cuda.cudart import CudaRuntime
+from tests.bench.bench_ranks import start_ranks
 from tests.bench.timing import wake
 
 HIDDEN = 8192
-ROWS = (1, 2, 4, 8, 16, 32, 64, 256)  # 16 KiB each
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)  # 16 KiB each
 CALLS, REPLAYS = 50, 15
 SECONDS = 60.0
 END_SECONDS = 300.0
@@ -104,22 +103,6 @@ def run_rank(endpoint: GroupEndpoint) -> list[dict[str, float]]:
     return found
 
 
-def start(endpoints: Sequence[GroupEndpoint]) -> list[subprocess.Popen[bytes]]:
-    """Start the ranks of these endpoints, which print nothing."""
-    processes = []
-    for endpoint in endpoints:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.bench.all_reduce",
-            "--rank",
-            msgspec.json.encode(endpoint).decode(),
-        ]
-        processes.append(subprocess.Popen(command, pass_fds=endpoint.descriptors))
-        endpoint.close()
-    return processes
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -132,7 +115,7 @@ def main() -> None:
         run_rank(msgspec.json.decode(args.rank, type=GroupEndpoint))
         return
     own, *others = open_endpoints(args.ranks)
-    processes = start(others)
+    processes = start_ranks("tests.bench.all_reduce", others)
     try:
         found = run_rank(own)
         for process in processes:

@@ -90,7 +90,7 @@ class Engine:
             draft=pair.serving,
         )
         if spec.state_bytes:
-            window = WindowShape(window_widths(config), steps + 1, placement.dtype)
+            window = WindowShape(window_widths(config, placement.shard), steps + 1, placement.dtype)
             served = replace(served, state=KeptState(rows, window))
         self._served = served
         layout = served.layout

@@ -3,6 +3,9 @@
     python -m tests.bench.engine [--shape qwen3-30b-a3b] [--json FILE] [--prompts 64 ... 8192] [--batches 1 4 ...]
         [--context 1024] [--prompt-graphs breakable piecewise-eager piecewise-inductor none]
 
+With `--ranks 2` the model is divided over two GPUs as in a node; weights, bytes and floors are those of one of them,
+and a floor contains no all-reduce.
+
 The model is a published shape or a directory with config.json, made on the device (`shapes.py`). Times are host time,
 from the call to tokens that Python can read; `device` is from the first to the last kernel of a step, and the
 difference is host overhead. Floors are measured in the same run: for prefill, only the matrix products of the layers in
@@ -35,6 +38,7 @@ from common.engine.forward.rotary_places import OneAxis
 from common.engine.graphs import node_graphs
 from common.engine.graphs.ladders import prefill_token_buckets
 from common.engine.graphs.rules import PhaseSwitch
+from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.relay_state import RelayState
 from common.engine.state.state_rows import WindowShape
@@ -62,7 +66,7 @@ from prefill_node.scheduler import Chunk
 from prefill_node.step import PrefillStep
 from prefill_node.step_rules import PromptRules
 from prefill_node.vision import PromptEmbeds, TextEmbeds
-from tests.bench import shapes
+from tests.bench import bench_ranks, shapes
 from tests.bench.environment import describe
 from tests.bench.floors import Floors, UsedExperts
 from tests.bench.timing import wake
@@ -99,6 +103,7 @@ def constructed_runner(
     slots: int = 2,
     quantization: str = "none",
     kv: KvValues = AS_COMPUTED,
+    ranks: Ranks = ONE_RANK,
 ) -> ModelRunner:
     """Construct the model of a config.json on its device (shapes.py), with a pool for prompts.
 
@@ -106,8 +111,9 @@ def constructed_runner(
         slots: of per-request state, including slot 0; for models that keep one.
         quantization: as `model.quantization`.
         kv: how keys and values are stored.
+        ranks: says which share of the model is constructed.
     """
-    model = shapes.target(raw, 0, device, quantization)
+    model = shapes.target(raw, 0, device, quantization, ranks)
     config, placement = model.config, model.placement
     pool = model_pool(config, PAGE, pool_tokens // PAGE + 1, placement, slots, kv)
     buckets = prefill_token_buckets(chunk)
@@ -208,7 +214,8 @@ class DecodeSteps:
         pages_each = -(-longest // PAGE)
         table = PageTable(most, pages_each, device)
         config = runner.model.config
-        window = WindowShape(window_widths(config), 1, runner.model.placement.dtype)
+        placement = runner.model.placement
+        window = WindowShape(window_widths(config, placement.shard), 1, placement.dtype)
         self._relay = RelayState.allocate(most, config.vocab_size, device, window=window)
         graphs = step_graphs.decode_graphs(runner, self._relay, table, PhaseSwitch(wanted), most, longest)
         node_graphs.capture(graphs, LOG)
@@ -307,7 +314,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
-        "--shape", default=shapes.LLAMA, help=f"{shapes.LLAMA}, {', '.join(shapes.SHAPES)} or a directory"
+        "--shape", default=shapes.LLAMA, help=f"{', '.join((*shapes.LLAMAS, *shapes.SHAPES))} or a directory"
     )
     parser.add_argument("--quantization", default="none", help="as model.quantization")
     parser.add_argument("--kv-dtype", choices=shapes.KV_DTYPES, default="auto", help="as kv.dtype")
@@ -318,8 +325,15 @@ def main() -> None:
     parser.add_argument("--kernels", type=int, nargs="*", default=[], help="sizes to list the kernels of")
     parser.add_argument("--prompt-graphs", nargs="*", default=PROMPT_GRAPHS, choices=PROMPT_GRAPHS)
     parser.add_argument("--json", type=Path)
+    bench_ranks.add_arguments(parser)
     options = parser.parse_args()
-    device = torch.device(options.device)
+    with bench_ranks.joined("tests.bench.engine", options.ranks, options.rank, options.device) as here:
+        run(options, here)
+
+
+def run(options: argparse.Namespace, here: bench_ranks.Here) -> None:
+    """Measure on one rank; all ranks do the same at the same time."""
+    device = here.device
     chunk = max([64, *options.prompts])
     longest = options.context + options.steps + 8
     pool_tokens = max(chunk, max([1, *options.batches]) * (-(-longest // PAGE) * PAGE)) + PAGE
@@ -333,6 +347,7 @@ def main() -> None:
         max([1, *options.batches]) + 1,
         options.quantization,
         shapes.KV_DTYPES[options.kv_dtype],
+        here.ranks,
     )
     if cuda:
         torch.cuda.synchronize()
@@ -377,7 +392,7 @@ def main() -> None:
                 slowest[f"{what} {wanted} {size}"] = kernels(steps, size)
         del steps  # frees graphs and their memory
         gc.collect()
-        if options.json:  # after every part, so that an interrupted run keeps its results
+        if options.json and here.first:  # after every part, so that an interrupted run keeps its results
             report = {
                 "environment": environment,
                 "options": vars(options),

@@ -34,10 +34,11 @@ from decode_node.step import DecodeSteps
 from decode_node.step_plan import StepPlan
 from decode_node.step_result import Launched
 from deploy.tiny_models.constructed_head import Drafting
+from tests.bench import bench_ranks
 from tests.bench.drafted_engine import PAGE, Engine, random_prompts
 from tests.bench.environment import describe
 from tests.bench.floors import Ceilings, UsedExperts, weights_of
-from tests.bench.shapes import EAGLE3, KV_DTYPES, LLAMA, MTP, SHAPES, Pair, config_of, loaded, pair
+from tests.bench.shapes import EAGLE3, KV_DTYPES, LLAMA, LLAMAS, MTP, SHAPES, Pair, config_of, loaded, pair
 
 WARM_UP = 4
 
@@ -287,7 +288,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shape", default=LLAMA, help=f"{LLAMA}, {', '.join(SHAPES)} or a directory")
+    parser.add_argument("--shape", default=LLAMA, help=f"{', '.join((*LLAMAS, *SHAPES))} or a directory")
     parser.add_argument("--algorithm", choices=(EAGLE3, MTP), default=EAGLE3, help="of the constructed draft")
     parser.add_argument("--acceptance", type=float, default=0.7, help="of the constructed draft")
     parser.add_argument("--seed", type=int, default=0, help="of the constructed weights")
@@ -308,8 +309,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--graphs", choices=("auto", "full", "none"), default="auto")
     parser.add_argument("--json", type=Path)
+    bench_ranks.add_arguments(parser)
     options = parser.parse_args()
-    device = torch.device(options.device)
     if (options.model is None) != (options.draft is None):
         parser.error("--model and --draft go together")
     formats = options.quantization, options.draft_quantization
@@ -319,11 +320,23 @@ def main() -> None:
         )
     if options.algorithm == MTP and options.draft_quantization != "none":
         parser.error("MTP modules have the format of their target: leave out --draft-quantization")
+    if options.model is not None and options.ranks > 1:
+        parser.error("several ranks need a constructed model: leave out --model and --draft")
+    with bench_ranks.joined("tests.bench.rounds", options.ranks, options.rank, options.device) as here:
+        measure(options, here)
+
+
+def measure(options: argparse.Namespace, here: bench_ranks.Here) -> None:
+    """Measure on one rank; all ranks do the same at the same time."""
+    device = here.device
+    formats = options.quantization, options.draft_quantization
     began = time.perf_counter()
     if options.model is None:
         drafting = Drafting(options.acceptance)
         raw = config_of(options.shape)
-        models = pair(raw, options.algorithm, drafting, options.steps, options.seed, device, *formats)
+        models = pair(
+            raw, options.algorithm, drafting, options.steps, options.seed, device, *formats, here.ranks
+        )
     else:
         models = loaded(options.model, options.draft, options.steps, device)
     if device.type == "cuda":
@@ -337,7 +350,7 @@ def main() -> None:
     for row in bench(models, options.batch, *sizes, options.graphs, KV_DTYPES[options.kv_dtype]):
         print(line(row), flush=True)
         rows.append(asdict(row))
-        if options.json:  # after every row, so that an interrupted run keeps its results
+        if options.json and here.first:  # after every row, so that an interrupted run keeps its results
             options.json.write_text(json.dumps({**report, "rows": rows}, indent=1, default=str) + "\n")
 
 

@@ -17,6 +17,7 @@ from common.checkpoint.draft_config import DraftConfig, quantized_draft, with_st
 from common.checkpoint.model_config import ModelConfig
 from common.engine.forward.model_runner import load_model
 from common.engine.layers.placement import Placement
+from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import D2T, Eagle3Head
 from common.engine.models.model_registry import build_model
@@ -32,8 +33,9 @@ from deploy.tiny_models.constructed_shape import SPECIAL, Shape
 from deploy.tiny_models.constructed_tensors import TargetTensors, shape_of
 from tests.unit.checkpoint.published import PUBLISHED
 
-LLAMA = "llama-3.1-8b"
+LLAMA, LLAMA_70B = "llama-3.1-8b", "llama-3.1-70b"
 SHAPES = {name.rpartition("/")[2].lower(): name for name in ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3.5-35B-A3B")}
+LLAMAS = {LLAMA: Shape(), LLAMA_70B: Shape(hidden=8192, layers=80, heads=64, inter=28672)}
 TEXT_ONLY = {"ForConditionalGeneration": "ForCausalLM"}
 DRAFT_VOCAB = 32000
 FIRST_ORDINARY = 8  # id of the tiny models' tokenizers that is not special
@@ -59,9 +61,9 @@ class Pair:
 
 
 def config_of(shape: str) -> dict[str, Any]:
-    """Return the config.json of the text-only form of a shape: LLAMA, a key of SHAPES, or a directory."""
-    if shape == LLAMA:
-        return Shape().config()
+    """Return the config.json of the text-only form of a shape: a Llama's, a key of SHAPES, or a directory."""
+    if shape in LLAMAS:
+        return LLAMAS[shape].config()
     if shape in SHAPES:
         (found,) = (each for each in PUBLISHED if each.name == SHAPES[shape])
         raw = {"architectures": [found.architecture], **found.config}
@@ -69,7 +71,7 @@ def config_of(shape: str) -> dict[str, Any]:
         raw = json.loads((Path(shape) / "config.json").read_text())
     else:
         raise SystemExit(
-            f"{shape} is neither a directory with config.json nor one of {', '.join((LLAMA, *SHAPES))}"
+            f"{shape} is neither a directory with config.json nor one of {', '.join((*LLAMAS, *SHAPES))}"
         )
     if "text_config" not in raw:
         return raw
@@ -95,10 +97,16 @@ def loaded(path: Path, draft: Path, steps: int, device: torch.device) -> Pair:
     return Pair(model, serving, FIRST_ORDINARY)
 
 
-def target(raw: Mapping[str, Any], seed: int, device: torch.device, quantization: str = "none") -> CausalLM:
-    """Construct a target in memory, with weights as `model.quantization` says."""
+def target(
+    raw: Mapping[str, Any],
+    seed: int,
+    device: torch.device,
+    quantization: str = "none",
+    ranks: Ranks = ONE_RANK,
+) -> CausalLM:
+    """Construct the share of a target that these ranks say, with weights as `model.quantization` says."""
     config = config_at(raw).quantized(quantization)
-    return _target(config, _tensors(config, seed, device), ())
+    return _target(config, _tensors(config, seed, device), (), ranks)
 
 
 def pair(
@@ -110,11 +118,13 @@ def pair(
     device: torch.device,
     quantization: str = "none",
     draft_quantization: str = "none",
+    ranks: Ranks = ONE_RANK,
 ) -> Pair:
     """Construct a target and an EAGLE-3 head or an MTP module that drafts for it with the chosen acceptance.
 
     Args:
         quantization, draft_quantization: as `model.quantization` and `speculation.draft_quantization`.
+        ranks: says which share of both is constructed.
 
     Raises ModelError if a checkpoint of this config has no module, and ValueError for a config whose text cannot be
     chosen.
@@ -124,13 +134,13 @@ def pair(
         if algorithm == MTP:
             draft = with_steps(load_draft_config(path, MTP, config), steps)
             tensors = _tensors(config, seed, device, drafting)
-            model = _target(config, tensors, ())
+            model = _target(config, tensors, (), ranks)
             return _with_module(draft, model, tensors)
         tensors = _tensors(config, seed, device)
         shape = tensors.shape
         with _directory(head_config(shape)) as head_path:
             draft = quantized_draft(load_draft_config(head_path, EAGLE3, config), draft_quantization)
-    model = _target(config, tensors, draft.aux_layers)
+    model = _target(config, tensors, draft.aux_layers, ranks)
     head = Eagle3Head(draft, model, model.placement, (D2T,)).eval()
     found = dict(head_tensors(shape, drafting, seed, device))
     constructed_tensors.fill(head.pieces(), lambda piece: found[piece.name], stacked=False)
@@ -156,9 +166,11 @@ def _tensors(
     return TargetTensors(config, shape_of(config, vocab), seed, device, marks)
 
 
-def _target(config: ModelConfig, tensors: TargetTensors, aux_layers: tuple[int, ...]) -> CausalLM:
+def _target(
+    config: ModelConfig, tensors: TargetTensors, aux_layers: tuple[int, ...], ranks: Ranks
+) -> CausalLM:
     device = tensors.device
-    placement = Placement(torch.bfloat16 if device.type == "cuda" else torch.float32, device)
+    placement = Placement(torch.bfloat16 if device.type == "cuda" else torch.float32, device, ranks)
     model = build_model(config, placement, aux_layers).eval()
     constructed_tensors.fill(model.pieces(), tensors, _stacked(config))
     return model

@@ -23,6 +23,9 @@ is measured with its per-request planes and without:
 
   state    MiB of them, sent as a whole after the last page; "added" is what they add to "room"
 
+With `--ranks 2x1` the first of two prefill ranks writes its heads to the only decode rank, and so on: one pair of
+ranks, of which the larger number work at the same time. A room has no time then: it waits for all prefill ranks.
+
 The floors are measured in the same run: for two GPUs one contiguous copy by the driver, for one GPU half of what a
 contiguous device copy reads and writes, for the CPU a memcpy.
 """
@@ -30,8 +33,10 @@ contiguous device copy reads and writes, for the CPU a memcpy.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
+import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -69,9 +74,10 @@ def page_lists(rig: Rig, count: int, rng: random.Random) -> list[tuple[list[int]
     ]
 
 
-def measure(rig: Rig, tokens: int, checksums: bool, rng: random.Random) -> dict[str, Any]:
+def measure(rig: Rig, tokens: int, checksums: bool, rng: random.Random, whole: bool = True) -> dict[str, Any]:
+    """Return one row. `whole`: this pair of ranks is all of both nodes, so rooms arrive."""
     pages = -(-tokens // PAGE)
-    nbytes = pages * rig.src.page_bytes
+    nbytes = pages * pair_plan(rig.src, rig.dst).page_bytes
     lists = page_lists(rig, pages, rng)
     rig.endpoint.announce(Window(0, rig.config["sender"], frozenset(range(rig.dst.num_pages)), 0))
     rig.ask("burst", lists=lists[:2], checksums=checksums)
@@ -81,7 +87,7 @@ def measure(rig: Rig, tokens: int, checksums: bool, rng: random.Random) -> dict[
         began = time.perf_counter()
         rig.endpoint.page_digests(side, dst)
         sums.append(time.perf_counter() - began)
-    rooms = [rig.send_room(src, dst) for src, dst in lists]
+    rooms = [rig.send_room(src, dst) for src, dst in lists] if whole else []
     assert not any(room["lost"] for room in rooms)
     write = statistics.median(burst["single"])
     return {
@@ -94,7 +100,9 @@ def measure(rig: Rig, tokens: int, checksums: bool, rng: random.Random) -> dict[
         "many_gb_s": len(lists) * nbytes / burst["many"] / 1e9,
         "call_us": 1e6 * statistics.median(burst["host"]),
         "sums_us": 1e6 * statistics.median(sums) if sums else 0.0,
-        "room_us": 1e6 * statistics.median(room["arrived"] - room["begun"] for room in rooms),
+        "room_us": 1e6 * statistics.median(room["arrived"] - room["begun"] for room in rooms)
+        if rooms
+        else 0.0,
     }
 
 
@@ -112,12 +120,29 @@ def forwards(rig: Rig, name: str, tokens: int, checksums: bool, rng: random.Rand
     return rows
 
 
-def run(name: str, devices: tuple[str, str], sizes: Sequence[int], checksums: bool) -> list[dict[str, Any]]:
+def run(
+    name: str,
+    devices: tuple[str, str],
+    sizes: Sequence[int],
+    checksums: bool,
+    ranks: tuple[int, int] = (1, 1),
+) -> list[dict[str, Any]]:
+    """Return the rows of one transport; with `ranks` of both nodes those of their first ranks."""
     transport = name.partition(" ")[0]
     count = -(-max(sizes) // PAGE) + 8
-    rig = Rig(transport, devices, layers=LAYERS, pages=(count, count), page_size=PAGE, checksums=checksums)
+    rig = Rig(
+        transport,
+        devices,
+        layers=LAYERS,
+        pages=(count, count),
+        page_size=PAGE,
+        checksums=checksums,
+        ranks=((0, ranks[0]), (0, ranks[1])),
+    )
     rng = random.Random(7)
     try:
+        if ranks != (1, 1):
+            return [{"transport": name, **measure(rig, tokens, checksums, rng, False)} for tokens in sizes]
         while not rig.send_room([1], [1])["arrived"]:
             pass
         found = [{"transport": name, **measure(rig, tokens, checksums, rng)} for tokens in sizes]
@@ -205,6 +230,14 @@ def floors(gpus: int) -> dict[str, float]:
     return found
 
 
+def rank_sizes(text: str) -> tuple[int, int]:
+    """Return the sizes that are written as 2x1. Raises SystemExit."""
+    found = re.fullmatch(r"([1248])x([1248])", text)
+    if found is None:
+        raise SystemExit(f"--ranks {text}: write the sizes of both nodes, each 1, 2, 4 or 8, as 2x1")
+    return int(found[1]), int(found[2])
+
+
 HEAD = (
     f"{'transport':<34}{'tokens':>7}{'MiB':>7}{'sums':>6}{'write us':>10}{'GB/s':>8}{'pages/s':>10}"
     f"{'many GB/s':>11}{'call us':>9}{'sums us':>9}{'room us':>10}"
@@ -237,11 +270,17 @@ def main() -> None:
     parser.add_argument("--transports", nargs="+", default=["cuda_ipc", "shm", "tcp"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[64, 512, 2048, 8192])
     parser.add_argument("--shape", help="a model that keeps a state per request, with its bf16 planes")
+    parser.add_argument(
+        "--ranks", nargs="+", default=["1x1"], help="ranks of prefill and decode node, as 2x1"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     spec = None if arguments.shape is None else shape_spec(arguments.shape)
+    if spec is not None and arguments.ranks != ["1x1"]:
+        parser.error("states are measured between single ranks: leave out --ranks or --shape")
     gpus = torch.cuda.device_count()
     plans: list[tuple[str, tuple[str, str]]] = []
+    pairs = [rank_sizes(text) for text in arguments.ranks]
     # Receiving GPUs; for states only the other one, if there is one.
     others = range(min(gpus, 2))[-1 if spec else 0 :]
     for name in arguments.transports:
@@ -254,9 +293,10 @@ def main() -> None:
     print(HEAD)
     for name, devices in plans:
         sizes = arguments.tokens if devices[0] != "cpu" else [t for t in arguments.tokens if t <= 2048]
-        for checksums in (True, False):
+        for (prefill, decode), checksums in itertools.product(pairs, (True, False)):
             if spec is None:
-                rows = run(name, devices, sizes, checksums)
+                shown = name if prefill == decode == 1 else f"{name} ranks {prefill}x{decode}"
+                rows = run(shown, devices, sizes, checksums, (prefill, decode))
             else:
                 rows = run_state(name, devices, spec, sizes, checksums)
             for row in rows:

@@ -171,6 +171,7 @@ def test_a_run_is_summarised_from_every_gap() -> None:
     assert (found.requests, found.failed) == (4, 1)
     assert found.goodput == 0.25
     assert found.good_requests_per_s == 0.5
+    assert (found.ttft_good, found.gaps_good) == (0.5, 0.5)
     assert found.requests_per_s == 1.5
     assert found.output_tokens_per_s == 15
     assert (found.ttft_ms_p50, found.ttft_ms_p99) == (100, 201)

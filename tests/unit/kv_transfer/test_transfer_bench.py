@@ -28,3 +28,11 @@ def test_the_published_state_has_64_megabytes_and_other_models_have_none() -> No
     assert shapes.config_at(shapes.config_of(MOE)).gated_delta is None
     with pytest.raises(SystemExit, match="keeps no state per request"):
         transfer.shape_spec(MOE)
+
+
+def test_a_rank_sends_its_heads_to_a_whole_node() -> None:
+    (row,) = transfer.run("shm", ("cpu", "cpu"), [32], checksums=True, ranks=(2, 1))
+    assert row["mib"] * (1 << 20) == 2 * transfer.PAGE * 32 * 2 * 4 * 128 * 2
+    assert row["write_us"] > 0
+    with pytest.raises(SystemExit, match="as 2x1"):
+        transfer.rank_sizes("3x1")
