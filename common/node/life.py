@@ -116,13 +116,12 @@ class NodeLife(Generic[Work]):
         """Process the messages from routers, control messages of each first."""
         for router, message in self._links.drain():
             if isinstance(message, self._work):
-                if self._lost_peers:
-                    self._lost_peers.withdraw(router, message.peer)
+                self._lost_peers.used(router, message.peer)
                 duties.take(message, router, now)
             elif isinstance(message, Abort):
                 duties.abort(router, message.room, message.reason)
             elif isinstance(message, PeerLost):
-                if self._lost_peers.report(router, message.incarnation, self._links.registered):
+                if self._lost_peers.report(router, message.incarnation):
                     duties.peer_lost(message.incarnation)
                 else:
                     duties.pair_lost(router, message.incarnation)
@@ -146,7 +145,7 @@ class NodeLife(Generic[Work]):
             self._log.warning(
                 "no answer from a router: dropping its requests", requests=dropped, routers=len(registered)
             )
-            for incarnation in self._lost_peers.forget_router(router, registered):
+            for incarnation in self._lost_peers.forget_router(router):
                 duties.peer_lost(incarnation)
         if now - self._swept > SWEEP_INTERVAL:
             self._swept = now

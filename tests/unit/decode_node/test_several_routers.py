@@ -154,3 +154,20 @@ def test_a_node_that_all_routers_lost_is_lost_to_its_peers() -> None:
         assert waits.error is not None
         cluster.settle()
         assert cluster.decode.receiver.links == {}
+
+
+@pytest.mark.parametrize("dead", ["prefill", "decode"])
+def test_a_router_that_never_used_a_dead_node_does_not_keep_it(dead: str) -> None:
+    """As one that was restarted after the node had died: it does not know the node, so it never reports the loss."""
+    with NodeCluster(TWO, resubmit=False) as cluster:
+        call = cluster.submit(prompt_of(40), 5, router=1)
+        cluster.run()
+        expect_reference(call)
+        side, other = cluster.prefill, cluster.decode
+        gone, hears = (side, other) if dead == "prefill" else (other, side)
+        gone.alive = False
+        hears.links[1].deliver(PeerLost(incarnation=gone.ref.incarnation))
+        cluster.turn(5)
+        assert not (
+            cluster.decode.receiver.links if dead == "prefill" else cluster.prefill.sender.peers.all()
+        )
