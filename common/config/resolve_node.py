@@ -11,6 +11,7 @@ from common.checkpoint.draft_config import with_steps
 from common.checkpoint.dtype_name import dtype_name
 from common.checkpoint.kv_scales import kv_scales
 from common.checkpoint.model_config import ModelConfig, model_fingerprint
+from common.config.node_hosts import elsewhere
 from common.config.schema import Cluster, DecodeSection, NodeEntry, PrefillSection, Speculation
 from common.config.transport_choice import choose_layers, choose_transport
 from common.errors import ConfigError
@@ -78,7 +79,7 @@ def node_plan(
         state_slots=own.state_slots,
         round_tokens=own.round_tokens,
         state_snapshots=own.state_snapshots,
-        shares=_shares_beside(shares, (role, entry)),
+        shares=_shares_beside(cluster, shares, (role, entry)),
         model=ModelPlan(
             path=str(model),
             weights_id=model_fingerprint(model, cluster.model.max_model_len, cluster.model.quantization),
@@ -174,12 +175,17 @@ def _shares(cluster: Cluster) -> dict[tuple[str, str], list[NodeShare]]:
 
 
 def _shares_beside(
-    shares: Mapping[tuple[str, str], Sequence[NodeShare]], own: tuple[str, str]
+    cluster: Cluster, shares: Mapping[tuple[str, str], Sequence[NodeShare]], own: tuple[str, str]
 ) -> tuple[NodeShare, ...]:
     """Return the shares of all nodes that may be on the GPUs of an entry's node: a node that joins has its own GPUs."""
     if is_pattern(own[1]):
         return tuple(shares[own])
-    return tuple(share for (_, name), ranks in shares.items() if not is_pattern(name) for share in ranks)
+    nodes: dict[tuple[str, str], NodeEntry] = {("prefill", node.name): node for node in cluster.prefill.nodes}
+    nodes |= {("decode", node.name): node for node in cluster.decode.nodes}
+    beside = (
+        key for key in shares if not is_pattern(key[1]) and not elsewhere(cluster, nodes[own], nodes[key])
+    )
+    return tuple(share for key in beside for share in shares[key])
 
 
 def _of_ranks(share: NodeShare, node: NodeEntry) -> list[NodeShare]:

@@ -13,11 +13,23 @@ import pytest
 from common.checkpoint.model_config import model_fingerprint
 from common.config import load_cluster
 from common.config.resolve_node import node_plan
-from common.config.schema import Cluster, DecodeNodeEntry, DecodeSection, Kv, Model, Speculation
+from common.config.schema import (
+    Cluster,
+    DecodeNodeEntry,
+    DecodeSection,
+    Kv,
+    Model,
+    PrefillNodeEntry,
+    PrefillSection,
+    Process,
+    Speculation,
+    Transfer,
+)
 from common.config.transport_choice import choose_layers, choose_transport
 from common.errors import ConfigError
 from common.node_plan import NodePlan
 
+MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
 CLUSTERS = sorted((Path(__file__).parents[3] / "deploy" / "clusters").glob("*.yaml"))
 
 
@@ -75,6 +87,48 @@ def test_experts_of_ranks(model: str, ranks: Literal[2, 8], words: str, tmp_path
     with pytest.raises(ConfigError, match=words) as caught:
         node_plan(cluster, "decode", "decode-0", path)
     assert caught.value.path == "decode.nodes[decode-0].expert_parallel"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "address", "beside"),
+    [
+        ("tcp://10.0.0.7:5601", "10.0.0.8", None, 1),
+        ("tcp://10.0.0.7:5601", "10.0.0.7", None, 2),
+        ("tcp://host-a:5601", "host-b", None, 1),
+        ("tcp://host-a:5601", "host-a.example.org", None, 2),
+        ("tcp://[fd00::7]:5601", "fd00:0::7", None, 2),
+        ("tcp://[fd00::7]:5601", "fd00::8", None, 1),
+        # one host may have each of these pairs
+        ("tcp://[fd00::7]:5601", "10.0.0.8", None, 2),
+        ("tcp://host-a:5601", "10.0.0.8", None, 2),
+        ("tcp://10.0.0.7:5601", "127.0.0.1", None, 2),
+        ("tcp://10.0.0.7:5601", "0.0.0.0", None, 2),
+        ("tcp://host-a:5601", "localhost", None, 2),
+        ("ipc:///run/peer.sock", "10.0.0.8", None, 2),
+        ("auto", "10.0.0.8", None, 2),
+        # only the node's own `own` has an address that is known here
+        ("tcp://own:5601", "10.0.0.8", None, 2),
+        ("tcp://own:5601", "10.0.0.8", "10.0.0.7", 1),
+        ("tcp://own:5601", "10.0.0.7", "10.0.0.7", 2),
+        ("tcp://10.0.0.8:5601", "own", "10.0.0.7", 2),
+        ("tcp://own:5601", "own", "10.0.0.7", 2),
+    ],
+)
+def test_only_a_node_that_is_certainly_elsewhere_is_not_counted_on_the_gpus(
+    prefill: str, decode: str, address: str | None, beside: int
+) -> None:
+    """Both are on cuda:0, which is one GPU unless their hosts differ."""
+    cluster = Cluster(
+        model=Model(path=str(MODELS / "tiny-target")),
+        process=Process(address=address),
+        transfer=Transfer(transport="cuda_ipc"),
+        prefill=PrefillSection(
+            nodes=(PrefillNodeEntry(name="prefill-0", device="cuda:0", peer_address=prefill),)
+        ),
+        decode=DecodeSection(nodes=(DecodeNodeEntry(name="decode-0", device="cuda:0", host=decode),)),
+    )
+    plan = node_plan(cluster, "prefill", "prefill-0", MODELS / "tiny-target")
+    assert len(plan.shares) == beside
 
 
 @pytest.mark.parametrize("file", CLUSTERS, ids=lambda file: file.stem)
