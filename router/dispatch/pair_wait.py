@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 from common.errors import Overloaded, RequestError
@@ -58,9 +58,15 @@ class PairWait:
 
     def _prompt(self, flight: InFlight) -> PlacedPrompt:
         request = flight.request
-        spans = [image.span for image in request.images]
-        tokens = flight.tokens if flight.said else request.token_ids
-        return self._placer.prompt(tokens, request.salt, spans, request.session)
+
+        def prompt(tokens: Sequence[int]) -> PlacedPrompt:
+            spans = [image.span for image in request.images]
+            return self._placer.prompt(tokens, request.salt, spans, request.session)
+
+        if flight.said:
+            return prompt(flight.tokens)
+        # The choices of one prompt hash it once.
+        return request.share.hashed(lambda: prompt(request.token_ids))
 
     def until(self, flight: InFlight, started: float) -> float:
         """Return the time until which a request may wait for a pair, if its wait began at `started`."""

@@ -9,9 +9,11 @@ respects. If the caches are off, or the nodes are gone or full, a choice compute
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Protocol
+
+from router.nodes.placed_prompt import PlacedPrompt
 
 NO_NODES: frozenset[str] = frozenset()
 
@@ -32,6 +34,10 @@ class PromptShare(Protocol):
     @property
     def choices(self) -> int:
         """Number of choices of the prompt."""
+        ...
+
+    def hashed(self, prompt: Callable[[], PlacedPrompt]) -> PlacedPrompt:
+        """Return the facts for placement about the prompt without any answer, which `prompt` computes."""
         ...
 
     def longest(self, tokens: int) -> int | None:
@@ -62,6 +68,9 @@ class Unshared:
     counted = True
     choices = 1
 
+    def hashed(self, prompt: Callable[[], PlacedPrompt]) -> PlacedPrompt:
+        return prompt()
+
     def longest(self, tokens: int) -> int | None:
         return tokens
 
@@ -91,6 +100,12 @@ class FirstOfPrompt:
         self.nodes: Collection[str] = NO_NODES
         self.available = asyncio.Event()
         self._lengths: list[int] = []  # of choices that have ended
+        self._hashed: PlacedPrompt | None = None
+
+    def hashed(self, prompt: Callable[[], PlacedPrompt]) -> PlacedPrompt:
+        if self._hashed is None:
+            self._hashed = prompt()
+        return self._hashed
 
     def longest(self, tokens: int) -> int | None:
         self._lengths.append(tokens)
@@ -124,6 +139,9 @@ class FollowerOfPrompt:
     @property
     def choices(self) -> int:
         return self._first.choices
+
+    def hashed(self, prompt: Callable[[], PlacedPrompt]) -> PlacedPrompt:
+        return self._first.hashed(prompt)
 
     def longest(self, tokens: int) -> int | None:
         return self._first.longest(tokens)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from common.errors import Overloaded
 from common.messages.decode_inbox import Reserve
-from common.messages.generation import OutputToken
+from common.messages.generation import OutputToken, SamplingParams
 from common.messages.identity import NodeLoad, Role
 from common.messages.node_inbox import FlushCache
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import FirstToken, PrefillDone
+from router.dispatch.generation import GenerationRequest
+from router.dispatch.shared_prompt import shares
+from router.nodes.placed_prompt import PlacedPrompt
 from router.nodes.placement import PlacementPolicy, decode_cost, make_policy, prefill_cost
 from router.nodes.placement_rules import PlacementRules
 from tests.fakes.fake_node import FakeNode
@@ -123,3 +129,21 @@ async def test_a_request_is_refused_while_all_nodes_of_a_role_are_busy() -> None
         assert client.error.retry_after == 1.0
         assert "tandem_requests_refused_busy_total 1.0" in rig.metrics.render()[0].decode()
         rig.nothing_left()
+
+
+async def test_the_choices_of_a_prompt_hash_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with router_rig(policies=policies(), rules=RULES) as rig:
+        nodes, hashed = await pairs(rig), list[int]()
+        prompt = rig.history.prompt
+
+        def counted(tokens: Sequence[int], *more: Any) -> PlacedPrompt:
+            hashed.append(len(tokens))
+            return prompt(tokens, *more)
+
+        monkeypatch.setattr(rig.history, "prompt", counted)
+        for share in shares(3):
+            request = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=41), share=share)
+            await serve(nodes, Client(rig.dispatcher.generate(request)))
+        assert hashed == [len(PROMPT)]
+        await serve(nodes, rig.client(PROMPT, max_tokens=41))
+        assert hashed == [len(PROMPT)] * 2
