@@ -59,6 +59,7 @@ def assemble(
         dispatcher.running,
         availability.set_paused,
         lambda: routes.active,
+        core.flush_caches,
     )
     answers = HttpMetrics(core.metrics.registry)
 

@@ -27,6 +27,7 @@ METRICS = "/host/metrics"
 LOAD = "/host/load"
 ABORT = "/host/abort"
 PAUSE = "/host/pause"
+FLUSH = "/host/flush"
 
 
 class HostPeers:
@@ -82,18 +83,25 @@ class HostPeers:
 
         Raises Unavailable if one of them runs and does not answer: it may not have followed.
         """
-        order, active, silent = msgspec.json.encode(PauseOrder(paused)), 0, list[str]()
-        answers = await asyncio.gather(
-            *(self._ask(each, "POST", PAUSE, order, "*/*") for each in self._sockets)
-        )
-        for name, answer in zip(self._sockets, answers, strict=True):
-            if answer is not None:
-                active += msgspec.json.decode(answer, type=int)
-            elif await self._runs(name):
-                silent.append(name)
+        order = msgspec.json.encode(PauseOrder(paused))
+        return sum(msgspec.json.decode(each, type=int) for each in await self._order_all(PAUSE, order))
+
+    async def flush(self) -> set[str]:
+        """Let the others forget which prefixes nodes hold, and tell the nodes to empty their caches.
+
+        Returns the names of the nodes that one of them cannot reach. Raises Unavailable as `pause` does.
+        """
+        answers = await self._order_all(FLUSH, b"")
+        return {name for each in answers for name in msgspec.json.decode(each, type=list[str])}
+
+    async def _order_all(self, path: str, body: bytes) -> list[bytes]:
+        """Return the answers to an order that all must follow. Raises Unavailable if one that runs may not have."""
+        asked = (self._ask(each, "POST", path, body, "*/*") for each in self._sockets)
+        answers = dict(zip(self._sockets, await asyncio.gather(*asked), strict=True))
+        silent = [name for name, answer in answers.items() if answer is None and await self._runs(name)]
         if silent:
             raise Unavailable(f"{', '.join(silent)} did not answer in time; send the request again")
-        return active
+        return [answer for answer in answers.values() if answer is not None]
 
     async def _ask_all(self, method: str, path: str, body: bytes = b"", accept: str = "*/*") -> list[bytes]:
         """Return the bodies of those who answered 200, in the order of their names."""

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from router.dispatch.running_requests import RunningRequests
-from router.exchange.host_peers import ABORT, LATEST, LOAD, METRICS, PAUSE, TIMELINES
+from router.exchange.host_peers import ABORT, FLUSH, LATEST, LOAD, METRICS, PAUSE, TIMELINES
 from router.exchange.orders import AbortOrder, PauseOrder
 from router.exchange.series_text import labelled
 from router.http.errors import json_response
@@ -36,6 +36,7 @@ class HostRoutes:
         running: RunningRequests,
         set_paused: Callable[[bool], None],
         active: Callable[[], int],
+        flush: Callable[[], list[str]],
     ) -> None:
         """
         Args:
@@ -46,6 +47,7 @@ class HostRoutes:
             running: its requests.
             set_paused: lets it refuse new requests, or take them again.
             active: number of requests in progress.
+            flush: tells all nodes to empty their caches and returns the names of those that it cannot reach.
         """
         self._name = name
         self._metrics = metrics
@@ -54,6 +56,7 @@ class HostRoutes:
         self._running = running
         self._set_paused = set_paused
         self._active = active
+        self._flush = flush
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_get(METRICS, self.metrics)
@@ -62,6 +65,7 @@ class HostRoutes:
         app.router.add_get(LOAD, self.load)
         app.router.add_post(ABORT, self.abort)
         app.router.add_post(PAUSE, self.pause)
+        app.router.add_post(FLUSH, self.flush)
 
     async def metrics(self, request: web.Request) -> web.Response:
         series, media = self._metrics(request.headers.get("Accept", ""))
@@ -91,3 +95,6 @@ class HostRoutes:
         async with received(request) as memory:
             self._set_paused(decode_json(memory.take(), _pause).paused)
         return json_response(self._active())
+
+    async def flush(self, request: web.Request) -> web.Response:
+        return json_response(self._flush())

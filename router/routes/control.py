@@ -100,7 +100,8 @@ class ControlRoutes:
         _needs_admin(client, "/flush_cache")
         if not await self._idle_within(_timeout(request)):
             return web.Response(text=BUSY, status=400)
-        unreached = self._flush()
+        own = self._flush()
+        unreached = sorted({*own, *await self._peers.flush()})
         self._log.info("flushed the prefix caches", client=client.name, unreached=unreached)
         if unreached:
             text = f"These nodes could not be reached, and keep their caches: {', '.join(unreached)}\n"

@@ -84,6 +84,7 @@ async def test_each_process_answers_for_itself(serve: Serve, tmp_path: Path) -> 
         running,  # type: ignore[arg-type]
         paused.append,
         lambda: 9,
+        lambda: ["decode-0", "prefill-0"],
     )
     app = web.Application()
     with_bodies(app)
@@ -102,6 +103,7 @@ async def test_each_process_answers_for_itself(serve: Serve, tmp_path: Path) -> 
     assert running.prompts["team"] == ["r1"]
     assert await peers.abort(AbortOrder(None)) == 2
     assert (await peers.pause(True), await peers.pause(False), paused) == (9, 9, [True, False])
+    assert await peers.flush() == {"decode-0", "prefill-0"}
 
 
 def with_bodies(app: web.Application) -> None:
@@ -116,6 +118,7 @@ async def test_the_only_process_asks_nobody() -> None:
     assert await peers.timeline("r") is None
     assert await peers.latest(7, None) == []
     assert (await peers.active(), await peers.abort(AbortOrder(None)), await peers.pause(True)) == (0, 0, 0)
+    assert await peers.flush() == set()
 
 
 async def test_those_that_do_not_answer_are_left_out(
@@ -165,6 +168,8 @@ async def test_an_order_that_a_running_process_may_not_have_followed_is_an_error
     sockets = {**ended, "hangs": await serve("hangs", scripted(hangs))}
     with pytest.raises(Unavailable, match=r"^hangs did not answer"):
         await HostPeers("router", sockets, Log("test")).pause(True)
+    with pytest.raises(Unavailable, match=r"^hangs did not answer"):
+        await HostPeers("router", sockets, Log("test")).flush()
 
 
 async def test_questions_to_one_process_are_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from router.auth.gates import KeyGate, OpenGate
 from router.auth.keys import KeyRing
 from router.auth.origin import Cors, HostRule
 from router.auth.quotas import Quotas
+from router.exchange.host_peers import HostPeers
 from router.http.client import View
 from tests.fakes.api_keys import api_key, bearer
 from tests.fakes.clock import Clock
@@ -91,6 +92,19 @@ async def test_a_flush_needs_an_idle_cluster(rig: Rig) -> None:
     status, text = await send(rig, "/flush_cache")
     assert (status, rig.flushes) == (503, 2)
     assert "decode-0" in text
+
+
+async def test_a_flush_concerns_all_processes_of_the_host(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each knows for itself which prefixes nodes hold, and may reach other nodes."""
+
+    async def flush(peers: HostPeers) -> set[str]:
+        return {"prefill-1", "decode-0"}
+
+    monkeypatch.setattr(HostPeers, "flush", flush)
+    rig.unreached = ["decode-0"]
+    status, text = await send(rig, "/flush_cache")
+    assert (status, rig.flushes) == (503, 1)
+    assert text.endswith(": decode-0, prefill-1\n")
 
 
 @pytest.mark.parametrize("timeout", ["-1", "nan", "inf", "61", "x", ""])
