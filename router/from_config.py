@@ -89,6 +89,8 @@ def http_plan(
             own, *others = (use_file(resolved, index) for index in (process.index, *process.host_peers))
             ledger = SharedLedger(own, others)
         ring, quotas = KeyRing(found, now), Quotas(time.monotonic, ledger)
+        # An earlier process with the same ledger may have served other keys.
+        quotas.replace(found)
 
         def changed(keys: Sequence[ApiKey]) -> None:
             ring.replace(keys)

@@ -8,8 +8,12 @@ instant, before either sees the other's row, exceed a limit: by at most one requ
 A process holds a lock on its file while it lives. What a dead one had in flight does not count any more; the process
 that follows it goes on with its totals.
 
-Layout, in words of 8 bytes: version, number of rows; then per row the digest of the key's id (2), requests, tokens,
-prompts in flight, and the levels of both buckets with the monotonic time at which they were written (3).
+Rows of keys that the key file does not have any more become free, each as soon as it has no prompts in flight. They are
+used again when the file is full.
+
+Layout, in words of 8 bytes: version, number of rows, number of changes after which readers look at all rows anew; then
+per row the digest of the key's id (2), requests, tokens, prompts in flight, and the levels of both buckets with the
+monotonic time at which they were written (3).
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import hashlib
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -27,9 +31,10 @@ from common.errors import ConfigError
 
 MOST_KEYS = 16_384  # rows of a file; pages that no row uses take no memory
 LOCK_SECONDS = 2.0  # for which a process waits for the lock on its own file
-VERSION = 1  # of the layout
-_HEADER, _ROW = 2, 8  # words
-_VERSION, _COUNT = 0, 1
+VERSION = 2  # of the layout
+_HEADER, _ROW = 3, 8  # words
+_VERSION, _COUNT, _CHANGES = range(3)
+_FREE = (2, 0)  # in place of a digest; a digest's first word is odd
 _REQUESTS, _TOKENS, _RUNNING, _REQUEST_LEVEL, _TOKEN_LEVEL, _WRITTEN = range(2, 8)
 _BYTES = 8 * (_HEADER + MOST_KEYS * _ROW)
 
@@ -93,12 +98,19 @@ class Ledger(Protocol):
         """Return the entries of the key with this id."""
         ...
 
+    def retain(self, identities: Collection[str]) -> None:
+        """Drop the entries of all keys but those with these ids."""
+        ...
+
 
 class NoLedger:
     """No other process serves the keys."""
 
     def key(self, identity: str) -> KeyLedger:
         return OwnLedger()
+
+    def retain(self, identities: Collection[str]) -> None:
+        pass
 
 
 class SharedLedger:
@@ -109,12 +121,21 @@ class SharedLedger:
         self._own = _File(own)
         self._own.take()
         self.others = [_File(path) for path in others]
+        self._retained: Container[tuple[int, int]] | None = None  # None: all
 
     def key(self, identity: str) -> KeyLedger:
         digest = _digest(identity)
         row = self._own.add(digest)
+        if row is None and self._retained is not None:
+            # Prompts of removed keys have ended since.
+            self._own.free_others(self._retained)
+            row = self._own.add(digest)
         # A full file: this process counts the key by itself.
-        return OwnLedger() if row is None else _SharedKey(self._own, row, self.others, digest)
+        return OwnLedger() if row is None else _SharedKey(self._own, self.others, digest)
+
+    def retain(self, identities: Collection[str]) -> None:
+        self._retained = frozenset(map(_digest, identities))
+        self._own.free_others(self._retained)
 
     def close(self) -> None:
         for each in (self._own, *self.others):
@@ -124,9 +145,9 @@ class SharedLedger:
 class _SharedKey:
     """One key in all files."""
 
-    def __init__(self, own: _File, row: int, others: Sequence[_File], digest: tuple[int, int]) -> None:
+    def __init__(self, own: _File, others: Sequence[_File], digest: tuple[int, int]) -> None:
+        """`own` has a row for the key."""
         self._own = own
-        self._row = row
         self._others = others
         self._digest = digest
         self._seen = [(0, 0)] * len(others)  # requests, tokens
@@ -137,11 +158,14 @@ class _SharedKey:
         requests = tokens = 0
         for index, file in enumerate(self._others):
             row = file.find(self._digest)
-            if row is not None:
-                seen = self._seen[index]
-                now = self._seen[index] = (file.words[row + _REQUESTS], file.words[row + _TOKENS])
-                requests += now[0] - seen[0]
-                tokens += now[1] - seen[1]
+            seen = self._seen[index]
+            now = (0, 0) if row is None else (file.words[row + _REQUESTS], file.words[row + _TOKENS])
+            if now[0] < seen[0] or now[1] < seen[1]:
+                # The key was removed and added again: its new row began at 0.
+                seen = (0, 0)
+            self._seen[index] = now
+            requests += now[0] - seen[0]
+            tokens += now[1] - seen[1]
         return requests, tokens
 
     def running(self) -> int:
@@ -161,7 +185,10 @@ class _SharedKey:
         ]
 
     def add(self, use: Use, left: Levels) -> None:
-        words, levels, row = self._own.words, self._own.levels, self._row
+        words, levels, row = self._own.words, self._own.levels, self._own.find(self._digest)
+        if row is None:
+            # The key was removed.
+            return
         words[row + _REQUESTS] += use.requests
         words[row + _TOKENS] += use.tokens
         words[row + _RUNNING] += use.running
@@ -185,6 +212,9 @@ class _File:
         self.words = self._view.cast("q")
         self.levels = self._view.cast("d")
         self._rows: dict[tuple[int, int], int] = {}  # digest -> first word of its row
+        self._free: list[int] = []  # first words of free rows
+        self._read = 0  # rows that were read into the two above
+        self._changes = 0  # as of then
 
     def take(self) -> None:
         """Lock the file for this process and forget what an earlier one had in flight. Raises ConfigError."""
@@ -197,7 +227,7 @@ class _File:
                 )
             time.sleep(0.001)
         if self.words[_VERSION] != VERSION:
-            self.words[_COUNT], self.words[_VERSION] = 0, VERSION
+            self.words[_COUNT], self.words[_CHANGES], self.words[_VERSION] = 0, 0, VERSION
         for index in range(self.words[_COUNT]):
             self.words[_HEADER + index * _ROW + _RUNNING] = 0
 
@@ -206,25 +236,57 @@ class _File:
         row = self.find(digest)
         if row is None:
             count = self.words[_COUNT]
-            if count == MOST_KEYS:
-                return None
-            row = _HEADER + count * _ROW
-            for word in range(_ROW):
-                self.words[row + word] = 0
-            self.words[row], self.words[row + 1] = digest
-            self.words[_COUNT] = count + 1
+            if count < MOST_KEYS:
+                row = _HEADER + count * _ROW
+                self._write(row, digest)
+                self.words[_COUNT] = count + 1
+            elif self._free:
+                row = self._free.pop()
+                self._write(row, digest)
+                self.words[_CHANGES] += 1
         return row
+
+    def free_others(self, retained: Container[tuple[int, int]]) -> None:
+        """Free the rows of other keys without prompts in flight."""
+        self._read_rows()
+        words = self.words
+        others = [row for digest, row in self._rows.items() if digest not in retained]
+        unused = [row for row in others if not words[row + _RUNNING]]
+        for row in unused:
+            words[row], words[row + 1] = _FREE
+        if unused:
+            words[_CHANGES] += 1
+
+    def _write(self, row: int, digest: tuple[int, int]) -> None:
+        """Begin a row. Nothing counts in it until its digest is there."""
+        for word in range(2, _ROW):
+            self.words[row + word] = 0
+        self.words[row], self.words[row + 1] = digest
 
     def find(self, digest: tuple[int, int]) -> int | None:
         """Return the first word of the key's row; None if the process has not used the key."""
-        words, count = self.words, self.words[_COUNT]
-        while len(self._rows) < count:
-            row = _HEADER + len(self._rows) * _ROW
+        self._read_rows()
+        return self._rows.get(digest)
+
+    def _read_rows(self) -> None:
+        """Read the rows that were added since the last call, or all of them after a change."""
+        words = self.words
+        if self._changes != words[_CHANGES]:
+            self._changes, self._read = words[_CHANGES], 0
+            self._rows.clear()
+            self._free.clear()
+        # The file of an earlier version has other rows.
+        count = words[_COUNT] if words[_VERSION] == VERSION else 0
+        while self._read < count:
+            row = _HEADER + self._read * _ROW
             found = (words[row], words[row + 1])
             if found == (0, 0):
                 break  # not written yet, on processors that reorder writes
-            self._rows[found] = row
-        return self._rows.get(digest)
+            self._read += 1
+            if found == _FREE:
+                self._free.append(row)
+            else:
+                self._rows[found] = row
 
     def owner_lives(self) -> bool:
         """Return whether a process has taken the file and has not ended."""

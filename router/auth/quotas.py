@@ -231,6 +231,7 @@ class Quotas:
     def replace(self, keys: Sequence[ApiKey]) -> None:
         """Follow a reload of the key file: drop removed keys and keep what the others have used."""
         known = {key.id: key for key in keys}
+        self._ledger.retain(known)
         self._of = {id_: quota for id_, quota in self._of.items() if id_ in known}
         for id_, quota in self._of.items():
             quota.configure(known[id_])

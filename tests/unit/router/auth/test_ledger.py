@@ -136,6 +136,74 @@ def test_a_key_that_was_removed_and_added_again_is_counted_on(host: Host) -> Non
     again.release()
 
 
+def test_rows_of_removed_keys_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each key that ever existed would take one, and further keys would be limited at each process only."""
+    monkeypatch.setattr(ledger, "MOST_KEYS", 2)
+    host = Host(tmp_path, 2)
+    host.start(0)
+    host.start(1)
+    for generation in range(5):
+        keys = [api_key(f"{generation}{name}", f"{name}{generation}", requests_per_minute=3) for name in "ab"]
+        for index in range(2):
+            host.quotas[index].replace(keys)
+        for key in keys:
+            for turn in range(3):
+                host.quotas[turn % 2].of(key).admit().release()
+            for index in range(2):
+                with pytest.raises(RateLimited):
+                    host.quotas[index].of(key).admit()
+    host.end(0)
+    host.start(0)
+    # A process that starts serves the keys that the file has then.
+    later = [api_key("x", "later", requests_per_minute=1), api_key("y", "latest", requests_per_minute=1)]
+    for index in range(2):
+        host.quotas[index].replace(later)
+    for key in later:
+        host.quotas[0].of(key).admit().release()
+        with pytest.raises(RateLimited):
+            host.quotas[1].of(key).admit()
+    for index in range(2):
+        host.end(index)
+
+
+def test_the_row_of_a_removed_key_stays_while_its_prompts_are_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "MOST_KEYS", 1)
+    host = Host(tmp_path, 2)
+    host.start(0)
+    host.start(1)
+    old, new = (api_key(name, name, concurrency=1) for name in ("old", "new"))
+    claim = host.quotas[0].of(old).admit()
+    for index in range(2):
+        host.quotas[index].replace([new])
+    # Nothing is free yet: each process counts by itself.
+    alone = [host.quotas[index].of(new).admit() for index in range(2)]
+    claim.release()
+    for each in alone:
+        each.release()
+    for index in range(2):
+        host.quotas[index].replace([])
+        host.quotas[index].replace([new])
+    host.quotas[0].of(new).admit()
+    with pytest.raises(RateLimited):
+        host.quotas[1].of(new).admit()
+    for index in range(2):
+        host.end(index)
+
+
+def test_a_key_that_was_added_again_begins_with_full_limits(host: Host) -> None:
+    key, other = (api_key(name, name, requests_per_minute=10) for name in ("key", "other"))
+    for _ in range(9):
+        host.quotas[0].of(key).admit().release()
+    assert host.quotas[1].of(key).headers()["x-ratelimit-remaining-requests"] == "1"
+    host.quotas[0].replace([other])
+    host.quotas[0].replace([key, other])
+    host.quotas[0].of(key).admit().release()
+    # The other process has not read the key file meanwhile, so it goes on with what it knows.
+    assert host.quotas[1].of(key).headers()["x-ratelimit-remaining-requests"] == "0"
+
+
 def test_keys_do_not_share_limits(host: Host) -> None:
     host.quotas[0].of(api_key("a", "a", requests_per_minute=1)).admit()
     host.quotas[1].of(api_key("b", "b", requests_per_minute=1)).admit()
