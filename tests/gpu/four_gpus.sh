@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # On a machine with four GPUs joined by NVLink: nodes of two ranks, sums over ranks, transfers between ranks, then the 70B
-# shape over two and four ranks without HTTP. Results go to $OUT. Meanwhile checkpoints are written to /dev/shm for
-# four_gpus_served.sh, which is to run next; WRITE=: leaves that out. LIMIT: seconds after which no part begins.
+# shape over two and four ranks without HTTP. Results go to $OUT. PARTS: of checks, sums, steps, rounds. WRITE: a command
+# that runs beside the checks, for example one that writes checkpoints for four_gpus_served.sh. LIMIT: seconds after
+# which no part begins.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 limit="${LIMIT:-560}"
 
@@ -16,43 +17,54 @@ part() { # GPUS NAME SECONDS MODULE ARGUMENTS...: runs a program on these GPUs; 
     CUDA_VISIBLE_DEVICES="$gpus" timeout -k 5 "$((left < most ? left : most))" \
         python3 -m "$@" --json "$out/$name.json" >"$out/$name.log" 2>&1 || echo "$name ended with $?"
 }
-steps() { # GPUS NAME RANKS QUANTIZATION BATCHES PROMPTS
-    part "$1" "engine-70b-$2" 130 tests.bench.engine --shape llama-3.1-70b --ranks "$3" --quantization "$4" \
+step() { # GPUS NAME RANKS QUANTIZATION BATCHES PROMPTS
+    part "$1" "engine-70b-$2" 170 tests.bench.engine --shape llama-3.1-70b --ranks "$3" --quantization "$4" \
         --prompt-graphs breakable --prompts $6 --batches $5 --steps 40
 }
-rounds() { # GPUS NAME RANKS QUANTIZATION BATCHES
+round() { # GPUS NAME RANKS QUANTIZATION BATCHES
     part "$1" "rounds-70b-$2" 90 tests.bench.rounds --shape llama-3.1-70b --ranks "$3" --quantization "$4" \
         --draft-quantization "$4" --acceptance 0.8 --batch $5 --rounds 40
 }
 
+checks() {
+    bash -c "${WRITE-:}" >"$out/write.log" 2>&1 &
+    local writing=$!
+    (
+        export CUDA_VISIBLE_DEVICES=0,1 TANDEM_TEST_SECOND_GPU=cuda:1
+        tests 70 -x tests/gpu/test_peer_reduce.py
+        tests 170 -x tests/gpu/test_rank_cluster.py
+    ) >"$out/rank-tests.log" 2>&1
+    tail -n 40 "$out/rank-tests.log"
+    wait "$writing"
+    tail -n 5 "$out/write.log"
+    echo "$SECONDS s: the checks and the command beside them have ended"
+}
+sums() {
+    part 0,1 all-reduce-2 60 tests.bench.all_reduce --ranks 2
+    part 0,1,2,3 all-reduce-4 60 tests.bench.all_reduce --ranks 4
+    part 0,1 transfer-ranks 60 tests.bench.transfer --transports cuda_ipc --tokens 2048 8192 --ranks 2x2 2x1 1x2 &
+    timeout 30 python3 -m tests.bench.plan_ring --ranks 4 >"$out/plan-ring.log" 2>&1
+    wait
+    tail -n 30 "$out"/{all-reduce-2,all-reduce-4,transfer-ranks,plan-ring}.log
+}
+steps() {
+    step 0,1,2,3 bf16-tp4 4 none "1 4 16 64" "128 512 1024 2048 8192"
+    step 0,1 fp8-tp2 2 fp8 "1 4 16 64" "128 512 1024 2048 8192" &
+    step 2,3 bf16-tp2 2 none "1 4 16" "128 512 1024 2048" &
+    wait
+    tail -n 30 "$out"/engine-70b-*.log
+}
+rounds() {
+    round 0,1,2,3 bf16-tp4 4 none "1 4 16 64"
+    round 0,1 fp8-tp2 2 fp8 "1 4 16 64" &
+    round 2,3 bf16-tp2 2 none "1 4" &
+    wait
+    tail -n 12 "$out"/rounds-70b-*.log
+}
+
 date
 nvidia-smi topo -m || true
-bash -c "${WRITE-:}" >"$out/write.log" 2>&1 &
-writing=$!
-(
-    export CUDA_VISIBLE_DEVICES=0,1 TANDEM_TEST_SECOND_GPU=cuda:1
-    tests 70 -x tests/gpu/test_peer_reduce.py
-    tests 170 -x tests/gpu/test_rank_cluster.py
-) >"$out/rank-tests.log" 2>&1
-tail -n 40 "$out/rank-tests.log"
-wait "$writing" || echo "writing checkpoints has failed"
-echo "$SECONDS s: checkpoints are written"
-part 0,1 all-reduce-2 60 tests.bench.all_reduce --ranks 2
-part 0,1,2,3 all-reduce-4 60 tests.bench.all_reduce --ranks 4
-part 0,1 transfer-ranks 50 tests.bench.transfer --transports cuda_ipc --tokens 2048 8192 --ranks 2x2 2x1 1x2 &
-timeout 30 python3 -m tests.bench.plan_ring --ranks 4 >"$out/plan-ring.log" 2>&1
-wait
-steps 0,1,2,3 bf16-tp4 4 none "1 4 16 64" "128 512 1024 2048 8192"
-steps 0,1 fp8-tp2 2 fp8 "1 4 16 64" "128 512 1024 2048 8192" &
-steps 2,3 bf16-tp2 2 none "1 4 16" "128 512 1024 2048" &
-wait
-rounds 0,1,2,3 bf16-tp4 4 none "1 4 16 64"
-rounds 0,1 fp8-tp2 2 fp8 "1 4 16 64" &
-rounds 2,3 bf16-tp2 2 none "1 4" &
-wait
-for log in all-reduce-2 all-reduce-4 transfer-ranks plan-ring engine-70b-bf16-tp4 engine-70b-fp8-tp2 engine-70b-bf16-tp2 \
-    rounds-70b-bf16-tp4 rounds-70b-fp8-tp2 rounds-70b-bf16-tp2 write; do
-    echo "== $log"
-    tail -n 45 "$out/$log.log"
+for each in ${PARTS:-checks sums steps rounds}; do
+    "$each"
 done
 date
