@@ -15,6 +15,8 @@
         +-- Unauthorized       401  no API key, or one that is unknown or has expired
         +-- Forbidden          403  a key without the scope, or a foreign Host or Origin header
         +-- ModelNotFound      404  `model` is not the served one
+        +-- UnknownNode        404  an operator names a process that this router does not know
+        +-- Conflict           409  an operator's order contradicts what is being done already
         +-- RequestTooLarge    413  body over the limit
         +-- UnsupportedMedia   415  a body that is not plain JSON
         +-- RateLimited        429  a client is over its limit; tells it when to retry
@@ -26,6 +28,7 @@
         +-- NodeLost           503  the node died; the request may be placed again
         +-- Preempted          503  pages ran out and the KV could not be kept; the request may be placed again
         +-- ClientGone         499  the client has disconnected
+        +-- NoAnswer           504  a node did not answer an operator's order in time
         +-- InternalError      500  a defect; details only in the log
         +-- PoisonRequest      500  nodes crashed whenever they ran this request; it is not run again
 
@@ -151,6 +154,22 @@ class ModelNotFound(RequestError):
     type = "invalid_request_error"
 
 
+class UnknownNode(RequestError):
+    """An operator's order names a process that this router does not know."""
+
+    status = 404
+    code = "unknown_node"
+    type = "invalid_request_error"
+
+
+class Conflict(RequestError):
+    """An operator's order contradicts what is being done already."""
+
+    status = 409
+    code = "conflict"
+    type = "invalid_request_error"
+
+
 class RequestTooLarge(RequestError):
     """The HTTP body is over the limit."""
 
@@ -241,6 +260,13 @@ class ClientGone(RequestError):
     code = "client_gone"
 
 
+class NoAnswer(RequestError):
+    """A node did not answer an operator's order in time; it may still follow it."""
+
+    status = 504
+    code = "no_answer"
+
+
 class InternalError(RequestError):
     """A defect in tandem; the log has the details under the request id."""
 
@@ -260,6 +286,8 @@ BY_CODE: dict[str, type[RequestError]] = {
         Unauthorized,
         Forbidden,
         ModelNotFound,
+        UnknownNode,
+        Conflict,
         RequestTooLarge,
         UnsupportedMedia,
         RateLimited,
@@ -271,6 +299,7 @@ BY_CODE: dict[str, type[RequestError]] = {
         NodeLost,
         Preempted,
         ClientGone,
+        NoAnswer,
         InternalError,
         PoisonRequest,
     )

@@ -14,7 +14,7 @@ from common.checkpoint.model_manifest import check_manifests
 from common.config import Cluster, Resolved
 from common.config.node_entries import own_host
 from common.config.resolve_node import node_plan
-from common.config.run_directory import control_addresses, event_directory
+from common.config.run_directory import control_addresses, event_directory, profile_directory
 from common.config.transport_choice import choose_transport
 from common.discovery.places import router_places
 from common.engine.graphs.rules import PhaseSwitch
@@ -26,6 +26,7 @@ from common.ipc.from_config import link_security
 from common.messages import decode_inbox
 from common.messages.identity import NodeRef, new_incarnation, rank_incarnation
 from common.node.announced_work import COMPILE_SECONDS
+from common.node.profiles import NodeProfiler
 from common.node.ranks.from_config import start_ranks
 from common.node.ranks.group import RankGroup
 from common.node.ranks.rank_reports import rank_reports
@@ -34,6 +35,7 @@ from common.node.registration import registration
 from common.node.router_link import RouterLink
 from common.node.router_links import RouterLinks
 from common.node.serving_model import ServingModel, page_space
+from common.node.torch_trace import TorchTrace
 from common.node_plan import NodePlan
 from common.observability.event_log import EventLog, event_log
 from common.observability.logs import Log
@@ -152,13 +154,14 @@ def _build(
         hidden_states=cluster.model.return_hidden_states,
     )
     watch = _draft_watch(served, resolved.draft_path, log)
+    profiler = NodeProfiler(name, functools.partial(profile_directory, resolved), TorchTrace, log)
     assembly = assemble(
         Links(incarnation, routers, peers, poller, receiver),
         space,
         loaded.computation(forwards),
         bounds,
         section.backup_mib * MIB,
-        Observation(log, drafts=watch, events=events, ranks=ranks.totals),
+        Observation(log, drafts=watch, events=events, ranks=ranks.totals, profiler=profiler),
         wrap,
         grammars_for(resolved.model_path, served.config, log),
     )

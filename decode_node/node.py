@@ -82,8 +82,9 @@ class DecodeNode:
         self._resources = BatchResources(self.queues, scheduling, self._events)
         self._planner = Planner(self._resources, scheduling.rows, scheduling.rules)
         self._step_times = StepTimes()
+        drain = self._limits.drain_timeout
         self.life = NodeLife(
-            links.incarnation, self._routers, Reserve, self._limits.drain_timeout, self._log, self._clock
+            links.incarnation, self._routers, Reserve, drain, self._log, self._clock, observation.profiler
         )
         self._report = Report(self.queues, self._space, self._receiver, self._resources, observation)
         for each in self._routers.sockets:

@@ -12,6 +12,7 @@ from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.kv_cache.page_space import PageSpace
 from common.messages.decode_inbox import DecodeMessage
 from common.messages.identity import GraphTotals, RankTotals
+from common.node.profiles import NoProfiler, Profiler
 from common.node.router_links import RouterLinks
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
@@ -60,3 +61,4 @@ class Observation:
     drafts: DraftWatch = field(default_factory=NoWatch)
     clock: Callable[[], float] = time.monotonic
     events: EventLog = NO_EVENTS
+    profiler: Profiler = field(default_factory=NoProfiler)

@@ -15,7 +15,7 @@ from torch import Tensor
 from common.checkpoint.model_manifest import check_manifests
 from common.config import Cluster, Resolved
 from common.config.resolve_node import node_plan
-from common.config.run_directory import control_addresses, event_directory, peer_address
+from common.config.run_directory import control_addresses, event_directory, peer_address, profile_directory
 from common.config.transport_choice import choose_transport
 from common.discovery.places import router_places
 from common.engine.graphs.rules import PhaseSwitch
@@ -36,6 +36,7 @@ from common.messages.identity import (
     rank_incarnation,
 )
 from common.node.announced_work import COMPILE_SECONDS
+from common.node.profiles import NodeProfiler
 from common.node.ranks.from_config import start_ranks
 from common.node.ranks.group import RankGroup
 from common.node.ranks.rank_reports import rank_reports
@@ -44,6 +45,7 @@ from common.node.registration import registration
 from common.node.router_link import RouterLink
 from common.node.router_links import RouterLinks
 from common.node.serving_model import ServingModel, page_space
+from common.node.torch_trace import TorchTrace
 from common.node_names import NodeNames
 from common.node_plan import NodePlan
 from common.observability.event_log import EventLog, event_log
@@ -190,12 +192,13 @@ def _build(
         drain_timeout=health.drain_timeout,
         hidden_states=cluster.model.return_hidden_states,
     )
+    profiler = NodeProfiler(name, functools.partial(profile_directory, resolved), TorchTrace, log)
     assembly = assemble(
         Links(incarnation, routers, end.peers, end.sender, vision.images, group),
         space,
         replace(computation, host=host),
         bounds,
-        Observation(log, events=events, ranks=ranks.totals),
+        Observation(log, events=events, ranks=ranks.totals, profiler=profiler),
         wrap,
         grammars=grammars_for(resolved.model_path, served.config, log),
     )

@@ -85,6 +85,7 @@ class PrefillNode:
             self._limits.drain_timeout,
             observation.log,
             self._clock,
+            observation.profiler,
         )
         self._report = Report(
             self.queues, self._space, self._sender, self._times, observation, self._tier.totals

@@ -11,6 +11,7 @@ from common.ipc import RouterSocket
 from common.kv_cache.page_space import PageSpace
 from common.messages.identity import GraphTotals, RankTotals
 from common.messages.prefill_inbox import PrefillMessage
+from common.node.profiles import NoProfiler, Profiler
 from common.node.router_links import RouterLinks
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
@@ -69,3 +70,4 @@ class Observation:
     ranks: Callable[[], Sequence[RankTotals]] = lambda: ()
     clock: Callable[[], float] = time.monotonic
     events: EventLog = NO_EVENTS
+    profiler: Profiler = field(default_factory=NoProfiler)

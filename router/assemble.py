@@ -16,6 +16,7 @@ from router.metrics.http_metrics import HttpMetrics
 from router.parts import ApiParts, ChildProcesses, ControlLink, Dispatching, NodeRules, Observation
 from router.requests.checks import ServedModel
 from router.routes.admin import AdminRoutes
+from router.routes.profile import ProfileRoutes
 from router.routes.status import ClusterView
 from router.server.listeners import HttpListeners, HttpPlan
 from router.server_info import ServerInfo
@@ -67,7 +68,13 @@ def assemble(
         routes.add_to(app)
         observation.traces.add_to(app)
 
-    listeners = HttpListeners(http, add_routes, admin.add_to, host.add_to, log, answers.answered)
+    profiles = ProfileRoutes(http.name, http.peers, observation.profiles, core.control.profiles)
+
+    def add_admin_routes(app: web.Application) -> None:
+        admin.add_to(app)
+        profiles.add_to(app)
+
+    listeners = HttpListeners(http, add_routes, add_admin_routes, host.add_to, log, answers.answered)
     return RouterApp(
         core, availability, routes, listeners, children, link, observation, dispatching.drain_timeout
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from random import Random
 
 import zmq
@@ -14,7 +15,7 @@ from common.checkpoint.model_manifest import check_manifests
 from common.checkpoint.vision_config import VisionConfig
 from common.config import Resolved
 from common.config.router_processes import CONTROL, RouterProcess
-from common.config.run_directory import control_addresses, event_directory
+from common.config.run_directory import control_addresses, event_directory, profile_directory
 from common.config.schema import Cluster, DecodeSection, PrefillSection, RouterSection
 from common.config.unread import refuse_unread, unread_by_text_models
 from common.errors import ConfigError, ModelError
@@ -73,7 +74,15 @@ def build(resolved: Resolved, process: RouterProcess, log: Log) -> RouterApp:
             link,
             rules,
             _dispatching(cluster),
-            Observation(log, model.name, events, shown, max_model_len=model.max_model_len, traces=traces),
+            Observation(
+                log,
+                model.name,
+                events,
+                shown,
+                max_model_len=model.max_model_len,
+                traces=traces,
+                profiles=partial(profile_directory, resolved),
+            ),
             model,
             ChildProcesses(spawner, text_pool, images),
             ApiParts(tokenizer, info, texts, images, cluster.router.max_requests),

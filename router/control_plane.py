@@ -24,6 +24,7 @@ from common.messages.router_inbox import (
     Heartbeat,
     HiddenStates,
     PrefillDone,
+    ProfileEnded,
     PromptScores,
     Register,
     RouterMessage,
@@ -35,6 +36,7 @@ from common.messages.wire import encode
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
 from router.dispatch.dispatcher import Dispatcher
+from router.nodes.profiles import NodeProfiles
 from router.nodes.registration import RegistrationRules
 from router.nodes.registry import Node, NodeRegistry
 from router.nodes.speaker import Speaker
@@ -73,6 +75,7 @@ class ControlPlane:
         self._log = log
         self.rules = rules
         self._registry: NodeRegistry
+        self.profiles = NodeProfiles(lambda: self._registry, self.send)
         self._dispatcher: Dispatcher
         self._sweeper: asyncio.Task[None] | None = None
         self._swept: Callable[[], None]
@@ -144,6 +147,7 @@ class ControlPlane:
         """Tell the nodes of the other role that a peer is lost."""
         self._socket.forget(node.routing_id.encode())
         self._unreachable.discard(node.incarnation)
+        self.profiles.lost(node)
         for other in self._registry:
             if other.role != node.role:
                 self.send(other.routing_id, PeerLost(incarnation=node.incarnation))
@@ -263,6 +267,8 @@ class ControlPlane:
             self._on_failed(identity, message)
         elif isinstance(message, Register):
             self._on_register(speaker, message, nbytes)
+        elif isinstance(message, ProfileEnded):
+            self.profiles.ended(identity, message)
         elif isinstance(message, Goodbye) and message.incarnation == identity:
             self._registry.leave(identity)
 

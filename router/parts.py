@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import zmq
 
+from common.errors import ConfigError
 from common.ipc import LinkSecurity
 from common.messages.identity import Role
 from common.observability.event_log import NO_EVENTS, EventLog
@@ -71,6 +73,11 @@ class Dispatching:
     placement: PlacementRules = DEFAULT_RULES
 
 
+def no_directory() -> Path:
+    """Raise ConfigError: a router that tests compose has no run directory."""
+    raise ConfigError("process.run_dir", "this router has none")
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """The log and the events of the router, its facts for operators, and the clock by which it judges nodes."""
@@ -82,6 +89,8 @@ class Observation:
     clock: Callable[[], float] = time.monotonic
     max_model_len: int = MAX_MODEL_LEN  # bounds of histograms of tokens go up to it
     traces: Traces = NO_TRACES
+    # The directory of profiles of this process; raises ConfigError.
+    profiles: Callable[[], Path] = no_directory
 
 
 @dataclass(frozen=True, slots=True)

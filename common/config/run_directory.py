@@ -135,3 +135,13 @@ def event_directory(resolved: Resolved) -> Path | None:
     if configured == "auto":
         return run_directory(resolved) / "events"
     return resolved.file.parent / os.path.expanduser(configured)
+
+
+def profile_directory(resolved: Resolved) -> Path:
+    """Create and return the directory of profiles. Raises ConfigError if it cannot be written to."""
+    directory = run_directory(resolved, to_write=True) / "profiles"
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise unwritable(directory, error.strerror or str(error)) from error
+    return directory

@@ -6,7 +6,15 @@ import msgspec
 
 from common.messages.generation import CacheSalt, ImageSpans, Priority, SamplingParams, TokenIds
 from common.messages.identity import NodeRef
-from common.messages.node_inbox import Abort, FlushCache, HeartbeatAck, PeerLost, Registered, Rejected
+from common.messages.node_inbox import (
+    Abort,
+    FlushCache,
+    HeartbeatAck,
+    PeerLost,
+    Profile,
+    Registered,
+    Rejected,
+)
 from common.messages.router_inbox import Room
 from common.messages.wire import InboxCodec
 
@@ -31,5 +39,5 @@ class Reserve(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return self.prefill.incarnation
 
 
-DecodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache | Reserve
+DecodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache | Profile | Reserve
 codec: InboxCodec[DecodeMessage] = InboxCodec(DecodeMessage, "decode inbox")

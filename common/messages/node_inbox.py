@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
+
+from common.messages.identity import Label
 from common.messages.protocol import UNVERSIONED
 from common.messages.router_inbox import Room
+
+MOST_PROFILE_SECONDS = 60.0
+MOST_PROFILE_STEPS = 1_000
 
 
 class Registered(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -55,4 +62,15 @@ class FlushCache(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Asks to empty the prefix cache before any request that follows. Pages that requests still use stay."""
 
 
-AnyNodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache
+class Profile(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Asks to record what the node computes, until `seconds` have passed or it has taken `steps`.
+
+    The answer is ProfileEnded.
+    """
+
+    order: Label
+    seconds: Annotated[float, Meta(gt=0, le=MOST_PROFILE_SECONDS)]
+    steps: Annotated[int, Meta(ge=1, le=MOST_PROFILE_STEPS)]
+
+
+AnyNodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache | Profile

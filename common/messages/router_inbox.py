@@ -155,6 +155,21 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return cls(room=room, code=error.code, message=str(error)[:MAX_MESSAGE], param=error.param)
 
 
+class ProfileEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The answer to Profile: a file of the node's host, or why there is none.
+
+    `busy`: another profile of this node was being recorded.
+    """
+
+    order: Label
+    path: Text = ""
+    file_bytes: Total = 0
+    seconds: Finite = 0.0
+    steps: Total = 0
+    problem: Text = ""
+    busy: bool = False
+
+
 class Goodbye(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The node is drained and ends: the router forgets this incarnation."""
 
@@ -162,6 +177,15 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 RouterMessage = (
-    Register | Heartbeat | PromptScores | HiddenStates | FirstToken | PrefillDone | Tokens | Failed | Goodbye
+    Register
+    | Heartbeat
+    | PromptScores
+    | HiddenStates
+    | FirstToken
+    | PrefillDone
+    | Tokens
+    | Failed
+    | ProfileEnded
+    | Goodbye
 )
 codec: InboxCodec[RouterMessage] = InboxCodec(RouterMessage, "router inbox")

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 from common.messages.identity import NodeCounters, NodeLoad, NodeState
-from common.messages.node_inbox import Abort, FlushCache, PeerLost, Rejected
+from common.messages.node_inbox import Abort, FlushCache, PeerLost, Profile, Rejected
 from common.messages.router_inbox import Goodbye
 from common.node.lost_peers import LostPeers
+from common.node.profiles import Profiler
 from common.node.refusals import Refusals
 from common.node.router_links import Held, RouterLinks
 from common.node.to_router import ToRouter
@@ -82,6 +83,7 @@ class NodeLife(Generic[Work]):
         drain_timeout: float,
         log: Log,
         clock: Callable[[], float],
+        profiler: Profiler,
     ) -> None:
         self._incarnation = incarnation
         self._links = links
@@ -92,6 +94,7 @@ class NodeLife(Generic[Work]):
         self._drain_timeout = drain_timeout
         self._log = log
         self._clock = clock
+        self._profiler = profiler
         self._state: NodeState = "up"
         self._drain_until = float("inf")
         self._throughput = ThroughputLog(log, clock)
@@ -127,6 +130,8 @@ class NodeLife(Generic[Work]):
                     duties.pair_lost(router, message.incarnation)
             elif isinstance(message, FlushCache):
                 duties.flush_cache()
+            elif isinstance(message, Profile):
+                self._profiler.begin(message, router)
             elif isinstance(message, Rejected):
                 self._refuse(router, message.reason, now)
 
@@ -154,6 +159,7 @@ class NodeLife(Generic[Work]):
     def publish(self, load: NodeLoad, counters: NodeCounters, held: Iterable[Held]) -> None:
         """Publish the state for the next heartbeat, once per turn. `held`: see RouterLinks."""
         self._links.publish(self._state, load, counters, held)
+        self._profiler.look(counters.steps)
         self._throughput.look(
             self._clock(), lambda: Activity(totals_of(counters), load.running, load.queued, kv_usage(load))
         )
@@ -166,4 +172,5 @@ class NodeLife(Generic[Work]):
     def run(self, loop: Callable[[], None]) -> None:
         """Run `loop`, which returns once `stopping`, then tell the routers that this incarnation has ended."""
         loop()
+        self._profiler.close()
         self._links.send_all(Goodbye(incarnation=self._incarnation))

@@ -335,6 +335,7 @@ def test_wall_clock_time_is_only_shown_to_people() -> None:
     shown = {
         "common/node/router_link.py",  # the time of a node's load report
         "common/observability/logs.py",
+        "common/observability/profile_files.py",  # names of files
         "kv_transfer/record_times.py",  # when a record was sent, in the timeline of its request
         "router/build.py",  # `created` of the model
         "router/apis/responses_answer.py",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -123,3 +125,20 @@ async def test_the_spans_of_a_request_add_up_to_its_time(batches: tuple[RunningC
     attributes = {each.key: each.value for each in root.attributes}
     assert attributes["gen_ai.request.id"].string_value == "traced"
     assert attributes["gen_ai.usage.completion_tokens"].int_value == 40
+
+
+async def test_a_profile_of_a_node_under_load_shows_what_it_computes(cluster: RunningCluster) -> None:
+    async with Client(cluster.url) as client, cluster.operator() as operator:
+        load = asyncio.create_task(client.complete_all([[5, 6, 7, 8]] * 4, 4, 400))
+        body = {"seconds": PATIENCE / 2, "num_steps": 20}
+        async with operator.session.post("/workers/decode-0/profile", json=body) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+        assert all(len(each.tokens) == 400 for each in await load)
+    assert (answer["name"], answer["rank"]) == ("decode-0", 0)
+    assert answer["num_steps"] > 0
+    path = Path(answer["path"])
+    assert path.parent == cluster.run_dir / "profiles"
+    with gzip.open(path) as file:
+        trace = json.load(file)
+    assert {"aten::mm", "aten::linear", "aten::embedding"} & {each["name"] for each in trace["traceEvents"]}

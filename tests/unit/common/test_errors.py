@@ -55,7 +55,9 @@ def test_every_code_is_one_class() -> None:
 
 def test_what_the_client_can_correct_is_an_invalid_request() -> None:
     for cls in request_errors().values():
-        assert (cls.type == "invalid_request_error") == (cls.status in (400, 401, 403, 404, 413, 415)), cls
+        assert (cls.type == "invalid_request_error") == (cls.status in (400, 401, 403, 404, 409, 413, 415)), (
+            cls
+        )
         assert not (cls.retryable and cls.status != 503), cls
 
 

@@ -22,7 +22,15 @@ from common.messages.identity import (
     new_incarnation,
     new_room,
 )
-from common.messages.node_inbox import Abort, FlushCache, HeartbeatAck, PeerLost, Registered, Rejected
+from common.messages.node_inbox import (
+    Abort,
+    FlushCache,
+    HeartbeatAck,
+    PeerLost,
+    Profile,
+    Registered,
+    Rejected,
+)
 from common.messages.wire import InboxCodec, encode
 
 SAMPLING = SamplingParams(
@@ -49,6 +57,7 @@ FOR_NODES = [
     Abort(room=1, reason="gone"),
     PeerLost(incarnation="a"),
     FlushCache(),
+    Profile(order="o", seconds=2.5, steps=30),
 ]
 FOR_PREFILL = prefill_inbox.Prefill(
     room=MAX_ROOM,
@@ -104,6 +113,7 @@ FOR_ROUTER = [
         ]
     ),
     router_inbox.Failed(room=5, code="node_lost", message="gone"),
+    router_inbox.ProfileEnded(order="o", path="/run/p.gz", file_bytes=5, seconds=2.5, steps=30),
     router_inbox.Goodbye(incarnation="a"),
 ]
 INBOXES: dict[str, tuple[InboxCodec[Any], list[msgspec.Struct]]] = {

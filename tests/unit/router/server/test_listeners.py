@@ -6,7 +6,9 @@ import asyncio
 import socket
 import ssl
 import stat
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -194,6 +196,39 @@ async def test_the_admin_socket_has_everything_and_the_api_does_not(tmp_path: Pa
     assert app.availability.not_ready() != "draining"
     await app.drain()
     assert not path.exists()
+
+
+async def test_an_operator_profiles_the_router(tmp_path: Path) -> None:
+    app = router(tmp_path)
+    await app.start()
+    admin = aiohttp.UnixConnector(str(tmp_path / "r" / "router.admin.sock"))
+    async with aiohttp.ClientSession("http://localhost", connector=admin) as session:
+        own = "/workers/router/profile"
+
+        async def asked(path: str, body: Mapping[str, object]) -> tuple[int, dict[str, Any]]:
+            async with session.post(path, json=body) as response:
+                return response.status, await response.json()
+
+        first = asyncio.create_task(asked(own, {"seconds": 0.2}))
+        await asyncio.sleep(0.05)
+        assert (await asked(own, {"seconds": 0.2}))[0] == 409
+        status, answer = await first
+        assert (status, answer["name"]) == (200, "router")
+        assert answer["samples"] > 0
+        assert Path(answer["path"]).parent == tmp_path / "r" / "profiles"
+        for path, body, refused in (
+            (own, {"seconds": 61}, 400),
+            (own, {"num_steps": 3}, 400),
+            (own, {"step": 3}, 400),
+            ("/workers/decode-0/profile", {}, 404),
+        ):
+            assert (await asked(path, body))[0] == refused
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"http://127.0.0.1:{port_of(app.http)}{own}") as response,
+    ):
+        assert response.status == 404
+    await app.drain()
 
 
 async def test_an_admin_port_wants_keys_of_that_scope(tmp_path: Path) -> None:

@@ -1,0 +1,68 @@
+"""Orders nodes to record profiles, and waits for their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterable
+
+from common.errors import Conflict, NoAnswer, NodeLost, Unavailable, UnknownNode
+from common.messages.node_inbox import Profile
+from common.messages.router_inbox import ProfileEnded
+from router.nodes.outbox import Send
+from router.nodes.registry import Node
+
+WRITE_SECONDS = 60.0  # after a recording, for its file
+
+
+class NodeProfiles:
+    """At most one order per node is open at this router; the node itself refuses those of other routers meanwhile."""
+
+    def __init__(self, nodes: Callable[[], Iterable[Node]], send: Send) -> None:
+        self._nodes = nodes
+        self._send = send
+        # incarnation -> (order, its answer)
+        self._open: dict[str, tuple[str, asyncio.Future[ProfileEnded]]] = {}
+
+    async def record(self, name: str, seconds: float, steps: int) -> ProfileEnded:
+        """Return the answer of the node.
+
+        Raises UnknownNode, Conflict while another profile of it is recorded, Unavailable if it could not record one,
+        NodeLost or NoAnswer.
+        """
+        node = next((each for each in self._nodes() if each.name == name), None)
+        if node is None:
+            known = ", ".join(sorted(each.name for each in self._nodes())) or "none"
+            raise UnknownNode(f"no node {name!r} is registered here; there are: {known}", param="name")
+        if node.incarnation in self._open:
+            raise Conflict(f"a profile of {name} is being recorded; try again when it has ended")
+        order, ended = secrets.token_hex(8), asyncio.get_running_loop().create_future()
+        self._open[node.incarnation] = (order, ended)
+        try:
+            if not self._send(node.routing_id, Profile(order=order, seconds=seconds, steps=steps)):
+                raise Unavailable(f"{name} cannot be reached now; try again")
+            async with asyncio.timeout(seconds + WRITE_SECONDS):
+                answer: ProfileEnded = await ended
+        except TimeoutError:
+            raise NoAnswer(
+                f"{name} did not answer {WRITE_SECONDS:g} s after the profile should end"
+            ) from None
+        finally:
+            del self._open[node.incarnation]
+        if answer.busy:
+            raise Conflict(f"another router lets {name} record a profile; try again when it has ended")
+        if answer.problem:
+            raise Unavailable(f"{name}: {answer.problem}")
+        return answer
+
+    def ended(self, incarnation: str, answer: ProfileEnded) -> None:
+        """Take the answer of a node. What nobody waits for any longer is dropped."""
+        order, ended = self._open.get(incarnation, ("", None))
+        if ended is not None and order == answer.order and not ended.done():
+            ended.set_result(answer)
+
+    def lost(self, node: Node) -> None:
+        """Note that a node is lost, which then answers nothing."""
+        _, ended = self._open.get(node.incarnation, ("", None))
+        if ended is not None and not ended.done():
+            ended.set_exception(NodeLost(f"{node.name} was lost while its profile was recorded"))

@@ -1,0 +1,177 @@
+"""Profiles of a node: one at a time, within bounds, and beside the main loop."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from common.messages.node_inbox import Profile
+from common.messages.router_inbox import ProfileEnded, RouterMessage
+from common.node import profiles
+from common.node.profiles import NodeProfiler, NoProfiler
+from common.node.torch_trace import TorchTrace
+from common.observability.logs import Log
+from common.observability.profile_files import KEPT_FILES
+from tests.fakes.waiting import PATIENCE
+
+NAME = "decode-0"
+
+
+class Router:
+    """Keeps what the node sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[RouterMessage] = []
+
+    def send(self, message: RouterMessage, /) -> None:
+        self.sent.append(message)
+
+
+class Events:
+    """A recorder of steps that have `each` events."""
+
+    def __init__(self, count: Callable[[], int], each: int = 10, size: int = 100) -> None:
+        self._count = count
+        self._each = each
+        self._size = size
+        self.events = 0
+
+    def start(self) -> None:
+        self._began = self._count()
+
+    def stop(self) -> int:
+        self.events = (self._count() - self._began) * self._each
+        return self.events
+
+    def save(self, file: Path) -> None:
+        file.write_text(json.dumps({"events": self.events, "rest": "x" * self._size}))
+
+
+class Loop:
+    """A main loop that takes a step every millisecond, until the profiler has answered."""
+
+    def __init__(self, directory: Path, each: int = 10, size: int = 100) -> None:
+        self.steps, self.router = 0, Router()
+        self.profiler = NodeProfiler(
+            NAME, lambda: directory, lambda: Events(lambda: self.steps, each, size), Log("test")
+        )
+
+    def run(self, seconds: float, steps: int, idle: bool = False, order: str = "a") -> ProfileEnded:
+        self.profiler.begin(Profile(order=order, seconds=seconds, steps=steps), self.router)
+        deadline = time.monotonic() + PATIENCE
+        while not self.router.sent:
+            assert time.monotonic() < deadline
+            self.steps += not idle
+            self.profiler.look(self.steps)
+            time.sleep(0.001)
+        ended = self.router.sent.pop()
+        assert isinstance(ended, ProfileEnded)
+        assert ended.order == order
+        return ended
+
+
+def content(ended: ProfileEnded) -> dict[str, int]:
+    with gzip.open(ended.path) as file:
+        found: dict[str, int] = json.load(file)
+        return found
+
+
+def test_a_profile_ends_after_its_steps(tmp_path: Path) -> None:
+    ended = Loop(tmp_path).run(PATIENCE, 30)
+    assert ended.problem == ""
+    assert 30 <= ended.steps < 60
+    assert content(ended)["events"] >= 10 * 30
+    assert ended.file_bytes == Path(ended.path).stat().st_size
+    assert [each.name for each in tmp_path.iterdir()] == [Path(ended.path).name]
+
+
+def test_a_profile_of_an_idle_node_ends_with_its_time(tmp_path: Path) -> None:
+    ended = Loop(tmp_path).run(0.05, 30, idle=True)
+    assert (ended.problem, ended.steps, content(ended)["events"]) == ("", 0, 0)
+    assert ended.seconds >= 0.05
+
+
+def test_steps_with_many_events_make_the_trace_shorter(tmp_path: Path) -> None:
+    """The node stands still for some microseconds per event, so their number is bounded, not that of steps."""
+    ended = Loop(tmp_path, each=profiles.MOST_EVENTS // 40).run(PATIENCE, 1_000)
+    assert 0 < content(ended)["events"] <= 2 * profiles.MOST_EVENTS
+    assert ended.steps < 80
+
+
+def test_a_second_order_is_refused_while_one_runs(tmp_path: Path) -> None:
+    loop, second = Loop(tmp_path), Router()
+    loop.profiler.begin(Profile(order="a", seconds=PATIENCE, steps=5), loop.router)
+    loop.profiler.begin(Profile(order="b", seconds=1.0, steps=5), second)
+    (refused,) = second.sent
+    assert isinstance(refused, ProfileEnded)
+    assert (refused.order, refused.busy, refused.path) == ("b", True, "")
+    loop.profiler.close()
+    (ended,) = loop.router.sent
+    assert isinstance(ended, ProfileEnded)
+    assert Path(ended.path).exists(), "a node that ends still writes what was recorded"
+
+
+def test_old_files_are_removed(tmp_path: Path) -> None:
+    others = tmp_path / f"{NAME}-1-20260101T000000.000000.trace.json.gz"
+    others.touch()
+    loop = Loop(tmp_path)
+    paths = [Path(loop.run(0.001, 1).path) for _ in range(KEPT_FILES + 2)]
+    assert sorted(tmp_path.iterdir()) == sorted([others, *paths[2:]])
+
+
+def test_a_file_that_is_too_large_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "MOST_BYTES", 50)
+    ended = Loop(tmp_path).run(0.001, 1)
+    assert "ask for fewer steps" in ended.problem
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_directory_that_cannot_be_written_to_is_a_problem() -> None:
+    def directory() -> Path:
+        raise ConfigError("process.run_dir", "it is read-only")
+
+    router = Router()
+    profiler = NodeProfiler(NAME, directory, lambda: Events(lambda: 0), Log("test"))
+    profiler.begin(Profile(order="a", seconds=1.0, steps=1), router)
+    profiler.close()
+    NoProfiler().begin(Profile(order="b", seconds=1.0, steps=1), router)
+    first, second = router.sent
+    assert isinstance(first, ProfileEnded)
+    assert isinstance(second, ProfileEnded)
+    assert "read-only" in first.problem
+    assert "no directory" in second.problem
+
+
+def test_torch_records_the_operators_of_another_thread(tmp_path: Path) -> None:
+    stop, began = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        matrix = torch.ones(4, 4)
+        while not stop.is_set():
+            torch.mm(matrix, matrix)
+            began.set()
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        recorder = TorchTrace()
+        recorder.start()
+        began.clear()
+        assert began.wait(PATIENCE)
+        events = recorder.stop()
+    finally:
+        stop.set()
+        thread.join()
+    assert events > 0
+    recorder.save(tmp_path / "trace.json")
+    names = {each.get("name") for each in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert "aten::mm" in names
