@@ -1,92 +1,114 @@
-"""Builds a large Llama with random weights and a known greedy text, for benchmarks without downloads.
+"""Builds a large model with random weights and a known greedy text, for benchmarks without downloads.
 
     python -m deploy.tiny_models.constructed OUT --device cuda --seed 0 [--layers 32 --hidden 4096 ...]
     python -m deploy.tiny_models.constructed OUT --device cuda --seed 0 --draft DRAFT --acceptance 0.8
+    python -m deploy.tiny_models.constructed OUT --device cuda --seed 0 --config CONFIG_JSON --module --acceptance 0.8
 
-Construction: embeddings are random with rms 1. Every o_proj and down_proj is scaled by a small eps, so the residual
-stream stays close to the embedding while all matrix products keep their full size. One random cycle succ(t) runs over
-`draft_vocab` ordinary token ids, and every other id leads into it. The LM head row of succ(t) is E[t] * gap / hidden.
-Greedy text follows the cycle whatever the precision or the kernels, and never ends. The weights are derived from the
-seed and are not meant to be stored. `--draft` adds an EAGLE-3 head with a known acceptance rate: see
-`constructed_head`.
+It is a Llama of the given sizes, or has the family and the sizes of a config.json. Greedy text is one random cycle over
+`draft_vocab` ordinary token ids, whatever the precision or the kernels, and never ends; every other id leads into it
+(`constructed_tensors`). The weights are derived from the seed and are not meant to be stored. `--draft` adds an EAGLE-3
+head with a known acceptance rate (`constructed_head`); `--module` adds a module of multi-token prediction to the
+checkpoint (`constructed_module`), which then is the model's and the draft's directory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
+from common.checkpoint.draft_config import DraftConfig, with_steps
+from common.checkpoint.model_config import ModelConfig
+from common.checkpoint.model_files import read_json
+from common.checkpoint.mtp_format import has_modules
+from common.engine.layers.piece import Piece
+from common.engine.layers.placement import Placement
+from common.engine.models.model_registry import build_model
+from common.engine.models.mtp import build_mtp
+from common.errors import ModelError
+from common.speculation.table import algorithm
 from deploy.tiny_models.constructed_head import Drafting, write_head
-from deploy.tiny_models.constructed_shape import EPS, GAP, Shape, embedding, normal, successor
+from deploy.tiny_models.constructed_module import ModuleTensors
+from deploy.tiny_models.constructed_shape import Shape
+from deploy.tiny_models.constructed_tensors import (
+    Make,
+    TargetTensors,
+    shape_of,
+    stacks_experts,
+    stored_pieces,
+)
+from deploy.tiny_models.shards import Stored, write_shards
 
-SHARD_BYTES = 4 << 30
 TOKENIZER = Path(__file__).parent / "tiny-target"
+META = Placement(torch.bfloat16, torch.device("meta"))
 
 
-def tensors(shape: Shape, seed: int, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, bf16 tensor on `device`) of every weight, layer by layer."""
-    random = partial(normal, torch.Generator(device).manual_seed(seed + 1))
-    hidden, width, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    embeds = embedding(shape, seed, device)
-    yield "model.embed_tokens.weight", embeds
-    ones = torch.ones(hidden, dtype=torch.bfloat16, device=device)
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}"
-        scale = 1 / math.sqrt(hidden)
-        yield f"{prefix}.input_layernorm.weight", ones.clone()
-        yield f"{prefix}.post_attention_layernorm.weight", ones.clone()
-        yield f"{prefix}.self_attn.q_proj.weight", random(width, hidden, scale)
-        yield f"{prefix}.self_attn.k_proj.weight", random(kv, hidden, scale)
-        yield f"{prefix}.self_attn.v_proj.weight", random(kv, hidden, scale)
-        yield f"{prefix}.self_attn.o_proj.weight", random(hidden, width, EPS / math.sqrt(width))
-        yield f"{prefix}.mlp.gate_proj.weight", random(shape.inter, hidden, scale)
-        yield f"{prefix}.mlp.up_proj.weight", random(shape.inter, hidden, scale)
-        yield f"{prefix}.mlp.down_proj.weight", random(hidden, shape.inter, EPS / math.sqrt(shape.inter))
-    yield "model.norm.weight", ones
-    head = torch.zeros(shape.vocab, hidden, dtype=torch.bfloat16, device=device)
-    # Several ids may have the same successor.
-    head.index_add_(0, successor(shape, seed).to(device), embeds * (GAP / hidden))
-    yield "lm_head.weight", head
+def write(
+    out: Path,
+    raw: Mapping[str, object],
+    draft_vocab: int,
+    seed: int,
+    device: torch.device,
+    module: Drafting | None = None,
+) -> Shape:
+    """Write a standard Hugging Face directory: config, sharded safetensors, index and tokenizer.
 
+    Args:
+        raw: the content of config.json.
+        draft_vocab: number of ids that occur in the greedy text.
+        module: the checkpoint also has a module of multi-token prediction that drafts so.
 
-def write(out: Path, shape: Shape, seed: int, device: torch.device) -> None:
-    """Write a standard Hugging Face directory: config, sharded safetensors, index and tokenizer."""
+    Raises:
+        ModelError: the model is not supported, or its checkpoints have no module.
+        ValueError: its text or its module cannot be chosen.
+    """
     out.mkdir(parents=True, exist_ok=True)
-    shards: list[list[str]] = []
-    shard: dict[str, torch.Tensor] = {}
-    size = total = 0
-
-    def flush() -> None:
-        nonlocal shard, size
-        if shard:
-            save_file(shard, out / f"model-{len(shards):05d}.safetensors", metadata={"format": "pt"})
-            shards.append(list(shard))
-            shard, size = {}, 0
-
-    for name, tensor in tensors(shape, seed, device):
-        shard[name] = tensor.cpu().contiguous()
-        size += tensor.nbytes
-        total += tensor.nbytes
-        if size > SHARD_BYTES:
-            flush()
-    flush()
-    weights = {name: f"model-{index:05d}.safetensors" for index, names in enumerate(shards) for name in names}
-    index = {"metadata": {"total_size": total}, "weight_map": weights}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index))
-    (out / "config.json").write_text(json.dumps(shape.config(), indent=2))
+    (out / "config.json").write_text(json.dumps(dict(raw), indent=2))
     (out / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": [1]}))
+    config = ModelConfig.load(out)
+    if config.vision is not None:
+        raise ValueError("a model that reads images cannot be constructed: use the config of its text part")
+    shape = shape_of(config, draft_vocab)
+    write_shards(out, list(_stored(out, config, shape, seed, device, module)), device)
     (out / "tokenizer.json").write_text(json.dumps(tokenizer(shape.vocab)))
     shutil.copy(TOKENIZER / "tokenizer_config.json", out / "tokenizer_config.json")
+    return shape
+
+
+def _stored(
+    out: Path, config: ModelConfig, shape: Shape, seed: int, device: torch.device, module: Drafting | None
+) -> Iterator[Stored]:
+    """Yield every tensor of the checkpoint; pieces of models without storage say which there are."""
+    make = TargetTensors(config, shape, seed, device, module)
+    model, stacked = build_model(config, META), stacks_experts(config)
+    yield from _made(stored_pieces(model.pieces(), stacked), make)
+    if module is not None:
+        draft = _module_config(out / "config.json", config)
+        pieces = build_mtp(draft, model, META).pieces()
+        yield from _made(stored_pieces(pieces, stacked), ModuleTensors(draft, make))
+
+
+def _module_config(file: Path, config: ModelConfig) -> DraftConfig:
+    """Read the config of the module that the checkpoint is going to have."""
+    directory = algorithm("mtp").directory
+    assert directory is not None
+    raw = read_json(file)
+    if not has_modules(raw):
+        raise ValueError(f"checkpoints of {config.architecture} with this config have no module")
+    return with_steps(directory.read(directory.flatten(raw, str(file)), file, config), 1)
+
+
+def _made(pieces: Iterable[Piece], make: Make) -> Iterator[Stored]:
+    """Yield the tensors that the pieces read, each once."""
+    for name, piece in {piece.name: piece for piece in pieces}.items():
+        dtype = torch.float32 if name.endswith("A_log") else torch.bfloat16
+        yield Stored(name, piece.whole, dtype, lambda piece=piece: make(piece))  # type: ignore[misc]
 
 
 def tokenizer(vocab: int) -> dict[str, Any]:
@@ -102,30 +124,50 @@ def tokenizer(vocab: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    parser = _parser()
+    given = vars(parser.parse_args())
+    out, device, seed = given.pop("out"), torch.device(given.pop("device")), given.pop("seed")
+    draft, module, file = given.pop("draft"), given.pop("module"), given.pop("config")
+    drafting = Drafting(given.pop("acceptance"), given.pop("second"))
+    sizes = {name: value for name, value in given.items() if value is not None}
+    if draft is not None and module:
+        parser.error("--draft and --module exclude each other: a module needs marks in the embedding")
+    if file is not None and sizes.keys() - {"draft_vocab"}:
+        parser.error("--config already says the sizes")
+    raw = json.loads(file.read_text()) if file is not None else Shape(**sizes).config()
+    vocab = sizes.get("draft_vocab", Shape.draft_vocab)
+    try:
+        shape = write(out, raw, vocab, seed, device, drafting if module else None)
+    except (ModelError, ValueError) as error:
+        raise SystemExit(f"{parser.prog}: {error}") from error
+    if draft is not None:
+        write_head(draft, shape, drafting, seed, device)
+
+
+def _parser() -> argparse.ArgumentParser:
     default = Shape()
-    parser = argparse.ArgumentParser(description="build a large Llama with random weights")
+    parser = argparse.ArgumentParser(description="build a large model with random weights")
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--draft", type=Path, help="also write an EAGLE-3 head for it to this directory")
     parser.add_argument(
-        "--acceptance", type=float, default=0.8, help="share of tokens that it drafts correctly"
+        "--config", type=Path, help="config.json of another family, instead of a Llama's sizes"
+    )
+    parser.add_argument("--draft", type=Path, help="also write an EAGLE-3 head for it to this directory")
+    parser.add_argument("--module", action="store_true", help="also write a module of multi-token prediction")
+    parser.add_argument(
+        "--acceptance", type=float, default=0.8, help="share of tokens that either drafts correctly"
     )
     parser.add_argument(
         "--second",
         type=float,
         default=0.5,
-        help="share of the other tokens for which it ranks the correct one second",
+        help="share of the other tokens for which the head ranks the correct one second",
     )
     for name in (field.name for field in fields(Shape)):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(default, name))
-    given = vars(parser.parse_args())
-    out, device, seed = given.pop("out"), torch.device(given.pop("device")), given.pop("seed")
-    draft, drafting = given.pop("draft"), Drafting(given.pop("acceptance"), given.pop("second"))
-    shape = Shape(**given)
-    write(out, shape, seed, device)
-    if draft is not None:
-        write_head(draft, shape, drafting, seed, device)
+        shown = f"default {getattr(default, name)}"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=shown)
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Fills a model of any family with constructed weights on its device, without files.
+"""Makes the weights of a model of any family on a device, and fills models with them without files.
 
 The loader's pieces say which tensors a checkpoint of the family has. Each tensor is made when it is read, from the seed
 and its name, by the counter-based generator of the device: 70 GB take seconds, and the order of the reads does not
-matter. The construction is that of `constructed.py`: blocks add little to the residual stream, which stays close to
-the embedding, so the greedy text is one cycle over `draft_vocab` ids, whatever mixers and feed-forwards the layers
-have. Routers see the embedding of the current token, so different tokens use different experts.
+matter. Embeddings are random with rms 1. The last product of every block is scaled by a small eps, so the residual
+stream stays close to the embedding while all matrix products keep their full size. The LM head row of succ(t) is
+E[t] * gap / hidden. So the greedy text is succ, one cycle over `draft_vocab` ids, whatever mixers and feed-forwards the
+layers have. Routers see the embedding of the current token, so different tokens use different experts.
 """
 
 from __future__ import annotations
@@ -153,15 +154,29 @@ class _Names(Container[str]):
         return self._stacked and isinstance(name, str) and name.endswith(STACKS)
 
 
-@torch.no_grad()
-def fill(pieces: Iterable[Piece], make: Make, stacked: bool) -> None:
-    """Fill every piece as the loader does, each tensor made once.
+def stacks_experts(config: ModelConfig) -> bool:
+    """Return whether the published checkpoints of this family have the experts of a layer in two tensors."""
+    return config.gated_delta is not None and not config.gated_delta.grouped_rows
+
+
+def stored_pieces(pieces: Iterable[Piece], stacked: bool) -> list[Piece]:
+    """Return the pieces as a checkpoint stores their tensors, by name.
 
     Args:
         stacked: the checkpoint has the experts of a layer in two tensors; false: a matrix for each expert.
     """
     names = _Names(stacked)
-    found = sorted((each for piece in pieces for each in piece.stored_as(names)), key=lambda each: each.name)
+    return sorted((each for piece in pieces for each in piece.stored_as(names)), key=lambda each: each.name)
+
+
+@torch.no_grad()
+def fill(pieces: Iterable[Piece], make: Make, stacked: bool) -> None:
+    """Fill every piece as the loader does, each tensor made once.
+
+    Args:
+        stacked: as in `stored_pieces`.
+    """
+    found = stored_pieces(pieces, stacked)
     source = _Source(found, make)
     for piece in found:
         fill_piece(piece, source)

@@ -30,7 +30,7 @@ from deploy.tiny_models import constructed_tensors
 from deploy.tiny_models.constructed_head import Drafting, head_config, head_tensors
 from deploy.tiny_models.constructed_module import ModuleTensors
 from deploy.tiny_models.constructed_shape import SPECIAL, Shape
-from deploy.tiny_models.constructed_tensors import TargetTensors, shape_of
+from deploy.tiny_models.constructed_tensors import TargetTensors, shape_of, stacks_experts
 from tests.unit.checkpoint.published import PUBLISHED
 
 LLAMA, LLAMA_70B = "llama-3.1-8b", "llama-3.1-70b"
@@ -150,7 +150,7 @@ def pair(
 def _with_module(draft: DraftConfig, model: CausalLM, tensors: TargetTensors) -> Pair:
     modules = build_mtp(draft, model, model.placement).eval()
     make = ModuleTensors(draft, tensors)
-    constructed_tensors.fill(modules.pieces(), make, _stacked(model.config))
+    constructed_tensors.fill(modules.pieces(), make, stacks_experts(model.config))
     return _with_loaded(model, ModulesDraft(modules, draft.repeats), draft)
 
 
@@ -172,13 +172,8 @@ def _target(
     device = tensors.device
     placement = Placement(torch.bfloat16 if device.type == "cuda" else torch.float32, device, ranks)
     model = build_model(config, placement, aux_layers).eval()
-    constructed_tensors.fill(model.pieces(), tensors, _stacked(config))
+    constructed_tensors.fill(model.pieces(), tensors, stacks_experts(config))
     return model
-
-
-def _stacked(config: ModelConfig) -> bool:
-    """Whether the published checkpoint has the experts of a layer in two tensors."""
-    return config.gated_delta is not None and not config.gated_delta.grouped_rows
 
 
 @contextmanager

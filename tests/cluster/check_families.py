@@ -39,7 +39,11 @@ Config = dict[str, Any]
 
 def shipped(family: str) -> Config:
     """Return the sections of deploy/clusters/local-FAMILY.yaml, with absolute paths."""
-    file = ROOT / "deploy" / "clusters" / f"local-{family}.yaml"
+    return absolute(ROOT / "deploy" / "clusters" / f"local-{family}.yaml")
+
+
+def absolute(file: Path) -> Config:
+    """Return the sections of a cluster file, with absolute paths of its models."""
     sections: Config = yaml.safe_load(file.read_text())
     for section, key in (("model", "path"), ("speculation", "draft_model_path")):
         if key in sections.get(section, {}):

@@ -33,7 +33,7 @@ SMALL = Shape(
 
 
 def test_greedy_text_follows_the_cycle(tmp_path: Path) -> None:
-    write(tmp_path, SMALL, seed=3, device=CPU)
+    write(tmp_path, SMALL.config(), SMALL.draft_vocab, seed=3, device=CPU)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     prompt = torch.tensor([[20, 90, 3]])  # 3 is a special token, which leads into the cycle like all others
     options = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(prompt)}
@@ -66,7 +66,7 @@ def test_a_draft_vocabulary_larger_than_the_ordinary_one_is_refused() -> None:
 
 def test_the_head_is_a_directory_that_drafts_as_chosen(tmp_path: Path) -> None:
     """After every token of the cycle the head gives the right draft or a wrong one, half of these with it second."""
-    write(tmp_path / "target", SMALL, seed=1, device=CPU)
+    write(tmp_path / "target", SMALL.config(), SMALL.draft_vocab, seed=1, device=CPU)
     write_head(tmp_path / "draft", SMALL, Drafting(0.75, 0.5), seed=1, device=CPU)
     draft = load_draft_config(tmp_path / "draft", "eagle3", ModelConfig.load(tmp_path / "target"))
     model, _ = load_model(tmp_path / "target", "float32", CPU, aux_layers=draft.aux_layers)

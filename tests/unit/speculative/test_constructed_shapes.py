@@ -12,6 +12,7 @@ import torch
 
 from common.engine.models.causal_lm import CausalLM
 from common.errors import ModelError
+from deploy.tiny_models import constructed
 from deploy.tiny_models.constructed_head import Drafting
 from deploy.tiny_models.constructed_shape import successor
 from deploy.tiny_models.constructed_tensors import shape_of
@@ -37,6 +38,7 @@ SMALL = {
     "linear_value_head_dim": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
 }
+VISION = json.loads((constructed.TOKENIZER.parent / "tiny-vision" / "config.json").read_text())
 MOE, HYBRID = "qwen3-30b-a3b", "qwen3.5-35b-a3b"
 
 
@@ -90,7 +92,24 @@ def test_the_greedy_text_is_the_cycle() -> None:
     assert torch.equal(logits.argmax(-1), following[ids])
 
 
-def test_what_cannot_be_constructed_is_refused() -> None:
+def test_a_written_checkpoint_has_the_chosen_text_and_its_module_drafts_as_chosen(tmp_path: Path) -> None:
+    """The directory that serving loads, for the target and for its own module."""
+    constructed.write(tmp_path, small(HYBRID), 128, seed=3, device=CPU, module=Drafting(0.6))
+    pair = shapes.loaded(tmp_path, tmp_path, 3, CPU)
+    (row,) = rounds.bench(pair, [3], length=70, steps=3, rounds=20, graphs="none")
+    assert row.same_text == 1.0
+    assert row.accept_length == pytest.approx(sum(0.6**drafts for drafts in range(4)), abs=0.35)
+    following = successor(shape_of(pair.model.config, 128), 3)
+    ids = torch.arange(20, 60)
+    logits = pair.model.compute_logits(pair.model.embed(ids))
+    assert torch.equal(logits.argmax(-1), following[ids])
+
+
+def test_what_cannot_be_constructed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="use the config of its text part"):
+        constructed.write(tmp_path, VISION, 128, seed=0, device=CPU)
+    with pytest.raises(ValueError, match="have no module"):
+        constructed.write(tmp_path, small(MOE), 128, seed=0, device=CPU, module=Drafting())
     tied = {**small(MOE), "tie_word_embeddings": True}
     with pytest.raises(ValueError, match="LM head is its embedding"):
         shapes.target(tied, 0, CPU)
