@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # On a machine with four GPUs joined by NVLink: nodes of two ranks, sums over ranks, transfers between ranks, then the 70B
-# shape over two and four ranks without HTTP. Results go to $OUT. PARTS: of checks, sums, steps, rounds. WRITE: a command
-# that runs beside the checks, for example one that writes checkpoints for four_gpus_served.sh. LIMIT: seconds after
-# which no part begins.
+# shape over two and four ranks without HTTP. Results go to $OUT. PARTS: of checks, sums, steps, rounds. Beside the
+# checks it writes checkpoints for four_gpus_served.sh to MODELS (/dev/shm: 211 GB). LIMIT: seconds after which no part
+# begins.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 limit="${LIMIT:-560}"
 
@@ -26,8 +26,22 @@ round() { # GPUS NAME RANKS QUANTIZATION BATCHES
         --draft-quantization "$4" --acceptance 0.8 --batch $5 --rounds 40
 }
 
+write_checkpoints() {
+    local models="${MODELS:-/dev/shm}"
+    df -h "$models"
+    CUDA_VISIBLE_DEVICES=2 python3 -m deploy.tiny_models.constructed "$models/m70b" --hidden 8192 --layers 80 --heads 64 \
+        --inter 28672 --draft "$models/m70b-eagle3" --acceptance 0.8 --device cuda &
+    python3 -c "import json; from tests.bench.shapes import config_of; print(json.dumps(config_of('qwen3.5-35b-a3b')))" \
+        >/tmp/qwen35.json
+    CUDA_VISIBLE_DEVICES=3 python3 -m deploy.tiny_models.constructed "$models/qwen35" --config /tmp/qwen35.json --module \
+        --acceptance 0.8 --device cuda
+    echo "$SECONDS s: the checkpoint of Qwen3.5-35B-A3B's shape is written"
+    wait $!
+    echo "$SECONDS s: the checkpoint of the 70B shape is written"
+    du -sh "$models"/*
+}
 checks() {
-    bash -c "${WRITE-:}" >"$out/write.log" 2>&1 &
+    write_checkpoints >"$out/write.log" 2>&1 &
     local writing=$!
     (
         export CUDA_VISIBLE_DEVICES=0,1 TANDEM_TEST_SECOND_GPU=cuda:1
@@ -36,7 +50,7 @@ checks() {
     ) >"$out/rank-tests.log" 2>&1
     tail -n 40 "$out/rank-tests.log"
     wait "$writing"
-    tail -n 5 "$out/write.log"
+    tail -n 20 "$out/write.log"
     echo "$SECONDS s: the checks and the command beside them have ended"
 }
 sums() {
