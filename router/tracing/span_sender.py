@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -20,13 +21,14 @@ class SpanSender:
     """A bounded queue of spans. `put` is called by one thread and never blocks."""
 
     def __init__(self, exporter: SpanExporter, log: Log) -> None:
-        """`exporter`: its `export` may take seconds, but has to return."""
+        """`exporter`: its `export` may take seconds, but has to return. Only the thread here calls it."""
         self._exporter = exporter
         self._log = log
         self._queue: deque[ReadableSpan] = deque()
         self._dropped = 0  # since the last line about it
         self._awake = threading.Event()
         self._closed = False
+        self._until = float("inf")  # monotonic seconds; no export begins later
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
 
@@ -40,22 +42,28 @@ class SpanSender:
             self._awake.set()
 
     def close(self, seconds: float) -> None:
-        """Export what is left, for at most so many seconds."""
+        """Export what is left, for at most so many seconds; then drop it. An export in progress goes on by itself."""
+        self._until = time.monotonic() + seconds
         self._closed = True
         self._awake.set()
         self._thread.join(seconds)
-        self._exporter.shutdown()
 
     def _run(self) -> None:
-        while not self._closed:
+        closed = False
+        while not closed:
             self._awake.wait(INTERVAL)
             self._awake.clear()
-            while self._queue:
+            # Read before the queue: what was put before `close` is exported.
+            closed = self._closed
+            while self._queue and time.monotonic() < self._until:
                 count = min(len(self._queue), BATCH)
                 self._export([self._queue.popleft() for _ in range(count)])
             if self._dropped:
                 self._log.warning("dropped traces: the collector is too slow", requests=self._dropped)
                 self._dropped = 0
+        if self._queue:
+            self._log.warning("dropped spans: the collector is too slow to end", spans=len(self._queue))
+        self._exporter.shutdown()
 
     def _export(self, spans: Sequence[ReadableSpan]) -> None:
         try:

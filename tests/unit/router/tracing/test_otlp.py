@@ -107,6 +107,7 @@ class Stuck(SpanExporter):
 
     def __init__(self) -> None:
         self.begun, self.released = threading.Event(), threading.Event()
+        self.ended = threading.Event()
         self.exported = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -114,6 +115,10 @@ class Stuck(SpanExporter):
         self.released.wait(30)
         self.exported += len(spans)
         return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        assert self.released.is_set(), "an export is in progress"
+        self.ended.set()
 
 
 def test_what_the_collector_does_not_take_in_time_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,3 +134,21 @@ def test_what_the_collector_does_not_take_in_time_is_dropped(monkeypatch: pytest
     sender.close(30)
     assert exporter.exported == 1 + 12
     assert [line["requests"] for line in lines.kept] == [1]
+    assert exporter.ended.is_set()
+
+
+def test_the_end_waits_for_a_bounded_time_and_leaves_an_export_in_progress_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(span_sender, "INTERVAL", 0.001)
+    exporter, lines = Stuck(), Lines()
+    sender = SpanSender(exporter, lines)
+    sender.put([ReadableSpan("first")])
+    assert exporter.begun.wait(30)
+    sender.put([ReadableSpan("late")])
+    sender.close(0.05)
+    assert not exporter.ended.is_set()
+    exporter.released.set()
+    assert exporter.ended.wait(30)
+    assert exporter.exported == 1
+    assert [line["spans"] for line in lines.kept] == [1]
