@@ -25,6 +25,7 @@ from deploy.admin_client import ask
 from deploy.children import Child, describe_exit
 from deploy.disk import disk_problem
 from deploy.leftovers import end_leftovers
+from deploy.ports import check_ports
 from deploy.process_table import State, Table, read_table, table_path, write_table
 from deploy.watcher import START_TIMEOUT, Report, Watcher
 from kv_transfer.transport.one_host.segment import sweep_orphans
@@ -115,6 +116,7 @@ class Supervisor:
         try:
             end_leftovers(self._run_dir, self._drain + 5, report, lambda: self._stop_requested)
             sweep_orphans()
+            check_ports(self._resolved, lambda: self._stop_requested)
             self._write_first()
             for child in self.children:
                 child.remove_logs()
