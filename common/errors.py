@@ -27,6 +27,7 @@
         |   +-- ChecksumFailed 503  a page differs from what was sent; the request may be placed again
         +-- NodeLost           503  the node died; the request may be placed again
         +-- Preempted          503  pages ran out and the KV could not be kept; the request may be placed again
+        +-- CacheDamaged       503  cached KV had changed in memory; the request may be placed again
         +-- ClientGone         499  the client has disconnected
         +-- NoAnswer           504  a node did not answer an operator's order in time
         +-- InternalError      500  a defect; details only in the log
@@ -253,6 +254,14 @@ class Preempted(RequestError):
     retryable = True
 
 
+class CacheDamaged(RequestError):
+    """Cached KV that the request reuses is not what was stored. It is not used again: another attempt computes it."""
+
+    status = 503
+    code = "cache_damaged"
+    retryable = True
+
+
 class ClientGone(RequestError):
     """The client has disconnected."""
 
@@ -298,6 +307,7 @@ BY_CODE: dict[str, type[RequestError]] = {
         ChecksumFailed,
         NodeLost,
         Preempted,
+        CacheDamaged,
         ClientGone,
         NoAnswer,
         InternalError,

@@ -17,11 +17,15 @@ class ArrivingLayers:
 
     def __init__(self) -> None:
         self._layers: dict[int, Stage] = {}
-        self._last: Stage | None = None
+        self._copied: Stage | None = None
+        self._compared: Stage | None = None
 
-    def expect(self, layers: Mapping[int, Stage], last: Stage) -> None:
-        """Let the next forward wait for these copies. `last` follows all of them, and those to the draft's planes."""
-        self._layers, self._last = dict(layers), last
+    def expect(self, layers: Mapping[int, Stage], copied: Stage, compared: Stage) -> None:
+        """Let the next forward wait for these copies.
+
+        `copied` follows all of them, and those to the draft's planes; `compared` follows the checksums of pages.
+        """
+        self._layers, self._copied, self._compared = dict(layers), copied, compared
 
     def layer(self, layer: int) -> None:
         """Let all work launched from now on begin after the copies to one layer."""
@@ -31,9 +35,15 @@ class ArrivingLayers:
 
     def whole(self) -> None:
         """Let all work launched from now on begin after all copies."""
-        if self._last is not None:
-            self._last.follow()
-        self._layers, self._last = {}, None
+        if self._copied is not None:
+            self._copied.follow()
+        self._layers, self._copied = {}, None
+
+    def compared(self) -> None:
+        """Let all work launched from now on begin after the checksums: it may write to pages that were loaded."""
+        if self._compared is not None:
+            self._compared.follow()
+        self._layers, self._copied, self._compared = {}, None, None
 
 
 class ArrivingAttention(AroundAttention):
@@ -68,12 +78,12 @@ class ArrivingAttention(AroundAttention):
 
 
 class DraftArrivingAttention(AroundAttention):
-    """Attention of the draft, which runs after the target and reads what the last copies bring."""
+    """Attention of the draft: it runs after the target, reads what the last copies bring and may rewrite its end."""
 
     def __init__(self, inner: AttentionBackend, arriving: ArrivingLayers) -> None:
         super().__init__(inner)
         self._arriving = arriving
 
     def plan(self, batch: ForwardBatch) -> None:
-        self._arriving.whole()
+        self._arriving.compared()
         super().plan(batch)

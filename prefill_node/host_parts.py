@@ -8,13 +8,14 @@ from common.engine.host_memory import GIB, host_memory
 from common.errors import ConfigError
 from common.kv_cache.host_cache import HostCache
 from common.kv_cache.host_layout import HostLayout, host_layout
+from common.kv_cache.host_plan import HostCopies, NoHostCopies
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.radix_cache import NoPrefixCache
 from common.node.host_lane import host_lane
+from common.node.host_store import HostStore, Lanes, host_bytes
+from kv_transfer.transport.cuda.pool_copies import MovedPool
 from prefill_node.forwards import Forwards
-from prefill_node.host_plan import HostCopies, NoHostCopies
-from prefill_node.host_store import HostStore, Lanes, host_bytes
 from prefill_node.host_tier import HostPrefixes, HostTier, NoHostTier
 
 KEY = "prefill.host_mib"
@@ -56,9 +57,8 @@ def make_host_parts(nbytes: int, grid: int, forwards: Forwards, space: PageSpace
     device = forwards.runner.pool.device
     lanes = Lanes(host_lane(device), host_lane(device))
     memory_of = host_bytes(layout.planes.total_bytes, device)
-    store = HostStore(
-        layout, memory_of, (forwards.layout, forwards.runner.pool.storage), forwards.arriving, lanes
-    )
+    pool = forwards.layout, forwards.runner.pool.storage
+    store = HostStore(layout, memory_of, pool, forwards.arriving.expect, lanes, MovedPool(*pool))
     return HostParts(host_prefixes(layout, forwards.layout, store, space), store)
 
 

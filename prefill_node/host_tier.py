@@ -4,11 +4,14 @@ A prompt's pages are stored once it is computed: the copy to the host runs while
 costs nothing. Pages that are stored only when they are reused would be evicted before, if more conversations take turns
 than the device has room for; pages that are stored when they are evicted would delay the prompt that needs their room.
 
-store   computed -> [copies to the host] -> [checksums] -> known
-load    admitted -> [checksums compared] -> part of the plan of the prompt's first chunk
+store   computed -> [copies to the host] -> known
+load    admitted -> part of the plan of the prompt's first chunk -> compared when its results are read
 
 Nothing waits for what stands in brackets: `settle` looks after it in every turn of the main loop. Pages that are being
 copied keep their request, and so its lease, alive.
+
+Checksums are computed while the forward runs, which already reads what was loaded. If a byte has changed, nothing of
+the forward is used: its request ends before its first token, with an error after which the router places it again.
 """
 
 from __future__ import annotations
@@ -18,10 +21,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.kv_cache.host_cache import HostCache, HostPrefix, HostWrite
+from common.kv_cache.host_plan import INTACT, Damage, HostCopy, HostMemory, Store
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.radix_cache import Keys
 from common.kv_cache.snapshots import Snapshot
-from prefill_node.host_plan import Checksums, HostCopy, HostMemory, Store
 from prefill_node.request import PrefillRequest
 
 
@@ -51,7 +54,7 @@ class HostTier(Protocol):
         ...
 
     def begin(self, request: PrefillRequest, keys: Keys) -> None:
-        """Look up an admitted prompt. While its `checking` is set, it must not be computed."""
+        """Look up an admitted prompt, and set what its first chunk loads."""
         ...
 
     def keep(self, request: PrefillRequest, keys: Keys) -> None:
@@ -66,8 +69,11 @@ class HostTier(Protocol):
         """Return the stores for the next plan, each once."""
         ...
 
-    def loaded(self, request: PrefillRequest) -> None:
-        """Note that the plan with a prompt's load is complete, or that there will be none."""
+    def loaded(self, request: PrefillRequest, damage: Damage = INTACT) -> bool:
+        """Note that the plan with a prompt's load is complete, or that there will be none.
+
+        Return whether the prompt got what was stored. `damage`: of all loads of the plan.
+        """
         ...
 
     def flush(self) -> None: ...
@@ -92,8 +98,8 @@ class NoHostTier:
     def planned(self) -> Sequence[Store]:
         return ()
 
-    def loaded(self, request: PrefillRequest) -> None:
-        pass
+    def loaded(self, request: PrefillRequest, damage: Damage = INTACT) -> bool:
+        return True
 
     def flush(self) -> None:
         pass
@@ -103,22 +109,12 @@ class NoHostTier:
 
 
 @dataclass(slots=True)
-class _Check:
-    """A prompt whose prefix is found and not yet compared."""
-
-    request: PrefillRequest
-    prefix: HostPrefix
-    sums: Checksums
-
-
-@dataclass(slots=True)
 class _Storing:
-    """A store that is planned. `sums` is set once its copies have ended."""
+    """A store that is planned."""
 
     request: PrefillRequest
     write: HostWrite
     states: Sequence[Snapshot]  # pinned on the device
-    sums: Checksums | None = None
 
 
 class HostPrefixes:
@@ -133,7 +129,6 @@ class HostPrefixes:
         self._space = space
         self._page_bytes, self._state_bytes = item_bytes
         self._block_pages = cache.block_tokens // space.page_size
-        self._checks: list[_Check] = []
         self._reading: dict[int, HostPrefix] = {}  # room -> what its load reads
         self._orders: list[Store] = []
         self._storing: dict[int, _Storing] = {}  # by key
@@ -142,22 +137,30 @@ class HostPrefixes:
 
     @property
     def busy(self) -> bool:
-        return bool(self._checks or self._storing)
+        return bool(self._storing)
 
     def begin(self, request: PrefillRequest, keys: Keys) -> None:
-        assert request.lease is not None
-        cached, size = request.lease.cached_tokens, self.cache.block_tokens
+        lease = request.lease
+        assert lease is not None
+        cached, size = lease.cached_tokens, self.cache.block_tokens
         self._totals.queries += request.num_tokens - cached
         prefix = self.cache.find(keys, request.most_cached, request.salt)
         if prefix is None:
             return
-        if len(prefix.blocks) * size - cached < size:  # too little to wait for
+        tokens = len(prefix.blocks) * size
+        if tokens - cached < size:  # too little to wait for
             self.cache.release(prefix)
             return
-        slots = () if prefix.snapshot is None else (prefix.snapshot.slot,)
-        request.checking = True
-        sums = self._memory.check(prefix.blocks[cached // size :], slots)
-        self._checks.append(_Check(request, prefix, sums))
+        host = [page for block in prefix.blocks for page in self._pages(block)]
+        first, last = lease.cached_pages, len(host)
+        states = () if prefix.snapshot is None else ((lease.slot, prefix.snapshot.slot),)
+        copy = HostCopy(pages=tuple(lease.pages[first:last]), host_pages=tuple(host[first:]), states=states)
+        request.load, request.loaded, request.scheduled = copy, tokens, tokens
+        lease.state.skip(tokens)
+        self._reading[request.room] = prefix
+        self._totals.loads += 1
+        self._totals.hits += tokens - cached
+        self._totals.loaded_bytes += self._nbytes(copy)
 
     def keep(self, request: PrefillRequest, keys: Keys) -> None:
         assert request.lease is not None
@@ -170,7 +173,7 @@ class HostPrefixes:
         pages, host_pages = list[int](), list[int]()
         for index, block in sorted(write.blocks.items()):
             pages += request.lease.pages[index * self._block_pages : (index + 1) * self._block_pages]
-            host_pages += range(block * self._block_pages, (block + 1) * self._block_pages)
+            host_pages += self._pages(block)
         saved = [states[tokens] for tokens in write.states]
         for each in saved:
             self._space.cache.snapshots.pin(each)
@@ -184,42 +187,32 @@ class HostPrefixes:
         self._totals.stored_bytes += self._nbytes(copy)
 
     def settle(self) -> Sequence[PrefillRequest]:
-        checks, self._checks = self._checks, []
-        for each in checks:
-            if each.sums.ready():
-                self._compare(each)
-            else:
-                self._checks.append(each)
         if not self._storing:
             return ()
-        return list(self._settle_stores())
-
-    def _settle_stores(self) -> list[PrefillRequest]:
         freed: list[PrefillRequest] = []
         unfinished = {*self._memory.unfinished(), *(each.key for each in self._orders)}
-        for key, each in list(self._storing.items()):
-            if key in unfinished:
-                continue
-            write = each.write
-            if each.sums is None:
-                for state in each.states:
-                    self._space.cache.snapshots.unpin(state)
-                each.request.storing = False
-                freed.append(each.request)
-                each.sums = self._memory.check(list(write.blocks.values()), list(write.states.values()))
-            elif each.sums.ready():
-                self.cache.commit(write, *each.sums.read())
-                del self._storing[key]
+        for key in self._storing.keys() - unfinished:
+            each = self._storing.pop(key)
+            for state in each.states:
+                self._space.cache.snapshots.unpin(state)
+            each.request.storing = False
+            self.cache.commit(each.write)
+            freed.append(each.request)
         return freed
 
     def planned(self) -> Sequence[Store]:
         orders, self._orders = self._orders, []
         return orders
 
-    def loaded(self, request: PrefillRequest) -> None:
+    def loaded(self, request: PrefillRequest, damage: Damage = INTACT) -> bool:
         prefix = self._reading.pop(request.room, None)
-        if prefix is not None:
-            self.cache.release(prefix)
+        if prefix is None:
+            return True
+        blocks = {page // self._block_pages for page in damage.pages}.intersection(prefix.blocks)
+        slot = None if prefix.snapshot is None else prefix.snapshot.slot
+        self._totals.checksum_failures += self.cache.damage(blocks, damage.slots)
+        self.cache.release(prefix)
+        return not blocks and slot not in damage.slots
 
     def flush(self) -> None:
         self.cache.flush()
@@ -229,27 +222,8 @@ class HostPrefixes:
         self._totals.evicted_blocks = self.cache.evicted_blocks
         return self._totals
 
-    def _compare(self, check: _Check) -> None:
-        """Let a prompt continue after the part of its prefix that is intact."""
-        request, prefix = check.request, check.prefix
-        intact, failures = self.cache.damaged(prefix, *check.sums.read())
-        self._totals.checksum_failures += failures
-        request.checking = False
-        tokens, lease = intact * self.cache.block_tokens, request.lease
-        if request.ended or lease is None or tokens <= lease.cached_tokens:
-            self.cache.release(prefix)
-            return
-        first, size = lease.cached_pages, self._block_pages
-        last = intact * size
-        host = [page for block in prefix.blocks[:intact] for page in range(block * size, (block + 1) * size)]
-        states = () if prefix.snapshot is None else ((lease.slot, prefix.snapshot.slot),)
-        copy = HostCopy(pages=tuple(lease.pages[first:last]), host_pages=tuple(host[first:]), states=states)
-        request.load, request.loaded, request.scheduled = copy, tokens, tokens
-        lease.state.skip(tokens)
-        self._reading[request.room] = prefix
-        self._totals.loads += 1
-        self._totals.hits += tokens - lease.cached_tokens
-        self._totals.loaded_bytes += self._nbytes(copy)
+    def _pages(self, block: int) -> range:
+        return range(block * self._block_pages, (block + 1) * self._block_pages)
 
     def _nbytes(self, copy: HostCopy) -> int:
         return len(copy.pages) * self._page_bytes + len(copy.states) * self._state_bytes

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import zmq
 
 from common.errors import (
+    CacheDamaged,
     DeadlineExceeded,
     NodeLost,
     Overloaded,
@@ -44,7 +45,7 @@ from prefill_node.send_orders import SendOrders
 from prefill_node.step_result import Launched, Worker
 
 WATCH_INTERVAL = 0.0001  # seconds between checks of transfers while a forward or a write runs
-# timeout while images arrive, grammars are compiled or prefixes compared, whose end no message announces
+# timeout while images arrive, grammars are compiled or prefixes stored, whose end no message announces
 BUSY_WAIT_MS = 1
 IDLE_WAIT_MS = 100
 DECODE_GONE = "the decode node of this request is gone"
@@ -148,7 +149,9 @@ class PrefillNode:
 
     def _finish(self, launched: Launched) -> None:
         """Send the pages that this launch has completed, and finish the prompts whose last chunk it ran."""
-        for request, drawn, start, scores, states in self._planner.read(launched):
+        for request, drawn, start, scores, states, damaged in self._planner.read(launched):
+            if damaged and not request.ended:
+                self._fail(request, CacheDamaged("a prefix of it in host memory has changed"))
             if not request.ended:
                 if states is not None:
                     send_states(request.router, request.room, request.computed - len(states), states)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from common.engine.sampling.sampling_plan import adjustment_facts, sampling_variant
+from common.kv_cache.host_plan import Store
 from common.messages.generation import PromptLogprob
 from common.node.announced_work import Work
 from common.node.hidden_states import StateRows
-from prefill_node.host_plan import Store
 from prefill_node.parts import Scheduling
 from prefill_node.queues import Queues
 from prefill_node.request import PrefillRequest
@@ -91,6 +91,7 @@ class PromptProgress(NamedTuple):
     first_scored: int = 0  # index in the prompt of the first of `scores`
     scores: Sequence[PromptLogprob] = ()  # for the prompt's tokens that this plan predicted
     states: StateRows | None = None  # hidden states of the last positions that this plan computed
+    damaged: bool = False  # it read a cached prefix whose bytes had changed: nothing of it may be used
 
 
 class Planner:
@@ -147,13 +148,13 @@ class Planner:
         for index, chunk in enumerate(chunks):
             request = chunk.request
             request.in_flight -= 1
-            if plan.chunks[index].load is not None:
-                self._tier.loaded(request)
+            loads = plan.chunks[index].load is not None
+            damaged = loads and not self._tier.loaded(request, result.damage)
             request.computed, request.computed_by = chunk.start + chunk.length, plan.generation
             scores = result.scores[index] if result.scores else ()
             token = next(drawn) if chunk.final else None
             states = result.states[index] if result.states else None
-            progress.append(PromptProgress(request, token, chunk.start + 1, scores, states))
+            progress.append(PromptProgress(request, token, chunk.start + 1, scores, states, damaged))
         return progress
 
     def ended(self, request: PrefillRequest) -> None:

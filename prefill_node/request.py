@@ -9,6 +9,7 @@ from common.engine.sampling.sampling_plan import finish_reason
 from common.engine.state.draft_row import NO_DRAFT, DraftRow
 from common.errors import RequestError
 from common.grammar.token_rules import Follower, PendingFollower
+from common.kv_cache.host_plan import HostCopy
 from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageLease
 from common.kv_cache.radix_cache import Keys
@@ -16,7 +17,6 @@ from common.messages.generation import FINISH_STOP, ImageSpan, OutputToken, Samp
 from common.messages.prefill_inbox import Prefill
 from common.node.to_router import NO_ROUTER, ToRouter
 from kv_transfer.handoff_record import HandoffRecord, HiddenDtype
-from prefill_node.host_plan import HostCopy
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +51,6 @@ class PrefillRequest:
     scheduled: int = 0  # tokens whose forward has been launched, including the reused prefix
     computed: int = 0  # tokens whose KV is known to be written
     computed_by: int = 0  # generation of the plan that wrote the last of them; 0 for the prefix cache
-    checking: bool = False  # its prefix in host memory is being compared; it must not be computed meanwhile
     load: HostCopy | None = None  # what the plan of its first chunk copies from host memory
     loaded: int = 0  # tokens of the prefix that ends with what is copied from host memory; 0: nothing is
     storing: bool = False  # its pages are being copied to host memory

@@ -92,7 +92,7 @@ def plan_chunks(
             forwards.
         waiting: prompts that wait, too, but are not in `computing`.
     """
-    unfinished = [each for each in computing if each.remaining and not each.ended and not each.checking]
+    unfinished = [each for each in computing if each.remaining and not each.ended]
     queue = list(itertools.islice(in_order(unfinished, now), max_batch))
     lengths = [Waiting(request.scheduled, request.remaining) for request in queue]
     passing = arrivals.shorter_per_ms(queue[0].remaining, now) if arrivals is not None and queue else None

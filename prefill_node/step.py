@@ -19,6 +19,7 @@ from common.engine.sampling.sampler import SampleOutput, read_tokens, sample_row
 from common.engine.sampling.sampling_plan import SamplingVariant
 from common.engine.state.draft_row import NO_DRAFT
 from common.engine.state.relay_state import draft_rows
+from common.kv_cache.host_plan import NOTHING_LOADED, Comparison
 from common.node.overlap import Completion
 from common.node.stopwatch import Stopwatch, stopwatch_for
 from prefill_node.draft import PrefillDraft
@@ -41,11 +42,13 @@ class LaunchedPrefill:
     scores: Sequence[Scores | None] = ()  # per chunk; empty if no chunk is scored
     # per chunk [n, H] float32, the hidden states of its last n positions; empty if no chunk sends any
     states: Sequence[torch.Tensor | None] = ()
+    comparison: Comparison = NOTHING_LOADED
 
     def read(self) -> PromptResult:
         scores = [() if each is None else each.read() for each in self.scores]
         states = [None if each is None else each.numpy() for each in self.states]
-        return PromptResult(self._drawn(), scores, states, 1e3 * self.watch.seconds()[0])
+        damage, ms = self.comparison.read(), 1e3 * self.watch.seconds()[0]
+        return PromptResult(self._drawn(), scores, states, damage, ms)
 
     def _drawn(self) -> list[Drawn]:
         if self.sampled is None:
@@ -93,7 +96,9 @@ class PrefillStep:
             self._embeds.forget(keys)
             self._draft.forget(keys)
 
-    def launch(self, plan: PromptPlan, load: Callable[[], None] = lambda: None) -> LaunchedPrefill:
+    def launch(
+        self, plan: PromptPlan, load: Callable[[], Comparison] = lambda: NOTHING_LOADED
+    ) -> LaunchedPrefill:
         """Launch the forward over the plan's chunks, without waiting for the device.
 
         `load` starts copies from host memory that the forward reads.
@@ -105,7 +110,7 @@ class PrefillStep:
         watch = self._start_watch()
         sent = send((*host.arrays, *drawn_with.arrays), self._device)
         # Not before the inputs: the device copies in order, so the forward would begin after all pages.
-        load()
+        comparison = load()
         returned = any(chunk.states for chunk in chunks)
         mode = CaptureHiddenMode.FULL if returned else self._draft.hidden_mode
         batch = host.on_device(sent[: len(host.arrays)], mode)
@@ -120,7 +125,8 @@ class PrefillStep:
         copied = None if sampled is None else sampled.on_host()
         state = None if draft is None else map_tensors(draft, on_host)
         watch.lap()
-        return LaunchedPrefill(draws, copied, state, self._completion(), watch, scores, states)
+        comparison.follow()
+        return LaunchedPrefill(draws, copied, state, self._completion(), watch, scores, states, comparison)
 
     def _scores(self, plan: PromptPlan, output: ForwardOutput) -> Sequence[Scores | None]:
         if all(chunk.scored is None for chunk in plan.chunks):

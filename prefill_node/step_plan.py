@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from common.engine.sampling.sampling_plan import SamplingVariant
+from common.kv_cache.host_plan import HostCopy, Store
 from common.messages.generation import ImageSpan, SamplingParams
-from prefill_node.host_plan import HostCopy, Store
 
 TokenArray = npt.NDArray[np.int64]
 

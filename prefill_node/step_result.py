@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from common.engine.state.draft_row import NO_DRAFT, DraftRow
+from common.kv_cache.host_plan import INTACT, Damage
 from common.messages.generation import OutputToken, PromptLogprob
 from common.node.hidden_states import StateRows
 from common.node.overlap import Completion
@@ -29,6 +30,7 @@ class PromptResult:
     scores: Sequence[Sequence[PromptLogprob]] = ()  # per chunk; empty if no chunk is scored
     # per chunk: hidden states of its last positions, if it sends any; empty if no chunk does
     states: Sequence[StateRows | None] = ()
+    damage: Damage = INTACT  # what was loaded from host memory and is not what was stored
     ms: float | None = None  # what the forward took on the device; None if that was not measured
 
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from common.engine.host_copies import send
 from common.engine.state.pool import KvPool
+from common.kv_cache.host_plan import HostCopies
 from common.node.overlap import Completion
 from kv_transfer.send_order import SendOrder
-from prefill_node.host_plan import HostCopies
 from prefill_node.page_sending import PageSending
 from prefill_node.step import PrefillStep
 from prefill_node.step_plan import PromptPlan

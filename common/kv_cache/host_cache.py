@@ -4,16 +4,16 @@ A block holds the KV of `block_tokens` tokens, some whole pages. The tree owns b
 same keys, same salts, least recently used blocks are replaced first, and what is being read or extended is locked. For
 models that keep a state per request, a node of the tree may have a snapshot of the state in a slot of host memory.
 
-Each block and each snapshot has a checksum, taken when it was written. One that does not match is never read again: it
-counts as missing until the same prefix, computed anew, is written over it.
+A block or snapshot whose bytes are not those that were written is never read again: it counts as missing until the same
+prefix, computed anew, is written over it.
 
-Blocks enter the tree only in `HostCache.commit` and leave it only in `HostCache._evict` (or `damaged`), which is where
-a publisher of residency has to listen.
+Blocks enter the tree only in `HostCache.commit` and leave it only in `HostCache._evict`, which is where a publisher of
+residency has to listen, and to `HostCache.damage`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from common.kv_cache.page_allocator import PageAllocator
@@ -50,7 +50,7 @@ class HostWrite:
 
 
 class HostCache:
-    """The bookkeeping of host memory. It copies nothing (prefill_node/host_tier.py)."""
+    """The bookkeeping of host memory. It copies and compares nothing (common/node/host_store.py)."""
 
     def __init__(self, block_tokens: int, num_blocks: int, num_slots: int = 0) -> None:
         """Begin empty.
@@ -65,9 +65,8 @@ class HostCache:
         self.tree = RadixCache(block_tokens, Snapshots(range(1, num_slots + 1)))
         self._allocator = PageAllocator(num_blocks + 1)
         self._keeps_state = num_slots > 0
-        self._block_sums: dict[int, int] = {}  # block -> checksum
-        self._slot_sums: dict[int, int] = {}
         self._damaged: set[int] = set()  # blocks whose bytes are not those that were written
+        self._damaged_slots: set[int] = set()
         self._repaired: set[int] = set()  # those of them that a write is about to replace
         self._epoch = 0
 
@@ -131,8 +130,8 @@ class HostCache:
         self._repaired.update(again.values())
         return HostWrite(keys, salt, present, fresh, again, match.node, self._epoch, slots)
 
-    def commit(self, write: HostWrite, blocks: Mapping[int, int], slots: Mapping[int, int]) -> None:
-        """Make what was written known to `find`. `blocks` and `slots` map the ids that were written to checksums."""
+    def commit(self, write: HostWrite) -> None:
+        """Make what was written known to `find`."""
         if write.epoch != self._epoch:
             self.discard(write)
             return
@@ -142,12 +141,10 @@ class HostCache:
         # Another write of the same prefix may have been faster.
         twice = write.fresh[: max(adopted - write.first, 0)]
         self._allocator.free(twice)
-        unused = set(twice)
-        self._block_sums.update((block, digest) for block, digest in blocks.items() if block not in unused)
         self._damaged.difference_update(write.again.values())
         self._repaired.difference_update(write.again.values())
         for tokens, slot in write.states.items():
-            self._slot_sums[slot] = slots[slot]
+            self._damaged_slots.discard(slot)
             self.tree.save(write.keys[:tokens], slot, write.salt)
         self.tree.unlock(write.node)
 
@@ -158,26 +155,12 @@ class HostCache:
         self.tree.snapshots.free(write.states.values())
         self.tree.unlock(write.node)
 
-    def damaged(
-        self, prefix: HostPrefix, blocks: Mapping[int, int], slots: Mapping[int, int]
-    ) -> tuple[int, int]:
-        """Compare checksums with those of a found prefix.
-
-        Returns (blocks that are intact, mismatches). What does not match is not found again.
-
-        Args:
-            blocks: block -> checksum of its bytes now.
-            slots: the same for the snapshot's slot, if the prefix has one.
-        """
-        bad = {block for block, digest in blocks.items() if digest != self._block_sums.get(block)}
-        self._damaged |= bad
-        intact = next((at for at, block in enumerate(prefix.blocks) if block in bad), len(prefix.blocks))
-        state_differs = any(digest != self._slot_sums.get(slot) for slot, digest in slots.items())
-        if state_differs and prefix.snapshot is not None:
-            self._slot_sums.pop(prefix.snapshot.slot, None)  # differs from any checksum from now on
-        if prefix.snapshot is not None and (bad or state_differs):
-            intact = 0  # there is no state inside the prefix
-        return intact, len(bad) + state_differs
+    def damage(self, blocks: Iterable[int], slots: Iterable[int]) -> int:
+        """Let blocks and slots of prefixes that are being read not be found again. Return how many were not damaged."""
+        new_blocks, new_slots = set(blocks) - self._damaged, set(slots) - self._damaged_slots
+        self._damaged |= new_blocks
+        self._damaged_slots |= new_slots
+        return len(new_blocks) + len(new_slots)
 
     def flush(self) -> None:
         """Forget all prefixes that nobody reads, and all writes in progress once they end."""
@@ -185,12 +168,11 @@ class HostCache:
         self._evict(self.tree.evictable_pages)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a block is in two places, or a lock or checksum is wrong."""
+        """Raise AssertionError if a block is in two places, or a lock is wrong."""
         self.tree.check_integrity()
         self._allocator.check_integrity()
         assert self.writing_blocks >= 0, "a block is in two places"
-        assert len(self._block_sums) == self.cached_blocks, "a block has no checksum"
-        assert self._damaged <= self._block_sums.keys(), "a block outside of the tree is damaged"
+        assert len(self._damaged) <= self.cached_blocks, "a block outside of the tree is damaged"
 
     def _slots(self, keys: Keys, salt: bytes, states: Sequence[int]) -> dict[int, int]:
         """Return slots for those states that the tree lacks, as far as there are any."""
@@ -207,7 +189,7 @@ class HostCache:
     def _with_state(self, match: Match) -> Match:
         """Return the longest part of a prefix at whose end an intact state was saved."""
         match = match.with_state()
-        while (saved := match.node.snapshot) is not None and saved.slot not in self._slot_sums:
+        while (saved := match.node.snapshot) is not None and saved.slot in self._damaged_slots:
             parent = match.node.parent
             assert parent is not None
             match = Match(match.pages[: -len(match.node.pages)], parent).with_state()
@@ -216,7 +198,7 @@ class HostCache:
     def _has_state(self, node: RadixNode) -> bool:
         """Return whether a node has an intact snapshot; a damaged one that nobody reads is dropped."""
         snapshot = node.snapshot
-        if snapshot is None or snapshot.slot in self._slot_sums:
+        if snapshot is None or snapshot.slot not in self._damaged_slots:
             return snapshot is not None
         if not snapshot.pins:
             self.tree.snapshots.drop(snapshot)
@@ -231,7 +213,5 @@ class HostCache:
 
     def _evict(self, count: int) -> None:
         freed = self.tree.evict(count)
-        for block in freed:
-            del self._block_sums[block]
         self._damaged.difference_update(freed)
         self._allocator.free(freed)

@@ -1,13 +1,15 @@
 """First tokens of long prompts that take turns beyond the pool, with and without host memory for cached prefixes.
 
     python -m tests.bench.host_tier [--sessions 10] [--tokens 32768] [--pool-sessions 3] [--host-gib 44] [--rounds 2]
-        [--suffixes 128 600 2048] [--json FILE]
+        [--suffixes 128 600 2048] [--runs 1 3 40 400 2048] [--json FILE]
 
 One prefill node's worker, page bookkeeping and host memory, without sockets: prompts come one at a time, each session
 once per round, and each round adds a few tokens to every session. Times are host time from the arrival of a prompt to
 its first token. Then, for some numbers of new tokens: a prefix that is in the pool (computation only), the copy of the
-prefix on its own, and a prefix that is copied from host memory while the prompt is computed. The share of the copy that
-is hidden is 1 - (third - first - comparison) / second.
+prefix with its checksums on its own, and a prefix that is copied from host memory while the prompt is computed. The
+share of the copy that is hidden is 1 - (third - first) / second. Then the same copy to pages in some numbers of runs,
+with one call of the CUDA runtime for each layer and with one for each run and plane: what the host takes to launch it,
+and what passes until it has ended.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -30,17 +33,23 @@ from common.engine.forward.rotary_places import OneAxis
 from common.engine.graphs import node_graphs
 from common.engine.graphs.rules import PhaseSwitch
 from common.engine.sampling.logit_adjustments import AdjustmentRows
+from common.kv_cache.host_cache import HostCache
 from common.kv_cache.host_layout import host_layout
+from common.kv_cache.host_plan import INTACT, HostCopy
 from common.kv_cache.page_space import PageSpace, as_keys
+from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.radix_cache import Keys, RadixCache
 from common.node.completion import completion_for
 from common.node.host_lane import host_lane
+from common.node.host_store import HostStore, Lanes, host_bytes
 from kv_transfer.send_order import SendOrder
+from kv_transfer.transport.cuda.batch_copy import Addresses, BatchCopy
+from kv_transfer.transport.cuda.pool_copies import MovedPool
 from prefill_node.arriving_layers import ArrivingAttention, ArrivingLayers
 from prefill_node.draft import NoDraft
 from prefill_node.graphs import prompt_graphs
 from prefill_node.host_parts import HostParts, host_prefixes
-from prefill_node.host_store import HostStore, Lanes, host_bytes
+from prefill_node.host_tier import HostPrefixes
 from prefill_node.planner import prompt_plan
 from prefill_node.request import PrefillRequest
 from prefill_node.scheduler import Chunk
@@ -55,6 +64,17 @@ from tests.bench.engine import GREEDY, LOG, PAGE, constructed_runner
 from tests.bench.environment import describe
 
 PATIENCE = 60.0  # seconds for a copy or a comparison
+
+
+class SingleCopies(MovedPool):
+    """Copies each run of each plane by a call of its own."""
+
+    def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        if not self.storage.is_cuda:
+            super().copy(targets, sources, sizes)
+            return
+        with mock.patch.object(BatchCopy, "start", return_value=False):
+            super().copy(targets, sources, sizes)
 
 
 class Nobody:
@@ -72,7 +92,7 @@ class Served:
     """One prompt: times in milliseconds."""
 
     first_token: float
-    compared: float  # of that: until its prefix was compared, and its pages were free
+    admitted: float  # of that: until its pages were free
     reused: int  # tokens that were not computed
     token: int  # the first one
 
@@ -97,15 +117,29 @@ class Node:
         self._generation = 0
         self.serve_with(0)
 
+    @property
+    def cache(self) -> HostCache:
+        assert isinstance(self.host.tier, HostPrefixes)
+        return self.host.tier.cache
+
+    def store_with(self, copies: Callable[[PoolLayout, torch.Tensor], MovedPool]) -> HostStore:
+        """Return another view of the node's host memory, which knows no checksums and copies by other means."""
+        store, pool = self.host.copies, (self._pool.layout, self._pool.storage)
+        assert isinstance(store, HostStore)
+        layout = host_layout(self._pool.layout, self._given, PAGE)
+        lanes = Lanes(host_lane(self._pool.device), host_lane(self._pool.device))
+        return HostStore(layout, store.memory, pool, self._arriving.expect, lanes, copies(*pool))
+
     def serve_with(self, host_bytes_given: int) -> None:
         """Begin with an empty pool and empty host memory of so many bytes; 0: none."""
         self.space = PageSpace(PAGE, self._pool.num_pages, RadixCache(PAGE))
-        self.host = HostParts()
+        self.host, self._given = HostParts(), host_bytes_given
         if host_bytes_given:
             layout = host_layout(self._pool.layout, host_bytes_given, PAGE)
             memory = host_bytes(layout.planes.total_bytes, self._pool.device)
             lanes = Lanes(host_lane(self._pool.device), host_lane(self._pool.device))
-            store = HostStore(layout, memory, (self._pool.layout, self._pool.storage), self._arriving, lanes)
+            pool = self._pool.layout, self._pool.storage
+            store = HostStore(layout, memory, pool, self._arriving.expect, lanes, MovedPool(*pool))
             self.host = HostParts(host_prefixes(layout, self._pool.layout, store, self.space), store)
         self._worker = DeviceWorker(self._step, Nobody(), self._pool, self._completion, self.host.copies)
         self._leaving: list[PrefillRequest] = []
@@ -121,12 +155,12 @@ class Node:
                 self._turn(until)
         request.scheduled = request.computed = request.lease.cached_tokens
         self.host.tier.begin(request, keys)
-        while request.checking:
-            self._turn(until)
-        compared, reused = time.perf_counter(), request.reused
+        admitted, reused = time.perf_counter(), request.reused
         for launched in self._chunks(request):
             launched.completion.wait()
-            drawn = launched.read().drawn
+            result = launched.read()
+            assert result.damage == INTACT, "bytes in host memory have changed"
+            drawn = result.drawn
         done = time.perf_counter()
         self.host.tier.loaded(request)
         request.lease.commit(keys)
@@ -136,7 +170,7 @@ class Node:
         self._release()
         token = drawn[0].token
         assert token is not None
-        return Served(1e3 * (done - started), 1e3 * (compared - started), reused, token.id)
+        return Served(1e3 * (done - started), 1e3 * (admitted - started), reused, token.id)
 
     def settle(self) -> float:
         """Wait until everything is stored; return the milliseconds that it took."""
@@ -194,16 +228,15 @@ class Overlap:
 
     new: int
     computed: float  # the prefix is in the pool
-    copied: float  # the copy of the prefix on its own
-    compared: float  # the comparison of its checksums
-    both: float  # first token with both, the comparison included
+    copied: float  # the copy of the prefix and its checksums on their own
+    both: float  # first token with both
     hidden: float  # share of the copy
     equal: int  # of three first tokens: the same with the prefix in the pool and in host memory
 
 
 def measure_overlap(node: Node, text: Keys, new: int, vocab: int) -> Overlap:
     """Measure a prompt of `text`, which is in host memory, and so many new tokens."""
-    both, compared, computed, equal = list[float](), list[float](), list[float](), 0
+    both, computed, equal = list[float](), list[float](), 0
     for repeat in range(3):
         asked = longer(text, new + repeat, vocab)
         node.space.flush()
@@ -213,12 +246,11 @@ def measure_overlap(node: Node, text: Keys, new: int, vocab: int) -> Overlap:
         node.serve(text, keep=False)
         cached = node.serve(asked, keep=False)
         both.append(loaded.first_token)
-        compared.append(loaded.compared)
         computed.append(cached.first_token)
         equal += loaded.token == cached.token
     copied = copy_ms(node, text)
-    first, second, third = (statistics.median(each) for each in (computed, compared, both))
-    return Overlap(new, first, copied, second, third, 1 - (third - first - second) / copied, equal)
+    first, second = statistics.median(computed), statistics.median(both)
+    return Overlap(new, first, copied, second, 1 - (second - first) / copied, equal)
 
 
 def copy_ms(node: Node, text: Keys) -> float:
@@ -231,9 +263,6 @@ def copy_ms(node: Node, text: Keys) -> float:
         request.lease = node.space.lease(text, node.space.pages_for(len(text)), 0)
         assert request.lease is not None
         tier.begin(request, text)
-        while request.checking:
-            tier.settle()
-            time.sleep(0.0002)
         assert request.load is not None
         _synchronize()
         started = time.perf_counter()
@@ -243,6 +272,40 @@ def copy_ms(node: Node, text: Keys) -> float:
         tier.loaded(request)
         request.lease.release()
     return took
+
+
+@dataclass(frozen=True, slots=True)
+class ScatteredLoad:
+    """Medians in milliseconds of a load to pages in so many runs."""
+
+    runs: int
+    batched: bool
+    launched: float  # until the host can go on
+    copied: float  # until the checksums are on the host
+
+
+def measure_runs(node: Node, text: Keys, runs: int, batched: bool) -> ScatteredLoad:
+    """Load a prefix, which is in host memory, to pages in some order. The pool's content is lost."""
+    cache = node.cache
+    prefix = cache.find(text, len(text), b"")
+    assert prefix is not None, "the prefix is not in host memory"
+    size = cache.block_tokens // PAGE
+    host = [page for block in prefix.blocks for page in range(block * size, (block + 1) * size)]
+    node.space.flush()
+    parts = np.array_split(np.arange(1, len(host) + 1), min(runs, len(host)))
+    order = np.random.default_rng(runs).permutation(len(parts))
+    pages = np.concatenate([parts[each] for each in order]).tolist()
+    store = node.store_with(MovedPool if batched else SingleCopies)
+    launched, copied = list[float](), list[float]()
+    for _ in range(5):
+        _synchronize()
+        started = time.perf_counter()
+        store.load([HostCopy(pages=tuple(pages), host_pages=tuple(host))])
+        launched.append(1e3 * (time.perf_counter() - started))
+        _synchronize()
+        copied.append(1e3 * (time.perf_counter() - started))
+    cache.release(prefix)
+    return ScatteredLoad(len(parts), batched, statistics.median(launched), statistics.median(copied))
 
 
 def _synchronize() -> None:
@@ -261,6 +324,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="after the first one, with host memory")
     parser.add_argument("--chunk", type=int, default=2048)
     parser.add_argument("--suffixes", type=int, nargs="*", default=[128, 600, 2048])
+    parser.add_argument(
+        "--runs", type=int, nargs="*", default=[1, 3, 40, 400, 2048], help="of pages of a load"
+    )
     parser.add_argument("--graphs", default="breakable", choices=["breakable", "piecewise", "none"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -294,7 +360,7 @@ def main() -> None:
                 "round": turn,
                 "first_token_ms": [round(each, 1) for each in times],
                 "median_ms": round(statistics.median(times), 1),
-                "compared_ms": round(statistics.median(each.compared for each in served), 1),
+                "admitted_ms": round(statistics.median(each.admitted for each in served), 1),
                 "reused": [each.reused for each in served],
                 "left_ms": round(left, 1),
             }
@@ -303,6 +369,11 @@ def main() -> None:
             print(json.dumps(shown), flush=True)
     totals = asdict(node.host.tier.totals())
     print(json.dumps(totals), flush=True)
+    scattered = []
+    for runs in options.runs:
+        for batched in (True, False):
+            scattered.append(measure_runs(node, sessions[0], runs, batched))
+            print(json.dumps(asdict(scattered[-1])), flush=True)
     overlaps = []
     for new in options.suffixes:
         overlaps.append(measure_overlap(node, sessions[0], new, vocab))
@@ -313,6 +384,7 @@ def main() -> None:
             "options": vars(options),
             "rows": rows,
             "totals": totals,
+            "scattered": [asdict(each) for each in scattered],
             "overlap": [asdict(each) for each in overlaps],
         }
         options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.node.host_lane import Inline, Stage
+from common.node.host_store import Lanes
 from common.node.overlap import Completion
-from prefill_node.host_store import Lanes
 
 
 @dataclass(slots=True)

@@ -45,6 +45,7 @@ from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, HiddenStates, PrefillDone, Tokens
 from common.node.completion import Deferred, Immediate
 from common.node.host_lane import HostLane, Inline
+from common.node.host_store import HostStore, Lanes, host_bytes
 from common.node.memory import MemoryPlan
 from common.node.overlap import Completion
 from common.node.serving_draft import ServingDraft
@@ -76,6 +77,7 @@ from kv_transfer.limits import TransferLimits
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transport.base import Region
+from kv_transfer.transport.cuda.pool_copies import MovedPool
 from kv_transfer.transport.cuda.pool_memory import as_memory, as_storage
 from kv_transfer.transport.loopback.endpoints import Fabric
 from prefill_node import assemble as prefill_assemble
@@ -84,7 +86,6 @@ from prefill_node.draft import PrefillDraft
 from prefill_node.forwards import Forwards, PromptSizes, prompt_forwards
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
 from prefill_node.host_parts import HostParts, host_prefixes
-from prefill_node.host_store import HostStore, Lanes, host_bytes
 from prefill_node.host_tier import HostPrefixes, HostTier
 from prefill_node.images import NoImages
 from prefill_node.limits import PrefillLimits
@@ -140,7 +141,7 @@ class NoDraftModel:
 
 WANTED = PhaseSwitch("full", poisoned=True)
 BODIES = CompiledBodies()  # for the models that all tests share
-RETRYABLE = ("node_lost", "transfer_failed", "checksum_failed", "preempted")
+RETRYABLE = ("node_lost", "transfer_failed", "checksum_failed", "preempted", "cache_damaged")
 
 
 def autoregressive(parts: Parts) -> DecodeSteps:
@@ -757,7 +758,8 @@ class NodeCluster:
         layout = self.shape.host.layout(ours)
         memory = host_bytes(layout.planes.total_bytes, PLACEMENT.device)
         pool = ours, forwards.runner.pool.storage
-        store = HostStore(layout, memory, pool, forwards.arriving, self.shape.host.lanes(), self.clock)
+        lanes, copies = self.shape.host.lanes(), MovedPool(*pool)
+        store = HostStore(layout, memory, pool, forwards.arriving.expect, lanes, copies, self.clock)
         return HostParts(host_prefixes(layout, ours, store, space), store)
 
     def _decode(self) -> DecodeSide:

@@ -7,10 +7,12 @@ import torch
 from msgspec import structs
 
 from common.kv_cache.host_layout import HostLayout
+from common.kv_cache.host_plan import INTACT, Damage, HostCopy, Store
 from common.node.host_lane import host_lane
+from common.node.host_store import HostStore, Lanes, host_bytes
+from kv_transfer.transport.cuda.batch_copy import BatchCopy
+from kv_transfer.transport.cuda.pool_copies import MovedPool
 from prefill_node.arriving_layers import ArrivingLayers
-from prefill_node.host_plan import HostCopy, Store
-from prefill_node.host_store import HostStore, Lanes, host_bytes
 from tests.fakes.pools import plain_pool
 from tests.fakes.waiting import until
 
@@ -30,7 +32,8 @@ def test_bytes_come_back_while_the_device_computes() -> None:
     assert memory.is_pinned()
     arriving, index = ArrivingLayers(), torch.tensor(TARGET, device=device)
     lanes = Lanes(host_lane(device), host_lane(device))
-    store = HostStore(layout, memory, (pool.layout, pool.storage), arriving, lanes)
+    device_pool = pool.layout, pool.storage
+    store = HostStore(layout, memory, device_pool, arriving.expect, lanes, MovedPool(*device_pool))
     written = torch.arange(100, device=device, dtype=torch.bfloat16)[:, None, None, None]
     for layer in range(LAYERS):
         pool.key(layer)[:] = written + layer
@@ -47,18 +50,17 @@ def test_bytes_come_back_while_the_device_computes() -> None:
     after.record()
     until(lambda: not store.unfinished())
     assert not after.query(), "the copy waited for the work after it"
-    sums = store.check([1, 2, 5], [])
-    until(sums.ready)
-    assert len(set(sums.read()[0].values())) == 3
 
-    store.load([HostCopy(pages=TARGET, host_pages=HOST)])
+    comparison = store.load([HostCopy(pages=TARGET, host_pages=HOST)])
     assert not after.query(), "the host waited to load"
     for layer in range(LAYERS):
         arriving.layer(layer)
     arriving.whole()
     found = [(pool.key(layer)[index], pool.value(layer)[index]) for layer in range(LAYERS)]
     assert not after.query(), "the host waited for the copies"
+    comparison.follow()
     torch.cuda.synchronize()
+    assert comparison.read() == INTACT
     for layer, (key, value) in enumerate(found):
         expected = written[list(PAGES)] + layer
         if layer == 0:
@@ -73,9 +75,9 @@ def test_a_load_runs_beside_work_that_was_launched_before_it() -> None:
     layout = HostLayout(structs.replace(pool.layout, num_pages=56), 8)
     memory = host_bytes(layout.planes.total_bytes, device)
     lane = host_lane(device)
-    store = HostStore(
-        layout, memory, (pool.layout, pool.storage), ArrivingLayers(), Lanes(host_lane(device), lane)
-    )
+    device_pool = pool.layout, pool.storage
+    lanes = Lanes(host_lane(device), lane)
+    store = HostStore(layout, memory, device_pool, ArrivingLayers().expect, lanes, MovedPool(*device_pool))
     memory.fill_(3)
     torch.cuda._sleep(BUSY)
     busy = torch.cuda.Event()
@@ -88,3 +90,40 @@ def test_a_load_runs_beside_work_that_was_launched_before_it() -> None:
     stages[0].follow()
     torch.cuda.synchronize()
     assert (pool.key(2)[list(TARGET)].view(torch.uint8) == 3).all()
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_scattered_pages_are_copied_and_compared(batched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one call for many copies and with one for each; the GPU's checksums are those of the CPU's reference."""
+    if not batched:
+        monkeypatch.setattr(BatchCopy, "start", lambda *arguments: False)
+    device, generator = torch.device("cuda", 0), torch.Generator().manual_seed(3)
+    pool = plain_pool(LAYERS, 2, 64, 16, 100, torch.bfloat16, device)
+    pool.storage.copy_(torch.randint(256, pool.storage.shape, dtype=torch.uint8, generator=generator))
+    device_pool = pool.layout, pool.storage
+    layout = HostLayout(structs.replace(pool.layout, num_pages=56), 8)
+    memory = host_bytes(layout.planes.total_bytes, device)
+    lanes, moved = Lanes(host_lane(device), host_lane(device)), MovedPool(*device_pool)
+    store = HostStore(layout, memory, device_pool, ArrivingLayers().expect, lanes, moved)
+    pages = (torch.randperm(99, generator=generator)[:40] + 1).tolist()
+    targets = (torch.randperm(99, generator=generator)[:40] + 1).tolist()
+    expected, found = MovedPool(pool.layout, pool.storage.cpu()).sums(pages, ()), moved.sums(pages, ())
+    expected.add_pages()
+    found.add_pages()
+    sums = found.on_host()
+    torch.cuda.synchronize()
+    assert sums.tolist() == expected.on_host().tolist()
+
+    store.store([Store(key=1, copy=HostCopy(pages=tuple(pages), host_pages=HOST))])
+    until(lambda: not store.unfinished())
+    keys = [pool.key(layer)[pages].clone() for layer in range(LAYERS)]
+    load = HostCopy(pages=tuple(targets), host_pages=HOST)
+    for damage in (INTACT, Damage(pages=(HOST[7],))):
+        if damage is not INTACT:
+            placed = layout.planes.placed[3]
+            memory[placed.offset + HOST[7] * placed.page_bytes + 9] ^= 1
+        comparison = store.load([load])
+        comparison.follow()
+        torch.cuda.synchronize()
+        assert comparison.read() == damage
+    assert all((pool.key(layer)[targets] == keys[layer]).all() for layer in range(LAYERS))

@@ -15,6 +15,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from kv_transfer.transport.cuda.batch_copy import Addresses, BatchCopy
+
 IPC_HANDLE_BYTES: Final = 64
 _LAZY_PEER_ACCESS: Final = 1  # cudaIpcMemLazyEnablePeerAccess
 _FLUSH_OPTIONS: Final = 117  # cudaDevAttrGPUDirectRDMAFlushWritesOptions
@@ -67,6 +69,7 @@ class CudaRuntime:
         except OSError as error:
             raise CudaError(f"the CUDA libraries cannot be loaded: {error}") from None
         self._runtime.cudaGetErrorString.restype = ctypes.c_char_p
+        self._batch = BatchCopy(self._runtime, int(major), self._check)
 
     # ---- memory
 
@@ -98,14 +101,28 @@ class CudaRuntime:
 
     def copy(self, dst: int, src: int, nbytes: int, lane: Lane) -> None:
         """Start one copy between any two GPUs on this lane."""
+        self._copy(dst, src, nbytes, lane.handle)
+
+    def _copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         self._call(
             "cudaMemcpyAsync",
             ctypes.c_void_p(dst),
             ctypes.c_void_p(src),
             ctypes.c_size_t(nbytes),
             ctypes.c_int(_COPY_DEFAULT),
-            ctypes.c_void_p(lane.handle),
+            ctypes.c_void_p(stream),
         )
+
+    def copy_many(
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: torch.cuda.Stream
+    ) -> None:
+        """Start copies between addresses of one GPU and pinned memory, in any order, on a stream of that GPU."""
+        handle = int(stream.cuda_stream)
+        with self._on(stream.device_index):
+            if self._batch.start(targets, sources, sizes, handle):
+                return
+            for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+                self._copy(target, source, size, handle)
 
     def flush_needed(self, device: int) -> bool:
         """Return whether `flush` is required between a network card's writes and the kernels that read them.
@@ -183,7 +200,9 @@ class CudaRuntime:
             yield
 
     def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._runtime, name)(*arguments)
+        self._check(name, getattr(self._runtime, name)(*arguments))
+
+    def _check(self, name: str, status: int) -> None:
         if status:
             self._runtime.cudaGetLastError()  # clears the error, or torch would find it at its next call
             text = self._runtime.cudaGetErrorString(ctypes.c_int(status))

@@ -13,6 +13,7 @@ import torch
 from common.checkpoint.families import LayerKind
 from common.checkpoint.gated_delta_config import GatedDeltaConfig
 from common.engine.forward.batch import ForwardMode
+from common.kv_cache.host_plan import NOTHING_LOADED, Comparison
 from common.kv_cache.layer_kinds import prompt_grid
 from common.messages.generation import SamplingParams
 from prefill_node.limits import whole_chunks
@@ -78,7 +79,7 @@ def test_no_chunk_ends_off_the_grid() -> None:
         ends: list[Any] = []
         launch = cluster.prefill.step.launch
 
-        def spy(plan: PromptPlan, load: Callable[[], None] = lambda: None) -> LaunchedPrefill:
+        def spy(plan: PromptPlan, load: Callable[[], Comparison] = lambda: NOTHING_LOADED) -> LaunchedPrefill:
             ends.extend(chunk.end for chunk in plan.chunks if not chunk.final)
             return launch(plan, load)
 

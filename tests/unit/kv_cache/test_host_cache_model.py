@@ -2,7 +2,7 @@
 
 Prompts arrive, are looked up in both, computed, committed and stored in any order; writes end late, bytes change, and
 both tiers are flushed. The model knows which prefix is in each block: what is found is always the prefix that was asked
-for, under its salt, and nothing that was changed is found again after a comparison.
+for, under its salt. Nothing that was changed is found again after a comparison, which comes once a prompt has read it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Prompt:
     salt: bytes
     lease: PageLease
     prefix: HostPrefix | None
-    used: int = 0  # blocks of the prefix that it reads
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Writing:
 
 
 class HostMachine(RuleBasedStateMachine):
-    """See the module docstring. A checksum is the hash of the content, or 0 once it was changed."""
+    """See the module docstring."""
 
     @initialize(page_size=st.integers(1, 2), block_pages=st.integers(1, 2), slots=st.sampled_from([0, 0, 2]))
     def start(self, page_size: int, block_pages: int, slots: int) -> None:
@@ -55,15 +54,15 @@ class HostMachine(RuleBasedStateMachine):
         self.bytes: dict[int, Content] = {}  # block -> what it holds
         self.states: dict[int, Content] = {}  # slot -> the state that it holds
         self.changed: set[int] = set()  # blocks whose bytes are wrong
+        self.changed_slots: set[int] = set()
         self.gone: set[int] = set()  # blocks that must not be found: known to be wrong, or flushed
+        self.gone_slots: set[int] = set()
+        self.known: set[int] = set()  # blocks that were reported as changed, and not written since
         self.held: list[Prompt] = []
         self.writing: list[Writing] = []
 
     def content(self, salt: bytes, tokens: list[int], index: int) -> Content:
         return salt, tuple(tokens[: (index + 1) * self.block])
-
-    def checksum(self, block: int) -> int:
-        return 0 if block in self.changed else hash(self.bytes[block]) | 1
 
     @rule(tokens=TOKENS, salt=st.sampled_from(SALTS))
     def serve(self, tokens: list[int], salt: bytes) -> None:
@@ -93,19 +92,11 @@ class HostMachine(RuleBasedStateMachine):
         for index, block in enumerate(prefix.blocks):
             assert self.bytes[block] == self.content(salt, tokens, index), "another prefix"
             assert block not in self.gone, "it was dropped"
-        slots = {}
         if self.keeps_state:
             assert prefix.snapshot is not None
             slot = prefix.snapshot.slot
             assert self.states[slot] == self.content(salt, tokens, len(prefix.blocks) - 1)
-            slots = {slot: hash(self.states[slot])}
-        sums = {block: self.checksum(block) for block in prefix.blocks}
-        wrong = [at for at, block in enumerate(prefix.blocks) if block in self.changed]
-        intact, failures = self.cache.damaged(prefix, sums, slots)
-        assert failures == len(wrong)
-        assert intact == (len(prefix.blocks) if not wrong else 0 if self.keeps_state else wrong[0])
-        prompt.used = intact
-        self.gone.update(prefix.blocks[at] for at in wrong)
+            assert slot not in self.gone_slots, "it was dropped"
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -130,6 +121,8 @@ class HostMachine(RuleBasedStateMachine):
             self.gone.add(block)
         for tokens, slot in write.states.items():
             self.states[slot] = prompt.salt, tuple(prompt.tokens[:tokens])
+            self.changed_slots.discard(slot)
+            self.gone_slots.discard(slot)
         self.writing.append(writing)
 
     @precondition(lambda self: self.writing)
@@ -139,11 +132,10 @@ class HostMachine(RuleBasedStateMachine):
 
     def ended(self, writing: Writing) -> None:
         self.writing.remove(writing)
-        sums = {block: self.checksum(block) for block in writing.blocks}
-        slots = {slot: hash(self.states[slot]) for slot in writing.write.states.values()}
-        self.cache.commit(writing.write, sums, slots)
+        self.cache.commit(writing.write)
         if not writing.flushed:
             self.gone.difference_update(writing.blocks)
+            self.known.difference_update(writing.blocks)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -155,12 +147,13 @@ class HostMachine(RuleBasedStateMachine):
         self.read(prompt)
         prompt.lease.release()
 
-    @rule(blocks=st.sets(st.integers(1, 5), min_size=1))
-    def change(self, blocks: set[int]) -> None:
-        """Bytes change, but not while they are read or written: a prompt compares them only once."""
-        reading = {each for prompt in self.held if prompt.prefix for each in prompt.prefix.blocks}
+    @rule(blocks=st.sets(st.integers(1, 5)), slots=st.sets(st.integers(1, 2)))
+    def change(self, blocks: set[int], slots: set[int]) -> None:
+        """Bytes change, but not while they are written: what is stored is summed up as it was computed."""
         writing = {each for write in self.writing for each in write.blocks}
-        self.changed |= blocks & self.bytes.keys() - reading - writing
+        saving = {each for write in self.writing for each in write.write.states.values()}
+        self.changed |= blocks & self.bytes.keys() - writing
+        self.changed_slots |= slots & self.states.keys() - saving
 
     @rule()
     def flush(self) -> None:
@@ -191,16 +184,25 @@ class HostMachine(RuleBasedStateMachine):
         assert self.space.leased_pages == 0
 
     def read(self, prompt: Prompt) -> None:
-        """Compare what the prompt reads once more, and unlock it."""
-        if prompt.prefix is None:
+        """Compare what the prompt has read, and unlock it."""
+        prefix = prompt.prefix
+        if prefix is None:
             return
-        for index, block in enumerate(prompt.prefix.blocks[: prompt.used]):
+        for index, block in enumerate(prefix.blocks):
             assert self.bytes[block] == self.content(prompt.salt, prompt.tokens, index), "it was replaced"
-        if self.keeps_state and prompt.used:
-            assert prompt.prefix.snapshot is not None
-            state = self.states[prompt.prefix.snapshot.slot]
-            assert state == self.content(prompt.salt, prompt.tokens, prompt.used - 1)
-        self.cache.release(prompt.prefix)
+        slots = set[int]()
+        if self.keeps_state:
+            assert prefix.snapshot is not None
+            state = self.states[prefix.snapshot.slot]
+            assert state == self.content(prompt.salt, prompt.tokens, len(prefix.blocks) - 1)
+            slots = {prefix.snapshot.slot} & self.changed_slots
+        blocks = self.changed.intersection(prefix.blocks)
+        new = len(blocks - self.known) + len(slots - self.gone_slots)
+        assert self.cache.damage(blocks, slots) == new
+        self.gone |= blocks
+        self.known |= blocks
+        self.gone_slots |= slots
+        self.cache.release(prefix)
         prompt.prefix = None
 
 

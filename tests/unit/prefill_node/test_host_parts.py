@@ -9,8 +9,8 @@ from common.engine.host_memory import host_memory
 from common.errors import ConfigError
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.radix_cache import NoPrefixCache
+from common.node.host_store import host_bytes
 from prefill_node.host_parts import make_host_parts
-from prefill_node.host_store import host_bytes
 from prefill_node.host_tier import HostPrefixes, NoHostTier
 from tests.fakes.node_cluster import NodeCluster, PrefillSide, Shape
 

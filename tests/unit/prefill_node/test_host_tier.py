@@ -14,7 +14,7 @@ from common.engine.host_copies import Array, send
 from common.errors import InternalError
 from common.node.completion import Immediate
 from common.node.host_lane import Stage
-from prefill_node.host_store import STORE_SECONDS
+from common.node.host_store import STORE_SECONDS
 from tests.fakes.draft_models import drafting
 from tests.fakes.late_host import LateLoads, LateStores, late_lanes
 from tests.fakes.node_cluster import ONE_BEHIND, Call, HostShape, MakeCompletion, NodeCluster, Shape
@@ -93,7 +93,9 @@ def test_a_layer_waits_for_its_own_copies(layers: bool) -> None:
         assert isinstance(stores, LateStores)
         assert [serve(cluster, [*each, 1, 2, 3]) for each in SESSIONS] == [WHOLE] * len(SESSIONS)
         count = cluster.shape.model.num_layers
-        assert loads.followed[:count] == list(range(count)), "one after the other"
+        assert loads.followed[: count + 1] == list(range(count + 1)), (
+            "one after the other, then the checksums"
+        )
         assert not loads.pending
         assert stores.copies
 
@@ -125,7 +127,8 @@ def test_a_small_graph_waits_for_all_copies() -> None:
     with served(shape) as cluster:
         assert isinstance(lanes.back, LateLoads)
         assert serve(cluster, SESSIONS[0] + [1]) == WHOLE
-        assert lanes.back.followed == [cluster.shape.model.num_layers - 1], "the last stage"
+        count = cluster.shape.model.num_layers
+        assert lanes.back.followed == [count - 1, count], "the last copies, then the checksums"
 
 
 def test_pages_are_free_only_after_their_copy() -> None:
@@ -211,9 +214,10 @@ def test_what_is_stored_during_a_flush_is_not_found() -> None:
         assert cluster.prefill.tier.cache.writing_blocks == 0
 
 
-def test_bytes_that_have_changed_are_computed_again() -> None:
-    """What precedes them is used. Once computed, the same block is written again."""
-    with served() as cluster:
+@pytest.mark.parametrize("layers", [False, True])
+def test_bytes_that_have_changed_are_computed_again(layers: bool) -> None:
+    """The prompt is placed again, and what precedes them is used. Once computed, the same block is written again."""
+    with served(replace(SHAPE, layers=layers, completion=ONE_BEHIND)) as cluster:
         store, cache = cluster.prefill.store, cluster.prefill.tier.cache
         prefix = cache.find(cluster.prefill.space.keys(SESSIONS[1]), 120, b"")
         assert prefix is not None
@@ -222,6 +226,7 @@ def test_bytes_that_have_changed_are_computed_again() -> None:
         at = plane.offset + plane.page_bytes * prefix.blocks[3] * HOST.block_pages
         store.memory[at + 5] += 1
         assert serve(cluster, SESSIONS[1]) == 3 * 16
+        assert [failed.code for failed in cluster.failures] == ["cache_damaged"]
         assert cluster.prefill.link.counters.host_checksum_failures == 1
         assert serve(cluster, SESSIONS[0]) == WHOLE
         assert serve(cluster, SESSIONS[1]) == WHOLE

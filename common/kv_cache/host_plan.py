@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
-
-Sums = dict[int, int]  # block or slot of host memory -> checksum of its bytes
 
 
 class HostCopy(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,25 +23,46 @@ class Store(msgspec.Struct, frozen=True, kw_only=True):
     copy: HostCopy
 
 
-class Checksums(Protocol):
-    """Checksums that are being computed."""
+class Damage(NamedTuple):
+    """Pages and slots of the host's layout whose bytes are not those that were stored."""
 
-    def ready(self) -> bool: ...
+    pages: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
 
-    def read(self) -> tuple[Sums, Sums]:
-        """Return the checksums of blocks and of slots, once they are ready."""
+
+INTACT = Damage()
+
+
+class Comparison(Protocol):
+    """The checksums of what the device got from host memory, compared with those of what was stored."""
+
+    def follow(self) -> None:
+        """Let all work launched from now on begin after the checksums are on the host."""
         ...
+
+    def read(self) -> Damage:
+        """Return what differs, once work that follows has ended."""
+        ...
+
+
+class NothingLoaded:
+    """The comparison of a plan without loads."""
+
+    def follow(self) -> None:
+        pass
+
+    def read(self) -> Damage:
+        return INTACT
+
+
+NOTHING_LOADED = NothingLoaded()
 
 
 class HostMemory(Protocol):
-    """The interface of host memory for decisions about it (host_tier.py)."""
+    """The interface of host memory for decisions about it."""
 
     def unfinished(self) -> Collection[int]:
         """Return the keys of applied stores whose copies have not ended. Does not wait."""
-        ...
-
-    def check(self, blocks: Sequence[int], slots: Sequence[int]) -> Checksums:
-        """Begin to compute the checksums of blocks and slots, which nothing writes meanwhile."""
         ...
 
 
@@ -52,7 +71,7 @@ class HostCopies(Protocol):
 
     def store(self, stores: Sequence[Store], /) -> None: ...
 
-    def load(self, loads: Sequence[HostCopy], /) -> None:
+    def load(self, loads: Sequence[HostCopy], /) -> Comparison:
         """Start copies that the next forward needs; it waits for them."""
         ...
 
@@ -63,5 +82,5 @@ class NoHostCopies:
     def store(self, stores: Sequence[Store], /) -> None:
         pass
 
-    def load(self, loads: Sequence[HostCopy], /) -> None:
-        pass
+    def load(self, loads: Sequence[HostCopy], /) -> Comparison:
+        return NOTHING_LOADED
