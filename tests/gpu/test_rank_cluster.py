@@ -81,6 +81,9 @@ def test_two_ranks_answer_like_one_and_every_forward_is_a_replay(ranked: Running
         assert not node["counters"]["transfer_failures"]
         assert all(total["captured"] for total in node["counters"]["graphs"])
     assert found["decode-0"]["counters"]["spec_accepted_tokens"]
+    for name in found:
+        late = [line for line in ranked.log(name).splitlines() if "kernel compiled late" in line]
+        assert not [line for line in late if "_peer_sum_kernel" in line]
 
 
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])

@@ -101,12 +101,15 @@ class ProcessGroupCollectives(DeviceGroup):
 def nccl(timeout: float, device: torch.device) -> MakeTorchGroup:
     """Return what makes a process group over NCCL, whose calls may take `timeout` seconds on the GPU.
 
-    Its ranks connect over loopback, and it uses no NVLink multicast.
+    Its ranks connect over loopback, all of them now, and it uses no NVLink multicast.
     """
 
     def make(store: Any, shard: Shard) -> TorchGroup:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        # Otherwise an algorithm that is used for the first time connects then, and in a capture it would wait for the
+        # other ranks, whose capture may have failed.
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout)
         made = dist.ProcessGroupNCCL(store, shard.rank, shard.size, options)

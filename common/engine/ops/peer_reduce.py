@@ -219,7 +219,8 @@ def peer_sum_triton(x: Tensor, memory: RankMemories) -> Tensor:
         for begin, end, width in ((start, middle, size), (middle, stop, stop - middle)):
             if end > begin:
                 part = given[begin:end].view(-1, width)
-                _launch(part, part, part, sums[begin:end], sums, 0.0, memory, norm=False)
+                # One kernel for all widths, since prompts of any length are embedded.
+                _launch(part, part, part, sums[begin:end], sums, 0.0, memory, norm=False, widest=size)
     return out
 
 
@@ -266,7 +267,9 @@ def _launch(
     eps: float,
     memory: RankMemories,
     norm: bool,
+    widest: int = 0,
 ) -> None:
+    """Sum rows [count, size] by a kernel for rows of up to `widest` values; 0: for rows of this size."""
     count, size = rows.shape
     ranks = len(memory.addresses)
     assert memory.holds(rows), f"{count} rows of {size} do not fit into the ranks' memory"
@@ -274,7 +277,7 @@ def _launch(
     assert rows.stride(1) == residual.stride(1) == 1, "the elements of a row must be adjacent"
     if count == 0:
         return
-    block = next_power_of_2(size)
+    block = next_power_of_2(widest or size)
     _peer_sum_kernel[(count,)](
         rows,
         residual,

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from common.engine.ops import peer_reduce
 from common.engine.ops.peer_reduce import (
     MAX_ROWS,
     PEER_BYTES,
+    ROW_BYTES,
     RankMemories,
     peer_gather_triton,
     peer_sum_rms_norm_triton,
     peer_sum_triton,
 )
-from common.engine.ops.triton_kernel import tl
+from common.engine.ops.triton_kernel import next_power_of_2, tl
 from tests.fakes.peer_processes import run_peers
 
 pytestmark = [
@@ -37,6 +39,21 @@ def test_tensors_that_take_several_launches() -> None:
     odd = torch.arange(33, dtype=torch.float16).view(3, 11)
     assert torch.equal(peer_gather_triton(odd, memory)[0], odd)
     assert memory.host.tolist() == [0, 0]
+
+
+def test_prompts_of_any_length_are_summed_by_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is compiled for each block: one for few rows, which a first token compiles, and one for pieces."""
+    blocks = set()
+
+    def noted(size: int) -> int:
+        blocks.add(block := next_power_of_2(size))
+        return block
+
+    memory, _ = memory_of_two()
+    monkeypatch.setattr(peer_reduce, "next_power_of_2", noted)
+    for tokens in (1, 3, 65, 96, 100, 127, 130):
+        peer_sum_triton(torch.ones(tokens, 256), memory)
+    assert blocks == {256, ROW_BYTES // 4}
 
 
 def memory_of_two() -> tuple[RankMemories, torch.Tensor]:

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.model_config import ModelConfig
+from common.engine.collectives.group import CollectiveGroup
+from common.engine.collectives.group_ranks import GroupRanks
+from common.engine.collectives.process_group import ProcessGroupCollectives
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.engine.forward.batch import CaptureHiddenMode
 from common.engine.graphs import node_graphs
@@ -29,6 +32,7 @@ from prefill_node.graphs.backends.compiled_body import CompiledBodies
 from prefill_node.graphs.prefill_extend import PrefillExtend, extend_spec
 from prefill_node.graphs.prompt_graphs import prefill_graphs
 from tests.fakes.memory_checkpoint import drawn_checkpoint, filled_model
+from tests.fakes.peer_rank import gloo
 from tests.fakes.thread_ranks import run_ranks
 from tests.fakes.tiny_model import CONFIG, MIXTURE
 from tests.fakes.waiting import PATIENCE
@@ -135,21 +139,35 @@ def test_ranks_exchange_whole_logits_only_where_a_draw_takes_them(monkeypatch: p
         assert widths == [width]
 
 
-def test_a_graph_that_one_rank_cannot_capture_is_dropped_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No rank waits for one that has failed, and all run the same shapes without a graph before they serve."""
-    begin, here = TapeRecorder.begin, threading.local()
+# How ranks in threads are joined: as those of a CPU, or as those of GPUs, whose warm-ups and captures differ.
+GROUPS: Mapping[str, Callable[[CollectiveGroup], CollectiveGroup]] = {
+    "host": lambda host: host,
+    "device": lambda host: ProcessGroupCollectives(host, gloo),
+}
 
-    def failing(recorder: TapeRecorder) -> None:
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("station", ["session", "begin"])
+def test_a_graph_that_one_rank_cannot_capture_is_dropped_on_all(
+    station: str, group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank waits for one that has failed before its warm-up or after it; all run these shapes without a graph."""
+    step, here = getattr(TapeRecorder, station), threading.local()
+
+    def failing(recorder: TapeRecorder) -> object:
         here.begun = getattr(here, "begun", -1) + 1
         if here.begun == here.rank:  # the largest graph of rank 0, the next one of rank 1
             raise CaptureError("no room")
-        begin(recorder)
+        return step(recorder)
 
-    monkeypatch.setattr(TapeRecorder, "begin", failing)
+    monkeypatch.setattr(TapeRecorder, station, failing)
+    monkeypatch.setattr(TapeRecorder, "warm_ups", 2)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     tensors, exchanged = drawn_checkpoint(CONFIG), Exchange(2)
 
     @torch.inference_mode()
-    def run(ranks: Ranks) -> tuple[list[GraphKey], Tensor]:
+    def run(host: GroupRanks) -> tuple[list[GraphKey], Tensor]:
+        ranks = GroupRanks(GROUPS[group](host.group))
         here.rank = ranks.shard.rank
         driver = Driver(filled_model(CONFIG, tensors, ranks), IDS, 4)
         graphs = prefill_graphs(
@@ -158,6 +176,8 @@ def test_a_graph_that_one_rank_cannot_capture_is_dropped_on_all(monkeypatch: pyt
         node_graphs.capture(graphs, Log("test"), partial(exchanged.common, here.rank))
         driver.runner = graphs.forward  # type: ignore[assignment]  # has the same call signature
         found = torch.cat([driver.run(rows, lengths).logits for rows, lengths in STEPS])
+        ranks.group.check()
+        host.group.all_reduce(torch.zeros(1))  # all have ended their calls
         return graphs.forward.graphs.captured, found
 
     (captured, first), (others, second) = run_ranks(2, run)
