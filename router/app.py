@@ -12,6 +12,10 @@ from router.core import Core
 from router.parts import ChildProcesses, ControlLink, Observation
 from router.server.listeners import HttpListeners
 
+# Of a router whose port other processes take over: how long open connections must be idle before they are closed. A
+# client that uses one at the same instant gets no answer.
+LINGER_SECONDS = 1.0
+
 
 class RouterApp:
     """A router that `start` starts.
@@ -63,13 +67,21 @@ class RouterApp:
     async def drain(self) -> None:
         """Refuse new requests, let those in flight finish until the drain timeout has passed, then close.
 
-        If other router processes take new connections, no request is refused: each connection gets one more answer.
+        If other router processes take new connections, no request is refused: each connection gets one more answer, or
+        is closed once nobody has asked anything for LINGER_SECONDS.
         """
         self.availability.leaving = self.http.leave_port()
         self.availability.draining = not self.availability.leaving
         self._log.info("draining", requests=self.active)
-        deadline = time.monotonic() + self._drain_timeout
-        while self.active and time.monotonic() < deadline:
+        asked = time.monotonic()
+        deadline = asked + self._drain_timeout
+        while (now := time.monotonic()) < deadline:
+            if self.active:
+                asked = now
+            elif (
+                not (self.availability.leaving and self.http.open_connections) or now > asked + LINGER_SECONDS
+            ):
+                break
             await asyncio.sleep(0.05)
         self.availability.draining = True
         self.core.dispatcher.end_all(Unavailable(f"{SHUTTING_DOWN}, and the answer was not ready in time"))

@@ -95,7 +95,7 @@ class HttpListeners:
             self.admin = http_runner(make(admin.gate, admin.cors, routes=operators), limit)
         self._sites: list[_Site] = []  # on ports
         self._leaving = False
-        for runner in (self.public, *([self.admin] if self.admin is not None else [])):
+        for runner in self._on_ports:
             runner.app.on_response_prepare.append(self._close_when_leaving)
         self._watcher: asyncio.Task[None] | None = None
         self._admin_socket = AdminSocket(plan.admin_socket, plan.own_socket is not None, log)
@@ -149,12 +149,20 @@ class HttpListeners:
     @property
     def connections(self) -> int:
         """Number of open connections of all listeners."""
-        servers = (runner.server for runner in self._runners)
-        return sum(len(server.connections) for server in servers if server is not None)
+        return _open(self._runners)
+
+    @property
+    def open_connections(self) -> int:
+        """Number of open connections on ports."""
+        return _open(self._on_ports)
+
+    @property
+    def _on_ports(self) -> list[web.AppRunner]:
+        return [self.public] if self.admin is None else [self.public, self.admin]
 
     @property
     def _runners(self) -> list[web.AppRunner]:
-        return [self.public, self.owner, self.own, *([self.admin] if self.admin is not None else [])]
+        return [*self._on_ports, self.owner, self.own]
 
     async def close(self) -> None:
         """Close all listeners. Answers in progress get SHUTDOWN_SECONDS to finish; then they are cancelled."""
@@ -208,6 +216,10 @@ def application(
     for add in routes:
         add(app)
     return app
+
+
+def _open(runners: Sequence[web.AppRunner]) -> int:
+    return sum(len(runner.server.connections) for runner in runners if runner.server is not None)
 
 
 class _Site(web.BaseSite):

@@ -342,3 +342,26 @@ def test_settings_of_images_are_refused_where_the_model_takes_none(cluster: Path
         ConfigError, match=rf"{path}: .* would have no effect: this model takes no images; .*--set"
     ):
         build(load_cluster(cluster, [key]), ONLY, Log("test"))
+
+
+async def test_a_router_that_leaves_its_port_to_others_answers_on_connections_that_are_idle_for_a_moment(
+    cluster: Path,
+) -> None:
+    app = build(
+        load_cluster(cluster, ["health.drain_timeout=600"]),
+        RouterProcess(0, (1,)),
+        Log("test"),
+    )
+    await app.start()
+    host, port = app.http.public.addresses[0][:2]
+    async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
+        async with session.get("/live") as response:
+            assert response.status == 200
+        drained = asyncio.create_task(app.drain())
+        await asyncio.sleep(0.1)
+        assert app.http.open_connections == 1
+        async with session.post("/v1/completions", json={"prompt": "hi"}) as response:
+            assert "prefill node" in (await response.json())["error"]["message"], "not that it shuts down"
+            assert response.headers["Connection"] == "close"
+        async with asyncio.timeout(PATIENCE):
+            await drained
