@@ -123,17 +123,18 @@ class NodeProfiler:
 
     def _record(self, order: Profile) -> ProfileEnded:
         directory = self._directory()
-        deadline = time.monotonic() + order.seconds
-        began, steps = time.monotonic(), self._steps
         recorder = self._recorder()
+        # The first start of a process takes seconds, in which nothing is recorded.
         recorder.start()
+        began, steps = time.monotonic(), self._steps
+        deadline = began + order.seconds
         self._wait(1, deadline)
         events, taken = recorder.stop(), max(self._steps - steps, 1)
         room = MOST_EVENTS * taken // max(events, 1)
         if order.steps > taken and room > taken and not self._over(deadline):
-            began, steps = time.monotonic(), self._steps
             recorder = self._recorder()
             recorder.start()
+            began, steps = time.monotonic(), self._steps
             self._wait(min(order.steps, room), deadline)
             recorder.stop()
         seconds, taken = time.monotonic() - began, self._steps - steps

@@ -91,11 +91,12 @@ async def restart(cluster: RunningCluster, name: str) -> dict[str, object]:
     ended = time.monotonic()
     cluster.launch(name)
     await cluster.wait_nodes(PATIENCE)
+    back = time.monotonic()
     return {
         "restarted": name,
         "exit_code": process.returncode,
         "drained_s": round(ended - began, 2),
-        "back_s": round(time.monotonic() - ended, 2),
+        "back_s": round(back - ended, 2),
     }
 
 
