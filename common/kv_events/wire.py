@@ -1,0 +1,164 @@
+"""The messages of vLLM's KV events: three frames, topic | sequence number | batch.
+
+`encode` writes what vLLM 0.26 and SGLang 0.5 write, byte for byte: a batch is an array [ts, events, rank], an event a map
+with its `type`, and fields that have their default are left out. `decode` also reads events as older versions of vLLM
+write them, as arrays, and batches and events with further fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from common.errors import ProtocolError
+
+SEQUENCE_BYTES = 8
+MASK = (1 << 64) - 1  # a hash of more bytes counts by its low 64 bits
+END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)  # the sequence number of the last message of a replay
+# Asks the replay socket for the present state instead of past batches. To another publisher this is a sequence number
+# that it has not reached, so it answers with END only.
+SNAPSHOT = (1 << 63) - 1
+GPU, CPU = "GPU", "CPU"
+
+BlockHash: TypeAlias = int | bytes
+
+
+class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag="BlockStored"):
+    """Blocks can be used from now on. Each is the parent of the next one."""
+
+    block_hashes: Sequence[BlockHash]
+    parent_block_hash: BlockHash | None  # of the first one; None: it begins a prompt
+    token_ids: Sequence[int]  # of all blocks; empty if they are not published
+    block_size: int  # tokens of one block
+    lora_id: int | None
+    medium: str | None  # GPU, CPU, FS or OBJ
+    lora_name: str | None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag="BlockRemoved"):
+    """Blocks are gone from one medium."""
+
+    block_hashes: Sequence[BlockHash]
+    medium: str | None
+
+
+class AllBlocksCleared(
+    msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag="AllBlocksCleared"
+):
+    """No block is left on any medium."""
+
+
+Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The events of one message, in order."""
+
+    ts: float  # Unix seconds
+    events: Sequence[Event]
+    data_parallel_rank: int | None = None
+
+
+# What is read of others: fields that some version lacks have a default, and hashes may be signed or wide.
+_Hashes = list[int | Annotated[bytes, Meta(max_length=64)]]
+
+
+class _Stored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored"):
+    block_hashes: _Hashes
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: Annotated[int, Meta(ge=1)]
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+
+
+class _Removed(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
+    block_hashes: _Hashes
+    medium: str | None = None
+
+
+class _Cleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksCleared"):
+    pass
+
+
+class _StoredArray(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored"):
+    block_hashes: _Hashes
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: Annotated[int, Meta(ge=1)]
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+
+
+class _RemovedArray(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemoved"):
+    block_hashes: _Hashes
+    medium: str | None = None
+
+
+class _ClearedArray(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+class _Read(msgspec.Struct, frozen=True, array_like=True):
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: int | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_batches = msgspec.msgpack.Decoder(_Read)
+_maps = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
+_arrays = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
+
+
+def encode(batch: Batch) -> bytes:
+    """Return the third frame of a message."""
+    return _encoder.encode(batch)
+
+
+def decode(payload: bytes) -> Batch:
+    """Read the third frame of a message; hashes become integers of 64 bits. Raises ProtocolError."""
+    try:
+        read = _batches.decode(payload)
+        events = [_event(each) for each in read.events]
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a batch of KV events: {error}") from error
+    return Batch(read.ts, events, read.data_parallel_rank)
+
+
+def sequence_of(frame: bytes) -> int:
+    """Return the sequence number in a message's second frame; -1 at the end of a replay. Raises ProtocolError."""
+    if len(frame) != SEQUENCE_BYTES:
+        raise ProtocolError(f"a sequence number of {len(frame)} bytes, not {SEQUENCE_BYTES}")
+    return int.from_bytes(frame, "big", signed=True)
+
+
+def hash_of(value: BlockHash) -> int:
+    """Return a hash as an unsigned integer of 64 bits: of bytes the last eight."""
+    number = value if isinstance(value, int) else int.from_bytes(value, "big")
+    return number & MASK
+
+
+def _event(raw: msgspec.Raw) -> Event:
+    first = bytes(memoryview(raw)[:1])
+    is_map = first >= b"\xde" or b"\x80" <= first < b"\x90"
+    read: Any = (_maps if is_map else _arrays).decode(raw)
+    if isinstance(read, _Stored | _StoredArray):
+        parent = read.parent_block_hash
+        return BlockStored(
+            [hash_of(each) for each in read.block_hashes],
+            None if parent is None else hash_of(parent),
+            read.token_ids,
+            read.block_size,
+            read.lora_id,
+            read.medium,
+            read.lora_name,
+        )
+    if isinstance(read, _Removed | _RemovedArray):
+        return BlockRemoved([hash_of(each) for each in read.block_hashes], read.medium)
+    return AllBlocksCleared()
