@@ -9,6 +9,7 @@ import msgspec
 
 from common.kv_cache.pool_spec import PoolSpec
 from common.kv_cache.shard import WHOLE, Shard
+from common.kv_events.plan import KvEventsPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationPlan
     transfer: TransferPlan
     router: RouterPlan
+    kv_events: KvEventsPlan | None = None  # None: it publishes none
 
     @property
     def page_size(self) -> int:

@@ -23,6 +23,7 @@ from common.grammar.grammars import grammars_for
 from common.grammar.model_tokenizer import has_tokenizer
 from common.ipc import check_bind
 from common.ipc.from_config import link_security
+from common.kv_events.publisher import kv_events_of
 from common.messages import decode_inbox
 from common.messages.identity import NodeRef, new_incarnation, rank_incarnation
 from common.node.announced_work import COMPILE_SECONDS
@@ -37,7 +38,7 @@ from common.node.router_links import RouterLinks
 from common.node.serving_model import ServingModel, page_space
 from common.node.torch_trace import TorchTrace
 from common.node_plan import NodePlan
-from common.observability.event_log import EventLog, event_log
+from common.observability.event_log import event_log
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from decode_node import node as decode
@@ -72,11 +73,13 @@ class BuiltDecodeNode:
     peers: PeerConnections
     receiver: PageReceiver
     end: ReceivingEnd
-    events: EventLog
+    observation: Observation
     ranks: RankGroup | SoleRank
     watched: Callable[[], AbstractContextManager[None]]  # the watchdog of the other ranks
 
     def start(self) -> None:
+        """Begin to serve. Raises ConfigError if the sockets of KV events cannot be bound."""
+        self.observation.kv_events.start()
         self.routers.start()
 
     def run(self) -> None:
@@ -91,10 +94,11 @@ class BuiltDecodeNode:
 
     def close(self) -> None:
         self.ranks.close()
+        self.observation.kv_events.close()
         self.receiver.shutdown()
         self.routers.close()
         self.peers.close()
-        self.events.close()
+        self.observation.events.close()
         self.end.close()
 
 
@@ -122,7 +126,8 @@ def _build(
     local = end.receiver(forwards.layout)
     poller = zmq.Poller()
     receiver, wrap = _with_ranks(local, end, forwards, ranks, poller)
-    space = page_space(served, section.prefix_cache)
+    kv_events = kv_events_of(plan.kv_events)
+    space = page_space(served, section.prefix_cache, kv_events)
     loaded.capture(forwards, log)
     ref = NodeRef(name=name, role="decode", incarnation=incarnation)
     reports = rank_reports(served, plan.device, ranks.exchange)
@@ -155,19 +160,22 @@ def _build(
     )
     watch = _draft_watch(served, resolved.draft_path, log)
     profiler = NodeProfiler(name, functools.partial(profile_directory, resolved), TorchTrace, log)
+    observation = Observation(
+        log, drafts=watch, events=events, ranks=ranks.totals, kv_events=kv_events, profiler=profiler
+    )
     assembly = assemble(
         Links(incarnation, routers, peers, poller, receiver),
         space,
         loaded.computation(forwards),
         bounds,
         section.backup_mib * MIB,
-        Observation(log, drafts=watch, events=events, ranks=ranks.totals, profiler=profiler),
+        observation,
         wrap,
         grammars_for(resolved.model_path, served.config, log),
     )
     watched = functools.partial(ranks.watched, routers.overdue, health.loop_timeout, health.hung_limit, log)
     ranks.serve()
-    return BuiltDecodeNode(assembly.node, routers, peers, receiver, end, events, ranks, watched)
+    return BuiltDecodeNode(assembly.node, routers, peers, receiver, end, observation, ranks, watched)
 
 
 def receiving_end(

@@ -10,6 +10,7 @@ import zmq
 
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.kv_cache.page_space import PageSpace
+from common.kv_events.publisher import NO_KV_EVENTS, KvEvents
 from common.messages.decode_inbox import DecodeMessage
 from common.messages.identity import GraphTotals, RankTotals
 from common.node.profiles import NoProfiler, Profiler
@@ -62,3 +63,4 @@ class Observation:
     clock: Callable[[], float] = time.monotonic
     events: EventLog = NO_EVENTS
     profiler: Profiler = field(default_factory=NoProfiler)
+    kv_events: KvEvents = NO_KV_EVENTS

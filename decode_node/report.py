@@ -31,6 +31,7 @@ class Report:
         self._resources = resources
         self._graphs = observation.graphs
         self._ranks = observation.ranks
+        self._kv_events = observation.kv_events
         self._phase_seconds = observation.phase_seconds
         self._pacing = observation.pacing
         self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
@@ -99,6 +100,7 @@ class Report:
             avg_spec_accept_length=speculation.mean_emitted,
             avg_spec_verified_length=speculation.mean_verified,
             spec_accepted_at=tuple(speculation.accepted_at),
+            kv_events_dropped=self._kv_events.dropped,
             phase_seconds=dict(self._phase_seconds),
             graphs=tuple(self._graphs()),
             ranks=tuple(self._ranks()),

@@ -26,6 +26,8 @@ from common.grammar.grammars import grammars_for
 from common.ipc import Dealer, RouterSocket, check_bind
 from common.ipc.from_config import all_names, link_security
 from common.kv_cache.layer_kinds import state_grid
+from common.kv_events.publisher import kv_events_of
+from common.kv_events.wire import CPU
 from common.messages import image_inbox, prefill_inbox
 from common.messages.identity import (
     ROUTER_NAME,
@@ -44,11 +46,11 @@ from common.node.ranks.sole_rank import SoleRank
 from common.node.registration import registration
 from common.node.router_link import RouterLink
 from common.node.router_links import RouterLinks
-from common.node.serving_model import ServingModel, page_space
+from common.node.serving_model import ServingModel, lookahead_of, page_space
 from common.node.torch_trace import TorchTrace
 from common.node_names import NodeNames
 from common.node_plan import NodePlan
-from common.observability.event_log import EventLog, event_log
+from common.observability.event_log import event_log
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from kv_transfer.from_plan import transfer_limits
@@ -84,11 +86,13 @@ class BuiltPrefillNode:
     end: SendingEnd
     sockets: Sockets
     images: Images
-    events: EventLog
+    observation: Observation
     ranks: RankGroup | SoleRank
     watched: Callable[[], AbstractContextManager[None]]  # the watchdog of the other ranks
 
     def start(self) -> None:
+        """Begin to serve. Raises ConfigError if the sockets of KV events cannot be bound."""
+        self.observation.kv_events.start()
         self.routers.start()
 
     def run(self) -> None:
@@ -103,12 +107,13 @@ class BuiltPrefillNode:
 
     def close(self) -> None:
         self.ranks.close()
+        self.observation.kv_events.close()
         self.end.sender.close()
         self.routers.close()
         self.end.peers.close()
         self.images.close()
         self.sockets.security.close()
-        self.events.close()
+        self.observation.events.close()
         self.sockets.context.term()
 
 
@@ -157,13 +162,15 @@ def _build(
 
     loaded = load_prompt_rank(plan, prompt_sizes(cluster, plan), ranks, stage_of, bodies, log)
     served = loaded.served
-    space = page_space(served, section.prefix_cache)
+    kv_events = kv_events_of(plan.kv_events)
+    space = page_space(served, section.prefix_cache, kv_events)
     forwards = loaded.forwards()
     vision = forwards.vision
     end = sending_end(resolved, plan, served, forwards, sockets, incarnation)
     computation = loaded.computation(forwards, loaded.capture(forwards, log))
     grid = state_grid(served.config, served.page_size)
-    host = make_host_parts(section.host_mib << 20, grid, forwards, space)
+    tap = functools.partial(kv_events.tap, CPU, lookahead=lookahead_of(served))
+    host = make_host_parts(section.host_mib << 20, grid, forwards, space, tap)
     addresses = [each.decode() for each in ranks.exchange(end.peers.address.encode())]
     group, wrap = _with_ranks(end.sender, addresses, ranks)
     ref = NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=end.peers.address)
@@ -193,18 +200,19 @@ def _build(
         hidden_states=cluster.model.return_hidden_states,
     )
     profiler = NodeProfiler(name, functools.partial(profile_directory, resolved), TorchTrace, log)
+    observation = Observation(log, events=events, ranks=ranks.totals, kv_events=kv_events, profiler=profiler)
     assembly = assemble(
         Links(incarnation, routers, end.peers, end.sender, vision.images, group),
         space,
         replace(computation, host=host),
         bounds,
-        Observation(log, events=events, ranks=ranks.totals, profiler=profiler),
+        observation,
         wrap,
         grammars=grammars_for(resolved.model_path, served.config, log),
     )
     watched = functools.partial(ranks.watched, routers.overdue, health.loop_timeout, health.hung_limit, log)
     ranks.serve()
-    return BuiltPrefillNode(assembly.node, routers, end, sockets, vision.images, events, ranks, watched)
+    return BuiltPrefillNode(assembly.node, routers, end, sockets, vision.images, observation, ranks, watched)
 
 
 def _give_rows(ranks: RankGroup | SoleRank) -> Callable[[Tensor], object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.engine.host_memory import GIB, host_memory
@@ -11,7 +12,7 @@ from common.kv_cache.host_layout import HostLayout, host_layout
 from common.kv_cache.host_plan import HostCopies, NoHostCopies
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.pool_layout import PoolLayout
-from common.kv_cache.radix_cache import NoPrefixCache
+from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, NoPrefixCache
 from common.node.host_lane import host_lane
 from common.node.host_store import HostStore, Lanes, host_bytes
 from kv_transfer.transport.cuda.pool_copies import MovedPool
@@ -29,13 +30,24 @@ class HostParts:
     copies: HostCopies = field(default_factory=NoHostCopies)
 
 
-def make_host_parts(nbytes: int, grid: int, forwards: Forwards, space: PageSpace) -> HostParts:
+def _untapped(page_tokens: int) -> CacheObserver:
+    return NO_OBSERVER
+
+
+def make_host_parts(
+    nbytes: int,
+    grid: int,
+    forwards: Forwards,
+    space: PageSpace,
+    tap: Callable[[int], CacheObserver] = _untapped,
+) -> HostParts:
     """Allocate the host memory of a node, if `nbytes` is not 0.
 
     Raises ConfigError if it would have no effect, or is more or less than can be used.
 
     Args:
         grid: tokens at whose multiples the state of a prompt is saved; used for models that keep a state per request.
+        tap: returns what hears which blocks, of so many tokens, are known.
     """
     if not nbytes:
         return HostParts()
@@ -59,11 +71,18 @@ def make_host_parts(nbytes: int, grid: int, forwards: Forwards, space: PageSpace
     memory_of = host_bytes(layout.planes.total_bytes, device)
     pool = forwards.layout, forwards.runner.pool.storage
     store = HostStore(layout, memory_of, pool, forwards.arriving.expect, lanes, MovedPool(*pool))
-    return HostParts(host_prefixes(layout, forwards.layout, store, space), store)
+    observer = tap(layout.block_tokens)
+    return HostParts(host_prefixes(layout, forwards.layout, store, space, observer), store)
 
 
-def host_prefixes(layout: HostLayout, device: PoolLayout, store: HostStore, space: PageSpace) -> HostPrefixes:
+def host_prefixes(
+    layout: HostLayout,
+    device: PoolLayout,
+    store: HostStore,
+    space: PageSpace,
+    observer: CacheObserver = NO_OBSERVER,
+) -> HostPrefixes:
     """Return what decides about the memory of `store`."""
-    cache = HostCache(layout.block_tokens, layout.blocks, layout.slots)
+    cache = HostCache(layout.block_tokens, layout.blocks, layout.slots, observer)
     state_bytes = sum(each.page_bytes for each in device.placed) - device.page_bytes
     return HostPrefixes(cache, store, space, (device.page_bytes, state_bytes))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.ipc import RouterSocket
 from common.kv_cache.page_space import PageSpace
+from common.kv_events.publisher import NO_KV_EVENTS, KvEvents
 from common.messages.identity import GraphTotals, RankTotals
 from common.messages.prefill_inbox import PrefillMessage
 from common.node.profiles import NoProfiler, Profiler
@@ -71,3 +72,4 @@ class Observation:
     clock: Callable[[], float] = time.monotonic
     events: EventLog = NO_EVENTS
     profiler: Profiler = field(default_factory=NoProfiler)
+    kv_events: KvEvents = NO_KV_EVENTS

@@ -33,6 +33,7 @@ class Report:
         self._times = times
         self._graphs = observation.graphs
         self._ranks = observation.ranks
+        self._kv_events = observation.kv_events
         self._host = host
         self.requests = self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
         self.transfers = self.transfer_failures = 0
@@ -88,6 +89,7 @@ class Report:
             host_stored_bytes=host.stored_bytes,
             host_evicted_tokens=host.evicted_blocks * host.block_tokens,
             host_checksum_failures=host.checksum_failures,
+            kv_events_dropped=self._kv_events.dropped,
             graphs=tuple(self._graphs()),
             ranks=tuple(self._ranks()),
         )

@@ -152,6 +152,10 @@ FOREIGN: tuple[Foreign, ...] = (
         ("async_scheduling", "disable_overlap_schedule", "num_scheduler_steps"),
         "GPU nodes always launch a step before they read the one before; leave it out",
     ),
+    Foreign(
+        ("kv_events_config", "enable_kv_cache_events"),
+        "write kv_events.enabled: true; the section kv_events has the other keys",
+    ),
     # the model
     Foreign(("served_model_name",), "write model.served_name"),
     Foreign(("context_length", "max_seq_len", "max_seq_len_to_capture"), "write model.max_model_len"),

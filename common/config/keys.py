@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from common.config.foreign import foreign_answer
-from common.config.schema import Cluster, Section
+from common.config.schema import Cluster
+from common.config.section import Section
 from common.errors import ConfigError
 
 ENV_PREFIX = "TANDEM_"

@@ -19,6 +19,7 @@ from common.config.cluster_schema import cluster_schema
 from common.config.devices import check_devices
 from common.config.http_exposure import check_http
 from common.config.keys import element_struct, read_override, refuse_unknown, variable_path
+from common.config.kv_events import check_kv_events
 from common.config.node_entries import check_names, check_own_address
 from common.config.router_processes import CONTROL, check_routers, router_hosts
 from common.config.schema import Cluster, Speculation
@@ -137,6 +138,7 @@ def load_cluster(
     _check_image_hosts(cluster)
     _check_prompt_graphs(cluster)
     check_http(cluster)
+    check_kv_events(cluster)
     resolved = Resolved(cluster, file, origins)
     _check_roots(resolved)
     return resolved

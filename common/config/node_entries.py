@@ -66,9 +66,8 @@ def check_own_address(cluster: Cluster) -> None:
 
 def uses_own_address(cluster: Cluster) -> bool:
     """Return whether some node's address is on `own`."""
-    return any(node.host == OWN for node in cluster.decode.nodes) or any(
-        _host_of(node.peer_address) == OWN for node in cluster.prefill.nodes
-    )
+    hosts = [cluster.kv_events.host, *(node.host for node in cluster.decode.nodes)]
+    return OWN in hosts or any(_host_of(node.peer_address) == OWN for node in cluster.prefill.nodes)
 
 
 def own_host(cluster: Cluster, host: str, path: str) -> str:

@@ -11,6 +11,7 @@ from common.checkpoint.draft_config import with_steps
 from common.checkpoint.dtype_name import dtype_name
 from common.checkpoint.kv_scales import kv_scales
 from common.checkpoint.model_config import ModelConfig, model_fingerprint
+from common.config.kv_events import kv_events_plan
 from common.config.node_hosts import elsewhere
 from common.config.schema import Cluster, DecodeSection, NodeEntry, PrefillSection, Speculation
 from common.config.transport_choice import choose_layers, choose_transport
@@ -108,6 +109,7 @@ def node_plan(
             heartbeat_interval=health.heartbeat_interval,
             timeout=health.router_timeout,
         ),
+        kv_events=kv_events_plan(cluster, name, cluster.model.served_name or model.name),
     )
 
 

@@ -12,6 +12,8 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from common.config.section import Section
+from common.config.section_kv_events import KvEventsSection
 from common.errors import ConfigError
 from common.node_names import NodeNames
 
@@ -25,10 +27,6 @@ NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,62}\*?\Z", max_len
 
 Quantization = Literal["none", "fp8"]
 PrefixCaching = bool | Literal["auto"]
-
-
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all sections: strict and immutable."""
 
 
 class Model(Section, frozen=True, kw_only=True):
@@ -341,7 +339,8 @@ class Security(Section, frozen=True, kw_only=True):
     open_http: bool = False
     # Directory made by deploy/keygen; without it sockets bind only to loopback, with keys made in the run directory.
     keys: str | None = None
-    isolated_network: bool = False  # only these nodes reach transfer.nixl_devices; transport nixl requires it
+    # Only these nodes reach transfer.nixl_devices and kv_events.host; transport nixl and events off loopback need it.
+    isolated_network: bool = False
 
 
 class Process(Section, frozen=True, kw_only=True):
@@ -371,6 +370,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     speculation: Speculation = Speculation()
     transfer: Transfer = Transfer()
     health: Health = Health()
+    kv_events: KvEventsSection = KvEventsSection()
     security: Security = Security()
     process: Process = Process()
 

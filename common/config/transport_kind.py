@@ -8,7 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from common.config.schema import Section, Transfer
+from common.config.schema import Transfer
+from common.config.section import Section
 
 
 @dataclass(frozen=True, slots=True)

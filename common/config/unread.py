@@ -19,10 +19,9 @@ from common.config.schema import (
     Cluster,
     DecodeNodeEntry,
     DecodeSection,
-    PlacementSection,
     PrefillSection,
-    Section,
 )
+from common.config.section import Section
 from common.config.transport_choice import LOOPBACK, named_transport, nodes_of
 from common.config.transports import transport_kinds
 from common.errors import ConfigError
@@ -89,18 +88,27 @@ def unread_keys(cluster: Cluster) -> Iterator[Unread]:
     else:
         reason = "clients authenticate by API keys, so their Host header is not checked; leave it out"
         yield Unread("router", cluster.router, ("allowed_hosts",), reason)
-    yield from _of_placement(cluster.router.placement)
+    yield from _of_placement(cluster)
     yield from _of_host_memory(cluster.prefill)
     yield from _of_devices(cluster)
     yield from _of_transports(cluster)
+    if not cluster.kv_events.enabled:
+        keys = tuple(key for key in cluster.kv_events.__struct_fields__ if key != "enabled")
+        reason = "kv_events.enabled is false, so nodes publish nothing; write true, or leave it out"
+        yield Unread("kv_events", cluster.kv_events, keys, reason)
+    elif cluster.prefill.prefix_cache is False and cluster.decode.prefix_cache is False:
+        reason = "no node has a prefix cache that events could tell of; leave out one of the three"
+        yield Unread("kv_events", cluster.kv_events, ("enabled",), reason)
 
 
-def _of_placement(placement: PlacementSection) -> Iterator[Unread]:
+def _of_placement(cluster: Cluster) -> Iterator[Unread]:
+    placement, events = cluster.router.placement, cluster.kv_events
     policies = placement.prefill, placement.decode
     where = "name it at router.placement.prefill or .decode, or leave it out"
     if "cache_aware" not in policies:
+        keys = ("index_mib", "prefix_ttl", *(() if events.enabled else ("block_tokens",)))
         reason = f"only the policy cache_aware reads it; {where}"
-        yield Unread("router.placement", placement, ("block_tokens", "index_mib", "prefix_ttl"), reason)
+        yield Unread("router.placement", placement, keys, reason)
     if set(policies) == {"round_robin"}:
         reason = "the policy round_robin ignores costs; name another one, or leave it out"
         keys = ("temperature_ms", "session_ttl", "session_ms", "max_imbalance_ms")

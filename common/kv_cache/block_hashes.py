@@ -45,14 +45,14 @@ def chain_start(salt: bytes = b"") -> BlockChain:
 
 
 def token_bytes(token_ids: Iterable[int], images: Sequence[ImageSpan] = ()) -> bytes:
-    """Return [n] int32 as little-endian bytes; rows of images have values that follow from their contents.
+    """Return [n] int32 as little-endian bytes; rows of images are the low 32 bits of their keys (image_keys.py).
 
     Raises OverflowError for ids that do not fit.
     """
     ids = array("i", token_ids)
     for image in images:
-        rows = array("i", hashlib.shake_256(image.digest).digest(image.length * TOKEN_BYTES))
-        ids[image.offset : image.offset + image.length] = rows
+        rows = array("i", hashlib.shake_256(image.digest).digest(image.length * 2 * TOKEN_BYTES))
+        ids[image.offset : image.offset + image.length] = rows[::2]
     if sys.byteorder == "big":
         ids.byteswap()
     return ids.tobytes()

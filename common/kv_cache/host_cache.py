@@ -7,8 +7,8 @@ models that keep a state per request, a node of the tree may have a snapshot of 
 A block or snapshot whose bytes are not those that were written is never read again: it counts as missing until the same
 prefix, computed anew, is written over it.
 
-Blocks enter the tree only in `HostCache.commit` and leave it only in `HostCache._evict`, which is where a publisher of
-residency has to listen, and to `HostCache.damage`.
+Blocks enter the tree only in `HostCache.commit` and leave it only in `HostCache._evict`. The tree tells its observer;
+that a block is damaged it does not tell.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from common.kv_cache.page_allocator import PageAllocator
-from common.kv_cache.radix_cache import Keys, Match, RadixCache, RadixNode
+from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, Keys, Match, RadixCache, RadixNode
 from common.kv_cache.snapshots import Snapshot, Snapshots
 
 
@@ -52,17 +52,24 @@ class HostWrite:
 class HostCache:
     """The bookkeeping of host memory. It copies and compares nothing (common/node/host_store.py)."""
 
-    def __init__(self, block_tokens: int, num_blocks: int, num_slots: int = 0) -> None:
+    def __init__(
+        self,
+        block_tokens: int,
+        num_blocks: int,
+        num_slots: int = 0,
+        observer: CacheObserver = NO_OBSERVER,
+    ) -> None:
         """Begin empty.
 
         Args:
             num_blocks: without block 0, which is never used.
             num_slots: of snapshots, without slot 0; 0 for a model that keeps no state per request.
+            observer: hears which blocks are known.
         """
         self.block_tokens = block_tokens
         self.total_blocks = num_blocks
         self.evicted_blocks = 0  # replaced by others since the start
-        self.tree = RadixCache(block_tokens, Snapshots(range(1, num_slots + 1)))
+        self.tree = RadixCache(block_tokens, Snapshots(range(1, num_slots + 1)), observer)
         self._allocator = PageAllocator(num_blocks + 1)
         self._keeps_state = num_slots > 0
         self._damaged: set[int] = set()  # blocks whose bytes are not those that were written

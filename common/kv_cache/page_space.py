@@ -53,6 +53,19 @@ def keys_with_lookahead(lookahead: int) -> Callable[[Sequence[int] | Keys], Keys
     return as_bigram_keys if lookahead else as_keys
 
 
+def contents_of(keys: Keys, lookahead: int) -> Keys:
+    """Return what the keys of `keys_with_lookahead` were made of: one value per key.
+
+    It ends before the first image if keys are pairs, since those of images cannot be taken apart.
+    """
+    if keys.ndim > 1:
+        return keys[:, 0]
+    if not lookahead:
+        return keys
+    mixed = keys < 0
+    return keys[: int(mixed.argmax()) if mixed.any() else len(keys)] >> 32
+
+
 class PageSpace:
     """Combines allocator and prefix cache: pages that are only cached are evicted when an allocation needs them.
 

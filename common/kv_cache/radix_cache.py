@@ -72,6 +72,29 @@ class Match:
         return Match(self.pages[:count], node)
 
 
+class CacheObserver(Protocol):
+    """Hears which pages a prefix cache takes and gives up; it must not take long."""
+
+    def adopted(self, keys: Keys, pages: Sequence[int], first: int, salt: bytes) -> None:
+        """Note that `pages`, which follow the first `first` pages of `keys`, were added to the cache."""
+        ...
+
+    def evicted(self, pages: Sequence[int]) -> None: ...
+
+
+class NoObserver:
+    """Ignores everything."""
+
+    def adopted(self, keys: Keys, pages: Sequence[int], first: int, salt: bytes) -> None:
+        pass
+
+    def evicted(self, pages: Sequence[int]) -> None:
+        pass
+
+
+NO_OBSERVER = NoObserver()
+
+
 class PrefixCache(Protocol):
     """The interface of a prefix cache for a node's page bookkeeping; NoPrefixCache never matches."""
 
@@ -94,8 +117,11 @@ class PrefixCache(Protocol):
 class RadixCache:
     """A `PrefixCache` over one radix tree, as described in the module's docstring."""
 
-    def __init__(self, page_size: int, snapshots: Snapshots | None = None) -> None:
+    def __init__(
+        self, page_size: int, snapshots: Snapshots | None = None, observer: CacheObserver = NO_OBSERVER
+    ) -> None:
         """`snapshots`: slots in which the states of cached prefixes are saved; None: the model keeps no state."""
+        self._observer = observer
         self.snapshots = snapshots or Snapshots()
         self._page_size = page_size
         self._root = RadixNode(np.empty(0, np.int64), [], None)
@@ -154,6 +180,7 @@ class RadixCache:
         node.children[self._edge(rest, child.salt)] = child
         self._cached += len(child.pages)
         self._evictable += len(child.pages)
+        self._observer.adopted(keys, child.pages, first_adopted, salt)
         return child, first_adopted
 
     def save(self, keys: Keys, slot: int, salt: bytes = b"") -> None:
@@ -205,6 +232,8 @@ class RadixCache:
             del parent.children[self._edge(node.keys, node.salt)]
             if parent is not self._root and not parent.children and parent.locks == 0:
                 heapq.heappush(heap, (parent.last_used, id(parent), parent))
+        if freed:
+            self._observer.evicted(freed)
         return freed
 
     def check_integrity(self) -> None:

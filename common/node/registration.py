@@ -45,7 +45,21 @@ def registration(
             "tensor_parallel": len(plan.devices),
             "expert_parallel": plan.expert_parallel,
             "devices": ", ".join(plan.devices),
+            **_event_sockets(plan),
         },
         graphs=tuple(node_graphs.report(each) for each in graphs),
         ranks=tuple(ranks),
     )
+
+
+def _event_sockets(plan: NodePlan) -> dict[str, str | int]:
+    """Return where the node publishes KV events, if it does."""
+    events = plan.kv_events
+    if events is None:
+        return {}
+    return {
+        "kv_events": events.address,
+        "kv_events_replay": events.replay_address,
+        "kv_events_topic": events.topic,
+        "kv_events_block_tokens": events.block_tokens,
+    }

@@ -29,6 +29,8 @@ from common.kv_cache.pool_spec import PoolSpec
 from common.kv_cache.radix_cache import NoPrefixCache, RadixCache
 from common.kv_cache.shard import Shard
 from common.kv_cache.snapshots import Snapshots
+from common.kv_events.publisher import NO_KV_EVENTS, KvEvents
+from common.kv_events.wire import GPU
 from common.messages.router_inbox import ConfigValue
 from common.node.device_memory import check_memory_before_loading
 from common.node.kv_dtype import check_kv_dtype, kv_dtype
@@ -270,8 +272,17 @@ def load_serving_model(
     return served
 
 
-def page_space(served: ServingModel, prefix_cache: bool | Literal["auto"]) -> PageSpace:
+def lookahead_of(served: ServingModel) -> int:
+    """Return on how many following tokens the KV of a position depends."""
+    return 0 if served.draft is None else lookahead_for(served.draft.config)
+
+
+def page_space(
+    served: ServingModel, prefix_cache: bool | Literal["auto"], events: KvEvents = NO_KV_EVENTS
+) -> PageSpace:
     """Return the bookkeeping of pages and state slots; prefix caching off is a cache that never matches.
+
+    What the cache takes and gives up is told to `events`.
 
     Raises ConfigError if prefix caching is required, but the model keeps a state per request and the node no snapshots.
     """
@@ -282,8 +293,8 @@ def page_space(served: ServingModel, prefix_cache: bool | Literal["auto"]) -> Pa
             remedy += ", or prefill.state_snapshots above 0"
         raise ConfigError(key, f"must be {NO_CACHE}; {remedy}")
     caches = prefix_cache and (snapshots.total or not slots)
-    cache = RadixCache(size, snapshots) if caches else NoPrefixCache()
-    lookahead = 0 if served.draft is None else lookahead_for(served.draft.config)
+    lookahead = lookahead_of(served)
+    cache = RadixCache(size, snapshots, events.tap(GPU, size, lookahead)) if caches else NoPrefixCache()
     grid = state_grid(served.config, size)
     return PageSpace(size, served.num_pages, cache, keys_with_lookahead(lookahead), slots, grid)
 

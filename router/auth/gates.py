@@ -103,7 +103,9 @@ class KeyGate:
             needed = "inference"
         if needed is not None and needed not in key.scopes:
             raise Forbidden(f"API key {key.id} lacks the scope {needed}; see its scopes in security.api_keys")
-        tenant = "" if self._shared_cache else key.id
+        # By the key's hash, which clients of other keys cannot guess as they can its id: hashes of cached blocks begin
+        # with it, and nodes may publish them (kv_events).
+        tenant = "" if self._shared_cache else f"{key.id} {key.sha256}"
         client = Client(key.id, self._view_of(key), tenant, key.weight, key.priority)
         if reads or route in UNLIMITED_ROUTES:
             return client, UNLIMITED

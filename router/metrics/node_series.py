@@ -150,6 +150,9 @@ COUNTERS: dict[str, Counter] = {
         lambda c: c.host_checksum_failures,
         PREFILL,
     ),
+    "tandem_kv_events_dropped": Counter(
+        "Changes of prefix caches that were not published as KV events", lambda c: c.kv_events_dropped
+    ),
     REFUSED: Counter(
         "Messages refused: malformed or in violation of the protocol",
         lambda c: c.refused_messages,

@@ -1,0 +1,59 @@
+"""Resolves the section kv_events for one node, and checks that its sockets are open to nobody by accident."""
+
+from __future__ import annotations
+
+from common.config.http_exposure import is_loopback
+from common.config.node_entries import own_host
+from common.config.schema import Cluster
+from common.config.transport_choice import nodes_of
+from common.errors import ConfigError
+from common.kv_events.plan import KvEventsPlan
+from common.node_names import NodeNames
+
+HOST = "kv_events.host"
+
+
+def check_kv_events(cluster: Cluster) -> None:
+    """Raise ConfigError with the remedy if events are open to others, or ports collide."""
+    section = cluster.kv_events
+    if not section.enabled:
+        return
+    if not is_loopback(section.host) and not cluster.security.isolated_network:
+        raise ConfigError(
+            HOST,
+            f"{section.host} can be reached from other hosts, and KV events are neither encrypted nor authenticated: "
+            "write 127.0.0.1, or security.isolated_network: true if that network has no other users",
+        )
+    count = len(nodes_of(cluster))
+    for key, port in (("first_port", section.first_port), ("first_replay_port", section.first_replay_port)):
+        if port + count - 1 > 65_535:
+            raise ConfigError(
+                f"kv_events.{key}", f"{count} nodes from {port} on exceed 65535; choose a lower one"
+            )
+    if abs(section.first_port - section.first_replay_port) < count:
+        raise ConfigError(
+            "kv_events.first_replay_port",
+            f"{section.first_replay_port} is less than {count} (the number of nodes) away from kv_events.first_port, "
+            f"{section.first_port}: nodes would share ports; choose another",
+        )
+
+
+def kv_events_plan(cluster: Cluster, name: str, model: str) -> KvEventsPlan | None:
+    """Return how the node `name` publishes; None if it does not. `model` is the served name. Raises ConfigError."""
+    section = cluster.kv_events
+    if not section.enabled:
+        return None
+    names = [node.name for node in nodes_of(cluster)]
+    entry = NodeNames.of(names).entry(name)
+    assert entry is not None, "the caller has found the node's entry"
+    host, number = own_host(cluster, section.host, HOST), names.index(entry)
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return KvEventsPlan(
+        address=f"tcp://{host}:{section.first_port + number}",
+        replay_address=f"tcp://{host}:{section.first_replay_port + number}",
+        topic=f"kv@{name}@{model}",
+        block_tokens=cluster.router.placement.block_tokens,
+        token_ids=section.token_ids,
+        replay_batches=section.replay_batches,
+        max_queue=section.max_queue,
+    )

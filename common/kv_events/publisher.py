@@ -1,0 +1,234 @@
+"""Publishes the KV events of a node: a PUB socket, and a ROUTER socket that repeats what a subscriber has missed.
+
+The node's main loop only notes what its caches take and give up (`CacheTap`), in a queue with bounds. A thread of its
+own turns that into events, a batch per turn, with sequence numbers from 0. What finds no room in the queue is dropped
+and counted, and the sequence skips a number, so that subscribers notice.
+
+The replay socket is asked with ["", number of 8 bytes] and repeats all batches from that number on, as far as it still
+has them, then an empty one with the number -1. SNAPSHOT as the number asks for the present state, which is sent as one
+batch with the number of the latest one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import zmq
+
+from common.errors import ConfigError
+from common.kv_cache.page_space import contents_of
+from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, Keys
+from common.kv_events.plan import KvEventsPlan
+from common.kv_events.published_blocks import Adopted, CacheChange, Evicted, PublishedBlocks
+from common.kv_events.wire import END, SEQUENCE_BYTES, SNAPSHOT, Batch, encode, sequence_of
+
+CHANGES_PER_BATCH = 64
+QUEUED_BYTES = 64 << 20  # of tokens that wait for the thread
+REPLAY_BYTES = 64 << 20  # of batches that can be repeated
+IDLE_SECONDS = 0.02  # after which a thread without changes looks for questions
+MAX_QUESTION_BYTES = 1024
+MAX_TOKEN = 1 << 31  # keys from here on belong to images
+
+
+class KvEvents(Protocol):
+    """Tells others what the caches of a node hold; `NO_KV_EVENTS` tells nobody."""
+
+    @property
+    def dropped(self) -> int:
+        """Number of changes that nobody will hear of."""
+        ...
+
+    def tap(self, medium: str, page_tokens: int, lookahead: int) -> CacheObserver:
+        """Return the observer of one cache. `lookahead`: see keys_with_lookahead."""
+        ...
+
+    def start(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class NoKvEvents:
+    """A node that publishes nothing."""
+
+    dropped = 0
+
+    def tap(self, medium: str, page_tokens: int, lookahead: int) -> CacheObserver:
+        return NO_OBSERVER
+
+    def start(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+NO_KV_EVENTS = NoKvEvents()
+
+
+class _Published(NamedTuple):
+    sequence: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTap:
+    """Notes what one cache takes and gives up. Used by the node's main loop."""
+
+    publisher: KvEventPublisher
+    medium: str
+    page_tokens: int
+    lookahead: int
+
+    def adopted(self, keys: Keys, pages: Sequence[int], first: int, salt: bytes) -> None:
+        contents = contents_of(keys, self.lookahead)
+        plain = not len(contents) or int(contents.max()) < MAX_TOKEN
+        tokens = contents.astype("<i4").tobytes()
+        self.publisher.note(
+            Adopted(self.medium, self.page_tokens, salt, tokens, plain, first, tuple(pages)), len(tokens)
+        )
+
+    def evicted(self, pages: Sequence[int]) -> None:
+        self.publisher.note(Evicted(self.medium, tuple(pages)), 0)
+
+
+class KvEventPublisher:
+    """The publisher of one incarnation of a node."""
+
+    def __init__(self, plan: KvEventsPlan) -> None:
+        self._plan = plan
+        self._topic = plan.topic.encode()
+        self._queue = queue.Queue[tuple[CacheChange, int]](plan.max_queue)
+        # Each is written by one thread only.
+        self._noted_bytes = self._taken_bytes = 0
+        self.dropped = 0
+        self._seen_drops = 0
+        self._blocks = PublishedBlocks(plan.block_tokens, plan.token_ids, lambda: time.sleep(0))
+        self._sequence = 0  # of the next batch
+        self._kept: deque[_Published] = deque(maxlen=plan.replay_batches)
+        self._kept_bytes = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._publisher: zmq.Socket[bytes]
+        self._questions: zmq.Socket[bytes]
+
+    def tap(self, medium: str, page_tokens: int, lookahead: int) -> CacheObserver:
+        return CacheTap(self, medium, page_tokens, lookahead)
+
+    def note(self, change: CacheChange, nbytes: int) -> None:
+        """Queue a change, or drop it if the queue is full. Called by the main loop; it never waits."""
+        if self._noted_bytes - self._taken_bytes + nbytes > QUEUED_BYTES:
+            self.dropped += 1
+            return
+        try:
+            self._queue.put_nowait((change, nbytes))
+        except queue.Full:
+            self.dropped += 1
+        else:
+            self._noted_bytes += nbytes
+
+    def start(self) -> None:
+        """Bind both sockets and start the thread. Raises ConfigError."""
+        self._context = zmq.Context()
+        self._publisher = self._bound(zmq.PUB, self._plan.address, "kv_events.first_port")
+        self._questions = self._bound(zmq.ROUTER, self._plan.replay_address, "kv_events.first_replay_port")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Publish what is queued, within bounds, and close the sockets."""
+        if self._context is None:
+            return
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._context.destroy(linger=0)
+        self._context = None
+
+    def _bound(self, kind: int, address: str, key: str) -> zmq.Socket[bytes]:
+        assert self._context is not None
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_QUESTION_BYTES)
+        socket.setsockopt(zmq.SNDHWM, 2 * self._plan.replay_batches + 2)
+        socket.setsockopt(zmq.IPV6, "[" in address)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                key,
+                f"cannot bind to {address}: {error.strerror}; choose another port, or an address of this host",
+            ) from error
+        return socket
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            if self._questions.poll(0):
+                self._answer()
+            self._publish(IDLE_SECONDS)
+        # What was queued before `close`, but no more than one queue's worth.
+        for _ in range(self._plan.max_queue // CHANGES_PER_BATCH + 1):
+            self._publish(0)
+
+    def _publish(self, seconds: float) -> None:
+        """Publish a batch of what is queued, for which the thread waits up to `seconds`."""
+        events = [event for change in self._taken(seconds) for event in self._blocks.apply(change)]
+        if self.dropped != self._seen_drops:
+            # Nobody can be told what is missing: the skipped number says that something is.
+            self._seen_drops = self.dropped
+            self._sequence += 1
+        if not events:
+            return
+        batch = _Published(self._sequence, encode(Batch(time.time(), events, 0)))
+        self._sequence += 1
+        if len(self._kept) == self._kept.maxlen:
+            self._kept_bytes -= len(self._kept[0].payload)
+        self._kept.append(batch)
+        self._kept_bytes += len(batch.payload)
+        while self._kept_bytes > REPLAY_BYTES and len(self._kept) > 1:
+            self._kept_bytes -= len(self._kept.popleft().payload)
+        self._publisher.send_multipart((self._topic, _number(batch.sequence), batch.payload))
+
+    def _taken(self, seconds: float) -> Iterator[CacheChange]:
+        with contextlib.suppress(queue.Empty):
+            for count in range(CHANGES_PER_BATCH):
+                if count or not seconds:
+                    change, nbytes = self._queue.get_nowait()
+                else:
+                    change, nbytes = self._queue.get(timeout=seconds)
+                self._taken_bytes += nbytes
+                yield change
+
+    def _answer(self) -> None:
+        """Answer one question of the replay socket; what is not a question is ignored."""
+        frames = self._questions.recv_multipart()
+        if len(frames) != 3 or frames[1] or len(frames[2]) != SEQUENCE_BYTES:
+            return
+        client, start = frames[0], sequence_of(frames[2])
+        if start == SNAPSHOT:
+            if self._sequence:
+                payload = encode(Batch(time.time(), self._blocks.snapshot(), 0))
+                self._reply(client, self._topic, _number(self._sequence - 1), payload)
+        else:
+            for batch in self._kept:
+                if batch.sequence >= start:
+                    self._reply(client, self._topic, _number(batch.sequence), batch.payload)
+        self._reply(client, b"", END, b"")
+
+    def _reply(self, client: bytes, *frames: bytes) -> None:
+        # A client that has gone, or does not read, loses messages; the thread does not wait for it.
+        self._questions.send_multipart((client, b"", *frames), zmq.NOBLOCK)
+
+
+def _number(sequence: int) -> bytes:
+    return sequence.to_bytes(SEQUENCE_BYTES, "big")
+
+
+def kv_events_of(plan: KvEventsPlan | None) -> KvEvents:
+    """Return a node's publisher; without a plan it publishes nothing."""
+    return NO_KV_EVENTS if plan is None else KvEventPublisher(plan)

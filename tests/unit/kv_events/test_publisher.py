@@ -1,0 +1,222 @@
+"""The sockets of a node's KV events, as a subscriber sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from common.errors import ConfigError
+from common.kv_cache.radix_cache import CacheObserver, RadixCache
+from common.kv_events.plan import KvEventsPlan
+from common.kv_events.publisher import NO_KV_EVENTS, KvEventPublisher, kv_events_of
+from common.kv_events.wire import END, GPU, SNAPSHOT, AllBlocksCleared, BlockStored, decode
+
+PATIENCE_MS = 5000
+PAGE = 2
+
+
+def plan_in(directory: Path, **changed: Any) -> KvEventsPlan:
+    known: dict[str, Any] = {
+        "address": f"ipc://{directory}/pub",
+        "replay_address": f"ipc://{directory}/replay",
+        "topic": "kv@prefill-0@tiny",
+        "block_tokens": 2,
+        "token_ids": True,
+        "replay_batches": 100,
+        "max_queue": 1000,
+    }
+    return KvEventsPlan(**(known | changed))
+
+
+class Subscriber:
+    """Sockets that are connected to a publisher."""
+
+    def __init__(self, plan: KvEventsPlan) -> None:
+        self._context = zmq.Context[zmq.Socket[bytes]]()
+        self._events = self._context.socket(zmq.SUB)
+        self._events.connect(plan.address)
+        self._events.subscribe(b"kv@prefill-0@")
+        self._replay = self._context.socket(zmq.DEALER)
+        self._replay.connect(plan.replay_address)
+
+    def hears(self, milliseconds: int) -> bool:
+        return bool(self._events.poll(milliseconds))
+
+    def next(self) -> list[bytes]:
+        assert self.hears(PATIENCE_MS), "no event"
+        return self._events.recv_multipart()
+
+    def ask(self, start: int) -> list[list[bytes]]:
+        """Return the answers of the replay socket up to and without the last one."""
+        self._replay.send_multipart((b"", start.to_bytes(8, "big")))
+        answers: list[list[bytes]] = []
+        while True:
+            assert self._replay.poll(PATIENCE_MS), "no answer"
+            empty, *frames = self._replay.recv_multipart()
+            assert empty == b""
+            if frames == [b"", END, b""]:
+                return answers
+            answers.append(frames)
+
+    def send(self, *frames: bytes) -> None:
+        self._replay.send_multipart(frames)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class Connected:
+    """A publisher with a cache, and a subscriber."""
+
+    def __init__(self, plan: KvEventsPlan) -> None:
+        self.publisher = KvEventPublisher(plan)
+        self.tap: CacheObserver = self.publisher.tap(GPU, PAGE, 0)
+        self.cache = RadixCache(PAGE, observer=self.tap)
+        self.publisher.start()
+        self.subscriber = Subscriber(plan)
+        # A subscription arrives some time after `connect`.
+        self._page = 1000
+        self.first = self._settle()
+
+    def insert(self, token: int) -> None:
+        """Cache a block of its own."""
+        self._page += 1
+        self.cache.insert(np.array([token, token]), [self._page])
+
+    def _settle(self) -> int:
+        """Return the number of the next batch, once the subscriber hears events."""
+        for token in range(10_000, 10_200):
+            self.insert(token)
+            if self.subscriber.hears(50):
+                break
+        while self.subscriber.hears(100):
+            last = self.subscriber.next()
+        return int.from_bytes(last[1], "big") + 1
+
+    def close(self) -> None:
+        self.subscriber.close()
+        self.publisher.close()
+
+
+@pytest.fixture
+def connected(tmp_path: Path) -> Iterator[Connected]:
+    made = Connected(plan_in(tmp_path))
+    yield made
+    made.close()
+
+
+def test_events_are_published_with_topic_and_number(connected: Connected) -> None:
+    for at in range(3):
+        connected.insert(at)
+        topic, number, payload = connected.subscriber.next()
+        assert topic == b"kv@prefill-0@tiny"
+        assert int.from_bytes(number, "big") == connected.first + at
+        (event,) = decode(payload).events
+        assert isinstance(event, BlockStored)
+        assert event.token_ids == [at, at]
+        assert decode(payload).data_parallel_rank == 0
+
+
+def test_missed_batches_are_repeated(connected: Connected) -> None:
+    heard = []
+    for at in range(3):
+        connected.insert(at)
+        heard.append(connected.subscriber.next())
+    assert connected.subscriber.ask(connected.first) == heard
+    assert connected.subscriber.ask(connected.first + 1) == heard[1:]
+    assert connected.subscriber.ask(connected.first + 3) == []
+    assert len(connected.subscriber.ask(0)) == connected.first + 3
+
+
+def test_a_snapshot_has_everything_under_the_latest_number(connected: Connected) -> None:
+    connected.insert(1)
+    latest = connected.subscriber.next()
+    ((_, number, payload),) = connected.subscriber.ask(SNAPSHOT)
+    assert number == latest[1]
+    cleared, *stored = decode(payload).events
+    assert cleared == AllBlocksCleared()
+    hashes = [each for event in stored if isinstance(event, BlockStored) for each in event.block_hashes]
+    assert len(hashes) == connected.cache.cached_pages
+    (event,) = decode(latest[2]).events
+    assert isinstance(event, BlockStored)
+    assert set(event.block_hashes) <= set(hashes)
+
+
+def test_what_is_no_question_gets_no_answer(connected: Connected) -> None:
+    for frames in ((b"",), (b"", b"123"), (b"x", bytes(8)), (b"", bytes(8), b"")):
+        connected.subscriber.send(*frames)
+    assert connected.subscriber.ask(connected.first) == []
+
+
+def test_only_the_last_batches_are_repeated(tmp_path: Path) -> None:
+    made = Connected(plan_in(tmp_path, replay_batches=2))
+    try:
+        for at in range(4):
+            made.insert(at)
+            made.subscriber.next()
+        numbers = [int.from_bytes(each[1], "big") for each in made.subscriber.ask(0)]
+        assert numbers == [made.first + 2, made.first + 3]
+    finally:
+        made.close()
+
+
+def test_a_full_queue_drops_changes_and_skips_a_number(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path, max_queue=64)
+    publisher = KvEventPublisher(plan)
+    cache = RadixCache(PAGE, observer=publisher.tap(GPU, PAGE, 0))
+    for token in range(70):  # before the thread runs
+        cache.insert(np.array([token, token]), [token + 1])
+    assert publisher.dropped == 6
+    publisher.start()
+    subscriber = Subscriber(plan)
+    try:
+        numbers = [int.from_bytes(each[1], "big") for each in _until_some(subscriber)]
+        assert numbers == [1], "number 0 is missing, as some events are"
+    finally:
+        subscriber.close()
+        publisher.close()
+
+
+def _until_some(subscriber: Subscriber) -> list[list[bytes]]:
+    for _ in range(100):
+        if answers := subscriber.ask(0):
+            return answers
+    raise AssertionError("nothing was published")
+
+
+def test_queued_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.kv_events.publisher.QUEUED_BYTES", 20)
+    publisher = KvEventPublisher(plan_in(tmp_path))
+    tap = publisher.tap(GPU, PAGE, 0)
+    for page in range(4):
+        tap.adopted(np.array([1, 2]), [page], 0, b"")
+    assert publisher.dropped == 2
+    tap.evicted([1])
+    assert publisher.dropped == 2, "evictions take no room"
+
+
+def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path, address="tcp://127.0.0.1:1", replay_address=f"ipc://{tmp_path}/replay")
+    publisher = KvEventPublisher(plan)
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.ROUTER) as other:
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        taken = KvEventPublisher(plan_in(tmp_path, address=f"tcp://127.0.0.1:{port}"))
+        with pytest.raises(ConfigError, match=f"cannot bind to tcp://127.0.0.1:{port}") as caught:
+            taken.start()
+        taken.close()
+    assert caught.value.path == "kv_events.first_port"
+    publisher.close()
+
+
+def test_without_a_plan_nothing_is_published() -> None:
+    events = kv_events_of(None)
+    assert events is NO_KV_EVENTS
+    events.start()
+    events.tap(GPU, PAGE, 0).adopted(np.array([1, 2]), [1], 0, b"")
+    events.close()
+    assert events.dropped == 0
