@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
+from common.errors import Preempted
 from common.kv_cache.page_space import PageLease
 from common.observability.event_log import NO_EVENTS, EventLog
 from decode_node.admission import choose_victim, headroom_pages
 from decode_node.parts import Scheduling
+from decode_node.quarantine_wait import QuarantineWait
 from decode_node.queues import Queues
 from decode_node.request import DecodeRequest
+
+NO_BACKUP = "pages and backup memory ran out (decode.backup_mib)"
+QUARANTINED = (
+    "the pages that it waits for are in quarantine, until a prefill node proves that it writes no more"
+)
 
 
 class StepBatch(NamedTuple):
@@ -41,6 +48,7 @@ class BatchResources:
         # need the very page that another one lacks.
         self._reserved_tokens = max(limits.reserved_tokens, 2 * rules.most_tokens - 1)
         self._max_running = limits.max_running
+        self._quarantine_wait = QuarantineWait(queues)
         self.retractions = 0
 
     def try_lease(self, request: DecodeRequest) -> PageLease | None:
@@ -103,13 +111,17 @@ class BatchResources:
             request.forced = tuple(request.matcher.forced(most)) if most and request.matcher else ()
         return self._rules.forced_width([request.forced_row for request in candidates])
 
-    def settle_retractions(self, unsaved: Container[int]) -> list[DecodeRequest]:
-        """Remove victims that no step writes to any more. Return those whose KV could not be kept.
+    def settle_retractions(
+        self, unsaved: Container[int], now: float
+    ) -> list[tuple[DecodeRequest, Preempted]]:
+        """Remove victims that no step writes to any more. Return requests that must leave the node, and why.
 
-        `unsaved`: keys of earlier victims whose save has not ended; the pages of the others become free.
+        They are victims whose KV could not be kept, and requests that wait for pages in quarantine. `unsaved`: keys of
+        earlier victims whose save has not ended; the pages of the others become free.
         """
         self._retraction.settle(unsaved)
-        dropped: list[DecodeRequest] = []
+        hopeless = self._quarantine_wait.hopeless(self._retraction.frees_pages, now)
+        leaving = [(each, Preempted(QUARANTINED)) for each in hopeless]
         for request in list(self._queues.running.values()):
             if request.retract and request.in_flight == 0 and not request.ended:
                 del self._queues.running[request.room]
@@ -118,8 +130,8 @@ class BatchResources:
                 if self._retraction.save(request):
                     self._queues.retracted.append(request)
                 else:
-                    dropped.append(request)
-        return dropped
+                    leaving.append((request, Preempted(NO_BACKUP)))
+        return leaving
 
     def resume(self, now: float) -> None:
         """Resume retracted requests in order of retraction, while their pages and the others' headroom fit."""

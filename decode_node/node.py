@@ -19,7 +19,6 @@ from common.errors import (
     InvalidRequest,
     NodeLost,
     Overloaded,
-    Preempted,
     RequestError,
     TransferFailed,
     Unavailable,
@@ -113,8 +112,7 @@ class DecodeNode:
         self.life.receive(self, now)
         self._move_transfers(now)
         self.life.look_after(self, now)
-        for request in self._resources.settle_retractions(self._worker.unsaved()):
-            self._fail(request, Preempted.code, "pages and backup memory ran out (decode.backup_mib)")
+        self._fail_all(self._resources.settle_retractions(self._worker.unsaved(), now))
         self._resources.resume(now)
         self._admit(now)
         self._fail_all(follow_compiled(self.queues.arrived, now))

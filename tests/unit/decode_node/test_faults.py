@@ -17,6 +17,7 @@ from common.messages.router_inbox import Failed, FirstToken, Tokens
 from common.node.completion import Deferred, Immediate
 from common.node.overlap import Completion
 from decode_node.graphs.decode_graph import DecodeGraphs
+from decode_node.quarantine_wait import PATIENCE
 from decode_node.step import AutoregressiveStep, DecodeSteps
 from kv_transfer.messages import RecordWritten, encode
 from kv_transfer.transport.loopback.endpoints import Fault
@@ -521,3 +522,27 @@ def test_messages_of_a_refused_request_come_in_order() -> None:
             assert call.ids == reference(tuple(call.prompt), call.sampling)[0][: len(call.ids)]
         cluster.settle()
         assert not [m for m in cluster.decode.link.taken() if isinstance(m, Tokens | FirstToken)]
+
+
+@pytest.mark.parametrize("waits", ["retracted", "waiting"])
+def test_a_request_does_not_wait_for_a_quarantine_that_may_never_end(waits: str) -> None:
+    """A stopped prefill process proves nothing."""
+    shape = replace(SMALL, prefills=2, decode_pool=32, decode_cache=False)
+    with NodeCluster(shape, resubmit=False) as cluster:
+        call = cluster.submit(prompt_of(8, 1), 20, prefill=1) if waits == "retracted" else None
+        if call is not None:
+            cluster.run(until=lambda: len(cluster.decode.node.queues.running) == 1)
+        stopped = cluster.prefills[0]
+        cluster.submit(prompt_of(12), 3, legs="d")
+        cluster.turn(5)
+        stopped.alive = False
+        cluster.decode.link.deliver(PeerLost(incarnation=stopped.ref.incarnation))
+        call = call or cluster.submit(prompt_of(24, 1), 5, prefill=1)
+        queues = cluster.decode.node.queues
+        cluster.run(until=lambda: bool(queues.retracted if waits == "retracted" else queues.waiting))
+        assert len(queues.quarantined) == 1
+        began = cluster.clock.now
+        cluster.run(dt=0.1)
+        assert call.error is not None
+        assert call.error.code == "preempted"
+        assert PATIENCE < cluster.clock.now - began < PATIENCE + 1.0
