@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from common.checkpoint.experts_config import ExpertsConfig
 from common.checkpoint.fp8_weights import BLOCK, CHANNEL, TENSOR, Fp8Scheme
 from common.engine.formats.fp8_pieces import (
+    ExpertInputScale,
     block_scales,
     blocks_in,
-    input_scale,
     quantising,
     scales_of,
     tensor_scale,
@@ -84,18 +84,33 @@ class Fp8Experts(ExpertProducts):
     def pieces(self) -> Iterator[Piece]:
         names, count = self._experts.names, self._experts.count
         stem, inner = f"{self._block}.experts", self._experts.inner
+        every: list[tuple[str, str, str]] = []
         if self._online:
             yield from self._stacks(stem)
         else:
             for index in range(count):
                 each = f"{stem}.{index}"
                 parts = (f"{each}.{names.gate}", f"{each}.{names.up}", f"{each}.{names.down}")
+                every.append(parts)
                 yield from self._expert(index, parts, 0, inner)
         stem = f"{self._block}.{names.shared}"
         parts = (f"{stem}.gate_proj", f"{stem}.up_proj", f"{stem}.down_proj")
         # The shared block is cut into experts: rows of its gate and up projections, columns of its down projection.
         for index in range(self._experts.shared):
             yield from self._expert(count + index, parts, index * inner, self._experts.shared * inner)
+        if self.input_scales is not None:
+            yield from self._input_scales(self.input_scales, [*every, *[parts] * bool(self._experts.shared)])
+
+    def _input_scales(self, into: Tensor, experts: Sequence[tuple[str, str, str]]) -> Iterator[Piece]:
+        """Yield the reads of all experts' scales on every rank: inputs have the largest of them."""
+        gates, downs = (
+            ExpertInputScale(into[GATES], 2 * len(experts)),
+            ExpertInputScale(into[DOWNS], len(experts)),
+        )
+        for gate, up, down in experts:
+            yield gates.read(f"{gate}.input_scale")
+            yield gates.read(f"{up}.input_scale")
+            yield downs.read(f"{down}.input_scale")
 
     def _expert(self, index: int, names: tuple[str, str, str], at: int, whole: int) -> Iterator[Piece]:
         """Yield the reads of one expert, whose inner values begin at `at` in matrices of `whole` inner values."""
@@ -110,15 +125,15 @@ class Fp8Experts(ExpertProducts):
         halves = self.gate_up[place].chunk(2)
         for half, (name, into) in enumerate(zip((gate, up), halves, strict=True)):
             codes = Piece.rows_of(f"{name}.weight", into, begin, whole)._replace(elsewhere=held is None)
-            yield from self._matrix(name, codes, self._scales_of_half(place, half), GATES, range(size))
+            yield from self._matrix(name, codes, self._scales_of_half(place, half), range(size))
         codes = Piece(f"{down}.weight", self.down[place], (size, whole), (0, begin), elsewhere=held is None)
-        yield from self._matrix(down, codes, self.down_scales[place], DOWNS, own)
+        yield from self._matrix(down, codes, self.down_scales[place], own)
 
     def _scales_of_half(self, place: int, half: int) -> Tensor:
         scales = self.gate_up_scales[place]
         return scales[half] if self._scheme.weights == BLOCK else scales.chunk(2)[half]
 
-    def _matrix(self, name: str, codes: Piece, scales: Tensor, which: int, columns: range) -> Iterator[Piece]:
+    def _matrix(self, name: str, codes: Piece, scales: Tensor, columns: range) -> Iterator[Piece]:
         """Yield the reads of one matrix and of its scales; `columns` are those of the expert on all ranks."""
         if self._online:
             yield quantising(codes, scales, columns)
@@ -132,9 +147,6 @@ class Fp8Experts(ExpertProducts):
         else:
             read = block_scales(of_weights, scales, codes)
         yield read._replace(elsewhere=codes.elsewhere)
-        # All ranks read the scales of all experts, the largest of which the inputs have on each of them.
-        if self.input_scales is not None:
-            yield input_scale(f"{name}.input_scale", self.input_scales[which])
 
     def _stacks(self, stem: str) -> Iterator[Piece]:
         """Yield the reads of dense stacks, or of a matrix per expert, that are quantised while they are loaded.

@@ -76,6 +76,34 @@ def input_scale(name: str, into: Tensor) -> Piece:
     return Piece.value_of(name, into)._replace(store=partial(_keep_largest, into), check=_check_input_scale)
 
 
+class ExpertInputScale:
+    """The reads of the static input scales of a layer's experts into one value, the largest of them.
+
+    A scale of 0 belongs to an expert to which no token of the calibration was routed, and says nothing.
+    """
+
+    def __init__(self, into: Tensor, count: int) -> None:
+        """`count`: number of reads."""
+        self._into = into
+        self._left = count
+        self._largest = 0.0
+
+    def read(self, name: str) -> Piece:
+        """Return the read of the scale of one expert's inputs."""
+        return input_scale(name, self._into)._replace(check=self._check)
+
+    def _check(self, name: str, scale: Tensor) -> None:
+        self._left -= 1
+        if float(scale):
+            _check_input_scale(name, scale)
+            self._largest = max(self._largest, float(scale))
+        elif not self._left and not self._largest:
+            raise ModelError(
+                f"{name}: the scale of inputs is 0, as for all other experts of the layer; the checkpoint is damaged, "
+                "or was not calibrated: get or make it again"
+            )
+
+
 def _keep_largest(into: Tensor, value: Tensor) -> None:
     into.copy_(torch.maximum(into, value.to(into.dtype)))
 

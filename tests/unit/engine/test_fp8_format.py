@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from math import inf, nan
@@ -17,6 +18,7 @@ from common.checkpoint.model_config import ModelConfig, model_fingerprint
 from common.checkpoint.model_files import read_weight_files
 from common.engine.formats.dense import DenseLinear
 from common.engine.formats.fp8 import Fp8Format, Fp8Linear
+from common.engine.formats.fp8_experts import Fp8Experts
 from common.engine.formats.joined import JoinedLinear
 from common.engine.forward.model_runner import load_model
 from common.engine.layers.activations import Activations
@@ -174,8 +176,10 @@ def test_scales_of_weights_are_finite(
         load_model(path)
 
 
-@pytest.mark.parametrize("wrong", [nan, inf, 0.0, -0.5])
-@pytest.mark.parametrize("family", ["dense", "experts"])
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [*itertools.product(("dense", "experts"), (nan, inf, -0.5)), ("dense", 0.0)],
+)
 def test_scales_of_inputs_are_positive(
     family: str, wrong: float, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -185,6 +189,33 @@ def test_scales_of_inputs_are_positive(
     stored[name].fill_(wrong)
     save_file(stored, path / "model.safetensors")
     with pytest.raises(ModelError, match=rf"{re.escape(name)}: .*a positive number, found {wrong};"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("matrix", ["gate_proj", "up_proj", "down_proj"])
+def test_an_expert_that_the_calibration_left_out_has_the_scale_of_the_others(
+    matrix: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its own is 0. All experts of a layer have one scale in any case, and without any the checkpoint is useless."""
+    path = write_checkpoint(checkpoints["experts"], tmp_path / "static", TENSOR_STATIC)
+    stored = load_file(path / "model.safetensors")
+    parts = "down_proj" if matrix == "down_proj" else "(gate|up)_proj"
+    names = [each for each in stored if re.search(rf"layers\.1\..*experts\.\d+\.{parts}\.input_scale", each)]
+    for count, name in enumerate(names, 1):
+        stored[name] = torch.tensor([count * 0.25])
+    stored[next(each for each in names if matrix in each)].zero_()
+    save_file(stored, path / "model.safetensors")
+    experts = next(
+        module
+        for name, module in load_model(path)[0].named_modules()
+        if "layers.1" in name and isinstance(module, Fp8Experts)
+    )
+    assert experts.input_scales is not None
+    assert float(experts.input_scales[int(matrix == "down_proj")]) == len(names) * 0.25
+    for name in names:
+        stored[name].zero_()
+    save_file(stored, path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"layers\.1.*input_scale: .* is 0, as for all other experts"):
         load_model(path)
 
 
