@@ -169,8 +169,7 @@ def reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what the LM head reads, what the next step reads, and logits."""
     named = {name.removeprefix(form.prefix): value for name, value in tensors_of(form).items()}
-    # The embedding in the file of an EAGLE-1 head is a copy of the target's.
-    read = F.embedding(ids, named.get("embed_tokens.weight", embedding) if form.eagle3 else embedding)
+    read = F.embedding(ids, named.get("embed_tokens.weight", embedding))
     x = hidden
     if form.eagle3:
         x = F.linear(hidden, named["fc.weight"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from common.checkpoint.model_files import read_weight_files
 from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import ForwardBatch
 from common.engine.forward.draft_inputs import DraftExtendInput, DraftInput
+from common.engine.forward.file_embedding import take_embedding
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import (
@@ -70,9 +72,9 @@ class DraftRunner:
 
 
 def load_eagle(path: Path, draft: DraftConfig, target: CausalLM, placement: Placement) -> EagleHead:
-    """Build and fill a head that shares the target's embedding and LM head.
+    """Build and fill a head that shares the target's LM head, and its embedding unless the file has another one.
 
-    Raises ModelError with what does not fit.
+    Some files repeat both. Raises ModelError with what does not fit.
     """
     names = _tensor_names(path)
     check_draft_size(path, draft)
@@ -80,7 +82,9 @@ def load_eagle(path: Path, draft: DraftConfig, target: CausalLM, placement: Plac
     norms = {input_norm(layer) for layer in range(1, draft.model.num_layers)}
     found = {norm for norm in norms if _published(norm, names) in names}
     head = EagleHead(draft, target, placement, _own_parts(names) | found)
-    _fill(path, head, names, (EMBEDDING, LM_HEAD))  # some files contain copies of the target's
+    _fill(path, head, names, (EMBEDDING, LM_HEAD))
+    if _published(EMBEDDING, names) in names:
+        take_embedding(path, head, target, partial(_published, found=names))
     return _checked(head.eval(), draft, placement, path)
 
 

@@ -15,13 +15,13 @@ from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import ForwardBatch
 from common.engine.forward.draft_inputs import DraftInput
 from common.engine.forward.draft_runner import DraftRunner
+from common.engine.forward.file_embedding import take_embedding
 from common.engine.layers.placement import Placement
 from common.engine.models.causal_lm import CausalLM
 from common.engine.models.eagle import DraftOutput, SplitHead
 from common.engine.models.model_size import check_draft_size
 from common.engine.models.mtp import EMBEDDING, HEAD, MtpModule, MtpModules, build_mtp
 from common.engine.weights import load_weights
-from common.errors import ModelError
 
 
 class Module(Protocol):
@@ -66,26 +66,10 @@ def load_mtp(path: Path, draft: DraftConfig, target: CausalLM, placement: Placem
     load_weights(path, model.pieces(), ignore=copies, aside=unused, within=prefixes)
     for prefix, head in zip(prefixes, model.heads, strict=True):
         if head.embed_tokens is target.embed_tokens and f"{prefix}{EMBEDDING}.weight" in names:
-            _take_embedding(path, head, target)
+            take_embedding(path, head, target)
         if head.lm_head is target.lm_head and f"{prefix}{HEAD}.weight" in names:
             _take_head(path, head, target)
     return model.eval()
-
-
-@torch.no_grad()
-def _take_embedding(path: Path, head: MtpModule, target: CausalLM) -> None:
-    """Use the embedding of the file unless it is a copy of the target's."""
-    own = head.own_embedding()
-    (ours,), (theirs,) = own.pieces(), target.embed_tokens.pieces()
-    load_weights(path, [ours], within=(ours.name,))
-    if torch.equal(ours.into, theirs.into):
-        return
-    if target.config.vision is not None:
-        raise ModelError(
-            f"{path}: {ours.name} is not the target's embedding, so this module cannot read the images that the "
-            "target embeds; use a checkpoint whose modules share it"
-        )
-    head.embed_tokens = own
 
 
 @torch.no_grad()

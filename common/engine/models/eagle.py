@@ -284,13 +284,18 @@ class EagleHead(DraftModule):
         self.embed_tokens = target.embed_tokens
         self.lm_head = target.lm_head
         self.rotary = Rotary(config.rope, config.head_dim, placement)
+        self._config = config
+        self._weights = weights = weight_format(config, placement)
         width = config.hidden_size + DraftExtendInput.hidden_size_for(draft)
-        weights = weight_format(config, placement)
         self.fc = weights.linear(width, {"fc": config.hidden_size}, FC_BIAS in own)
         self.layers = nn.ModuleList(
             EagleLayer(f"layers.{i}", draft, i, weights, i > 0 and input_norm(i) in own)
             for i in range(config.num_layers)
         )
+
+    def own_embedding(self) -> Embedding:
+        """Make an uninitialised embedding of its own."""
+        return self._weights.embedding("embed_tokens", self._config.vocab_size, self._config.hidden_size)
 
     def body(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, attention: AttentionBackend

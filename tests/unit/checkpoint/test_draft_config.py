@@ -271,16 +271,29 @@ def test_norms_before_fc(switch: str, names: list[str], target: Any, tmp_path: P
 
 
 def test_copies_and_a_bias_in_an_eagle_file(target: Any, tmp_path: Path) -> None:
-    """EAGLE-1 shares embedding and LM head even if its file repeats them; some files have a bias in fc."""
+    """EAGLE-1 shares embedding and LM head if its file repeats them; some files have a bias in fc."""
     path = copy_of(tmp_path, "tiny-eagle")
     tensors = load_file(path / "model.safetensors")
     bias = torch.randn(256)
-    copies = {"embed_tokens.weight": torch.zeros(704, 256), "lm_head.weight": torch.zeros(704, 256)}
+    copies = {EMBEDDING: target.embed_tokens.weight.clone(), "lm_head.weight": torch.zeros(704, 256)}
     save_parts(path, {**tensors, **copies, "fc.bias": bias})
     head = load_eagle(path, config_of(path, "eagle"), target, PLACEMENT)
     assert head.embed_tokens is target.embed_tokens
     assert head.lm_head is target.lm_head
     assert torch.equal(head.get_parameter("fc.bias"), bias)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_an_eagle_head_uses_its_own_embedding_if_it_is_another(
+    prefix: str, target: Any, tmp_path: Path
+) -> None:
+    """Its LM head is the target's in any case, whose normed hidden state it predicts."""
+    path = copy_of(tmp_path, "tiny-eagle")
+    own = torch.randn(704, 256)
+    save_parts(path, {**load_file(path / "model.safetensors"), prefix + EMBEDDING: own})
+    head = load_eagle(path, config_of(path, "eagle"), target, PLACEMENT)
+    assert torch.equal(head.embed(torch.tensor([7]))[0], own[7])
+    assert head.lm_head is target.lm_head
 
 
 @pytest.mark.parametrize(
