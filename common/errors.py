@@ -29,7 +29,7 @@
         +-- Preempted          503  pages ran out and the KV could not be kept; the request may be placed again
         +-- CacheDamaged       503  cached KV had changed in memory; the request may be placed again
         +-- ClientGone         499  the client has disconnected
-        +-- NoAnswer           504  a node did not answer an operator's order in time
+        +-- NoAnswer           504  a node did not answer an operator's order in time, or not carry it out
         +-- InternalError      500  a defect; details only in the log
         +-- PoisonRequest      500  nodes crashed whenever they ran this request; it is not run again
 

@@ -21,9 +21,18 @@ class PoolBudget:
     section: str  # config section: prefill or decode
     runs_vision: bool = False  # this node runs the model's vision part, if there is one
     image_bytes: int = 0  # size of a cache for the vision part's output
+    # This is one half of a movable node. The half for decoding has no weights: it uses those of the other one.
+    movable: bool = False
+
+    @property
+    def has_weights(self) -> bool:
+        """True if the node loads weights itself."""
+        return not (self.movable and self.section == "decode")
 
     @property
     def key(self) -> str:
+        if self.movable:
+            return f"movable.{self.section}_{'memory_fraction' if self.tokens is None else 'pool_tokens'}"
         return f"{self.section}.{'memory_fraction' if self.tokens is None else 'pool_tokens'}"
 
 

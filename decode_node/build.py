@@ -36,6 +36,7 @@ from common.node.registration import registration
 from common.node.router_link import RouterLink
 from common.node.router_links import RouterLinks
 from common.node.serving_model import ServingModel, page_space
+from common.node.shared_parts import ALONE, SharedParts, check_process
 from common.node.torch_trace import TorchTrace
 from common.node_plan import NodePlan
 from common.observability.event_log import event_log
@@ -44,6 +45,7 @@ from common.observability.startup import StartupReporter
 from decode_node import node as decode
 from decode_node.assemble import assemble
 from decode_node.draft_watch import DraftWatch, FirstDraftWatch, NoWatch, causes_of
+from decode_node.exclusive_worker import ExclusiveWorker
 from decode_node.forwards import Forwards
 from decode_node.limits import DecodeLimits
 from decode_node.loaded_rank import load_rank
@@ -102,30 +104,42 @@ class BuiltDecodeNode:
         self.end.close()
 
 
-def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) -> BuiltDecodeNode:
-    """Load the models, allocate the KV pool and bind the sockets. Raises ConfigError or ModelError with the remedy."""
+def build(
+    resolved: Resolved, name: str, reporter: StartupReporter, log: Log, shared: SharedParts = ALONE
+) -> BuiltDecodeNode:
+    """Load the models, allocate the KV pool and bind the sockets. Raises ConfigError or ModelError with the remedy.
+
+    `shared`: with the other half of a movable node.
+    """
+    check_process(name, resolved.cluster.movable.role_of(name) is not None, shared)
     check_manifests(resolved.manifests, True, functools.partial(reporter.report, "verifying"))
     routers = control_addresses(resolved)
     plan = node_plan(resolved.cluster, "decode", name, resolved.model_path, resolved.draft_path, routers)
     incarnation = new_incarnation()
     ranks = start_ranks(RANK, resolved, name, len(plan.devices), incarnation, reporter)
     with ranks.starting():
-        return _build(resolved, plan, incarnation, ranks, log)
+        return _build(resolved, plan, incarnation, ranks, shared, log)
 
 
 def _build(
-    resolved: Resolved, plan: NodePlan, incarnation: str, ranks: RankGroup | SoleRank, log: Log
+    resolved: Resolved,
+    plan: NodePlan,
+    incarnation: str,
+    ranks: RankGroup | SoleRank,
+    shared: SharedParts,
+    log: Log,
 ) -> BuiltDecodeNode:
     """Build rank 0, while the others build theirs."""
     cluster, name = resolved.cluster, plan.name
     section, health = cluster.decode, cluster.health
-    loaded = load_rank(plan, step_sizes(cluster, has_tokenizer(resolved.model_path)), ranks, log)
+    sizes = step_sizes(cluster, has_tokenizer(resolved.model_path))
+    loaded = load_rank(plan, sizes, ranks, log, shared.model)
     served = loaded.served
     end = receiving_end(resolved, plan, served, incarnation)
     forwards = loaded.forwards(end.allocate)
     local = end.receiver(forwards.layout)
     poller = zmq.Poller()
-    receiver, wrap = _with_ranks(local, end, forwards, ranks, poller)
+    receiver, wrap = _with_ranks(local, end, forwards, ranks, poller, shared)
     kv_events = kv_events_of(plan.kv_events)
     space = page_space(served, section.prefix_cache, kv_events)
     loaded.capture(forwards, log)
@@ -164,7 +178,7 @@ def _build(
         log, drafts=watch, events=events, ranks=ranks.totals, kv_events=kv_events, profiler=profiler
     )
     assembly = assemble(
-        Links(incarnation, routers, peers, poller, receiver),
+        Links(incarnation, routers, peers, poller, receiver, shared.duty),
         space,
         loaded.computation(forwards),
         bounds,
@@ -232,14 +246,20 @@ def _draft_watch(served: ServingModel, path: Path | None, log: Log) -> DraftWatc
 
 
 def _with_ranks(
-    local: Receiver, end: ReceivingEnd, forwards: Forwards, ranks: RankGroup | SoleRank, poller: zmq.Poller
+    local: Receiver,
+    end: ReceivingEnd,
+    forwards: Forwards,
+    ranks: RankGroup | SoleRank,
+    poller: zmq.Poller,
+    shared: SharedParts,
 ) -> tuple[PageReceiver, Callable[[Worker], Worker]]:
     """Return the receiver of all ranks, and what makes the worker of all ranks from that of rank 0.
 
     Reports of the other ranks wake the node through `poller`.
     """
     if isinstance(ranks, SoleRank):
-        return local, lambda worker: worker
+        device = shared.device
+        return local, lambda worker: worker if device is None else ExclusiveWorker(worker, device)
     group = ReceiverGroup(local, forwards.layout, end.record_slots, ranks.commands, ranks.events)
     for descriptor in group.descriptors:
         poller.register(descriptor, zmq.POLLIN)

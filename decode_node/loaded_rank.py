@@ -53,13 +53,19 @@ class LoadedRank:
         )
 
 
-def load_rank(plan: NodePlan, sizes: StepSizes, peers: RankPeers, log: Log) -> LoadedRank:
+def load_rank(
+    plan: NodePlan, sizes: StepSizes, peers: RankPeers, log: Log, loaded: ServingModel | None = None
+) -> LoadedRank:
     """Load the share of one rank, and agree with the others on the size of the pool.
 
     Raises ConfigError or ModelError with the remedy.
+
+    Args:
+        loaded: has the weights on the device already.
     """
     peers.connect(serving_device(plan.device), CudaRuntime, log)
-    served = load_serving_model(plan, peers, log, peers.ranks(expert_division(plan.expert_parallel)))
+    ranks = peers.ranks(expert_division(plan.expert_parallel))
+    served = load_serving_model(plan, peers, log, ranks, loaded)
     peers.report("allocating")
     device, carried = served.placement.device, served.draft_shape
     relay = RelayState.allocate(plan.max_rows, served.config.vocab_size, device, carried, served.state.window)

@@ -81,10 +81,8 @@ class DecodeNode:
         self._resources = BatchResources(self.queues, scheduling, self._events)
         self._planner = Planner(self._resources, scheduling.rows, scheduling.rules)
         self._step_times = StepTimes()
-        drain = self._limits.drain_timeout
-        self.life = NodeLife(
-            links.incarnation, self._routers, Reserve, drain, self._log, self._clock, observation.profiler
-        )
+        own, drain, profiler = links.incarnation, self._limits.drain_timeout, observation.profiler
+        self.life = NodeLife(own, self._routers, Reserve, drain, self._log, self._clock, profiler, links.duty)
         self._report = Report(self.queues, self._space, self._receiver, self._resources, observation)
         for each in self._routers.sockets:
             self._poller.register(each, zmq.POLLIN)
@@ -241,8 +239,8 @@ class DecodeNode:
         self._peers.close_unused({request.prefill.incarnation for request in self.queues})
 
     def _check(self, request: DecodeRequest) -> None:
-        if not self.life.takes_requests:
-            raise NodeLost("this decode node is draining")
+        if not self.life.takes(request.prefill.incarnation):
+            raise NodeLost("this node takes no requests for decoding now")
         if len(self.queues.waiting) >= self._limits.max_queue:
             raise Overloaded(
                 f"{self._limits.max_queue} requests already wait on this decode node; try again later"

@@ -88,8 +88,11 @@ class Supervisor:
         ]
         for role, nodes in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes)):
             for node in (each for each in nodes if not is_pattern(each.name)):
-                command = [f"{role}_node", "--name", node.name, *common]
-                children.append(Child(node.name, command, logs / f"{node.name}.log"))
+                if cluster.starts_as(node.name, role):
+                    movable = cluster.movable.role_of(node.name) is not None
+                    module = "deploy.movable_node" if movable else f"{role}_node"
+                    command = [module, "--name", node.name, *common]
+                    children.append(Child(node.name, command, logs / f"{node.name}.log"))
         self._stop_requested = False
         self._problems: list[str] = []
         self._table_problem = ""

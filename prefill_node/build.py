@@ -47,6 +47,7 @@ from common.node.registration import registration
 from common.node.router_link import RouterLink
 from common.node.router_links import RouterLinks
 from common.node.serving_model import ServingModel, lookahead_of, page_space
+from common.node.shared_parts import ALONE, SharedParts, check_process
 from common.node.torch_trace import TorchTrace
 from common.node_names import NodeNames
 from common.node_plan import NodePlan
@@ -60,6 +61,7 @@ from kv_transfer.transport.base import SenderSetup
 from kv_transfer.transport.cuda.pool_memory import as_memory
 from kv_transfer.transport.transport_registry import make_sender
 from prefill_node.assemble import assemble
+from prefill_node.exclusive_worker import ExclusiveWorker
 from prefill_node.forwards import Forwards, PromptSizes
 from prefill_node.graphs.backends.compiled_body import EAGER, CompiledBodies, missing_compiler
 from prefill_node.host_parts import make_host_parts
@@ -117,8 +119,14 @@ class BuiltPrefillNode:
         self.sockets.context.term()
 
 
-def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) -> BuiltPrefillNode:
-    """Load the models, allocate the KV pool and bind the sockets. Raises ConfigError or ModelError with the remedy."""
+def build(
+    resolved: Resolved, name: str, reporter: StartupReporter, log: Log, shared: SharedParts = ALONE
+) -> BuiltPrefillNode:
+    """Load the models, allocate the KV pool and bind the sockets. Raises ConfigError or ModelError with the remedy.
+
+    `shared`: with the other half of a movable node. This half loads the weights of both.
+    """
+    check_process(name, resolved.cluster.movable.role_of(name) is not None, shared)
     check_manifests(resolved.manifests, True, functools.partial(reporter.report, "verifying"))
     sockets = open_sockets(resolved, name)
     routers = control_addresses(resolved)
@@ -126,7 +134,7 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     incarnation = new_incarnation()
     ranks = start_ranks(RANK, resolved, name, len(plan.devices), incarnation, reporter)
     with ranks.starting():
-        return _build(resolved, plan, incarnation, sockets, ranks, log)
+        return _build(resolved, plan, incarnation, sockets, ranks, shared, log)
 
 
 def _build(
@@ -135,6 +143,7 @@ def _build(
     incarnation: str,
     sockets: Sockets,
     ranks: RankGroup | SoleRank,
+    shared: SharedParts,
     log: Log,
 ) -> BuiltPrefillNode:
     """Build rank 0, while the others build theirs."""
@@ -162,6 +171,7 @@ def _build(
 
     loaded = load_prompt_rank(plan, prompt_sizes(cluster, plan), ranks, stage_of, bodies, log)
     served = loaded.served
+    shared.loaded(served)
     kv_events = kv_events_of(plan.kv_events)
     space = page_space(served, section.prefix_cache, kv_events)
     forwards = loaded.forwards()
@@ -172,7 +182,7 @@ def _build(
     tap = functools.partial(kv_events.tap, CPU, lookahead=lookahead_of(served))
     host = make_host_parts(section.host_mib << 20, grid, forwards, space, tap)
     addresses = [each.decode() for each in ranks.exchange(end.peers.address.encode())]
-    group, wrap = _with_ranks(end.sender, addresses, ranks)
+    group, wrap = _with_ranks(end.sender, addresses, ranks, shared)
     ref = NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=end.peers.address)
     reports = rank_reports(served, plan.device, ranks.exchange)
     register = registration(plan, ref, link_secret, served, forwards.graphs, reports)
@@ -202,7 +212,7 @@ def _build(
     profiler = NodeProfiler(name, functools.partial(profile_directory, resolved), TorchTrace, log)
     observation = Observation(log, events=events, ranks=ranks.totals, kv_events=kv_events, profiler=profiler)
     assembly = assemble(
-        Links(incarnation, routers, end.peers, end.sender, vision.images, group),
+        Links(incarnation, routers, end.peers, end.sender, vision.images, group, shared.duty),
         space,
         replace(computation, host=host),
         bounds,
@@ -224,7 +234,7 @@ def _give_rows(ranks: RankGroup | SoleRank) -> Callable[[Tensor], object]:
 
 
 def _with_ranks(
-    local: Sender, addresses: Sequence[str], ranks: RankGroup | SoleRank
+    local: Sender, addresses: Sequence[str], ranks: RankGroup | SoleRank, shared: SharedParts
 ) -> tuple[SenderGroup | None, Callable[[Worker], Worker]]:
     """Return the sender of all ranks, if there are several, and what makes their worker from that of rank 0.
 
@@ -232,7 +242,8 @@ def _with_ranks(
     """
     if isinstance(ranks, SoleRank):
         local.addresses = tuple(addresses)
-        return None, lambda worker: worker
+        device = shared.device
+        return None, lambda worker: worker if device is None else ExclusiveWorker(worker, device)
     group = SenderGroup(local, addresses, ranks.commands, ranks.events)
     return group, lambda worker: RankedWorker(worker, ranks.send_plan, ranks.group.check)
 

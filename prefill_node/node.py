@@ -87,6 +87,7 @@ class PrefillNode:
             observation.log,
             self._clock,
             observation.profiler,
+            links.duty,
         )
         self._report = Report(
             self.queues, self._space, self._sender, self._times, observation, self._tier.totals
@@ -209,8 +210,8 @@ class PrefillNode:
         return [image for request in self.queues.waiting.values() for image in request.images]
 
     def _check(self, message: Prefill) -> Keys:
-        if not self.life.takes_requests:
-            raise NodeLost("this prefill node is draining")
+        if not self.life.takes(message.decode):
+            raise NodeLost("this node takes no prompts now")
         if len(self.queues.waiting) >= self._limits.max_queue:
             raise Overloaded(
                 f"{self._limits.max_queue} prompts wait on this prefill node already; try again later"

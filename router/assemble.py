@@ -13,10 +13,12 @@ from router.core import assemble_core
 from router.exchange.host_peers import HostPeers
 from router.exchange.host_routes import HostRoutes
 from router.metrics.http_metrics import HttpMetrics
+from router.nodes.role_changes import RoleChanges
 from router.parts import ApiParts, ChildProcesses, ControlLink, Dispatching, NodeRules, Observation
 from router.requests.checks import ServedModel
 from router.routes.admin import AdminRoutes
 from router.routes.profile import ProfileRoutes
+from router.routes.roles import RoleRoutes
 from router.routes.status import ClusterView
 from router.server.listeners import HttpListeners, HttpPlan
 from router.server_info import ServerInfo
@@ -52,6 +54,8 @@ def assemble(
     peers = HostPeers(http.name, http.peers, log)
     routes = ApiRoutes(api, availability, dispatcher, dispatcher, core.flush_caches, view, peers, log)
     admin = AdminRoutes(availability.set_paused, lambda: routes.active, peers)
+    changes = RoleChanges(core.registry, core.control.send, observation.clock, log)
+    roles = RoleRoutes(changes, dispatching.drain_timeout)
     host = HostRoutes(
         http.name,
         core.metrics.render,
@@ -72,6 +76,7 @@ def assemble(
 
     def add_admin_routes(app: web.Application) -> None:
         admin.add_to(app)
+        roles.add_to(app)
         profiles.add_to(app)
 
     listeners = HttpListeners(http, add_routes, add_admin_routes, host.add_to, log, answers.answered)

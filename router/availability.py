@@ -77,9 +77,10 @@ class Availability:
 
     def missing_nodes(self) -> list[dict[str, str]]:
         """Return name and role of the entries of the cluster file without a node that takes requests now."""
-        up = {(node.role, node.pattern or node.name) for node in self._core.registry if node.state == "up"}
+        # In either role, where a node can change it.
+        up = {node.pattern or node.name for node in self._core.registry if node.state == "up"}
         configured = [(role, name) for role, names in self._configured.items() for name in names]
-        return [{"name": name, "role": role} for role, name in configured if (role, name) not in up]
+        return [{"name": name, "role": role} for role, name in configured if name not in up]
 
     def set_paused(self, paused: bool) -> None:
         """Pause or resume the router on behalf of an operator."""

@@ -160,8 +160,10 @@ def _node_rules(resolved: Resolved, max_model_len: int, vocab_size: int) -> Node
         registration_rules(resolved, max_model_len, vocab_size),
         model_fingerprint(resolved.model_path, cluster.model.max_model_len, cluster.model.quantization),
         {
-            "prefill": [node.name for node in cluster.prefill.nodes],
-            "decode": [node.name for node in cluster.decode.nodes],
+            "prefill": [
+                each.name for each in cluster.prefill.nodes if cluster.starts_as(each.name, "prefill")
+            ],
+            "decode": [each.name for each in cluster.decode.nodes if cluster.starts_as(each.name, "decode")],
         },
         node_timeout=health.node_timeout,
         loop_timeout=health.loop_timeout,

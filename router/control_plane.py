@@ -313,7 +313,8 @@ class ControlPlane:
             if self._registry.undecided(checked, pattern):
                 # No answer yet: the node asks again.
                 return
-            refusal = self._registry.register(checked, pattern)
+            movable = self.rules.movable(message.node.name)
+            refusal = self._registry.register(checked, pattern, movable)
         except HandshakeRefused as error:
             refusal = str(error)
         self._answer_registration(speaker, message.node.name, refusal)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from common.api_key import ApiKey
 from common.config import Resolved
 from common.config.admin_listener import admin_listeners
 from common.config.api_keys import read_api_keys
 from common.config.http_exposure import is_loopback
+from common.config.resolve_node import movable_section, pool_budget
 from common.config.router_processes import RouterProcess, router_name
 from common.config.run_directory import entry_peer_address, own_socket, use_file
-from common.config.schema import DecodeSection, Model, PrefillSection
+from common.config.schema import Model, NodeEntry
+from common.messages.identity import Role
 from common.observability.logs import Log
 from router.auth.gates import Gate, KeyGate, OpenGate
 from router.auth.keys import KeyFile, KeyRing
@@ -38,13 +41,11 @@ def registration_rules(resolved: Resolved, max_model_len: int, vocab_size: int) 
     cluster = resolved.cluster
     page_size = cluster.kv.page_size
 
-    def expected(section: PrefillSection | DecodeSection, on_gpu: bool) -> tuple[int, int | None]:
+    def expected(role: Role, node: NodeEntry) -> tuple[int, int | None]:
         """Return (least context length, pages of the pool); None pages if the node sizes the pool itself."""
-        tokens: int | None = None
-        if section.pool_tokens != "auto":
-            tokens = section.pool_tokens
-        elif not on_gpu:
-            tokens = section.CPU_POOL_TOKENS
+        section = cluster.prefill if role == "prefill" else cluster.decode
+        movable = movable_section(cluster, node.name)
+        tokens = pool_budget(role, section, node.rank_devices[0], movable).tokens
         if tokens is None:
             return cluster.model.max_model_len or 1, None
         pages = tokens // page_size
@@ -52,12 +53,14 @@ def registration_rules(resolved: Resolved, max_model_len: int, vocab_size: int) 
 
     nodes: dict[str, ExpectedNode] = {}
     for prefill in cluster.prefill.nodes:
-        least, pages = expected(cluster.prefill, prefill.on_gpu)
+        least, pages = expected("prefill", prefill)
         address = entry_peer_address(resolved, prefill)
         nodes[prefill.name] = ExpectedNode("prefill", address, least, pages, prefill.count)
     for decode in cluster.decode.nodes:
-        least, pages = expected(cluster.decode, decode.on_gpu)
-        nodes[decode.name] = ExpectedNode("decode", "", least, pages, decode.count)
+        least, pages = expected("decode", decode)
+        decoding = ExpectedNode("decode", "", least, pages, decode.count)
+        other = nodes.get(decode.name)
+        nodes[decode.name] = decoding if other is None else replace(other, decoding=decoding)
     return RegistrationRules(nodes, page_size, max_model_len, vocab_size)
 
 

@@ -63,7 +63,7 @@ def of_service(model: ServedModel, ready: bool, nodes: Iterable[Node]) -> dict[s
 def of_nodes(conditions: Sequence[Condition], view: View) -> dict[str, Any]:
     """Return `nodes` and `internal_states`, for View.CLUSTER and above."""
     return {
-        "nodes": [_describe(condition, view) for condition in conditions],
+        "nodes": [_describe(each, view) for each in conditions if each.node.state != "standby"],
         "internal_states": [
             {
                 "node": node.name,
@@ -95,6 +95,7 @@ def _describe(condition: Condition, view: View) -> dict[str, Any]:
     return {
         "name": node.name,
         "role": node.role,
+        "movable": node.movable,
         "state": node.state,
         **(process if view >= View.OPERATOR else {}),
         "config": register.effective_config,

@@ -38,20 +38,27 @@ def check_kv_events(cluster: Cluster) -> None:
         )
 
 
-def kv_events_plan(cluster: Cluster, name: str, model: str) -> KvEventsPlan | None:
-    """Return how the node `name` publishes; None if it does not. `model` is the served name. Raises ConfigError."""
+def kv_events_plan(cluster: Cluster, role: str, name: str, model: str) -> KvEventsPlan | None:
+    """Return how the node `name` publishes; None if it does not. `model` is the served name. Raises ConfigError.
+
+    Each half of a movable node publishes for itself.
+    """
     section = cluster.kv_events
     if not section.enabled:
         return None
-    names = [node.name for node in nodes_of(cluster)]
+    prefill, decode = (
+        [node.name for node in nodes] for nodes in (cluster.prefill.nodes, cluster.decode.nodes)
+    )
+    before, names = (0, prefill) if role == "prefill" else (len(prefill), decode)
     entry = NodeNames.of(names).entry(name)
     assert entry is not None, "the caller has found the node's entry"
-    host, number = own_host(cluster, section.host, HOST), names.index(entry)
+    host, number = own_host(cluster, section.host, HOST), before + names.index(entry)
+    publisher = name if cluster.movable.role_of(name) is None else f"{name}.{role}"
     host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return KvEventsPlan(
         address=f"tcp://{host}:{section.first_port + number}",
         replay_address=f"tcp://{host}:{section.first_replay_port + number}",
-        topic=f"kv@{name}@{model}",
+        topic=f"kv@{publisher}@{model}",
         block_tokens=cluster.router.placement.block_tokens,
         token_ids=section.token_ids,
         replay_batches=section.replay_batches,

@@ -20,7 +20,7 @@ from common.config.devices import check_devices
 from common.config.http_exposure import check_http
 from common.config.keys import element_struct, read_override, refuse_unknown, variable_path
 from common.config.kv_events import check_kv_events
-from common.config.node_entries import check_names, check_own_address
+from common.config.node_entries import check_movable, check_names, check_own_address
 from common.config.router_processes import CONTROL, check_routers, router_hosts
 from common.config.schema import Cluster, Speculation
 from common.config.unread import refuse_unread, unread_keys
@@ -126,6 +126,7 @@ def load_cluster(
         _refuse_other_names(data)
         raise _readable(error, given) from error
     origins = {path: _origin(path, given, f"file:{file.name}") for path, _ in _leaves(data, "")}
+    check_movable(cluster)
     check_names(cluster)
     check_own_address(cluster)
     check_devices(cluster, origins)
@@ -184,20 +185,28 @@ def _check_addresses(cluster: Cluster) -> None:
 
 def _check_lengths(cluster: Cluster) -> None:
     """Check that a pool of known size fits a request of the length that the file asks for."""
-    wanted, page = cluster.model.max_model_len, cluster.kv.page_size
     for role, section in (("prefill", cluster.prefill), ("decode", cluster.decode)):
         tokens, auto = section.pool_tokens, ""
         if tokens == "auto":
             if any(node.on_gpu for node in section.nodes):
                 continue
             tokens, auto = section.CPU_POOL_TOKENS, "auto is "
-        if wanted is not None and tokens // page * page < wanted:
-            raise ConfigError(
-                f"{role}.pool_tokens",
-                f"{auto}{tokens} tokens in pages of {page} hold no request of model.max_model_len, {wanted}: "
-                f"write at least {-(-wanted // page) * page}, or set model.max_model_len to at most "
-                f"{tokens // page * page}",
-            )
+        _check_length(f"{role}.pool_tokens", tokens, cluster, auto)
+    for role in ("prefill", "decode"):
+        own = cluster.movable.tokens_of(role)
+        if own != "auto":
+            _check_length(f"movable.{role}_pool_tokens", own, cluster)
+
+
+def _check_length(key: str, tokens: int, cluster: Cluster, auto: str = "") -> None:
+    wanted, page = cluster.model.max_model_len, cluster.kv.page_size
+    if wanted is not None and tokens // page * page < wanted:
+        raise ConfigError(
+            key,
+            f"{auto}{tokens} tokens in pages of {page} hold no request of model.max_model_len, {wanted}: "
+            f"write at least {-(-wanted // page) * page}, or set model.max_model_len to at most "
+            f"{tokens // page * page}",
+        )
 
 
 def _check_health(cluster: Cluster) -> None:

@@ -12,6 +12,7 @@ from common.checkpoint.dtype_name import dtype_name
 from common.checkpoint.kv_scales import kv_scales
 from common.checkpoint.model_config import ModelConfig, model_fingerprint
 from common.config.kv_events import kv_events_plan
+from common.config.movable_schema import MovableSection
 from common.config.node_hosts import elsewhere
 from common.config.schema import Cluster, DecodeSection, NodeEntry, PrefillSection, Speculation
 from common.config.transport_choice import choose_layers, choose_transport
@@ -109,7 +110,7 @@ def node_plan(
             heartbeat_interval=health.heartbeat_interval,
             timeout=health.router_timeout,
         ),
-        kv_events=kv_events_plan(cluster, name, cluster.model.served_name or model.name),
+        kv_events=kv_events_plan(cluster, role, name, cluster.model.served_name or model.name),
     )
 
 
@@ -129,14 +130,33 @@ def _kv_values(cluster: Cluster, model: Path) -> KvValues:
     return KvValues(FP8, kv_scales(model)) if cluster.kv.dtype == "fp8" else AS_COMPUTED
 
 
-def pool_budget(name: str, section: PrefillSection | DecodeSection, device_name: str) -> PoolBudget:
-    """Return the pool size that `section`, called `name`, asks for on a device."""
+def pool_budget(
+    name: str,
+    section: PrefillSection | DecodeSection,
+    device_name: str,
+    movable: MovableSection | None = None,
+) -> PoolBudget:
+    """Return the pool size that `section`, called `name`, asks for on a device.
+
+    Args:
+        movable: the section of movable nodes, for one of them; it takes precedence.
+    """
     tokens: int | None = None
-    if section.pool_tokens != "auto":
+    own = "auto" if movable is None else movable.tokens_of(name)
+    if own != "auto":
+        tokens = own
+    elif section.pool_tokens != "auto":
         tokens = section.pool_tokens
     elif device_name == "cpu":
         tokens = section.CPU_POOL_TOKENS
-    return PoolBudget(tokens, section.memory_fraction, name, section.runs_vision, section.image_bytes)
+    fraction = section.memory_fraction if movable is None else movable.fraction_of(name)
+    vision, images = section.runs_vision, section.image_bytes
+    return PoolBudget(tokens, fraction, name, vision, images, movable is not None)
+
+
+def movable_section(cluster: Cluster, name: str) -> MovableSection | None:
+    """Return the section of movable nodes if `name` is one of them."""
+    return None if cluster.movable.role_of(name) is None else cluster.movable
 
 
 def _round_tokens(speculation: Speculation) -> int:
@@ -163,14 +183,15 @@ def _shares(cluster: Cluster) -> dict[tuple[str, str], list[NodeShare]]:
     rows, slots = decode.max_running, decode.max_running + 2 * decode.max_transferring
     found = {}
     for node in prefill.nodes:
-        budget = pool_budget("prefill", prefill, node.rank_devices[0])
+        budget = pool_budget("prefill", prefill, node.rank_devices[0], movable_section(cluster, node.name))
         snapshots = prefill.state_snapshots if prefill.prefix_cache else 0
         share = NodeShare(
             node.rank_devices[0], budget, prefill.max_batch, 2 * prefill.max_batch, state_snapshots=snapshots
         )
         found["prefill", node.name] = _of_ranks(share, node)
     for decoding in decode.nodes:
-        budget = pool_budget("decode", decode, decoding.rank_devices[0])
+        movable = movable_section(cluster, decoding.name)
+        budget = pool_budget("decode", decode, decoding.rank_devices[0], movable)
         share = NodeShare(decoding.rank_devices[0], budget, rows, slots, round_tokens)
         found["decode", decoding.name] = _of_ranks(share, decoding)
     return found
@@ -185,7 +206,10 @@ def _shares_beside(
     nodes: dict[tuple[str, str], NodeEntry] = {("prefill", node.name): node for node in cluster.prefill.nodes}
     nodes |= {("decode", node.name): node for node in cluster.decode.nodes}
     beside = (
-        key for key in shares if not is_pattern(key[1]) and not elsewhere(cluster, nodes[own], nodes[key])
+        key
+        for key in shares
+        # The other half of a movable node has the same name.
+        if key[1] == own[1] or not (is_pattern(key[1]) or elsewhere(cluster, nodes[own], nodes[key]))
     )
     return tuple(share for key in beside for share in shares[key])
 

@@ -12,18 +12,11 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from common.config.section import Section
+from common.config.movable_schema import MovableSection
+from common.config.section import Fraction, NodeName, NotNegative, Port, Positive, Seconds, Section
 from common.config.section_kv_events import KvEventsSection
 from common.errors import ConfigError
 from common.node_names import NodeNames
-
-Port = Annotated[int, Meta(ge=0, le=65535)]
-Positive = Annotated[int, Meta(ge=1)]
-Fraction = Annotated[float, Meta(gt=0, le=0.98)]  # share of a GPU; the driver reserves some memory
-NotNegative = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0, le=86_400)]
-# A name, or a pattern of names: common/node_names.py. In the expression, $ would allow a newline.
-NodeName = Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,62}\*?\Z", max_length=63)]
 
 Quantization = Literal["none", "fp8"]
 PrefixCaching = bool | Literal["auto"]
@@ -367,6 +360,7 @@ class Cluster(Section, frozen=True, kw_only=True):
     router: RouterSection = RouterSection()
     prefill: PrefillSection = PrefillSection()
     decode: DecodeSection = DecodeSection()
+    movable: MovableSection = MovableSection()
     speculation: Speculation = Speculation()
     transfer: Transfer = Transfer()
     health: Health = Health()
@@ -379,6 +373,10 @@ class Cluster(Section, frozen=True, kw_only=True):
 
     def decode_node(self, name: str) -> DecodeNodeEntry:
         return _named(self.decode.nodes, name, "decode")
+
+    def starts_as(self, name: str, role: str) -> bool:
+        """Return whether the node `name` of `role` starts in this role: every node does, except movable ones."""
+        return self.movable.role_of(name) in (None, role)
 
 
 def _named(nodes: tuple[_N, ...], name: str, role: str) -> _N:

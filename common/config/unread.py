@@ -28,6 +28,8 @@ from common.errors import ConfigError
 from common.node_names import OWN
 from common.speculation.table import algorithm
 
+_FRACTIONS = ("prefill_memory_fraction", "decode_memory_fraction")
+
 
 @dataclass(frozen=True, slots=True)
 class Unread:
@@ -88,6 +90,7 @@ def unread_keys(cluster: Cluster) -> Iterator[Unread]:
     else:
         reason = "clients authenticate by API keys, so their Host header is not checked; leave it out"
         yield Unread("router", cluster.router, ("allowed_hosts",), reason)
+    yield from _of_movable(cluster)
     yield from _of_placement(cluster)
     yield from _of_host_memory(cluster.prefill)
     yield from _of_devices(cluster)
@@ -99,6 +102,19 @@ def unread_keys(cluster: Cluster) -> Iterator[Unread]:
     elif cluster.prefill.prefix_cache is False and cluster.decode.prefix_cache is False:
         reason = "no node has a prefix cache that events could tell of; leave out one of the three"
         yield Unread("kv_events", cluster.kv_events, ("enabled",), reason)
+
+
+def _of_movable(cluster: Cluster) -> Iterator[Unread]:
+    section = cluster.movable
+    pools, fractions = ("prefill_pool_tokens", "decode_pool_tokens"), _FRACTIONS
+    if not section.nodes:
+        reason = "movable.nodes names no node; name one, or leave it out"
+        yield Unread("movable", section, (*pools, *fractions), reason)
+    elif not any(node.on_gpu for node in nodes_of(cluster)):
+        reason = (
+            "it applies to GPUs, and these nodes are on the CPU; write the key for tokens, or leave it out"
+        )
+        yield Unread("movable", section, fractions, reason)
 
 
 def _of_placement(cluster: Cluster) -> Iterator[Unread]:

@@ -33,7 +33,8 @@ def link_security(context: zmq.Context[zmq.Socket[bytes]], resolved: Resolved, n
 def all_names(cluster: Cluster) -> list[str]:
     """Return the names of all processes of a cluster and the patterns of names, each of which has a key pair."""
     prefill, decode = cluster.prefill.nodes, cluster.decode.nodes
-    return [ROUTER_NAME, *(node.name for node in prefill), *(node.name for node in decode)]
+    names = (ROUTER_NAME, *(node.name for node in prefill), *(node.name for node in decode))
+    return list(dict.fromkeys(names))  # a movable node has one key for both roles
 
 
 def admitted_names(cluster: Cluster, name: str) -> frozenset[str]:

@@ -6,15 +6,7 @@ import msgspec
 
 from common.messages.generation import CacheSalt, ImageSpans, Priority, SamplingParams, TokenIds
 from common.messages.identity import NodeRef
-from common.messages.node_inbox import (
-    Abort,
-    FlushCache,
-    HeartbeatAck,
-    PeerLost,
-    Profile,
-    Registered,
-    Rejected,
-)
+from common.messages.node_inbox import AnyNodeMessage
 from common.messages.router_inbox import Room
 from common.messages.wire import InboxCodec
 
@@ -39,5 +31,5 @@ class Reserve(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return self.prefill.incarnation
 
 
-DecodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache | Profile | Reserve
+DecodeMessage = AnyNodeMessage | Reserve
 codec: InboxCodec[DecodeMessage] = InboxCodec(DecodeMessage, "decode inbox")

@@ -11,7 +11,8 @@ import msgspec
 from common.observability.histogram import Histogram
 
 Role = Literal["prefill", "decode"]
-NodeState = Literal["loading", "up", "draining"]
+# standby: the half of a movable node whose role the node does not have now; it takes no requests
+NodeState = Literal["loading", "up", "draining", "standby"]
 
 MAX_ROOM = 2**63 - 1
 ROUTER_NAME = "router"  # name of the router's key; no node may have it

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from common.messages.identity import Label
+from common.messages.identity import Finite, Label, Role
 from common.messages.protocol import UNVERSIONED
 from common.messages.router_inbox import Room
 
@@ -73,4 +73,14 @@ class Profile(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     steps: Annotated[int, Meta(ge=1, le=MOST_PROFILE_STEPS)]
 
 
-AnyNodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache | Profile
+class ChangeRole(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Asks a movable node to finish its requests and then to take those of another role.
+
+    Its heartbeats say how far it is. If requests are left after `seconds`, it stays in its role.
+    """
+
+    role: Role
+    seconds: Finite
+
+
+AnyNodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache | Profile | ChangeRole

@@ -9,15 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from common.messages.generation import CacheSalt, ImageSpans, Priority, SamplingParams, TokenIds
-from common.messages.node_inbox import (
-    Abort,
-    FlushCache,
-    HeartbeatAck,
-    PeerLost,
-    Profile,
-    Registered,
-    Rejected,
-)
+from common.messages.node_inbox import AnyNodeMessage
 from common.messages.router_inbox import Room
 from common.messages.wire import InboxCodec
 
@@ -44,5 +36,5 @@ class Prefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return self.decode
 
 
-PrefillMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache | Profile | Prefill
+PrefillMessage = AnyNodeMessage | Prefill
 codec: InboxCodec[PrefillMessage] = InboxCodec(PrefillMessage, "prefill inbox")

@@ -48,7 +48,9 @@ def check_memory_before_loading(plan: NodePlan, device: torch.device, shard: Sha
         without = () if pool.runs_vision else layout.vision_prefixes
         memory = MemoryPlan(
             weights=sum(weight_bytes(each, dtype, without) for each in files)
-            - bytes_not_held(config, dtype, share.shard, share.expert_parallel),
+            - bytes_not_held(config, dtype, share.shard, share.expert_parallel)
+            if pool.has_weights
+            else 0,
             pool=0,
             sampling=adjustment_bytes(share.max_rows, config.vocab_size),
             state=(share.state_slots + 1) * spec.state_bytes + window.nbytes(share.max_rows),

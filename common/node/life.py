@@ -2,6 +2,8 @@
 
 up ──SIGTERM──> draining ──nothing left, or out of time──> stopping ──> Goodbye
  └──────────────── Rejected, unless others serve it ───────────────┘
+
+While it does not end, the half of a movable node changes between up, draining and standby (role_switch.py).
 """
 
 from __future__ import annotations
@@ -9,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
-from common.messages.identity import NodeCounters, NodeLoad, NodeState
-from common.messages.node_inbox import Abort, FlushCache, PeerLost, Profile, Rejected
+from common.messages.identity import NodeCounters, NodeLoad
+from common.messages.node_inbox import Abort, ChangeRole, FlushCache, PeerLost, Profile, Rejected
 from common.messages.router_inbox import Goodbye
 from common.node.lost_peers import LostPeers
 from common.node.profiles import Profiler
 from common.node.refusals import Refusals
+from common.node.role_switch import FIXED_ROLE, Duty
 from common.node.router_links import Held, RouterLinks
 from common.node.to_router import ToRouter
 from common.observability.bounded_log import BoundedLog
@@ -84,6 +87,7 @@ class NodeLife(Generic[Work]):
         log: Log,
         clock: Callable[[], float],
         profiler: Profiler,
+        duty: Duty = FIXED_ROLE,
     ) -> None:
         self._incarnation = incarnation
         self._links = links
@@ -95,15 +99,17 @@ class NodeLife(Generic[Work]):
         self._log = log
         self._clock = clock
         self._profiler = profiler
-        self._state: NodeState = "up"
+        self._duty = duty
+        self._state = duty.state(0, clock())
+        self._ending = False
         self._drain_until = float("inf")
         self._throughput = ThroughputLog(log, clock)
         self._swept = 0.0
         self._stopping = False
 
-    @property
-    def takes_requests(self) -> bool:
-        return self._state == "up"
+    def takes(self, peer: str) -> bool:
+        """Return whether the node takes a request now, which it shares with the node of this incarnation."""
+        return not self._ending and self._duty.takes(peer)
 
     def stopping(self) -> bool:
         """Return whether the loop must end."""
@@ -111,9 +117,9 @@ class NodeLife(Generic[Work]):
 
     def drain(self) -> None:
         """Take no new requests, finish the present ones, then stop."""
-        if self._state != "draining":
-            self._state = "draining"
+        if not self._ending:
             self._drain_until = self._clock() + self._drain_timeout
+            self._ending = True
 
     def receive(self, duties: Duties[Work], now: float) -> None:
         """Process the messages from routers, control messages of each first."""
@@ -132,6 +138,9 @@ class NodeLife(Generic[Work]):
                 duties.flush_cache()
             elif isinstance(message, Profile):
                 self._profiler.begin(message, router)
+            elif isinstance(message, ChangeRole):
+                if not self._duty.change(message.role, message.seconds, now):
+                    self._log.warning("a router asked this node, which is not movable, to change its role")
             elif isinstance(message, Rejected):
                 self._refuse(router, message.reason, now)
 
@@ -158,15 +167,17 @@ class NodeLife(Generic[Work]):
 
     def publish(self, load: NodeLoad, counters: NodeCounters, held: Iterable[Held]) -> None:
         """Publish the state for the next heartbeat, once per turn. `held`: see RouterLinks."""
-        self._links.publish(self._state, load, counters, held)
+        self._links.publish("draining" if self._ending else self._state, load, counters, held)
         self._profiler.look(counters.steps)
         self._throughput.look(
             self._clock(), lambda: Activity(totals_of(counters), load.running, load.queued, kv_usage(load))
         )
 
     def end_turn(self, requests: int, now: float) -> None:
-        """Stop a draining node that has no requests or no time left."""
-        if self._state == "draining" and (not requests or now > self._drain_until):
+        """Stop an ending node that has no requests or no time left."""
+        if not self._ending:
+            self._state = self._duty.state(requests, now)
+        elif not requests or now > self._drain_until:
             self._stopping = True
 
     def run(self, loop: Callable[[], None]) -> None:

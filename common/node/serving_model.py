@@ -60,6 +60,7 @@ class NodeMemory:
     budget: PoolBudget
     plan: MemoryPlan  # for its GPU, with an empty pool
     beside: int = 0  # bytes that this cluster's other nodes take of its GPU
+    before: int = 0  # bytes that the process has taken before, for the other half of a movable node
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class ServingModel:
         else:
             pages = budget.tokens // self.page_size + 1
             whole = replace(plan, pool=pages * self.held.page_bytes)
-            held = torch.cuda.memory_reserved(device)
+            held = torch.cuda.memory_reserved(device) - memory.before
             check_memory(device, whole, memory.beside, budget.key, self.held.token_bytes, held)
         longest = min(self.max_model_len, (pages - 1) * self.page_size)
         return replace(self, num_pages=pages, max_model_len=longest, memory=replace(memory, plan=plan))
@@ -204,11 +205,18 @@ class ServingModel:
 
 
 def load_serving_model(
-    plan: NodePlan, reporter: Progressing, log: Log, ranks: Ranks = ONE_RANK
+    plan: NodePlan,
+    reporter: Progressing,
+    log: Log,
+    ranks: Ranks = ONE_RANK,
+    loaded: ServingModel | None = None,
 ) -> ServingModel:
     """Load a rank's weights with progress. Raises ModelError, or ConfigError if the config does not fit the model.
 
     On a GPU the pool is one for a trial of the graphs; `graph_start.sized` replaces it by the one that serves.
+
+    Args:
+        loaded: has the same weights on the device already, for the other half of a movable node.
     """
     path, device, budget = Path(plan.model.path), serving_device(plan.device), plan.pool
     draft_config = _draft_config(plan)
@@ -219,19 +227,14 @@ def load_serving_model(
     if device.type == "cpu" and plan.threads:
         torch.set_num_threads(plan.threads)
     wanted = plan.model.max_model_len
-    reporter.report("loading", 0, 1)
-    model, config = load_model(
-        path,
-        plan.model.dtype,
-        device,
-        lambda done, total: reporter.report("loading", done, total),
-        () if draft_config is None else draft_config.aux_layers,
-        wanted,
-        ranks,
-        plan.model.quantization,
-    )
+    before = 0
+    if loaded is None:
+        model, config = _load_weights(plan, reporter, ranks, draft_config)
+        log.info("weights loaded", path=str(path), format=config.weights.describe(), dtype=plan.model.dtype)
+    else:
+        model, config = loaded.model, loaded.config
+        before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
     placement = model.placement
-    log.info("weights loaded", path=str(path), format=config.weights.describe(), dtype=plan.model.dtype)
     if wanted is not None and wanted > config.max_position_embeddings:
         raise ConfigError(
             "model.max_model_len",
@@ -245,9 +248,9 @@ def load_serving_model(
         longest = min(longest, budget.tokens // page_size * page_size)
         if not longest:
             raise ConfigError(budget.key, f"{budget.tokens} tokens are fewer than one page of {page_size}")
-    draft = None
+    draft = None if loaded is None else loaded.draft
     speculation = plan.speculation
-    if draft_config is not None and speculation.draft_path is not None:
+    if loaded is None and draft_config is not None and speculation.draft_path is not None:
         draft_path = Path(speculation.draft_path)
         draft = load_serving_draft(
             draft_path, draft_config, speculation.steps, speculation.topk, model, placement
@@ -261,7 +264,7 @@ def load_serving_model(
         spec,
         num_pages,
         longest,
-        NodeMemory(budget, memory, others),
+        NodeMemory(budget, memory, others, before),
         draft,
         KeptState(plan.state_slots, window, plan.state_snapshots) if spec.state_bytes else NO_STATE,
     )
@@ -270,6 +273,23 @@ def load_serving_model(
         nbytes = num_pages * held.page_bytes + served.num_slots * held.state_bytes
         check_host_pool(nbytes, held.token_bytes, budget.key)
     return served
+
+
+def _load_weights(
+    plan: NodePlan, reporter: Progressing, ranks: Ranks, draft: DraftConfig | None
+) -> tuple[CausalLM, ModelConfig]:
+    """Load a rank's share of the target."""
+    reporter.report("loading", 0, 1)
+    return load_model(
+        Path(plan.model.path),
+        plan.model.dtype,
+        serving_device(plan.device),
+        lambda done, total: reporter.report("loading", done, total),
+        () if draft is None else draft.aux_layers,
+        plan.model.max_model_len,
+        ranks,
+        plan.model.quantization,
+    )
 
 
 def lookahead_of(served: ServingModel) -> int:

@@ -325,7 +325,8 @@ def _states(labelled: _Labelled) -> Iterator[Metric]:
         serving = float(node.state == "up")
         up.add_metric(values, serving)
         draining.add_metric(values, float(node.state == "draining"))
-        healthy.add_metric(values[:2], serving)
+        if node.state != "standby":  # the other half of the node has the same name
+            healthy.add_metric(values[:2], serving)
         for state, holds in SLEEP_STATES.items():
             sleep.add_metric((*values, state), holds)
         register = node.register

@@ -30,7 +30,9 @@ class NodeProfiles:
         Raises UnknownNode, Conflict while another profile of it is recorded, Unavailable if it could not record one,
         NodeLost or NoAnswer.
         """
-        node = next((each for each in self._nodes() if each.name == name), None)
+        named = [each for each in self._nodes() if each.name == name]
+        # A movable node is recorded in the role that it has.
+        node = min(named, key=lambda each: each.state == "standby", default=None)
         if node is None:
             known = ", ".join(sorted(each.name for each in self._nodes())) or "none"
             raise UnknownNode(f"no node {name!r} is registered here; there are: {known}", param="name")

@@ -31,6 +31,8 @@ class ExpectedNode:
     least_model_len: int  # tokens that a request must be allowed to have there
     pages: int | None  # in its pool; None if the node derives it from the memory of its GPU
     count: int | None = None  # how many nodes a pattern may have at the same time; None for a single node
+    # The same node as a decode node, if it is movable; the other fields then describe it as a prefill node.
+    decoding: ExpectedNode | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class RegistrationRules:
                 f"{node.name!r} is not in the router's cluster file, which has {known}; start the router and "
                 "the nodes with the same file"
             )
+        if expected.decoding is not None and node.role == "decode":
+            expected = expected.decoding
         if node.role != expected.role:
             raise HandshakeRefused(
                 f"{node.name} is a {expected.role} node in the cluster file but registered as a {node.role} node"
@@ -85,6 +89,11 @@ class RegistrationRules:
         entry = NodeNames.of(self.nodes).entry(name)
         count = None if entry is None else self.nodes[entry].count
         return None if entry is None or count is None else Pattern(entry, count)
+
+    def movable(self, name: str) -> bool:
+        """Return whether the node `name` can change its role."""
+        expected = self.nodes.get(name)
+        return expected is not None and expected.decoding is not None
 
     def check_tokens(self, tokens: Sequence[OutputToken]) -> None:
         """Raise ProtocolError for a token outside the vocabulary."""

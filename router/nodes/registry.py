@@ -4,7 +4,8 @@ A node to which sending fails is unreachable: it is not chosen until it is heard
 
 A name belongs to one process. While that process lives, another one that registers under the same name is refused; once
 it is lost, the other one takes over. Until it is known which case holds, the other one gets no answer and asks again.
-The same holds for a node that joins by a pattern of which there are as many nodes as the cluster file allows.
+The same holds for a node that joins by a pattern of which there are as many nodes as the cluster file allows. A movable
+node is two nodes of one name, one of each role, of which one is in standby.
 
 (unknown) ──Register──> up ──heartbeat says so──> draining ──Goodbye──> gone
                          └─── no heartbeat, hung loop, closed socket ───> lost (forgotten)
@@ -52,6 +53,8 @@ class Node:
     reachable: bool = True  # False from a failed send to its next heartbeat or registration
     lost_by: LossCause | None = None  # set when it is lost
     pattern: str = ""  # of the cluster file, by which it joined; "" for a listed node
+    # It is one half of a node that can change its role; the other half has the same name.
+    movable: bool = False
     # incarnation -> when it first asked for the name
     contenders: dict[str, float] = field(default_factory=dict)
     # from its registration
@@ -154,8 +157,13 @@ class NodeRegistry:
         since = asked.setdefault(message.node.incarnation, self._clock())
         return holder.state == "draining" or holder.seen < since + SIGN_OF_LIFE
 
-    def register(self, message: Register, pattern: Pattern | None = None) -> str | None:
-        """Add a node, which joins by `pattern` or is listed. Returns None, or the reason for a refusal."""
+    def register(
+        self, message: Register, pattern: Pattern | None = None, movable: bool = False
+    ) -> str | None:
+        """Add a node, which joins by `pattern` or is listed. Returns None, or the reason for a refusal.
+
+        A movable node is in standby until its heartbeat says in which role it serves.
+        """
         node = message.node
         if message.model_fingerprint != self._fingerprint:
             return (
@@ -188,7 +196,10 @@ class NodeRegistry:
         else:
             now = self._clock()
             name = "" if pattern is None else pattern.text
-            self._nodes[node.incarnation] = Node(message, now, now, pattern=name)
+            state: NodeState = "standby" if movable else "up"
+            self._nodes[node.incarnation] = Node(
+                message, now, now, state=state, pattern=name, movable=movable
+            )
             self._find_limit()
             self._returns.arrived(node.role, node.name)
             self._log.info(
@@ -266,6 +277,7 @@ class NodeRegistry:
         """
         back = any(
             node.role == role
+            and node.state != "standby"
             and (not node.reachable or (node.state != "up" and self._returns.is_configured(role, node.name)))
             for node in self._nodes.values()
         )
@@ -287,7 +299,7 @@ class NodeRegistry:
         """Return the processes of which one must end first: that with the node's name, or those of a full pattern."""
         node = message.node
         others = [other for other in self if other.incarnation != node.incarnation]
-        if same := [other for other in others if other.name == node.name]:
+        if same := [other for other in others if (other.name, other.role) == (node.name, node.role)]:
             return same
         joined = [] if pattern is None else [other for other in others if other.pattern == pattern.text]
         return joined if pattern is not None and len(joined) >= pattern.count else []

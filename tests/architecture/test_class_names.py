@@ -24,6 +24,7 @@ PARALLEL = {
     "Worker": "executes plans",
     "DeviceWorker": "executes plans on one device",
     "RankedWorker": "executes plans on all ranks of a node",
+    "ExclusiveWorker": "executes plans on a device that the other half of a movable node uses, too",
     "Launched": "a plan in progress",
     "Report": "the load and the counters that a node reports",
 }

@@ -38,7 +38,10 @@ ALLOWED = {
     "router": {"control"},
     # starts the others as processes; kv_transfer for the sweep of shared memory
     "deploy": {"control", "kv_transfer"},
+    # the only process of both roles
+    "movable": {"control", "engine", "node", "kv_transfer", "prefill_node", "decode_node"},
 }
+MOVABLE = "deploy.movable_node"
 # Modules of common and kv_transfer, with their submodules, that only one kind of process may import.
 ONLY_PREFILL = (
     "common.engine.attention.prompt_attention",
@@ -100,6 +103,8 @@ def _area(name: str) -> str:
     for area in ("engine", "node"):
         if _is_under(name, f"common.{area}"):
             return area
+    if _is_under(name, MOVABLE):
+        return "movable"
     top = name.partition(".")[0]
     return "control" if top == "common" else top
 
@@ -234,6 +239,21 @@ def test_a_role_does_not_import_what_only_another_one_runs(
     assert not [name for name in others if name not in MODULES], "it has moved: correct the list"
 
 
+def test_a_movable_node_imports_both_roles_and_no_router() -> None:
+    """Its composition is the only module that imports both; `test_directions` checks all others."""
+    came_from = _reached_by(f"{MOVABLE}.__main__", f"{MOVABLE}.build")
+    foreign = [_chain(each, came_from) for each in came_from if any(_is_under(each, n) for n in ONLY_ROUTER)]
+    assert not foreign, "\n".join(foreign)
+    assert not [name for name in ONLY_PREFILL + ONLY_DECODE if name not in came_from]
+    importers = {
+        name
+        for name, module in MODULES.items()
+        if {"prefill_node", "decode_node"}
+        <= {each.partition(".")[0] for each in imported(module, MODULES, run=False)}
+    }
+    assert importers == {f"{MOVABLE}.build"}
+
+
 def test_no_cycles() -> None:
     """Cycles between modules count, including packages' __init__ if they are imported by name."""
     graph = {name: imported(module, MODULES, run=False) for name, module in MODULES.items()}
@@ -298,9 +318,9 @@ TRAINERS = (
 
 def _may_hide(module: Module, each: Import) -> bool:
     """Entry points may import torch late: nodes report "importing" first, and the data workers do not need it."""
-    top, _, rest = module.name.partition(".")
-    if rest == "__main__":
-        return each.target in (f"{top}.build.build", f"{top}.app.run")
+    package, _, last = module.name.rpartition(".")
+    if last == "__main__":
+        return each.target in (f"{package}.build.build", f"{package}.app.run")
     return module.name in TRAINERS and each.target.startswith("deploy.tiny_models.")
 
 

@@ -30,6 +30,7 @@ from tests.fakes.network_namespace import enter_network
 
 # typer imports parts of pydantic when it parses arguments.
 PRELOADED = (
+    "deploy.movable_node.build",
     "decode_node.build",
     "prefill_node.build",
     "router.build",

@@ -91,6 +91,7 @@ class RunningCluster:
     # (table, row) added in every process: see tests/fakes/with_rows.py
     rows: tuple[tuple[str, str], ...] = ()
     routers: int = 1  # processes: "router", "router.1" ...
+    movable: int = 0  # nodes that can change their role: "flex-0" ..., decode nodes at first
     start: StartProcess = fork_server.start  # how `launch` starts a process
 
     def __post_init__(self) -> None:
@@ -100,8 +101,19 @@ class RunningCluster:
         base: dict[str, Any] = {
             "model": {"path": str(MODEL), "served_name": "tiny"},
             "router": {"port": self.port, "queue_wait": 600.0, "processes": self.routers},
-            "prefill": {"nodes": [self._prefill_node(i, tcp) for i in range(self.prefill)]},
-            "decode": {"nodes": [{"name": f"decode-{i}"} for i in range(self.decode)]},
+            "prefill": {
+                "nodes": [
+                    *(self._prefill_node(f"prefill-{i}", tcp) for i in range(self.prefill)),
+                    *(self._prefill_node(name, tcp) for name in self.movable_names),
+                ]
+            },
+            "decode": {
+                "nodes": [
+                    *({"name": f"decode-{i}"} for i in range(self.decode)),
+                    *({"name": name} for name in self.movable_names),
+                ]
+            },
+            "movable": {"nodes": [{"name": name} for name in self.movable_names]},
             "health": {**PATIENT},
             "transfer": {**PATIENT_TRANSFER},
             # Short, because the path of an ipc socket is limited.
@@ -121,8 +133,8 @@ class RunningCluster:
         self.held.append(hold_port())
         return int(self.held[-1].getsockname()[1])
 
-    def _prefill_node(self, index: int, tcp: bool) -> dict[str, Any]:
-        node: dict[str, Any] = {"name": f"prefill-{index}"}
+    def _prefill_node(self, name: str, tcp: bool) -> dict[str, Any]:
+        node: dict[str, Any] = {"name": name}
         if tcp:
             self.addresses[node["name"]] = self._port()
             node["peer_address"] = f"tcp://127.0.0.1:{self.addresses[node['name']]}"
@@ -135,7 +147,12 @@ class RunningCluster:
     @property
     def names(self) -> list[str]:
         prefill = [f"prefill-{i}" for i in range(self.prefill)]
-        return [*self.router_names, *prefill, *(f"decode-{i}" for i in range(self.decode))]
+        decode = [f"decode-{i}" for i in range(self.decode)]
+        return [*self.router_names, *prefill, *decode, *self.movable_names]
+
+    @property
+    def movable_names(self) -> list[str]:
+        return [f"flex-{i}" for i in range(self.movable)]
 
     @property
     def router_names(self) -> list[str]:
@@ -180,7 +197,7 @@ class RunningCluster:
             return ["tests.fakes.blocking_node", str(self.directory / f"block-{name}"), role]
         if name in self.withholding:
             return ["tests.fakes.withholding_node", str(self.directory / f"withheld-{name}")]
-        return [f"{role}_node"]
+        return ["deploy.movable_node" if name in self.movable_names else f"{role}_node"]
 
     def launch(self, name: str) -> None:
         role = name.rpartition("-")[0]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from common.config.schema import Positive
+from common.config.section import Positive
 from common.config.transport_kind import Topology, TransportKind, TransportOptions
 from common.errors import ConfigError
 from kv_transfer.transport.description import Address, Description

@@ -24,6 +24,7 @@ from common.messages.identity import (
 )
 from common.messages.node_inbox import (
     Abort,
+    ChangeRole,
     FlushCache,
     HeartbeatAck,
     PeerLost,
@@ -57,6 +58,7 @@ FOR_NODES = [
     Abort(room=1, reason="gone"),
     PeerLost(incarnation="a"),
     FlushCache(),
+    ChangeRole(role="prefill", seconds=30.0),
     Profile(order="o", seconds=2.5, steps=30),
 ]
 FOR_PREFILL = prefill_inbox.Prefill(

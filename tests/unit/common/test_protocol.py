@@ -11,7 +11,7 @@ from common import messages
 from common.messages.protocol import CONTROL_PROTOCOL_VERSION
 from kv_transfer.schema_hash import schema_hash
 
-SCHEMAS = {18: "202c8c692e87e980"}  # version -> hash of every struct of common/messages
+SCHEMAS = {19: "c4a5d933e3a9d037"}  # version -> hash of every struct of common/messages
 
 
 def _structs() -> list[type[msgspec.Struct]]:

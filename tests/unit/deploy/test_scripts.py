@@ -100,7 +100,8 @@ def _run(script: Path, **named: str) -> list[str]:
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 @pytest.mark.parametrize(
-    "script", ["setup", "check", "lock", "launch_router", "launch_prefill", "launch_decode"]
+    "script",
+    ["setup", "check", "lock", "launch_router", "launch_prefill", "launch_decode", "launch_movable"],
 )
 def test_help_speaks_of_the_script_and_runs_nothing(tmp_path: Path, script: str, flag: str) -> None:
     """It runs in a copy that contains nothing else, so anything that ran would fail."""

@@ -25,12 +25,15 @@ def load(directory: Path, *overrides: str) -> Resolved:
 
 
 def test_nothing_is_published_by_default(tmp_path: Path) -> None:
-    assert kv_events_plan(load(tmp_path).cluster, "p-0", "m") is None
+    assert kv_events_plan(load(tmp_path).cluster, "prefill", "p-0", "m") is None
 
 
 def test_each_node_has_its_own_ports_on_loopback(tmp_path: Path) -> None:
     cluster = load(tmp_path, ON, "router.placement.block_tokens=32").cluster
-    plans = {name: kv_events_plan(cluster, name, "m") for name in ("p-0", "q-7", "d-0")}
+    plans = {
+        name: kv_events_plan(cluster, role, name, "m")
+        for role, name in (("prefill", "p-0"), ("prefill", "q-7"), ("decode", "d-0"))
+    }
     assert {
         name: plan and (plan.address, plan.replay_address, plan.topic) for name, plan in plans.items()
     } == {
@@ -70,7 +73,7 @@ def test_what_is_refused(tmp_path: Path, overrides: tuple[str, ...], path: str, 
 def test_an_isolated_network_permits_other_addresses(tmp_path: Path) -> None:
     isolated = "security.isolated_network=true"
     cluster = load(tmp_path, ON, isolated, "kv_events.host=own", "process.address=fd00::7").cluster
-    plan = kv_events_plan(cluster, "d-0", "m")
+    plan = kv_events_plan(cluster, "decode", "d-0", "m")
     assert plan is not None
     assert plan.address == "tcp://[fd00::7]:5559"
 

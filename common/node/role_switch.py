@@ -1,0 +1,126 @@
+"""Says which role a node has: always its own, or that of one of the two halves of a movable node.
+
+A movable node is two nodes in one process, one for each role, each with its own links, queues and pool. The half whose
+role the node does not have is in standby: it stays registered, and takes no requests.
+
+up ──ChangeRole──> draining ──no requests left──> standby, while the other half becomes up
+ └───────<──── out of time ──────┘
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.messages.identity import NodeState, Role
+
+
+class Duty(Protocol):
+    """Says what a node, or one half of a movable node, does at present."""
+
+    def takes(self, peer: str) -> bool:
+        """Return whether it takes a request that it shares with the node `peer` (an incarnation) of the other role."""
+        ...
+
+    def change(self, role: Role, seconds: float, now: float) -> bool:
+        """Begin to change the node's role, if it is movable. Requests have `seconds` to end.
+
+        Return whether the node is movable.
+        """
+        ...
+
+    def state(self, requests: int, now: float) -> NodeState:
+        """Return the state of a node that has this many requests; called once per turn of its main loop."""
+        ...
+
+
+class FixedRole:
+    """The duty of a node that has one role for good."""
+
+    def takes(self, peer: str) -> bool:
+        return True
+
+    def change(self, role: Role, seconds: float, now: float) -> bool:
+        return False
+
+    def state(self, requests: int, now: float) -> NodeState:
+        return "up"
+
+
+FIXED_ROLE = FixedRole()
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    to: Role
+    began: float  # monotonic seconds
+    deadline: float
+
+
+class RoleSwitch:
+    """The role of a movable node. The main loops of both halves use it, each in its own thread."""
+
+    def __init__(self, role: Role, settling: float, changed: Callable[[Role], None]) -> None:
+        """
+        Args:
+            role: the first one.
+            settling: seconds for which a half drains at least, so that all routers hear that it drains and send nothing
+                more. It takes what they have sent before.
+            changed: called with each new role.
+        """
+        self._lock = threading.Lock()
+        self._role = role
+        self._settling = settling
+        self._changed = changed
+        self._change: _Change | None = None
+
+    @property
+    def role(self) -> Role:
+        return self._role
+
+    def half(self, role: Role) -> HalfDuty:
+        """Return the duty of the half for `role`."""
+        return HalfDuty(self, role)
+
+    def change(self, role: Role, seconds: float, now: float) -> None:
+        """Begin a change. No-op if the node has that role, or is about to change it."""
+        with self._lock:
+            if role != self._role and self._change is None:
+                self._change = _Change(role, now, now + seconds)
+
+    def state(self, half: Role, requests: int, now: float) -> NodeState:
+        """Return the state of one half, and complete its change once it has no requests."""
+        with self._lock:
+            change = self._change
+            if half != self._role:
+                return "standby"
+            if change is None:
+                return "up"
+            if now >= change.deadline:
+                self._change = None
+                return "up"
+            if requests or now < change.began + self._settling:
+                return "draining"
+            self._role, self._change = change.to, None
+        self._changed(change.to)
+        return "standby"
+
+
+@dataclass(frozen=True, slots=True)
+class HalfDuty:
+    """The duty of one half of a movable node."""
+
+    switch: RoleSwitch
+    role: Role
+
+    def takes(self, peer: str) -> bool:
+        return self.switch.role == self.role
+
+    def change(self, role: Role, seconds: float, now: float) -> bool:
+        self.switch.change(role, seconds, now)
+        return True
+
+    def state(self, requests: int, now: float) -> NodeState:
+        return self.switch.state(self.role, requests, now)

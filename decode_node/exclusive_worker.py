@@ -1,0 +1,31 @@
+"""The worker of a decode node that shares its device with a prefill node in the same process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection
+
+from decode_node.step_plan import Masks, StepPlan
+from decode_node.step_result import Launched, Trees, Worker
+
+
+class ExclusiveWorker:
+    """Launches while nobody else does. The device then runs all launches in this order, on one stream."""
+
+    def __init__(self, worker: Worker, device: threading.Lock) -> None:
+        self._worker = worker
+        self._device = device
+
+    def apply(self, plan: StepPlan) -> Launched:
+        with self._device:
+            return self._worker.apply(plan)
+
+    def unsaved(self) -> Collection[int]:
+        return self._worker.unsaved()
+
+    def trees(self) -> Trees:
+        return self._worker.trees()
+
+    def draw(self, masks: Masks) -> None:
+        with self._device:
+            self._worker.draw(masks)

@@ -1,0 +1,63 @@
+"""Composition root of a movable node: builds the halves for both roles over the same weights."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from common.config import Resolved
+from common.engine.ops.triton_kernel import report_compilations
+from common.errors import ConfigError
+from common.messages.identity import Role
+from common.node.announced_work import COMPILE_SECONDS
+from common.node.role_switch import RoleSwitch
+from common.node.serving_model import ServingModel
+from common.node.shared_parts import SharedParts
+from common.observability.logs import Log
+from common.observability.startup import StartupReporter
+from decode_node import build as decode
+from deploy.movable_node.halves import Halves
+from prefill_node import build as prefill
+
+SETTLING_HEARTBEATS = 2  # for which a half drains at least, so that the routers have heard of it
+# Seconds for which one thread may keep the interpreter lock while another one waits. The default, ten times as long,
+# would be most of a decode step.
+LOCK_SECONDS = 0.0005
+
+
+def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) -> Halves:
+    """Load the models once, allocate a KV pool for either role, capture the graphs of both, and bind all sockets.
+
+    Raises ConfigError or ModelError with the remedy.
+    """
+    cluster = resolved.cluster
+    role = cluster.movable.role_of(name)
+    if role is None:
+        known = ", ".join(node.name for node in cluster.movable.nodes) or "none"
+        raise ConfigError("movable.nodes", f"no movable node is called {name!r}; the file has: {known}")
+    sys.setswitchinterval(LOCK_SECONDS)
+
+    def changed(to: Role) -> None:
+        log.info("role changed", role=to)
+
+    switch = RoleSwitch(role, SETTLING_HEARTBEATS * cluster.health.heartbeat_interval, changed)
+    device, models = threading.Lock(), list[ServingModel]()
+    # The half for prompts loads the weights: it runs the vision part, too.
+    shared = SharedParts(switch.half("prefill"), device, loaded=models.append)
+    prompts = prefill.build(resolved, name, reporter, log, shared)
+    try:
+        shared = SharedParts(switch.half("decode"), device, models[0])
+        tokens = decode.build(resolved, name, reporter, log, shared)
+    except BaseException:
+        prompts.close()
+        raise
+
+    def announce() -> None:
+        prompts.routers.announce(COMPILE_SECONDS)
+        tokens.routers.announce(COMPILE_SECONDS)
+
+    # Either half has set this for itself.
+    report_compilations(
+        lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds), announce
+    )
+    return Halves(prompts, tokens, models[0].placement.device)

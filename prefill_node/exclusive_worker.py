@@ -1,0 +1,24 @@
+"""The worker of a prefill node that shares its device with a decode node in the same process."""
+
+from __future__ import annotations
+
+import threading
+
+from kv_transfer.send_order import SendOrder
+from prefill_node.step_plan import PromptPlan
+from prefill_node.step_result import Launched, Worker
+
+
+class ExclusiveWorker:
+    """Launches while nobody else does. The device then runs all launches in this order, on one stream."""
+
+    def __init__(self, worker: Worker, device: threading.Lock) -> None:
+        self._worker = worker
+        self._device = device
+
+    def apply(self, plan: PromptPlan) -> Launched:
+        with self._device:
+            return self._worker.apply(plan)
+
+    def send(self, order: SendOrder) -> None:
+        self._worker.send(order)

@@ -1,0 +1,106 @@
+"""Lets a movable node change its role, one node at a time: it drains, and the router waits until it serves again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+
+from common.errors import Conflict, NoAnswer, NodeLost, UnknownNode
+from common.messages.identity import Role
+from common.messages.node_inbox import ChangeRole
+from common.observability.logs import Log
+from router.nodes.outbox import Send
+from router.nodes.registry import Node, NodeRegistry
+
+LOOK_SECONDS = 0.05  # interval at which the states of both halves are read
+GRACE_SECONDS = 3.0  # after the node's own deadline: its last heartbeat may be late
+
+
+class RoleChanged(msgspec.Struct, frozen=True):
+    """The outcome of a change."""
+
+    name: str
+    role: Role
+    previous: Role
+    drained: int  # requests that the node had when it was asked, and has finished since
+
+
+class RoleChanges:
+    """Changes roles by message, and follows the change in heartbeats."""
+
+    def __init__(self, registry: NodeRegistry, send: Send, clock: Callable[[], float], log: Log) -> None:
+        self._registry = registry
+        self._send = send
+        self._clock = clock
+        self._log = log
+        self._asked = ""  # name of the node that this process has asked and waits for
+
+    async def change(self, name: str, role: Role, seconds: float) -> RoleChanged:
+        """Return once the node serves in `role`. Its present requests have `seconds` to end.
+
+        Raises:
+            UnknownNode: no such node is registered.
+            Conflict: it cannot change its role now; the text says why.
+            NoAnswer: it still had requests when the time was over, and keeps its role.
+            NodeLost: it was lost meanwhile.
+        """
+        serving, other = self._halves(name)
+        if serving.role == role:
+            return RoleChanged(name, role, role, 0)
+        self._check(serving)
+        drained = len(serving.rooms) + serving.others.requests
+        self._asked = name
+        try:
+            if not self._send(serving.routing_id, ChangeRole(role=role, seconds=seconds)):
+                raise NodeLost(f"{name} cannot be reached")
+            await self._follow(serving, other, seconds)
+        finally:
+            self._asked = ""
+        self._log.info("role changed", peer=name, role=role, requests=drained)
+        return RoleChanged(name, role, serving.role, drained)
+
+    def _halves(self, name: str) -> tuple[Node, Node]:
+        """Return the half of a movable node that serves, and the other one."""
+        halves = [node for node in self._registry if node.name == name]
+        if not halves:
+            known = ", ".join(sorted({node.name for node in self._registry})) or "none"
+            raise UnknownNode(f"no node {name!r} is registered here; there are: {known}", param="name")
+        if not halves[0].movable:
+            raise Conflict(
+                f"{name} is a {halves[0].role} node for good: only the nodes in movable.nodes of the cluster file can "
+                "change their role"
+            )
+        serving = [node for node in halves if node.state != "standby"]
+        standby = [node for node in halves if node.state == "standby"]
+        if not (serving and standby):
+            raise Conflict(f"{name} is starting or ending; try again later")
+        return serving[0], standby[0]
+
+    def _check(self, serving: Node) -> None:
+        """Raise Conflict if a change cannot begin now."""
+        draining = [node.name for node in self._registry if node.movable and node.state == "draining"]
+        busy = self._asked or next(iter(draining), "")
+        if busy:
+            raise Conflict(
+                f"{busy} is changing its role, or ends; one node at a time changes it: try again later"
+            )
+        others = [node for node in self._registry.eligible() if node.role == serving.role]
+        if not [node for node in others if node is not serving]:
+            raise Conflict(
+                f"{serving.name} is the only {serving.role} node that takes requests; start another one first"
+            )
+
+    async def _follow(self, serving: Node, other: Node, seconds: float) -> None:
+        """Return once the other half serves."""
+        until = self._clock() + seconds + GRACE_SECONDS
+        while other.state != "up":
+            if serving.lost_by or other.lost_by:
+                raise NodeLost(f"{serving.name} was lost while it changed its role")
+            if self._clock() > until:
+                raise NoAnswer(
+                    f"{serving.name} still had requests after {seconds:g} s and goes on as a {serving.role} node; try "
+                    "again later, or with a longer timeout"
+                )
+            await asyncio.sleep(LOOK_SECONDS)

@@ -1,0 +1,79 @@
+"""A movable node changes its role while requests run, and fails none of them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.conftest import Reference
+from tests.cluster.harness import Client, RunningCluster
+from tests.cluster.test_faults import prompt_of
+
+pytestmark = pytest.mark.timeout(900)  # two busy cores
+ROUND_ROBIN = {"prefill": "round_robin", "decode": "round_robin"}
+TOKENS = 24
+
+
+async def ask(operator: Client, name: str, role: str, **body: Any) -> tuple[int, dict[str, Any]]:
+    async with operator.session.post(f"/workers/{name}/role", json={"role": role, **body}) as response:
+        return response.status, await response.json()
+
+
+async def load(client: Client, prompt: list[int], expected: list[str], over: asyncio.Event) -> int:
+    """Send one request after another until `over`; return how many were answered as expected."""
+    count = 0
+    while not over.is_set():
+        assert (await client.complete(prompt, TOKENS)).tokens == expected
+        count += 1
+    return count
+
+
+async def used(client: Client, name: str, role: str) -> None:
+    """Wait until the node has served a request in this role."""
+    while True:
+        node = await client.node(name)
+        if node["role"] == role and node["counters"]["generated_tokens"]:
+            return
+        await asyncio.sleep(0.05)
+
+
+async def test_a_role_changes_under_load_without_a_failed_request(
+    tmp_path: Path, reference: Reference
+) -> None:
+    prompts = [prompt_of(20 + 45 * i, 300 + i) for i in range(4)]
+    expected = [reference(prompt, TOKENS) for prompt in prompts]
+    config = {"router": {"placement": ROUND_ROBIN}}
+    async with (
+        RunningCluster(tmp_path, 1, 1, config, movable=1) as cluster,
+        Client(cluster.url) as client,
+        cluster.operator() as operator,
+    ):
+        over = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            running = [
+                group.create_task(load(client, *each, over)) for each in zip(prompts, expected, strict=True)
+            ]
+            for role, previous in (("prefill", "decode"), ("decode", "prefill")):
+                await used(client, "flex-0", previous)
+                status, answer = await ask(operator, "flex-0", role)
+                assert (status, answer["role"], answer["previous"]) == (200, role, previous), answer
+                node = await client.node("flex-0")
+                assert (node["role"], node["state"], node["movable"]) == (role, "up", True)
+            await used(client, "flex-0", "decode")
+            over.set()
+        assert min(task.result() for task in running) > 0
+        await client.wait_idle()
+        assert "node lost" not in cluster.log("router")
+        await _refusals(operator)
+
+
+async def _refusals(operator: Client) -> None:
+    status, answer = await ask(operator, "decode-0", "prefill")
+    assert status == 409
+    assert "decode-0 is a decode node for good" in answer["error"]["message"]
+    assert (await ask(operator, "flex-7", "prefill"))[0] == 404
+    status, answer = await ask(operator, "flex-0", "router")
+    assert (status, answer["error"]["param"]) == (400, "role")

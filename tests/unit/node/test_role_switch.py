@@ -1,0 +1,111 @@
+"""The role of a movable node: its halves never serve at the same time, and a change ends or is given up."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from common.messages.identity import NodeCounters, NodeLoad, Role
+from common.messages.node_inbox import ChangeRole
+from common.messages.prefill_inbox import Prefill
+from common.node.life import NodeLife
+from common.node.profiles import NoProfiler
+from common.node.role_switch import FIXED_ROLE, RoleSwitch
+from common.node.router_links import RouterLinks
+from common.observability.logs import Log
+from tests.fakes.clock import Clock
+
+PEER = "1" * 32
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.roles: list[Role] = []
+        self.switch = RoleSwitch("decode", 0.5, self.roles.append)
+        self.prefill, self.decode = self.switch.half("prefill"), self.switch.half("decode")
+
+    def states(self, now: float, requests: int = 0) -> tuple[str, str]:
+        """Let both halves turn; only the one for decoding has requests."""
+        return self.decode.state(requests, now), self.prefill.state(0, now)
+
+
+def test_a_change_waits_for_the_last_request_and_for_the_routers() -> None:
+    rig = Rig()
+    assert rig.states(0.0) == ("up", "standby")
+    rig.decode.change("prefill", 30.0, 10.0)
+    assert rig.states(10.1, 2) == ("draining", "standby")
+    assert rig.decode.takes(PEER), "routers that have not heard of the change still send requests"
+    assert not rig.prefill.takes(PEER)
+    assert rig.states(10.4) == ("draining", "standby"), "not all routers have heard of it"
+    assert rig.states(11.0, 1) == ("draining", "standby")
+    assert rig.states(12.0) == ("standby", "up")
+    assert rig.prefill.takes(PEER)
+    assert not rig.decode.takes(PEER)
+    assert rig.roles == [rig.switch.role] == ["prefill"]
+
+
+def test_a_change_that_takes_too_long_is_given_up() -> None:
+    rig = Rig()
+    rig.decode.change("prefill", 3.0, 10.0)
+    assert rig.states(12.9, 1) == ("draining", "standby")
+    assert rig.states(13.0, 1) == ("up", "standby")
+    assert rig.states(14.0) == ("up", "standby"), "and not resumed"
+    assert rig.roles == []
+
+
+def test_a_second_change_does_not_replace_the_first() -> None:
+    rig = Rig()
+    rig.decode.change("decode", 3.0, 10.0)
+    assert rig.states(10.1) == ("up", "standby"), "it has that role"
+    rig.decode.change("prefill", 3.0, 10.0)
+    rig.prefill.change("prefill", 60.0, 12.0)
+    assert rig.states(13.0, 1) == ("up", "standby")
+
+
+def test_a_node_with_one_role_refuses() -> None:
+    assert not FIXED_ROLE.change("prefill", 3.0, 0.0)
+    assert FIXED_ROLE.takes(PEER)
+    assert FIXED_ROLE.state(5, 0.0) == "up"
+
+
+class Links:
+    """Delivers the given messages once, and keeps what the life publishes."""
+
+    registered: tuple[()] = ()
+    count = 1
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.published: list[str] = []
+
+    def drain(self) -> list[Any]:
+        messages, self.messages = self.messages, []
+        return [(None, message) for message in messages]
+
+    def publish(self, state: str, load: object, counters: object, held: object) -> None:
+        self.published.append(state)
+
+
+def test_the_life_of_a_half_follows_the_switch_until_it_ends() -> None:
+    rig, links, clock = Rig(), Links(), Clock()
+    routers = cast(RouterLinks[Any], links)
+    life = NodeLife[Prefill]("i", routers, Prefill, 30.0, Log("node"), clock, NoProfiler(), rig.prefill)
+
+    def turn() -> str:
+        life.receive(None, clock())  # type: ignore[arg-type]
+        life.publish(NodeLoad(), NodeCounters(), ())
+        life.end_turn(0, clock())
+        return links.published[-1]
+
+    assert turn() == "standby"
+    assert not life.takes(PEER)
+    links.messages = [ChangeRole(role="prefill", seconds=30.0)]
+    turn()
+    clock.now += 1.0
+    assert rig.decode.state(0, clock()) == "standby"
+    turn()
+    assert turn() == "up"
+    assert life.takes(PEER)
+    life.drain()
+    assert not life.takes(PEER)
+    assert turn() == "draining"
+    assert life.stopping()
