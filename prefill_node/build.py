@@ -70,6 +70,7 @@ from prefill_node.limits import PrefillLimits
 from prefill_node.loaded_rank import MakeStage, load_prompt_rank
 from prefill_node.node import PrefillNode
 from prefill_node.parts import Links, Observation
+from prefill_node.ranked_host import OtherVerdicts, RankStore, StoredByAll
 from prefill_node.ranked_worker import RankedWorker
 from prefill_node.sending_end import SendingEnd, Sockets
 from prefill_node.step_result import Worker
@@ -180,7 +181,8 @@ def _build(
     computation = loaded.computation(forwards, loaded.capture(forwards, log))
     grid = state_grid(served.config, served.page_size)
     tap = functools.partial(kv_events.tap, CPU, lookahead=lookahead_of(served))
-    host = make_host_parts(section.host_mib << 20, grid, forwards, space, tap)
+    nbytes, of_all = section.host_mib << 20, _stored_by_all(ranks)
+    host = make_host_parts(nbytes, grid, forwards, space, ranks.exchange, of_all, tap)
     addresses = [each.decode() for each in ranks.exchange(end.peers.address.encode())]
     group, wrap = _with_ranks(end.sender, addresses, ranks, shared)
     ref = NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=end.peers.address)
@@ -233,6 +235,14 @@ def _give_rows(ranks: RankGroup | SoleRank) -> Callable[[Tensor], object]:
     return lambda rows: group.broadcast(rows, 0)
 
 
+def _stored_by_all(ranks: RankGroup | SoleRank) -> Callable[[RankStore], RankStore]:
+    """Return what makes the host memory of all ranks from that of rank 0."""
+    if isinstance(ranks, SoleRank):
+        return lambda own: own
+    ended = ranks.saves_ended
+    return lambda own: StoredByAll(own, ended)
+
+
 def _with_ranks(
     local: Sender, addresses: Sequence[str], ranks: RankGroup | SoleRank, shared: SharedParts
 ) -> tuple[SenderGroup | None, Callable[[Worker], Worker]]:
@@ -245,7 +255,8 @@ def _with_ranks(
         device = shared.device
         return None, lambda worker: worker if device is None else ExclusiveWorker(worker, device)
     group = SenderGroup(local, addresses, ranks.commands, ranks.events)
-    return group, lambda worker: RankedWorker(worker, ranks.send_plan, ranks.group.check)
+    verdicts = OtherVerdicts(ranks.board, ranks.size)
+    return group, lambda worker: RankedWorker(worker, ranks.send_plan, verdicts, ranks.group.check)
 
 
 def open_sockets(resolved: Resolved, name: str, rank: int = 0) -> Sockets:

@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.engine.host_memory import GIB, host_memory
 from common.errors import ConfigError
 from common.kv_cache.host_cache import HostCache
-from common.kv_cache.host_layout import HostLayout, host_layout
-from common.kv_cache.host_plan import HostCopies, NoHostCopies
+from common.kv_cache.host_layout import HostLayout
+from common.kv_cache.host_plan import HostCopies, HostMemory, NoHostCopies
 from common.kv_cache.page_space import PageSpace
-from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, NoPrefixCache
-from common.node.host_lane import host_lane
-from common.node.host_store import HostStore, Lanes, host_bytes
-from kv_transfer.transport.cuda.pool_copies import MovedPool
 from prefill_node.forwards import Forwards
+from prefill_node.host_share import KEY, Exchange, ItemBytes, host_share
 from prefill_node.host_tier import HostPrefixes, HostTier, NoHostTier
-
-KEY = "prefill.host_mib"
+from prefill_node.ranked_host import RankStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +34,17 @@ def make_host_parts(
     grid: int,
     forwards: Forwards,
     space: PageSpace,
+    exchange: Exchange = lambda own: (own,),
+    of_all: Callable[[RankStore], RankStore] = lambda own: own,
     tap: Callable[[int], CacheObserver] = _untapped,
 ) -> HostParts:
-    """Allocate the host memory of a node, if `nbytes` is not 0.
+    """Allocate the host memory of a node, or of its rank 0, if `nbytes` is not 0.
 
     Raises ConfigError if it would have no effect, or is more or less than can be used.
 
     Args:
-        grid: tokens at whose multiples the state of a prompt is saved; used for models that keep a state per request.
+        nbytes, grid, exchange: as in `host_share`, which the other ranks call.
+        of_all: makes what stores on all ranks from the memory of rank 0.
         tap: returns what hears which blocks, of so many tokens, are known.
     """
     if not nbytes:
@@ -57,32 +55,18 @@ def make_host_parts(
             "would have no effect: the model keeps a state per request, and prefill.state_snapshots is 0; leave it "
             "out, or write a larger prefill.state_snapshots",
         )
-    memory = host_memory()
-    if nbytes > memory:
-        raise ConfigError(
-            KEY, f"{nbytes / GIB:.1f} GiB are more than the {memory / GIB:.1f} GiB of this machine's memory"
-        )
-    try:
-        layout = host_layout(forwards.layout, nbytes, grid)
-    except ValueError as error:
-        raise ConfigError(KEY, f"{error}; write a larger value, or 0") from error
-    device = forwards.runner.pool.device
-    lanes = Lanes(host_lane(device), host_lane(device))
-    memory_of = host_bytes(layout.planes.total_bytes, device)
-    pool = forwards.layout, forwards.runner.pool.storage
-    store = HostStore(layout, memory_of, pool, forwards.arriving.expect, lanes, MovedPool(*pool))
-    observer = tap(layout.block_tokens)
-    return HostParts(host_prefixes(layout, forwards.layout, store, space, observer), store)
+    share = host_share(nbytes, grid, forwards, exchange)
+    store, observer = of_all(share.store), tap(share.layout.block_tokens)
+    return HostParts(host_prefixes(share.layout, share.items, store, space, observer), store)
 
 
 def host_prefixes(
     layout: HostLayout,
-    device: PoolLayout,
-    store: HostStore,
+    items: ItemBytes,
+    memory: HostMemory,
     space: PageSpace,
     observer: CacheObserver = NO_OBSERVER,
 ) -> HostPrefixes:
-    """Return what decides about the memory of `store`."""
+    """Return what decides about `memory`."""
     cache = HostCache(layout.block_tokens, layout.blocks, layout.slots, observer)
-    state_bytes = sum(each.page_bytes for each in device.placed) - device.page_bytes
-    return HostPrefixes(cache, store, space, (device.page_bytes, state_bytes))
+    return HostPrefixes(cache, memory, space, (items.page, items.state))

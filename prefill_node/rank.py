@@ -14,6 +14,7 @@ from torch import Tensor
 from common.config.resolve_node import node_plan
 from common.engine.collectives.group import CollectiveGroup
 from common.engine.ops.triton_kernel import report_compilations
+from common.kv_cache.layer_kinds import state_grid
 from common.node.ranks.from_config import RankStart
 from common.node.ranks.loop import SPIN_SECONDS
 from common.node.ranks.member import BuiltRank, Member, run_rank
@@ -23,10 +24,13 @@ from common.observability.logs import Log
 from kv_transfer.ranks.sender_rank import SenderRank
 from prefill_node.assemble import prompt_step
 from prefill_node.build import compiled_bodies, open_sockets, prompt_sizes, sending_end
+from prefill_node.forwards import Forwards
+from prefill_node.host_share import host_share
 from prefill_node.loaded_rank import MakeStage, load_prompt_rank
 from prefill_node.page_sending import ByChunk, ByLayer, OnOneRank, PageSending
 from prefill_node.peer_frames import take_peer_frames
 from prefill_node.rank_work import PromptRankWork
+from prefill_node.ranked_host import NoStore, RankHost, RankStore
 from prefill_node.sending_end import SendingEnd, Sockets
 from prefill_node.vision_stage import given_stage
 from prefill_node.worker import DeviceWorker
@@ -71,6 +75,7 @@ def build(member: Member, log: Log) -> BuiltRank:
     forwards = loaded.forwards()
     end = sending_end(resolved, plan, loaded.served, forwards, sockets, start.incarnation, rank)
     computation = loaded.computation(forwards, loaded.capture(forwards, log))
+    host = _host_store(cluster.prefill.host_mib << 20, loaded.served, forwards, member)
     member.exchange(end.peers.address.encode())
     rank_reports(loaded.served, plan.device, member.exchange)
     report_compilations(
@@ -86,12 +91,22 @@ def build(member: Member, log: Log) -> BuiltRank:
     step = prompt_step(computation)
     pool = forwards.runner.pool
     sending = OnOneRank(sending, transfers)
-    worker = DeviceWorker(step, sending, pool, computation.completion, computation.host.copies)
+    worker = DeviceWorker(step, sending, pool, computation.completion, host)
     return BuiltRank(
-        PromptRankWork(worker, member.group.check),
+        PromptRankWork(
+            worker, RankHost(host, functools.partial(member.board.write, rank)), member.group.check
+        ),
         SendingService(transfers, end, sockets),
         SPIN_SECONDS if loaded.served.placement.device.type == "cuda" else 0.0,
     )
+
+
+def _host_store(nbytes: int, served: ServingModel, forwards: Forwards, member: Member) -> RankStore:
+    """Allocate this rank's share of the host memory for cached prefixes, if there is any."""
+    if not nbytes:
+        return NoStore()
+    grid = state_grid(served.config, served.page_size)
+    return host_share(nbytes, grid, forwards, member.exchange).store
 
 
 def _take_rows(served: ServingModel, group: CollectiveGroup, length: int) -> Tensor:

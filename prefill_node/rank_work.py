@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from common.node.ranks.launched_plans import LaunchedPlans
+from prefill_node.ranked_host import RankHost
 from prefill_node.step_plan import PromptPlan
 from prefill_node.step_result import Worker
 
@@ -14,9 +15,15 @@ from prefill_node.step_result import Worker
 class PromptRankWork:
     """Implements `RankWork`."""
 
-    def __init__(self, worker: Worker, check: Callable[[], None]) -> None:
-        """Apply plans with `worker`. `check` raises RankFailed if a collective of a complete plan has failed."""
+    def __init__(self, worker: Worker, host: RankHost, check: Callable[[], None]) -> None:
+        """Apply plans with `worker`.
+
+        Args:
+            host: shows rank 0 which copies to and from host memory have ended.
+            check: raises RankFailed if a collective of a complete plan has failed.
+        """
         self._worker = worker
+        self._host = host
         self._launched = LaunchedPlans(check)
         self._decoder = msgspec.msgpack.Decoder(PromptPlan)
 
@@ -26,7 +33,10 @@ class PromptRankWork:
 
     def apply(self, frame: bytes) -> None:
         plan = self._decoder.decode(frame)
-        self._launched.add(plan.generation, self._worker.apply(plan).completion)
+        launched = self._worker.apply(plan)
+        self._host.add(plan, launched)
+        self._launched.add(plan.generation, launched.completion)
 
     def turn(self) -> bool:
-        return self._launched.look()
+        busy = self._launched.look()
+        return self._host.turn(self.completed) or busy

@@ -8,6 +8,7 @@ import msgspec
 
 from common.node.ranks.checked_launch import CheckedLaunch
 from kv_transfer.send_order import SendOrder
+from prefill_node.ranked_host import ComparedByAll, OtherVerdicts, loads_of
 from prefill_node.step_plan import PromptPlan
 from prefill_node.step_result import Launched, Worker
 
@@ -18,19 +19,33 @@ class RankedWorker:
     Send orders reach the other ranks on their own way, because a plan cannot name destinations that are granted later.
     """
 
-    def __init__(self, first: Worker, tell: Callable[[bytes], None], check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        first: Worker,
+        tell: Callable[[bytes], None],
+        verdicts: OtherVerdicts,
+        check: Callable[[], None],
+    ) -> None:
         """Carry out plans with `first`, the worker of rank 0, and send them to the others with `tell`.
 
-        `check` raises RankFailed if a collective of a complete plan has failed.
+        Args:
+            verdicts: what the others say about their loads.
+            check: raises RankFailed if a collective of a complete plan has failed.
         """
         self._first = first
         self._tell = tell
+        self._verdicts = verdicts
         self._check = check
+        self._loaded = 0  # plans with loads
         self._encoder = msgspec.msgpack.Encoder()
 
     def apply(self, plan: PromptPlan) -> Launched:
         self._tell(self._encoder.encode(plan))
-        return CheckedLaunch(self._first.apply(plan), self._check)
+        launched = self._first.apply(plan)
+        if loads := loads_of(plan):
+            launched = ComparedByAll(launched, loads, self._verdicts, self._loaded)
+            self._loaded += 1
+        return CheckedLaunch(launched, self._check)
 
     def send(self, order: SendOrder) -> None:
         self._first.send(order)

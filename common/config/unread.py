@@ -143,9 +143,6 @@ def _of_host_memory(prefill: PrefillSection) -> Iterator[Unread]:
     if not prefill.prefix_cache:
         reason = "prefill.prefix_cache is false, so there are no prefixes to keep; leave out one of the two"
         yield Unread("prefill", prefill, ("host_mib",), reason)
-    if any(node.tensor_parallel > 1 for node in prefill.nodes):
-        reason = "nodes with several ranks keep no prefixes in host memory; leave it out"
-        yield Unread("prefill", prefill, ("host_mib",), reason)
 
 
 def _of_devices(cluster: Cluster) -> Iterator[Unread]:

@@ -49,6 +49,7 @@ from prefill_node.arriving_layers import ArrivingAttention, ArrivingLayers
 from prefill_node.draft import NoDraft
 from prefill_node.graphs import prompt_graphs
 from prefill_node.host_parts import HostParts, host_prefixes
+from prefill_node.host_share import ItemBytes
 from prefill_node.host_tier import HostPrefixes
 from prefill_node.planner import prompt_plan
 from prefill_node.request import PrefillRequest
@@ -140,7 +141,8 @@ class Node:
             lanes = Lanes(host_lane(self._pool.device), host_lane(self._pool.device))
             pool = self._pool.layout, self._pool.storage
             store = HostStore(layout, memory, pool, self._arriving.expect, lanes, MovedPool(*pool))
-            self.host = HostParts(host_prefixes(layout, self._pool.layout, store, self.space), store)
+            items = ItemBytes.of(self._pool.layout)
+            self.host = HostParts(host_prefixes(layout, items, store, self.space), store)
         self._worker = DeviceWorker(self._step, Nobody(), self._pool, self._completion, self.host.copies)
         self._leaving: list[PrefillRequest] = []
 

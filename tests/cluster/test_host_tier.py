@@ -14,7 +14,9 @@ pytestmark = pytest.mark.timeout(900)  # two busy cores
 
 SESSIONS = 4
 TOKENS = 640  # of a session; 512 of them are whole blocks
+NODES = ("prefill-0", "prefill-1")
 CONFIG = {
+    "router": {"placement": {"prefill": "round_robin"}},
     "speculation": {
         "algorithm": "eagle3",
         "draft_model_path": str(MODEL.parent / "tiny-eagle3"),
@@ -32,11 +34,17 @@ CONFIG = {
 
 
 async def test_sessions_beyond_the_pool_are_computed_once(reference: Reference, tmp_path: Path) -> None:
-    """Each session is computed once and then continues from host memory, also with many requests at once."""
+    """Each session is computed once and then continues from host memory, also with many requests at once.
+
+    Two of them are on a node of two ranks, each of which keeps its share, and two on a node of one.
+    """
     rng = random.Random(5)
     texts = [[rng.randrange(3, 400) for _ in range(TOKENS)] for _ in range(SESSIONS)]
     expected = [reference(text, 12) for text in texts]
-    async with RunningCluster(tmp_path, config=CONFIG) as cluster, Client(cluster.url) as client:
+    async with (
+        RunningCluster(tmp_path, 2, config=CONFIG, ranks={"prefill-0": 2}) as cluster,
+        Client(cluster.url) as client,
+    ):
         found = []
         for _ in range(2):
             for text, answer in zip(texts, expected, strict=True):
@@ -45,16 +53,19 @@ async def test_sessions_beyond_the_pool_are_computed_once(reference: Reference, 
                 found.append(given.usage["prompt_tokens_details"]["cached_tokens"])
                 await client.wait_idle()
         assert found == [0] * SESSIONS + [512] * SESSIONS
-        node = await client.node("prefill-0")
+        nodes = [await client.node(name) for name in NODES]
         async with client.session.get("/metrics") as response:
             metrics = await response.text()
         # All at once: their loads share forwards, and pages are free only after their copies.
         for given, answer in zip(await client.complete_all(texts * 3, 12, 12), expected * 3, strict=True):
             assert given.tokens == answer
         await client.wait_idle()
-        after = (await client.node("prefill-0"))["counters"]
-    assert node["load"]["host_cached_tokens"] == SESSIONS * 512
-    assert node["counters"]["host_hits"] == SESSIONS * 512
-    assert 'tandem_host_tier_tokens{engine="prefill-0"' in metrics
-    assert after["host_hits"] > SESSIONS * 512
-    assert after["host_checksum_failures"] == after["transfer_failures"] == 0
+        after = [(await client.node(name))["counters"] for name in NODES]
+    for name, node, counters in zip(NODES, nodes, after, strict=True):
+        assert node["load"]["host_cached_tokens"] == SESSIONS // 2 * 512
+        assert node["counters"]["host_loads"] == SESSIONS // 2
+        assert f'tandem_host_tier_tokens{{engine="{name}"' in metrics
+        assert counters["host_loads"] > SESSIONS // 2
+        assert counters["host_checksum_failures"] == counters["transfer_failures"] == 0
+    assert nodes[0]["counters"]["host_hits"] == nodes[1]["counters"]["host_hits"] > 0
+    assert nodes[0]["counters"]["host_loaded_bytes"] == nodes[1]["counters"]["host_loaded_bytes"] > 0

@@ -86,6 +86,7 @@ from prefill_node.draft import PrefillDraft
 from prefill_node.forwards import Forwards, PromptSizes, prompt_forwards
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
 from prefill_node.host_parts import HostParts, host_prefixes
+from prefill_node.host_share import ItemBytes
 from prefill_node.host_tier import HostPrefixes, HostTier
 from prefill_node.images import NoImages
 from prefill_node.limits import PrefillLimits
@@ -760,7 +761,7 @@ class NodeCluster:
         pool = ours, forwards.runner.pool.storage
         lanes, copies = self.shape.host.lanes(), MovedPool(*pool)
         store = HostStore(layout, memory, pool, forwards.arriving.expect, lanes, copies, self.clock)
-        return HostParts(host_prefixes(layout, ours, store, space), store)
+        return HostParts(host_prefixes(layout, ItemBytes.of(ours), store, space), store)
 
     def _decode(self) -> DecodeSide:
         shape, incarnation = self.shape, self._incarnation()

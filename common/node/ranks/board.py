@@ -18,6 +18,8 @@ class Told(enum.IntEnum):
     APPLIED = 2  # frames of the ring of plans that it has applied
     SAVED = 3  # saves that have ended, counted in the order of the plans
     WAITED_US = 4  # microseconds in which its host has waited for other ranks in collectives
+    COMPARED = 5  # plans with loads from host memory whose bytes it has compared, in the order of the plans
+    DAMAGED = 6  # a bit for each of the 64 newest of them, at their number modulo 64: 1 if bytes had changed
 
 
 class Board:

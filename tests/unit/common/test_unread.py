@@ -65,7 +65,6 @@ def test_values_that_nothing_reads_are_refused(tmp_path: Path, override: str, re
         ((*GPUS, *OFF, "process.poison_graphs=true"), "process.poison_graphs"),
         ((*GPUS, "transfer.max_inflight_mib=8"), "transfer.max_inflight_mib"),
         (("prefill.prefix_cache=false", "prefill.host_mib=64"), "prefill.host_mib"),
-        (("prefill.nodes=[{name: p, tensor_parallel: 2}]", "prefill.host_mib=64"), "prefill.host_mib"),
         (("transfer.transport=tcp", "transfer.nixl_devices=eth0"), "transfer.nixl_devices"),
         ((*TURNS, "router.placement.session_ms=9"), "router.placement.session_ms"),
         ((*TURNS, "router.placement.block_tokens=32"), "router.placement.block_tokens"),

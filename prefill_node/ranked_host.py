@@ -1,0 +1,169 @@
+"""Host memory of a node with several ranks: each copies its share by the same plans, and rank 0 decides for all.
+
+Each rank has as many pages and slots of host memory as every other one. Rank 0 takes pages for stored, and a loaded
+prefix for intact, only once the other ranks have shown so on the board.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from common.errors import RankFailed
+from common.kv_cache.host_plan import (
+    Comparison,
+    Damage,
+    HostCopies,
+    HostCopy,
+    HostMemory,
+    NoHostCopies,
+    Store,
+)
+from common.node.overlap import Completion
+from common.node.ranks.board import Board, Told
+from prefill_node.step_plan import PromptPlan
+from prefill_node.step_result import Launched, PromptResult
+
+POLL_SECONDS = 0.0005
+COMPARE_SECONDS = 60.0  # for another rank to compare what it has loaded, after the forward
+SHOWN = 64  # plans with loads whose verdicts a rank shows, the newest
+
+
+class RankStore(HostMemory, HostCopies, Protocol):
+    """The host memory of one rank; `HostStore` is one."""
+
+
+class NoStore(NoHostCopies):
+    """A rank without host memory."""
+
+    def unfinished(self) -> Collection[int]:
+        return ()
+
+
+class StoredByAll:
+    """The `RankStore` of rank 0: a store ends once it has ended on all ranks."""
+
+    def __init__(self, own: RankStore, ended: Callable[[], int]) -> None:
+        """`ended` returns how many stores have ended on all other ranks, in the order of the plans."""
+        self._own = own
+        self._ended = ended
+        self._keys: deque[int] = deque()  # of stores that have not ended on some other rank
+        self._count = 0  # stores that have
+
+    def store(self, stores: Sequence[Store]) -> None:
+        self._own.store(stores)
+        self._keys += (each.key for each in stores)
+
+    def load(self, loads: Sequence[HostCopy]) -> Comparison:
+        return self._own.load(loads)
+
+    def unfinished(self) -> Collection[int]:
+        for _ in range(self._ended() - self._count):
+            self._keys.popleft()
+            self._count += 1
+        return {*self._own.unfinished(), *self._keys}
+
+
+class OtherVerdicts:
+    """Tells how the loads of plans went on the other ranks. The plans with loads are counted from 0."""
+
+    def __init__(self, board: Board, size: int) -> None:
+        self._board = board
+        self._others = range(1, size)
+
+    def missing(self, number: int) -> int | None:
+        """Return a rank that has not compared what a plan has loaded; None if all have."""
+        return next((rank for rank in self._others if self._board.read(rank, Told.COMPARED) <= number), None)
+
+    def damaged(self, number: int) -> bool:
+        """Return whether some rank got other bytes than it had stored; only once no rank is `missing`."""
+        return any(self._board.read(rank, Told.DAMAGED) >> number % SHOWN & 1 for rank in self._others)
+
+
+class RankHost:
+    """The stores and loads of a rank other than rank 0, which it shows on the board as they end."""
+
+    def __init__(self, own: HostMemory, tell: Callable[[Told, int], None]) -> None:
+        self._own = own
+        self._tell = tell
+        self._keys: deque[int] = deque()  # of stores that have not ended
+        # (generation, launched plan with loads that has not been compared)
+        self._loads: deque[tuple[int, Launched]] = deque()
+        self._stored = self._compared = self._damaged = 0
+
+    def add(self, plan: PromptPlan, launched: Launched) -> None:
+        self._keys += (each.key for each in plan.stores)
+        if loads_of(plan):
+            self._loads.append((plan.generation, launched))
+
+    def turn(self, completed: int) -> bool:
+        """Compare and show what has ended, up to the plan `completed`. Return whether something has not."""
+        while self._loads and self._loads[0][0] <= completed:
+            _, launched = self._loads.popleft()
+            # Checksums of loads may be those of stores that have just ended.
+            self._show_stores()
+            bit = 1 << self._compared % SHOWN
+            self._damaged = self._damaged | bit if any(launched.read().damage) else self._damaged & ~bit
+            self._compared += 1
+            self._tell(Told.DAMAGED, self._damaged)
+            self._tell(Told.COMPARED, self._compared)
+        self._show_stores()
+        return bool(self._keys or self._loads)
+
+    def _show_stores(self) -> None:
+        if not self._keys:
+            return
+        unfinished = self._own.unfinished()
+        while self._keys and self._keys[0] not in unfinished:
+            self._keys.popleft()
+            self._stored += 1
+        self._tell(Told.SAVED, self._stored)
+
+
+def loads_of(plan: PromptPlan) -> Sequence[HostCopy]:
+    """Return what a plan copies from host memory."""
+    return [chunk.load for chunk in plan.chunks if chunk.load is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedByAll:
+    """A launched plan with loads, and its `Completion`: the results may be read once all ranks have compared theirs."""
+
+    launched: Launched
+    loads: Sequence[HostCopy]
+    verdicts: OtherVerdicts
+    number: int  # among the plans with loads
+
+    @property
+    def completion(self) -> Completion:
+        return self
+
+    def due(self) -> bool:
+        return self.launched.completion.due()
+
+    def ready(self) -> bool:
+        return self.launched.completion.ready() and self.verdicts.missing(self.number) is None
+
+    def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
+        self.launched.completion.wait(meanwhile)
+        until = time.monotonic() + COMPARE_SECONDS
+        while (rank := self.verdicts.missing(self.number)) is not None:
+            if time.monotonic() > until:
+                raise RankFailed(
+                    rank,
+                    f"rank {rank} has not compared what it loaded for {COMPARE_SECONDS:.0f} s; restart the node",
+                )
+            if meanwhile is not None:
+                meanwhile()
+            time.sleep(POLL_SECONDS)
+
+    def read(self) -> PromptResult:
+        result = self.launched.read()
+        if not self.verdicts.damaged(self.number):
+            return result
+        pages = tuple(page for each in self.loads for page in each.host_pages)
+        slots = tuple(slot for each in self.loads for _, slot in each.states)
+        return replace(result, damage=Damage(pages, slots))
