@@ -10,8 +10,8 @@ from torch import Tensor
 
 from common.engine.collectives.group import CollectiveGroup, DeviceGroup, gather_columns, rank_ended
 from common.engine.ops.peer_reduce import (
-    PEER_BYTES,
     RankMemories,
+    peer_bytes,
     peer_gather_triton,
     peer_sum_rms_norm_triton,
     peer_sum_triton,
@@ -45,7 +45,7 @@ class PeerAllocator(Protocol):
 class PeerMemoryGroup(DeviceGroup):
     """A rank's end of a group whose GPUs are connected by NVLink or PCIe, or are one GPU.
 
-    Every rank reads the rows of all others, so that large tensors are better given to another group. The memory ends
+    Every rank sends its rows to all others, so that large tensors are better given to another group. The memory ends
     with the process, since another rank may still be writing to it.
     """
 
@@ -68,7 +68,8 @@ class PeerMemoryGroup(DeviceGroup):
             timeout: seconds that a kernel waits for the other ranks, approximately.
         """
         index, shard = device.index or 0, host.shard
-        own = allocator.malloc(index, PEER_BYTES)
+        nbytes = peer_bytes(shard.size)
+        own = allocator.malloc(index, nbytes)
         handle = allocator.export(own)
         given = torch.frombuffer(bytearray(handle), dtype=torch.uint8)
         handles = host.all_gather(given, shard.size * len(handle)).view(shard.size, len(handle))
@@ -77,7 +78,7 @@ class PeerMemoryGroup(DeviceGroup):
             for rank, each in enumerate(handles)
         ]
         polls = min(int(timeout * POLLS_PER_SECOND), MAX_POLLS)
-        nowhere = [allocator.malloc(index, PEER_BYTES)] * shard.size
+        nowhere = [allocator.malloc(index, nbytes)] * shard.size
         warm_up = cls(shard, _memories(nowhere, shard, device, polls=0))
         return cls(shard, _memories(addresses, shard, device, polls), warm_up)
 

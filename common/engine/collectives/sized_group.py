@@ -6,13 +6,18 @@ from torch import Tensor
 
 from common.engine.collectives.group import CollectiveGroup, DeviceGroup
 
-# Bytes of a tensor up to which the one-shot kernels of peer memory are taken. Not measured yet: on several GPUs,
-# tests/bench/all_reduce.py shows where NCCL becomes faster.
-MOST_BYTES = 64 << 10
+# Bytes of a tensor up to which two ranks take the one-shot kernels of peer memory. Every rank sends its tensor to all
+# others, so the limit falls with the number of ranks. tests/bench/all_reduce.py shows where NCCL becomes faster.
+TWO_RANKS_BYTES = 2 << 20
+
+
+def most_bytes(ranks: int) -> int:
+    """Return the limit for a number of ranks."""
+    return TWO_RANKS_BYTES * 4 // ranks**2
 
 
 class BySize(CollectiveGroup):
-    """Gives tensors of up to MOST_BYTES to `small` and others to `large`, which join the same ranks.
+    """Gives tensors of up to `most_bytes` to `small` and others to `large`, which join the same ranks.
 
     The choice depends on shapes only, so that all ranks make the same one.
     """
@@ -20,6 +25,7 @@ class BySize(CollectiveGroup):
     def __init__(self, small: CollectiveGroup, large: CollectiveGroup) -> None:
         super().__init__(small.shard)
         self._small, self._large = small, large
+        self._most = most_bytes(small.shard.size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self._of(x).all_reduce(x)
@@ -32,7 +38,7 @@ class BySize(CollectiveGroup):
     def all_gather(self, x: Tensor, columns: int) -> Tensor:
         """Return the x of all ranks; the choice depends on `columns`, since the widths of ranks may differ."""
         widest = x.numel() // max(x.shape[-1], 1) * -(-columns // self.shard.size) * x.itemsize
-        return (self._small if widest <= MOST_BYTES else self._large).all_gather(x, columns)
+        return (self._small if widest <= self._most else self._large).all_gather(x, columns)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         return self._of(x).broadcast(x, source)
@@ -46,7 +52,7 @@ class BySize(CollectiveGroup):
         self._large.close()
 
     def _of(self, x: Tensor) -> CollectiveGroup:
-        return self._small if x.nbytes <= MOST_BYTES else self._large
+        return self._small if x.nbytes <= self._most else self._large
 
 
 class SizedGroup(BySize, DeviceGroup):

@@ -1,13 +1,11 @@
 """Rows that the ranks of a node exchange through memory that all of their GPUs map: sums, norms of them, and copies.
 
-One kernel does all of it (one-shot all-reduce): the program of a row writes it to its own rank's memory, tells the
-other ranks, waits until they have told it, and adds up the row of every rank in the order of the ranks, or copies
-them. No other program takes part, so a row never waits for another row.
+One kernel does all of it (one-shot all-reduce): the program of a row writes it into the memory of every rank, waits
+until the rows of all ranks are in its own memory, and adds them up in the order of the ranks, or copies them. No other
+program takes part, so a row never waits for another row.
 
-A row has two places, which its turns use alternately. A rank writes to a place again two turns later. Before that, in
-the turn between, it was told by every other rank, whose kernel of the turn before had then ended, and with it the
-reads of that place. That holds for each row by itself, however many rows a call has. The turns lie in the memory, so
-that a graph may be replayed, as long as all ranks launch the same kernels in the same order.
+How rows travel: `peer_words.py`. The turns of rows lie in the memory, so that a graph may be replayed, as long as all
+ranks launch the same kernels in the same order.
 
 A program gives up waiting after a number of polls, and soon after the host has stored the number of a lost rank in
 `RankMemories.host`. All results are undefined from then on, and later programs do not wait at all.
@@ -22,29 +20,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.ops.peer_words import (
+    first_half,
+    joined_halves,
+    look_at_row,
+    polls_left,
+    report_missing,
+    second_half,
+    send_row,
+)
 from common.engine.ops.rms_norm import add_rms_norm_reference
-from common.engine.ops.row_norm import normed_row, row_warps
+from common.engine.ops.row_norm import row_warps
 from common.engine.ops.triton_kernel import (
     await_previous,
+    await_results,
     chained,
-    kernel,
     kernel_with_varying,
+    launch_next,
     next_power_of_2,
     tl,
 )
 
 MAX_RANKS, MAX_ROWS, ROW_BYTES = 8, 64, 32 << 10
-# A rank's memory: [MAX_RANKS, MAX_ROWS] int32 turns that the ranks have told it, [MAX_ROWS] int32 its own turns,
-# 1 int32 that is not 0 once a program has given up, and from DATA_OFFSET on [2, MAX_ROWS, ROW_BYTES].
+# A rank's memory: [MAX_ROWS] int32 turns of its rows, 1 int32 that is not 0 once a program has given up, and from
+# DATA_OFFSET on the places [2, ranks, MAX_ROWS, ROW_BYTES / 4] of words.
 DATA_OFFSET = 4096
-PEER_BYTES = DATA_OFFSET + 2 * MAX_ROWS * ROW_BYTES
-POLLS_PER_LOOK = 256  # of another rank's turn between two looks at host memory, which take longer
+WORD_BYTES, DATA_BYTES = 8, 4  # of a word, and of the data in it
+PLACE_BYTES = ROW_BYTES // DATA_BYTES * WORD_BYTES
+POLLS_PER_LOOK = 256  # of the rows between two looks at host memory, which take longer
 GATHERED = torch.int32  # what rows are copied as
 LEAST_WORDS = 128  # of a copied row; more rows than are needed only add programs
 
 
+def peer_bytes(ranks: int) -> int:
+    """Return the bytes of a rank's memory."""
+    return DATA_OFFSET + 2 * ranks * MAX_ROWS * PLACE_BYTES
+
+
 class RankMemories(NamedTuple):
-    """The memory of all ranks, as kernels of one rank see it; zeros at first, PEER_BYTES each."""
+    """The memory of all ranks, as kernels of one rank see it; zeros at first, `peer_bytes` each."""
 
     addresses: (
         Tensor  # [ranks] int64 on the device: where this rank has mapped the memory of each, its own included
@@ -53,11 +67,12 @@ class RankMemories(NamedTuple):
     # nothing may wait any longer
     host: Tensor
     rank: int
-    polls: int  # how often a program looks for another rank's turn before it gives up and computes nonsense
+    polls: int  # how often a program looks for the others' rows before it gives up and computes nonsense
 
     def holds(self, rows: Tensor) -> bool:
-        """Return whether rows [n, H] fit into the places."""
-        return rows.shape[0] <= MAX_ROWS and rows.shape[1] * rows.itemsize <= ROW_BYTES
+        """Return whether rows [n, H] fit into the places, without half a word at their end."""
+        nbytes = rows.shape[1] * rows.itemsize
+        return rows.shape[0] <= MAX_ROWS and nbytes <= ROW_BYTES and not nbytes % DATA_BYTES
 
 
 def peer_sum_reference(parts: Sequence[Tensor]) -> Tensor:
@@ -75,50 +90,6 @@ def peer_sum_rms_norm_reference(
     return add_rms_norm_reference(peer_sum_reference(parts), residual, weight, eps)
 
 
-@kernel
-def _own_place(own, row, ROWS: tl.constexpr, PLACE: tl.constexpr, COUNTS: tl.constexpr, DATA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (the next turn of a row, the offset of its place in the memory of every rank)."""
-    turn = tl.load(own.to(tl.pointer_type(tl.int32)) + COUNTS * ROWS + row) + 1
-    return turn, DATA + ((turn & 1) * ROWS + row).to(tl.int64) * PLACE
-
-
-@kernel
-def _meet(  # type: ignore[no-untyped-def]
-    addresses_ptr,
-    host_ptr,
-    own,
-    row,
-    turn,
-    rank,
-    polls,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COUNTS: tl.constexpr,
-    LOOK: tl.constexpr,
-):
-    """Tell the other ranks that the row of this rank is in its place, and wait until theirs are."""
-    turns = own.to(tl.pointer_type(tl.int32))
-    given_up = turns + (COUNTS + 1) * ROWS
-    left = tl.where(tl.load(given_up) == 0, polls, 0)
-    # All threads have written before one of them tells the others, and have read the turn before one of them sets it.
-    tl.debug_barrier()
-    tl.store(turns + COUNTS * ROWS + row, turn)
-    for peer in tl.static_range(RANKS):
-        theirs = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(theirs + rank * ROWS + row, turn, sem="release", scope="sys")
-    for peer in tl.static_range(RANKS):
-        seen = tl.atomic_add(turns + peer * ROWS + row, 0, sem="acquire", scope="sys")
-        while (seen - turn < 0) & (left > 0):  # a difference, since turns overflow
-            seen = tl.atomic_add(turns + peer * ROWS + row, 0, sem="acquire", scope="sys")
-            left -= 1
-            if left % LOOK == 0:
-                left = tl.where(tl.load(host_ptr + 1, volatile=True) == 0, left, 0)
-        if seen - turn < 0:
-            tl.store(host_ptr, peer + 1)
-            tl.store(given_up, 1)
-    tl.debug_barrier()  # no thread reads before all ranks have told one of them
-
-
 @kernel_with_varying("rank", "polls")
 def _peer_sum_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [rows, size] of this rank
@@ -128,46 +99,81 @@ def _peer_sum_kernel(  # type: ignore[no-untyped-def]
     total_ptr,  # [rows, size]; written if NORM
     addresses_ptr,  # [RANKS] int64
     host_ptr,  # [2] int32
-    x_stride,
+    x_stride,  # in units of 4 bytes, as `words`
     residual_stride,
-    size,
+    words,  # of a row
     eps,
     rank,
     polls,
     RANKS: tl.constexpr,
     NORM: tl.constexpr,
+    PAIRS: tl.constexpr,  # numbers have 16 bits
     ROWS: tl.constexpr,  # MAX_ROWS
-    PLACE: tl.constexpr,  # ROW_BYTES
-    COUNTS: tl.constexpr,  # MAX_RANKS
+    PLACE: tl.constexpr,  # bytes of a row's words
     DATA: tl.constexpr,  # DATA_OFFSET
     LOOK: tl.constexpr,  # POLLS_PER_LOOK
     BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """One program per row, which is kept in registers as a whole."""
-    await_previous(CHAINED)
+    launch_next(CHAINED)
     row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    live = column < size
-    own = tl.load(addresses_ptr + rank)
-    turn, place = _own_place(own, row, ROWS, PLACE, COUNTS, DATA)
-    x = tl.load(x_ptr + row.to(tl.int64) * x_stride + column, mask=live, other=0.0)
-    mine = tl.multiple_of((own + place).to(tl.pointer_type(x_ptr.dtype.element_ty)), 16)
-    tl.store(mine + column, x, mask=live)
-    _meet(addresses_ptr, host_ptr, own, row, turn, rank, polls, RANKS, ROWS, COUNTS, LOOK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for peer in tl.static_range(RANKS):
-        theirs = (tl.load(addresses_ptr + peer) + place).to(tl.pointer_type(x_ptr.dtype.element_ty))
-        part = tl.multiple_of(theirs, 16) + column
-        total += tl.load(part, mask=live, other=0.0, volatile=True).to(tl.float32)
-    x = total.to(out_ptr.dtype.element_ty)
+    word = tl.arange(0, BLOCK)
+    live = word < words
+    each: tl.constexpr = 2 if PAIRS else 1  # numbers of a word
+    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    ROUNDED: tl.constexpr = weight_ptr.dtype.element_ty
+    own = tl.load(addresses_ptr + rank)  # which also brings the other addresses closer
+    if NORM:  # no kernel of a step writes the weight
+        first_weight = tl.load(weight_ptr + each * word, mask=live, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight_ptr + each * word + each - 1, mask=live, other=0.0).to(tl.float32)
+    await_results(CHAINED)
+    turns = own.to(tl.pointer_type(tl.int32))
+    turn = tl.load(turns + row) + 1
+    left = tl.where(tl.load(turns + ROWS) == 0, polls, 0)
+    data = tl.load(
+        x_ptr.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * x_stride + word, mask=live, other=0
+    )
+    send_row(addresses_ptr, row, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
     if NORM:
-        weight = tl.load(weight_ptr + column, mask=live, other=0.0).to(tl.float32)
-        residual = tl.load(residual_ptr + row.to(tl.int64) * residual_stride + column, mask=live, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(total_ptr + row * size + column, x, mask=live)
-        x = normed_row(x, weight, size, eps, weight_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * size + column, x, mask=live)
+        residual = residual_ptr.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * residual_stride + word
+        residual = tl.load(residual, mask=live, other=0)
+    missing = 1
+    first = tl.zeros((BLOCK,), tl.float32)
+    second = tl.zeros((BLOCK,), tl.float32)
+    while (missing > 0) & (left > 0):
+        first = tl.zeros((BLOCK,), tl.float32)
+        second = tl.zeros((BLOCK,), tl.float32)
+        absent = tl.zeros((BLOCK,), tl.int32)
+        for peer in tl.static_range(RANKS):
+            part, late = look_at_row(own, row, peer, turn, word, live, RANKS, ROWS, PLACE, DATA)
+            absent |= late
+            first += first_half(part, PAIRS, TYPE)
+            if PAIRS:
+                second += second_half(part, TYPE)
+        missing = tl.max(absent, axis=0)
+        left = polls_left(host_ptr, left, LOOK)
+    if missing > 0:
+        report_missing(host_ptr, own, row, turn, word, live, RANKS, ROWS, PLACE, DATA)
+    tl.debug_barrier()  # all threads have read the turn before one of them sets it
+    tl.store(turns + row, turn)
+    found = joined_halves(first, second, PAIRS, TYPE)
+    if NORM:
+        first = first_half(found, PAIRS, TYPE) + first_half(residual, PAIRS, TYPE)
+        if PAIRS:
+            second = second_half(found, TYPE) + second_half(residual, TYPE)
+        found = joined_halves(first, second, PAIRS, TYPE)
+        tl.store(total_ptr.to(tl.pointer_type(tl.int32)) + row * words + word, found, mask=live)
+        first = first_half(found, PAIRS, TYPE)
+        squares = first * first
+        if PAIRS:
+            second = second_half(found, TYPE)
+            squares += second * second
+        scale = tl.rsqrt(tl.sum(squares, axis=0) / (each * words) + eps)
+        first = (first * scale).to(ROUNDED).to(tl.float32) * first_weight
+        second = (second * scale).to(ROUNDED).to(tl.float32) * second_weight
+        found = joined_halves(first, second, PAIRS, TYPE)
+    tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + row * words + word, found, mask=live)
 
 
 @kernel_with_varying("rank", "polls", "words")
@@ -181,8 +187,7 @@ def _peer_gather_kernel(  # type: ignore[no-untyped-def]
     polls,
     RANKS: tl.constexpr,
     ROWS: tl.constexpr,  # MAX_ROWS
-    PLACE: tl.constexpr,  # ROW_BYTES
-    COUNTS: tl.constexpr,  # MAX_RANKS
+    PLACE: tl.constexpr,  # bytes of a row's words
     DATA: tl.constexpr,  # DATA_OFFSET
     LOOK: tl.constexpr,  # POLLS_PER_LOOK
     BLOCK: tl.constexpr,  # words of a row
@@ -191,29 +196,43 @@ def _peer_gather_kernel(  # type: ignore[no-untyped-def]
     """One program per row of BLOCK words, of which the last one may have fewer."""
     await_previous(CHAINED)
     row = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    word = row * BLOCK + column
-    live = word < words
+    word = tl.arange(0, BLOCK)
+    source = row * BLOCK + word
+    live = source < words
     own = tl.load(addresses_ptr + rank)
-    turn, place = _own_place(own, row, ROWS, PLACE, COUNTS, DATA)
-    mine = tl.multiple_of((own + place).to(tl.pointer_type(tl.int32)), 16)
-    tl.store(mine + column, tl.load(x_ptr + word, mask=live, other=0), mask=live)
-    _meet(addresses_ptr, host_ptr, own, row, turn, rank, polls, RANKS, ROWS, COUNTS, LOOK)
+    turns = own.to(tl.pointer_type(tl.int32))
+    turn = tl.load(turns + row) + 1
+    left = tl.where(tl.load(turns + ROWS) == 0, polls, 0)
+    data = tl.load(x_ptr + source, mask=live, other=0)
+    send_row(addresses_ptr, row, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
+    missing = 1
+    while (missing > 0) & (left > 0):
+        absent = tl.zeros((BLOCK,), tl.int32)
+        for peer in tl.static_range(RANKS):
+            _, late = look_at_row(own, row, peer, turn, word, live, RANKS, ROWS, PLACE, DATA)
+            absent |= late
+        missing = tl.max(absent, axis=0)
+        left = polls_left(host_ptr, left, LOOK)
+    if missing > 0:
+        report_missing(host_ptr, own, row, turn, word, live, RANKS, ROWS, PLACE, DATA)
+    tl.debug_barrier()  # all threads have read the turn before one of them sets it
+    tl.store(turns + row, turn)
     for peer in tl.static_range(RANKS):
-        theirs = tl.multiple_of((tl.load(addresses_ptr + peer) + place).to(tl.pointer_type(tl.int32)), 16)
-        part = tl.load(theirs + column, mask=live, other=0, volatile=True)
-        tl.store(out_ptr + peer * words + word, part, mask=live)
+        part, _ = look_at_row(own, row, peer, turn, word, live, RANKS, ROWS, PLACE, DATA)
+        tl.store(out_ptr + peer * words + source, part, mask=live)
 
 
 def peer_sum_triton(x: Tensor, memory: RankMemories) -> Tensor:
     """Return the sum of x [..., H] over the ranks; of rows that `memory` does not hold, piece by piece."""
-    rows = x.flatten(0, -2)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = _whole_words(x.flatten(0, -2))
     if memory.holds(rows):
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         _launch(rows, rows, rows, out, out, 0.0, memory, norm=False)
         return out
-    size, given, sums = ROW_BYTES // x.itemsize, rows.reshape(-1), out.view(-1)
-    for start, stop in _pieces(x.numel(), MAX_ROWS * size):
+    size, count = ROW_BYTES // x.itemsize, x.numel()
+    given = F.pad(x.reshape(-1), (0, count * x.itemsize % DATA_BYTES // x.itemsize))
+    sums = torch.empty_like(given)
+    for start, stop in _pieces(len(given), MAX_ROWS * size):
         # Rows of full size, and what is left as a row of its own.
         middle = start + (stop - start) // size * size
         for begin, end, width in ((start, middle, size), (middle, stop, stop - middle)):
@@ -221,7 +240,7 @@ def peer_sum_triton(x: Tensor, memory: RankMemories) -> Tensor:
                 part = given[begin:end].view(-1, width)
                 # One kernel for all widths, since prompts of any length are embedded.
                 _launch(part, part, part, sums[begin:end], sums, 0.0, memory, norm=False, widest=size)
-    return out
+    return sums[:count].view(x.shape)
 
 
 def peer_gather_triton(x: Tensor, memory: RankMemories) -> Tensor:
@@ -236,6 +255,12 @@ def peer_gather_triton(x: Tensor, memory: RankMemories) -> Tensor:
     parts = [_gather(given[start:stop], memory) for start, stop in _pieces(words, MAX_ROWS * ROW_BYTES // 4)]
     joined = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
     return joined.view(torch.uint8)[:, : x.nbytes].contiguous().view(x.dtype).view(ranks, *x.shape)
+
+
+def _whole_words(rows: Tensor) -> Tensor:
+    """Return rows [n, H] that begin at whole words; H may be such that they end within one."""
+    at_words = not (rows.stride(0) * rows.itemsize % DATA_BYTES or rows.data_ptr() % DATA_BYTES)
+    return rows if at_words and rows.stride(1) == 1 else rows.clone(memory_format=torch.contiguous_format)
 
 
 def _pieces(total: int, most: int) -> Iterator[tuple[int, int]]:
@@ -254,7 +279,8 @@ def peer_sum_rms_norm_triton(
     assert weight.is_contiguous(), "the weight must be contiguous"
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = torch.empty_like(out)
-    _launch(x.flatten(0, -2), residual.flatten(0, -2), weight, out, total, eps, memory, norm=True)
+    rows, residuals = (_whole_words(each.flatten(0, -2)) for each in (x, residual))
+    _launch(rows, residuals, weight, out, total, eps, memory, norm=True)
     return out, total
 
 
@@ -277,7 +303,8 @@ def _launch(
     assert rows.stride(1) == residual.stride(1) == 1, "the elements of a row must be adjacent"
     if count == 0:
         return
-    block = next_power_of_2(widest or size)
+    per_word = DATA_BYTES // rows.itemsize
+    words, block = size // per_word, next_power_of_2((widest or size) // per_word)
     _peer_sum_kernel[(count,)](
         rows,
         residual,
@@ -286,21 +313,21 @@ def _launch(
         total,
         memory.addresses,
         memory.host,
-        rows.stride(0),
-        residual.stride(0),
-        size,
+        rows.stride(0) // per_word,
+        residual.stride(0) // per_word,
+        words,
         eps,
         memory.rank,
         memory.polls,
         RANKS=ranks,
         NORM=norm,
+        PAIRS=per_word == 2,
         ROWS=MAX_ROWS,
-        PLACE=ROW_BYTES,
-        COUNTS=MAX_RANKS,
+        PLACE=PLACE_BYTES,
         DATA=DATA_OFFSET,
         LOOK=POLLS_PER_LOOK,
         BLOCK=block,
-        num_warps=row_warps(block),
+        num_warps=row_warps(per_word * block),
         **chained(rows.device),
     )
 
@@ -320,8 +347,7 @@ def _gather(words: Tensor, memory: RankMemories) -> Tensor:
         memory.polls,
         RANKS=ranks,
         ROWS=MAX_ROWS,
-        PLACE=ROW_BYTES,
-        COUNTS=MAX_RANKS,
+        PLACE=PLACE_BYTES,
         DATA=DATA_OFFSET,
         LOOK=POLLS_PER_LOOK,
         BLOCK=block,

@@ -7,10 +7,12 @@ import torch
 
 from common.engine.ops import peer_reduce
 from common.engine.ops.peer_reduce import (
+    DATA_OFFSET,
     MAX_ROWS,
-    PEER_BYTES,
+    PLACE_BYTES,
     ROW_BYTES,
     RankMemories,
+    peer_bytes,
     peer_gather_triton,
     peer_sum_rms_norm_triton,
     peer_sum_triton,
@@ -31,13 +33,15 @@ def test_sums_and_norms_of_ranks_in_processes() -> None:
 
 def test_tensors_that_take_several_launches() -> None:
     """More rows than the memory holds, each longer than its rows; tests/gpu sums and gathers them over ranks."""
-    own = torch.zeros(PEER_BYTES, dtype=torch.uint8)
+    own = torch.zeros(peer_bytes(1), dtype=torch.uint8)
     memory = RankMemories(torch.tensor([own.data_ptr()]), torch.zeros(2, dtype=torch.int32), 0, 3)
     x = torch.arange(65 * 8200, dtype=torch.float32).view(65, 8200)
     assert torch.equal(peer_sum_triton(x, memory), x)
     assert torch.equal(peer_gather_triton(x, memory)[0], x)
     odd = torch.arange(33, dtype=torch.float16).view(3, 11)
     assert torch.equal(peer_gather_triton(odd, memory)[0], odd)
+    assert torch.equal(peer_sum_triton(odd, memory), odd)
+    assert torch.equal(peer_sum_triton(odd[:, 1:9], memory), odd[:, 1:9])
     assert memory.host.tolist() == [0, 0]
 
 
@@ -58,27 +62,46 @@ def test_prompts_of_any_length_are_summed_by_two_kernels(monkeypatch: pytest.Mon
 
 def memory_of_two() -> tuple[RankMemories, torch.Tensor]:
     """Return the memory of rank 0 of two, and the bytes of both, with few polls."""
-    both = torch.zeros(2, PEER_BYTES, dtype=torch.uint8)
+    both = torch.zeros(2, peer_bytes(2), dtype=torch.uint8)
     addresses = torch.tensor([each.data_ptr() for each in both])
     return RankMemories(addresses, torch.zeros(2, dtype=torch.int32), 0, 3), both
+
+
+ONE = 0x3F800000  # the bits of 1.0
+
+
+def words_of(memory: torch.Tensor, turn: int, sender: int) -> torch.Tensor:
+    """Return the words of row 0 that a rank sends in a turn to this memory of two."""
+    words = memory[DATA_OFFSET:].view(torch.int64).view(2, 2, MAX_ROWS, PLACE_BYTES // 8)
+    return words[turn % 2, sender, 0]
 
 
 def test_a_program_gives_up_on_a_rank_that_does_not_come() -> None:
     memory, both = memory_of_two()
     peer_sum_triton(torch.ones(2, 16), memory)
     assert memory.host.tolist() == [2, 0]  # 1 + the rank
-    assert both[1, :4096].any()  # it was told of the turn
+    assert words_of(both[1], turn=1, sender=0)[:16].tolist() == [(1 << 32) | ONE] * 16  # it got the row
 
 
 def test_turns_overflow() -> None:
     """The turn after 2 ** 31 - 1 is - 2 ** 31."""
-    for told, failed in ((2**31 - 1, 2), (-(2**31), 0), (1 - 2**31, 0)):
+    for sent, failed in ((2**31 - 1, 2), (-(2**31), 0), (1 - 2**31, 2)):
         memory, both = memory_of_two()
-        turns = both[0, :4096].view(torch.int32)
-        turns[8 * MAX_ROWS] = 2**31 - 1  # this rank's last turn of row 0
-        turns[MAX_ROWS] = told  # the turn of rank 1
-        peer_sum_triton(torch.ones(1, 16), memory)
+        both[0, :DATA_OFFSET].view(torch.int32)[0] = 2**31 - 1  # this rank's last turn of row 0
+        words_of(both[0], 0, sender=1)[:16] = (sent << 32) | ONE
+        found = peer_sum_triton(torch.ones(1, 16), memory)
         assert memory.host[0] == failed
+        assert failed or torch.equal(found, torch.full((1, 16), 2.0))
+
+
+def test_a_program_waits_for_every_word() -> None:
+    """A row whose last word is of the turn before last has not arrived."""
+    memory, both = memory_of_two()
+    words = words_of(both[0], turn=1, sender=1)
+    words[:15] = (1 << 32) | ONE
+    words[15] = (-1 << 32) | ONE
+    peer_sum_triton(torch.ones(1, 16), memory)
+    assert memory.host.tolist() == [2, 0]
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:

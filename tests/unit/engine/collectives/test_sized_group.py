@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from common.engine.collectives.group import CollectiveGroup, DeviceGroup
-from common.engine.collectives.sized_group import MOST_BYTES, SizedGroup
+from common.engine.collectives.sized_group import SizedGroup, most_bytes
 from common.engine.collectives.unaccompanied import Unaccompanied
 from common.kv_cache.shard import Shard
 
-VALUES = MOST_BYTES // 4  # of float32
+VALUES = most_bytes(2) // 4  # of float32
 
 
 class Recording(Unaccompanied, DeviceGroup):
@@ -74,6 +74,14 @@ def test_the_bytes_of_a_tensor_decide(values: int, is_small: bool) -> None:
     taken, other = (small, large) if is_small else (large, small)
     assert taken.calls == ["all_reduce", "all_reduce_norm", "broadcast"]
     assert not other.calls
+
+
+def test_more_ranks_give_less_to_the_small_group() -> None:
+    """Each of n ranks sends to n - 1 others and receives as much."""
+    assert [most_bytes(ranks) for ranks in (2, 4, 8)] == [2 << 20, 512 << 10, 128 << 10]
+    small, large, group = ways(size=4)
+    group.all_reduce(torch.zeros(1, VALUES))
+    assert (small.calls, large.calls) == ([], ["all_reduce"])
 
 
 @pytest.mark.parametrize(("columns", "is_small"), [(2 * VALUES, True), (2 * VALUES + 1, False)])
