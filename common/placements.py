@@ -11,4 +11,5 @@ PLACEMENTS = {
     "least_loaded": "router.nodes.placement:LeastLoaded",
     "power_of_two": "router.nodes.placement:PowerOfTwo",
     "cache_aware": "router.nodes.placement:CacheAware",
+    "cache_events": "router.nodes.placement:CacheEvents",
 }

@@ -93,7 +93,7 @@ class RouterApp:
         # closes.
         await self.http.close()
         await asyncio.sleep(0.05)
-        self.core.control.close()
+        self.core.close()
         self._events.close()
         await asyncio.to_thread(self._traces.close)
         await self.children.close()

@@ -9,6 +9,7 @@ from router.control_plane import ControlPlane
 from router.dispatch.dispatcher import Dispatcher
 from router.metrics.cluster_throughput import ClusterThroughput
 from router.metrics.router_metrics import RouterMetrics
+from router.nodes.event_reader import EventReader
 from router.nodes.flush import flush_caches
 from router.nodes.health import NodeHealth
 from router.nodes.outbox import SendAll
@@ -28,10 +29,17 @@ class Core:
     placer: Placer
     metrics: RouterMetrics
     throughput: ClusterThroughput
+    events: EventReader
 
     def start(self) -> None:
         """Read the messages of nodes, on the running event loop."""
         self.control.start(self.registry, self.dispatcher, self.throughput.look)
+        self.events.start()
+
+    def close(self) -> None:
+        """Close the sockets to nodes."""
+        self.events.close()
+        self.control.close()
 
     def flush_caches(self) -> list[str]:
         """Tell all nodes to empty their prefix caches; return the names of those that it cannot reach."""
@@ -97,4 +105,7 @@ def assemble_core(
         observation.events,
     )
     throughput = ClusterThroughput(log, clock, registry, lambda: metrics.placement.waiting)
-    return Core(control, registry, dispatcher, placer, metrics, throughput)
+    told, block_tokens = placer.history.told, dispatching.placement.block_tokens
+    gaps = metrics.placement.event_gaps.inc
+    events = EventReader(registry, nodes.registration, told, block_tokens, clock, log, gaps)
+    return Core(control, registry, dispatcher, placer, metrics, throughput, events)

@@ -14,6 +14,7 @@ from common.config import Resolved
 from common.config.admin_listener import admin_listeners
 from common.config.api_keys import read_api_keys
 from common.config.http_exposure import is_loopback
+from common.config.kv_events import event_addresses
 from common.config.resolve_node import movable_section, pool_budget
 from common.config.router_processes import RouterProcess, router_name
 from common.config.run_directory import entry_peer_address, own_socket, use_file
@@ -51,14 +52,21 @@ def registration_rules(resolved: Resolved, max_model_len: int, vocab_size: int) 
         pages = tokens // page_size
         return min(max_model_len, pages * page_size), pages
 
+    def events(role: Role, entry: str) -> tuple[str, str] | None:
+        return event_addresses(cluster, role, entry) if cluster.kv_events.enabled else None
+
     nodes: dict[str, ExpectedNode] = {}
     for prefill in cluster.prefill.nodes:
         least, pages = expected("prefill", prefill)
         address = entry_peer_address(resolved, prefill)
-        nodes[prefill.name] = ExpectedNode("prefill", address, least, pages, prefill.count)
+        nodes[prefill.name] = ExpectedNode(
+            "prefill", address, least, pages, prefill.count, events=events("prefill", prefill.name)
+        )
     for decode in cluster.decode.nodes:
         least, pages = expected("decode", decode)
-        decoding = ExpectedNode("decode", "", least, pages, decode.count)
+        decoding = ExpectedNode(
+            "decode", "", least, pages, decode.count, events=events("decode", decode.name)
+        )
         other = nodes.get(decode.name)
         nodes[decode.name] = decoding if other is None else replace(other, decoding=decoding)
     return RegistrationRules(nodes, page_size, max_model_len, vocab_size)

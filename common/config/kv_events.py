@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from common.config.http_exposure import is_loopback
-from common.config.node_entries import own_host
-from common.config.schema import Cluster
+from common.config.node_entries import own_peer_address
+from common.config.schema import Cluster, PlacementSection
 from common.config.transport_choice import nodes_of
 from common.errors import ConfigError
 from common.kv_events.plan import KvEventsPlan
@@ -17,6 +17,7 @@ def check_kv_events(cluster: Cluster) -> None:
     """Raise ConfigError with the remedy if events are open to others, or ports collide."""
     section = cluster.kv_events
     if not section.enabled:
+        _refuse_readers(cluster.router.placement)
         return
     if not is_loopback(section.host) and not cluster.security.isolated_network:
         raise ConfigError(
@@ -38,6 +39,31 @@ def check_kv_events(cluster: Cluster) -> None:
         )
 
 
+def _refuse_readers(placement: PlacementSection) -> None:
+    for role in ("prefill", "decode"):
+        if getattr(placement, role) == "cache_events":
+            raise ConfigError(
+                f"router.placement.{role}",
+                "cache_events follows the KV events of nodes, and kv_events.enabled is false: set it to true, or write "
+                "cache_aware",
+            )
+
+
+def event_addresses(cluster: Cluster, role: str, entry: str) -> tuple[str, str]:
+    """Return the addresses of events and of their replay of an entry's nodes. The host may be `own`."""
+    section = cluster.kv_events
+    prefill, decode = (
+        [node.name for node in nodes] for nodes in (cluster.prefill.nodes, cluster.decode.nodes)
+    )
+    before, names = (0, prefill) if role == "prefill" else (len(prefill), decode)
+    number = before + names.index(entry)
+    host = f"[{section.host}]" if ":" in section.host and not section.host.startswith("[") else section.host
+    return (
+        f"tcp://{host}:{section.first_port + number}",
+        f"tcp://{host}:{section.first_replay_port + number}",
+    )
+
+
 def kv_events_plan(cluster: Cluster, role: str, name: str, model: str) -> KvEventsPlan | None:
     """Return how the node `name` publishes; None if it does not. `model` is the served name. Raises ConfigError.
 
@@ -46,18 +72,16 @@ def kv_events_plan(cluster: Cluster, role: str, name: str, model: str) -> KvEven
     section = cluster.kv_events
     if not section.enabled:
         return None
-    prefill, decode = (
-        [node.name for node in nodes] for nodes in (cluster.prefill.nodes, cluster.decode.nodes)
-    )
-    before, names = (0, prefill) if role == "prefill" else (len(prefill), decode)
-    entry = NodeNames.of(names).entry(name)
+    nodes = cluster.prefill.nodes if role == "prefill" else cluster.decode.nodes
+    entry = NodeNames.of(node.name for node in nodes).entry(name)
     assert entry is not None, "the caller has found the node's entry"
-    host, number = own_host(cluster, section.host, HOST), before + names.index(entry)
+    address, replay_address = (
+        own_peer_address(cluster, each, HOST) for each in event_addresses(cluster, role, entry)
+    )
     publisher = name if cluster.movable.role_of(name) is None else f"{name}.{role}"
-    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
     return KvEventsPlan(
-        address=f"tcp://{host}:{section.first_port + number}",
-        replay_address=f"tcp://{host}:{section.first_replay_port + number}",
+        address=address,
+        replay_address=replay_address,
         topic=f"kv@{publisher}@{model}",
         block_tokens=cluster.router.placement.block_tokens,
         token_ids=section.token_ids,

@@ -77,7 +77,7 @@ class PlacementSection(Section, frozen=True, kw_only=True):
     # first token comes at most so much later than elsewhere.
     session_ttl: Seconds = 300.0
     session_ms: Annotated[float, Meta(ge=0, le=1e6)] = 500.0
-    # cache_aware: tokens of a block, the memory of both indexes, and the life of an unused block.
+    # cache_aware, cache_events: tokens of a block, the memory of both indexes, and the life of an unused block.
     block_tokens: Annotated[int, Meta(ge=16, le=4096)] = 64
     index_mib: Annotated[int, Meta(ge=1, le=65_536)] = 256
     prefix_ttl: Seconds = 600.0

@@ -121,9 +121,9 @@ def _of_placement(cluster: Cluster) -> Iterator[Unread]:
     placement, events = cluster.router.placement, cluster.kv_events
     policies = placement.prefill, placement.decode
     where = "name it at router.placement.prefill or .decode, or leave it out"
-    if "cache_aware" not in policies:
+    if not {"cache_aware", "cache_events"} & {*policies}:
         keys = ("index_mib", "prefix_ttl", *(() if events.enabled else ("block_tokens",)))
-        reason = f"only the policy cache_aware reads it; {where}"
+        reason = f"only the policies cache_aware and cache_events read it; {where}"
         yield Unread("router.placement", placement, keys, reason)
     if set(policies) == {"round_robin"}:
         reason = "the policy round_robin ignores costs; name another one, or leave it out"

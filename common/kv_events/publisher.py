@@ -30,6 +30,7 @@ from common.kv_events.published_blocks import Adopted, CacheChange, Evicted, Pub
 from common.kv_events.wire import END, SEQUENCE_BYTES, SNAPSHOT, Batch, encode, sequence_of
 
 CHANGES_PER_BATCH = 64
+BATCH_BYTES = 2 << 20  # of tokens, after which a batch takes no further change
 QUEUED_BYTES = 64 << 20  # of tokens that wait for the thread
 REPLAY_BYTES = 64 << 20  # of batches that can be repeated
 IDLE_SECONDS = 0.02  # after which a thread without changes looks for questions
@@ -195,8 +196,11 @@ class KvEventPublisher:
         self._publisher.send_multipart((self._topic, _number(batch.sequence), batch.payload))
 
     def _taken(self, seconds: float) -> Iterator[CacheChange]:
+        until = self._taken_bytes + BATCH_BYTES
         with contextlib.suppress(queue.Empty):
             for count in range(CHANGES_PER_BATCH):
+                if self._taken_bytes > until:
+                    return
                 if count or not seconds:
                     change, nbytes = self._queue.get_nowait()
                 else:

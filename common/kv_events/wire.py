@@ -69,7 +69,7 @@ _Hashes = list[int | Annotated[bytes, Meta(max_length=64)]]
 class _Stored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored"):
     block_hashes: _Hashes
     parent_block_hash: int | bytes | None
-    token_ids: list[int]
+    token_ids: msgspec.Raw
     block_size: Annotated[int, Meta(ge=1)]
     lora_id: int | None = None
     medium: str | None = None
@@ -88,7 +88,7 @@ class _Cleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksClea
 class _StoredArray(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored"):
     block_hashes: _Hashes
     parent_block_hash: int | bytes | None
-    token_ids: list[int]
+    token_ids: msgspec.Raw
     block_size: Annotated[int, Meta(ge=1)]
     lora_id: int | None = None
     medium: str | None = None
@@ -113,6 +113,7 @@ class _Read(msgspec.Struct, frozen=True, array_like=True):
 _encoder = msgspec.msgpack.Encoder()
 _batches = msgspec.msgpack.Decoder(_Read)
 _maps = msgspec.msgpack.Decoder(_Stored | _Removed | _Cleared)
+_ids = msgspec.msgpack.Decoder(list[int])
 _arrays = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 
 
@@ -121,11 +122,15 @@ def encode(batch: Batch) -> bytes:
     return _encoder.encode(batch)
 
 
-def decode(payload: bytes) -> Batch:
-    """Read the third frame of a message; hashes become integers of 64 bits. Raises ProtocolError."""
+def decode(payload: bytes, tokens: bool = False) -> Batch:
+    """Read the third frame of a message; hashes become integers of 64 bits. Raises ProtocolError.
+
+    Args:
+        tokens: whether token ids are read too, which takes longer than all else.
+    """
     try:
         read = _batches.decode(payload)
-        events = [_event(each) for each in read.events]
+        events = [_event(each, tokens) for each in read.events]
     except (msgspec.DecodeError, RecursionError) as error:
         raise ProtocolError(f"not a batch of KV events: {error}") from error
     return Batch(read.ts, events, read.data_parallel_rank)
@@ -144,7 +149,7 @@ def hash_of(value: BlockHash) -> int:
     return number & MASK
 
 
-def _event(raw: msgspec.Raw) -> Event:
+def _event(raw: msgspec.Raw, tokens: bool) -> Event:
     first = bytes(memoryview(raw)[:1])
     is_map = first >= b"\xde" or b"\x80" <= first < b"\x90"
     read: Any = (_maps if is_map else _arrays).decode(raw)
@@ -153,7 +158,7 @@ def _event(raw: msgspec.Raw) -> Event:
         return BlockStored(
             [hash_of(each) for each in read.block_hashes],
             None if parent is None else hash_of(parent),
-            read.token_ids,
+            _ids.decode(read.token_ids) if tokens else (),
             read.block_size,
             read.lora_id,
             read.medium,

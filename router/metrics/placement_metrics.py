@@ -47,6 +47,14 @@ class PlacementMetrics:
             "Blocks of prompts that placement knows to be on nodes",
             registry=registry,
         )
+        self.followed_nodes = Gauge(
+            "tandem_placement_followed_nodes",
+            "Nodes whose KV events placement has heard without a gap",
+            registry=registry,
+        )
+        self.event_gaps = counter(
+            "tandem_placement_event_gaps", "Times that KV events of a node were missing and asked for again"
+        )
         self._waiting: Callable[[], int] = lambda: 0
         self._waiting_series = Gauge(
             "tandem_requests_waiting_for_room",

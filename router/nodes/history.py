@@ -11,13 +11,16 @@ from common.messages.identity import Role
 from router.nodes.measured_steps import MeasuredSteps
 from router.nodes.measured_transfers import MeasuredTransfers
 from router.nodes.placed_prompt import PlacedPrompt
-from router.nodes.placement import PlacementPolicy, PrefixPolicy
+from router.nodes.placement import EventPolicy, PlacementPolicy, PrefixPolicy
 from router.nodes.placement_rules import PlacementRules
-from router.nodes.prefix_index import NodeBits, PrefixIndex, PrefixMatches
+from router.nodes.prefix_index import PLACED, NodeBits, PrefixIndex, PrefixMatches
 from router.nodes.registry import Node
 from router.nodes.session_nodes import SessionNodes
+from router.nodes.told_blocks import ToldBlocks
 
-NO_MATCHES = PrefixMatches(NodeBits.of({}))
+NO_MATCHES = PrefixMatches(NodeBits.of(()))
+# Seconds for which a node that says what it holds may hold a prompt that was placed there without having said so.
+UNCONFIRMED_SECONDS = 10.0
 
 
 class ExpectedCache(NamedTuple):
@@ -44,6 +47,10 @@ class PlacementHistory:
         self._indexes = {
             role: PrefixIndex(rules.index_bytes // len(readers), rules.prefix_ttl, clock) for role in readers
         }
+        self.told = ToldBlocks(
+            {role: self._indexes[role] for role in readers if isinstance(policies[role], EventPolicy)},
+            rules.block_tokens,
+        )
         self.sessions = SessionNodes(rules.session_ttl, clock)
         self.transfers = MeasuredTransfers()
         self.steps = MeasuredSteps()
@@ -83,6 +90,7 @@ class PlacementHistory:
         for node in (prefill, decode):
             if self._caches(node):
                 held[node.role] = self.cached_tokens(self.matches(node.role, prompt), node, prompt)
+                self.told.used(node, prompt.blocks.hashes)
                 self._add(node, prompt.blocks)
         return ExpectedCache(held["prefill"], held["decode"])
 
@@ -98,13 +106,14 @@ class PlacementHistory:
     def lost(self, node: Node) -> None:
         """Forget a node."""
         self.transfers.forget(node.incarnation)
+        self.told.following.discard(node.incarnation)
         for index in self._indexes.values():
             index.forget(node.incarnation)
 
     def flushed(self) -> None:
-        """Note that all nodes empty their caches."""
+        """Note that all nodes empty their caches; those that publish events say themselves what is left."""
         for index in self._indexes.values():
-            index.clear()
+            index.clear(PLACED)
 
     def _caches(self, node: Node) -> bool:
         """Return whether the node has a prefix cache that its role's policy asks for."""
@@ -114,4 +123,6 @@ class PlacementHistory:
 
     def _add(self, node: Node, blocks: BlockChain) -> None:
         pool = node.register.total_pages * node.register.page_size
-        self._indexes[node.role].add(node.incarnation, blocks.hashes, pool // self.rules.block_tokens)
+        ttl = UNCONFIRMED_SECONDS if node.incarnation in self.told.following else None
+        most = pool // self.rules.block_tokens
+        self._indexes[node.role].add(node.incarnation, blocks.hashes, most, ttl=ttl)

@@ -64,6 +64,13 @@ class PrefixPolicy(PlacementPolicy, Protocol):
     reads_prefixes: Literal[True]
 
 
+@runtime_checkable
+class EventPolicy(PrefixPolicy, Protocol):
+    """A policy for which nodes say themselves what they hold."""
+
+    reads_events: Literal[True]
+
+
 class Shares:
     """Lets nodes of reduced weight take part in as many choices as their weight allows.
 
@@ -210,6 +217,12 @@ class CacheAware(LeastLoaded):
     """
 
     reads_prefixes: Literal[True] = True
+
+
+class CacheEvents(CacheAware):
+    """Chooses as `CacheAware`, by what nodes say that they hold (KV events)."""
+
+    reads_events: Literal[True] = True
 
 
 def _unlinked(prefill: Candidate, decodes: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -5,26 +5,32 @@ tree of prefixes is a map from hashes to sets of nodes. A set is an integer with
 prefix of every node takes one pass over the prompt's blocks, whatever the number of nodes.
 
 A node's blocks are forgotten least recently used first, and the later blocks of a prompt before the earlier ones: as
-soon as there are more than its pool holds, after `ttl` seconds without use, or when all nodes together have too many.
+soon as there are more than its pool holds, after some time without use, or when all nodes together have too many.
+
+What is known of a node may come from several sources: what was placed there, and what the node itself says about each
+of its memories. A source has blocks of its own, and the longest prefix of any of them counts.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 # Memory of one block of one node, measured; see tests/unit/router/nodes/test_prefix_index.py.
 BLOCK_BYTES = 280
 EXPIRED_PER_CALL = 256  # blocks of one node that a call may forget because they are too old
+PLACED = "placed"  # the source of what was placed on a node
 
 
 @dataclass(slots=True)
 class _Holder:
-    """The blocks of one node."""
+    """The blocks of one node that one source knows."""
 
+    incarnation: str
     bit: int  # a power of two
     most: int  # blocks that its pool holds
+    ttl: float  # seconds after which an unused block is forgotten
     used: OrderedDict[int, float] = field(default_factory=OrderedDict)  # hash -> last use; the oldest first
 
 
@@ -32,13 +38,16 @@ class _Holder:
 class NodeBits:
     """The nodes that have blocks; replaced by another value whenever one comes or goes."""
 
-    bits: Mapping[str, int]  # incarnation -> bit
+    bits: Mapping[str, int]  # incarnation -> bits of its sources
     names: Mapping[int, str]  # bit -> incarnation
-    order: Sequence[str]  # incarnations
 
     @classmethod
-    def of(cls, bits: Mapping[str, int]) -> NodeBits:
-        return cls(bits, {bit: name for name, bit in bits.items()}, [*bits])
+    def of(cls, holders: Iterable[_Holder]) -> NodeBits:
+        bits, names = dict[str, int](), dict[int, str]()
+        for each in holders:
+            bits[each.incarnation] = bits.get(each.incarnation, 0) | each.bit
+            names[each.bit] = each.incarnation
+        return cls(bits, names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +64,30 @@ class PrefixMatches:
 
     def longest(self, most: int) -> list[str]:
         """Return up to `most` incarnations that hold a part of the prompt, the longest parts first."""
-        found: list[str] = []
+        found: dict[str, None] = {}
         for nodes, _ in reversed(self.ends):
             while nodes and len(found) < most:
                 bit = nodes & -nodes
-                found.append(self.nodes.names[bit])
+                found[self.nodes.names[bit]] = None
                 nodes ^= bit
-        return found
+        return [*found]
 
 
 class PrefixIndex:
     """The estimate for the nodes of one role. Used on the event loop only."""
 
     def __init__(self, max_bytes: int, ttl: float, clock: Callable[[], float]) -> None:
-        """`max_bytes`: memory that all blocks may take. `ttl`: seconds after which an unused block is forgotten."""
+        """
+        Args:
+            max_bytes: memory that all blocks may take.
+            ttl: seconds after which an unused block is forgotten, unless `add` says otherwise.
+        """
         self._most = max_bytes // BLOCK_BYTES
         self._ttl = ttl
         self._clock = clock
-        self._nodes: dict[str, _Holder] = {}  # incarnation -> its blocks
-        self._known = NodeBits.of({})
+        self._nodes: dict[tuple[str, str], _Holder] = {}  # (incarnation, source) -> its blocks
+        self._order: list[_Holder] = []
+        self._known = NodeBits.of(())
         self._holders: dict[int, int] = {}  # hash -> bits of the nodes that hold the block
         self._count = 0
         self._turn = 0  # which node's old blocks the next call forgets
@@ -99,13 +113,21 @@ class PrefixIndex:
             ends.append((alive, len(blocks)))
         return PrefixMatches(self._known, ends)
 
-    def add(self, incarnation: str, blocks: Sequence[int], most: int) -> None:
+    def add(
+        self,
+        incarnation: str,
+        blocks: Sequence[int],
+        most: int,
+        source: str = PLACED,
+        ttl: float | None = None,
+    ) -> None:
         """Note that a node holds a prompt, or will soon. `most`: blocks that its pool can hold."""
-        node = self._nodes.get(incarnation)
+        node = self._nodes.get((incarnation, source))
         if node is None:
-            node = self._nodes[incarnation] = _Holder(self._free_bit(), most)
-            self._known = NodeBits.of({**self._known.bits, incarnation: node.bit})
-        node.most = most
+            node = _Holder(incarnation, self._free_bit(), most, self._ttl)
+            self._nodes[incarnation, source] = node
+            self._changed()
+        node.most, node.ttl = most, self._ttl if ttl is None else ttl
         used, holders, bit, now = node.used, self._holders, node.bit, self._clock()
         # The first block last: it is forgotten after those that follow it.
         for block in reversed(blocks):
@@ -121,29 +143,41 @@ class PrefixIndex:
             # Another node has more than its share, which fell when a node was added.
             self._forget_old()
 
-    def remove(self, incarnation: str, blocks: Sequence[int]) -> None:
+    def touch(self, incarnation: str, blocks: Sequence[int], source: str) -> None:
+        """Note that blocks of a prompt are used, as far as they are known."""
+        node = self._nodes.get((incarnation, source))
+        if node is not None:
+            for block in reversed(blocks):
+                if block in node.used:
+                    node.used.move_to_end(block)
+
+    def remove(self, incarnation: str, blocks: Sequence[int], source: str = PLACED) -> None:
         """Note that a node no longer holds these blocks; unknown ones are ignored."""
-        node = self._nodes.get(incarnation)
+        node = self._nodes.get((incarnation, source))
         if node is not None:
             for block in blocks:
                 if node.used.pop(block, None) is not None:
                     self._drop(block, node.bit)
 
-    def forget(self, incarnation: str) -> None:
-        """Forget a node, which is lost or has emptied its cache."""
-        node = self._nodes.pop(incarnation, None)
-        if node is not None:
-            left = {name: bit for name, bit in self._known.bits.items() if name != incarnation}
-            self._known = NodeBits.of(left)
+    def forget(self, incarnation: str, source: str | None = None) -> None:
+        """Forget a node, which is lost or has emptied its cache, or what one source knows of it."""
+        keys = [key for key in self._nodes if key[0] == incarnation and source in (None, key[1])]
+        for key in keys:
+            node = self._nodes.pop(key)
             for block in node.used:
                 self._drop(block, node.bit)
+        if keys:
+            self._changed()
 
-    def clear(self) -> None:
-        """Forget all nodes."""
-        self._nodes.clear()
-        self._known = NodeBits.of({})
-        self._holders.clear()
-        self._count = 0
+    def clear(self, source: str) -> None:
+        """Forget what one source knows of all nodes."""
+        for incarnation, of in [*self._nodes]:
+            if of == source:
+                self.forget(incarnation, source)
+
+    def _changed(self) -> None:
+        self._order = [*self._nodes.values()]
+        self._known = NodeBits.of(self._order)
 
     def _free_bit(self) -> int:
         taken = sum(self._known.names)
@@ -159,9 +193,9 @@ class PrefixIndex:
         """Forget old blocks of one node, and those beyond its share; each call takes the next node."""
         if not self._nodes:
             return
-        self._turn = (self._turn + 1) % len(self._known.order)
-        node = self._nodes[self._known.order[self._turn]]
-        before = self._clock() - self._ttl
+        self._turn = (self._turn + 1) % len(self._order)
+        node = self._order[self._turn]
+        before = self._clock() - node.ttl
         for _ in range(EXPIRED_PER_CALL):
             if not node.used or node.used[next(iter(node.used))] >= before:
                 break

@@ -33,6 +33,12 @@ class ExpectedNode:
     count: int | None = None  # how many nodes a pattern may have at the same time; None for a single node
     # The same node as a decode node, if it is movable; the other fields then describe it as a prefill node.
     decoding: ExpectedNode | None = None
+    # Addresses of its KV events and of their replay, from the file, where the host may be `own`; None: it has none.
+    events: tuple[str, str] | None = None
+
+    def of(self, role: Role) -> ExpectedNode:
+        """Return what is expected of the node in this role."""
+        return self.decoding if role == "decode" and self.decoding is not None else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +72,7 @@ class RegistrationRules:
                 f"{node.name!r} is not in the router's cluster file, which has {known}; start the router and "
                 "the nodes with the same file"
             )
-        if expected.decoding is not None and node.role == "decode":
-            expected = expected.decoding
+        expected = expected.of(node.role)
         if node.role != expected.role:
             raise HandshakeRefused(
                 f"{node.name} is a {expected.role} node in the cluster file but registered as a {node.role} node"
@@ -83,6 +88,19 @@ class RegistrationRules:
         wanted = expected.peer_address.replace(entry, node.name)
         address = peer_address(node.name, wanted, node.peer_address)
         return msgspec.structs.replace(message, node=msgspec.structs.replace(node, peer_address=address))
+
+    def event_addresses(self, node: Register) -> tuple[str, str] | None:
+        """Return where a registered node publishes KV events; None if it does not.
+
+        Raises HandshakeRefused if it says something else than the cluster file.
+        """
+        name, said = node.node.name, node.effective_config
+        entry = NodeNames.of(self.nodes).entry(name)
+        expected = None if entry is None else self.nodes[entry].of(node.node.role).events
+        if expected is None or "kv_events" not in said:
+            return None
+        events, replay = (str(said.get(key, "")) for key in ("kv_events", "kv_events_replay"))
+        return peer_address(name, expected[0], events), peer_address(name, expected[1], replay)
 
     def pattern(self, name: str) -> Pattern | None:
         """Return the pattern by which a node of this name joins; None if the file lists the name."""

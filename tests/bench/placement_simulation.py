@@ -27,6 +27,7 @@ from unittest import mock
 
 import msgspec
 
+from common.kv_cache.block_hashes import chain_start, token_bytes
 from common.messages.generation import SamplingParams
 from common.messages.identity import Role
 from common.observability.logs import Log
@@ -52,7 +53,7 @@ from tests.bench.simulated_nodes import (
 
 FIRST_TOKEN = 2.0  # seconds
 PER_TOKEN = 0.025
-POLICIES = ("round_robin", "power_of_two", "least_loaded", "cache_aware")
+POLICIES = ("round_robin", "power_of_two", "least_loaded", "cache_aware", "cache_events")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,9 @@ class Simulation:
         )
         self.placing = _Timed()
         history = self.placer.history
+        if history.told.roles:
+            self.cluster.told = history.told
+            history.told.following.update(node.incarnation for node in registry)
         for owner, name in ((self.placer, "choose"), (self.placer, "prompt"), (history, "placed")):
             setattr(owner, name, self.placing.around(getattr(owner, name)))
 
@@ -156,6 +160,9 @@ class Simulation:
         tokens = [block for block in blocks for _ in range(BLOCK)]
         tokens += [0] * max(request.input_length // SCALE - len(tokens), 1)
         self._prompts[name] = blocks
+        if self.cluster.told is not None:
+            chain = chain_start().extended(token_bytes(tokens), BLOCK)
+            self.cluster.hashes.update(zip(blocks, chain.hashes))
         sampling = SamplingParams(max_tokens=max(request.output_length, 2), temperature=0.0)
         answer = _Answer(due)
         # Clients of their own: turns of fair shares are another subject.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from common.kv_events.wire import GPU
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import FINISH_LENGTH, OutputToken
 from common.messages.identity import NodeCounters, NodeLoad, NodeRef, OtherRouters, Role
@@ -23,6 +24,7 @@ from common.node.ageing import aged
 from router.dispatch.dispatcher import Dispatcher
 from router.nodes.prompt_times import rest_ms
 from router.nodes.registry import NodeRegistry
+from router.nodes.told_blocks import ToldBlocks
 
 SCALE = 16
 BLOCK = 32  # tokens of a page: 512 of the full lengths
@@ -33,6 +35,7 @@ FORWARDS = ((128, 5.0), (512, 10.0), (2048, 34.0), (8192, 150.0), (32_768, 800.0
 TIMES = tuple((tokens // SCALE, ms) for tokens, ms in FORWARDS)
 STEP_MS, STEP_MS_PER_REQUEST = 6.0, 0.06
 STEPS = 16  # of a decode node that are simulated at once
+EVENT_SECONDS = 0.07  # from a change of a cache to the router's knowledge of it
 TRANSFER_MS = 0.005 * SCALE  # per token: 128 KiB at 25 GB/s
 
 
@@ -64,8 +67,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 class PageCache:
     """The prefix cache of a node: the least recently used pages leave first, later ones of a prompt before earlier."""
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, changed: Callable[[Sequence[int], Sequence[int]], None]) -> None:
+        """`changed` is called with the pages that came and those that left."""
         self._pages = pages
+        self._changed = changed
         self._used: OrderedDict[int, None] = OrderedDict()
         self.held = 0  # pages of running requests, which leave less for the cache
 
@@ -74,11 +79,15 @@ class PageCache:
         return next((index for index, block in enumerate(blocks) if block not in self._used), len(blocks))
 
     def add(self, blocks: Sequence[int]) -> None:
+        added = [block for block in blocks if block not in self._used]
         for block in reversed(blocks):
             self._used[block] = None
             self._used.move_to_end(block)
+        gone: list[int] = []
         while self._used and len(self._used) + self.held > self._pages:
-            self._used.popitem(last=False)
+            gone.append(self._used.popitem(last=False)[0])
+        if added or gone:
+            self._changed(added, gone)
 
     def load(self, **values: int) -> NodeLoad:
         """Return a load report with the pages of the pool."""
@@ -113,6 +122,8 @@ class Cluster:
     blocks: Callable[[str], Sequence[int]]  # request id -> whole blocks of its prompt
     dispatcher: Dispatcher | None = None
     decodes: dict[str, DecodeSimulation] = field(default_factory=dict)  # incarnation -> node
+    told: ToldBlocks | None = None  # takes the KV events of nodes; None: no policy reads them
+    hashes: dict[int, int] = field(default_factory=dict)  # block -> hash that the router knows it by
     tallies: dict[Role, Tally] = field(default_factory=lambda: {"prefill": Tally(), "decode": Tally()})
 
     @property
@@ -126,7 +137,7 @@ class _Simulation(ABC):
 
     def __init__(self, cluster: Cluster, role: Role, number: int) -> None:
         self.cluster = cluster
-        self.cache = PageCache(POOL_PAGES)
+        self.cache = PageCache(POOL_PAGES, self._publish)
         name = f"{role}-{number:03}"
         self.incarnation = f"{name} 0123456789abcdef"
         ref = NodeRef(name=name, role=role, incarnation=self.incarnation)
@@ -152,6 +163,15 @@ class _Simulation(ABC):
     @abstractmethod
     def receive(self, message: msgspec.Struct) -> None:
         """Take a message of the router."""
+
+    def _publish(self, added: Sequence[int], gone: Sequence[int]) -> None:
+        if self.cluster.told is not None:
+            self.cluster.loop.call_later(EVENT_SECONDS, self._tell, self.cluster.told, added, gone)
+
+    def _tell(self, told: ToldBlocks, added: Sequence[int], gone: Sequence[int]) -> None:
+        hashes = self.cluster.hashes
+        told.stored(self.node, GPU, [hashes[block] for block in added])
+        told.removed(self.node, GPU, [hashes[block] for block in gone])
 
     def _beat(self, sequence: int) -> None:
         message = Heartbeat(

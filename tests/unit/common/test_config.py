@@ -307,7 +307,7 @@ def test_wrong_values_name_their_key(tmp_path: Path, text: str, path: str) -> No
         ("decode.pool_tokens=lots", "write auto, a number (from"),
         (
             "router.placement.decode=random",
-            "write round_robin, least_loaded, power_of_two, cache_aware (from",
+            "write round_robin, least_loaded, power_of_two, cache_aware, cache_events (from",
         ),
         ("model.dtype=int8", "write auto, float32, bfloat16, float16 (from"),
         ("transfer.transport=rdma", "write auto, shm, tcp, cuda_ipc, nixl (from"),

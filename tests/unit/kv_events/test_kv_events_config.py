@@ -56,6 +56,11 @@ def test_each_node_has_its_own_ports_on_loopback(tmp_path: Path) -> None:
             "kv_events.first_port",
             "would have no effect: kv_events.enabled is false",
         ),
+        (
+            ("router.placement.decode=cache_events",),
+            "router.placement.decode",
+            "kv_events.enabled is false: set it to true, or write cache_aware",
+        ),
         ((ON, "kv_events.first_port=0"), "kv_events.first_port", ">= 1"),
         (
             (ON, "prefill.prefix_cache=false", "decode.prefix_cache=false"),
@@ -81,5 +86,5 @@ def test_an_isolated_network_permits_other_addresses(tmp_path: Path) -> None:
 def test_the_blocks_of_events_may_be_set_whatever_the_policies(tmp_path: Path) -> None:
     plain = "router.placement.prefill=round_robin", "router.placement.decode=round_robin"
     load(tmp_path, ON, *plain, "router.placement.block_tokens=32")
-    with pytest.raises(ConfigError, match="only the policy cache_aware reads it"):
+    with pytest.raises(ConfigError, match="only the policies cache_aware and cache_events read it"):
         load(tmp_path, *plain, "router.placement.block_tokens=32")

@@ -116,7 +116,7 @@ def test_events_are_published_with_topic_and_number(connected: Connected) -> Non
         topic, number, payload = connected.subscriber.next()
         assert topic == b"kv@prefill-0@tiny"
         assert int.from_bytes(number, "big") == connected.first + at
-        (event,) = decode(payload).events
+        (event,) = decode(payload, tokens=True).events
         assert isinstance(event, BlockStored)
         assert event.token_ids == [at, at]
         assert decode(payload).data_parallel_rank == 0
@@ -138,7 +138,7 @@ def test_a_snapshot_has_everything_under_the_latest_number(connected: Connected)
     latest = connected.subscriber.next()
     ((_, number, payload),) = connected.subscriber.ask(SNAPSHOT)
     assert number == latest[1]
-    cleared, *stored = decode(payload).events
+    cleared, *stored = decode(payload, tokens=True).events
     assert cleared == AllBlocksCleared()
     hashes = [each for event in stored if isinstance(event, BlockStored) for each in event.block_hashes]
     assert len(hashes) == connected.cache.cached_pages

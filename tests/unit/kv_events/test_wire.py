@@ -55,18 +55,18 @@ def test_batches_are_written_as_vllm_writes_them(name: str) -> None:
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches_of_vllm_are_read(name: str) -> None:
-    assert decode(frames_of(name)[2]) == BATCHES[name]
+    assert decode(frames_of(name)[2], tokens=True) == BATCHES[name]
 
 
 def test_further_fields_of_vllm_are_ignored() -> None:
-    assert decode(frames_of("all_fields")[2]) == Batch(
+    assert decode(frames_of("all_fields")[2], tokens=True) == Batch(
         6.0, [BlockStored([H1], None, [1, 2], 2, 3, GPU, "sql"), BlockRemoved([H1], GPU)], 0
     )
 
 
 def test_hashes_of_more_bytes_count_by_their_low_64_bits() -> None:
     low = int.from_bytes(WIDE[-8:], "big")
-    assert decode(frames_of("bytes_hashes")[2]).events == [
+    assert decode(frames_of("bytes_hashes")[2], tokens=True).events == [
         stored([low], None, [1, 2], 2),
         BlockRemoved([low], GPU),
     ]
@@ -77,7 +77,7 @@ def test_events_may_be_arrays_as_older_versions_write_them() -> None:
         2.0,
         [["BlockStored", [-1, WIDE], 5, [1, 2], 1, None], ["BlockRemoved", [3]], ["AllBlocksCleared"]],
     ]
-    assert decode(msgspec.msgpack.encode(older)) == Batch(
+    assert decode(msgspec.msgpack.encode(older), tokens=True) == Batch(
         2.0,
         [
             BlockStored([2**64 - 1, int.from_bytes(WIDE[-8:], "big")], 5, [1, 2], 1, None, None, None),
@@ -128,3 +128,9 @@ def test_sequence_numbers_are_eight_bytes() -> None:
     assert bytes.fromhex(RECORDED["replayed"][-1][2]) == END
     with pytest.raises(ProtocolError, match="3 bytes"):
         sequence_of(b"abc")
+
+
+def test_token_ids_are_read_on_request_only() -> None:
+    (event,) = decode(frames_of("stored")[2]).events
+    assert isinstance(event, BlockStored)
+    assert not event.token_ids

@@ -34,3 +34,5 @@ def test_requests_that_share_prefixes_meet_on_their_nodes() -> None:
     assert aware["first_token_p50"] < unaware["first_token_p50"]
     assert aware["known_blocks"] > 0
     assert simulate(requests, 8, "cache_aware") == aware, "it is deterministic"
+    told = simulate(requests, 8, "cache_events")
+    assert told["hit_rate"] > unaware["hit_rate"] + 0.05

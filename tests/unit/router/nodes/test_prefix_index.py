@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.nodes.prefix_index import BLOCK_BYTES, PrefixIndex
+from router.nodes.prefix_index import BLOCK_BYTES, PLACED, PrefixIndex
 from tests.fakes.clock import Clock
 
 MANY = 1000
@@ -96,7 +97,10 @@ def test_a_lost_node_and_a_flush_leave_nothing() -> None:
     assert held(known, [1, 2], "a", "b", "c") == [0, 1, 2], "the bit of a lost node is free again"
     known.remove("c", [2, 5])
     assert held(known, [1, 2], "c") == [1]
-    known.clear()
+    known.add("c", [7], MANY, "GPU")
+    known.clear(PLACED)
+    assert held(known, [7], "c") == [1], "another source knows it"
+    known.clear("GPU")
     assert len(known) == 0
     assert held(known, [1], "b") == [0]
 
@@ -111,3 +115,40 @@ def test_a_block_takes_no_more_memory_than_is_counted() -> None:
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert 0.4 * BLOCK_BYTES < taken / len(known) < BLOCK_BYTES
+
+
+def test_of_several_sources_the_longest_prefix_counts() -> None:
+    known = index()
+    known.add("a", [1, 2, 3], MANY)
+    known.add("a", [1, 2], MANY, "GPU")
+    known.add("b", [1], MANY, "CPU")
+    assert held(known, [1, 2, 3], "a", "b") == [3, 1]
+    assert known.match([1, 2, 3]).longest(2) == ["a", "b"], "each node once"
+    known.remove("a", [1, 2, 3])
+    assert held(known, [1, 2, 3], "a") == [2]
+    known.forget("a", "GPU")
+    assert held(known, [1, 2, 3], "a", "b") == [0, 1]
+    known.forget("b")
+    assert len(known) == 0
+
+
+def test_a_source_may_keep_its_blocks_for_ever() -> None:
+    clock = Clock()
+    known = index(clock, ttl=10.0)
+    known.add("a", [1], MANY, "GPU", ttl=math.inf)
+    known.add("a", [1, 2], MANY)
+    clock.now += 1e6
+    for _ in range(4):
+        known.match([1])
+    assert held(known, [1, 2], "a") == [1]
+
+
+def test_used_blocks_of_a_source_are_forgotten_last() -> None:
+    known = index()
+    known.add("a", [1, 2], 4, "GPU")
+    known.add("a", [3, 4], 4, "GPU")
+    known.touch("a", [1, 2], "GPU")
+    known.touch("a", [1, 2], "CPU")
+    known.add("a", [5, 6], 4, "GPU")
+    assert held(known, [1, 2], "a") == [2]
+    assert held(known, [3, 4], "a") == [0]

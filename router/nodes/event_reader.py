@@ -1,0 +1,230 @@
+"""Reads the KV events of all nodes that publish them, and tells placement what their caches hold.
+
+Each node has sockets of its own here, so that it can only speak for itself. Their addresses come with its registration,
+over the authenticated control link, and have to be those of the cluster file. What a node says about itself cannot be
+checked: a wrong event makes a choice of nodes worse, and nothing else.
+
+All work is done in short turns of the event loop. A node that says more than placement can take in is not read until it
+has; ZMQ drops what exceeds its queue, which is a gap like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from common.errors import HandshakeRefused, ProtocolError
+from common.kv_events.wire import SEQUENCE_BYTES, Batch, decode, sequence_of
+from common.observability.bounded_log import BoundedLog
+from common.observability.logs import Log
+from router.nodes.event_feed import EventFeed
+from router.nodes.registration import RegistrationRules
+from router.nodes.registry import Node, NodeRegistry
+from router.nodes.told_blocks import ToldBlocks
+
+TURN_SECONDS = 0.05
+LOOK_SECONDS = 0.25  # between two looks at which nodes there are
+MESSAGES_PER_TURN = 20  # of one socket
+BLOCKS_PER_TURN = 2000  # of all nodes, that placement is told
+MOST_BACKLOG = 50_000  # blocks of one node that wait to be told
+MAX_BATCH_BYTES = 8 << 20
+QUEUED_MESSAGES = 1000  # of one socket
+
+Socket = zmq.Socket[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sink:
+    """The part of placement's knowledge that is about one node."""
+
+    told: ToldBlocks
+    node: Node
+
+    def stored(self, medium: str | None, blocks: Sequence[int]) -> None:
+        self.told.stored(self.node, medium, blocks)
+
+    def removed(self, medium: str | None, blocks: Sequence[int]) -> None:
+        self.told.removed(self.node, medium, blocks)
+
+    def cleared(self) -> None:
+        self.told.cleared(self.node)
+
+
+@dataclass(slots=True, eq=False)
+class _Followed:
+    """A node whose events are read."""
+
+    sink: _Sink
+    feed: EventFeed
+    events: Socket
+    replay_address: str
+    replay: Socket | None = None  # of the latest question
+
+
+class EventReader:
+    """The sockets to the nodes of a router process. Used on the event loop only."""
+
+    def __init__(
+        self,
+        registry: NodeRegistry,
+        rules: RegistrationRules,
+        told: ToldBlocks,
+        block_tokens: int,
+        clock: Callable[[], float],
+        log: Log,
+        count_gaps: Callable[[int], None],
+    ) -> None:
+        self._registry = registry
+        self._rules = rules
+        self._told = told
+        self._block_tokens = block_tokens
+        self._clock = clock
+        self._count_gaps = count_gaps
+        self._refused = BoundedLog(log, "refused KV events of a node")
+        self._context: zmq.Context[Socket] | None = None
+        self._poller = zmq.Poller()
+        self._nodes: dict[str, _Followed | None] = {}  # incarnation -> None: it publishes nothing
+        self._looked = -LOOK_SECONDS
+        self._turns = 0  # each begins with another node
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to read, on the running event loop, if a policy asks for it."""
+        if self._told.roles:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+            self._context = None
+
+    def turn(self) -> bool:
+        """Read a bounded number of messages and tell placement; return whether there is more."""
+        now = self._clock()
+        if now - self._looked >= LOOK_SECONDS:
+            self._looked = now
+            self._look()
+        ready = {socket for socket, _ in self._poller.poll(0)}
+        more = False
+        left = BLOCKS_PER_TURN
+        nodes = [node for node in self._nodes.values() if node is not None]
+        self._turns += 1
+        first = self._turns % len(nodes) if nodes else 0
+        for each in [*nodes[first:], *nodes[:first]]:
+            feed = each.feed
+            if each.replay in ready and feed.backlog < MOST_BACKLOG:
+                more |= self._read_answers(each)
+            if each.events in ready and feed.backlog < MOST_BACKLOG:
+                more |= self._read_events(each)
+            if (start := feed.question()) is not None:
+                self._ask(each, start)
+            left -= feed.tell(each.sink, left)
+            more |= feed.backlog > 0
+            self._note(each)
+        self._refused.flush()
+        return more
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(0 if self.turn() else TURN_SECONDS)
+
+    def _look(self) -> None:
+        """Connect to nodes that are new, and close the sockets to those that are gone."""
+        present = {node.incarnation: node for node in self._registry if node.role in self._told.roles}
+        for incarnation in self._nodes.keys() - present.keys():
+            followed = self._nodes.pop(incarnation)
+            if followed is not None:
+                self._poller.unregister(followed.events)
+                followed.events.close()
+                self._close_replay(followed)
+        for incarnation, node in present.items():
+            if incarnation not in self._nodes:
+                self._nodes[incarnation] = self._followed(node)
+
+    def _followed(self, node: Node) -> _Followed | None:
+        try:
+            addresses = self._rules.event_addresses(node.register)
+        except HandshakeRefused as error:
+            self._refused.warning(node.name, str(error))
+            return None
+        if addresses is None:
+            return None
+        events = self._connected(zmq.SUB, addresses[0])
+        events.subscribe(b"")
+        self._poller.register(events, zmq.POLLIN)
+        feed = EventFeed(self._block_tokens, self._clock)
+        return _Followed(_Sink(self._told, node), feed, events, addresses[1])
+
+    def _connected(self, kind: int, address: str) -> Socket:
+        if self._context is None:
+            self._context = zmq.Context()
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
+        socket.setsockopt(zmq.IPV6, int("[" in address))
+        socket.connect(address)
+        return socket
+
+    def _ask(self, node: _Followed, start: int) -> None:
+        """Send a question on a new socket, on which no earlier answer can arrive."""
+        self._close_replay(node)
+        node.replay = self._connected(zmq.DEALER, node.replay_address)
+        self._poller.register(node.replay, zmq.POLLIN)
+        node.replay.send_multipart((b"", start.to_bytes(SEQUENCE_BYTES, "big")))
+
+    def _close_replay(self, node: _Followed) -> None:
+        if node.replay is not None:
+            self._poller.unregister(node.replay)
+            node.replay.close()
+            node.replay = None
+
+    def _read_events(self, node: _Followed) -> bool:
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                frames = node.events.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            if (read := self._batch(node, frames)) is not None:
+                node.feed.heard(*read)
+        return True
+
+    def _read_answers(self, node: _Followed) -> bool:
+        assert node.replay is not None
+        for _ in range(MESSAGES_PER_TURN):
+            try:
+                _, *frames = node.replay.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            if len(frames) == 3 and not frames[2]:
+                node.feed.ended()
+                self._close_replay(node)
+                return False
+            if (read := self._batch(node, frames)) is not None:
+                node.feed.answered(*read)
+        return True
+
+    def _batch(self, node: _Followed, frames: Sequence[bytes]) -> tuple[int, Batch] | None:
+        """Read a message; what cannot be read is missing."""
+        try:
+            if len(frames) != 3:
+                raise ProtocolError(f"a message of {len(frames)} frames, not 3")
+            return sequence_of(frames[1]), decode(frames[2])
+        except ProtocolError as error:
+            self._refused.warning(node.sink.node.name, str(error))
+            return None
+
+    def _note(self, node: _Followed) -> None:
+        """Note whether placement can rely on what it was told."""
+        incarnation, following = node.sink.node.incarnation, self._told.following
+        if node.feed.following and not node.feed.backlog:
+            following.add(incarnation)
+        elif not node.feed.following:
+            following.discard(incarnation)
+        if gaps := node.feed.take_gaps():
+            self._count_gaps(gaps)

@@ -1,0 +1,178 @@
+"""A router's sockets to the KV events of nodes, against the publisher that nodes have."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from msgspec.structs import replace
+
+from common.kv_cache.radix_cache import RadixCache
+from common.kv_events.plan import KvEventsPlan
+from common.kv_events.publisher import KvEventPublisher
+from common.kv_events.wire import GPU
+from common.observability.logs import Log
+from router.nodes.event_reader import LOOK_SECONDS, EventReader
+from router.nodes.registration import ExpectedNode, RegistrationRules
+from router.nodes.registry import Node
+from tests.unit.router.nodes.test_cache_aware import Fleet
+
+PAGE = 64
+PATIENCE = 5.0
+
+
+class Rig:
+    """A router with one prefill node that publishes, and one that does not."""
+
+    def __init__(self, directory: Path) -> None:
+        self.fleet = Fleet("cache_events", 2)
+        self.gaps: list[int] = []
+        self.node, self.other = self.fleet.node("p000"), self.fleet.node("p001")
+        self.plan = KvEventsPlan(
+            address=f"ipc://{directory}/pub",
+            replay_address=f"ipc://{directory}/replay",
+            topic="kv@p000@tiny",
+            block_tokens=PAGE,
+            token_ids=True,
+            replay_batches=100,
+            max_queue=1000,
+        )
+        self.announce(self.node, self.plan.address, self.plan.replay_address)
+        expected = ExpectedNode("prefill", "", 1, None, events=(self.plan.address, self.plan.replay_address))
+        rules = RegistrationRules({"p000": expected, "p001": expected}, 16, 1 << 20, 1000)
+        self.told = self.fleet.placer.history.told
+        self.reader = EventReader(
+            self.fleet.registry, rules, self.told, PAGE, time.monotonic, Log("router"), self.gaps.append
+        )
+        self.publisher = KvEventPublisher(self.plan)
+        self.cache = RadixCache(PAGE, observer=self.publisher.tap(GPU, PAGE, 0))
+
+    def announce(self, node: Node, events: str, replay: str) -> None:
+        said = {"kv_events": events, "kv_events_replay": replay}
+        node.register = replace(node.register, effective_config=said)
+
+    def insert(self, number: int) -> list[int]:
+        """Cache a prompt of one block; return the prompt."""
+        prompt = [number] * PAGE
+        self.cache.insert(np.array(prompt), [number + 1])
+        return prompt
+
+    def cached(self, prompt: list[int]) -> int:
+        history, placed = self.fleet.placer.history, self.fleet.prompt([*prompt, 1])
+        return history.cached_tokens(history.matches("prefill", placed), self.node, placed)
+
+    def turns_until(self, what: str, done: Callable[[], object]) -> None:
+        until = time.monotonic() + PATIENCE
+        while not done():
+            assert time.monotonic() < until, what
+            self.reader.turn()
+            time.sleep(0.002)
+
+    @property
+    def follows(self) -> bool:
+        return self.node.incarnation in self.told.following
+
+    def close(self) -> None:
+        self.reader.close()
+        self.publisher.close()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> str:
+    """Return all log lines with their fields."""
+    return "\n".join(str(vars(record)) for record in caplog.records)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path)
+    yield made
+    made.close()
+
+
+def test_what_a_node_held_before_and_what_it_says_later_is_known(rig: Rig) -> None:
+    before = rig.insert(1)
+    rig.publisher.start()
+    rig.turns_until("no snapshot", lambda: rig.follows and rig.cached(before) == PAGE)
+    later = rig.insert(2)
+    rig.turns_until("no event", lambda: rig.cached(later) == PAGE)
+    rig.cache.evict(2)
+    rig.turns_until("no eviction", lambda: rig.cached(before) == rig.cached(later) == 0)
+    assert rig.told.following == {rig.node.incarnation}, "the other one publishes nothing"
+
+
+def test_a_gap_is_filled(rig: Rig) -> None:
+    rig.publisher.start()
+    rig.insert(1)
+    rig.turns_until("nothing is heard", lambda: rig.follows)
+    rig.publisher.dropped += 1
+    missing = rig.insert(2)
+    rig.turns_until("no gap", lambda: rig.gaps)
+    rig.turns_until("not filled", lambda: rig.follows and rig.cached(missing) == PAGE)
+    assert rig.gaps == [1]
+
+
+def test_a_lost_node_is_forgotten_whatever_it_still_says(rig: Rig) -> None:
+    rig.publisher.start()
+    prompt = rig.insert(1)
+    rig.turns_until("nothing is heard", lambda: rig.cached(prompt) == PAGE)
+    rig.fleet.registry.lose(rig.node, "its process ended", "closed")
+    rig.fleet.placer.history.lost(rig.node)
+    time.sleep(LOOK_SECONDS)
+    rig.insert(2)
+    for _ in range(20):
+        rig.reader.turn()
+        time.sleep(0.005)
+    assert rig.fleet.placer.history.blocks == 0
+    assert not rig.follows
+
+
+def test_a_node_that_publishes_elsewhere_than_the_file_says_is_not_read(
+    rig: Rig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.announce(rig.node, f"ipc://{tmp_path}/elsewhere", rig.plan.replay_address)
+    rig.reader.turn()
+    assert not rig.follows
+    assert "the cluster file says" in said(caplog)
+
+
+def test_what_cannot_be_read_is_refused_and_the_node_followed_all_the_same(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PUB) as other:
+        other.bind(rig.plan.address)
+        for _ in range(20):
+            rig.reader.turn()
+            other.send_multipart((b"", bytes(8), b"nonsense"))
+            other.send_multipart((b"", bytes(8)))
+            time.sleep(0.01)
+        rig.reader.turn()
+    assert "not a batch of KV events" in said(caplog)
+    assert not rig.follows
+    rig.publisher.start()
+    prompt = rig.insert(1)
+    rig.turns_until("not followed", lambda: rig.cached(prompt) == PAGE)
+
+
+async def test_it_reads_on_the_event_loop(rig: Rig) -> None:
+    rig.publisher.start()
+    prompt = rig.insert(1)
+    rig.reader.start()
+    async with asyncio.timeout(PATIENCE):
+        while rig.cached(prompt) != PAGE:
+            await asyncio.sleep(0.01)
+
+
+async def test_without_a_policy_that_asks_nothing_is_read() -> None:
+    fleet = Fleet("cache_aware", 1)
+    told = fleet.placer.history.told
+    rules = RegistrationRules({}, 16, 1 << 20, 1000)
+    reader = EventReader(fleet.registry, rules, told, PAGE, time.monotonic, Log("router"), print)
+    reader.start()
+    assert told.roles == frozenset()
+    assert len(asyncio.all_tasks()) == 1
+    reader.close()
