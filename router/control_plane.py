@@ -191,7 +191,9 @@ class ControlPlane:
             identity, read = self._unhandled.popleft()
             try:
                 speaker = Speaker.of(identity)
-                speaker.check(self._registry.get(speaker.incarnation))
+                node = self._registry.get(speaker.incarnation)
+                if node is not None and identity != node.control_link:
+                    speaker.check(node)
                 message = self._decode(speaker, read) if isinstance(read, bytes) else Tokens(runs=read)
                 if message is None:
                     left -= 1

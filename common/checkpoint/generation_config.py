@@ -17,11 +17,11 @@ class DefaultSampling:
     `do_sample` is not read, as in vLLM: a request without a temperature gets the file's, or 1.0.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None  # 0: off
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 NO_DEFAULTS = DefaultSampling()
@@ -45,19 +45,18 @@ def eos_ids(raw: Raw, generation: Raw, vocab: int, where: str) -> tuple[int, ...
 def default_sampling(generation: Raw, where: str) -> DefaultSampling:
     """Return the sampling values of generation_config.json. Raises ModelError."""
 
-    def number(key: str, low: float, high: float) -> float | None:
+    def number(key: str, low: float, high: float, otherwise: float) -> float:
         value = generation.get(key)
         if value is None:
-            return None
+            return otherwise
         if not is_finite(value) or not low <= value <= high:
             raise ModelError(f"{where}: {key} must be between {low} and {high}, found {shown(value)}")
         return float(value)
 
-    top_p, top_k = number("top_p", 0.0, 1.0), number("top_k", -1, 1 << 31)
     return DefaultSampling(
-        temperature=number("temperature", 0.0, 1e6),
-        top_p=top_p or None,  # 0.0 is not a distribution; greedy is temperature 0
-        top_k=None if top_k is None else max(0, int(top_k)),
-        min_p=number("min_p", 0.0, 1.0),
-        repetition_penalty=number("repetition_penalty", 0.01, 10.0),
+        temperature=number("temperature", 0.0, 1e6, 1.0),
+        top_p=number("top_p", 0.0, 1.0, 1.0) or 1.0,  # 0.0 is not a distribution; greedy is temperature 0
+        top_k=max(0, int(number("top_k", -1, 1 << 31, 0))),
+        min_p=number("min_p", 0.0, 1.0, 0.0),
+        repetition_penalty=number("repetition_penalty", 0.01, 10.0, 1.0),
     )

@@ -43,7 +43,7 @@ KEEPALIVE = {
 }
 # Flags of the parts of a message. As integers: arithmetic on ZMQ's enums costs more than sending a part.
 NOT_LAST, LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
-READABLE = int(zmq.POLLIN)
+READABLE, EVENTS = int(zmq.POLLIN), int(zmq.EVENTS)
 # Interval at which `drain` sends acknowledgements and probes that are due. An answer for which a peer waits is sent at
 # once.
 TEND_SECONDS = 0.02
@@ -137,6 +137,7 @@ class RouterSocket(Channel):
         Raises ConfigError if the address cannot be bound, or another process serves it.
         """
         super().__init__(context, zmq.ROUTER)
+        self._readable = False  # ZMQ has just said so
         self._unread = False  # the latest `drain` read as many frames as it may
         self._sent = False  # since the latest read
         self._tend_at = 0.0  # when sessions are looked after again
@@ -240,24 +241,26 @@ class RouterSocket(Channel):
             self._sessions.tend(now)
             self._tend_at = now + TEND_SECONDS
         self._sent = False
-        received = self._filter.receive(most)
+        received = self._filter.receive(most, self._readable)
+        self._readable = False
         self._unread = len(received) >= most
         messages: list[tuple[bytes, bytes]] = []
-        for peer, *parts in received:
-            if len(parts) == 1:
-                messages.append((peer, parts[0]))
-            elif len(parts) == 2:
+        for parts in received:
+            peer = parts[0]
+            if len(parts) == 3:
                 damaged = self._sessions.damaged
-                payload = self._sessions.receive(peer, parts[0], parts[1], now)
+                payload = self._sessions.receive(peer, parts[1], parts[2], now)
                 if payload is None:
                     if self._sessions.damaged != damaged:
                         self.refuse(peer, "a damaged frame")
-                elif parts[0][0] == PACK:
+                elif parts[1][0] == PACK:
                     messages += self._unpacked(peer, payload)
                 else:
                     messages.append((peer, payload))
-            elif parts:
-                self.refuse(peer, f"a message of {len(parts)} parts")
+            elif len(parts) == 2:
+                messages.append((peer, parts[1]))
+            elif len(parts) > 3:
+                self.refuse(peer, f"a message of {len(parts) - 1} parts")
         return messages
 
     @property
@@ -273,7 +276,8 @@ class RouterSocket(Channel):
         if self._unread or self._sessions.urgent:
             return True
         self._sent = False
-        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & READABLE)
+        self._readable = bool(int(self._socket.getsockopt(EVENTS)) & READABLE)
+        return self._readable
 
     @property
     def refused(self) -> int:

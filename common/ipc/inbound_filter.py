@@ -8,8 +8,6 @@ disconnects: assertion !_io_error in stream_engine_base.cpp.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import zmq
 
 from common.ipc.bad_frames import BadFrames, peer_of
@@ -37,15 +35,24 @@ class InboundFilter:
         self.routes = Routes()
         self.bad = BadFrames(BoundedLog(Log("links"), "refused a frame"))
 
-    def receive(self, most: int) -> list[list[bytes]]:
-        """Return at most `most` messages as [peer, part ...]; one that is not allowed keeps only its peer."""
-        if self._check is None:
-            received = [self._named(self._parts(first)) for first in self._first_parts(most)]
-        else:
-            # Only a frame that is not copied says whose key its connection has proved.
-            received = [
-                self._allowed(first, self._parts(first)[1:], self._check) for first in self._first_parts(most)
-            ]
+    def receive(self, most: int, readable: bool = False) -> list[list[bytes]]:
+        """Return at most `most` messages as [peer, part ...]; one that is not allowed keeps only its peer.
+
+        `readable`: the socket has said that there is one.
+        """
+        router, check = self._router, self._check
+        received: list[list[bytes]] = []
+        # To read in vain raises an exception, which costs three times as much as to ask the socket.
+        while len(received) < most and (readable or int(router.getsockopt(EVENTS)) & POLLIN):
+            readable = False
+            # A frame that is not copied knows whether more follow: `recv_multipart` asks the socket, at twice the cost
+            # of the whole message. Only such a frame says whose key its connection has proved.
+            frame = first = router.recv(NOBLOCK, copy=False)
+            parts = [first.bytes]
+            while frame.more:
+                frame = router.recv(NOBLOCK, copy=False)
+                parts.append(frame.bytes)
+            received.append(self._named(parts) if check is None else self._allowed(first, parts[1:], check))
         if self.bad.anybody_cut_off:
             received = [self._not_cut_off(parts) for parts in received]
         return received
@@ -58,28 +65,6 @@ class InboundFilter:
         """Return the peers cut off since the last call, as in BadFrames."""
         taken, self._newly_cut_off = self._newly_cut_off, []
         return taken
-
-    def _parts(self, frame: zmq.Frame) -> list[bytes]:
-        """Return the parts of the message that begins with `frame`.
-
-        Frames know whether more follow: `recv_multipart` asks the socket, at twice the cost of the whole message.
-        """
-        parts = [frame.bytes]
-        while frame.more:
-            frame = self._router.recv(NOBLOCK, copy=False)
-            parts.append(frame.bytes)
-        return parts
-
-    def _first_parts(self, most: int) -> Iterator[zmq.Frame]:
-        """Yield the first part of each message; the caller reads the others.
-
-        The socket says whether there is one more. To read in vain raises an exception, which costs three times as much.
-        """
-        router = self._router
-        for _ in range(most):
-            if not int(router.getsockopt(EVENTS)) & POLLIN:
-                return
-            yield router.recv(NOBLOCK, copy=False)
 
     def _named(self, parts: list[bytes]) -> list[bytes]:
         routing_id = parts[0]

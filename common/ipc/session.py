@@ -38,7 +38,10 @@ from common.errors import ProtocolError
 
 HEADER = struct.Struct("<B7xQQQQ")  # kind, epoch, number, acknowledged, digest
 _DIGESTED = struct.Struct("<B7xQQQ")  # the header without its digest
+_DIGESTED_SIZE = _DIGESTED.size
 _NO_DIGEST = bytes(8)
+# Returns the digest of a payload; its second argument is that of the header, with zeros in place of the digest.
+_digest = xxhash.xxh3_64_intdigest
 PROBE_SECONDS = 0.25  # silence while something is unacknowledged; doubled up to MAX_PROBE_SECONDS
 MAX_PROBE_SECONDS = 1.0
 ACK_SECONDS = 0.05  # for which an acknowledgement waits for a frame that carries it
@@ -84,7 +87,8 @@ def frame(kind: FrameKind, epoch: int, number: int, acknowledged: int, payload: 
 
 def _framed(kind: int, epoch: int, number: int, acknowledged: int, payload: bytes) -> Frame:
     head = _DIGESTED.pack(kind, epoch, number, acknowledged)
-    return head + _digest(head, payload).to_bytes(8, "little"), payload
+    digest: int = _digest(payload, _digest(head + _NO_DIGEST))
+    return head + digest.to_bytes(8, "little"), payload
 
 
 def read_header(header: bytes, payload: bytes) -> Header:
@@ -94,14 +98,9 @@ def read_header(header: bytes, payload: bytes) -> Header:
         known = _KINDS[kind]
     except (struct.error, KeyError):
         raise ProtocolError("not a frame of a session") from None
-    if digest != _digest(header[: _DIGESTED.size], payload):
+    if digest != _digest(payload, _digest(header[:_DIGESTED_SIZE] + _NO_DIGEST)):
         raise ProtocolError("a damaged frame")
     return Header(known, epoch, number, acknowledged)
-
-
-def _digest(head: bytes, payload: bytes) -> int:
-    """Return the digest of a payload and of its header up to the digest."""
-    return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(head + _NO_DIGEST))
 
 
 # The bound keeps a frame from delivering more messages than a turn of a loop should take.

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from common.observability.histogram import Histogram
+from common.random_bytes import random_bits
 
 Role = Literal["prefill", "decode"]
 # standby: the half of a movable node whose role the node does not have now; it takes no requests
@@ -38,7 +39,7 @@ def rank_incarnation(node: str, rank: int) -> str:
 
 def new_room() -> int:
     """Return 63 random bits, one value per attempt of a request. A peer cannot guess the room of another request."""
-    return secrets.randbits(63) or 1
+    return random_bits(63) or 1
 
 
 def routing_id(name: str, incarnation: str, *link: str) -> str:

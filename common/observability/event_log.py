@@ -26,6 +26,8 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 class EventLog:
     """The log that records nothing, and the interface of the one that does. Used by one thread."""
 
+    records = False  # whether `add` does anything: callers may spare the work for its arguments
+
     def add(self, event: str, room: int = 0, **fields: object) -> None:
         """Record a step of a request. `room` identifies an attempt; 0 if there is none yet."""
 
@@ -46,6 +48,8 @@ NO_EVENTS: Final = EventLog()
 
 class FileEventLog(EventLog):
     """Appends to DIRECTORY/NAME-INCARNATION.jsonl. The first line identifies the process."""
+
+    records = True
 
     def __init__(
         self,

@@ -86,11 +86,13 @@ class ChoiceMaker:
         )
         if rules is not None:
             sampling = replace(sampling, token_rules=rules)
-        scores = _prompt_logprobs(body, logprobs, len(tokens))
+        echo = isinstance(body, CompletionRequest) and body.echo
+        scores = shown = None
+        if echo or body.prompt_logprobs is not None:
+            scores = _prompt_logprobs(body, logprobs, len(tokens))
         if scores is not None:
             sampling = replace(sampling, prompt_logprobs=scores)
-        shown = None
-        if isinstance(body, CompletionRequest) and body.echo:
+        if echo:
             shown = ShownPrompt.echoed(tokens, prompt.text, self._tokenizer)
         elif scores is not None:
             shown = ShownPrompt(tokens)

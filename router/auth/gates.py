@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Protocol
 
 from aiohttp import web
@@ -22,6 +23,7 @@ from router.auth.quotas import UNLIMITED, Quota, QuotaClaim, Quotas
 from router.http.client import Client, View, client_address, client_key
 from router.http.direct_answer import listener_headers_key
 from router.http.errors import request_id_key
+from router.http.matched_route import matched_route
 from router.page.routes import FILES
 
 METRICS = "/metrics"
@@ -29,6 +31,7 @@ METRICS = "/metrics"
 PROBES = frozenset(("/live", "/liveness", "/ping", "/health", "/health_generate", "/ready", "/readiness"))
 # The page for people, without any data. What it shows it fetches with the key that is typed into it.
 PAGE = frozenset(("/", FILES))
+OPEN_ROUTES = PROBES | PAGE
 ADMIN_ROUTES = frozenset((METRICS, "/flush_cache"))
 # For every key, and not counted against its limits: a client at its limit must be able to end its requests.
 UNLIMITED_ROUTES = frozenset(("/abort_request",))
@@ -56,7 +59,13 @@ class OpenGate:
     def __init__(self, hosts: HostRule, view: View, open_metrics: bool) -> None:
         self._hosts = hosts
         self._view = view
-        self._open_metrics = open_metrics
+        self._hides_metrics = view < View.CLUSTER and not open_metrics
+
+        @lru_cache(maxsize=4096)
+        def client_at(remote: str) -> Client:
+            return Client(client_address(remote), view)
+
+        self._client_at = client_at
 
     def probe_view(self, request: web.Request) -> View:
         """Let a probe use any Host name; a request that fails the host rule sees nothing about the nodes."""
@@ -68,9 +77,9 @@ class OpenGate:
 
     def enter(self, request: web.Request) -> tuple[Client, QuotaClaim]:
         self._hosts.check(request)
-        if _route(request) == METRICS and self._view < View.CLUSTER and not self._open_metrics:
+        if self._hides_metrics and matched_route(request) == METRICS:
             raise Forbidden("metrics are not public here; the operator can set security.open_metrics")
-        return Client(address_of(request), self._view), UNLIMITED
+        return self._client_at(request.remote or ""), UNLIMITED
 
 
 class KeyGate:
@@ -94,7 +103,7 @@ class KeyGate:
 
     def enter(self, request: web.Request) -> tuple[Client, QuotaClaim]:
         """Admit a client by its key. Limits apply neither to reads, which are cheap, nor to aborts."""
-        route, reads = _route(request), request.method in _READS
+        route, reads = matched_route(request), request.method in _READS
         if route == METRICS and self._open_metrics:
             return Client(address_of(request), View.SERVICE), UNLIMITED
         key = self._key_of(request)
@@ -156,7 +165,7 @@ class Entrance:
             answer = self._cors.preflight(request)
             if answer is not None:
                 return answer
-            if _route(request) in PROBES | PAGE:
+            if matched_route(request) in OPEN_ROUTES:
                 request[client_key] = Client(address_of(request), self._gate.probe_view(request))
                 return await handler(request)
             try:
@@ -202,12 +211,6 @@ class Entrance:
 def address_of(request: web.BaseRequest) -> str:
     """Return the peer's address in the form by which quotas and fair shares count clients."""
     return client_address(request.remote or "")
-
-
-def _route(request: web.Request) -> str:
-    """Return the path of the matched route; "" if none matched."""
-    resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else ""
 
 
 def _secret(request: web.Request) -> str:

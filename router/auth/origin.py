@@ -108,8 +108,10 @@ class HostRule:
             return True
         if len(host) > LONGEST_ADDRESS or (loopback := _is_loopback(host)) is None:
             return False
-        bound = request.transport.get_extra_info("sockname") if request.transport is not None else None
-        return loopback or (bound is not None and host == _plain(bound[0]))
+        if loopback or request.transport is None:
+            return loopback
+        bound = request.transport.get_extra_info("sockname")
+        return bound is not None and host == _plain(bound[0])
 
 
 def _host_of(header: str) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from common.errors import Overloaded
 from router.dispatch.fair_queue import FairQueue, WaitingRequest
+from router.dispatch.generation import GenerationRequest
 from router.nodes.registry import Node
 
 LOOK_SECONDS = 0.25  # interval at which reported loads are read again while requests wait
@@ -169,37 +170,43 @@ class Admission:
         """Number of clients that are remembered: those of waiting and of admitted requests."""
         return self._queue.clients
 
-    async def enter(
-        self,
-        client: str,
-        prompt_tokens: int,
-        max_tokens: int,
-        patience: float,
-        weight: int = 1,
-        priority: int = 0,
-    ) -> int:
-        """Wait for room. The request counts as in flight until `leave`, which takes the returned cost.
+    def let_in(self, request: GenerationRequest) -> int | None:
+        """Admit the request if there is room for it now; return None if it has to `enter`.
 
-        `weight` and `priority`: see FairQueue. Raises Overloaded if the request would wait, or has waited, longer than
-        `patience` or the configured limit.
+        It counts as in flight until `leave`, which takes the returned cost.
         """
-        cost = prompt_tokens + min(max_tokens, self._reserved)
-        if not len(self._queue) and self._fits(cost):
-            self._queue.let_in(client, cost, weight)
-            self._count(cost)
-        else:
-            waiting = WaitingRequest(client, cost, self._clock(), weight, priority=priority)
+        cost = self._cost(request)
+        if self._gates or not self._fits(cost):
+            return None
+        self._queue.let_in(request.client, cost, request.weight)
+        self._count(cost)
+        return cost
+
+    async def enter(self, request: GenerationRequest, patience: float) -> int:
+        """Wait for room, and admit the request as `let_in` does.
+
+        Raises Overloaded if it would wait, or has waited, longer than `patience` or the configured limit.
+        """
+        cost = self.let_in(request)
+        if cost is None:
+            cost = self._cost(request)
+            now = self._clock()
+            waiting = WaitingRequest(request.client, cost, now, request.weight, priority=request.priority)
             await self._wait(waiting, min(patience, self._longest_wait))
         return cost
+
+    def _cost(self, request: GenerationRequest) -> int:
+        return len(request.token_ids) + min(request.sampling.max_tokens, self._reserved)
 
     def leave(self, client: str, cost: int) -> None:
         """Count the end of a request, and admit others."""
         self._tokens -= cost
         self._requests -= 1
-        if len(self._queue):
+        if self._gates:
             self._rate.add(cost)
         self._queue.leave(client)
-        self._open_gates()
+        if self._gates:
+            self._open_gates()
 
     def open_all(self) -> None:
         """Admit every waiting request: the router is shutting down, and each request ends with its own error."""

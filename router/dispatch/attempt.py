@@ -10,6 +10,7 @@ from common.messages.generation import OutputToken, PromptLogprob
 from common.messages.router_inbox import FirstToken, HiddenStates, PromptScores, TokenRun
 from router.dispatch.answer_states import AnswerStates
 from router.dispatch.generation import TakeNow, TokenDelta
+from router.dispatch.wakeup import Wakeup
 from router.nodes.history import NOTHING_CACHED, ExpectedCache
 from router.nodes.registry import Node
 
@@ -45,7 +46,7 @@ class Attempt:
     # The node to which its messages cannot be sent, or the exception of one that cannot be encoded.
     unreached: Node | Exception | None = None
     deadline: asyncio.TimerHandle | None = None
-    woken: asyncio.Event = field(default_factory=asyncio.Event)
+    woken: Wakeup = field(default_factory=Wakeup)
     # Takes the tokens of a run at once; None unless the reader's task waits and has nothing to do.
     direct: TakeNow | None = None
 
@@ -138,8 +139,11 @@ class Attempt:
 
     def take(self) -> list[OutputToken]:
         """Return up to MAX_TAKEN of the tokens that have arrived since the last call; the rest stays in `pending`."""
-        tokens, self.pending = self.pending[:MAX_TAKEN], self.pending[MAX_TAKEN:]
-        if not self.pending:
+        tokens = self.pending
+        if len(tokens) > MAX_TAKEN:
+            tokens, self.pending = tokens[:MAX_TAKEN], tokens[MAX_TAKEN:]
+        else:
+            self.pending = []
             self.woken.clear()
         return tokens
 

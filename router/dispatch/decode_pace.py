@@ -19,11 +19,11 @@ class DecodePace:
 
     def measure(self, now: float) -> None:
         """Record progress when tokens arrive. The final tokens are measured by `Dispatcher.decoded`."""
+        if self._since is not None and now - self._since < PACE_SECONDS:
+            return
         attempt = self._attempt
         if attempt.error is not None or attempt.finish_reason is not None or attempt.next_offset < 2:
             return
         if self._since is not None:
-            if now - self._since < PACE_SECONDS:
-                return
             self._health.decoded(attempt.decode, now - self._since, attempt.next_offset - self._offset)
         self._since, self._offset = now, attempt.next_offset

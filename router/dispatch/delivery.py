@@ -48,7 +48,10 @@ class Delivery:
         if not flight.said:
             flight.timeline.mark("first_token", now)
             flight.cached_tokens = self._attempt.cached_tokens
-        self._events.add_tokens("delivered", len(flight.said), tokens, request=flight.request.request_id)
-        flight.said += [token.id for token in tokens]
+        if self._events.records:
+            self._events.add_tokens("delivered", len(flight.said), tokens, request=flight.request.request_id)
+        for token in tokens:
+            flight.said.append(token.id)
         self._pace.measure(now)
-        self._poison.progressed(flight, self._attempt.said, self._trial)
+        if flight.suspect:
+            self._poison.progressed(flight, self._attempt.said, self._trial)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -22,7 +22,6 @@ from common.errors import (
 )
 from common.messages.generation import FINISH_STOP
 from common.messages.identity import new_room
-from common.messages.node_inbox import Abort
 from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from router.dispatch.admission import Admission, NodeRoom
@@ -37,9 +36,10 @@ from router.dispatch.generation import (
     take_nothing,
 )
 from router.dispatch.in_flight import InFlight
-from router.dispatch.isolation import Trial
+from router.dispatch.isolation import NO_TRIAL, Trial
 from router.dispatch.legs import check_length, placement_messages
 from router.dispatch.limits import DispatchLimits
+from router.dispatch.open_attempts import OpenAttempts
 from router.dispatch.pair_wait import PairWait
 from router.dispatch.placement_feedback import PlacementFeedback
 from router.dispatch.poison_watch import PoisonWatch, poison_error
@@ -80,8 +80,6 @@ class Dispatcher:
         self._metrics = metrics
         self._log = log
         self._events = events
-        self._attempts: dict[int, Attempt] = {}  # room -> current attempt
-        self._flights: dict[int, InFlight] = {}  # room -> request of the attempt
         self.poison = PoisonWatch(self.health.clock, limits.max_crashes)
         room = NodeRoom(lambda: registry, limits.requests_per_node, lambda: registry.version)
         self.admission = Admission(room, limits.reserved_tokens, limits.queue_wait, time.monotonic)
@@ -96,15 +94,14 @@ class Dispatcher:
         self._ending: RequestError | None = None  # ends every request once `end_all` was called
         self.timelines = Timelines()
         self.running = RunningRequests()
+        self._open = OpenAttempts(self.timelines, self.feedback, self.health, events, self._outbox)
+        # Returns the attempt of a room, for messages of nodes; None once it has ended.
+        self.attempt: Callable[[int], Attempt | None] = self._open.by_room.get
 
     @property
     def active(self) -> int:
         """Number of requests in flight."""
         return self._active
-
-    def attempt(self, room: int) -> Attempt | None:
-        """Return the attempt of a room, for messages of nodes; None once it has ended."""
-        return self._attempts.get(room)
 
     def nodes_changed(self) -> None:
         """Wake every request that waits for a node."""
@@ -114,23 +111,22 @@ class Dispatcher:
     def node_lost(self, node: Node, reason: str) -> None:
         self.health.lost(node)
         self._placer.history.lost(node)
-        aboard = [room for room in list(node.rooms) if room in self._attempts]
+        aboard = [attempt for room in list(node.rooms) if (attempt := self.attempt(room)) is not None]
         if node.lost_by == "closed":
-            found = [(self._attempts[room], self._flights[room]) for room in aboard]
+            found = [(attempt, self._open.flight(attempt)) for attempt in aboard]
             for attempt in self.poison.crashed(node, found):
-                self._log.error(
-                    "quarantined a request", request_id=self._flights[attempt.room].request.request_id
-                )
+                quarantined = self._open.flight(attempt).request.request_id
+                self._log.error("quarantined a request", request_id=quarantined)
                 self._metrics.placement.quarantined.inc()
                 attempt.fail(poison_error())
-        for room in aboard:
+        for attempt in aboard:
             # Each call wakes a request.
-            self._losses.call(partial(self._attempts[room].lose, node, reason))
+            self._losses.call(partial(attempt.lose, node, reason))
 
     def transferred(self, attempt: Attempt, stages: Mapping[str, float]) -> None:
         """Note that the prefill node has handed over the pages. `stages`: seconds since it received the prompt."""
         attempt.transferred = True
-        flight = self._flights[attempt.room]
+        flight = self._open.flight(attempt)
         self.poison.prefilled(flight)
         flight.request.share.handed_over()
         self._metrics.prefill_queue.observe(stages.get("prefill_start", 0.0))
@@ -154,7 +150,7 @@ class Dispatcher:
         self._pairs.end_all(error)
         self.admission.open_all()
         self.nodes_changed()
-        for attempt in list(self._attempts.values()):
+        for attempt in list(self._open.by_room.values()):
             attempt.fail(error)
 
     async def generate(
@@ -181,7 +177,9 @@ class Dispatcher:
         try:
             self.poison.check(flight)
             await request.share.wait(timeout)
-            cost = await self._enter(request, timeout)
+            cost = self.admission.let_in(request)
+            if cost is None:
+                cost = await self.admission.enter(request, timeout)
             try:
                 timeline.mark("admitted", time.monotonic())
                 deltas = self._attempt_until_done(flight)
@@ -216,17 +214,11 @@ class Dispatcher:
             self._metrics.request_finished(timeline, flight.figures())
             self._log.info("request finished", tokens=tokens, **timeline.report())
 
-    async def _enter(self, request: GenerationRequest, patience: float) -> int:
-        """Wait for room; return the cost that the request occupies."""
-        prompt, wanted = len(request.token_ids), request.sampling.max_tokens
-        order = request.weight, request.priority
-        return await self.admission.enter(request.client, prompt, wanted, patience, *order)
-
     async def _attempt_until_done(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
         loop = asyncio.get_running_loop()
         limits = self._limits
         self._pairs.check_busy(flight)
-        retries = Retries(limits.max_attempts, limits.placement_wait, flight.deadline)
+        retries: Retries | None = None
         while True:
             before = len(flight.said)
             flight.attempts += 1
@@ -246,6 +238,8 @@ class Dispatcher:
                 elsewhere = self._placer.has_others(flight.avoid)
                 # The router itself put other suspects beside it: a crash there is no failure of the request.
                 progress = len(flight.said) > before or flight.shared_trial
+                if retries is None:
+                    retries = Retries(limits.max_attempts, limits.placement_wait, flight.deadline)
                 pause = retries.pause(error, progress, elsewhere, loop.time())
                 if pause is None or flight.aborted:
                     raise
@@ -275,10 +269,14 @@ class Dispatcher:
     async def _attempt(self, flight: InFlight) -> AsyncGenerator[TokenDelta, None]:
         """Run one attempt. If it fails, the nodes to blame are added to `flight.avoid`."""
         started = asyncio.get_running_loop().time()
-        trial = await self.poison.trial(flight, self._limits.placement_wait)
+        if self.poison.suspects.empty:
+            trial = NO_TRIAL
+        else:
+            trial = await self.poison.trial(flight, self._limits.placement_wait)
         flight.shared_trial = trial.companions > 0
         try:
-            await self._turns.wait()
+            if not self._turns.passes():
+                await self._turns.wait()
             attempt = await self._place(flight, trial, started)
         except BaseException:
             trial.release()
@@ -287,9 +285,10 @@ class Dispatcher:
         delivery = Delivery(flight, attempt, trial, self.health, self.poison, self._events)
         try:
             while True:
-                if not (first or attempt.woken.is_set()):
-                    attempt.direct = delivery.take_now
-                await attempt.woken.wait()
+                if not attempt.woken.is_set:
+                    if not first:
+                        attempt.direct = delivery.take_now
+                    await attempt.woken.future()
                 tokens = attempt.take()
                 if tokens:
                     delivery.record(tokens)
@@ -307,7 +306,7 @@ class Dispatcher:
         finally:
             trial.release()
             flight.avoid |= attempt.blamed
-            self._close(attempt)
+            self._open.close(attempt)
 
     async def _place(self, flight: InFlight, trial: Trial, started: float) -> Attempt:
         """Choose a pair of nodes, send both halves of the request, and wait for the first token or a failure.
@@ -318,33 +317,36 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         tokens = flight.tokens
         while True:
-            prefill, decode = await self._pairs.find(flight, partial(self._avoided, flight, trial), started)
+            pair = self._pairs.now(flight, self._avoided(flight, trial))
+            if isinstance(pair, str):
+                pair = await self._pairs.find(flight, pair, partial(self._avoided, flight, trial), started)
             self.poison.check(flight)
+            prefill, decode = pair
             check_length(flight.request, self._registry.max_model_len)
             attempt = Attempt(new_room(), prefill, decode, emitted=len(flight.said))
-            self._open(attempt, flight)
+            self._open.open(attempt, flight)
             remaining_ms = max(int((flight.deadline - loop.time()) * 1000), 1)
             messages = placement_messages(flight.request, attempt, tokens, remaining_ms)
             parcel = Parcel(messages, attempt.not_sent, trial.placed if trial.isolated else None)
             self._outbox.put(parcel)
             try:
-                await attempt.woken.wait()
+                await attempt.woken.future()
             except BaseException:
                 if parcel.cancel():
                     # Nothing was sent.
                     attempt.prefill_over = attempt.decode_over = True
-                self._close(attempt)
+                self._open.close(attempt)
                 raise
             if (unreached := attempt.unreached) is None:
                 return attempt
             if isinstance(unreached, Exception):
-                self._close(attempt)
+                self._open.close(attempt)
                 raise unreached
             self._registry.unreachable(unreached)
             self.health.node_failed(unreached)
             # The message to the decode node is sent first, so only that node can hold state of this attempt.
             attempt.prefill_over, attempt.decode_over = True, unreached is decode
-            self._close(attempt)
+            self._open.close(attempt)
             flight.check_aborted()
             if loop.time() >= self._pairs.until(flight, started):
                 raise unavailable(unreached.role)
@@ -353,42 +355,4 @@ class Dispatcher:
         """Return the incarnations to blame for failed attempts; on trial, also those with other suspects."""
         if not trial.isolated:
             return flight.avoid
-        others = ((attempt, self._flights[room]) for room, attempt in self._attempts.items())
-        return flight.avoid | self.poison.avoided_by(flight, others)
-
-    def _open(self, attempt: Attempt, flight: InFlight) -> None:
-        """Register the attempt: both nodes count it until `_close`."""
-        prefill, decode, timeline = attempt.prefill, attempt.decode, flight.timeline
-        self._attempts[attempt.room] = flight.attempt = attempt
-        self._flights[attempt.room] = flight
-        attempt.deadline = asyncio.get_running_loop().call_at(flight.deadline, attempt.expire)
-        now = time.monotonic()
-        self.timelines.open(attempt.room, timeline, now, prefill.incarnation, decode.incarnation)
-        self.feedback.opened(attempt, flight)
-        timeline.mark("placed", now)
-        pair = {"prefill": prefill.incarnation, "decode": decode.incarnation}
-        self._events.add(
-            "placed", attempt.room, request=timeline.request_id, tokens=flight.num_tokens, **pair
-        )
-        timeline.nodes.append({"prefill": prefill.name, "decode": decode.name})
-        self.health.placed(prefill, decode)
-        flight.request.share.placed(prefill.incarnation, decode.incarnation)
-
-    def _close(self, attempt: Attempt) -> None:
-        """End an attempt, finished or not, and abort whatever a node still holds of it."""
-        if attempt.deadline is not None:
-            attempt.deadline.cancel()
-        del self._attempts[attempt.room]
-        flight = self._flights.pop(attempt.room)
-        flight.attempt = None
-        self.feedback.closed(attempt, flight)
-        self.timelines.close(attempt.room)
-        self.health.released(attempt.prefill, attempt.decode)
-        finished = attempt.finish_reason is not None
-        reason = "finished" if finished else "the request ended at the router"
-        # After the last token the prompt has been handed over, and the prefill node is about to report it.
-        prefill_over = attempt.prefill_over or finished
-        for node, over in ((attempt.prefill, prefill_over), (attempt.decode, attempt.decode_over)):
-            node.rooms.remove(attempt.room)
-            if not over:
-                self._outbox.post(node, Abort(room=attempt.room, reason=reason))
+        return flight.avoid | self.poison.avoided_by(flight, self._open)

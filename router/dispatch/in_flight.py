@@ -35,8 +35,8 @@ class InFlight:
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens to prefill: the prompt and the answer so far."""
-        return [*self.request.token_ids, *self.said]
+        """The tokens to prefill: the prompt and the answer so far. Nobody may change the list."""
+        return [*self.request.token_ids, *self.said] if self.said else self.request.token_ids
 
     @property
     def num_tokens(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
+from typing import Final
 
 GROUPS = 8  # up to this many suspects run one at a time
 # Seconds after its placement for which a request keeps the next group waiting.
@@ -43,6 +44,9 @@ class Trial:
             isolation.ended(self)
 
 
+NO_TRIAL: Final = Trial()  # of all requests that are not suspected: it runs together with others
+
+
 @dataclass(eq=False, slots=True)
 class _Waiter:
     crashes: int
@@ -73,7 +77,7 @@ class Isolation:
             elif waiter.admitted.done():
                 waiter.admitted.result().release()
             if isinstance(error, TimeoutError):
-                return Trial()
+                return NO_TRIAL
             raise
 
     def ended(self, trial: Trial) -> None:

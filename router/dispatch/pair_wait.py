@@ -72,34 +72,45 @@ class PairWait:
         """Return the time until which a request may wait for a pair, if its wait began at `started`."""
         return min(started + self._limits.placement_wait, flight.deadline)
 
+    def now(self, flight: InFlight, avoid: Collection[str]) -> tuple[Node, Node] | Role:
+        """Return a pair that can take the request at once, or the role that has no node for it.
+
+        `avoid`: incarnations to avoid while others are left.
+        """
+        if self._ending is not None:
+            raise self._ending
+        if flight.prompt.tokens != flight.num_tokens:
+            flight.prompt = self._prompt(flight)
+        found = self._placer.choose(avoid, flight.request.share.nodes, flight.prompt)
+        if isinstance(found, str) or flight.said:
+            return found
+        return self._placer.spared(found, avoid, flight.prompt)
+
     async def find(
-        self, flight: InFlight, avoid: Callable[[], Collection[str]], started: float
+        self, flight: InFlight, missing: Role, avoid: Callable[[], Collection[str]], started: float
     ) -> tuple[Node, Node]:
         """Wait for a pair: a retry waits for `placement_wait`; a new request waits only if a node is expected back.
 
-        `avoid` returns the incarnations to avoid while others are left.
+        `missing`: the role that `now` has returned. `avoid` returns the incarnations to avoid at that moment.
         """
         loop = asyncio.get_running_loop()
         waited: Role | None = None
-        if flight.prompt.tokens != flight.num_tokens:
-            flight.prompt = self._prompt(flight)
         while True:
-            if self._ending is not None:
-                raise self._ending
             changed = self._changed
-            found = self._placer.choose(avoid(), flight.request.share.nodes, flight.prompt)
-            if not isinstance(found, str):
-                return found if flight.said else self._placer.spared(found, avoid(), flight.prompt)
-            if waited != found:
-                waited = found
-                self._metrics.waited.labels(found).inc()
+            if waited != missing:
+                waited = missing
+                self._metrics.waited.labels(missing).inc()
             until = self.until(flight, started)
             if flight.attempts == 1:
-                until = min(until, loop.time() + self._registry.expected_within(found))
+                until = min(until, loop.time() + self._registry.expected_within(missing))
             if loop.time() >= until:
-                self._metrics.refused.labels(found).inc()
-                raise unavailable(found)
+                self._metrics.refused.labels(missing).inc()
+                raise unavailable(missing)
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
                     await changed.wait()
             await self._turns.wait()
+            found = self.now(flight, avoid())
+            if not isinstance(found, str):
+                return found
+            missing = found

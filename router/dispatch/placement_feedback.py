@@ -41,8 +41,10 @@ class PlacementFeedback:
             prefill, end - stages.get("prefill_start", 0.0), tokens - attempt.cached_tokens
         )
         if self._history.reads_prefixes:
-            self._metrics.expected_cached.inc(expected.prefill)
-            self._metrics.found_cached.inc(attempt.cached_tokens)
+            if expected.prefill:
+                self._metrics.expected_cached.inc(expected.prefill)
+            if attempt.cached_tokens:
+                self._metrics.found_cached.inc(attempt.cached_tokens)
         if (sent := stages.get("last_page_sent")) is not None:
             seconds = max(sent - max(end, stages.get("slots", 0.0)), 0.0)
             moved = tokens - expected.decode

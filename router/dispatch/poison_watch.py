@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from common.errors import DeadlineExceeded, PoisonRequest
 from router.dispatch.attempt import Attempt
 from router.dispatch.in_flight import InFlight
-from router.dispatch.isolation import Isolation, Trial
+from router.dispatch.isolation import NO_TRIAL, Isolation, Trial
 from router.dispatch.suspects import Suspects, fingerprint
 from router.nodes.registry import Node, NodeRegistry
 
@@ -60,7 +60,7 @@ class PoisonWatch:
         """
         self.check(flight)
         if not flight.suspect or not self.suspects.needs_isolation(flight.suspect):
-            return Trial()
+            return NO_TRIAL
         left = flight.deadline - asyncio.get_running_loop().time()
         trial = await self._isolation.enter(self.suspects.crashes(flight.suspect), min(patience, left))
         if not trial.isolated and left <= patience:
@@ -77,10 +77,12 @@ class PoisonWatch:
         }
 
     def progressed(self, flight: InFlight, said: int, trial: Trial) -> None:
-        """Record progress: past the position of its crash the request is cleared, and the next one gets its trial."""
-        if flight.suspect:
-            self.suspects.progressed(flight.suspect, said)
-            self._end_trial(flight, trial)
+        """Record progress of a suspected request.
+
+        Past the position of its crash the request is cleared, and the next one gets its trial.
+        """
+        self.suspects.progressed(flight.suspect, said)
+        self._end_trial(flight, trial)
 
     def prefilled(self, flight: InFlight) -> None:
         if flight.suspect:

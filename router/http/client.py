@@ -50,8 +50,11 @@ def session_key(client: Client, headers: Mapping[str, str]) -> bytes:
 
     Two clients never share a session, whatever they send.
     """
-    named = next((value for name in SESSION_HEADERS if (value := headers.get(name, "").strip())), "")
-    return hashlib.sha256(msgspec.msgpack.encode((client.name, named))).digest()[:16] if named else b""
+    for header in SESSION_HEADERS:
+        given = headers.get(header)
+        if given and (named := given.strip()):
+            return hashlib.sha256(msgspec.msgpack.encode((client.name, named))).digest()[:16]
+    return b""
 
 
 @lru_cache(maxsize=4096)

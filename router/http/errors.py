@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from common.errors import (
     Unauthorized,
 )
 from common.observability.logs import Log
+from common.random_bytes import random_hex
 from router.http.media_types import JSON
 from router.http.messages_errors import is_messages, messages_error
 from router.http.unknown_route import not_allowed, not_found
@@ -80,7 +80,7 @@ def refused_connection(status: int, message: str) -> web.Response:
 
 def _closing(status: int, body: dict[str, Any]) -> web.Response:
     response = json_response(
-        body, status, {SHOULD_RETRY: "false", REQUEST_ID: secrets.token_hex(12), "Connection": "close"}
+        body, status, {SHOULD_RETRY: "false", REQUEST_ID: random_hex(12), "Connection": "close"}
     )
     response.force_close()
     return response
@@ -99,7 +99,8 @@ def defect(log: Log, request: web.Request) -> InternalError:
 
 def request_id(request: web.Request) -> str:
     """Return the client's X-Request-Id, truncated and sanitized, or a new one."""
-    return clean_request_id(request.headers.get(REQUEST_ID, "")) or secrets.token_hex(12)
+    given = request.headers.get(REQUEST_ID)
+    return (given and clean_request_id(given)) or random_hex(12)
 
 
 def clean_request_id(given: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import TypeGuard
 
 from aiohttp import HttpVersion11, web
 
@@ -17,18 +18,20 @@ from router.http.errors import REQUEST_ID, request_id_key
 from router.http.media_types import JSON
 
 PIECE = 1 << 17  # bytes per write; a smaller body is written at once
+_MADE = frozenset((bytes, bytearray))
 BodyPart = bytes | bytearray | Iterator[bytes]  # what an iterator yields is made in a turn of its own
 
 
 async def send_json(request: web.Request, parts: Sequence[BodyPart]) -> web.StreamResponse:
     """Answer 200 with the concatenated `parts`. A client that leaves or stops reading is disconnected."""
-    ready = [part for part in parts if isinstance(part, bytes | bytearray)]
-    size = sum(map(len, ready)) if len(ready) == len(parts) else None
-    if size is not None and size <= PIECE:
-        body = b"".join(ready)
-        if fits(request):
-            return DirectAnswer(request, body)
-        return web.Response(body=body, content_type=JSON)
+    size: int | None = None
+    if _are_made(parts):
+        size = sum(map(len, parts))
+        if size <= PIECE:
+            body = b"".join(parts)
+            return (
+                DirectAnswer(request, body) if fits(request) else web.Response(body=body, content_type=JSON)
+            )
     response = web.StreamResponse(headers={REQUEST_ID: request[request_id_key]})
     response.content_type, response.content_length = JSON, size
     if size is None and request.version == HttpVersion11:
@@ -44,6 +47,10 @@ async def send_json(request: web.Request, parts: Sequence[BodyPart]) -> web.Stre
         if request.transport is not None:
             request.transport.abort()
     return response
+
+
+def _are_made(parts: Sequence[BodyPart]) -> TypeGuard[Sequence[bytes | bytearray]]:
+    return _MADE.issuperset(map(type, parts))
 
 
 def _pieces(parts: Sequence[BodyPart]) -> Iterator[bytes | bytearray]:

@@ -48,6 +48,12 @@ class Received:
         if size is not None and size > SMALL_BODY:
             await self._reserve(size)
 
+    def take_whole(self, raw: bytes) -> None:
+        """Hold a small body of an allowed size that has arrived. Raises Overloaded."""
+        self._memory.add_small(len(raw))
+        self._small = len(raw)
+        self._raw = bytearray(raw)
+
     async def add(self, piece: bytes) -> None:
         """Append a piece. Raises RequestTooLarge or Overloaded."""
         size = len(self._raw) + len(piece)
@@ -75,10 +81,12 @@ class Received:
 
     def release(self) -> None:
         """Give the memory back: what was made of the body is small, or counted elsewhere."""
-        self._memory.add_small(-self._small)
+        if self._small:
+            self._memory.add_small(-self._small)
+            self._small = 0
         if self._reserved is not None:
             self._memory.release(self._reserved)
-        self._small, self._reserved = 0, None
+            self._reserved = None
 
     async def _reserve(self, size: int) -> None:
         self.waiting = True
@@ -110,15 +118,22 @@ class received:
         headers = request.headers
         if headers.get("Content-Encoding", "identity").lower() != "identity":
             raise UnsupportedMedia("compressed bodies are not supported; send plain JSON")
-        if request.content_type != JSON or "Content-Type" not in headers:
+        kind = headers.get("Content-Type")
+        if kind is None or (kind != JSON and request.content_type != JSON):
             raise UnsupportedMedia("send the body as JSON, with the header Content-Type: application/json")
         most = request.client_max_size
-        if (request.content_length or 0) > most:
+        declared, content = request.content_length, request.content
+        if declared is not None and declared > most:
             raise too_large(most)
         asker = request.get(client_key)
         body = self._body = Received(request.app[memory_key], asker.name if asker is not None else "", most)
         try:
-            await _fill(body, request)
+            if declared is not None and declared <= SMALL_BODY and content.is_eof():
+                # It has arrived with the head: nothing has to be awaited, so no timer is needed. A body without a
+                # declared length may have to wait for memory.
+                body.take_whole(content.read_nowait())
+            else:
+                await _fill(body, request, declared)
         except BaseException:
             body.release()
             raise
@@ -130,13 +145,7 @@ class received:
         self._body.release()
 
 
-async def _fill(body: Received, request: web.Request) -> None:
-    declared = request.content_length
-    if declared is not None and declared <= SMALL_BODY and request.content.is_eof():
-        # A small body that has arrived with the head: nothing has to be awaited, so no timer is needed. A body without
-        # a declared length may have to wait for memory.
-        await body.add(request.content.read_nowait())
-        return
+async def _fill(body: Received, request: web.Request, declared: int | None) -> None:
     turns, first = request.app[pieces_key], True
     try:
         async with body.limit:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -50,6 +51,39 @@ class LoopHistogram(Histogram, Collector):
         """Add its series to a family with the same labels."""
         family.add_metric(list(self._labels.values()), bucket_rows(self.bounds, self.counts), self.sum)
         family.add_sample(f"{family.name}_created", self._labels, self._created)
+
+
+class BatchHistogram(LoopHistogram):
+    """A histogram for values that every request adds: they are collected, and counted many at a time.
+
+    Its owner calls `settle` often enough; reports do so themselves.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        labels: Mapping[str, str],
+        bounds: Sequence[float],
+        registry: CollectorRegistry | None = None,
+        aliases: Sequence[str] = (),
+    ) -> None:
+        """For the arguments see LoopHistogram."""
+        self._added: list[float] = []
+        self.add: Callable[[float], None] = self._added.append
+        super().__init__(name, text, labels, bounds, registry, aliases)
+
+    def settle(self) -> None:
+        """Count the values that were added since the last call."""
+        counts, bounds = self.counts, self.bounds
+        for value in self._added:
+            counts[bisect_left(bounds, value)] += 1
+        self.sum += sum(self._added)
+        self._added.clear()
+
+    def add_to(self, family: HistogramMetricFamily) -> None:
+        self.settle()
+        super().add_to(family)
 
 
 def bucket_rows(bounds: Iterable[float], counts: Iterable[int]) -> list[tuple[str, float]]:

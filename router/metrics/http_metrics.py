@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from common.observability.histogram import Histogram
 from router.http.errors import arrived_key
+from router.http.matched_route import matched_route
 from router.metrics.histogram import bucket_rows
 
 SECONDS = (0.1, 0.5, 1)
@@ -35,8 +36,7 @@ class HttpMetrics(Collector):
 
     def answered(self, request: web.Request, response: web.StreamResponse) -> None:
         """Count an answer after its last byte."""
-        resource = request.match_info.route.resource
-        handler = NONE if resource is None else resource.canonical
+        handler = matched_route(request) or NONE
         if handler in UNCOUNTED:
             return
         method = request.method if request.method in METHODS else "other"

@@ -12,9 +12,8 @@ router.answer    from the first token on, if the request ended with it
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
-
-from router.metrics.timeline import Timeline
 
 ANSWER = "router.answer"
 # part -> the stage in the timeline at which it ends
@@ -35,14 +34,13 @@ _UNTIL_LAST = tuple((name, ENDS[name], after) for name, after in pairwise(ENDS))
 Part = tuple[str, float, float]
 
 
-def parts_of(timeline: Timeline) -> list[Part]:
-    """Return the parts of a request that is over, by the stages of its last attempt.
+def parts_of(stages: Mapping[str, float], completed: bool) -> list[Part]:
+    """Return the parts of a request that is over, by the final stages of its timeline.
 
     They cover its time from 0 to `finished`. Nodes report times by their own clocks: a part that would end before it
     begins is left out. A part whose end nobody reported is merged into the next one that has an end; without one it is
     the last part.
     """
-    stages = timeline.final_stages
     finished = stages["finished"]
     parts: list[Part] = []
     at, last = 0.0, next(iter(ENDS))
@@ -54,7 +52,7 @@ def parts_of(timeline: Timeline) -> list[Part]:
                 end = min(end, finished)
                 parts.append((name, at, end))
                 at = end
-    if last == "kv.transfer" and timeline.completed:
+    if last == "kv.transfer" and completed:
         last = ANSWER
     parts.append((last, at, finished))
     return parts

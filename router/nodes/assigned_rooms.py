@@ -80,17 +80,18 @@ class AssignedRooms:
 
     def computed(self, room: int) -> None:
         """Note that the node has computed the prompt of a room."""
-        if room in self._left:
+        if room in self._computing:
             self._settle(room)
             self._left[room] = NOTHING_LEFT
 
     def remove(self, room: int) -> None:
         """Note that the node no longer holds anything of the room. May be called repeatedly."""
-        self._settle(room)
+        if room in self._computing:
+            self._settle(room)
         self._left.pop(room, None)
 
     def _settle(self, room: int) -> None:
-        left = self._computing.pop(room, NOTHING_LEFT)
+        left = self._computing.pop(room)
         self.tokens -= left.tokens
         # Without any prompt, rounding errors of the sum end.
         self._shared = max(self._shared - left.time.shared, 0.0) if self._computing else 0.0

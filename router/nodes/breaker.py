@@ -28,7 +28,7 @@ class BreakerLimits:
 
 
 @dataclass(slots=True)
-class _State:
+class BreakerState:
     failures: list[float] = field(default_factory=list)  # their times, while closed
     openings: int = 0  # in a row; 0 while closed
     open_until: float = 0.0
@@ -41,16 +41,13 @@ class Breakers(Generic[K]):
     def __init__(self, limits: BreakerLimits, clock: Callable[[], float]) -> None:
         self._limits = limits
         self._clock = clock
-        self._states: dict[K, _State] = {}
-
-    def __len__(self) -> int:
-        """Return the number of keys that have failed lately."""
-        return len(self._states)
+        # The keys that have failed lately. There are almost never any, and every request looks whether there are.
+        self.states: dict[K, BreakerState] = {}
 
     def failed(self, key: K) -> None:
         """Count a failure. Failures while the breaker is open belong to older requests and change nothing."""
         now, limits = self._clock(), self._limits
-        state = self._states.setdefault(key, _State())
+        state = self.states.setdefault(key, BreakerState())
         if state.openings:
             if now >= state.open_until:
                 self._open(state, now)
@@ -62,25 +59,25 @@ class Breakers(Generic[K]):
 
     def succeeded(self, key: K) -> None:
         """Close a half-open breaker, forget the failures of a closed one."""
-        state = self._states.get(key)
+        state = self.states.get(key)
         if state is not None and self._clock() >= state.open_until:
-            del self._states[key]
+            del self.states[key]
 
     def placed(self, key: K) -> None:
         """Note that a request goes there. If the breaker is half-open, it is the trial, which no other may join."""
-        state = self._states.get(key)
+        state = self.states.get(key)
         if state is not None and state.openings:
             state.trial_until = self._clock() + self._limits.trial
 
     def released(self, key: K) -> None:
         """Note that the trial request ended without a verdict: another one may try."""
-        state = self._states.get(key)
+        state = self.states.get(key)
         if state is not None:
             state.trial_until = 0.0
 
     def state(self, key: K) -> str:
         """`closed`, `open` or `half-open`, for status pages."""
-        state = self._states.get(key)
+        state = self.states.get(key)
         if state is None or not state.openings:
             return "closed"
         return "open" if self._clock() < state.open_until else "half-open"
@@ -90,20 +87,20 @@ class Breakers(Generic[K]):
 
     def blocked(self) -> set[K]:
         """Return the keys that no request should choose now."""
-        if not self._states:
+        if not self.states:
             return set()
         now = self._clock()
         return {
             key
-            for key, state in self._states.items()
+            for key, state in self.states.items()
             if state.openings and now < max(state.open_until, state.trial_until)
         }
 
     def forget(self, gone: Callable[[K], bool]) -> None:
-        for key in [key for key in self._states if gone(key)]:
-            del self._states[key]
+        for key in [key for key in self.states if gone(key)]:
+            del self.states[key]
 
-    def _open(self, state: _State, now: float) -> None:
+    def _open(self, state: BreakerState, now: float) -> None:
         pause = min(self._limits.first_pause * 2.0**state.openings, self._limits.longest_pause)
         state.openings = min(state.openings + 1, 30)
         state.open_until, state.trial_until = now + pause, 0.0

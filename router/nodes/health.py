@@ -69,8 +69,12 @@ class NodeHealth:
         now = self.clock()
         for of_role in nodes.of.values():
             self._judge(of_role, now)
-        failures = self.pairs or self.checksums or self.nodes
-        return not failures and self.outliers.none and now - nodes.joined >= self._slow_start
+        return not self._failures and self.outliers.none and now - nodes.joined >= self._slow_start
+
+    @property
+    def _failures(self) -> bool:
+        """True if anything has failed lately."""
+        return bool(self.pairs.states or self.checksums.states or self.nodes.states)
 
     def _judge(self, nodes: Sequence[Node], now: float) -> None:
         """Compare the speeds of all nodes of a role, unless that was done a moment ago."""
@@ -85,7 +89,7 @@ class NodeHealth:
 
     def placed(self, prefill: Node, decode: Node) -> None:
         """Note that a request was placed on this pair. It is the trial request of breakers that are half-open."""
-        if not (self.pairs or self.checksums or self.nodes):
+        if not self._failures:
             return
         self.pairs.placed((prefill.incarnation, decode.incarnation))
         self.checksums.placed((prefill.incarnation, decode.incarnation))
@@ -104,18 +108,19 @@ class NodeHealth:
     def verified(self, prefill: Node, decode: Node) -> None:
         """Note that the decode node has verified the pages of a request and run it."""
         pair = (prefill.incarnation, decode.incarnation)
-        if self.checksums and self.checksums.is_half_open(pair):
+        if self.checksums.states and self.checksums.is_half_open(pair):
             self.checksums.succeeded(pair)
 
     def bad_pairs(self) -> set[PairKey]:
         """Return the pairs that placement should avoid."""
-        if not (self.pairs or self.checksums):
+        if not (self.pairs.states or self.checksums.states):
             return set()
         return self.pairs.blocked() | self.checksums.blocked()
 
     def transferred(self, prefill: Node, decode: Node) -> None:
         """Note that the pages of a request have arrived."""
-        self.pairs.succeeded((prefill.incarnation, decode.incarnation))
+        if self.pairs.states:
+            self.pairs.succeeded((prefill.incarnation, decode.incarnation))
 
     def node_failed(self, node: Node) -> None:
         """Note that the node failed a request through a fault of its own, or could not be reached."""
@@ -123,21 +128,22 @@ class NodeHealth:
             self.nodes.failed(node.incarnation)
 
     def node_served(self, node: Node) -> None:
-        self.nodes.succeeded(node.incarnation)
+        if self.nodes.states:
+            self.nodes.succeeded(node.incarnation)
 
     def prefilled(self, node: Node, seconds: float, tokens: int) -> None:
         """Measure a prefill of `tokens` prompt tokens that took `seconds`."""
-        if tokens >= LEAST_PROMPT and not _lost(node):
+        if tokens >= LEAST_PROMPT and node.lost_by is None:
             self.outliers.measured(node.incarnation, seconds, tokens)
 
     def decoded(self, node: Node, seconds: float, tokens: int) -> None:
         """Measure a decode of `tokens` tokens that took `seconds`."""
-        if tokens >= LEAST_ANSWER and not _lost(node):
+        if tokens >= LEAST_ANSWER and node.lost_by is None:
             self.outliers.measured(node.incarnation, seconds, tokens)
 
     def released(self, prefill: Node, decode: Node) -> None:
         """Note that a request on this pair is over, whether or not it reported success or failure."""
-        if not (self.pairs or self.checksums or self.nodes):
+        if not self._failures:
             return
         self.pairs.released((prefill.incarnation, decode.incarnation))
         self.checksums.released((prefill.incarnation, decode.incarnation))

@@ -86,6 +86,8 @@ class PlacementHistory:
     def placed(self, prompt: PlacedPrompt, prefill: Node, decode: Node) -> ExpectedCache:
         """Note that a request was placed on these nodes; return what they are believed to have held before."""
         self.sessions.placed(prompt.session, prefill.incarnation, decode.incarnation)
+        if not prompt.blocks.hashes:
+            return NOTHING_CACHED
         held = {"prefill": 0, "decode": 0}
         for node in (prefill, decode):
             if self._caches(node):

@@ -68,14 +68,14 @@ class Placer:
         }
         self._rng = rng
         self._rules = rules
+        self._never_busy = rules.busy_pool_share is None and rules.busy_first_token_ms is None
         self.history = PlacementHistory(self._rules, policies, health.clock)
 
     def prompt(
         self, token_ids: Sequence[int], salt: bytes, images: Sequence[ImageSpan], session: bytes
     ) -> PlacedPrompt:
         """Return the facts about a prompt that a choice needs; without a choice its blocks are not hashed."""
-        of = self._registry.eligible_by_role().of
-        if all(len(nodes) == 1 for nodes in of.values()):
+        if self._registry.eligible_by_role().only_pair is not None:
             return PlacedPrompt(len(token_ids), session=session)
         return self.history.prompt(token_ids, salt, images, session)
 
@@ -91,9 +91,9 @@ class Placer:
         something else is left. Among the rest, nodes of `prefer` are taken whatever their load.
         """
         eligible = self._registry.eligible_by_role()
+        if eligible.only_pair is not None:
+            return eligible.only_pair
         prefills, decodes = eligible.of["prefill"], eligible.of["decode"]
-        if len(prefills) == 1 and len(decodes) == 1:
-            return prefills[0], decodes[0]
         maker = Candidates(self.history, self._rules, prompt)
         if prefills and decodes and not (avoid or prefer) and self._health.uniform(eligible):
             prefill = self._sampled("prefill", prefills, maker, prompt, None)
@@ -128,6 +128,8 @@ class Placer:
 
     def check_busy(self, prompt: PlacedPrompt) -> None:
         """Raise Overloaded if all nodes of a role that can be reached are busy (see PlacementRules)."""
+        if self._never_busy:
+            return
         for role, nodes in self._registry.eligible_by_role().of.items():
             waits = self._busy_seconds(role, nodes, prompt)
             if waits and all(waits):
@@ -140,7 +142,7 @@ class Placer:
         self, pair: tuple[Node, Node], avoid: Collection[str], prompt: PlacedPrompt
     ) -> tuple[Node, Node]:
         """Return the pair, or one without busy nodes, as far as there are others."""
-        if not any(self._busy_seconds(node.role, [node], prompt)[0] for node in pair):
+        if self._never_busy or not any(self._busy_seconds(node.role, [node], prompt)[0] for node in pair):
             return pair
         busy = {
             node.incarnation

@@ -62,11 +62,13 @@ class Node:
     incarnation: str = field(init=False)
     role: Role = field(init=False)
     routing_id: str = field(init=False)  # its control link's
+    control_link: bytes = field(init=False)  # the same, encoded
 
     def __post_init__(self) -> None:
         ref = self.register.node
         self.name, self.incarnation, self.role = ref.name, ref.incarnation, ref.role
         self.routing_id = self.register.link_id()
+        self.control_link = self.routing_id.encode()
 
     @property
     def eligible(self) -> bool:
@@ -84,6 +86,7 @@ class EligibleNodes:
 
     of: Mapping[Role, Sequence[Node]]  # sorted by name
     joined: float  # monotonic seconds when the newest of them registered
+    only_pair: tuple[Node, Node] | None  # if there is one node of each role, so that nothing is to be chosen
 
 
 class NodeRegistry:
@@ -138,7 +141,10 @@ class NodeRegistry:
             of: dict[Role, list[Node]] = {
                 role: [node for node in nodes if node.role == role] for role in ROLES
             }
-            self._eligible = EligibleNodes(of, max((node.since for node in nodes), default=-math.inf))
+            prefills, decodes = of["prefill"], of["decode"]
+            only_pair = (prefills[0], decodes[0]) if len(prefills) == len(decodes) == 1 else None
+            joined = max((node.since for node in nodes), default=-math.inf)
+            self._eligible = EligibleNodes(of, joined, only_pair)
         return self._eligible
 
     def undecided(self, message: Register, pattern: Pattern | None = None) -> bool:

@@ -27,7 +27,7 @@ class Speaker:
             raise ProtocolError("the sender's routing id is not NAME/INCARNATION[/LINK]")
         return cls(routing_id, parts[0], parts[1], "/".join(parts[2:]))
 
-    def check(self, node: Node | None) -> None:
+    def check(self, node: Node) -> None:
         """Raise ProtocolError if `node`, which has this incarnation, is another process, perhaps with the same key."""
-        if node is not None and not (node.name == self.name and node.register.owns_link(self.link)):
+        if not (node.name == self.name and node.register.owns_link(self.link)):
             raise ProtocolError("its link is none of those of the process for which it speaks")

@@ -36,7 +36,7 @@ class Turns:
 
     async def wait(self) -> None:
         """Return at once if this turn has room, otherwise in a later one."""
-        if self._has_room():
+        if self.passes():
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -51,7 +51,7 @@ class Turns:
 
     def call(self, function: Callable[[], None]) -> bool:
         """Call `function` at once and return True if this turn has room; otherwise call it in a later turn."""
-        if self._has_room():
+        if self.passes():
             function()
             return True
 
@@ -62,11 +62,12 @@ class Turns:
         self._waiting.append(step)
         return False
 
-    def _has_room(self) -> bool:
+    def passes(self) -> bool:
+        """Return whether the caller may go on at once. Where not, it has to `wait`: this spares most of them that."""
         if not self._counting:
             self._counting = True
             asyncio.get_running_loop().call_soon(self._next_turn)
-        if self._waiting or not self._turn_goes_on():
+        if self._waiting or self._passed >= self._per_turn or (self._timed and not self._turn_goes_on()):
             return False
         self._passed += 1
         return True

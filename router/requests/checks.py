@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import os
 from dataclasses import dataclass
 
 from common.checkpoint.generation_config import DefaultSampling
 from common.checkpoint.vision_config import VisionConfig
 from common.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from common.messages.generation import MAX_BIASES, MAX_PRIORITY, SamplingParams, TokenBias
+from common.random_bytes import random_bits
 from router.chat.answer_style import PLAIN, AnswerStyle
 from router.requests.hidden_states import StateLimit
 from router.requests.openai_schema import (
@@ -38,6 +37,33 @@ class ServedModel:
     vision: VisionConfig | None = None  # None for a text-only model
     answers: AnswerStyle = PLAIN
     states: StateLimit | None = None  # None: requests may not ask for hidden states
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """The values that one field may have."""
+
+    field: str
+    low: float
+    high: float
+    low_open: bool = False  # `low` itself is refused
+
+    def checked(self, value: float) -> float:
+        """Return the value. Raises InvalidRequest."""
+        if not self.low <= value <= self.high or (self.low_open and value == self.low):
+            lower = "over" if self.low_open else "at least"
+            raise InvalidRequest(
+                f"{self.field} must be {lower} {self.low:g} and at most {self.high:g}", param=self.field
+            )
+        return value
+
+
+_TEMPERATURE = _Range("temperature", 0.0, 2.0)
+_TOP_P = _Range("top_p", 0.0, 1.0, low_open=True)
+_MIN_P = _Range("min_p", 0.0, 1.0)
+_REPETITION = _Range("repetition_penalty", 0.01, 2.0)  # logits are divided by it and must stay finite
+_PRESENCE = _Range("presence_penalty", -2.0, 2.0)
+_FREQUENCY = _Range("frequency_penalty", -2.0, 2.0)
 
 
 def check_request(body: SharedFields, model: ServedModel) -> None:
@@ -106,27 +132,34 @@ def sampling_params(
     most = room if max_tokens is None else max_tokens
     return SamplingParams(
         max_tokens=most,
-        temperature=_in_range("temperature", request.temperature, defaults.temperature, 1.0, 0.0, 2.0),
-        top_p=_in_range("top_p", request.top_p, defaults.top_p, 1.0, 0.0, 1.0, low_open=True),
+        temperature=defaults.temperature
+        if request.temperature is None
+        else _TEMPERATURE.checked(request.temperature),
+        top_p=defaults.top_p if request.top_p is None else _TOP_P.checked(request.top_p),
         top_k=_top_k(request.top_k, defaults.top_k, model.vocab_size),
-        min_p=_in_range("min_p", request.min_p, defaults.min_p, 0.0, 0.0, 1.0),
-        repetition_penalty=_in_range(  # logits are divided by it and must stay finite
-            "repetition_penalty", request.repetition_penalty, defaults.repetition_penalty, 1.0, 0.01, 2.0
+        min_p=defaults.min_p if request.min_p is None else _MIN_P.checked(request.min_p),
+        repetition_penalty=(
+            defaults.repetition_penalty
+            if request.repetition_penalty is None
+            else _REPETITION.checked(request.repetition_penalty)
         ),
-        presence_penalty=_in_range("presence_penalty", request.presence_penalty, None, 0.0, -2.0, 2.0),
-        frequency_penalty=_in_range("frequency_penalty", request.frequency_penalty, None, 0.0, -2.0, 2.0),
-        logit_bias=_logit_bias(request.logit_bias or {}, model.vocab_size),
-        min_tokens=_min_tokens(request.min_tokens or 0, most, len(stop_tokens), model.vocab_size),
-        seed=_new_seed() if request.seed is None else request.seed & (2**63 - 1),
+        presence_penalty=0.0
+        if request.presence_penalty is None
+        else _PRESENCE.checked(request.presence_penalty),
+        frequency_penalty=0.0
+        if request.frequency_penalty is None
+        else _FREQUENCY.checked(request.frequency_penalty),
+        logit_bias=_logit_bias(request.logit_bias, model.vocab_size) if request.logit_bias else (),
+        min_tokens=(
+            _min_tokens(request.min_tokens, most, len(stop_tokens), model.vocab_size)
+            if request.min_tokens
+            else 0
+        ),
+        seed=random_bits(63) if request.seed is None else request.seed & (2**63 - 1),
         stop_token_ids=tuple(sorted(stop_tokens)),
         logprobs=logprobs,
         grammar=grammar,
     )
-
-
-def _new_seed() -> int:
-    """Return 63 random bits, without the layers of `secrets`."""
-    return int.from_bytes(os.urandom(8), "little") >> 1
 
 
 def _check_max_tokens(
@@ -144,12 +177,14 @@ def _check_max_tokens(
 
 def _stop_tokens(request: SharedFields, model: ServedModel, constrained: bool) -> set[int]:
     """Return the tokens that end the answer. A constrained one ends with its grammar, whatever `ignore_eos` says."""
-    stop_tokens = set(request.stop_token_ids or [])
-    if len(stop_tokens) > MAX_STOP_TOKENS or not all(0 <= t < model.vocab_size for t in stop_tokens):
-        raise InvalidRequest(
-            f"stop_token_ids may have at most {MAX_STOP_TOKENS} ids, each from 0 to {model.vocab_size - 1}",
-            param="stop_token_ids",
-        )
+    stop_tokens = set[int]()
+    if request.stop_token_ids:
+        stop_tokens.update(request.stop_token_ids)
+        if len(stop_tokens) > MAX_STOP_TOKENS or not all(0 <= t < model.vocab_size for t in stop_tokens):
+            raise InvalidRequest(
+                f"stop_token_ids may have at most {MAX_STOP_TOKENS} ids, each from 0 to {model.vocab_size - 1}",
+                param="stop_token_ids",
+            )
     if request.ignore_eos and not constrained:
         return stop_tokens
     return stop_tokens | {token for token in model.eos_token_ids if token < model.vocab_size}
@@ -181,7 +216,7 @@ def _min_tokens(given: int, max_tokens: int, stop_tokens: int, vocab_size: int) 
         raise InvalidRequest(
             f"min_tokens must be at least 0 and at most max_tokens ({max_tokens})", param="min_tokens"
         )
-    if given and stop_tokens >= vocab_size:
+    if stop_tokens >= vocab_size:
         raise InvalidRequest("min_tokens cannot be met: every token is a stop token", param="min_tokens")
     return given
 
@@ -208,28 +243,10 @@ def check_logprobs(count: int | None, field: str) -> int | None:
     return count
 
 
-def _in_range(
-    field: str,
-    value: float | None,
-    default: float | None,
-    otherwise: float,
-    low: float,
-    high: float,
-    low_open: bool = False,
-) -> float:
-    if value is None:
-        return otherwise if default is None else default
-    if not (math.isfinite(value) and low <= value <= high) or (low_open and value == low):
-        raise InvalidRequest(
-            f"{field} must be {'over' if low_open else 'at least'} {low:g} and at most {high:g}", param=field
-        )
-    return value
-
-
-def _top_k(value: int | None, default: int | None, vocab_size: int) -> int:
+def _top_k(value: int | None, default: int, vocab_size: int) -> int:
     """Return the effective top_k; 0 means off, as does a value that keeps the whole vocabulary."""
     if value is None:
-        value = default or 0
+        value = default
     elif not -1 <= value < 2**63:
         raise InvalidRequest("top_k must be positive, or 0 or -1 for off", param="top_k")
     return value if 0 < value < vocab_size else 0

@@ -7,7 +7,9 @@ one warning per name, or refused if the cluster file sets `router.strict_fields`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -122,10 +124,30 @@ def refuse_fields(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]
         neutral: field -> values without effect, besides null; `request` may lack fields of it.
         where: the path of `request`, which precedes the name of the field.
     """
-    for field, values in neutral.items():
-        value = getattr(request, field, None)
-        if value is not None:
-            refuse_unless_neutral(f"{where}{field}", value, values)
+    fields = _present(type(request), tuple(neutral))
+    if fields.given(request):
+        for field in fields.names:
+            refuse_unless_neutral(f"{where}{field}", getattr(request, field), neutral[field])
+
+
+class RareFields:
+    """Some fields of a struct, all of which are null in almost every request."""
+
+    def __init__(self, *names: str) -> None:
+        """`names`: at least two."""
+        self.names = names
+        self._values: Callable[[object], tuple[Any, ...]] = attrgetter(*names)
+        self._nulls = (None,) * len(names)
+
+    def given(self, request: msgspec.Struct) -> bool:
+        """Return whether any of them is not null."""
+        return self._values(request) != self._nulls
+
+
+@lru_cache(maxsize=64)
+def _present(kind: type[msgspec.Struct], names: tuple[str, ...]) -> RareFields:
+    """Return those of the fields that structs of a kind have."""
+    return RareFields(*(name for name in names if name in kind.__struct_fields__))
 
 
 def refuse_unless_neutral(field: str, value: Any, neutral: tuple[Any, ...]) -> None:

@@ -12,11 +12,13 @@ from common.messages.generation import MAX_GRAMMAR
 from router.grammar.constraint import Constraint, Ebnf, JsonSchema, Lark, OneOf, Regex
 from router.grammar.structural_tags import read_tags
 from router.requests.constraint_fields import ConstraintFields, ResponseFormat, StructuredOutputs
+from router.requests.field_rules import RareFields
 
 MAX_CHOICES = 4096
 MAX_PATTERN = 256  # characters of a whitespace pattern
 FieldsT = TypeVar("FieldsT", bound=ConstraintFields)
 ANY_OBJECT = '{"type":"object"}'
+_CONSTRAINTS = RareFields(*ConstraintFields.__annotations__)
 
 
 def read_constraint(fields: ConstraintFields) -> Constraint | None:
@@ -25,6 +27,8 @@ def read_constraint(fields: ConstraintFields) -> Constraint | None:
     Raises InvalidRequest or InvalidGrammar with the field: for two constraints, for unknown types, and for what is too
     large to be compiled. Whether the rest can be compiled shows in `grammar_text`.
     """
+    if not _CONSTRAINTS.given(fields):
+        return None
     found = [
         *_response_format(fields.response_format),
         *_structured_outputs(fields.structured_outputs),

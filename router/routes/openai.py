@@ -25,6 +25,7 @@ from router.answers.openai_responses import (
 )
 from router.answers.prompt_pieces import EchoFormat
 from router.auth.gates import quota_claim_key
+from router.dispatch.answer_states import AnswerStates
 from router.dispatch.generation import Generator, PromptBatch
 from router.http.client import client_key
 from router.http.errors import request_id_key
@@ -97,7 +98,8 @@ class OpenAiRoutes:
         await self._turns.wait()
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
-        await self.turn()
+        if not self._turns.passes():
+            await self._turns.wait()
         async with received(request) as memory:
             return await self.answer_chat(request, await self._texts.read_chat(memory.take()), memory)
 
@@ -139,7 +141,8 @@ class OpenAiRoutes:
             return await self._answer(request, body, shown, choices)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        await self.turn()
+        if not self._turns.passes():
+            await self._turns.wait()
         async with received(request) as memory:
             model = self._model()
             with self._active:
@@ -201,6 +204,8 @@ class OpenAiRoutes:
         self, given: Sequence[str | TokenIds], body: CompletionRequest, model: ServedModel
     ) -> dict[str, TokenIds]:
         """Map the name of each prompt to its token ids. All texts of the request are encoded together."""
+        if len(given) == 1 and not isinstance(given[0], str):
+            return {"prompt": given[0]}
         names = prompt_names(len(given))
         texts = {name: prompt for name, prompt in zip(names, given) if isinstance(prompt, str)}
         if not texts:
@@ -216,8 +221,13 @@ class OpenAiRoutes:
     async def _answer(
         self, request: web.Request, body: SharedFields, form: AnswerForm, choices: Sequence[Choice]
     ) -> web.StreamResponse:
-        usage = Usage(sum(len(each.request.token_ids) for each in choices if each.request.share.counted))
-        states = [each.request.states for each in choices if each.request.states is not None]
+        usage, states = Usage(), list[AnswerStates]()
+        for choice in choices:
+            asked = choice.request
+            if asked.share.counted:
+                usage.prompt_tokens += len(asked.token_ids)
+            if asked.states is not None:
+                states.append(asked.states)
         with self._states.hold(states) if states else NOTHING_HELD:
             request[quota_claim_key].begin(len(choices), usage)
             if body.stream:

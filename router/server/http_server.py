@@ -18,6 +18,7 @@ from router.http.errors import broken_request, refused_connection
 from router.http.request_body import PIECES_PER_TURN, memory_key, pieces_key
 from router.process.turns import Turns
 from router.server.connections import ConnectionLimit
+from router.server.plain_routes import PlainRoutes
 from router.server.sockets import peer_of
 
 MAX_HEADER_BYTES = 16 << 10
@@ -217,10 +218,7 @@ class _Server(web.Server):
         )
 
 
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-
-
-def _checked(handler: Handler) -> Handler:
+def _checked(routes: PlainRoutes) -> Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]:
     """Apply the checks that hold for every request on any route."""
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
@@ -232,14 +230,18 @@ def _checked(handler: Handler) -> Handler:
             return refused_connection(501, "the only supported Transfer-Encoding is chunked")
         if codings and hdrs.CONTENT_LENGTH in request.headers:
             return refused_connection(400, "Transfer-Encoding and Content-Length exclude each other")
-        if request.headers.get(hdrs.EXPECT, "100-continue").lower() != "100-continue":
+        expected = request.headers.get(hdrs.EXPECT)
+        if expected is not None and expected.lower() != "100-continue":
             return refused_connection(417, "the only supported Expect is 100-continue")
-        assert isinstance(request.protocol, _Protocol)
-        request.protocol.busy()
+        protocol = request.protocol
+        assert isinstance(request, web.Request)
+        assert isinstance(protocol, _Protocol)
+        handler = routes.handler(request) if expected is None else routes.otherwise
+        protocol.busy()
         try:
             return await handler(request)
         finally:
-            request.protocol.idle()
+            protocol.idle()
 
     return handle
 
@@ -255,7 +257,7 @@ class _Runner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
         server = _Server(
-            _checked(made.request_handler),
+            _checked(PlainRoutes(self.app)),
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=made._loop,

@@ -47,7 +47,7 @@ def spans_of(
         end_time=began + int(stages["finished"] * SECOND),
     )
     nodes = timeline.nodes[-1] if timeline.nodes else {}
-    for name, begin, end in parts_of(timeline):
+    for name, begin, end in parts_of(stages, timeline.completed):
         node = nodes.get(name.partition(".")[0])
         yield ReadableSpan(
             name,

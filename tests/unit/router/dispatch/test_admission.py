@@ -8,8 +8,10 @@ from dataclasses import replace
 import pytest
 
 from common.errors import Overloaded
+from common.messages.generation import SamplingParams
 from common.messages.identity import NodeLoad, OtherRouters
 from router.dispatch.admission import Admission, NodeRoom, Room, SlidingSum
+from router.dispatch.generation import GenerationRequest
 from router.nodes.registry import Node
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import registration
@@ -41,7 +43,9 @@ class Rig:
         self.leave[name] = asyncio.Event()
 
         async def run() -> None:
-            cost = await self.admission.enter(client, prompt, max_tokens, patience, priority=priority)
+            sampling = SamplingParams(max_tokens=max_tokens)
+            asked = GenerationRequest(name, [1] * prompt, sampling, client=client, priority=priority)
+            cost = await self.admission.enter(asked, patience)
             try:
                 self.inside.append(name)
                 await self.leave[name].wait()

@@ -64,7 +64,7 @@ def test_decode_tokens_may_overtake_the_first_one() -> None:
     made.on_run(run(2, [12], "stop"))
     made.on_run(run(1, [11]))
     assert (ids(made), made.finish_reason) == ([], None)
-    assert not made.woken.is_set()
+    assert not made.woken.is_set
     made.on_first_token(first(10))
     assert (ids(made), made.finish_reason) == ([10, 11, 12], "stop")
 
@@ -123,7 +123,7 @@ def test_a_waiting_reader_gets_runs_at_once() -> None:
     assert taker.ids == [11, 12, 13]
     assert made.said == 4
     assert not made.pending
-    assert not made.woken.is_set()
+    assert not made.woken.is_set
 
 
 def test_after_tokens_for_the_task_nothing_overtakes_them() -> None:
@@ -132,7 +132,7 @@ def test_after_tokens_for_the_task_nothing_overtakes_them() -> None:
     made.on_run(run(1, [11]))
     taker.willing = True
     made.on_run(run(2, [12]))
-    assert made.woken.is_set()
+    assert made.woken.is_set
     assert (taker.ids, ids(made)) == ([], [11, 12])
 
 
@@ -167,7 +167,7 @@ def test_the_first_failure_counts_and_none_after_the_end() -> None:
     made.fail(TransferFailed("a"))
     made.fail(NodeLost("b"))
     assert isinstance(made.error, TransferFailed)
-    assert made.woken.is_set()
+    assert made.woken.is_set
     ended = attempt()
     ended.on_first_token(first(10, "stop"))
     ended.fail(NodeLost("b"))
@@ -248,7 +248,7 @@ def test_much_is_taken_in_parts_and_the_request_stays_awake() -> None:
     count = 3 * module.MAX_TAKEN + 1
     made.on_run(run(0, list(range(count)), "length"))
     taken = []
-    while made.woken.is_set():
+    while made.woken.is_set:
         taken.append(ids(made))
     assert [token for part in taken for token in part] == list(range(count))
     assert max(map(len, taken)) == module.MAX_TAKEN

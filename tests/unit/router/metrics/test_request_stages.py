@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.metrics.request_stages import ENDS, PARTS, parts_of
+from router.metrics.request_stages import ENDS, PARTS, Part, parts_of
 from router.metrics.timeline import Timeline
 
 Times = dict[str, float]
@@ -30,12 +30,16 @@ def timeline(reported: dict[str, Times], outcome: str = "stop", placed: float = 
     return made
 
 
+def parts_in(made: Timeline) -> list[Part]:
+    return parts_of(made.final_stages, made.completed)
+
+
 def names(made: Timeline) -> list[str]:
-    return [name for name, _, _ in parts_of(made)]
+    return [name for name, _, _ in parts_in(made)]
 
 
 def test_a_whole_request_has_all_parts_of_an_answer_by_the_decode_node() -> None:
-    parts = parts_of(timeline(WHOLE))
+    parts = parts_in(timeline(WHOLE))
     assert [name for name, _, _ in parts] == list(ENDS)
     assert [end for _, _, end in parts] == [0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 8.0]
 
@@ -76,7 +80,7 @@ stages = st.fixed_dictionaries(
 def test_parts_follow_each_other_from_the_arrival_to_the_end(
     prefill: Times, decode: Times, outcome: str, placed: float
 ) -> None:
-    parts = parts_of(timeline({"prefill": prefill, "decode": decode}, outcome, placed))
+    parts = parts_in(timeline({"prefill": prefill, "decode": decode}, outcome, placed))
     assert parts[0][1] == 0.0
     assert parts[-1][2] == 8.0
     assert all(before[2] == after[1] for before, after in pairwise(parts))

@@ -66,7 +66,7 @@ def test_min_tokens_is_at_most_max_tokens_and_leaves_some_token_to_draw() -> Non
 @pytest.mark.parametrize(("given", "used"), [(-1, 0), (0, 0), (1, 1), (703, 703), (704, 0), (2**40, 0)])
 def test_top_k_that_keeps_everything_is_off(given: int, used: int) -> None:
     assert sampling_params(request(top_k=given), 1, SERVED, None, "max_tokens", None).top_k == used
-    model = replace(SERVED, defaults=DefaultSampling(None, None, given))
+    model = replace(SERVED, defaults=DefaultSampling(top_k=given))
     assert sampling_params(request(), 1, model, None, "max_tokens", None).top_k == used
 
 

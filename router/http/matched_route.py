@@ -1,0 +1,25 @@
+"""The path of the route that serves a request: what gates decide by, and a label of metrics."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+
+class PlainMatch(web.UrlMappingMatchInfo):
+    """The match of a route without variables, shared by all of its requests."""
+
+    def __init__(self, app: web.Application, route: web.AbstractRoute, path: str) -> None:
+        super().__init__({}, route)
+        self.path = path
+        self.add_app(app)
+        self.current_app = app
+        self.freeze()
+
+
+def matched_route(request: web.Request) -> str:
+    """Return the path of the matched route, with its variables as names; "" if none matched."""
+    match = request.match_info
+    if isinstance(match, PlainMatch):
+        return match.path
+    resource = match.route.resource
+    return "" if resource is None else resource.canonical
