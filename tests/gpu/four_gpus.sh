@@ -56,7 +56,7 @@ checks() {
 sums() {
     part 0,1 all-reduce-2 60 tests.bench.all_reduce --ranks 2
     part 0,1,2,3 all-reduce-4 60 tests.bench.all_reduce --ranks 4
-    part 0,1 transfer-ranks 60 tests.bench.transfer --transports cuda_ipc --tokens 2048 8192 --ranks 2x2 2x1 1x2 &
+    part 0,1 transfer-ranks 60 tests.bench.transfer --transports cuda_ipc --tokens 8192 --ranks 2x2 2x1 1x2 &
     timeout 30 python3 -m tests.bench.plan_ring --ranks 4 >"$out/plan-ring.log" 2>&1
     wait
     tail -n 30 "$out"/{all-reduce-2,all-reduce-4,transfer-ranks,plan-ring}.log
