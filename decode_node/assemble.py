@@ -12,11 +12,14 @@ from common.engine.state.relay_state import RelayState
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.kv_cache.page_space import PageSpace
 from common.node.host_lane import HostLane, host_lane
+from common.node.host_share import HostShare
 from common.node.overlap import Completion
 from common.observability.logs import Log
 from decode_node.backups import Backups
 from decode_node.batch_rows import BatchRows
 from decode_node.forwards import Forwards
+from decode_node.host_parts import Tap, host_fetches, host_tier, untapped
+from decode_node.host_tier import DecodeTier
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
 from decode_node.pacing import Pacing
@@ -36,6 +39,8 @@ class Computation:
     rotary: RotaryPlaces
     draft: DraftShape  # what travels with a request
     lane: HostLane | None = None  # copies pages of retracted requests; None: the usual one of the device
+    host: HostShare | None = None  # for cached prefixes
+    tap: Tap = untapped  # returns what hears of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,7 @@ class Assembly:
     retraction: Retraction
     backups: Backups
     pacing: Pacing
+    tier: DecodeTier
 
 
 def device_worker(computation: Computation, clock: Callable[[], float]) -> DeviceWorker:
@@ -54,8 +60,8 @@ def device_worker(computation: Computation, clock: Callable[[], float]) -> Devic
     parts, forwards = computation, computation.forwards
     lane = parts.lane or host_lane(forwards.pools[0].device)
     backups = Backups(forwards.pools, parts.relay, lane, clock)
-    pacing = Pacing(forwards.mark, Log("pacing"))
-    return DeviceWorker(forwards.steps, forwards.table, parts.relay, backups, parts.completion, pacing)
+    pacing, host = Pacing(forwards.mark, Log("pacing")), host_fetches(parts.host, clock)
+    return DeviceWorker(forwards.steps, forwards.table, parts.relay, backups, parts.completion, pacing, host)
 
 
 def assemble(
@@ -78,10 +84,11 @@ def assemble(
     parts, forwards, steps = computation, computation.forwards, computation.forwards.steps
     rows, worker = BatchRows(limits.max_running), device_worker(computation, observation.clock)
     retraction = Retraction(space, rows, parts.rotary, backup_bytes, worker.backups.size_of)
+    tier = host_tier(parts.host, worker.host, space, rows, parts.tap)
     rules = replace(steps.rules, hidden_states=limits.hidden_states)
     node = DecodeNode(
         links,
-        Scheduling(space, rows, retraction, rules, limits, grammars),
+        Scheduling(space, rows, retraction, rules, limits, grammars, tier),
         wrap(worker),
         parts.draft,
         replace(
@@ -91,4 +98,4 @@ def assemble(
             pacing=worker.pacing.counters,
         ),
     )
-    return Assembly(node, rows, retraction, worker.backups, worker.pacing)
+    return Assembly(node, rows, retraction, worker.backups, worker.pacing, tier)

@@ -41,6 +41,7 @@ class BatchResources:
         self._space = scheduling.space
         self._rows = scheduling.rows
         self._retraction = scheduling.retraction
+        self._tier = scheduling.tier
         self._rules = rules
         self._extra_slots = rules.extra_slots
         self._needs_results = rules.drafts.needs_results
@@ -62,9 +63,12 @@ class BatchResources:
         return lease
 
     def start_arrived(self, now: float) -> None:
-        """Add arrived requests to the batch while there are free rows. Others pass those whose grammar is compiling."""
+        """Add arrived requests to the batch while there are free rows.
+
+        Others pass those whose grammar is compiling, or whose prefix comes from host memory.
+        """
         arrived, running = self._queues.arrived, self._queues.running
-        for request in [request for request in arrived if request.compilation is None]:
+        for request in [each for each in arrived if each.compilation is None and not each.fetching]:
             if not self._has_row():
                 return
             arrived.remove(request)
@@ -161,12 +165,14 @@ class BatchResources:
             assert request.lease is not None
             if request.trusted:
                 request.lease.commit(self._space.keys(request.computed()))
+                self._tier.keep(request)
             self._retraction.release(request)
             self._events.add("freed", request.room)
 
     def vacate(self, request: DecodeRequest) -> None:
         """Release what a request holds; no step and no peer may still write to it."""
         self._retraction.drop(request)
+        self._tier.let_go(request)
         self._retraction.release(request)
         self._events.add("freed", request.room)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from common.kv_cache.host_plan import HostFetch, Store
 from decode_node.step_plan import Join, Load, Moves, Save
 
 
@@ -14,6 +15,8 @@ class BatchRows:
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._free = deque(range(1, num_rows + 1))
+        self._stores: list[Store] = []
+        self._fetches: list[HostFetch] = []
         self._saves: list[Save] = []
         self._joins: list[Join] = []
         self._loads: list[Load] = []
@@ -45,6 +48,17 @@ class BatchRows:
     def join(self, join: Join) -> None:
         self._joins.append(join)
 
+    @property
+    def waiting_stores(self) -> Collection[int]:
+        """The keys of stores that are in no plan yet."""
+        return [each.key for each in self._stores]
+
+    def store(self, store: Store) -> None:
+        self._stores.append(store)
+
+    def fetch(self, fetch: HostFetch) -> None:
+        self._fetches.append(fetch)
+
     def save(self, save: Save) -> None:
         self._saves.append(save)
 
@@ -59,12 +73,15 @@ class BatchRows:
         """Return and clear all changes since the last call."""
         cells = tuple((row, logical, page) for (row, logical), page in self._cells.items())
         moves = Moves(
+            stores=tuple(self._stores),
+            fetches=tuple(self._fetches),
             saves=tuple(self._saves),
             joins=tuple(self._joins),
             loads=tuple(self._loads),
             forget=tuple(self._forgotten),
             cells=cells,
         )
-        for taken in (self._saves, self._joins, self._loads, self._forgotten, self._cells):
+        for taken in (self._stores, self._fetches, self._saves, self._joins, self._loads, self._forgotten):
             taken.clear()
+        self._cells.clear()
         return moves

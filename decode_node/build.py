@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import zmq
@@ -24,6 +24,7 @@ from common.grammar.model_tokenizer import has_tokenizer
 from common.ipc import check_bind
 from common.ipc.from_config import link_security
 from common.kv_events.publisher import kv_events_of
+from common.kv_events.wire import CPU
 from common.messages import decode_inbox
 from common.messages.identity import NodeRef, new_incarnation, rank_incarnation
 from common.node.announced_work import COMPILE_SECONDS
@@ -35,7 +36,7 @@ from common.node.ranks.sole_rank import SoleRank
 from common.node.registration import registration
 from common.node.router_link import RouterLink
 from common.node.router_links import RouterLinks
-from common.node.serving_model import ServingModel, page_space
+from common.node.serving_model import ServingModel, lookahead_of, page_space
 from common.node.shared_parts import ALONE, SharedParts, check_process
 from common.node.torch_trace import TorchTrace
 from common.node_plan import NodePlan
@@ -47,6 +48,7 @@ from decode_node.assemble import assemble
 from decode_node.draft_watch import DraftWatch, FirstDraftWatch, NoWatch, causes_of
 from decode_node.exclusive_worker import ExclusiveWorker
 from decode_node.forwards import Forwards
+from decode_node.host_parts import make_host_memory
 from decode_node.limits import DecodeLimits
 from decode_node.loaded_rank import load_rank
 from decode_node.parts import Links, Observation
@@ -143,6 +145,8 @@ def _build(
     kv_events = kv_events_of(plan.kv_events)
     space = page_space(served, section.prefix_cache, kv_events)
     loaded.capture(forwards, log)
+    tap = functools.partial(kv_events.tap, CPU, lookahead=lookahead_of(served))
+    host = make_host_memory(section.host_mib << 20, forwards, space)
     ref = NodeRef(name=name, role="decode", incarnation=incarnation)
     reports = rank_reports(served, plan.device, ranks.exchange)
     register = registration(plan, ref, new_incarnation(), served, forwards.graphs, reports)
@@ -180,7 +184,7 @@ def _build(
     assembly = assemble(
         Links(incarnation, routers, peers, poller, receiver, shared.duty),
         space,
-        loaded.computation(forwards),
+        replace(loaded.computation(forwards), host=host, tap=tap),
         bounds,
         section.backup_mib * MIB,
         observation,

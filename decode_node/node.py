@@ -15,13 +15,13 @@ import zmq
 
 from common.engine.state.draft_row import DraftShape
 from common.errors import (
+    CacheDamaged,
     DeadlineExceeded,
     InvalidRequest,
     NodeLost,
     Overloaded,
     RequestError,
     TransferFailed,
-    Unavailable,
 )
 from common.grammar.no_token import no_token
 from common.grammar.token_rules import constraint_of
@@ -33,7 +33,6 @@ from common.node.hidden_states import send_states
 from common.node.life import NodeLife
 from common.node.overlap import OverlapLoop
 from common.node.to_router import ToRouter
-from decode_node.admission import admit
 from decode_node.batch_resources import BatchResources
 from decode_node.grammar_masks import SLOWEST_MASK, failed_grammars, follow_compiled, step_masks
 from decode_node.handed_over import take_record
@@ -42,6 +41,7 @@ from decode_node.planner import Planned, Planner
 from decode_node.queues import Queues
 from decode_node.report import Report
 from decode_node.request import DecodeRequest, Emission
+from decode_node.reservations import Reservations
 from decode_node.step_result import Launched, Worker
 from decode_node.step_times import StepTimes
 from kv_transfer import receiver as transfer
@@ -68,6 +68,7 @@ class DecodeNode:
         self._poller = links.poller
         self._receiver = links.receiver
         self._space = scheduling.space
+        self._tier = scheduling.tier
         self._rules = scheduling.rules
         self._limits = scheduling.limits
         self._grammars = scheduling.grammars
@@ -83,7 +84,12 @@ class DecodeNode:
         self._step_times = StepTimes()
         own, drain, profiler = links.incarnation, self._limits.drain_timeout, observation.profiler
         self.life = NodeLife(own, self._routers, Reserve, drain, self._log, self._clock, profiler, links.duty)
-        self._report = Report(self.queues, self._space, self._receiver, self._resources, observation)
+        self._report = Report(
+            self.queues, self._space, self._receiver, self._resources, observation, self._tier.totals
+        )
+        self._reservations = Reservations(
+            self.queues, scheduling, self._resources, self._receiver, self._peers, self._report, self._events
+        )
         for each in self._routers.sockets:
             self._poller.register(each, zmq.POLLIN)
         self.loop = OverlapLoop(
@@ -111,8 +117,10 @@ class DecodeNode:
         self._move_transfers(now)
         self.life.look_after(self, now)
         self._fail_all(self._resources.settle_retractions(self._worker.unsaved(), now))
+        for request, intact in self._tier.settle():
+            self._fetched(request, intact)
         self._resources.resume(now)
-        self._admit(now)
+        self._reservations.admit(now)
         self._fail_all(follow_compiled(self.queues.arrived, now))
         self._resources.start_arrived(self._clock())
         planned = self._planner.next()
@@ -173,14 +181,15 @@ class DecodeNode:
         self.life.receive(self, now)
         self._move_transfers(now)
         if self._report.requests > requests:
-            self._admit(now)
+            self._reservations.admit(now)
         time.sleep(WATCH_INTERVAL)
 
     def _idle(self) -> None:
-        # Requests that have arrived here wait for the compilation of their grammar, retracted ones for their save.
+        # Requests that have arrived here wait for the compilation of their grammar, retracted ones for their save, and
+        # others for copies from and to host memory.
         # Everything else is announced by messages. More turns than needed would take the processor from the forward of
         # a prefill node on the same host.
-        busy = self.queues.arrived or self.queues.retracted
+        busy = self.queues.arrived or self.queues.retracted or self._tier.busy
         self._poller.poll(BUSY_WAIT_MS if busy else IDLE_WAIT_MS)
 
     # -- duties ----------------------------------------------------------------------------------------------
@@ -220,6 +229,7 @@ class DecodeNode:
 
     def flush_cache(self) -> None:
         self._space.flush()
+        self._tier.flush()
 
     def router_lost(self, router: ToRouter, last: bool) -> int:
         lost = [each for each in self.queues.live() if each.router is router and not each.ended]
@@ -250,50 +260,6 @@ class DecodeNode:
         self._limits.check(request, self._space, self._rules.extra_slots)
 
     # -- moving between queues ---------------------------------------------------------------------------------
-
-    def _admit(self, now: float) -> None:
-        """Reserve pages and tell the prefill nodes where they are. Retracted requests have priority."""
-        slots = self._limits.max_transferring - len(self.queues.transferring) - len(self.queues.arrived)
-        if not self.queues.waiting or self.queues.retracted or slots <= 0:
-            return
-        for request in admit(tuple(self.queues.waiting), slots, self._limits.skip_ahead, self._try_reserve):
-            self.queues.waiting.remove(request)
-            if request.lease is None:
-                continue  # the receiver refused it, and the failure was reported to the router
-            self._report.prompt_tokens += len(request.prompt)
-            self._report.cached_tokens += request.lease.cached_tokens
-            request.mark("reserved", now)
-            self.queues.transferring[request.room] = request
-
-    def _try_reserve(self, request: DecodeRequest) -> bool:
-        lease = self._resources.try_lease(request)
-        if lease is None:
-            return False
-        try:
-            generation = self._receiver.open(
-                request.room,
-                (request.prefill.incarnation,),
-                lease.pages[lease.cached_pages :],
-                lease.cached_pages,
-                request.deadline,
-                lease.slot,
-            )
-        except Overloaded:  # all record slots are taken, partly by quarantined requests: wait for one
-            lease.release()
-            return False
-        except RequestError as error:
-            lease.release()
-            code = error.code
-            if isinstance(error, Unavailable):
-                # The peer was lost while this request waited: the next request sends Hello again.
-                self._peers.lost(request.prefill.incarnation)
-                code = NodeLost.code
-            request.router.send(Failed(room=request.room, code=code, message=str(error)))
-            return True  # removed from the queue, without a lease
-        request.lease = lease
-        opened, held = lease.pages[lease.cached_pages :], lease.pages[: lease.cached_pages]
-        self._events.add("opened", request.room, generation=generation, pages=opened, held=held)
-        return True
 
     def _on_transfer(
         self,
@@ -329,8 +295,19 @@ class DecodeNode:
         assert request.lease is not None
         self._report.transfers += 1
         self._events.add("accepted", request.room, id=event.record.first_token)
-        request.lease.commit(self._space.keys(request.contents))
         self.queues.arrived.append(request)
+        if not request.fetching:
+            request.lease.commit(self._space.keys(request.contents))
+
+    def _fetched(self, request: DecodeRequest, intact: bool) -> None:
+        """Go on with a request whose prefix has come from host memory."""
+        if request.ended:
+            return
+        if not intact:
+            self._fail(request, CacheDamaged.code, "a prefix of it in host memory has changed")
+        elif request in self.queues.arrived:
+            assert request.lease is not None
+            request.lease.commit(self._space.keys(request.contents))
 
     def _accept(self, emission: Emission, now: float) -> TokenRun | None:
         """Add the tokens of a step to their request; return None if the request failed."""

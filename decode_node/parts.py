@@ -20,6 +20,7 @@ from common.observability.event_log import NO_EVENTS, EventLog
 from common.observability.logs import Log
 from decode_node.batch_rows import BatchRows
 from decode_node.draft_watch import DraftWatch, NoWatch
+from decode_node.host_tier import DecodeTier, NoDecodeTier
 from decode_node.limits import DecodeLimits
 from decode_node.pacing import PacingCounters
 from decode_node.peers import PeerConnections
@@ -50,6 +51,7 @@ class Scheduling:
     rules: StepRules
     limits: DecodeLimits
     grammars: Grammars = NO_GRAMMARS
+    tier: DecodeTier = field(default_factory=NoDecodeTier)
 
 
 @dataclass(frozen=True, slots=True)

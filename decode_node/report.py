@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from common.kv_cache.host_totals import HostTotals
 from common.kv_cache.page_space import PageSpace
 from common.messages.identity import BucketTotals, NodeCounters, NodeLoad
 from common.observability.histogram import STEP_TOKENS, Histogram
@@ -24,11 +27,13 @@ class Report:
         receiver: PageReceiver,
         resources: BatchResources,
         observation: Observation,
+        host: Callable[[], HostTotals],
     ) -> None:
         self._queues = queues
         self._space = space
         self._receiver = receiver
         self._resources = resources
+        self._host = host
         self._graphs = observation.graphs
         self._ranks = observation.ranks
         self._kv_events = observation.kv_events
@@ -56,7 +61,7 @@ class Report:
 
     def load(self) -> NodeLoad:
         queues = self._queues
-        return NodeLoad(
+        load = NodeLoad(
             queued=len(queues.waiting) + len(queues.retracted),
             running=len(queues.running),
             retracted=len(queues.retracted),
@@ -66,11 +71,12 @@ class Report:
             quarantined_pages=self._receiver.quarantined_pages,
             total_pages=self._space.total_pages,
         )
+        return self._host().in_load(load)
 
     def counters(self, refused_messages: int) -> NodeCounters:
         """Return all totals. `refused_messages` counts those of the router; those of peers are added here."""
         received, speculation = self._receiver.counters, self.speculation
-        return NodeCounters(
+        counters = NodeCounters(
             requests=self.requests,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
@@ -105,3 +111,4 @@ class Report:
             graphs=tuple(self._graphs()),
             ranks=tuple(self._ranks()),
         )
+        return self._host().in_counters(counters)

@@ -63,6 +63,7 @@ class DecodeRequest:
     trusted: bool = True  # False after non-finite logits: the prefix cache must not keep its KV
     retract: bool = False  # leaves the batch as soon as nothing is in flight
     backup: BackupSize | None = None
+    fetching: int = 0  # key of the fetch whose copies to its pages have not ended; 0: nothing is fetched
     compilation: PendingFollower | None = None  # its grammar's, until `matcher` is set
     matcher: Follower | None = None  # has followed the answer so far
     forced: tuple[int, ...] = ()  # the next tokens that its grammar forces, as drafts of its next step

@@ -12,6 +12,7 @@ import msgspec
 
 from common.engine.sampling.sampling_plan import SamplingVariant
 from common.engine.state.draft_row import NO_DRAFT, DraftRow
+from common.kv_cache.host_plan import HostFetch, Store
 from common.messages.generation import SamplingParams
 
 # Stands in a step for forced tokens for a draft that the relay row carries from the round before.
@@ -64,6 +65,8 @@ class Load(msgspec.Struct, frozen=True):
 class Moves(msgspec.Struct, frozen=True, kw_only=True):
     """Device changes before a step, applied in the order of the fields."""
 
+    stores: tuple[Store, ...] = ()
+    fetches: tuple[HostFetch, ...] = ()
     saves: tuple[Save, ...] = ()
     joins: tuple[Join, ...] = ()
     loads: tuple[Load, ...] = ()
@@ -71,7 +74,7 @@ class Moves(msgspec.Struct, frozen=True, kw_only=True):
     cells: tuple[tuple[int, int, int], ...] = ()  # (row, logical page, page id), each cell once
 
     def __bool__(self) -> bool:
-        return any((self.saves, self.joins, self.loads, self.forget, self.cells))
+        return any((self.stores, self.fetches, self.saves, self.joins, self.loads, self.forget, self.cells))
 
 
 NO_MOVES = Moves()

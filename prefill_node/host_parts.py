@@ -11,8 +11,9 @@ from common.kv_cache.host_layout import HostLayout
 from common.kv_cache.host_plan import HostCopies, HostMemory, NoHostCopies
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, NoPrefixCache
+from common.node.host_share import Exchange, ItemBytes
 from prefill_node.forwards import Forwards
-from prefill_node.host_share import KEY, Exchange, ItemBytes, host_share
+from prefill_node.host_share import KEY, host_share
 from prefill_node.host_tier import HostPrefixes, HostTier, NoHostTier
 from prefill_node.ranked_host import RankStore
 

@@ -1,87 +1,15 @@
-"""Allocates the share that one rank has of a node's host memory for cached prefixes."""
+"""Allocates the share that one rank of a prefill node has of its host memory for cached prefixes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-
-import msgspec
-
-from common.engine.host_memory import GIB, host_memory
-from common.errors import ConfigError
-from common.kv_cache.host_layout import HostLayout, host_layout
-from common.kv_cache.pool_layout import PoolLayout
-from common.node.host_lane import host_lane
-from common.node.host_store import HostStore, Lanes, host_bytes
+from common.node.host_share import Exchange, HostShare, share_of_host
 from kv_transfer.transport.cuda.pool_copies import MovedPool
 from prefill_node.forwards import Forwards
 
 KEY = "prefill.host_mib"
 
-# Gives this rank's bytes to the others and returns those of all ranks, in their order.
-Exchange = Callable[[bytes], Sequence[bytes]]
-
-
-class ItemBytes(msgspec.Struct, frozen=True):
-    """The bytes of a page, and of the state of a request."""
-
-    page: int
-    state: int
-
-    @classmethod
-    def of(cls, pool: PoolLayout) -> ItemBytes:
-        """Return what one rank keeps of them."""
-        return cls(pool.page_bytes, sum(each.page_bytes for each in pool.placed) - pool.page_bytes)
-
-
-class _Room(msgspec.Struct, frozen=True):
-    """The items that one rank has room for."""
-
-    pages: int
-    slots: int
-    items: ItemBytes
-
-
-@dataclass(frozen=True, slots=True)
-class HostShare:
-    """The host memory of one rank."""
-
-    store: HostStore
-    layout: HostLayout
-    items: ItemBytes  # on all ranks together
-
 
 def host_share(nbytes: int, grid: int, forwards: Forwards, exchange: Exchange) -> HostShare:
-    """Allocate the share of one rank. All ranks get the same numbers of pages and slots.
-
-    Raises ConfigError if it is more or less than can be used.
-
-    Args:
-        nbytes: of all ranks.
-        grid: tokens at whose multiples the state of a prompt is saved; used for models that keep a state per request.
-        exchange: gives this rank's bytes to the others and returns those of all ranks.
-    """
-    memory = host_memory()
-    if nbytes > memory:
-        raise ConfigError(
-            KEY, f"{nbytes / GIB:.1f} GiB are more than the {memory / GIB:.1f} GiB of this machine's memory"
-        )
-    ours, storage = forwards.layout, forwards.runner.pool.storage
-    try:
-        layout = host_layout(ours, nbytes // ours.tp_size, grid)
-    except ValueError as error:
-        raise ConfigError(KEY, f"{error}; write a larger value, or 0") from error
-    own = _Room(layout.planes.num_pages, layout.planes.num_slots, ItemBytes.of(ours))
-    rooms = [msgspec.msgpack.decode(each, type=_Room) for each in exchange(msgspec.msgpack.encode(own))]
-    pages, slots = min(each.pages for each in rooms), min(each.slots for each in rooms)
-    planes = msgspec.structs.replace(layout.planes, num_pages=pages, num_slots=slots)
-    layout = replace(layout, planes=planes)
-    device = storage.device
-    lanes = Lanes(host_lane(device), host_lane(device))
-    memory_of = host_bytes(planes.total_bytes, device)
-    pool = ours, storage
-    store = HostStore(layout, memory_of, pool, forwards.arriving.expect, lanes, MovedPool(*pool))
-    items = [each.items for each in rooms]
-    return HostShare(
-        store, layout, ItemBytes(sum(each.page for each in items), sum(each.state for each in items))
-    )
+    """Allocate the share of one rank; see `share_of_host`. Raises ConfigError."""
+    pool = forwards.layout, forwards.runner.pool.storage
+    return share_of_host(KEY, nbytes, grid, pool, forwards.arriving.expect, MovedPool, exchange)

@@ -22,27 +22,11 @@ from typing import Protocol
 
 from common.kv_cache.host_cache import HostCache, HostPrefix, HostWrite
 from common.kv_cache.host_plan import INTACT, Damage, HostCopy, HostMemory, Store
+from common.kv_cache.host_totals import HostTotals
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.radix_cache import Keys
 from common.kv_cache.snapshots import Snapshot
 from prefill_node.request import PrefillRequest
-
-
-@dataclass(slots=True)
-class HostTotals:
-    """Totals since the node's start, and sizes."""
-
-    queries: int = 0  # tokens of prompts that the device's cache lacked
-    hits: int = 0  # among them: tokens that were copied from host memory
-    loads: int = 0  # prompts for which something was copied
-    loaded_bytes: int = 0
-    stores: int = 0  # prompts of which something was stored
-    stored_bytes: int = 0
-    evicted_blocks: int = 0
-    checksum_failures: int = 0  # blocks and states whose bytes had changed
-    block_tokens: int = 0
-    cached_blocks: int = 0
-    total_blocks: int = 0
 
 
 class HostTier(Protocol):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from common.kv_cache.host_totals import HostTotals
 from common.kv_cache.page_space import PageSpace
 from common.messages.identity import BucketTotals, NodeCounters, NodeLoad
 from common.observability.histogram import STEP_TOKENS, Histogram
 from kv_transfer.sending import PageSender
 from prefill_node.forward_times import ForwardTimes
-from prefill_node.host_tier import HostTotals
 from prefill_node.parts import Observation
 from prefill_node.queues import Queues
 from prefill_node.scheduler import Chunk
@@ -45,8 +45,8 @@ class Report:
             self._step_tokens.observe(sum(chunk.length for chunk in chunks))
 
     def load(self) -> NodeLoad:
-        queues, computing, host = self._queues, self._queues.computing, self._host()
-        return NodeLoad(
+        queues, computing = self._queues, self._queues.computing
+        load = NodeLoad(
             queued=len(queues.waiting),
             queued_tokens=queues.waiting_tokens + sum(r.remaining for r in computing.values()),
             queued_ms=round(self._times.queued_ms(queues), 3),
@@ -56,14 +56,13 @@ class Report:
             free_pages=self._space.free_pages,
             cached_pages=self._space.cache.cached_pages,
             total_pages=self._space.total_pages,
-            host_cached_tokens=host.cached_blocks * host.block_tokens,
-            host_total_tokens=host.total_blocks * host.block_tokens,
         )
+        return self._host().in_load(load)
 
     def counters(self, refused_messages: int) -> NodeCounters:
         """Return all totals. `refused_messages` counts those of the router; those of peers are added here."""
-        sent, host = self._sender.counters, self._host()
-        return NodeCounters(
+        sent = self._sender.counters
+        counters = NodeCounters(
             requests=self.requests,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
@@ -81,15 +80,8 @@ class Report:
             layered_pages=sent.pages_by_layer,
             refused_messages=refused_messages + sent.malformed + sent.invalid_slots,
             late_messages=sent.stale_generation + sent.stale_incarnation,
-            host_queries=host.queries,
-            host_hits=host.hits,
-            host_loads=host.loads,
-            host_loaded_bytes=host.loaded_bytes,
-            host_stores=host.stores,
-            host_stored_bytes=host.stored_bytes,
-            host_evicted_tokens=host.evicted_blocks * host.block_tokens,
-            host_checksum_failures=host.checksum_failures,
             kv_events_dropped=self._kv_events.dropped,
             graphs=tuple(self._graphs()),
             ranks=tuple(self._ranks()),
         )
+        return self._host().in_counters(counters)

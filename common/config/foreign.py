@@ -116,8 +116,8 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     Foreign(
         ("enable_hierarchical_cache", "hicache_ratio", "hicache_size", "kv_offloading_size", "swap_space"),
-        "write prefill.host_mib, the host memory of each prefill node for cached prefixes (decode.backup_mib: that of "
-        "decode nodes for retracted requests)",
+        "write prefill.host_mib and decode.host_mib, the host memory of each node for cached prefixes "
+        "(decode.backup_mib: that of decode nodes for retracted requests)",
     ),
     Foreign(("block_size",), "write kv.page_size, the tokens of one page"),
     Foreign(

@@ -251,6 +251,8 @@ class DecodeSection(Section, frozen=True, kw_only=True):
     skip_ahead: NotNegative = 8  # how often smaller, later requests may overtake one that does not fit
     graphs: Literal["auto", "full", "none"] = "auto"  # for the decode step; auto: on GPUs only
     prefix_cache: PrefixCaching = "auto"
+    # Host memory of each node for cached prefixes, in addition to those in its pool; 0: none.
+    host_mib: NotNegative = 0
     # Host memory for the KV of retracted requests; requests beyond it are prefilled again.
     backup_mib: NotNegative = 1024
     # one_behind: CPU nodes, too, launch step t+1 before they read step t, as GPU nodes always do.

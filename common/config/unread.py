@@ -92,7 +92,8 @@ def unread_keys(cluster: Cluster) -> Iterator[Unread]:
         yield Unread("router", cluster.router, ("allowed_hosts",), reason)
     yield from _of_movable(cluster)
     yield from _of_placement(cluster)
-    yield from _of_host_memory(cluster.prefill)
+    yield from _of_host_memory("prefill", cluster.prefill)
+    yield from _of_host_memory("decode", cluster.decode)
     yield from _of_devices(cluster)
     yield from _of_transports(cluster)
     if not cluster.kv_events.enabled:
@@ -139,10 +140,13 @@ def unread_by_text_models(cluster: Cluster) -> Iterator[Unread]:
     yield Unread("prefill", cluster.prefill, ("image_cache_mib",), reason)
 
 
-def _of_host_memory(prefill: PrefillSection) -> Iterator[Unread]:
-    if not prefill.prefix_cache:
-        reason = "prefill.prefix_cache is false, so there are no prefixes to keep; leave out one of the two"
-        yield Unread("prefill", prefill, ("host_mib",), reason)
+def _of_host_memory(name: str, section: PrefillSection | DecodeSection) -> Iterator[Unread]:
+    if not section.prefix_cache:
+        reason = f"{name}.prefix_cache is false, so there are no prefixes to keep; leave out one of the two"
+        yield Unread(name, section, ("host_mib",), reason)
+    if name == "decode" and any(node.tensor_parallel > 1 for node in section.nodes):
+        reason = "decode nodes with several ranks keep no prefixes in host memory; leave it out"
+        yield Unread(name, section, ("host_mib",), reason)
 
 
 def _of_devices(cluster: Cluster) -> Iterator[Unread]:

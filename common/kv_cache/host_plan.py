@@ -23,6 +23,13 @@ class Store(msgspec.Struct, frozen=True, kw_only=True):
     copy: HostCopy
 
 
+class HostFetch(msgspec.Struct, frozen=True, kw_only=True):
+    """Copies from host memory that no step of its plan needs. Its pages must not be read or reused before it ends."""
+
+    key: int  # ascending
+    copy: HostCopy
+
+
 class Damage(NamedTuple):
     """Pages and slots of the host's layout whose bytes are not those that were stored."""
 
@@ -40,8 +47,12 @@ class Comparison(Protocol):
         """Let all work launched from now on begin after the checksums are on the host."""
         ...
 
+    def ready(self) -> bool:
+        """Return at once whether they are."""
+        ...
+
     def read(self) -> Damage:
-        """Return what differs, once work that follows has ended."""
+        """Return what differs, once it is `ready`, or work that follows has ended."""
         ...
 
 
@@ -50,6 +61,9 @@ class NothingLoaded:
 
     def follow(self) -> None:
         pass
+
+    def ready(self) -> bool:
+        return True
 
     def read(self) -> Damage:
         return INTACT

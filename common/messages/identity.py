@@ -91,7 +91,7 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     cached_pages: Total = 0  # evictable: held only by the prefix cache
     quarantined_pages: Total = 0
     total_pages: Total = 0
-    # Prefill nodes: tokens of cached prefixes in host memory, and how many fit there.
+    # Tokens of cached prefixes in host memory, and how many fit there.
     host_cached_tokens: Total = 0
     host_total_tokens: Total = 0
 

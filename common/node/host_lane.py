@@ -20,6 +20,10 @@ class Stage(Protocol):
         """Let all work launched from now on begin after this part, and those before it."""
         ...
 
+    def ready(self) -> bool:
+        """Return at once whether this part has ended."""
+        ...
+
 
 class HostLane(Protocol):
     """Starts copies in order, without waiting for them."""
@@ -46,6 +50,9 @@ class Done:
 
     def follow(self) -> None:
         pass
+
+    def ready(self) -> bool:
+        return True
 
 
 class Inline:
@@ -75,6 +82,9 @@ class StreamStage:
 
     def follow(self) -> None:
         self._event.wait(torch.cuda.current_stream(self._device))
+
+    def ready(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 class CopyStream:

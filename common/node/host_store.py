@@ -209,6 +209,10 @@ class _Loading:
         assert self.stage is not None, "the load has not started"
         self.stage.follow()
 
+    def ready(self) -> bool:
+        assert self.stage is not None, "the load has not started"
+        return self.stage.ready()
+
     def read(self) -> Damage:
         assert self._found is not None, "nothing followed the load"
         return self._store.damage(self._copy, self._found)
@@ -277,7 +281,7 @@ def host_bytes(nbytes: int, device: torch.device) -> Tensor:
         if int(status):
             raise InternalError(
                 f"CUDA could not pin {nbytes} bytes of host memory for cached prefixes (error {int(status)}); write a "
-                "lower prefill.host_mib, or raise the limit of locked memory (ulimit -l)"
+                "lower host_mib of its section, or raise the limit of locked memory (ulimit -l)"
             )
         # Memory that is freed while it is pinned cannot be pinned again, and who gets its address next fails.
         weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False

@@ -40,7 +40,9 @@ _USAGE = Gauge("KV cache usage: pages neither free nor cached, 0 to 1", kv_usage
 _QUERIES = Counter("Prompt tokens looked up", lambda c: c.prompt_tokens, PREFILL)
 _HITS = Counter("Prompt tokens found", lambda c: c.cached_tokens, PREFILL)
 _FETCHED = Counter(
-    "Prompt tokens whose KV came from a prefill node", lambda c: c.prompt_tokens - c.cached_tokens, DECODE
+    "Prompt tokens whose KV came from a prefill node",
+    lambda c: c.prompt_tokens - c.cached_tokens - c.host_hits,
+    DECODE,
 )
 
 GAUGES: dict[str, Gauge] = {
@@ -63,10 +65,10 @@ GAUGES: dict[str, Gauge] = {
         "KV pages that a peer may still write", lambda load: load.quarantined_pages
     ),
     "tandem_host_tier_tokens": Gauge(
-        "Tokens of cached prefixes in host memory", lambda load: load.host_cached_tokens, PREFILL
+        "Tokens of cached prefixes in host memory", lambda load: load.host_cached_tokens
     ),
     "tandem_host_tier_total_tokens": Gauge(
-        "Tokens for which there is room in host memory", lambda load: load.host_total_tokens, PREFILL
+        "Tokens for which there is room in host memory", lambda load: load.host_total_tokens
     ),
     "tandem_total_pages": Gauge("KV pages in total, without the padding page", lambda load: load.total_pages),
 }
@@ -127,28 +129,23 @@ COUNTERS: dict[str, Counter] = {
     "tandem_kv_abort_retries": Counter("Repeated requests to stop writing", lambda c: c.abort_retries),
     "tandem_duplicate_dropped": Counter("Repeated announcements, dropped", lambda c: c.duplicate_messages),
     "tandem_host_tier_queries": Counter(
-        "Prompt tokens that were in no page, looked up in host memory", lambda c: c.host_queries, PREFILL
+        "Prompt tokens that were in no page, looked up in host memory", lambda c: c.host_queries
     ),
-    "tandem_host_tier_hits": Counter("Prompt tokens copied from host memory", lambda c: c.host_hits, PREFILL),
+    "tandem_host_tier_hits": Counter("Prompt tokens copied from host memory", lambda c: c.host_hits),
     "tandem_host_tier_loads": Counter(
-        "Prompts for which host memory supplied a prefix", lambda c: c.host_loads, PREFILL
+        "Prompts for which host memory supplied a prefix", lambda c: c.host_loads
     ),
-    "tandem_host_tier_loaded_bytes": Counter(
-        "Bytes copied from host memory", lambda c: c.host_loaded_bytes, PREFILL
-    ),
+    "tandem_host_tier_loaded_bytes": Counter("Bytes copied from host memory", lambda c: c.host_loaded_bytes),
     "tandem_host_tier_stores": Counter(
-        "Prompts of which something was copied to host memory", lambda c: c.host_stores, PREFILL
+        "Prompts of which something was copied to host memory", lambda c: c.host_stores
     ),
-    "tandem_host_tier_stored_bytes": Counter(
-        "Bytes copied to host memory", lambda c: c.host_stored_bytes, PREFILL
-    ),
+    "tandem_host_tier_stored_bytes": Counter("Bytes copied to host memory", lambda c: c.host_stored_bytes),
     "tandem_host_tier_evicted_tokens": Counter(
-        "Tokens replaced by others in host memory", lambda c: c.host_evicted_tokens, PREFILL
+        "Tokens replaced by others in host memory", lambda c: c.host_evicted_tokens
     ),
     "tandem_host_tier_checksum_failures": Counter(
-        "Blocks of host memory that had changed, and were computed again",
+        "Blocks of host memory that had changed, and were computed or sent again",
         lambda c: c.host_checksum_failures,
-        PREFILL,
     ),
     "tandem_kv_events_dropped": Counter(
         "Changes of prefix caches that were not published as KV events", lambda c: c.kv_events_dropped

@@ -41,6 +41,7 @@ from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.radix_cache import Keys, RadixCache
 from common.node.completion import completion_for
 from common.node.host_lane import host_lane
+from common.node.host_share import ItemBytes
 from common.node.host_store import HostStore, Lanes, host_bytes
 from kv_transfer.send_order import SendOrder
 from kv_transfer.transport.cuda.batch_copy import Addresses, BatchCopy
@@ -49,7 +50,6 @@ from prefill_node.arriving_layers import ArrivingAttention, ArrivingLayers
 from prefill_node.draft import NoDraft
 from prefill_node.graphs import prompt_graphs
 from prefill_node.host_parts import HostParts, host_prefixes
-from prefill_node.host_share import ItemBytes
 from prefill_node.host_tier import HostPrefixes
 from prefill_node.planner import prompt_plan
 from prefill_node.request import PrefillRequest

@@ -1,4 +1,4 @@
-"""Cached prefixes in host memory on real processes: sessions that do not fit into the pool are computed once."""
+"""Cached prefixes in host memory on real processes: sessions that do not fit into pools are computed and sent once."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ CONFIG = {
         "graphs": "breakable",
         "enforce_graphs": True,
     },
+    "decode": {"pool_tokens": 900, "host_mib": 24, "backup_mib": 8},
     "transfer": {"layers": True},
 }
 
@@ -54,6 +55,7 @@ async def test_sessions_beyond_the_pool_are_computed_once(reference: Reference, 
                 await client.wait_idle()
         assert found == [0] * SESSIONS + [512] * SESSIONS
         nodes = [await client.node(name) for name in NODES]
+        decode = await client.node("decode-0")
         async with client.session.get("/metrics") as response:
             metrics = await response.text()
         # All at once: their loads share forwards, and pages are free only after their copies.
@@ -61,11 +63,16 @@ async def test_sessions_beyond_the_pool_are_computed_once(reference: Reference, 
             assert given.tokens == answer
         await client.wait_idle()
         after = [(await client.node(name))["counters"] for name in NODES]
+        decoded = (await client.node("decode-0"))["counters"]
     for name, node, counters in zip(NODES, nodes, after, strict=True):
         assert node["load"]["host_cached_tokens"] == SESSIONS // 2 * 512
         assert node["counters"]["host_loads"] == SESSIONS // 2
         assert f'tandem_host_tier_tokens{{engine="{name}"' in metrics
         assert counters["host_loads"] > SESSIONS // 2
         assert counters["host_checksum_failures"] == counters["transfer_failures"] == 0
+    assert decode["load"]["host_cached_tokens"] == decode["counters"]["host_hits"] == SESSIONS * 512
+    assert 'tandem_host_tier_tokens{engine="decode-0"' in metrics
+    assert decoded["host_hits"] > SESSIONS * 512
+    assert decoded["host_checksum_failures"] == decoded["transfer_failures"] == 0
     assert nodes[0]["counters"]["host_hits"] == nodes[1]["counters"]["host_hits"] > 0
     assert nodes[0]["counters"]["host_loaded_bytes"] == nodes[1]["counters"]["host_loaded_bytes"] > 0

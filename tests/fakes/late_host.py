@@ -59,10 +59,17 @@ class LateStage:
 
     lane: LateLoads
     index: int
+    asks: int
+
+    def ready(self) -> bool:
+        """Return whether it has ended: after it was asked about often enough, as if nothing followed it."""
+        self.asks -= 1
+        if self.asks < 0:
+            self.lane.copy_until(self.index)
+        return self.asks < 0
 
     def follow(self) -> None:
-        while self.lane.pending and self.lane.pending[0][0] <= self.index:
-            self.lane.pending.pop(0)[1]()
+        self.lane.copy_until(self.index)
         self.lane.followed.append(self.index)
 
 
@@ -71,17 +78,22 @@ class LateLoads:
 
     def __init__(self) -> None:
         self.pending: list[tuple[int, Callable[[], None]]] = []
+        self.asks = 3  # after which a stage has ended that nothing follows
         self.followed: list[int] = []  # indices of stages, in the order in which something followed them
         self._count = 0
 
     def load(self, copies: Iterable[Callable[[], None]]) -> Sequence[Stage]:
-        assert not self.pending, "the load before was never needed"
         stages: list[Stage] = []
         for copy in copies:
             self.pending.append((self._count, copy))
-            stages.append(LateStage(self, self._count))
+            stages.append(LateStage(self, self._count, self.asks))
             self._count += 1
         return stages
+
+    def copy_until(self, index: int) -> None:
+        """Make the copies of all stages up to this one."""
+        while self.pending and self.pending[0][0] <= index:
+            self.pending.pop(0)[1]()
 
 
 def late_lanes(asks: int = 3) -> Lanes:

@@ -14,7 +14,9 @@ from unittest import mock
 
 import msgspec
 import zmq
+from torch import Tensor
 
+import decode_node.host_tier
 import decode_node.node
 import decode_node.step_result
 import prefill_node.node
@@ -45,7 +47,8 @@ from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, HiddenStates, PrefillDone, Tokens
 from common.node.completion import Deferred, Immediate
 from common.node.host_lane import HostLane, Inline
-from common.node.host_store import HostStore, Lanes, host_bytes
+from common.node.host_share import HostShare, ItemBytes
+from common.node.host_store import Expect, HostStore, Lanes, host_bytes
 from common.node.memory import MemoryPlan
 from common.node.overlap import Completion
 from common.node.serving_draft import ServingDraft
@@ -60,6 +63,7 @@ from decode_node.forced_choice import ForcedShare, ForcedStep
 from decode_node.forced_steps import ForcedSetup, with_forced_steps
 from decode_node.forwards import step_forwards
 from decode_node.graphs import step_graphs
+from decode_node.host_parts import fetch_alone
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
 from decode_node.pacing import Pacing
@@ -86,7 +90,6 @@ from prefill_node.draft import PrefillDraft
 from prefill_node.forwards import Forwards, PromptSizes, prompt_forwards
 from prefill_node.graphs.backends.compiled_body import CompiledBodies
 from prefill_node.host_parts import HostParts, host_prefixes
-from prefill_node.host_share import ItemBytes
 from prefill_node.host_tier import HostPrefixes, HostTier
 from prefill_node.images import NoImages
 from prefill_node.limits import PrefillLimits
@@ -184,7 +187,7 @@ def with_forced_tokens(parts: Parts) -> DecodeSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class HostShape:
-    """Host memory of a prefill node."""
+    """Host memory of a node."""
 
     blocks: int  # without block 0
     slots: int = 0  # of snapshots, without slot 0
@@ -219,6 +222,7 @@ class Shape:
     prefill_snapshots: int = 0  # saved states of cached prefixes
     round_tokens: int = 1  # new tokens of a request in one step, at most
     host: HostShape | None = None  # host memory of prefill nodes for cached prefixes
+    decode_host: HostShape | None = None
     prefill_cache: bool = True
     decode_cache: bool = True
     completion: MakeCompletion = Immediate
@@ -305,6 +309,14 @@ class DecodeSide(Side):
     relay: RelayState = None  # type: ignore[assignment]
     rows: BatchRows = None  # type: ignore[assignment]
     pacing: Pacing = None  # type: ignore[assignment]
+    host: HostShare | None = None
+    host_tier: decode_node.host_tier.DecodeTier = None  # type: ignore[assignment]
+
+    @property
+    def tier(self) -> decode_node.host_tier.DecodePrefixes:
+        """Its host memory."""
+        assert isinstance(self.host_tier, decode_node.host_tier.DecodePrefixes)
+        return self.host_tier
 
 
 @dataclass(slots=True, eq=False)
@@ -532,10 +544,11 @@ class NodeCluster:
                 assert decode.rows.free == self.shape.max_running, "a row is held"
                 assert decode.retraction.used_bytes == decode.backups.nbytes == 0, "a backup is held"
                 assert decode.pacing.counters.missing == 0, "a step wrote no progress marks"
+                self._check_host(decode.host_tier)
                 self._check_space(decode)
 
-    def _check_host(self, tier: HostTier) -> None:
-        if isinstance(tier, HostPrefixes):
+    def _check_host(self, tier: HostTier | decode_node.host_tier.DecodeTier) -> None:
+        if isinstance(tier, HostPrefixes | decode_node.host_tier.DecodePrefixes):
             self.run(lambda: not tier.busy)
             tier.cache.check_integrity()
             assert tier.cache.writing_blocks == 0, "a write has not ended"
@@ -755,13 +768,16 @@ class NodeCluster:
     def _host(self, forwards: Forwards, space: PageSpace) -> HostParts:
         if self.shape.host is None:
             return HostParts()
-        ours = forwards.layout
-        layout = self.shape.host.layout(ours)
+        pool = forwards.layout, forwards.runner.pool.storage
+        made = self._host_memory(self.shape.host, pool, forwards.arriving.expect)
+        return HostParts(host_prefixes(made.layout, made.items, made.store, space), made.store)
+
+    def _host_memory(self, shape: HostShape, pool: tuple[PoolLayout, Tensor], expect: Expect) -> HostShare:
+        layout = shape.layout(pool[0])
         memory = host_bytes(layout.planes.total_bytes, PLACEMENT.device)
-        pool = ours, forwards.runner.pool.storage
-        lanes, copies = self.shape.host.lanes(), MovedPool(*pool)
-        store = HostStore(layout, memory, pool, forwards.arriving.expect, lanes, copies, self.clock)
-        return HostParts(host_prefixes(layout, ItemBytes.of(ours), store, space), store)
+        lanes, copies = shape.lanes(), MovedPool(*pool)
+        store = HostStore(layout, memory, pool, expect, lanes, copies, self.clock)
+        return HostShare(store, layout, ItemBytes.of(pool[0]))
 
     def _decode(self) -> DecodeSide:
         shape, incarnation = self.shape, self._incarnation()
@@ -791,6 +807,9 @@ class NodeCluster:
         routers = FakeLinks(links, self.clock)
         poller = zmq.Poller()
         peers = PeerConnections(self.context, name, incarnation, receiver, poller)
+        host, pool = None, (forwards.layout, forwards.pools[0].storage)
+        if shape.decode_host is not None:
+            host = self._host_memory(shape.decode_host, pool, fetch_alone)
         computation = Computation(
             forwards,
             relay,
@@ -798,6 +817,7 @@ class NodeCluster:
             rotary_places(shape.model.rope),
             served.draft_shape,
             shape.lane,
+            host,
         )
         limits = DecodeLimits(
             max_running=shape.max_running,
@@ -826,6 +846,7 @@ class NodeCluster:
         )
         side.backups, side.rows, side.pacing = made.backups, made.rows, made.pacing
         side.pool, side.relay = forwards.pools[0], relay
+        side.host, side.host_tier = host, made.tier
         return side
 
 

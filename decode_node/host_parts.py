@@ -1,0 +1,72 @@
+"""Composes the host memory of a decode node; without any, its parts find and copy nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from common.errors import ConfigError
+from common.kv_cache.host_cache import HostCache
+from common.kv_cache.host_plan import NoHostCopies
+from common.kv_cache.page_space import PageSpace
+from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, NoPrefixCache
+from common.node.host_lane import Stage
+from common.node.host_share import HostShare, share_of_host
+from decode_node.batch_rows import BatchRows
+from decode_node.forwards import Forwards
+from decode_node.host_fetches import HostFetches, NothingStored
+from decode_node.host_tier import DecodePrefixes, DecodeTier, NoDecodeTier
+from kv_transfer.transport.cuda.pool_copies import MovedPool
+
+KEY = "decode.host_mib"
+
+
+Tap = Callable[[int], CacheObserver]
+
+
+def untapped(block_tokens: int) -> CacheObserver:
+    """Let nothing hear which blocks are known."""
+    return NO_OBSERVER
+
+
+def make_host_memory(nbytes: int, forwards: Forwards, space: PageSpace) -> HostShare | None:
+    """Allocate the host memory of a node, if `nbytes` is not 0.
+
+    Raises ConfigError if it would have no effect, or is more or less than can be used.
+    """
+    if not nbytes:
+        return None
+    if isinstance(space.cache, NoPrefixCache):
+        raise ConfigError(
+            KEY,
+            "would have no effect: the model keeps a state per request, so that decode nodes reuse no prefixes; leave "
+            "it out",
+        )
+    pool = forwards.layout, forwards.pools[0].storage
+    return share_of_host(KEY, nbytes, space.page_size, pool, fetch_alone, MovedPool)
+
+
+def fetch_alone(layers: object, copied: Stage, compared: Stage) -> None:
+    """Let no step wait for a fetch: requests take part in none before it has ended."""
+
+
+def host_fetches(memory: HostShare | None, clock: Callable[[], float]) -> HostFetches:
+    """Return what a worker applies the copies of its plans with."""
+    if memory is None:
+        return HostFetches(NoHostCopies(), NothingStored(), clock)
+    return HostFetches(memory.store, memory.store, clock)
+
+
+def host_tier(
+    memory: HostShare | None, fetches: HostFetches, space: PageSpace, rows: BatchRows, tap: Tap = untapped
+) -> DecodeTier:
+    """Return what decides about host memory.
+
+    Args:
+        rows: copies are added to its moves.
+        tap: returns what hears which blocks, of so many tokens, are known.
+    """
+    if memory is None:
+        return NoDecodeTier()
+    size = memory.layout.block_tokens
+    cache = HostCache(size, memory.layout.blocks, observer=tap(size))
+    return DecodePrefixes(cache, fetches, space, rows, memory.items.page)

@@ -1,0 +1,234 @@
+"""Decides which cached prefixes of a decode node are copied to host memory, and which are copied back for a request.
+
+A request's pages are stored once it has ended: prompt and answer, so that the next turn of its conversation finds both.
+A request that is admitted later gets from host memory what the pool has lost; its prefill node sends only the rest.
+
+store   ended    -> in a plan -> [copies to the host] -> known; the pages are free
+fetch   admitted -> in a plan -> [copies, compared]   -> the request may take part in a step
+
+Nothing waits for what stands in brackets: `settle` looks after it in every turn of the main loop. Pages that are being
+copied are not free, also if their request has ended meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from common.kv_cache.host_cache import HostCache, HostPrefix, HostWrite
+from common.kv_cache.host_plan import Damage, HostCopy, HostFetch, Store
+from common.kv_cache.host_totals import HostTotals
+from common.kv_cache.page_space import PageLease, PageSpace
+from decode_node.batch_rows import BatchRows
+from decode_node.host_fetches import HostEnds
+from decode_node.request import DecodeRequest
+
+
+class FoundPrefix(NamedTuple):
+    """A prefix in host memory that is longer than what the pool has; `begin` or `give_up` exactly once."""
+
+    prefix: HostPrefix | None = None
+    pages: int = 0  # logical pages
+
+
+NOTHING_FOUND = FoundPrefix()
+
+
+class EndedFetch(NamedTuple):
+    """A request whose pages have come from host memory."""
+
+    request: DecodeRequest
+    intact: bool  # False: they are not what was stored
+
+
+class DecodeTier(Protocol):
+    """Host memory for the prefix cache of a node. Not thread-safe: the node's main loop owns it."""
+
+    @property
+    def busy(self) -> bool:
+        """Return whether something goes on whose end no message announces."""
+        ...
+
+    def find(self, request: DecodeRequest, lease: PageLease) -> FoundPrefix:
+        """Look up what the pool lacks of a prompt."""
+        ...
+
+    def begin(self, request: DecodeRequest, found: FoundPrefix) -> None:
+        """Fetch what was found to the pages of the request's lease. Until `fetching` is cleared, nothing reads them."""
+        ...
+
+    def give_up(self, found: FoundPrefix) -> None: ...
+
+    def keep(self, request: DecodeRequest) -> None:
+        """Store what an ended request has computed. It may take over the request's lease."""
+        ...
+
+    def let_go(self, request: DecodeRequest) -> None:
+        """Take over the lease of a request that ends, if something still copies to it."""
+        ...
+
+    def settle(self) -> Sequence[EndedFetch]:
+        """Go on with what has ended; return the requests whose `fetching` was cleared."""
+        ...
+
+    def flush(self) -> None: ...
+
+    def totals(self) -> HostTotals: ...
+
+
+class NoDecodeTier:
+    """A node without host memory, which finds and keeps nothing."""
+
+    busy = False
+
+    def find(self, request: DecodeRequest, lease: PageLease) -> FoundPrefix:
+        return NOTHING_FOUND
+
+    def begin(self, request: DecodeRequest, found: FoundPrefix) -> None:
+        pass
+
+    def give_up(self, found: FoundPrefix) -> None:
+        pass
+
+    def keep(self, request: DecodeRequest) -> None:
+        pass
+
+    def let_go(self, request: DecodeRequest) -> None:
+        pass
+
+    def settle(self) -> Sequence[EndedFetch]:
+        return ()
+
+    def flush(self) -> None:
+        pass
+
+    def totals(self) -> HostTotals:
+        return HostTotals()
+
+
+class _KeptPages(NamedTuple):
+    """A store that is planned, and the lease that keeps its pages."""
+
+    write: HostWrite
+    lease: PageLease
+
+
+@dataclass(slots=True)
+class _Fetching:
+    """A fetch that is planned. `left` is the lease of a request that has ended meanwhile."""
+
+    request: DecodeRequest
+    prefix: HostPrefix
+    left: PageLease | None = None
+
+
+class DecodePrefixes:
+    """The `DecodeTier` of a node with host memory."""
+
+    def __init__(
+        self, cache: HostCache, memory: HostEnds, space: PageSpace, rows: BatchRows, page_bytes: int
+    ) -> None:
+        """Keep prefixes of `space`. Copies are added to the moves of `rows`."""
+        self.cache = cache
+        self._memory = memory
+        self._space = space
+        self._rows = rows
+        self._page_bytes = page_bytes
+        self._block_pages = cache.block_tokens // space.page_size
+        self._last_key = 0
+        self._storing: dict[int, _KeptPages] = {}  # by key
+        self._fetching: dict[int, _Fetching] = {}  # by key
+        self._totals = HostTotals(block_tokens=cache.block_tokens, total_blocks=cache.total_blocks)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._storing or self._fetching)
+
+    def find(self, request: DecodeRequest, lease: PageLease) -> FoundPrefix:
+        keys = self._space.keys(request.contents)
+        prefix = self.cache.find(keys, len(keys), request.salt)
+        if prefix is None:
+            return NOTHING_FOUND
+        found = FoundPrefix(prefix, len(prefix.blocks) * self._block_pages)
+        if found.pages - lease.cached_pages < self._block_pages:  # too little to wait for
+            self.give_up(found)
+            return NOTHING_FOUND
+        return found
+
+    def begin(self, request: DecodeRequest, found: FoundPrefix) -> None:
+        lease, prefix = request.lease, found.prefix
+        assert lease is not None
+        self._totals.queries += len(request.prompt) - lease.cached_tokens
+        if prefix is None:
+            return
+        host = [page for block in prefix.blocks for page in self._pages(block)]
+        first = lease.cached_pages
+        copy = HostCopy(pages=tuple(lease.pages[first : found.pages]), host_pages=tuple(host[first:]))
+        self._last_key += 1
+        self._rows.fetch(HostFetch(key=self._last_key, copy=copy))
+        self._fetching[self._last_key] = _Fetching(request, prefix)
+        request.fetching = self._last_key
+        self._totals.loads += 1
+        self._totals.hits += len(copy.pages) * self._space.page_size
+        self._totals.loaded_bytes += len(copy.pages) * self._page_bytes
+
+    def give_up(self, found: FoundPrefix) -> None:
+        if found.prefix is not None:
+            self.cache.release(found.prefix)
+
+    def keep(self, request: DecodeRequest) -> None:
+        lease = request.lease
+        assert lease is not None
+        keys = self._space.keys(request.computed())
+        whole = min(len(keys) // self._space.page_size, len(lease.pages)) // self._block_pages
+        write = self.cache.reserve(keys[: whole * self.cache.block_tokens], request.salt)
+        if write is None:
+            return
+        pages, host_pages = list[int](), list[int]()
+        for index, block in sorted(write.blocks.items()):
+            pages += lease.pages[index * self._block_pages : (index + 1) * self._block_pages]
+            host_pages += self._pages(block)
+        self._last_key += 1
+        copy = HostCopy(pages=tuple(pages), host_pages=tuple(host_pages))
+        self._rows.store(Store(key=self._last_key, copy=copy))
+        self._storing[self._last_key] = _KeptPages(write, lease)
+        request.lease = None
+        self._totals.stores += 1
+        self._totals.stored_bytes += len(pages) * self._page_bytes
+
+    def let_go(self, request: DecodeRequest) -> None:
+        if request.fetching:
+            self._fetching[request.fetching].left = request.lease
+            request.lease, request.fetching = None, 0
+
+    def settle(self) -> Sequence[EndedFetch]:
+        if not self.busy:
+            return ()
+        unfinished = {*self._memory.unfinished(), *self._rows.waiting_stores}
+        for key in self._storing.keys() - unfinished:
+            each = self._storing.pop(key)
+            self.cache.commit(each.write)
+            each.lease.release()
+        return [self._ended(key, damage) for key, damage in self._memory.fetched().items()]
+
+    def flush(self) -> None:
+        self.cache.flush()
+
+    def totals(self) -> HostTotals:
+        self._totals.cached_blocks = self.cache.cached_blocks
+        self._totals.evicted_blocks = self.cache.evicted_blocks
+        return self._totals
+
+    def _ended(self, key: int, damage: Damage) -> EndedFetch:
+        each = self._fetching.pop(key)
+        blocks = {page // self._block_pages for page in damage.pages}
+        self._totals.checksum_failures += self.cache.damage(blocks, ())
+        self.cache.release(each.prefix)
+        each.request.fetching = 0
+        if each.left is not None:
+            each.left.release()
+        return EndedFetch(each.request, not blocks)
+
+    def _pages(self, block: int) -> range:
+        return range(block * self._block_pages, (block + 1) * self._block_pages)
