@@ -33,13 +33,6 @@ def check_devices(cluster: Cluster, given: Collection[str]) -> None:
                     f"{path}.expert_parallel",
                     "the only rank of a node has all experts; set tensor_parallel or devices too, or leave it out",
                 )
-            if ranks > 1 and cluster.transfer.transport == "nixl":
-                key = "devices" if node.devices else "tensor_parallel"
-                raise ConfigError(
-                    f"{path}.{key}",
-                    f"transfer.transport nixl does not move the pages of {ranks} ranks yet; write one rank, or "
-                    f"transport {'cuda_ipc' if node.on_gpu else 'shm or tcp'}",
-                )
 
 
 def _check_list(node: NodeEntry, path: str, given: Collection[str]) -> None:

@@ -34,9 +34,16 @@ def installed() -> bool:
 async def test_tokens_are_right_and_a_killed_prefill_node_leaves_no_page(
     prompts: list[list[int]], reference: Reference, tmp_path: Path
 ) -> None:
-    """Pages wait in quarantine until the end of the killed node's liveness connection proves that it writes no more."""
+    """Pages wait in quarantine until the ends of liveness connections prove that the killed node writes no more.
+
+    It has two ranks, as the decode node has; each of them writes to one rank, and the other node's only rank to both.
+    """
     chosen = prompts[15:95:10]
-    async with RunningCluster(tmp_path, 2, 1, CONFIG) as cluster, Client(cluster.url) as client:
+    ranks = {"prefill-0": 2, "decode-0": 2}
+    async with (
+        RunningCluster(tmp_path, 2, 1, CONFIG, ranks=ranks) as cluster,
+        Client(cluster.url) as client,
+    ):
         answers = await client.complete_all(chosen, 8, OUTPUT_TOKENS)
         for answer, prompt in list(zip(answers, chosen, strict=True))[::4]:  # the reference is slow
             assert answer.tokens == reference(prompt)

@@ -384,18 +384,6 @@ def test_the_devices_of_ranks(tmp_path: Path, role: str, entry: str, devices: tu
             "expert_parallel",
             "the only rank of a node has all experts; set tensor_parallel or devices too, or leave it out",
         ),
-        (
-            "tensor_parallel: 4",
-            ["transfer.transport=nixl"],
-            "tensor_parallel",
-            "transfer.transport nixl does not move the pages of 4 ranks yet; write one rank, or transport shm or tcp",
-        ),
-        (
-            "devices: [cuda:0, cuda:1]",
-            ["transfer.transport=nixl"],
-            "devices",
-            "nixl does not move the pages of 2 ranks yet; write one rank, or transport cuda_ipc",
-        ),
     ],
 )
 def test_ranks_that_cannot_be_served_are_refused(
