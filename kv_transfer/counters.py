@@ -29,6 +29,7 @@ class SenderCounters:
     early_slots: int = 0  # Slots that arrived before their prompt
     early_evicted: int = 0  # those of early_slots that were dropped: too many, or too old
     stalled: int = 0  # rooms given up because no byte moved
+    ungranted: int = 0  # rooms given up because the decode node granted no pages in time
     unsent: int = 0  # control frames that the socket did not accept
 
     def room_delivered(self, nbytes: int) -> None:

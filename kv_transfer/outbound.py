@@ -283,6 +283,7 @@ class Outbound:
         if self.deadline is not None and now >= self.deadline:
             self.give_up(DeadlineExceeded.code, "the request's deadline passed before its KV was handed over")
         elif self.state is SendState.EXPECTED and now - self.expected_at >= self.limits.slots_timeout:
+            self.counters.ungranted += 1
             self.give_up(
                 TransferFailed.code,
                 f"the decode node granted no slots within {self.limits.slots_timeout:g} s",

@@ -73,7 +73,7 @@ class Report:
             predicted_forward_seconds=self._times.predicted_seconds,
             transfers=self.transfers,
             transfer_failures=self.transfer_failures,
-            transfer_timeouts={"stall": sent.stalled},
+            transfer_timeouts={"stall": sent.stalled, "slots": sent.ungranted},
             transfer_bytes=BucketTotals.of(sent.bytes_per_room),
             duplicate_messages=sent.duplicate_slots,
             transferred_pages=sent.pages_written,

@@ -186,7 +186,7 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: BucketTotals = BucketTotals()
     transfers: Total = 0
     transfer_failures: Total = 0
-    # Causes of transfers that a node ended because of time: handshake, first_page, stall, deadline ...
+    # Causes of transfers that a node ended because of time: handshake, slots, first_page, stall, deadline ...
     transfer_timeouts: Annotated[dict[Label, Total], MANY] = {}
     transfer_bytes: BucketTotals = BucketTotals()  # TRANSFER_BYTES: per request handed over (prefill nodes)
     quarantined_transfers: Total = 0  # their pages had to wait until nothing could be written to them

@@ -115,6 +115,11 @@ COUNTERS: dict[str, Counter] = {
     "tandem_kv_transfers": Counter("Requests handed over or accepted", lambda c: c.transfers),
     "tandem_kv_transfer_failures": Counter("Transfers that failed", lambda c: c.transfer_failures),
     "vllm:nixl_num_failed_transfers": Counter("Transfers that failed", lambda c: c.transfer_failures),
+    "vllm:nixl_num_kv_expired_reqs": Counter(
+        "Prompts whose KV was given up because their decode node granted no pages in time",
+        lambda c: c.transfer_timeouts.get("slots", 0),
+        PREFILL,
+    ),
     "tandem_kv_transferred_pages": Counter("Pages sent", lambda c: c.transferred_pages),
     "tandem_kv_layered_pages": Counter(
         "Pages sent layer by layer during their forward", lambda c: c.layered_pages

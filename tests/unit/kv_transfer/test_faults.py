@@ -525,6 +525,7 @@ def test_deadlines_by_progress_and_by_the_request() -> None:
     (lost,) = rig.prefill.poll()
     assert isinstance(lost, TransferLost)
     assert "granted no slots within 60 s" in lost.reason
+    assert rig.sender.counters.ungranted == 1
 
     rig.begin(1)
     rig.clock.now += LIMITS.first_page_timeout - 1

@@ -100,6 +100,17 @@ def test_times_of_prompt_forwards_beside_their_predictions() -> None:
     assert got['tandem_prefill_queue_seconds_bucket{le="0.08",model_name="tiny"}'] == 1
 
 
+def test_transfers_that_took_too_long_by_cause() -> None:
+    """Prompts to which no decode node granted pages are what vLLM calls expired."""
+    one = node("prefill")
+    one.counters = NodeCounters(transfer_timeouts={"slots": 3, "stall": 1})
+    got = series(RouterMetrics("tiny", lambda: [one, node()], lambda: 0))
+    labels = 'engine="prefill-0",model_name="tiny",role="prefill"'
+    assert got[f"vllm:nixl_num_kv_expired_reqs_total{{{labels}}}"] == 3
+    assert got[f'tandem_kv_transfer_timeouts_total{{cause="stall",{labels}}}'] == 1
+    assert sum(name.startswith("vllm:nixl_num_kv_expired_reqs_total") for name in got) == 1
+
+
 def test_graphs_by_phase_model_and_reason() -> None:
     """Captured forwards have counters and gauges by phase, model and reason."""
     got = series(RouterMetrics("tiny", lambda: [node()], lambda: 0))
