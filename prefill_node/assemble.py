@@ -110,7 +110,16 @@ def assemble(
     pacing = LaunchPacing(observation.clock) if measured.by_tokens else NO_PACING
     node = PrefillNode(
         links,
-        Scheduling(space, forwards.draft.rules, limits, times, grammars, pacing, parts.host.tier),
+        Scheduling(
+            space,
+            forwards.draft.rules,
+            limits,
+            times,
+            grammars,
+            pacing,
+            parts.host.tier,
+            links.duty.most_tokens,
+        ),
         wrap(DeviceWorker(step, sending, forwards.runner.pool, parts.completion, parts.host.copies)),
         orders,
         replace(observation, graphs=node_graphs.totals(*forwards.graphs)),

@@ -49,6 +49,13 @@ class CostCurve:
         self._context_ms = self._first_context_ms
         self.step = self._choose_step()
 
+    def up_to(self, tokens: int) -> CostCurve:
+        """Return the present curve of forwards with at most so many tokens, or the smallest that the grid allows."""
+        fitting = [index for index, size in enumerate(self.sizes) if not size % self._grid]
+        count = max((index + 1 for index in fitting if self.sizes[index] <= tokens), default=fitting[0] + 1)
+        measured = dict(zip(self.sizes[:count], self._ms))
+        return CostCurve(self.sizes[:count], measured, self._grid, self._context_ms)
+
     @property
     def largest(self) -> int:
         return self.sizes[-1]

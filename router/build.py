@@ -200,6 +200,7 @@ def _dispatching(cluster: Cluster) -> Dispatching:
         session_ms=placement.session_ms,
         busy_first_token_ms=placement.busy_first_token_ms,
         busy_pool_share=placement.busy_pool_share,
+        local_tokens=router.local_prefill,
         uncached=frozenset(uncached),
     )
     costs = {

@@ -20,7 +20,8 @@ from common.config.devices import check_devices
 from common.config.http_exposure import check_http
 from common.config.keys import element_struct, read_override, refuse_unknown, variable_path
 from common.config.kv_events import check_kv_events
-from common.config.node_entries import check_movable, check_names, check_own_address
+from common.config.movable import check_local_prefill, check_movable
+from common.config.node_entries import check_names, check_own_address
 from common.config.router_processes import CONTROL, check_routers, router_hosts
 from common.config.schema import Cluster, Speculation
 from common.config.unread import refuse_unread, unread_keys
@@ -133,6 +134,7 @@ def load_cluster(
     _check_addresses(cluster)
     check_routers(cluster.router)
     refuse_unread(unread_keys(cluster), origins)
+    check_local_prefill(cluster)
     _check_lengths(cluster)
     _check_health(cluster)
     _check_speculation(cluster)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 
-from common.config.node_hosts import elsewhere
 from common.config.schema import Cluster
 from common.errors import ConfigError
 from common.messages.identity import ROUTER_NAME
@@ -42,42 +41,6 @@ def _is_movable(cluster: Cluster, name: str) -> bool:
     listed = [node.name for node in cluster.prefill.nodes].count(name) == 1
     again = [node.name for node in cluster.decode.nodes].count(name) == 1
     return cluster.movable.role_of(name) is not None and listed and again
-
-
-def check_movable(cluster: Cluster) -> None:
-    """Raise ConfigError unless every movable node is one node of one rank, with an entry for either role."""
-    names = set[str]()
-    for index, node in enumerate(cluster.movable.nodes):
-        path = f"movable.nodes[{index}].name"
-        if node.name in names:
-            raise ConfigError(path, f"{node.name!r} is named twice; name each movable node once")
-        names.add(node.name)
-        if is_pattern(node.name):
-            raise ConfigError(path, f"{node.name!r} is a pattern; name every movable node itself")
-        prefill = [each for each in cluster.prefill.nodes if each.name == node.name]
-        decode = [each for each in cluster.decode.nodes if each.name == node.name]
-        if not (prefill and decode):
-            missing = "prefill.nodes" if not prefill else "decode.nodes"
-            raise ConfigError(
-                path, f"{node.name!r} has no entry in {missing}; a movable node has one for either role"
-            )
-        if elsewhere(cluster, prefill[0], decode[0]):
-            raise ConfigError(
-                path,
-                f"{node.name} has addresses of two hosts in prefill.nodes and decode.nodes; a movable node is one "
-                "process, so write addresses of its host in both",
-            )
-        devices = prefill[0].rank_devices, decode[0].rank_devices
-        if devices[0] != devices[1]:
-            raise ConfigError(
-                path,
-                f"{node.name} is on {', '.join(devices[0])} in prefill.nodes and on {', '.join(devices[1])} in "
-                "decode.nodes; a movable node has one device for both roles",
-            )
-        if len(devices[0]) > 1:
-            raise ConfigError(
-                path, f"{node.name} has {len(devices[0])} ranks, and a movable node has one; write one device"
-            )
 
 
 def _check_pattern(name: str, count: int | None, path: str, names: dict[str, str]) -> None:

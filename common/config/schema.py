@@ -131,6 +131,8 @@ class RouterSection(Section, frozen=True, kw_only=True):
     placement: PlacementSection = PlacementSection()
     # Failed placements of one request before the client gets an error.
     max_attempts: Annotated[int, Meta(ge=1, le=10)] = 3
+    # Uncached tokens of a prompt that a movable decode node may compute itself, where that is predicted to be faster.
+    local_prefill: NotNegative = 0
     max_requests: Positive = 4096  # in flight; more are answered 503 with Retry-After
     # Names under which answers show the reasoning of the model.
     reasoning_fields: Annotated[

@@ -48,6 +48,8 @@ class TransportKind(Generic[Options]):
     listens: bool = False
     # Whether it sends pages layer by layer, see transfer.layers.
     layers: bool = False
+    # Whether it moves pages between the two halves of a movable node, which are one process.
+    within_process: bool = True
     # Raises ConfigError if the cluster file does not allow it.
     allow: Callable[[Topology, Options], None] = always_allowed
 

@@ -110,6 +110,7 @@ def _of_movable(cluster: Cluster) -> Iterator[Unread]:
     pools, fractions = ("prefill_pool_tokens", "decode_pool_tokens"), _FRACTIONS
     if not section.nodes:
         reason = "movable.nodes names no node; name one, or leave it out"
+        yield Unread("router", cluster.router, ("local_prefill",), reason)
         yield Unread("movable", section, (*pools, *fractions), reason)
     elif not any(node.on_gpu for node in nodes_of(cluster)):
         reason = (

@@ -89,7 +89,7 @@ class NodeLife(Generic[Work]):
         profiler: Profiler,
         duty: Duty = FIXED_ROLE,
     ) -> None:
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._links = links
         self._work = work
         self._lost_peers = LostPeers()
@@ -184,4 +184,4 @@ class NodeLife(Generic[Work]):
         """Run `loop`, which returns once `stopping`, then tell the routers that this incarnation has ended."""
         loop()
         self._profiler.close()
-        self._links.send_all(Goodbye(incarnation=self._incarnation))
+        self._links.send_all(Goodbye(incarnation=self.incarnation))

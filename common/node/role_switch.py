@@ -3,6 +3,9 @@
 A movable node is two nodes in one process, one for each role, each with its own links, queues and pool. The half whose
 role the node does not have is in standby: it stays registered, and takes no requests.
 
+With `router.local_prefill` the half for prompts also takes some in standby, only for the half for decoding and in short
+forwards.
+
 up ──ChangeRole──> draining ──no requests left──> standby, while the other half becomes up
  └───────<──── out of time ──────┘
 """
@@ -35,6 +38,10 @@ class Duty(Protocol):
         """Return the state of a node that has this many requests; called once per turn of its main loop."""
         ...
 
+    def most_tokens(self) -> int | None:
+        """Return the most tokens of one forward of prompts; None: as many as the node's limits say."""
+        ...
+
 
 class FixedRole:
     """The duty of a node that has one role for good."""
@@ -47,6 +54,9 @@ class FixedRole:
 
     def state(self, requests: int, now: float) -> NodeState:
         return "up"
+
+    def most_tokens(self) -> int | None:
+        return None
 
 
 FIXED_ROLE = FixedRole()
@@ -62,14 +72,20 @@ class _Change:
 class RoleSwitch:
     """The role of a movable node. The main loops of both halves use it, each in its own thread."""
 
-    def __init__(self, role: Role, settling: float, changed: Callable[[Role], None]) -> None:
+    def __init__(
+        self, role: Role, settling: float, changed: Callable[[Role], None], local_tokens: int = 0
+    ) -> None:
         """
         Args:
             role: the first one.
             settling: seconds for which a half drains at least, so that all routers hear that it drains and send nothing
                 more. It takes what they have sent before.
             changed: called with each new role.
+            local_tokens: the most tokens of a forward for the node's own half for decoding while that one serves.
         """
+        self.local_tokens = local_tokens
+        # Incarnation of the half for decoding, if the other half computes prompts for it; "": it does not.
+        self.local_peer = ""
         self._lock = threading.Lock()
         self._role = role
         self._settling = settling
@@ -116,7 +132,7 @@ class HalfDuty:
     role: Role
 
     def takes(self, peer: str) -> bool:
-        return self.switch.role == self.role
+        return self.switch.role == self.role or (self.role == "prefill" and peer == self.switch.local_peer)
 
     def change(self, role: Role, seconds: float, now: float) -> bool:
         self.switch.change(role, seconds, now)
@@ -124,3 +140,6 @@ class HalfDuty:
 
     def state(self, requests: int, now: float) -> NodeState:
         return self.switch.state(self.role, requests, now)
+
+    def most_tokens(self) -> int | None:
+        return None if self.switch.role == self.role else self.switch.local_tokens

@@ -40,7 +40,11 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     def changed(to: Role) -> None:
         log.info("role changed", role=to)
 
-    switch = RoleSwitch(role, SETTLING_HEARTBEATS * cluster.health.heartbeat_interval, changed)
+    settling, local_tokens = (
+        SETTLING_HEARTBEATS * cluster.health.heartbeat_interval,
+        cluster.router.local_prefill,
+    )
+    switch = RoleSwitch(role, settling, changed, local_tokens)
     device, models = threading.Lock(), list[ServingModel]()
     # The half for prompts loads the weights: it runs the vision part, too.
     shared = SharedParts(switch.half("prefill"), device, loaded=models.append)
@@ -51,6 +55,9 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     except BaseException:
         prompts.close()
         raise
+
+    if local_tokens:
+        switch.local_peer = tokens.node.life.incarnation
 
     def announce() -> None:
         prompts.routers.announce(COMPILE_SECONDS)

@@ -72,7 +72,7 @@ class PlacementHistory:
         chain = chain_start(salt)
         if self._indexes:
             chain = chain.extended(token_bytes(token_ids, images), self.rules.block_tokens)
-        return PlacedPrompt(len(token_ids), chain, session)
+        return PlacedPrompt(len(token_ids), chain, bool(images), session)
 
     def matches(self, role: Role, prompt: PlacedPrompt) -> PrefixMatches:
         """Return which nodes of a role are believed to hold parts of the prompt."""

@@ -15,6 +15,7 @@ class PlacedPrompt:
 
     tokens: int = 0
     blocks: BlockChain = EMPTY_CHAIN  # its whole blocks; empty if no policy asks for them
+    images: bool = False  # it has any
     session: bytes = b""  # the conversation that it belongs to; b"" if the client names none
 
 

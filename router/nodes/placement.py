@@ -262,8 +262,7 @@ def decode_cost(candidate: Candidate) -> float:
     They are the sum of the transfer, the wait for pages, and what the other requests add to the steps. A pool of which
     less than KEPT_FREE is left counts as one whose requests wait, because running requests will need that.
     """
-    load = candidate.load
-    requests = max(candidate.assigned, load.running + load.transferring + load.queued)
+    load, requests = candidate.load, decode_requests(candidate)
     steps = ANSWER_TOKENS / max(candidate.accept, 1.0)
     spare = load.free_pages + load.cached_pages
     missing = candidate.moved / candidate.page_size + KEPT_FREE * load.total_pages - spare
@@ -273,6 +272,12 @@ def decode_cost(candidate: Candidate) -> float:
         wait_ms = steps * candidate.step.ms(requests) * missing / (load.total_pages - spare)
     added_ms = steps * candidate.step.each * requests
     return candidate.transfer_ms + wait_ms + added_ms - candidate.session_ms
+
+
+def decode_requests(candidate: Candidate) -> int:
+    """Return the number of requests of a decode node, those included that it has not reported yet."""
+    load = candidate.load
+    return max(candidate.assigned, load.running + load.transferring + load.queued)
 
 
 def round_robin(cost: Callable[[Candidate], float]) -> RoundRobin:

@@ -20,6 +20,7 @@ class PlacementRules:
         session_ttl: seconds for which the nodes of a session are remembered.
         session_ms: by how much later a first token may come for a request to stay with its session.
         busy_first_token_ms: a prefill node is busy if it predicts a first token later than this; None: never.
+        local_tokens: uncached tokens of a prompt that a movable decode node may compute itself (router.local_prefill).
         uncached: roles whose prefix caches are off.
         busy_pool_share: a decode node is busy if requests use more than this share of its pool; None: never.
     """
@@ -32,6 +33,7 @@ class PlacementRules:
     session_ms: float = 500.0
     busy_first_token_ms: float | None = None
     busy_pool_share: float | None = None
+    local_tokens: int = 0
     uncached: frozenset[Role] = frozenset()
 
 

@@ -12,12 +12,13 @@ from common.messages.identity import Role
 from router.nodes.candidates import Candidates
 from router.nodes.health import NodeHealth, PairKey
 from router.nodes.history import PlacementHistory
+from router.nodes.local_prefill import LocalPrefill
 from router.nodes.placed_prompt import NO_PROMPT, PlacedPrompt
 from router.nodes.placement import Candidate, PlacementPolicy, SamplingPolicy, choose_pair
 from router.nodes.placement_rules import DEFAULT_RULES, PlacementRules
 from router.nodes.prefix_index import PrefixMatches
 from router.nodes.prompt_times import rest_ms
-from router.nodes.registry import ROLES, Node, NodeRegistry
+from router.nodes.registry import ROLES, EligibleNodes, Node, NodeRegistry, Pair
 
 NOTHING: frozenset[str] = frozenset()
 LONGEST_MATCHES = 4  # nodes with the longest cached prefixes that every sample has in addition
@@ -70,13 +71,15 @@ class Placer:
         self._rules = rules
         self._never_busy = rules.busy_pool_share is None and rules.busy_first_token_ms is None
         self.history = PlacementHistory(self._rules, policies, health.clock)
+        self._local = LocalPrefill(self.history, health, rules.local_tokens, rng)
 
     def prompt(
         self, token_ids: Sequence[int], salt: bytes, images: Sequence[ImageSpan], session: bytes
     ) -> PlacedPrompt:
         """Return the facts about a prompt that a choice needs; without a choice its blocks are not hashed."""
-        if self._registry.eligible_by_role().only_pair is not None:
-            return PlacedPrompt(len(token_ids), session=session)
+        eligible = self._registry.eligible_by_role()
+        if eligible.only_pair is not None and not (self._local.enabled and eligible.local):
+            return PlacedPrompt(len(token_ids), images=bool(images), session=session)
         return self.history.prompt(token_ids, salt, images, session)
 
     def choose(
@@ -88,13 +91,31 @@ class Placer:
         """Return (prefill, decode) for a prompt, or the role that has no node that could serve.
 
         Nodes with an open breaker are left out, then nodes of `avoid`, then bad pairs; each of these only while
-        something else is left. Among the rest, nodes of `prefer` are taken whatever their load.
+        something else is left. Among the rest, nodes of `prefer` are taken whatever their load. Without any of them, a
+        movable decode node may be chosen for both roles (local_prefill.py).
         """
         eligible = self._registry.eligible_by_role()
+        local = eligible.local if self._local.enabled and not prefer else ()
+        if eligible.only_pair is not None and not local:
+            return eligible.only_pair
+        maker = Candidates(self.history, self._rules, prompt)
+        pair = self._chosen(eligible, avoid, prefer, prompt, maker)
+        if isinstance(pair, str) or not local:
+            return pair
+        return self._local.instead(Pair(*pair), local, avoid, prompt, maker)
+
+    def _chosen(
+        self,
+        eligible: EligibleNodes,
+        avoid: Collection[str],
+        prefer: Collection[str],
+        prompt: PlacedPrompt,
+        maker: Candidates,
+    ) -> tuple[Node, Node] | Role:
+        """Return the pair that the policies choose among prefill nodes and decode nodes."""
         if eligible.only_pair is not None:
             return eligible.only_pair
         prefills, decodes = eligible.of["prefill"], eligible.of["decode"]
-        maker = Candidates(self.history, self._rules, prompt)
         if prefills and decodes and not (avoid or prefer) and self._health.uniform(eligible):
             prefill = self._sampled("prefill", prefills, maker, prompt, None)
             return prefill, self._sampled("decode", decodes, maker, prompt, prefill)

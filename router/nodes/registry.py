@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from common.messages.identity import NodeCounters, NodeLoad, NodeState, OtherRouters, Role
 from common.messages.router_inbox import Heartbeat, Register
@@ -80,11 +80,20 @@ class Node:
         return prompt_time(self.load.prompt_times, tokens, cached)
 
 
+class Pair(NamedTuple):
+    """The two nodes of one attempt."""
+
+    prefill: Node
+    decode: Node
+
+
 @dataclass(frozen=True, slots=True)
 class EligibleNodes:
     """The nodes that take requests and can be reached."""
 
     of: Mapping[Role, Sequence[Node]]  # sorted by name
+    # Halves of movable nodes that decode now, each of which could compute prompts for itself.
+    local: Sequence[Pair]
     joined: float  # monotonic seconds when the newest of them registered
     only_pair: tuple[Node, Node] | None  # if there is one node of each role, so that nothing is to be chosen
 
@@ -144,8 +153,16 @@ class NodeRegistry:
             prefills, decodes = of["prefill"], of["decode"]
             only_pair = (prefills[0], decodes[0]) if len(prefills) == len(decodes) == 1 else None
             joined = max((node.since for node in nodes), default=-math.inf)
-            self._eligible = EligibleNodes(of, joined, only_pair)
+            self._eligible = EligibleNodes(of, self._local_pairs(decodes), joined, only_pair)
         return self._eligible
+
+    def _local_pairs(self, decodes: Sequence[Node]) -> list[Pair]:
+        waiting = {
+            node.name: node
+            for node in self._nodes.values()
+            if node.role == "prefill" and node.state == "standby" and node.reachable
+        }
+        return [Pair(waiting[node.name], node) for node in decodes if node.name in waiting]
 
     def undecided(self, message: Register, pattern: Pattern | None = None) -> bool:
         """Return whether others hold what the node needs and one may be dead; its next heartbeat or its loss decides.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,17 +40,19 @@ async def used(client: Client, name: str, role: str) -> None:
         await asyncio.sleep(0.05)
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+    config = {"router": {"placement": ROUND_ROBIN, "local_prefill": 128}}
+    with RunningCluster(tmp_path_factory.mktemp("movable"), 1, 1, config, movable=1) as running:
+        yield running
+
+
 async def test_a_role_changes_under_load_without_a_failed_request(
-    tmp_path: Path, reference: Reference
+    cluster: RunningCluster, reference: Reference
 ) -> None:
     prompts = [prompt_of(20 + 45 * i, 300 + i) for i in range(4)]
     expected = [reference(prompt, TOKENS) for prompt in prompts]
-    config = {"router": {"placement": ROUND_ROBIN}}
-    async with (
-        RunningCluster(tmp_path, 1, 1, config, movable=1) as cluster,
-        Client(cluster.url) as client,
-        cluster.operator() as operator,
-    ):
+    async with Client(cluster.url) as client, cluster.operator() as operator:
         over = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             running = [
@@ -77,3 +79,25 @@ async def _refusals(operator: Client) -> None:
     assert (await ask(operator, "flex-7", "prefill"))[0] == 404
     status, answer = await ask(operator, "flex-0", "router")
     assert (status, answer["error"]["param"]) == (400, "role")
+
+
+async def test_short_prompts_are_computed_where_they_are_decoded(
+    cluster: RunningCluster, reference: Reference
+) -> None:
+    """They do not wait for long ones on the prefill node, and their answers are those of any other pair of nodes."""
+    long, short = (
+        [prompt_of(1400, 40 + i) for i in range(4)],
+        [prompt_of(20 + 30 * i, 70 + i) for i in range(4)],
+    )
+    expected = [reference(prompt, TOKENS) for prompt in short]
+    async with Client(cluster.url) as client, cluster.operator() as operator:
+        busy = [asyncio.create_task(client.complete(prompt, 2)) for prompt in long]
+        while (await client.node("prefill-0"))["assigned"] < len(long):
+            await asyncio.sleep(0.005)
+        answers = await client.complete_all(short, 4, TOKENS)
+        await asyncio.gather(*busy)
+        assert [each.tokens for each in answers] == expected
+        async with operator.session.get("/requests", params={"limit": "8"}) as response:
+            pairs = [tuple(each["nodes"][0].values()) for each in (await response.json())["requests"]]
+        assert pairs.count(("flex-0", "flex-0")) == len(short), pairs
+        await client.wait_idle()

@@ -70,6 +70,7 @@ class FakeCuda:
         self.visible = visible
         self.lanes: list[FakeLane] = []
         self.opened: list[tuple[int, int]] = []  # (device, address)
+        self.exports: dict[bytes, int] = {}  # of this process
         self.copies = 0
         self.full = False
         self.ordered, self.flushes = False, True  # what a network card wrote is visible; can be made visible
@@ -86,8 +87,11 @@ class FakeCuda:
 
     def export(self, address: int) -> bytes:
         handle = secrets.token_bytes(64)
-        self.host.handles[handle] = address
+        self.host.handles[handle] = self.exports[handle] = address
         return handle
+
+    def exported(self, handle: bytes) -> int | None:
+        return self.exports.get(handle)
 
     def open(self, device: int, handle: bytes) -> int:
         if handle not in self.host.handles:

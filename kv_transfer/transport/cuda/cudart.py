@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ class Lane(Protocol):
 
 class CudaRuntime:
     """The CUDA runtime of this process. Raises CudaError if there is no CUDA device."""
+
+    _exported: ClassVar[dict[bytes, int]] = {}  # handle -> address, in this process
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
@@ -156,7 +158,12 @@ class CudaRuntime:
         """Return the handle by which other processes open this allocation."""
         handle = _IpcHandle()
         self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
+        self._exported[bytes(handle)] = address
         return bytes(handle)
+
+    def exported(self, handle: bytes) -> int | None:
+        """Return the address of an allocation of this process, which cannot open its own handles; None if unknown."""
+        return self._exported.get(handle)
 
     def open(self, device: int, handle: bytes) -> int:
         """Map another process's allocation for kernels of `device`."""

@@ -80,19 +80,26 @@ class CudaIpcSender(LayerEndpoint):
             raise HandshakeRefused(
                 "it runs on another host or in another pid namespace, which CUDA IPC does not cross"
             )
-        if description.owner == me:
-            raise HandshakeRefused(
-                "it is the same process: CUDA cannot open a handle in the process that made it"
-            )
         records = attach_owned(
             description.records, description.owner, target.incarnation, target.records_bytes
         )
         try:
-            peer = self._open(target, description, records)
+            own = description.owner == me
+            peer = (self._own if own else self._open)(target, description, records)
         except HandshakeRefused:
             records.close()
             raise
         self._peers.append(peer)
+        return peer
+
+    def _own(self, target: Target, description: CudaIpcDescription, records: mmap.mmap) -> Mapped:
+        """Use a pool of this process, which needs no mapping: that of the other half of a movable node."""
+        address = self._cuda.exported(description.handle)
+        if address is None:
+            raise HandshakeRefused("it claims to be this process, which has not made this handle")
+        lanes = self._cuda.lane(self._pool.device), self._cuda.lane(self._pool.device)
+        peer = Mapped(target, None, address, False, records, *lanes)
+        peer.memory = self._cuda.tensor(address, target.kv_bytes)
         return peer
 
     def _open(self, target: Target, description: CudaIpcDescription, records: mmap.mmap) -> Mapped:
@@ -135,6 +142,8 @@ class CudaIpcSender(LayerEndpoint):
         peer.records_map.close()
         peer.records_map = None
         self._peers.remove(peer)
+        if peer.device is None:
+            return
         try:
             self._cuda.close(peer.device, peer.address)
         # A mapping that cannot be removed does no harm.

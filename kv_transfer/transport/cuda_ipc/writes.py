@@ -25,7 +25,7 @@ class Mapped(PeerMemory):
     def __init__(
         self,
         target: Target,
-        device: int,
+        device: int | None,
         address: int,
         remote: bool,
         records: mmap.mmap,
@@ -33,7 +33,7 @@ class Mapped(PeerMemory):
         layers: Lane,
     ) -> None:
         super().__init__(target)
-        self.device = device  # for which the pool was opened
+        self.device = device  # for which the pool was opened; None for a pool of this process
         self.remote = remote  # the pool is on another GPU than this node's
         self.address = address
         self.records_map: mmap.mmap | None = records

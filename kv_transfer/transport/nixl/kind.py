@@ -64,5 +64,6 @@ KIND = TransportKind(
     sender="kv_transfer.transport.nixl.sender:make_sender",
     receiver="kv_transfer.transport.nixl.receiver:make_receiver",
     listens=True,
+    within_process=False,
     allow=_allow,
 )

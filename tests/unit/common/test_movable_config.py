@@ -105,6 +105,20 @@ def test_shares_of_a_gpu(tmp_path: Path) -> None:
             "addresses of two hosts",
         ),
         (
+            {"router": {"local_prefill": 4096}},
+            "router.local_prefill",
+            "more than one forward computes (prefill.chunk_tokens, 2048)",
+        ),
+        (
+            {
+                "router": {"local_prefill": 64},
+                "transfer": {"transport": "nixl"},
+                "security": {"isolated_network": True},
+            },
+            "router.local_prefill",
+            "transfer.transport nixl does not move pages within a process",
+        ),
+        (
             {"movable": {"nodes": [{"name": "flex-0"}], "decode_memory_fraction": 0.2}},
             "movable.decode_memory_fraction",
             "these nodes are on the CPU",
@@ -129,4 +143,6 @@ def test_pools_without_a_movable_node_are_refused(tmp_path: Path) -> None:
     nodes = {role: {"nodes": [{"name": f"{role}-0"}]} for role in ("prefill", "decode")}
     with pytest.raises(ConfigError, match=r"movable.prefill_pool_tokens: 99 would have no effect"):
         load(tmp_path, **nodes, movable={"prefill_pool_tokens": 99})
+    with pytest.raises(ConfigError, match=r"router.local_prefill: 64 would have no effect"):
+        load(tmp_path, **nodes, movable={}, router={"local_prefill": 64})
     assert msgspec.to_builtins(load(tmp_path, **nodes, movable={}).cluster.movable)["nodes"] == ()

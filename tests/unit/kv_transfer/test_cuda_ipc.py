@@ -143,7 +143,7 @@ def test_a_handle_of_another_length_is_no_message(pair: Pair, handle: bytes) -> 
     ("changes", "says"),
     [
         ({"owner": ProcessIdentity("elsewhere", 1, 1)}, "another host or in another pid namespace"),
-        ({"owner": process.current()}, "the same process"),
+        ({"owner": process.current()}, "claims to be this process"),
         ({"handle": b"?" * 64}, r"cannot be opened \(cudaIpcOpenMemHandle: invalid argument"),
         ({"handle": b"?" * 64, "device": "GPU-elsewhere"}, "CUDA_VISIBLE_DEVICES"),
     ],
@@ -152,6 +152,18 @@ def test_refused_descriptions(pair: Pair, changes: dict[str, object], says: str)
     with pytest.raises(HandshakeRefused, match=says):
         pair.sending.attach(pair.target(**changes))
     assert not pair.cuda.opened
+
+
+def test_pages_move_within_a_process_without_a_mapping(pair: Pair) -> None:
+    """The halves of a movable node are one process, which cannot open handles that it has made."""
+    pair.cuda.exports |= pair.other.exports
+    peer = pair.sending.attach(pair.target(owner=process.current()))
+    write = pair.sending.write_pages(peer, PLAN, PageList([1, 2], [3, 1], 1), checksums=False)
+    assert pair.sending.poll(write.ticket) is WriteState.DONE
+    assert pair.equal(1, 3)
+    assert pair.equal(2, 1)
+    assert not pair.cuda.opened
+    pair.sending.detach(peer)
 
 
 def test_a_foreign_segment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

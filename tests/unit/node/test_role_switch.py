@@ -61,6 +61,21 @@ def test_a_second_change_does_not_replace_the_first() -> None:
     assert rig.states(13.0, 1) == ("up", "standby")
 
 
+def test_the_half_in_standby_computes_short_prompts_for_its_own_node() -> None:
+    switch = RoleSwitch("decode", 0.5, lambda role: None, 128)
+    prefill, decode = switch.half("prefill"), switch.half("decode")
+    assert not prefill.takes(PEER), "not even known yet"
+    switch.local_peer = PEER
+    assert prefill.takes(PEER)
+    assert not prefill.takes("2" * 32)
+    assert (prefill.most_tokens(), decode.most_tokens()) == (128, None)
+    switch.change("prefill", 9.0, 0.0)
+    assert prefill.takes(PEER), "the other half is draining and needs the prompts that it was given"
+    assert decode.state(0, 1.0) == "standby"
+    assert prefill.takes("2" * 32)
+    assert (prefill.most_tokens(), decode.takes(PEER)) == (None, False)
+
+
 def test_a_node_with_one_role_refuses() -> None:
     assert not FIXED_ROLE.change("prefill", 3.0, 0.0)
     assert FIXED_ROLE.takes(PEER)

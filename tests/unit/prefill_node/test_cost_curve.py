@@ -89,3 +89,18 @@ def test_the_cost_of_context_stays_near_the_first_one(ms: float) -> None:
         curve.learn(512, contexts, ms)
     learnt = curve.ms(512, contexts) - curve.ms(512)
     assert learnt == pytest.approx(first * CONTEXT_RANGE if ms > 1.0 else first / CONTEXT_RANGE)
+
+
+@pytest.mark.parametrize(
+    ("grid", "most", "largest"),
+    [(1, 100, 64), (1, 64, 64), (1, 3, 16), (64, 100, 64), (64, 20, 64), (1, 999, 256)],
+)
+def test_a_part_of_it_has_the_same_times(grid: int, most: int, largest: int) -> None:
+    """Forwards are bounded by the largest size that is on the grid, or the smallest such one."""
+    curve = CostCurve((16, 32, 64, 256), {16: 2.0, 64: 3.0, 256: 9.0}, grid)
+    curve.learn(32, 0, 4.0)
+    part = curve.up_to(most)
+    assert part.largest == largest
+    for tokens in (1, 16, 30, 60):
+        assert part.ms(tokens, 100) == pytest.approx(curve.ms(min(tokens, largest), 100))
+    assert part.cut(1000) <= largest

@@ -49,7 +49,9 @@ class Rig:
     def __init__(self, rules: PromptRules = TEXT_ONLY, times: ForwardTimes = TIMES) -> None:
         self.space = PageSpace(PAGE, 99, NoPrefixCache())
         self.queues = Queues()
-        self.planner = Planner(self.queues, Scheduling(self.space, rules, LIMITS, times))
+        self.most: int | None = None  # tokens of a forward
+        scheduling = Scheduling(self.space, rules, LIMITS, times, most_tokens=lambda: self.most)
+        self.planner = Planner(self.queues, scheduling)
 
     def request(
         self, room: int, tokens: int, images: tuple[ImageSpan, ...] = (), **sampling: Any
@@ -103,6 +105,19 @@ def test_a_text_without_adjustments_stays_at_home() -> None:
     assert plan.chunks[0].draw is not None
     assert plan.chunks[0].draw.text == b""
     assert prompt_plan([Chunk(rig.request(2, 6), 0, 5)], PAGE, PromptRules(), 1).sampling is None
+
+
+def test_forwards_are_shorter_while_a_bound_holds() -> None:
+    """As on a movable node that decodes and computes a prompt in between."""
+    rig = Rig()
+    rig.request(1, 19)
+    rig.most = 4
+    first = rig.turn()
+    rig.most = None
+    second = rig.turn()
+    assert first is not None
+    assert second is not None
+    assert [(each.start, each.end) for each in (*first.chunks, *second.chunks)] == [(0, 4), (4, 12)]
 
 
 def test_results_go_to_the_prompts_that_ended() -> None:
