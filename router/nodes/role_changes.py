@@ -93,9 +93,9 @@ class RoleChanges:
             )
 
     async def _follow(self, serving: Node, other: Node, seconds: float) -> None:
-        """Return once the other half serves."""
+        """Return once heartbeats of both halves say that the other one serves."""
         until = self._clock() + seconds + GRACE_SECONDS
-        while other.state != "up":
+        while (serving.state, other.state) != ("standby", "up"):
             if serving.lost_by or other.lost_by:
                 raise NodeLost(f"{serving.name} was lost while it changed its role")
             if self._clock() > until:

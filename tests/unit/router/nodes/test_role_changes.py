@@ -56,7 +56,9 @@ async def test_it_answers_once_the_node_serves_in_its_new_role() -> None:
         await shows(rig, halves, "decode", "draining")
         with pytest.raises(Conflict, match="flex-0 is changing its role"):
             await changes.change("flex-0", "prefill", 30.0)
-        assert not asked.done()
+        halves["prefill"].beat("up")
+        await asyncio.sleep(2 * role_changes.LOOK_SECONDS)
+        assert not asked.done(), "until then the node has both roles for whoever asks the router"
         await shows(rig, halves, "prefill")
         changed = await asked
         assert (changed.role, changed.previous, changed.drained) == ("prefill", "decode", 0)
