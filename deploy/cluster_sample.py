@@ -57,6 +57,7 @@ class ClusterSample:
     first_tokens: Buckets
     gaps: Buckets
     waiting_for_room: int
+    gap_seconds: float = 0.0  # of all gaps together
 
     @property
     def nodes(self) -> list[dict[str, Any]]:
@@ -80,12 +81,13 @@ def read_sample(fetch: Fetch, at: float) -> ClusterSample:
         _buckets(lines, FIRST_TOKENS),
         _buckets(lines, GAPS),
         round(sum(value for name, _, value in lines if name == WAITING_FOR_ROOM)),
+        sum(value for name, _, value in lines if name == f"{GAPS}_sum"),
     )
 
 
 def _lines(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
     """Yield (name, labels, value) of the series used here. Parsing all series of many nodes takes seconds."""
-    wanted = (f"{FIRST_TOKENS}_bucket", f"{GAPS}_bucket", WAITING_FOR_ROOM)
+    wanted = (f"{FIRST_TOKENS}_bucket", f"{GAPS}_bucket", f"{GAPS}_sum", WAITING_FOR_ROOM)
     kept = "\n".join(line for line in text.splitlines() if line.startswith(wanted))
     for family in text_string_to_metric_families(kept + "\n"):
         for sample in family.samples:

@@ -85,16 +85,22 @@ class Placing:
 
 
 @dataclass(slots=True)
-class _Answer:
+class Answer:
+    """The times of one answer, in seconds of the virtual clock."""
+
     due: float
     first: float = 0.0
     end: float = 0.0
     tokens: int = 0
 
     @property
+    def gap(self) -> float:
+        """The mean gap between two tokens."""
+        return (self.end - self.first) / max(self.tokens - 1, 1)
+
+    @property
     def good(self) -> bool:
-        steps = max(self.tokens - 1, 1)
-        return self.first - self.due <= FIRST_TOKEN and (self.end - self.first) / steps <= PER_TOKEN
+        return self.first - self.due <= FIRST_TOKEN and self.gap <= PER_TOKEN
 
 
 class _Timed:
@@ -117,22 +123,26 @@ class _Timed:
 class Simulation:
     """One router and its nodes."""
 
-    def __init__(self, loop: VirtualLoop, nodes: int, policy: str, rules: PlacementRules) -> None:
+    def __init__(
+        self, loop: VirtualLoop, prefills: int, decodes: int, policy: str, rules: PlacementRules
+    ) -> None:
+        """`prefills`, `decodes`: how many nodes there are of each role."""
         log, clock = Log("simulation"), loop.time
         registry = NodeRegistry("f", 3.0, 3.0, clock, log, lambda node, why: None, lambda: None)
         self._prompts: dict[str, Sequence[int]] = {}
         self.cluster = Cluster(loop, registry, self._prompts.__getitem__)
-        prefills = [PrefillSimulation(self.cluster, number) for number in range(nodes // 2)]
-        decodes = [DecodeSimulation(self.cluster, number) for number in range(nodes - nodes // 2)]
-        self._by_link = {each.node.routing_id: each.receive for each in (*prefills, *decodes)}
+        self.prefills = [PrefillSimulation(self.cluster, number) for number in range(prefills)]
+        self.decodes = [DecodeSimulation(self.cluster, number) for number in range(decodes)]
+        nodes = (*self.prefills, *self.decodes)
+        self._by_link = {each.node.routing_id: each.receive for each in nodes}
         policies: dict[Role, PlacementPolicy] = {
             "prefill": make_policy(policy, prefill_cost),
             "decode": make_policy(policy, decode_cost),
         }
-        health = NodeHealth(0.0, clock)
+        self.health = health = NodeHealth(0.0, clock)
         self.placer = Placer(registry, policies, health, Random(1), rules)
         limits = DispatchLimits(3, 1 << 20, 3600.0, 10.0, queue_wait=3600.0)
-        metrics = RouterMetrics("simulation", lambda: registry, lambda: 0, health.conditions)
+        self.metrics = metrics = RouterMetrics("simulation", lambda: registry, lambda: 0, health.conditions)
         self.cluster.dispatcher = Dispatcher(
             registry, self.placer, self._send_all, limits, metrics, log, health
         )
@@ -144,7 +154,7 @@ class Simulation:
         for owner, name in ((self.placer, "choose"), (self.placer, "prompt"), (history, "placed")):
             setattr(owner, name, self.placing.around(getattr(owner, name)))
 
-    async def run(self, requests: Sequence[TraceRequest]) -> list[_Answer]:
+    async def run(self, requests: Sequence[TraceRequest]) -> list[Answer]:
         """Send the requests at their times; return their answers in the same order."""
         loop = self.cluster.loop
         begun, tasks = loop.time(), []
@@ -154,7 +164,7 @@ class Simulation:
             tasks.append(loop.create_task(self._ask(f"r{number}", each, due)))
         return [await task for task in tasks]
 
-    async def _ask(self, name: str, request: TraceRequest, due: float) -> _Answer:
+    async def _ask(self, name: str, request: TraceRequest, due: float) -> Answer:
         whole = request.input_length // (SCALE * BLOCK)
         blocks = request.hash_ids[:whole]
         tokens = [block for block in blocks for _ in range(BLOCK)]
@@ -164,7 +174,7 @@ class Simulation:
             chain = chain_start().extended(token_bytes(tokens), BLOCK)
             self.cluster.hashes.update(zip(blocks, chain.hashes))
         sampling = SamplingParams(max_tokens=max(request.output_length, 2), temperature=0.0)
-        answer = _Answer(due)
+        answer = Answer(due)
         # Clients of their own: turns of fair shares are another subject.
         asked = GenerationRequest(name, tokens, sampling, client=name)
         async for delta in self.cluster.running.generate(asked):
@@ -181,14 +191,14 @@ class Simulation:
         return len(messages)
 
 
-def _run(requests: Sequence[TraceRequest], nodes: int, policy: str) -> tuple[list[_Answer], Simulation]:
+def _run(requests: Sequence[TraceRequest], nodes: int, policy: str) -> tuple[list[Answer], Simulation]:
     """Simulate all requests on a cluster of its own."""
     loop = VirtualLoop()
     rules = PlacementRules(block_tokens=BLOCK)
     try:
         with mock.patch("time.monotonic", loop.time):
             asyncio.set_event_loop(loop)
-            simulation = Simulation(loop, nodes, policy, rules)
+            simulation = Simulation(loop, nodes // 2, nodes - nodes // 2, policy, rules)
             answers = loop.run_until_complete(simulation.run(requests))
     finally:
         asyncio.set_event_loop(None)

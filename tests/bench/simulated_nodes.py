@@ -17,10 +17,19 @@ import msgspec
 from common.kv_events.wire import GPU
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import FINISH_LENGTH, OutputToken
-from common.messages.identity import NodeCounters, NodeLoad, NodeRef, OtherRouters, Role
+from common.messages.identity import (
+    BucketTotals,
+    NodeCounters,
+    NodeLoad,
+    NodeRef,
+    NodeState,
+    OtherRouters,
+    Role,
+)
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import FirstToken, Heartbeat, Register, TokenRun
 from common.node.ageing import aged
+from common.observability.histogram import TOKEN_SECONDS, Histogram
 from router.dispatch.dispatcher import Dispatcher
 from router.nodes.prompt_times import rest_ms
 from router.nodes.registry import NodeRegistry
@@ -138,6 +147,7 @@ class _Simulation(ABC):
     def __init__(self, cluster: Cluster, role: Role, number: int) -> None:
         self.cluster = cluster
         self.cache = PageCache(POOL_PAGES, self._publish)
+        self.state: NodeState = "up"
         name = f"{role}-{number:03}"
         self.incarnation = f"{name} 0123456789abcdef"
         ref = NodeRef(name=name, role=role, incarnation=self.incarnation)
@@ -154,7 +164,8 @@ class _Simulation(ABC):
         assert cluster.registry.register(record) is None
         self.node = cluster.registry.node(self.incarnation)
         # Heartbeats of many nodes do not arrive at the same moment.
-        cluster.loop.call_later(HEARTBEAT * (number % 16) / 16, self._beat, 0)
+        self._sequence = 0
+        cluster.loop.call_later(HEARTBEAT * (number % 16) / 16, self._beat)
 
     @abstractmethod
     def load(self) -> NodeLoad:
@@ -173,19 +184,37 @@ class _Simulation(ABC):
         told.stored(self.node, GPU, [hashes[block] for block in added])
         told.removed(self.node, GPU, [hashes[block] for block in gone])
 
-    def _beat(self, sequence: int) -> None:
+    @property
+    @abstractmethod
+    def requests(self) -> int:
+        """The number of requests that it has."""
+
+    def counters(self) -> NodeCounters:
+        """Return the counters that its next heartbeat reports."""
+        return NodeCounters()
+
+    def enter(self, state: NodeState) -> None:
+        """Change the state and tell the router at once."""
+        self.state = state
+        self._report()
+
+    def _report(self) -> None:
+        self._sequence += 1
         message = Heartbeat(
             incarnation=self.incarnation,
-            sequence=sequence,
-            state="up",
+            sequence=self._sequence,
+            state=self.state,
             loop_age_ms=0,
             as_of=0.0,
             load=self.load(),
-            counters=NodeCounters(),
+            counters=self.counters(),
             others=OtherRouters(),
         )
         self.cluster.registry.heartbeat(message)
-        self.cluster.loop.call_later(HEARTBEAT, self._beat, sequence + 1)
+
+    def _beat(self) -> None:
+        self._report()
+        self.cluster.loop.call_later(HEARTBEAT, self._beat)
 
 
 class PrefillSimulation(_Simulation):
@@ -193,11 +222,22 @@ class PrefillSimulation(_Simulation):
 
     def __init__(self, cluster: Cluster, number: int) -> None:
         self._queue: list[tuple[float, Prefill]] = []  # (arrival, prompt)
+        self._leaving = 0  # computed prompts whose pages are on their way
         self._busy = False
+        self._busy_ms = 0.0  # of all forwards that have begun
         super().__init__(cluster, "prefill", number)
 
+    @property
+    def requests(self) -> int:
+        return len(self._queue) + self._busy + self._leaving
+
     def load(self) -> NodeLoad:
-        return self.cache.load(queued=len(self._queue), running=int(self._busy))
+        load = self.cache.load(queued=len(self._queue), running=int(self._busy), transferring=self._leaving)
+        queued = sum(rest_ms(TIMES, len(message.token_ids), 0) for _, message in self._queue)
+        return msgspec.structs.replace(load, queued_ms=queued)
+
+    def counters(self) -> NodeCounters:
+        return NodeCounters(forward_seconds=self._busy_ms / 1000)
 
     def receive(self, message: msgspec.Struct) -> None:
         if isinstance(message, Prefill):
@@ -217,6 +257,7 @@ class PrefillSimulation(_Simulation):
         tally.tokens, tally.cached = tally.tokens + tokens, tally.cached + cached
         stages = {"prefill_start": now - arrived}
         ms = rest_ms(TIMES, tokens, cached)
+        self._busy_ms += ms
         self.cluster.loop.call_later(ms / 1000, self._computed, message, arrived, cached, stages)
 
     def _computed(self, message: Prefill, arrived: float, cached: int, stages: dict[str, float]) -> None:
@@ -230,12 +271,14 @@ class PrefillSimulation(_Simulation):
                 FirstToken(room=message.room, token=token, finish_reason=None, cached_tokens=cached)
             )
             stages["prefill_end"] = self.cluster.loop.time() - arrived
+            self._leaving += 1
             ms = self.cluster.decodes[message.decode].reserved[message.room] * TRANSFER_MS
             self.cluster.loop.call_later(ms / 1000, self._handed_over, message, arrived, stages)
         if self._queue:
             self._start()
 
     def _handed_over(self, message: Prefill, arrived: float, stages: dict[str, float]) -> None:
+        self._leaving -= 1
         stages["last_page_sent"] = self.cluster.loop.time() - arrived
         attempt = self.cluster.running.attempt(message.room)
         if attempt is not None:
@@ -254,8 +297,16 @@ class DecodeSimulation(_Simulation):
         self._left: dict[int, list[int]] = {}  # room -> [tokens still to write, tokens written]
         self._joined: dict[int, float] = {}
         self._blocks: dict[int, Sequence[int]] = {}  # room -> whole blocks of its prompt
+        self._gaps = Histogram(TOKEN_SECONDS)
         super().__init__(cluster, "decode", number)
         cluster.decodes[self.incarnation] = self
+
+    @property
+    def requests(self) -> int:
+        return len(self.reserved)
+
+    def counters(self) -> NodeCounters:
+        return NodeCounters(inter_token=BucketTotals.of(self._gaps))
 
     def load(self) -> NodeLoad:
         return self.cache.load(running=len(self._left), transferring=len(self.reserved) - len(self._left))
@@ -280,8 +331,9 @@ class DecodeSimulation(_Simulation):
             self._later()
 
     def _later(self) -> None:
-        ms = STEPS * (STEP_MS + STEP_MS_PER_REQUEST * len(self._left))
-        self.cluster.loop.call_later(ms / 1000, self._steps, [*self._left])
+        ms = STEP_MS + STEP_MS_PER_REQUEST * len(self._left)
+        self._gaps.observe(ms / 1000, STEPS * len(self._left))
+        self.cluster.loop.call_later(STEPS * ms / 1000, self._steps, [*self._left])
 
     def _steps(self, rooms: list[int]) -> None:
         for room in rooms:

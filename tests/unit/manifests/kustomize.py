@@ -65,7 +65,8 @@ def _with_rest(directory: Path, plan: Manifest, manifests: list[Manifest]) -> li
         manifests = _with_config_map(directory, entry, manifests)
     for name in plan.get("components", []):
         component = (directory / name).resolve()
-        manifests = _with_rest(component, _read(component), manifests)
+        parts = _read(component)
+        manifests = _with_rest(component, parts, [*manifests, *_resources(component, parts)])
     for patch in plan.get("patches", []):
         target = (patch["target"]["kind"], patch["target"]["name"])
         change = yaml.safe_load(patch["patch"])

@@ -21,6 +21,7 @@ from common.config.schema import NodeEntry
 from common.ipc.from_config import all_names
 from common.ipc.key_files import public_file, secret_file
 from common.ready_file import ready_path
+from deploy.planning.settings import read_settings
 from tests.architecture.source_tree import ROOT
 from tests.unit.manifests.kustomize import Manifest, build, merged, place
 
@@ -28,6 +29,7 @@ PLACE = ROOT / "deploy" / "kubernetes"
 SCHEMAS = Path(__file__).parent / "schemas"
 OVERLAYS = ("1p1d", "2p2d", "cpu", "leader-worker-set", "disaggregated-set")
 CORE = "urn:core"
+COMMANDS = (ROOT / "docs" / "kubernetes.md").read_text()
 # Quantities of Kubernetes: a number, and a suffix of a power of 1000 or 1024.
 QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?")
 UNITS = {"": Decimal(1), "m": Decimal("0.001"), "Mi": Decimal(2**20), "Gi": Decimal(2**30)}
@@ -146,6 +148,57 @@ def test_the_rdma_component_and_the_examples_fit(tmp_path: Path) -> None:
     assert [role_of(each) for each in routers] == ["router"]
     (port,) = pool["spec"]["targetPorts"]
     assert port["number"] in [each["containerPort"] for each in main_container(routers[0])["ports"]]
+
+
+def test_the_planner_may_scale_both_roles_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "kustomization.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "resources": [str(PLACE / "overlays" / "1p1d")],
+                "components": [str(PLACE / "components" / "planner")],
+                "namespace": "tandem",
+            }
+        )
+    )
+    built = {place(each): each for each in build(tmp_path)}
+    # No schemas are kept for kinds of RBAC.
+    known = [each for each in built.values() if not each["apiVersion"].startswith("rbac.")]
+    assert {place(each): problems(each) for each in known if problems(each)} == {}
+
+    (rule,) = built["Role", "tandem-planner"]["rules"]
+    assert (rule["apiGroups"], rule["resources"], rule["verbs"]) == (
+        ["apps"],
+        ["statefulsets/scale"],
+        ["get", "patch"],
+    )
+    binding = built["RoleBinding", "tandem-planner"]
+    assert binding["roleRef"]["name"] == "tandem-planner"
+    assert binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": "tandem-planner", "namespace": "tandem"}
+    ]
+    template = built["Deployment", "tandem-planner"]["spec"]["template"]
+    assert template["spec"]["serviceAccountName"] == "tandem-planner"
+    (container,) = template["spec"]["containers"]
+    script, file, routers = container["args"]
+    assert (ROOT / script).exists()
+    settings_file = tmp_path / "planner.yaml"
+    settings_file.write_text(built["ConfigMap", "tandem-planner"]["data"][Path(file).name])
+    settings = read_settings(settings_file)
+    assert settings.kubernetes is not None
+    for role, section in (("prefill", settings.kubernetes.prefill), ("decode", settings.kubernetes.decode)):
+        kind, name = section.split("/")[2:]
+        assert f"{kind}/scale" in rule["resources"]
+        assert name in rule["resourceNames"]
+        assert ("StatefulSet", name) in built
+        cluster = cluster_of(list(built.values()), tmp_path).cluster
+        (entry,) = entries_of(cluster, role)
+        most = settings.prefill.max if role == "prefill" else settings.decode.max
+        assert entry.count is not None
+        assert most <= entry.count
+    assert routers == f"http://tandem-router:{cluster.router.port}"
+    (variable,) = container["env"]
+    assert variable["name"] == "TANDEM_API_KEY"
+    assert f"secret generic {variable['valueFrom']['secretKeyRef']['name']} " in COMMANDS
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,71 @@
+"""deploy/planner: watches a cluster and changes roles of its nodes, or its replicas in Kubernetes.
+
+Exit codes: 0 it was ended by a signal, 2 the settings, the target or the key are refused, or there is nothing that it
+could change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from common.errors import ConfigError
+from common.observability import logs
+from common.observability.logs import Log
+from deploy.planning.changers import Changer, KubernetesScaler, RoleChanger
+from deploy.planning.observing import Observer
+from deploy.planning.planner import Planner, PlannerLoop
+from deploy.planning.routers import Routers
+from deploy.planning.settings import PlannerSettings, read_settings
+
+EXIT_REFUSED = 2
+
+
+async def plan(settings: PlannerSettings, routers: Routers, dry_run: bool) -> None:
+    """Run until SIGTERM or SIGINT. Raises ConfigError."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    target = settings.kubernetes
+    changer: Changer
+    changer = RoleChanger(routers, settings.change_timeout) if target is None else KubernetesScaler(target)
+    planner = Planner(settings.limits(), Observer(settings.quantile, settings.least_requests))
+    await PlannerLoop(planner, routers, changer, settings.interval, dry_run, Log("planner")).run()
+
+
+def run(
+    file: Annotated[Path, typer.Argument(metavar="SETTINGS.yaml", help="see docs/operations.md")],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="CLUSTER.yaml|URL", help="a cluster file on this host, or a URL of routers"),
+    ],
+    api_key: Annotated[
+        str | None, typer.Option(envvar="TANDEM_API_KEY", help="for a URL: a key with the scope admin")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="log decisions, and change nothing")] = False,
+) -> None:
+    """Change roles of movable nodes, or replicas in Kubernetes, as measured latencies ask for."""
+    try:
+        asyncio.run(plan(read_settings(file), Routers(target, api_key), dry_run))
+    except ConfigError as error:
+        typer.echo(f"deploy/planner: {error}", err=True)
+        raise typer.Exit(EXIT_REFUSED) from None
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        pass
+
+
+def main() -> None:
+    """Run the command line of deploy/planner."""
+    logs.configure("planner", "info")
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(context_settings={"help_option_names": ["-h", "--help"]})(run)
+    app(prog_name="deploy/planner")
+
+
+if __name__ == "__main__":
+    main()
