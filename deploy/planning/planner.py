@@ -74,7 +74,7 @@ class PlannerLoop:
         self._said = ""
 
     async def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Run until cancelled, or until `stopped` after a turn. Raises ConfigError at the start, or for a key."""
+        """Run until cancelled, or until `stopped` after a turn. Raises ConfigError at the start only."""
         checked = False
         while True:
             due = time.monotonic() + self._interval
@@ -88,7 +88,10 @@ class PlannerLoop:
                     await self._turn(samples)
                 else:
                     self._say("waiting: the router is not ready")
-            except (*NO_ANSWER, NoAnswer, ValueError) as error:
+            except (*NO_ANSWER, NoAnswer, ConfigError, ValueError) as error:
+                if isinstance(error, ConfigError) and not checked:
+                    raise
+                # Tokens and keys are replaced while it runs.
                 self._planner.unknown()
                 self._say(f"waiting: {error or type(error).__name__}")
             if stopped():

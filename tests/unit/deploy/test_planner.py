@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,19 @@ async def test_a_planner_asks_for_one_replica_and_waits_for_it(tmp_path: Path) -
             assert server.replicas == {"prefill": 2, "decode": 1}
             router.roles["prefill-1"] = "prefill"
             await loop.run(lambda: len(server.patches) == 2)
-        assert server.replicas == {"prefill": 3, "decode": 1}
+            router.roles["prefill-2"] = "prefill"
+            turns = count()
+            await loop.run(lambda: _rotated(next(turns), server, tmp_path) and len(server.patches) == 3)
+        assert server.replicas == {"prefill": 4, "decode": 1}
+
+
+def _rotated(turn: int, server: FakeApiServer, directory: Path) -> bool:
+    """Replace the token, and some turns later the file. Returns whether both have happened."""
+    if turn == 0:
+        server.token = "second"
+    if turn == 3:
+        credentials(directory, "second")
+    return turn >= 3
 
 
 def test_the_api_server_of_the_pod_is_found(tmp_path: Path) -> None:
