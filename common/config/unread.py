@@ -117,6 +117,11 @@ def _of_movable(cluster: Cluster) -> Iterator[Unread]:
             "it applies to GPUs, and these nodes are on the CPU; write the key for tokens, or leave it out"
         )
         yield Unread("movable", section, fractions, reason)
+    else:
+        for role, given in (("prefill", cluster.prefill.pool_tokens), ("decode", cluster.decode.pool_tokens)):
+            if (section.tokens_of(role), given) != ("auto", "auto"):
+                reason = "the size of that pool is given as a number of tokens; leave out one of the two"
+                yield Unread("movable", section, (f"{role}_memory_fraction",), reason)
 
 
 def _of_placement(cluster: Cluster) -> Iterator[Unread]:

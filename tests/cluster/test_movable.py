@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import Reference
-from tests.cluster.harness import Client, RunningCluster
+from tests.cluster.harness import MODEL, Client, RunningCluster
 from tests.cluster.test_faults import prompt_of
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
@@ -42,7 +42,18 @@ async def used(client: Client, name: str, role: str) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    config = {"router": {"placement": ROUND_ROBIN, "local_prefill": 128}}
+    """Run a cluster whose nodes record graphs and have a draft model, so that halves share everything that they can."""
+    config: dict[str, Any] = {
+        "router": {"placement": ROUND_ROBIN, "local_prefill": 128},
+        "speculation": {
+            "algorithm": "eagle3",
+            "draft_model_path": str(MODEL.parent / "tiny-eagle3"),
+            "steps": 3,
+        },
+        "prefill": {"graphs": "breakable", "enforce_graphs": True, "chunk_tokens": 256, "max_batch": 8},
+        "decode": {"graphs": "full", "max_running": 8},
+        "process": {"poison_graphs": True},
+    }
     with RunningCluster(tmp_path_factory.mktemp("movable"), 1, 1, config, movable=1) as running:
         yield running
 

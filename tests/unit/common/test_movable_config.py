@@ -105,6 +105,18 @@ def test_shares_of_a_gpu(tmp_path: Path) -> None:
             "addresses of two hosts",
         ),
         (
+            {
+                **{role: {"nodes": [{"name": "flex-0", "device": "cuda:0"}]} for role in ("prefill", "decode")},
+                "movable": {
+                    "nodes": [{"name": "flex-0"}],
+                    "decode_pool_tokens": 512,
+                    "decode_memory_fraction": 0.3,
+                },
+            },
+            "movable.decode_memory_fraction",
+            "given as a number of tokens",
+        ),
+        (
             {"router": {"local_prefill": 4096}},
             "router.local_prefill",
             "more than one forward computes (prefill.chunk_tokens, 2048)",
