@@ -137,7 +137,8 @@ class ControlPlane:
         address = peer.encode()
         self._look_soon()
         sent = 0
-        for payloads in packs([encode(message) for message in messages]):
+        encoded = list(map(encode, messages))
+        for payloads in packs(encoded) if len(encoded) > 1 else (encoded,):
             if not self._socket.send_all(address, payloads):
                 break
             sent += len(payloads)
@@ -177,9 +178,10 @@ class ControlPlane:
         if not self._unhandled:
             self._unhandled.extend(self._socket.drain(FRAMES_PER_TURN))
         self._handle_some()
-        self.refused_messages += self._socket.refused - refused
-        for peer in self._socket.take_cut_off():
-            self._cut_off(peer)
+        if self._socket.refused != refused:
+            self.refused_messages += self._socket.refused - refused
+            for peer in self._socket.take_cut_off():
+                self._cut_off(peer)
         if self._unhandled or self._socket.more:
             # The descriptor is edge-triggered: read until it is empty.
             self._look_soon()

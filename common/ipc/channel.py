@@ -333,7 +333,8 @@ class RouterSocket(Channel):
     def _send_frame(self, peer: bytes, frame: Frame) -> bool:
         header, payload = frame
         self._sent = True
-        return self._send((self._filter.routes.to(peer), header, as_part(payload)))
+        part = payload if len(payload) < SMALL else as_part(payload)
+        return self._send((self._filter.routes.to(peer), header, part))
 
 
 def _remove_stale(file: Path) -> None:

@@ -29,7 +29,7 @@ import enum
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 import xxhash
@@ -72,7 +72,7 @@ DATA, PACK = int(FrameKind.DATA), int(FrameKind.PACK)
 _pack = msgspec.msgpack.Encoder().encode
 
 
-class Header(NamedTuple):
+class Header(msgspec.Struct, frozen=True):
     """The header of a frame with a correct digest."""
 
     kind: FrameKind
@@ -133,7 +133,7 @@ def unpack(payload: bytes) -> list[bytes]:
         raise ProtocolError(f"not a pack of messages: {error}") from None
 
 
-class _Kept(NamedTuple):
+class _Kept(msgspec.Struct, frozen=True):
     """A payload that the peer has not acknowledged."""
 
     number: int
@@ -217,7 +217,15 @@ class Session:
         if self._kept and self._kept[0].number <= header.acknowledged:
             self._acknowledge(header.acknowledged, now)
         if header.kind == DATA or header.kind == PACK:
-            return self._arrived(header.number, payload, now)
+            if header.number != self._received + 1:
+                self._out_of_order(header.number, now)
+                return None
+            self._received += 1
+            if not self._owed:
+                self._owed_since = now
+            self._owed += 1
+            self._owed_bytes += len(payload)
+            return payload
         if header.kind in (FrameKind.PROBE, FrameKind.OPEN):
             self._owe_answer(header.number)
         elif header.kind is FrameKind.ACK and header.number and self._kept:
@@ -259,24 +267,17 @@ class Session:
         self._probe_at = now + self._probe_after
         self._probe_after = min(2 * self._probe_after, MAX_PROBE_SECONDS)
 
-    def _arrived(self, number: int, payload: bytes, now: float) -> bytes | None:
-        if number == self._received + 1:
-            self._received = number
-            if not self._owed:
-                self._owed_since = now
-            self._owed += 1
-            self._owed_bytes += len(payload)
-            return payload
+    def _out_of_order(self, number: int, now: float) -> None:
+        """Drop a frame that arrived before, or that follows a lost one."""
         if number <= self._received:
             self.duplicates += 1
             self._owed = max(self._owed, 1)
-            return None
+            return
         after, at = self._reported
         if after != self._received or now - at >= GAP_SECONDS:
             self.gaps += 1
             self._reported = (self._received, now)
             self._owe_answer(number)
-        return None
 
     def _owe_answer(self, number: int) -> None:
         """Owe one ACK for all that was asked up to `number`; several would repeat lost frames several times."""

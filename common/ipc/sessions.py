@@ -32,6 +32,9 @@ class Sessions:
         self._vouched: set[bytes] = set()
         self._active: set[bytes] = set()  # peers that `tend` has to process
         self._latest: bytes | None = None  # the peer heard last, which both orders end with
+        self.get: Callable[[bytes], Session | None] = self._sessions.get
+        # Notes that something of a peer depends on time, so `tend` has to process it.
+        self.mark: Callable[[bytes], None] = self._active.add
         self.damaged = 0
         self.urgent = False  # some peer waits for an answer: `tend` is due at once
 
@@ -45,13 +48,6 @@ class Sessions:
     def names(self) -> set[str]:
         """The names that have a session."""
         return set(self._of_name)
-
-    def get(self, peer: bytes) -> Session | None:
-        return self._sessions.get(peer)
-
-    def mark(self, peer: bytes) -> None:
-        """Note that something of this peer depends on time, so `tend` has to process it."""
-        self._active.add(peer)
 
     def vouch_for(self, peer: bytes) -> None:
         """Keep this peer's session until `forget`, or until the peer opens another: the owner knows the peer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
@@ -12,11 +13,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 MAX_REASON = 300  # characters; msgspec quotes refused input, whose length the peer chooses
 
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    return _encoder.encode(message)
+encode: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
 
 
 class InboxCodec(Generic[T_co]):

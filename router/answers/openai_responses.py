@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -25,8 +24,7 @@ LOWEST_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 _encode = msgspec.json.Encoder().encode
 
 
-@dataclass(slots=True)
-class Usage:
+class Usage(msgspec.Struct):
     """Token counts over all choices of a request."""
 
     prompt_tokens: int = 0
@@ -42,8 +40,7 @@ class Usage:
         }
 
 
-@dataclass(slots=True)
-class AnswerPiece:
+class AnswerPiece(msgspec.Struct):
     """The part of one choice's answer that arrived with one delta."""
 
     index: int

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from common.messages.generation import FINISH_LENGTH, OutputToken, TokenLogprob
 from router.answers.openai_responses import AnswerPiece, CompletionFormat
@@ -18,7 +19,6 @@ from router.tokens.tokenizer import Tokenizer
 PIECE = 128  # tokens formatted in one turn of the event loop
 
 
-@dataclass(slots=True)
 class PromptPiece(AnswerPiece):
     """A part of the prompt. Its first token has no log-probability."""
 

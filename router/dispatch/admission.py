@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from common.errors import Overloaded
 from router.dispatch.fair_queue import FairQueue, WaitingRequest
@@ -33,30 +34,34 @@ class Room:
     spare_tokens: int  # free now, as the nodes report
 
 
+class VersionedNodes(Protocol):
+    """The nodes, and a number that changes whenever one of them or its reported load does."""
+
+    @property
+    def version(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Node]: ...
+
+
 class NodeRoom:
     """Computes the `Room` of all nodes that are up."""
 
-    def __init__(
-        self, nodes: Callable[[], Iterable[Node]], requests_per_node: int, version: Callable[[], int]
-    ) -> None:
-        """`requests_per_node`: requests that a decode node may have in its batch or in transfer.
-
-        `version` changes whenever a node or its reported load does: the sums are kept until then.
-        """
+    def __init__(self, nodes: VersionedNodes, requests_per_node: int) -> None:
+        """`requests_per_node`: requests that a decode node may have in its batch or in transfer."""
         self._nodes = nodes
         self._requests = requests_per_node
-        self._version = version
         self._known: tuple[int, Room] | None = None
 
     def __call__(self) -> Room:
-        version = self._version()
+        version = self._nodes.version
         if self._known is None or self._known[0] != version:
+            # The sums are kept until something changes.
             self._known = version, self._sum()
         return self._known[1]
 
     def _sum(self) -> Room:
         tokens = requests = spare = 0
-        for node in self._nodes():
+        for node in self._nodes:
             if node.role == "decode" and node.state == "up":
                 page, routers = node.register.page_size, 1 + node.others.routers
                 tokens += node.register.total_pages * page // routers
@@ -175,7 +180,7 @@ class Admission:
 
         It counts as in flight until `leave`, which takes the returned cost.
         """
-        cost = self._cost(request)
+        cost = len(request.token_ids) + min(request.sampling.max_tokens, self._reserved)
         if self._gates or not self._fits(cost):
             return None
         self._queue.let_in(request.client, cost, request.weight)
@@ -189,14 +194,11 @@ class Admission:
         """
         cost = self.let_in(request)
         if cost is None:
-            cost = self._cost(request)
+            cost = len(request.token_ids) + min(request.sampling.max_tokens, self._reserved)
             now = self._clock()
             waiting = WaitingRequest(request.client, cost, now, request.weight, priority=request.priority)
             await self._wait(waiting, min(patience, self._longest_wait))
         return cost
-
-    def _cost(self, request: GenerationRequest) -> int:
-        return len(request.token_ids) + min(request.sampling.max_tokens, self._reserved)
 
     def leave(self, client: str, cost: int) -> None:
         """Count the end of a request, and admit others."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import field
 
 from common.errors import DeadlineExceeded, InternalError, NodeLost, RequestError
 from common.messages.generation import OutputToken, PromptLogprob
@@ -21,8 +23,7 @@ MAX_TAKEN = 128
 MAX_DIRECT = 16
 
 
-@dataclass(slots=True, eq=False)
-class Attempt:
+class Attempt(msgspec.Struct, eq=False):
     """The state of one attempt. The control plane fills it, the dispatcher empties it; both run on the event loop."""
 
     room: int

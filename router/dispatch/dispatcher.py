@@ -81,7 +81,7 @@ class Dispatcher:
         self._log = log
         self._events = events
         self.poison = PoisonWatch(self.health.clock, limits.max_crashes)
-        room = NodeRoom(lambda: registry, limits.requests_per_node, lambda: registry.version)
+        room = NodeRoom(registry, limits.requests_per_node)
         self.admission = Admission(room, limits.reserved_tokens, limits.queue_wait, time.monotonic)
         metrics.placement.count_waiting(lambda: self.admission.waiting)
         self._budget = RetryBudget(limits.retry_ratio, self.health.clock)
@@ -172,7 +172,8 @@ class Dispatcher:
         self.running.add(flight)
         self._active += 1
         self._budget.request()
-        self._events.add("received", request=request.request_id, prompt=len(request.token_ids))
+        if self._events.records:
+            self._events.add("received", request=request.request_id, prompt=len(request.token_ids))
         finished: str | None = None
         try:
             self.poison.check(flight)
@@ -210,7 +211,8 @@ class Dispatcher:
                 timeline.outcome = finished or ended
             timeline.mark("finished", time.monotonic())
             tokens = len(flight.said)
-            self._events.add("ended", request=request.request_id, outcome=timeline.outcome, tokens=tokens)
+            if self._events.records:
+                self._events.add("ended", request=request.request_id, outcome=timeline.outcome, tokens=tokens)
             self._metrics.request_finished(timeline, flight.figures())
             self._log.info("request finished", tokens=tokens, **timeline.report())
 

@@ -24,8 +24,7 @@ class PromptImage:
     data: bytes
 
 
-@dataclass(slots=True)
-class PromptBatch:
+class PromptBatch(msgspec.Struct):
     """State shared by all prompts of one HTTP request: if one of them fails, the others end with it."""
 
     failed: bool = False
@@ -51,8 +50,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, eq=False):
     states: AnswerStates | None = None  # collects the hidden states; None: the client asks for none
 
 
-@dataclass(slots=True)
-class TokenDelta:
+class TokenDelta(msgspec.Struct):
     """Tokens that arrived together."""
 
     tokens: list[OutputToken]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
+from msgspec import field
 
 from common.errors import ClientGone
 from router.dispatch.attempt import Attempt
@@ -14,8 +16,7 @@ from router.metrics.timeline import Timeline
 from router.nodes.placed_prompt import NO_PROMPT, PlacedPrompt
 
 
-@dataclass(slots=True, eq=False)
-class InFlight:
+class InFlight(msgspec.Struct, eq=False):
     """State shared by the attempts of a request."""
 
     request: GenerationRequest

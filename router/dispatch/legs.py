@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import msgspec
 from msgspec.structs import replace
 
 from common.errors import InvalidRequest
@@ -13,16 +10,17 @@ from common.messages.image_inbox import LINK, ImageData
 from common.messages.prefill_inbox import Prefill
 from router.dispatch.attempt import Attempt
 from router.dispatch.generation import GenerationRequest
+from router.nodes.outbox import Message
 from router.nodes.registry import Node
 
 
 def placement_messages(
     request: GenerationRequest, attempt: Attempt, tokens: list[int], remaining_ms: int
-) -> Iterator[tuple[str, Node, msgspec.Struct]]:
-    """Yield (address, node, message) in sending order. `tokens`: the prompt and the answer so far."""
+) -> list[Message]:
+    """Return the messages in sending order. `tokens`: the prompt and the answer so far."""
     prefill, decode = attempt.prefill, attempt.decode
     emitted = len(tokens) - len(request.token_ids)
-    spans = tuple(image.span for image in request.images)
+    spans = tuple(image.span for image in request.images) if request.images else ()
     sampling = request.sampling
     if emitted and sampling.prompt_logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=None)  # the client has them
@@ -30,42 +28,45 @@ def placement_messages(
         attempt.states = request.states
         request.states.resume(len(tokens))
         sampling = replace(sampling, hidden_states_from=request.states.wanted_from)
-    yield (
-        decode.routing_id,
-        decode,
-        Reserve(
-            room=attempt.room,
-            request_id=request.request_id,
-            token_ids=tokens,
-            emitted=emitted,
-            sampling=sampling,
-            prefill=prefill.register.node,
-            deadline_ms=remaining_ms,
-            salt=request.salt,
-            images=spans,
-            priority=request.priority,
-        ),
+    reserve = Reserve(
+        room=attempt.room,
+        request_id=request.request_id,
+        token_ids=tokens,
+        emitted=emitted,
+        sampling=sampling,
+        prefill=prefill.register.node,
+        deadline_ms=remaining_ms,
+        salt=request.salt,
+        images=spans,
+        priority=request.priority,
     )
-    # Send each image once, however often it occurs in the prompt.
-    for digest, data in {image.span.digest: image.data for image in request.images}.items():
-        address = prefill.register.link_id(LINK)
-        yield address, prefill, ImageData(digest=digest, data=data, salt=request.salt)
-    yield (
-        prefill.routing_id,
-        prefill,
-        Prefill(
-            room=attempt.room,
-            request_id=request.request_id,
-            token_ids=tokens,
-            emitted=emitted,
-            sampling=sampling,
-            decode=decode.incarnation,
-            deadline_ms=remaining_ms,
-            salt=request.salt,
-            images=spans,
-            priority=request.priority,
-        ),
+    prompt = Prefill(
+        room=attempt.room,
+        request_id=request.request_id,
+        token_ids=tokens,
+        emitted=emitted,
+        sampling=sampling,
+        decode=decode.incarnation,
+        deadline_ms=remaining_ms,
+        salt=request.salt,
+        images=spans,
+        priority=request.priority,
     )
+    messages: list[Message] = [(decode.routing_id, decode, reserve)]
+    if request.images:
+        messages += _images(request, prefill)
+    messages.append((prefill.routing_id, prefill, prompt))
+    return messages
+
+
+def _images(request: GenerationRequest, prefill: Node) -> list[Message]:
+    """Return the images for the prefill node: each once, however often it occurs in the prompt."""
+    address = prefill.register.link_id(LINK)
+    data = {image.span.digest: image.data for image in request.images}
+    return [
+        (address, prefill, ImageData(digest=digest, data=each, salt=request.salt))
+        for digest, each in data.items()
+    ]
 
 
 def check_length(request: GenerationRequest, limit: int | None) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 
 from common.errors import Overloaded, RequestError
 from common.messages.identity import Role
@@ -58,15 +59,10 @@ class PairWait:
 
     def _prompt(self, flight: InFlight) -> PlacedPrompt:
         request = flight.request
-
-        def prompt(tokens: Sequence[int]) -> PlacedPrompt:
-            spans = [image.span for image in request.images]
-            return self._placer.prompt(tokens, request.salt, spans, request.session)
-
-        if flight.said:
-            return prompt(flight.tokens)
+        spans = [image.span for image in request.images] if request.images else ()
+        make = partial(self._placer.prompt, flight.tokens, request.salt, spans, request.session)
         # The choices of one prompt hash it once.
-        return request.share.hashed(lambda: prompt(request.token_ids))
+        return make() if flight.said else request.share.hashed(make)
 
     def until(self, flight: InFlight, started: float) -> float:
         """Return the time until which a request may wait for a pair, if its wait began at `started`."""

@@ -57,8 +57,9 @@ class DirectAnswer(web.StreamResponse):
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client disconnected")
         extra = self._asked.get(listener_headers_key)
-        named: Mapping[str, str] = {} if extra is None else extra(self._asked)
-        lines = "".join([f"{name}: {value}\r\n" for name, value in named.items()])
+        lines = ""
+        if extra is not None:
+            lines = "".join([f"{name}: {value}\r\n" for name, value in extra(self._asked).items()])
         identity = self._asked[request_id_key]
         head = _HEAD % (identity, lines, len(self._json), rfc822_formatted_time())
         transport.write(head.encode("ascii") + self._json)

@@ -6,8 +6,9 @@ Metrics about tokens and steps come from the nodes: they observe once per step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -35,7 +36,7 @@ SETTLED_TOGETHER: Final = 128  # requests; to count their values takes some 0.3 
 ROUTER: Final = "router"  # the label `engine` of series that the router observes
 
 
-class RequestFigures(NamedTuple):
+class RequestFigures(msgspec.Struct, frozen=True):
     """The sizes of a request that is over."""
 
     prompt_tokens: int

@@ -46,9 +46,9 @@ class Timeline:
     @property
     def stages(self) -> dict[str, float]:
         """All stages; of those that several attempts have, the latest attempt's."""
-        stages = dict(self._marks)
+        stages = self._marks
         for attempt in self.attempts:
-            stages |= attempt
+            stages = stages | attempt
         return stages
 
     @property

@@ -8,13 +8,14 @@ is placed here counts once for every router, so that they do not all fill the sa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+
+import msgspec
 
 from common.messages.identity import NodeLoad, OtherRouters
 from router.nodes.prompt_times import NO_TIME, PromptTime
 
 
-class _Left(NamedTuple):
+class _Left(msgspec.Struct, frozen=True):
     """The part of one prompt that a node has not computed."""
 
     tokens: int

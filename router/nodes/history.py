@@ -51,14 +51,10 @@ class PlacementHistory:
             {role: self._indexes[role] for role in readers if isinstance(policies[role], EventPolicy)},
             rules.block_tokens,
         )
+        self.reads_prefixes = bool(self._indexes)  # some policy asks for the blocks of prompts
         self.sessions = SessionNodes(rules.session_ttl, clock)
         self.transfers = MeasuredTransfers()
         self.steps = MeasuredSteps()
-
-    @property
-    def reads_prefixes(self) -> bool:
-        """Return whether any policy asks for the blocks of prompts."""
-        return bool(self._indexes)
 
     @property
     def blocks(self) -> int:

@@ -7,7 +7,7 @@ until it is acknowledged, and ZMQ's thread has to be woken if it sleeps.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -20,50 +20,24 @@ SendAll = Callable[[str, Sequence[msgspec.Struct]], int]
 Message = tuple[str, Node, msgspec.Struct]  # (routing id, node, message)
 
 
-class Parcel:
+class Parcel(msgspec.Struct, eq=False):
     """The messages of one placement, in sending order. They leave up to the first that cannot be sent."""
 
-    __slots__ = ("_sent", "_unsent", "_waits", "failed", "messages")
-
-    def __init__(
-        self,
-        messages: Iterable[Message],
-        unsent: Callable[[Node | Exception], None],
-        sent: Callable[[], None] | None = None,
-    ) -> None:
-        """`sent` is called once all messages have been sent.
-
-        Otherwise `unsent` is called with the node that cannot be reached, or with the exception of a message that
-        cannot be encoded.
-        """
-        self.messages = list(messages)
-        self.failed = False
-        self._unsent = unsent
-        self._sent = sent
-        self._waits = True
-
-    def start(self) -> bool:
-        """Return whether the messages should be sent now."""
-        return self.cancel()
+    messages: Sequence[Message]
+    # Called with the node that cannot be reached, or with the exception of a message that cannot be encoded.
+    unsent: Callable[[Node | Exception], None]
+    sent: Callable[[], None] | None = None  # called once all messages have been sent
+    waits: bool = True  # for the end of the turn
+    failed: bool = False
 
     def cancel(self) -> bool:
         """Send none of the messages. Returns False if they have been sent already."""
-        waited, self._waits = self._waits, False
+        waited, self.waits = self.waits, False
         return waited
 
     def fail(self, reason: Node | Exception) -> None:
         self.failed = True
-        self._unsent(reason)
-
-    def has_message(self, index: int) -> bool:
-        """Return whether the message with this index is to be sent next. Calls `sent` after the last one."""
-        if self.failed:
-            return False
-        if index < len(self.messages):
-            return True
-        if self._sent is not None:
-            self._sent()
-        return False
+        self.unsent(reason)
 
 
 class Outbox:
@@ -84,17 +58,25 @@ class Outbox:
         self.put(Parcel([(node.routing_id, node, message)], _report))
 
     def _flush(self) -> None:
-        parcels, self._waiting = self._waiting, []
-        parcels = [parcel for parcel in parcels if parcel.start()]
+        parcels = [parcel for parcel in self._waiting if parcel.waits]
+        self._waiting = []
         index = 0
         while parcels:
             by_peer: dict[str, list[Parcel]] = {}
             for parcel in parcels:
+                parcel.waits = False
                 by_peer.setdefault(parcel.messages[index][0], []).append(parcel)
             for peer, sharing in by_peer.items():
                 self._deliver(peer, sharing, index)
             index += 1
-            parcels = [parcel for parcel in parcels if parcel.has_message(index)]
+            before, parcels = parcels, []
+            for parcel in before:
+                if parcel.failed:
+                    continue
+                if index < len(parcel.messages):
+                    parcels.append(parcel)
+                elif parcel.sent is not None:
+                    parcel.sent()
 
     def _deliver(self, peer: str, parcels: Sequence[Parcel], index: int) -> None:
         try:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from common.kv_cache.block_hashes import BlockChain, chain_start
 
 EMPTY_CHAIN = chain_start()
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedPrompt:
+class PlacedPrompt(msgspec.Struct, frozen=True):
     """A prompt that is to be placed."""
 
     tokens: int = 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import NamedTuple
+
+import msgspec
 
 UNKNOWN_MS = 0.1  # per token, for a node that has reported nothing yet
 _TOKENS = itemgetter(0)
 
 
-class PromptTime(NamedTuple):
+class PromptTime(msgspec.Struct, frozen=True):
     """Milliseconds that a node computes one prompt."""
 
     alone: float  # in forwards of its own

@@ -122,6 +122,7 @@ class NodeRegistry:
         self._on_change = on_change
         self._returns = returns or ReturnWatch({}, 0.0, clock)
         self._nodes: dict[str, Node] = {}  # incarnation -> node
+        self.get: Callable[[str], Node | None] = self._nodes.get
         # None after a change, until somebody asks.
         self._eligible: EligibleNodes | None = None
         # Changes with every heartbeat, and whenever a node comes, leaves or cannot be reached.
@@ -131,9 +132,6 @@ class NodeRegistry:
 
     def __iter__(self) -> Iterator[Node]:
         return iter(list(self._nodes.values()))
-
-    def get(self, incarnation: str) -> Node | None:
-        return self._nodes.get(incarnation)
 
     def node(self, incarnation: str) -> Node:
         """Return a registered node."""

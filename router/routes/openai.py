@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 
 from aiohttp import web
@@ -228,8 +228,20 @@ class OpenAiRoutes:
                 usage.prompt_tokens += len(asked.token_ids)
             if asked.states is not None:
                 states.append(asked.states)
-        with self._states.hold(states) if states else NOTHING_HELD:
-            request[quota_claim_key].begin(len(choices), usage)
-            if body.stream:
-                return await self._answering.stream(request, body, form, choices, usage)
-            return await self._answering.collect(request, form, choices, usage)
+        if not states:
+            return await self._begun(request, body, form, choices, usage)
+        with self._states.hold(states):
+            return await self._begun(request, body, form, choices, usage)
+
+    def _begun(
+        self,
+        request: web.Request,
+        body: SharedFields,
+        form: AnswerForm,
+        choices: Sequence[Choice],
+        usage: Usage,
+    ) -> Awaitable[web.StreamResponse]:
+        request[quota_claim_key].begin(len(choices), usage)
+        if body.stream:
+            return self._answering.stream(request, body, form, choices, usage)
+        return self._answering.collect(request, form, choices, usage)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from common.messages.generation import PromptLogprob
 from router.answers import prompt_pieces
@@ -146,7 +147,7 @@ async def test_prompt_logprobs_of_a_chat(rig: Rig) -> None:
 
 
 async def test_refusals(serve: Serve) -> None:
-    rig = await serve(served=replace(SERVED, max_model_len=MAX_SCORES))
+    rig = await serve(served=dataclasses.replace(SERVED, max_model_len=MAX_SCORES))
     for body, field in (
         ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"prompt": [5] * 60_000, "prompt_logprobs": 20}, "prompt_logprobs"),

@@ -269,6 +269,12 @@ async def test_a_router_that_shuts_down_opens_the_gate() -> None:
     rig.empty()
 
 
+class Listed(list[Node]):
+    """The nodes of a registry."""
+
+    version = 1
+
+
 def test_the_room_of_nodes_is_that_of_decode_nodes_that_are_up() -> None:
     up = Node(registration("decode", "decode-0"), 0.0)
     up.load = NodeLoad(total_pages=100, free_pages=40, cached_pages=10)
@@ -276,12 +282,12 @@ def test_the_room_of_nodes_is_that_of_decode_nodes_that_are_up() -> None:
     busy.load = NodeLoad(total_pages=100, free_pages=100, queued=1)
     leaving = Node(registration("decode", "decode-2"), 0.0, state="draining")
     prefill = Node(registration("prefill", "prefill-0"), 0.0)
-    version = 1
-    room = NodeRoom(lambda: [up, busy, leaving, prefill], 8, lambda: version)
+    nodes = Listed([up, busy, leaving, prefill])
+    room = NodeRoom(nodes, 8)
     assert room() == Room(tokens=2 * 100 * 16, requests=16, spare_tokens=50 * 16 // 2)
     up.load = NodeLoad(total_pages=100, free_pages=10)
     assert room().spare_tokens == 50 * 16 // 2, "not added up for each request"
-    version = 2
+    nodes.version += 1
     assert room().spare_tokens == 10 * 16 // 2
 
 
@@ -289,10 +295,10 @@ def test_each_router_may_use_its_share_and_what_the_others_leave() -> None:
     load = NodeLoad(total_pages=100, free_pages=60)
     node = Node(registration("decode", "decode-0"), 0.0, load=load)
     node.others = OtherRouters(routers=3, requests=2)
-    version = 1
-    room = NodeRoom(lambda: [node], 8, lambda: version)
+    nodes = Listed([node])
+    room = NodeRoom(nodes, 8)
     assert room() == Room(tokens=100 * 16 // 4, requests=6, spare_tokens=60 * 16 // 2 // 4)
     # The others have taken all: this router still has its share.
     node.others = OtherRouters(routers=3, requests=8)
-    version = 2
+    nodes.version += 1
     assert room().requests == 2
