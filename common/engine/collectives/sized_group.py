@@ -7,7 +7,7 @@ from torch import Tensor
 from common.engine.collectives.group import CollectiveGroup, DeviceGroup
 
 # Bytes of a tensor up to which two ranks take the one-shot kernels of peer memory. Every rank sends its tensor to all
-# others, so the limit falls with the number of ranks. tests/bench/all_reduce.py shows where NCCL becomes faster.
+# others, so the limit falls with the number of ranks. Measured on H100s with NVLink (tests/bench/all_reduce.py).
 TWO_RANKS_BYTES = 2 << 20
 
 
