@@ -19,6 +19,7 @@ from common.kv_cache.block_hashes import TOKEN_BYTES, BlockChain, chain_start
 from common.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
 BLOCKS_PER_TURN = 32  # hashed between two pauses
+BLOCKS_PER_EVENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class PublishedBlocks:
             run: list[int] = []
             first: int | None = None
             for number, (block, known) in enumerate(tier.blocks.items()):
-                if not run or known.parent != run[-1]:
+                if not run or known.parent != run[-1] or len(run) == BLOCKS_PER_EVENT:
                     if run:
                         events.append(self._event(run, first, (), medium))
                     run, first = [], known.parent
@@ -162,9 +163,10 @@ class PublishedBlocks:
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Yield consecutive numbers as ranges. There is one, unless changes were lost."""
+    """Yield consecutive numbers as ranges, none larger than an event."""
     begun = 0
     for at in range(1, len(numbers) + 1):
-        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
+        over = at == len(numbers) or at - begun == BLOCKS_PER_EVENT
+        if over or numbers[at] != numbers[at - 1] + 1:
             yield range(numbers[begun], numbers[at - 1] + 1)
             begun = at

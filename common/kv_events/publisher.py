@@ -109,7 +109,7 @@ class KvEventPublisher:
         self._noted_bytes = self._taken_bytes = 0
         self.dropped = 0
         self._seen_drops = 0
-        self._blocks = PublishedBlocks(plan.block_tokens, plan.token_ids, lambda: time.sleep(0))
+        self._blocks = PublishedBlocks(plan.block_tokens, plan.token_ids, _yield)
         self._sequence = 0  # of the next batch
         self._kept: deque[_Published] = deque(maxlen=plan.replay_batches)
         self._kept_bytes = 0
@@ -185,7 +185,7 @@ class KvEventPublisher:
             self._sequence += 1
         if not events:
             return
-        batch = _Published(self._sequence, encode(Batch(time.time(), events, 0)))
+        batch = _Published(self._sequence, encode(Batch(time.time(), events, 0), _yield))
         self._sequence += 1
         if len(self._kept) == self._kept.maxlen:
             self._kept_bytes -= len(self._kept[0].payload)
@@ -216,7 +216,7 @@ class KvEventPublisher:
         client, start = frames[0], sequence_of(frames[2])
         if start == SNAPSHOT:
             if self._sequence:
-                payload = encode(Batch(time.time(), self._blocks.snapshot(), 0))
+                payload = encode(Batch(time.time(), self._blocks.snapshot(), 0), _yield)
                 self._reply(client, self._topic, _number(self._sequence - 1), payload)
         else:
             for batch in self._kept:
@@ -227,6 +227,11 @@ class KvEventPublisher:
     def _reply(self, client: bytes, *frames: bytes) -> None:
         # A client that has gone, or does not read, loses messages; the thread does not wait for it.
         self._questions.send_multipart((client, b"", *frames), zmq.NOBLOCK)
+
+
+def _yield() -> None:
+    """Let the node's main loop run, which would otherwise wait for up to 5 ms until this thread is interrupted."""
+    time.sleep(0)
 
 
 def _number(sequence: int) -> bytes:

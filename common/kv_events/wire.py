@@ -7,7 +7,7 @@ vLLM write them, as arrays, and batches and events with further fields.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -104,6 +104,12 @@ class _ClearedArray(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocks
     pass
 
 
+class _Written(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: int | None = None
+
+
 class _Read(msgspec.Struct, frozen=True, array_like=True):
     ts: float
     events: list[msgspec.Raw]
@@ -117,9 +123,13 @@ _ids = msgspec.msgpack.Decoder(list[int])
 _arrays = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 
 
-def encode(batch: Batch) -> bytes:
-    """Return the third frame of a message."""
-    return _encoder.encode(batch)
+def encode(batch: Batch, pause: Callable[[], None] = lambda: None) -> bytes:
+    """Return the third frame of a message. `pause` is called after each event, so that other threads can run."""
+    events: list[msgspec.Raw] = []
+    for event in batch.events:
+        events.append(msgspec.Raw(_encoder.encode(event)))
+        pause()
+    return _encoder.encode(_Written(batch.ts, events, batch.data_parallel_rank))
 
 
 def decode(payload: bytes, tokens: bool = False) -> Batch:
@@ -131,7 +141,7 @@ def decode(payload: bytes, tokens: bool = False) -> Batch:
     try:
         read = _batches.decode(payload)
         events = [_event(each, tokens) for each in read.events]
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"not a batch of KV events: {error}") from error
     return Batch(read.ts, events, read.data_parallel_rank)
 

@@ -142,6 +142,7 @@ class EventReader:
                 self._poller.unregister(followed.events)
                 followed.events.close()
                 self._close_replay(followed)
+                self._told.lost(followed.sink.node)  # it may have been heard after it was lost
         for incarnation, node in present.items():
             if incarnation not in self._nodes:
                 self._nodes[incarnation] = self._followed(node)

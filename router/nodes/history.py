@@ -104,7 +104,7 @@ class PlacementHistory:
     def lost(self, node: Node) -> None:
         """Forget a node."""
         self.transfers.forget(node.incarnation)
-        self.told.following.discard(node.incarnation)
+        self.told.lost(node)
         for index in self._indexes.values():
             index.forget(node.incarnation)
 

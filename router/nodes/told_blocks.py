@@ -50,6 +50,11 @@ class ToldBlocks:
             for source in MEDIA:
                 index.forget(node.incarnation, source)
 
+    def lost(self, node: Node) -> None:
+        """Forget what a node has said; nothing more is to be heard of it."""
+        self.cleared(node)
+        self.following.discard(node.incarnation)
+
     def used(self, node: Node, blocks: Sequence[int]) -> None:
         """Note that a prompt was placed where it may be cached: of too many blocks, these are forgotten last."""
         index = self._indexes.get(node.role)

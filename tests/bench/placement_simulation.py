@@ -37,6 +37,7 @@ from router.dispatch.generation import GenerationRequest
 from router.dispatch.limits import DispatchLimits
 from router.metrics.router_metrics import RouterMetrics
 from router.nodes.health import NodeHealth
+from router.nodes.history import PlacementHistory
 from router.nodes.placement import PlacementPolicy, decode_cost, make_policy, prefill_cost
 from router.nodes.placement_rules import PlacementRules
 from router.nodes.placer import Placer
@@ -71,7 +72,8 @@ class Row:
     first_token_p99: float
     goodput: float  # requests per second
     good_share: float
-    known_blocks: int
+    known_blocks: int  # of all routers
+    routers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +123,16 @@ class _Timed:
 
 
 class Simulation:
-    """One router and its nodes."""
+    """Router processes and their nodes. All routers know the load of a node at once; prefixes each knows by itself."""
 
     def __init__(
-        self, loop: VirtualLoop, prefills: int, decodes: int, policy: str, rules: PlacementRules
+        self,
+        loop: VirtualLoop,
+        prefills: int,
+        decodes: int,
+        policy: str,
+        rules: PlacementRules,
+        routers: int = 1,
     ) -> None:
         """`prefills`, `decodes`: how many nodes there are of each role."""
         log, clock = Log("simulation"), loop.time
@@ -135,24 +143,33 @@ class Simulation:
         self.decodes = [DecodeSimulation(self.cluster, number) for number in range(decodes)]
         nodes = (*self.prefills, *self.decodes)
         self._by_link = {each.node.routing_id: each.receive for each in nodes}
+        # Those of the router that was added last.
+        self.health: NodeHealth
+        self.metrics: RouterMetrics
+        self.placing = _Timed()
+        self.histories = [self._router(policy, number, rules) for number in range(routers)]
+        self._chosen = Random(2)  # which router a request arrives at
+
+    def _router(self, policy: str, number: int, rules: PlacementRules) -> PlacementHistory:
+        """Add a router process; return what it knows."""
+        cluster, log = self.cluster, Log("simulation")
         policies: dict[Role, PlacementPolicy] = {
             "prefill": make_policy(policy, prefill_cost),
             "decode": make_policy(policy, decode_cost),
         }
-        self.health = health = NodeHealth(0.0, clock)
-        self.placer = Placer(registry, policies, health, Random(1), rules)
+        self.health = health = NodeHealth(0.0, cluster.loop.time)
+        placer = Placer(cluster.registry, policies, health, Random(1 + number), rules)
+        history = placer.history
         limits = DispatchLimits(3, 1 << 20, 3600.0, 10.0, queue_wait=3600.0)
-        self.metrics = metrics = RouterMetrics("simulation", lambda: registry, lambda: 0, health.conditions)
-        self.cluster.dispatcher = Dispatcher(
-            registry, self.placer, self._send_all, limits, metrics, log, health
-        )
-        self.placing = _Timed()
-        history = self.placer.history
+        self.metrics = RouterMetrics("simulation", lambda: cluster.registry, lambda: 0, health.conditions)
+        dispatcher = Dispatcher(cluster.registry, placer, self._send_all, limits, self.metrics, log, health)
+        cluster.dispatchers.append(dispatcher)
         if history.told.roles:
-            self.cluster.told = history.told
-            history.told.following.update(node.incarnation for node in registry)
-        for owner, name in ((self.placer, "choose"), (self.placer, "prompt"), (history, "placed")):
+            cluster.told.append(history.told)
+            history.told.following.update(node.incarnation for node in cluster.registry)
+        for owner, name in ((placer, "choose"), (placer, "prompt"), (history, "placed")):
             setattr(owner, name, self.placing.around(getattr(owner, name)))
+        return history
 
     async def run(self, requests: Sequence[TraceRequest]) -> list[Answer]:
         """Send the requests at their times; return their answers in the same order."""
@@ -170,14 +187,15 @@ class Simulation:
         tokens = [block for block in blocks for _ in range(BLOCK)]
         tokens += [0] * max(request.input_length // SCALE - len(tokens), 1)
         self._prompts[name] = blocks
-        if self.cluster.told is not None:
+        if self.cluster.told:
             chain = chain_start().extended(token_bytes(tokens), BLOCK)
             self.cluster.hashes.update(zip(blocks, chain.hashes))
         sampling = SamplingParams(max_tokens=max(request.output_length, 2), temperature=0.0)
         answer = Answer(due)
         # Clients of their own: turns of fair shares are another subject.
         asked = GenerationRequest(name, tokens, sampling, client=name)
-        async for delta in self.cluster.running.generate(asked):
+        router = self._chosen.choice(self.cluster.dispatchers)
+        async for delta in router.generate(asked):
             answer.first = answer.first or self.cluster.loop.time()
             answer.tokens += len(delta.tokens)
         answer.end = self.cluster.loop.time()
@@ -191,14 +209,16 @@ class Simulation:
         return len(messages)
 
 
-def _run(requests: Sequence[TraceRequest], nodes: int, policy: str) -> tuple[list[Answer], Simulation]:
+def _run(
+    requests: Sequence[TraceRequest], nodes: int, policy: str, routers: int
+) -> tuple[list[Answer], Simulation]:
     """Simulate all requests on a cluster of its own."""
     loop = VirtualLoop()
     rules = PlacementRules(block_tokens=BLOCK)
     try:
         with mock.patch("time.monotonic", loop.time):
             asyncio.set_event_loop(loop)
-            simulation = Simulation(loop, nodes // 2, nodes - nodes // 2, policy, rules)
+            simulation = Simulation(loop, nodes // 2, nodes - nodes // 2, policy, rules, routers)
             answers = loop.run_until_complete(simulation.run(requests))
     finally:
         asyncio.set_event_loop(None)
@@ -206,9 +226,9 @@ def _run(requests: Sequence[TraceRequest], nodes: int, policy: str) -> tuple[lis
     return answers, simulation
 
 
-def simulate(requests: Sequence[TraceRequest], nodes: int, policy: str) -> dict[str, Any]:
+def simulate(requests: Sequence[TraceRequest], nodes: int, policy: str, routers: int = 1) -> dict[str, Any]:
     """Return the values of a `Row`, without the name of the trace."""
-    answers, simulation = _run(requests, nodes, policy)
+    answers, simulation = _run(requests, nodes, policy, routers)
     span = requests[-1].timestamp / 1000
     counted = [each for each in answers if each.due - answers[0].due >= span / 2]
     firsts = quantiles([1000 * (each.first - each.due) for each in counted], n=100)
@@ -225,7 +245,8 @@ def simulate(requests: Sequence[TraceRequest], nodes: int, policy: str) -> dict[
         "first_token_p99": round(firsts[98], 1),
         "goodput": round(good / (span / 2), 2),
         "good_share": round(good / len(counted), 4),
-        "known_blocks": simulation.placer.history.blocks,
+        "known_blocks": sum(history.blocks for history in simulation.histories),
+        "routers": routers,
     }
 
 
@@ -238,7 +259,7 @@ def placing(nodes: int, policy: str) -> Placing:
     requests = list(trace(CONVERSATION, rate, 2000 / rate, 1))
     gc.disable()
     try:
-        _, simulation = _run(requests, nodes, policy)
+        _, simulation = _run(requests, nodes, policy, 1)
     finally:
         gc.enable()
     microseconds = round(1e6 * simulation.placing.seconds / len(requests), 1)
@@ -252,6 +273,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 64, 256])
     parser.add_argument("--seconds", type=float, nargs="+", default=[1200.0, 240.0, 120.0])
     parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--routers", type=int, default=1, help="processes among which requests are divided")
     parser.add_argument("--traces", nargs="+", default=[*SHAPES])
     parser.add_argument(
         "--load", type=float, default=1.0, help="rate, relative to that of the published trace"
@@ -274,7 +296,7 @@ def main() -> None:
                 requests = list(trace(shape, shape.rate * options.load * (nodes // 2), seconds, 1))
             shapes[f"{name}, {nodes} nodes"] = statistics(requests)
             for policy in options.policies:
-                row = Row(trace=name, **simulate(requests, nodes, policy))
+                row = Row(trace=name, **simulate(requests, nodes, policy, options.routers))
                 rows.append(row)
                 print(json.dumps(asdict(row)), flush=True)
     if options.out:

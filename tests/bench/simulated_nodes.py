@@ -129,16 +129,16 @@ class Cluster:
     loop: asyncio.AbstractEventLoop
     registry: NodeRegistry
     blocks: Callable[[str], Sequence[int]]  # request id -> whole blocks of its prompt
-    dispatcher: Dispatcher | None = None
+    dispatchers: list[Dispatcher] = field(default_factory=list)  # one per router process
     decodes: dict[str, DecodeSimulation] = field(default_factory=dict)  # incarnation -> node
-    told: ToldBlocks | None = None  # takes the KV events of nodes; None: no policy reads them
+    told: list[ToldBlocks] = field(default_factory=list)  # of the routers whose policies read KV events
     hashes: dict[int, int] = field(default_factory=dict)  # block -> hash that the router knows it by
     tallies: dict[Role, Tally] = field(default_factory=lambda: {"prefill": Tally(), "decode": Tally()})
 
-    @property
-    def running(self) -> Dispatcher:
-        assert self.dispatcher is not None
-        return self.dispatcher
+    def serving(self, room: int) -> Dispatcher:
+        """Return the dispatcher that runs an attempt; any of them if it has ended."""
+        of = (each for each in self.dispatchers if each.attempt(room) is not None)
+        return next(of, self.dispatchers[0])
 
 
 class _Simulation(ABC):
@@ -176,13 +176,14 @@ class _Simulation(ABC):
         """Take a message of the router."""
 
     def _publish(self, added: Sequence[int], gone: Sequence[int]) -> None:
-        if self.cluster.told is not None:
-            self.cluster.loop.call_later(EVENT_SECONDS, self._tell, self.cluster.told, added, gone)
+        if self.cluster.told:
+            self.cluster.loop.call_later(EVENT_SECONDS, self._tell, added, gone)
 
-    def _tell(self, told: ToldBlocks, added: Sequence[int], gone: Sequence[int]) -> None:
+    def _tell(self, added: Sequence[int], gone: Sequence[int]) -> None:
         hashes = self.cluster.hashes
-        told.stored(self.node, GPU, [hashes[block] for block in added])
-        told.removed(self.node, GPU, [hashes[block] for block in gone])
+        for told in self.cluster.told:
+            told.stored(self.node, GPU, [hashes[block] for block in added])
+            told.removed(self.node, GPU, [hashes[block] for block in gone])
 
     @property
     @abstractmethod
@@ -263,7 +264,8 @@ class PrefillSimulation(_Simulation):
     def _computed(self, message: Prefill, arrived: float, cached: int, stages: dict[str, float]) -> None:
         self._busy = False
         self.cache.add(self.cluster.blocks(message.request_id))
-        attempt = self.cluster.running.attempt(message.room)
+        router = self.cluster.serving(message.room)
+        attempt = router.attempt(message.room)
         if attempt is not None:
             attempt.prefill.rooms.computed(message.room)
             token = OutputToken(1)
@@ -280,11 +282,12 @@ class PrefillSimulation(_Simulation):
     def _handed_over(self, message: Prefill, arrived: float, stages: dict[str, float]) -> None:
         self._leaving -= 1
         stages["last_page_sent"] = self.cluster.loop.time() - arrived
-        attempt = self.cluster.running.attempt(message.room)
+        router = self.cluster.serving(message.room)
+        attempt = router.attempt(message.room)
         if attempt is not None:
             attempt.prefill_over = True
             attempt.prefill.rooms.remove(message.room)
-            self.cluster.running.transferred(attempt, stages)
+            router.transferred(attempt, stages)
             self.cluster.decodes[message.decode].join(message)
 
 
@@ -341,7 +344,8 @@ class DecodeSimulation(_Simulation):
             count = min(left, STEPS)
             over = count == left
             self._left[room] = [left - count, written + count]
-            attempt = self.cluster.running.attempt(room)
+            router = self.cluster.serving(room)
+            attempt = router.attempt(room)
             if attempt is not None:
                 reason = FINISH_LENGTH if over else None
                 run = TokenRun(room, written, [OutputToken(1)] * count, reason)
@@ -349,7 +353,7 @@ class DecodeSimulation(_Simulation):
                     attempt.decode_over = True
                     took = self.cluster.loop.time() - self._joined[room]
                     stages = {"first_decode": 0.0, "finished": took}
-                    self.cluster.running.feedback.decoded(attempt, stages, written + count)
+                    router.feedback.decoded(attempt, stages, written + count)
                     self.cache.add(self._blocks[room])
                 attempt.on_run(run)
             if over or attempt is None:

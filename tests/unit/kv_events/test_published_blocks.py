@@ -13,7 +13,17 @@ from common.kv_cache.image_keys import with_images
 from common.kv_cache.page_space import PageSpace, contents_of, keys_with_lookahead
 from common.kv_cache.radix_cache import Keys, RadixCache
 from common.kv_events.published_blocks import Adopted, CacheChange, Evicted, PublishedBlocks
-from common.kv_events.wire import CPU, GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from common.kv_events.wire import (
+    CPU,
+    GPU,
+    AllBlocksCleared,
+    Batch,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    decode,
+    encode,
+)
 from common.messages.generation import ImageSpan
 
 SALTS = [b"", b"tenant"]
@@ -148,6 +158,20 @@ def test_a_page_that_is_used_again_was_given_up_although_that_was_not_heard() ->
     assert removed == BlockRemoved([*hashes([1, 2], 2)], GPU)
     assert isinstance(stored, BlockStored)
     assert len(blocks) == 1
+
+
+def test_long_prompts_are_told_in_several_events() -> None:
+    blocks, prompt, pauses = PublishedBlocks(1, token_ids=True), list(range(150)), list[None]()
+    events = blocks.apply(Adopted(GPU, 1, b"", token_bytes(prompt), True, 0, tuple(range(1, 151))))
+    assert [len(event.token_ids) for event in events if isinstance(event, BlockStored)] == [64, 64, 22]
+    subscriber = Subscriber()
+    subscriber.hear(events)
+    late = Subscriber()
+    late.hear(blocks.snapshot())
+    assert late.held == subscriber.held
+    written = encode(Batch(1.0, events, 0), lambda: pauses.append(None))
+    assert encode(decode(written, tokens=True)) == written
+    assert len(pauses) == len(events)
 
 
 @pytest.mark.parametrize(("page_tokens", "block_tokens"), [(2, 4), (4, 2), (3, 4), (1, 1)])

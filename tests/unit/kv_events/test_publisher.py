@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from common.errors import ConfigError
+from common.kv_cache.image_keys import IMAGE_BIT
 from common.kv_cache.radix_cache import CacheObserver, RadixCache
 from common.kv_events.plan import KvEventsPlan
 from common.kv_events.publisher import NO_KV_EVENTS, KvEventPublisher, kv_events_of
@@ -182,9 +183,10 @@ def test_a_full_queue_drops_changes_and_skips_a_number(tmp_path: Path) -> None:
         publisher.close()
 
 
-def _until_some(subscriber: Subscriber) -> list[list[bytes]]:
+def _until_some(subscriber: Subscriber, count: int = 1) -> list[list[bytes]]:
     for _ in range(100):
-        if answers := subscriber.ask(0):
+        answers = subscriber.ask(0)
+        if len(answers) >= count:
             return answers
     raise AssertionError("nothing was published")
 
@@ -220,3 +222,48 @@ def test_without_a_plan_nothing_is_published() -> None:
     events.tap(GPU, PAGE, 0).adopted(np.array([1, 2]), [1], 0, b"")
     events.close()
     assert events.dropped == 0
+
+
+def test_bytes_that_were_published_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.kv_events.publisher.QUEUED_BYTES", 20)
+    made = Connected(plan_in(tmp_path))
+    try:
+        for at in range(10):
+            made.insert(at)
+            made.subscriber.next()
+        assert made.publisher.dropped == 0
+    finally:
+        made.close()
+
+
+def test_a_batch_and_what_can_be_repeated_have_limits_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.kv_events.publisher.BATCH_BYTES", 1)
+    plan = plan_in(tmp_path)
+    publisher = KvEventPublisher(plan)
+    tap = publisher.tap(GPU, PAGE, 0)
+    for page in range(1, 5):  # before the thread runs
+        tap.adopted(np.array([page, page]), [page], 0, b"")
+    publisher.start()
+    subscriber = Subscriber(plan)
+    try:
+        answers = _until_some(subscriber, 4)
+        assert [len(decode(each[2]).events) for each in answers] == [1, 1, 1, 1]
+        monkeypatch.setattr("common.kv_events.publisher.REPLAY_BYTES", 3 * len(answers[0][2]))
+        tap.adopted(np.array([5, 5]), [5], 0, b"")
+        for _ in range(100):
+            if len(answers := subscriber.ask(0)) == 3:
+                break
+        assert [int.from_bytes(each[1], "big") for each in answers] == [2, 3, 4]
+    finally:
+        subscriber.close()
+        publisher.close()
+
+
+def test_rows_of_images_are_no_token_ids(connected: Connected) -> None:
+    connected.cache.insert(np.array([7, IMAGE_BIT + 7]), [5])
+    (event,) = decode(connected.subscriber.next()[2], tokens=True).events
+    assert isinstance(event, BlockStored)
+    assert event.block_hashes
+    assert event.token_ids == []

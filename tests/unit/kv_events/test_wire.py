@@ -116,6 +116,12 @@ def test_what_is_no_batch_is_refused(sent: object) -> None:
         decode(msgspec.msgpack.encode(sent))
 
 
+def test_text_that_is_no_utf_8_is_refused() -> None:
+    sent = msgspec.msgpack.encode([1.0, [{"type": "BlockStored"}]]).replace(b"Stored", b"Stor\xff\xfe")
+    with pytest.raises(ProtocolError, match="not a batch of KV events"):
+        decode(sent)
+
+
 def test_a_payload_that_is_cut_short_is_refused() -> None:
     with pytest.raises(ProtocolError, match="not a batch of KV events"):
         decode(frames_of("stored")[2][:-3])

@@ -122,8 +122,10 @@ def test_a_lost_node_is_forgotten_whatever_it_still_says(rig: Rig) -> None:
     rig.turns_until("nothing is heard", lambda: rig.cached(prompt) == PAGE)
     rig.fleet.registry.lose(rig.node, "its process ended", "closed")
     rig.fleet.placer.history.lost(rig.node)
+    last = rig.insert(2)
+    rig.turns_until("not heard", lambda: rig.cached(last) == PAGE)
     time.sleep(LOOK_SECONDS)
-    rig.insert(2)
+    rig.insert(3)
     for _ in range(20):
         rig.reader.turn()
         time.sleep(0.005)

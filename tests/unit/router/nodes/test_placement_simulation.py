@@ -34,5 +34,11 @@ def test_requests_that_share_prefixes_meet_on_their_nodes() -> None:
     assert aware["first_token_p50"] < unaware["first_token_p50"]
     assert aware["known_blocks"] > 0
     assert simulate(requests, 8, "cache_aware") == aware, "it is deterministic"
-    told = simulate(requests, 8, "cache_events")
-    assert told["hit_rate"] > unaware["hit_rate"] + 0.05
+    assert simulate(requests, 8, "cache_events")["hit_rate"] > unaware["hit_rate"] + 0.05
+
+
+def test_routers_that_nodes_tell_what_they_hold_find_more_than_routers_that_guess() -> None:
+    requests = list(trace(AGENTS, AGENTS.rate * 4, 15.0, 1))
+    guessed, told = (simulate(requests, 8, policy, 4) for policy in ("cache_aware", "cache_events"))
+    assert told["hit_rate"] > guessed["hit_rate"] + 0.05
+    assert told["first_token_p50"] < guessed["first_token_p50"]
