@@ -77,14 +77,14 @@ def assemble(
     """Compose a node that has not started.
 
     Args:
-        backup_bytes: bound of the host memory that holds the pages of retracted requests.
+        backup_bytes: bound of the host memory that holds retracted requests.
         wrap: returns the worker that the node talks to; by default the node talks to the device worker itself.
         grammars: compiles the grammars of requests; by default they are refused.
     """
     parts, forwards, steps = computation, computation.forwards, computation.forwards.steps
     rows, worker = BatchRows(limits.max_running), device_worker(computation, observation.clock)
-    retraction = Retraction(space, rows, parts.rotary, backup_bytes, worker.backups.size_of)
     tier = host_tier(parts.host, worker.host, space, rows, parts.tap)
+    retraction = Retraction(space, rows, parts.rotary, backup_bytes, worker.backups.size_of, tier)
     rules = replace(steps.rules, hidden_states=limits.hidden_states)
     node = DecodeNode(
         links,

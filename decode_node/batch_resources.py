@@ -96,7 +96,7 @@ class BatchResources:
                 batch.append(request)
             else:
                 short = True
-        freeing = self._retraction.frees_pages or any(each.retract for each in self._queues.running.values())
+        freeing = self._frees_pages or any(each.retract for each in self._queues.running.values())
         if short and not freeing:
             victim = choose_victim(self._queues.running.values())
             if victim is not None:
@@ -124,7 +124,7 @@ class BatchResources:
         earlier victims whose save has not ended; the pages of the others become free.
         """
         self._retraction.settle(unsaved)
-        hopeless = self._quarantine_wait.hopeless(self._retraction.frees_pages, now)
+        hopeless = self._quarantine_wait.hopeless(self._frees_pages, now)
         leaving = [(each, Preempted(QUARANTINED)) for each in hopeless]
         for request in list(self._queues.running.values()):
             if request.retract and request.in_flight == 0 and not request.ended:
@@ -138,14 +138,20 @@ class BatchResources:
         return leaving
 
     def resume(self, now: float) -> None:
-        """Resume retracted requests in order of retraction, while their pages and the others' headroom fit."""
-        queue = self._queues.retracted
-        while queue and self._has_row():
-            request = queue[0]
+        """Resume retracted requests in order of retraction, while their pages and the others' headroom fit.
+
+        One whose pages are being fetched has them already, so that the next one need not wait for it.
+        """
+        for request in list(self._queues.retracted):
             needed = self._space.pages_for(request.seq_len + 1)
-            if not self._leaves_headroom(request, needed) or not self._retraction.restore(request):
+            fits = request.lease is not None or self._leaves_headroom(request, needed)
+            if not self._has_row() or not fits:
                 return
-            queue.popleft()
+            if not self._retraction.restore(request):
+                if request.lease is None:
+                    return
+                continue
+            self._queues.retracted.remove(request)
             request.mark("resumed", now)
             pages = [] if request.lease is None else request.lease.pages[request.lease.cached_pages :]
             self._events.add("resumed", request.room, pages=pages)
@@ -175,6 +181,11 @@ class BatchResources:
         self._tier.let_go(request)
         self._retraction.release(request)
         self._events.add("freed", request.room)
+
+    @property
+    def _frees_pages(self) -> bool:
+        """Return whether pages become free once they are copied to host memory."""
+        return self._retraction.frees_pages or self._tier.frees_pages
 
     def _has_row(self) -> bool:
         return len(self._queues.running) < self._max_running and self._rows.free > 0

@@ -2,9 +2,11 @@
 
 A request's pages are stored once it has ended: prompt and answer, so that the next turn of its conversation finds both.
 A request that is admitted later gets from host memory what the pool has lost; its prefill node sends only the rest.
+A request that is retracted is kept here, too, in blocks that nothing replaces before it has resumed.
 
-store   ended    -> in a plan -> [copies to the host] -> known; the pages are free
-fetch   admitted -> in a plan -> [copies, compared]   -> the request may take part in a step
+store   ended     -> in a plan -> [copies to the host] -> known; the pages are free
+        retracted -> in a plan -> [copies to the host] -> the pages are free
+fetch   admitted, or resumed -> in a plan -> [copies, compared] -> the request may take part in a step
 
 Nothing waits for what stands in brackets: `settle` looks after it in every turn of the main loop. Pages that are being
 copied are not free, also if their request has ended meanwhile.
@@ -21,6 +23,7 @@ from common.kv_cache.host_plan import Damage, HostCopy, HostFetch, Store
 from common.kv_cache.host_totals import HostTotals
 from common.kv_cache.page_space import PageLease, PageSpace
 from decode_node.batch_rows import BatchRows
+from decode_node.held_pages import HeldPages
 from decode_node.host_fetches import HostEnds
 from decode_node.request import DecodeRequest
 
@@ -48,6 +51,31 @@ class DecodeTier(Protocol):
     @property
     def busy(self) -> bool:
         """Return whether something goes on whose end no message announces."""
+        ...
+
+    @property
+    def frees_pages(self) -> bool:
+        """Return whether pages of requests that have ended become free once they are stored."""
+        ...
+
+    @property
+    def holds(self) -> bool:
+        """Return whether retracted requests are kept here."""
+        ...
+
+    def hold(self, request: DecodeRequest, pages: Sequence[int], most_bytes: int) -> HeldPages | None:
+        """Store the pages of a retracted request; its lease must not be released while it is `storing`.
+
+        Return None if that takes more than `most_bytes`, or there is no room.
+        """
+        ...
+
+    def bring(self, request: DecodeRequest, held: HeldPages) -> None:
+        """Fetch what the pool has lost of held pages to the request's lease, as `begin` does."""
+        ...
+
+    def drop(self, held: HeldPages) -> None:
+        """Free held pages, once nothing copies them."""
         ...
 
     def find(self, request: DecodeRequest, lease: PageLease) -> FoundPrefix:
@@ -80,7 +108,16 @@ class DecodeTier(Protocol):
 class NoDecodeTier:
     """A node without host memory, which finds and keeps nothing."""
 
-    busy = False
+    busy = frees_pages = holds = False
+
+    def hold(self, request: DecodeRequest, pages: Sequence[int], most_bytes: int) -> HeldPages | None:
+        return None
+
+    def bring(self, request: DecodeRequest, held: HeldPages) -> None:
+        pass
+
+    def drop(self, held: HeldPages) -> None:
+        pass
 
     def find(self, request: DecodeRequest, lease: PageLease) -> FoundPrefix:
         return NOTHING_FOUND
@@ -107,6 +144,9 @@ class NoDecodeTier:
         return HostTotals()
 
 
+NO_TIER = NoDecodeTier()
+
+
 class _KeptPages(NamedTuple):
     """A store that is planned, and the lease that keeps its pages."""
 
@@ -119,7 +159,8 @@ class _Fetching:
     """A fetch that is planned. `left` is the lease of a request that has ended meanwhile."""
 
     request: DecodeRequest
-    prefix: HostPrefix
+    prefix: HostPrefix | None = None
+    held: HeldPages | None = None
     left: PageLease | None = None
 
 
@@ -137,13 +178,21 @@ class DecodePrefixes:
         self._page_bytes = page_bytes
         self._block_pages = cache.block_tokens // space.page_size
         self._last_key = 0
-        self._storing: dict[int, _KeptPages] = {}  # by key
+        self._storing: dict[int, _KeptPages | HeldPages] = {}  # by key
         self._fetching: dict[int, _Fetching] = {}  # by key
         self._totals = HostTotals(block_tokens=cache.block_tokens, total_blocks=cache.total_blocks)
 
     @property
     def busy(self) -> bool:
         return bool(self._storing or self._fetching)
+
+    @property
+    def frees_pages(self) -> bool:
+        return any(isinstance(each, _KeptPages) for each in self._storing.values())
+
+    @property
+    def holds(self) -> bool:
+        return True
 
     def find(self, request: DecodeRequest, lease: PageLease) -> FoundPrefix:
         keys = self._space.keys(request.contents)
@@ -162,16 +211,9 @@ class DecodePrefixes:
         self._totals.queries += len(request.prompt) - lease.cached_tokens
         if prefix is None:
             return
-        host = [page for block in prefix.blocks for page in self._pages(block)]
-        first = lease.cached_pages
-        copy = HostCopy(pages=tuple(lease.pages[first : found.pages]), host_pages=tuple(host[first:]))
-        self._last_key += 1
-        self._rows.fetch(HostFetch(key=self._last_key, copy=copy))
-        self._fetching[self._last_key] = _Fetching(request, prefix)
-        request.fetching = self._last_key
+        self._fetch(_Fetching(request, prefix), lease, prefix.blocks, found.pages)
         self._totals.loads += 1
-        self._totals.hits += len(copy.pages) * self._space.page_size
-        self._totals.loaded_bytes += len(copy.pages) * self._page_bytes
+        self._totals.hits += (found.pages - lease.cached_pages) * self._space.page_size
 
     def give_up(self, found: FoundPrefix) -> None:
         if found.prefix is not None:
@@ -185,17 +227,39 @@ class DecodePrefixes:
         write = self.cache.reserve(keys[: whole * self.cache.block_tokens], request.salt)
         if write is None:
             return
-        pages, host_pages = list[int](), list[int]()
+        pages, blocks = list[int](), list[int]()
         for index, block in sorted(write.blocks.items()):
             pages += lease.pages[index * self._block_pages : (index + 1) * self._block_pages]
-            host_pages += self._pages(block)
-        self._last_key += 1
-        copy = HostCopy(pages=tuple(pages), host_pages=tuple(host_pages))
-        self._rows.store(Store(key=self._last_key, copy=copy))
-        self._storing[self._last_key] = _KeptPages(write, lease)
+            blocks.append(block)
+        self._store(_KeptPages(write, lease), pages, blocks)
         request.lease = None
         self._totals.stores += 1
-        self._totals.stored_bytes += len(pages) * self._page_bytes
+
+    def hold(self, request: DecodeRequest, pages: Sequence[int], most_bytes: int) -> HeldPages | None:
+        keys = self._space.keys(request.computed())
+        prefix = self.cache.find(keys, len(keys), request.salt)
+        own = pages[0 if prefix is None else len(prefix.blocks) * self._block_pages :]
+        count = -(-len(own) // self._block_pages)
+        nbytes = count * self._block_pages * self._page_bytes
+        blocks = self.cache.hold(count) if nbytes <= most_bytes else None
+        if blocks is None:
+            self.give_up(FoundPrefix(prefix))
+            return None
+        held = HeldPages(len(pages), nbytes, prefix, blocks)
+        self._store(held, own, blocks)
+        return held
+
+    def bring(self, request: DecodeRequest, held: HeldPages) -> None:
+        lease = request.lease
+        assert lease is not None
+        if lease.cached_pages < held.num_pages:
+            held.fetching = True
+            known = [] if held.prefix is None else held.prefix.blocks
+            self._fetch(_Fetching(request, held=held), lease, [*known, *held.blocks], held.num_pages)
+
+    def drop(self, held: HeldPages) -> None:
+        held.dropped = True
+        self._free(held)
 
     def let_go(self, request: DecodeRequest) -> None:
         if request.fetching:
@@ -208,8 +272,12 @@ class DecodePrefixes:
         unfinished = {*self._memory.unfinished(), *self._rows.waiting_stores}
         for key in self._storing.keys() - unfinished:
             each = self._storing.pop(key)
-            self.cache.commit(each.write)
-            each.lease.release()
+            if isinstance(each, HeldPages):
+                each.storing = False
+                self._free(each)
+            else:
+                self.cache.commit(each.write)
+                each.lease.release()
         return [self._ended(key, damage) for key, damage in self._memory.fetched().items()]
 
     def flush(self) -> None:
@@ -223,12 +291,44 @@ class DecodePrefixes:
     def _ended(self, key: int, damage: Damage) -> EndedFetch:
         each = self._fetching.pop(key)
         blocks = {page // self._block_pages for page in damage.pages}
-        self._totals.checksum_failures += self.cache.damage(blocks, ())
-        self.cache.release(each.prefix)
-        each.request.fetching = 0
-        if each.left is not None:
+        prefix = each.prefix if each.held is None else each.held.prefix
+        known = blocks.intersection(() if prefix is None else prefix.blocks)
+        self._totals.checksum_failures += self.cache.damage(known, ()) + len(blocks - known)
+        if each.held is None:
+            self.give_up(FoundPrefix(prefix))
+        else:
+            each.held.fetching = False
+            self._free(each.held)
+        if each.left is None:
+            each.request.fetching = 0
+        else:
             each.left.release()
         return EndedFetch(each.request, not blocks)
+
+    def _store(self, storing: _KeptPages | HeldPages, pages: Sequence[int], blocks: Sequence[int]) -> None:
+        """Store pages in blocks, of which the last one may have room for more."""
+        host = [page for block in blocks for page in self._pages(block)]
+        self._last_key += 1
+        copy = HostCopy(pages=tuple(pages), host_pages=tuple(host[: len(pages)]))
+        self._rows.store(Store(key=self._last_key, copy=copy))
+        self._storing[self._last_key] = storing
+        self._totals.stored_bytes += len(pages) * self._page_bytes
+
+    def _fetch(self, fetching: _Fetching, lease: PageLease, blocks: Sequence[int], num_pages: int) -> None:
+        """Fetch the first pages of a lease from blocks, except those that the pool has."""
+        host = [page for block in blocks for page in self._pages(block)]
+        first = lease.cached_pages
+        copy = HostCopy(pages=tuple(lease.pages[first:num_pages]), host_pages=tuple(host[first:num_pages]))
+        self._last_key += 1
+        self._rows.fetch(HostFetch(key=self._last_key, copy=copy))
+        self._fetching[self._last_key] = fetching
+        fetching.request.fetching = self._last_key
+        self._totals.loaded_bytes += len(copy.pages) * self._page_bytes
+
+    def _free(self, held: HeldPages) -> None:
+        if held.dropped and not held.storing and not held.fetching:
+            self.cache.give_back(held.blocks)
+            self.give_up(FoundPrefix(held.prefix))
 
     def _pages(self, block: int) -> range:
         return range(block * self._block_pages, (block + 1) * self._block_pages)

@@ -60,6 +60,7 @@ class Queues:
 
     def holding(self) -> Iterator[DecodeRequest]:
         """Yield the requests that hold pages and will need more."""
+        yield from (each for each in self.retracted if each.lease is not None)
         yield from self.transferring.values()
         yield from self.arrived
         yield from self.running.values()

@@ -19,6 +19,7 @@ from common.messages.identity import NodeRef
 from common.node.hidden_states import StateRows
 from common.node.to_router import NO_ROUTER, ToRouter
 from decode_node.forced_choice import ForcedRow
+from decode_node.held_pages import HeldPages
 
 
 class BackupSize(NamedTuple):
@@ -26,6 +27,7 @@ class BackupSize(NamedTuple):
 
     num_pages: int
     nbytes: int
+    held: HeldPages | None = None  # its pages, if they are with those of cached prefixes
 
 
 @dataclass(slots=True, eq=False)

@@ -1,16 +1,19 @@
 """Decides what is saved of a request that leaves the batch for lack of pages, so that nothing is computed twice.
 
-The copies themselves are moves of a plan (step_plan.py); host memory for them is bounded here.
+The copies themselves are moves of a plan (step_plan.py); host memory for them is bounded here. On nodes that keep
+cached prefixes in host memory, pages are kept there (host_tier.py), and only the rest of a row is saved on its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 from common.engine.forward.rotary_places import RotaryPlaces
 from common.kv_cache.page_space import PageLease, PageSpace
 from decode_node.batch_rows import BatchRows
+from decode_node.held_pages import HeldPages
+from decode_node.host_tier import NO_TIER, DecodeTier
 from decode_node.request import BackupSize, DecodeRequest
 from decode_node.step_plan import Join, Load, Save
 
@@ -21,6 +24,7 @@ class _Leaving(NamedTuple):
     key: int
     lease: PageLease
     row: int
+    held: HeldPages | None
 
 
 class Retraction:
@@ -33,13 +37,15 @@ class Retraction:
         rotary: RotaryPlaces,
         max_bytes: int,
         size_of: Callable[[int], int],
+        tier: DecodeTier = NO_TIER,
     ) -> None:
-        """`size_of` returns the host memory of a backup of so many pages, in bytes."""
+        """`size_of` returns the host memory of a backup of so many pages, in bytes; `tier` may hold pages instead."""
         self._space = space
         self._rows = rows
         self._rotary = rotary
         self._max_bytes = max_bytes
         self._size_of = size_of
+        self._tier = tier
         self._used = 0
         self._leaving: list[_Leaving] = []  # saved by the next plan
         self._saving: dict[int, list[_Leaving]] = {}  # generation of an unread plan -> saved by it
@@ -61,20 +67,31 @@ class Retraction:
         assert request.in_flight == 0
         assert request.lease is not None
         pages = request.lease.pages[: self._space.pages_for(request.seq_len)]
-        size = self._size_of(len(pages))
-        kept = self._used + size <= self._max_bytes
+        backup = self._backup(request, pages)
         # At resume the prefix cache still has the pages unless other requests needed them.
         request.lease.commit(self._space.keys(request.computed()))
         request.retract = False
-        if not kept:
+        if backup is None:
             self.release(request)
             return False
-        request.backup = BackupSize(len(pages), size)
-        self._used += size
-        self._rows.save(Save(request.room, request.row, tuple(pages), request.lease.slot))
-        self._leaving.append(_Leaving(request.room, request.lease, request.row))
+        request.backup = backup
+        self._used += backup.nbytes
+        own = () if backup.held else tuple(pages)
+        self._rows.save(Save(request.room, request.row, own, request.lease.slot))
+        self._leaving.append(_Leaving(request.room, request.lease, request.row, backup.held))
         request.lease, request.row = None, 0
         return True
+
+    def _backup(self, request: DecodeRequest, pages: Sequence[int]) -> BackupSize | None:
+        """Set memory aside for a request; None if there is too little."""
+        size = self._size_of(0 if self._tier.holds else len(pages))
+        most = self._max_bytes - self._used - size
+        if most < 0:
+            return None
+        if not self._tier.holds:
+            return BackupSize(len(pages), size)
+        held = self._tier.hold(request, pages, most)
+        return None if held is None else BackupSize(len(pages), size + held.nbytes, held)
 
     def planned(self, generation: int) -> None:
         """Record that the moves so far are part of this plan."""
@@ -89,7 +106,7 @@ class Retraction:
         """Free the pages and rows of read plans whose saves have ended; `unsaved` are the keys of the others."""
         self._unsaved, copying, self._copying = unsaved, self._copying, []
         for each in copying:
-            if each.key in unsaved:
+            if each.key in unsaved or (each.held is not None and each.held.storing):
                 self._copying.append(each)
             else:
                 each.lease.release()
@@ -98,11 +115,29 @@ class Retraction:
     def restore(self, request: DecodeRequest) -> bool:
         """Give a request pages and a row with its saved KV.
 
-        Return False if there are not enough pages yet, or it is still being saved: the step would wait for the copy.
+        Return False if there are not enough pages yet, or something is still being copied: the step would wait for it.
         """
-        assert request.backup is not None
-        if request.room in self._unsaved:
+        backup = request.backup
+        assert backup is not None
+        if request.room in self._unsaved or (backup.held is not None and backup.held.storing):
             return False
+        if request.lease is None and not self._lease(request, backup):
+            return False
+        if request.fetching:
+            return False
+        lease = request.lease
+        assert lease is not None
+        self.occupy(request)
+        # Pages that are held elsewhere have been fetched.
+        first = last = 0
+        if backup.held is None:
+            first, last = lease.cached_pages, backup.num_pages
+        self._rows.load(Load(request.room, request.row, first, tuple(lease.pages[first:last]), lease.slot))
+        self.drop(request)
+        return True
+
+    def _lease(self, request: DecodeRequest, backup: BackupSize) -> bool:
+        """Lease pages for a request that resumes, and fetch what is held. Return False if there are too few."""
         keys = self._space.keys(request.computed())
         lease = self._space.lease(
             keys,
@@ -113,10 +148,8 @@ class Retraction:
         if lease is None:
             return False
         request.lease = lease
-        self.occupy(request)
-        first, last = lease.cached_pages, request.backup.num_pages
-        self._rows.load(Load(request.room, request.row, first, tuple(lease.pages[first:last]), lease.slot))
-        self.drop(request)
+        if backup.held is not None:
+            self._tier.bring(request, backup.held)
         return True
 
     def occupy(self, request: DecodeRequest) -> None:
@@ -150,6 +183,8 @@ class Retraction:
     def drop(self, request: DecodeRequest) -> None:
         """Drop the backup, after the plan that may load it has done so."""
         if request.backup is not None:
+            if request.backup.held is not None:
+                self._tier.drop(request.backup.held)
             self._used -= request.backup.nbytes
             request.backup = None
             self._rows.forget(request.room)

@@ -255,7 +255,7 @@ class DecodeSection(Section, frozen=True, kw_only=True):
     prefix_cache: PrefixCaching = "auto"
     # Host memory of each node for cached prefixes, in addition to those in its pool; 0: none.
     host_mib: NotNegative = 0
-    # Host memory for the KV of retracted requests; requests beyond it are prefilled again.
+    # Host memory for the KV of retracted requests, of that in host_mib if there is any; others are prefilled again.
     backup_mib: NotNegative = 1024
     # one_behind: CPU nodes, too, launch step t+1 before they read step t, as GPU nodes always do.
     read_results: Literal["when_ready", "one_behind"] = "when_ready"

@@ -72,6 +72,7 @@ class HostCache:
         self.tree = RadixCache(block_tokens, Snapshots(range(1, num_slots + 1)), observer)
         self._allocator = PageAllocator(num_blocks + 1)
         self._keeps_state = num_slots > 0
+        self._held: set[int] = set()  # blocks that `hold` gave away
         self._damaged: set[int] = set()  # blocks whose bytes are not those that were written
         self._damaged_slots: set[int] = set()
         self._repaired: set[int] = set()  # those of them that a write is about to replace
@@ -85,7 +86,12 @@ class HostCache:
     @property
     def writing_blocks(self) -> int:
         """Number of blocks that writes own. 0 when idle."""
-        return self.total_blocks - self._allocator.free_pages - self.tree.cached_pages
+        return self.total_blocks - self._allocator.free_pages - self.tree.cached_pages - len(self._held)
+
+    @property
+    def held_blocks(self) -> int:
+        """Number of blocks that `hold` gave away. 0 when idle."""
+        return len(self._held)
 
     def find(self, keys: Keys, tokens: int, salt: bytes) -> HostPrefix | None:
         """Return the longest prefix of at most `tokens` tokens, locked; None if there is none.
@@ -168,6 +174,19 @@ class HostCache:
         self._damaged |= new_blocks
         self._damaged_slots |= new_slots
         return len(new_blocks) + len(new_slots)
+
+    def hold(self, count: int) -> list[int] | None:
+        """Return blocks outside of the tree, which nothing replaces before `give_back`; None if there are too few."""
+        if count > self._allocator.free_pages + self.tree.evictable_pages:
+            return None
+        blocks = self._allocate(count)
+        self._held.update(blocks)
+        return blocks
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Free what `hold` returned."""
+        self._held.difference_update(blocks)
+        self._allocator.free(blocks)
 
     def flush(self) -> None:
         """Forget all prefixes that nobody reads, and all writes in progress once they end."""

@@ -552,6 +552,7 @@ class NodeCluster:
             self.run(lambda: not tier.busy)
             tier.cache.check_integrity()
             assert tier.cache.writing_blocks == 0, "a write has not ended"
+            assert tier.cache.held_blocks == 0, "a retracted request is held"
             assert tier.cache.tree.evictable_pages == tier.cache.cached_blocks, "a lock is held"
             assert tier.cache.tree.snapshots.writing == 0, "a slot is written"
 

@@ -38,7 +38,12 @@ def test_bytes_come_back_while_the_device_computes() -> None:
     for layer in range(LAYERS):
         pool.key(layer)[:] = written + layer
         pool.value(layer)[:] = -written - layer
-    pool.key(0)[index]  # the first use of a kernel loads it, which waits for the device
+    # The first use of a kernel loads it, which waits for the device, as does pinning memory.
+    pool.key(0)[index]
+    store.store([Store(key=0, copy=HostCopy(pages=PAGES, host_pages=HOST))])
+    until(lambda: not store.unfinished())
+    store.load([HostCopy(pages=TARGET, host_pages=HOST)])
+    arriving.whole()
     torch.cuda.synchronize()
 
     torch.cuda._sleep(BUSY)
@@ -78,15 +83,20 @@ def test_a_load_runs_beside_work_that_was_launched_before_it() -> None:
     device_pool = pool.layout, pool.storage
     lanes = Lanes(host_lane(device), lane)
     store = HostStore(layout, memory, device_pool, ArrivingLayers().expect, lanes, MovedPool(*device_pool))
+    # The first load waits for the device: it loads kernels and pins memory.
+    store.load([HostCopy(pages=TARGET, host_pages=HOST)])
+    torch.cuda.synchronize()
     memory.fill_(3)
     torch.cuda._sleep(BUSY)
     busy = torch.cuda.Event()
     busy.record()
-    store.load([HostCopy(pages=TARGET, host_pages=HOST)])
+    comparison = store.load([HostCopy(pages=TARGET, host_pages=HOST)])
     done = torch.cuda.Event()
     stages = lane.load([lambda: done.record()])
     until(done.query)
     assert not busy.query(), "the copies waited for work that does not touch their pages"
+    until(comparison.ready)
+    assert not busy.query(), "so did the checksums"
     stages[0].follow()
     torch.cuda.synchronize()
     assert (pool.key(2)[list(TARGET)].view(torch.uint8) == 3).all()

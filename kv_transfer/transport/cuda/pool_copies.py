@@ -80,11 +80,12 @@ class MovedPool:
         self.states = {index: (block, first) for (index, block), first in zip(kept.items(), firsts)}
         self._cuda = CudaRuntime() if storage.is_cuda else None
         if storage.is_cuda:
-            unused = self.sums((0,), (0,) if kept else ())
-            unused.add_pages()
-            unused.add_states(kept)
-            unused.on_host()
-            torch.cuda.synchronize(self.device)
+            with torch.cuda.device(self.device):
+                unused = self.sums((0,), (0,) if kept else ())
+                unused.add_pages()
+                unused.add_states(kept)
+                unused.on_host()
+                torch.cuda.synchronize()
 
     def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         """Start to copy `sizes` bytes between addresses, in any order. Raises CudaError."""

@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 
 from common.errors import InternalError
+from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver
 from decode_node.host_fetches import FETCH_SECONDS
+from decode_node.host_parts import host_fetches, host_tier
 from tests.fakes.draft_models import drafting
 from tests.fakes.late_host import LateLoads, LateStores, late_lanes
 from tests.fakes.node_cluster import ONE_BEHIND, Call, HostShape, NodeCluster, Shape
@@ -186,10 +188,12 @@ def test_an_abort_at_any_time(turns: int) -> None:
     with NodeCluster(shape) as cluster:
         for each in SESSIONS:
             serve(cluster, each)
+        assert isinstance(lanes.back, LateLoads)
+        lanes.back.asks = 30
         aborted = cluster.submit(SESSIONS[0], 4)
         cluster.turn(turns)
         cluster.abort(aborted)
-        calls = [cluster.submit(each, 4) for each in SESSIONS]
+        calls = [cluster.submit(prompt_of(120, 10 + n), 4) for n in range(3)]
         finish(cluster)
         expect_reference(*calls)
 
@@ -236,3 +240,110 @@ def test_many_turns_of_many_conversations(seed: int) -> None:
             finish(cluster)
         expect_reference(*(call for call in cluster.calls if not call.aborted))
         assert cluster.decode.link.counters.host_loads > 0
+
+
+# Four prompts of 20 to 23 tokens and answers of 40, in a pool for two of them.
+TIGHT = replace(SHAPE, page_size=4, decode_pool=128, reserved_tokens=0, decode_host=replace(HOST, blocks=60))
+PROMPTS = [prompt_of(20 + n, n) for n in range(4)]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("draft", ["", "eagle3"])
+def test_retracted_requests_are_kept_with_prefixes(late: bool, draft: str) -> None:
+    """None is computed again, and their pages take none of the memory that backups have without host memory."""
+    shape = replace(TIGHT, completion=ONE_BEHIND) if late else TIGHT
+    if late:
+        assert shape.decode_host is not None
+        shape = replace(shape, decode_host=replace(shape.decode_host, lanes=late_lanes))
+    if draft:
+        model, step = drafting(draft, 3)
+        shape = replace(shape, draft=model, step=step, decode_pool=160)
+    with NodeCluster(shape) as cluster:
+        calls, most = [cluster.submit(each, 40) for each in PROMPTS], 0
+        while not all(call.over for call in calls):
+            cluster.turn()
+            cluster.decode.tier.cache.check_integrity()
+            most = max(most, cluster.decode.tier.cache.held_blocks)
+            saved = cluster.decode.backups.nbytes
+            assert saved <= 8 * cluster.decode.backups.size_of(0), "no pages"
+            assert cluster.turns < 3000, cluster.describe()
+        assert most > 0
+        assert cluster.decode.link.counters.retractions > 0
+        assert not cluster.failures
+        finish(cluster)
+        expect_reference(*calls)
+
+
+def test_retracted_requests_replace_prefixes_and_nothing_else() -> None:
+    """Host memory is full of prefixes: they make room, and a request for which there is too little is preempted."""
+    shape = replace(TIGHT, decode_host=replace(HOST, blocks=6))
+    with NodeCluster(shape) as cluster:
+        for n in range(6):
+            serve(cluster, prompt_of(40, 20 + n))
+        assert cluster.decode.tier.cache.cached_blocks == 6
+        calls = [cluster.submit(each, 40) for each in PROMPTS]
+        finish(cluster)
+        expect_reference(*calls)
+        said = cluster.decode.link.counters
+        assert said.host_evicted_tokens > 0
+        assert said.retractions > len(cluster.failures), "some had room"
+        assert {failed.code for failed in cluster.failures} == {"preempted"}
+
+
+def test_backups_are_bounded_beside_prefixes() -> None:
+    """`decode.backup_mib` bounds what retracted requests take of host memory."""
+    with NodeCluster(replace(TIGHT, backup_bytes=0)) as cluster:
+        calls = [cluster.submit(each, 40) for each in PROMPTS]
+        finish(cluster)
+        expect_reference(*calls)
+        assert {failed.code for failed in cluster.failures} == {"preempted"}
+
+
+def test_a_backup_whose_bytes_have_changed_is_computed_again() -> None:
+    with NodeCluster(TIGHT) as cluster:
+        calls, damaged = [cluster.submit(each, 40) for each in PROMPTS], False
+        while not all(call.over for call in calls):
+            cluster.turn()
+            held = [each.backup.held for each in cluster.decode.node.queues.retracted if each.backup]
+            if held and held[0] and not held[0].storing and not damaged:
+                host = cluster.decode.host
+                assert host is not None
+                plane = host.layout.planes.placed[1]
+                host.store.memory[plane.offset + plane.page_bytes * held[0].blocks[0] * HOST.block_pages] += 1
+                damaged = True
+            assert cluster.turns < 3000, cluster.describe()
+        finish(cluster)
+        expect_reference(*calls)
+        assert damaged
+        assert [failed.code for failed in cluster.failures] == ["cache_damaged"]
+        assert cluster.decode.link.counters.host_checksum_failures == 1
+
+
+@pytest.mark.parametrize("turns", range(0, 24, 2))
+def test_a_retracted_request_may_leave_at_any_time(turns: int) -> None:
+    """While it is stored, held or fetched: what it holds is free once nothing copies it."""
+    assert TIGHT.decode_host is not None
+    shape = replace(TIGHT, decode_host=replace(TIGHT.decode_host, lanes=late_lanes), completion=ONE_BEHIND)
+    with NodeCluster(shape) as cluster:
+        calls = [cluster.submit(each, 40) for each in PROMPTS]
+        cluster.run(lambda: len(cluster.decode.node.queues.retracted) > 0)
+        room = cluster.decode.node.queues.retracted[0].room
+        cluster.turn(turns)
+        cluster.abort(cluster.by_room[room])
+        finish(cluster)
+        expect_reference(*(call for call in calls if not call.aborted))
+
+
+def test_a_publisher_hears_of_blocks() -> None:
+    """KV events name what is in host memory, in blocks of its size."""
+    sizes = list[int]()
+    with NodeCluster(SHAPE) as cluster:
+        host = cluster.decode.host
+
+        def tap(block_tokens: int) -> CacheObserver:
+            sizes.append(block_tokens)
+            return NO_OBSERVER
+
+        fetches = host_fetches(host, cluster.clock)
+        host_tier(host, fetches, cluster.decode.space, cluster.decode.rows, tap)
+        assert sizes == [16]

@@ -13,13 +13,24 @@ import pytest
 from common.node.completion import Deferred, Immediate
 from kv_transfer.limits import TransferLimits
 from kv_transfer.transport.loopback.endpoints import Damage, Fault
-from tests.fakes.node_cluster import RETRYABLE, Call, DecodeSide, NodeCluster, PrefillSide, Shape, Watched
+from tests.fakes.late_host import late_lanes
+from tests.fakes.node_cluster import (
+    RETRYABLE,
+    Call,
+    DecodeSide,
+    HostShape,
+    NodeCluster,
+    PrefillSide,
+    Shape,
+    Watched,
+)
 from tests.fakes.sampling_cases import EVERYTHING
 from tests.fakes.scenarios import prompt_of
 from tests.fakes.tiny_model import VOCAB, reference
 
 TRANSFER = TransferLimits(record_bytes=8192, slots_timeout=3.0, first_page_timeout=3.0, stall_timeout=1.0)
 STEMS = [prompt_of(n, 100 + n) for n in (3, 9, 16, 24)]
+HOST = HostShape(blocks=24, lanes=late_lanes)
 DAMAGES: list[Damage] = ["drop", "fail", "truncate", "corrupt", "duplicate", "stick"]
 
 
@@ -43,6 +54,8 @@ def shape_of(rng: random.Random) -> Shape:
         decodes=rng.choice((1, 2)),
         fencing=rng.random() < 0.5,
         transfer=TRANSFER,
+        decode_host=rng.choice((None, HOST)),
+        host=rng.choice((None, HOST)),
     )
 
 

@@ -60,6 +60,7 @@ class HostMachine(RuleBasedStateMachine):
         self.known: set[int] = set()  # blocks that were reported as changed, and not written since
         self.held: list[Prompt] = []
         self.writing: list[Writing] = []
+        self.holding: list[list[int]] = []  # blocks outside of the tree
 
     def content(self, salt: bytes, tokens: list[int], index: int) -> Content:
         return salt, tuple(tokens[: (index + 1) * self.block])
@@ -155,6 +156,24 @@ class HostMachine(RuleBasedStateMachine):
         self.changed |= blocks & self.bytes.keys() - writing
         self.changed_slots |= slots & self.states.keys() - saving
 
+    @rule(count=st.integers(0, 5))
+    def hold(self, count: int) -> None:
+        """Blocks for something else, which replace prefixes that nobody reads."""
+        free = 5 - self.cache.cached_blocks - self.cache.writing_blocks - self.cache.held_blocks
+        possible = count <= free + self.cache.tree.evictable_pages
+        blocks = self.cache.hold(count)
+        assert (blocks is not None) == possible
+        self.holding += [blocks] if blocks else []
+        for block in blocks or ():
+            assert block not in {each for held in self.holding[:-1] for each in held}
+            self.bytes.pop(block, None)
+            self.gone.add(block)
+
+    @precondition(lambda self: self.holding)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        self.cache.give_back(self.holding.pop(data.draw(st.integers(0, len(self.holding) - 1))))
+
     @rule()
     def flush(self) -> None:
         self.cache.flush()
@@ -169,6 +188,7 @@ class HostMachine(RuleBasedStateMachine):
         self.cache.check_integrity()
         self.space.check_integrity()
         assert self.cache.writing_blocks == sum(len(each.write.fresh) for each in self.writing)
+        assert self.cache.held_blocks == sum(len(each) for each in self.holding)
 
     def teardown(self) -> None:
         if not hasattr(self, "cache"):
@@ -178,8 +198,10 @@ class HostMachine(RuleBasedStateMachine):
             prompt.lease.release()
         for each in self.writing:
             self.cache.discard(each.write)
+        for blocks in self.holding:
+            self.cache.give_back(blocks)
         self.cache.check_integrity()
-        assert self.cache.writing_blocks == 0
+        assert self.cache.writing_blocks == self.cache.held_blocks == 0
         assert self.cache.tree.evictable_pages == self.cache.cached_blocks
         assert self.space.leased_pages == 0
 
