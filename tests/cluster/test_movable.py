@@ -112,3 +112,25 @@ async def test_short_prompts_are_computed_where_they_are_decoded(
             pairs = [tuple(each["nodes"][0].values()) for each in (await response.json())["requests"]]
         assert pairs.count(("flex-0", "flex-0")) == len(short), pairs
         await client.wait_idle()
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+async def test_a_killed_node_costs_no_request_and_returns_in_its_first_role(
+    role: str, cluster: RunningCluster, reference: Reference
+) -> None:
+    prompts = [prompt_of(30 + 40 * i, 500 + i) for i in range(6)]
+    expected = [reference(prompt, TOKENS) for prompt in prompts]
+    async with Client(cluster.url) as client, cluster.operator() as operator:
+        assert (await ask(operator, "flex-0", role))[0] == 200
+        before = (await client.node("flex-0"))["counters"]["requests"]
+        running = [asyncio.create_task(client.complete(prompt, TOKENS)) for prompt in prompts]
+        while (await client.node("flex-0"))["counters"]["requests"] == before:
+            await asyncio.sleep(0.01)
+        cluster.kill("flex-0")
+        assert [(await task).tokens for task in running] == expected
+        await client.gone("flex-0")
+        cluster.launch("flex-0")
+        await cluster.wait_nodes(expect=["flex-0"])
+        assert (await client.node("flex-0"))["role"] == "decode"
+        assert (await client.complete(prompts[0], TOKENS)).tokens == expected[0]
+        await client.wait_idle()
