@@ -662,7 +662,7 @@ def test_shipped_files_load(path: Path) -> None:
     model = f"tiny-{kind}" if kind in ("vision", "hybrid", "moe", "tools") else "tiny-target"
     assert resolved.model_path == (CLUSTERS / "../tiny_models" / model).resolve()
     counts = len(resolved.cluster.prefill.nodes), len(resolved.cluster.decode.nodes)
-    assert counts == ((2, 2) if path.stem == "2p2d" else (1, 1))
+    assert counts == ((2, 2) if path.stem in ("2p2d", "movable") else (1, 1))
     gpus = path.stem.startswith("h200")
     transport = "tcp" if path.stem == "tcp" else "cuda_ipc" if gpus else "shm"
     assert choose_transport(resolved.cluster).name == transport
