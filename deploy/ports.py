@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from common.config import Resolved
 from common.config.admin_listener import admin_listeners
+from common.config.kv_events import event_addresses
 from common.config.router_processes import CONTROL
 from common.config.run_directory import control_addresses
 from common.errors import ConfigError
@@ -26,6 +27,7 @@ LISTENING = "0A"  # state of a socket in /proc/net/tcp
 LEAVE_SECONDS = 5.0  # for which a process that is about to end may still have a port
 POLL_SECONDS = 0.1
 ROUTER_PORT = "router.port"
+KV_EVENTS = ("first_port", "first_replay_port")
 _TCP = "tcp://"
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -89,6 +91,12 @@ def _places(resolved: Resolved) -> Iterator[_Place]:
     addresses = [(CONTROL, each) for each in control_addresses(resolved)]
     addresses += [
         (f"prefill.nodes[{each.name}].peer_address", each.peer_address) for each in cluster.prefill.nodes
+    ]
+    addresses += [
+        (f"kv_events.{key}", address)
+        for role, nodes in (("prefill", cluster.prefill.nodes), ("decode", cluster.decode.nodes))
+        for each in (nodes if cluster.kv_events.enabled else ())
+        for key, address in zip(KV_EVENTS, event_addresses(cluster, role, each.name), strict=True)
     ]
     for key, address in addresses:
         if address.startswith(_TCP):

@@ -168,6 +168,9 @@ class EventReader:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, QUEUED_MESSAGES)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
+        # A node may publish where this router cannot connect: the attempts become rare.
+        socket.setsockopt(zmq.RECONNECT_IVL, 500)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 30_000)
         socket.setsockopt(zmq.IPV6, int("[" in address))
         socket.connect(address)
         return socket

@@ -100,6 +100,15 @@ def test_other_ports_are_checked_too(load: Load) -> None:
             assert caught.value.path.startswith(key.rstrip("s"))
 
 
+@pytest.mark.parametrize("key", ["first_port", "first_replay_port"])
+def test_the_ports_of_kv_events_are_checked_for_every_node(load: Load, key: str) -> None:
+    with held_port() as held, listener("--cluster", "o.yaml") as (_, port):
+        first = f"kv_events.{key}={port - 1}"  # the decode node has the second one
+        with pytest.raises(ConfigError, match=f"port {port} is in use") as caught:
+            check_ports(load("kv_events.enabled=true", first, port=held.getsockname()[1]), lambda: False)
+        assert caught.value.path == f"kv_events.{key}"
+
+
 def test_a_process_that_ends_soon_is_waited_for(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ports, "LEAVE_SECONDS", PATIENCE)
     with socket.create_server(("127.0.0.1", 0)) as taken:
