@@ -3,11 +3,12 @@
     python -m tests.cluster.check_ranks [SECONDS] [SEED]
 
 CI has no time for it. Each cluster has two nodes per role, the first with ranks, and serves requests that are greedy or
-seeded, while one process of a first node is killed or stopped, or the whole node is stopped for a while. Requests have
-to continue elsewhere with the same text, the node has to end or to go on, and no page may be lost. The combinations
+seeded, while one process of a node is killed or stopped, or the whole node is stopped for a while. Requests have to
+continue elsewhere with the same text, the node has to end or to go on, and no page may be lost. The combinations
 contain as many pairs of values (sizes, transports, algorithms, formats ... signals, ranks, moments) as there is time
-for; it prints a line of JSON per fault and one with the counts. The exit code is 1 if anything was wrong. Greedy texts
-count up to the first near-tie, which rounding may decide the other way.
+for. Sizes count where a request was placed on two nodes of these sizes, and with a fault where one of these nodes had
+it. All pairs take about 25 clusters. It prints a line of JSON per fault and one with the counts. The exit code is 1 if
+anything was wrong. Greedy texts count up to the first near-tie, which rounding may decide the other way.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from deploy.eval_cli import picture_body
 from deploy.tiny_models.vision.questions import questions
 from tests.cluster.covering_rows import Covering, Row
 from tests.cluster.harness import MODEL, Client, RunningCluster, with_children
+from tests.cluster.test_nixl import installed
 from tests.cluster.test_ranks import prompt_of
 from tests.fakes.waiting import PATIENCE, eventually
 
@@ -65,9 +67,15 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8": {"model": {"quantization": "fp8"}},
     "fp8 pages": {"kv": {"dtype": "fp8"}},
 }
+# Ranks of the first node of each role -> (prefill size)x(decode size) of a request there; the second node has one.
+SHAPES = {
+    (2, 2): ("2x2", "2x1", "1x2"),
+    (2, 4): ("2x4", "2x1", "1x4"),
+    (4, 2): ("4x2", "4x1", "1x2"),
+}
 DIMENSIONS = {
     "sizes": ("1x2", "2x1", "2x2", "2x4", "4x2", "4x1", "1x4"),
-    "transport": ("shm", "tcp"),
+    "transport": ("shm", "tcp", *(("nixl",) if installed() else ())),
     "algorithm": tuple(ALGORITHMS),
     "format": tuple(FORMATS),
     "pool": ("large", "small"),
@@ -77,7 +85,7 @@ DIMENSIONS = {
     "rank": ("first", "last"),
     "moment": ("prompt", "first token", "decoding"),
 }
-OF_FAULT = ("signal", "role", "rank", "moment")
+OF_FAULT = ("sizes", "signal", "role", "rank", "moment")
 
 
 @dataclass(frozen=True)
@@ -102,11 +110,16 @@ def config_of(row: Row) -> dict[str, Any]:
     captured = row["graphs"] == "captured"
     config: dict[str, Any] = {
         "model": {"path": str(MODELS / model), "served_name": "tiny"},
-        "router": {"placement": {"prefill": "round_robin", "decode": "round_robin"}, "queue_wait": 600.0},
+        # Two policies that take turns would always choose the same pairs: of prefill nodes, one is drawn.
+        "router": {
+            "placement": {"prefill": "least_loaded", "decode": "round_robin", "temperature_ms": 1e6},
+            "queue_wait": 600.0,
+        },
         "speculation": speculation,
         "prefill": {"graphs": "breakable" if captured else "none", "chunk_tokens": 128},
         "decode": {"graphs": "full" if captured else "none"},
         "transfer": {"transport": row["transport"]},
+        "security": {"isolated_network": True} if row["transport"] == "nixl" else {},
         "health": {"loop_timeout": 5.0, "node_timeout": 5.0, "hang_timeout": 60.0},
     }
     if row["pool"] == "small":
@@ -184,9 +197,9 @@ class References:
         return self._found[key]
 
 
-def cluster_of(row: Row, directory: Path) -> RunningCluster:
+def cluster_of(row: Row, shape: tuple[int, int], directory: Path) -> RunningCluster:
     """Return a cluster that has not started: in each role a node of several ranks and one of a single rank."""
-    prefill, decode = map(int, row["sizes"].split("x"))
+    prefill, decode = shape
     cluster = RunningCluster(
         directory, 2, 2, config_of(row), ranks={"prefill-0": prefill, "decode-0": decode}
     )
@@ -198,6 +211,24 @@ def cluster_of(row: Row, directory: Path) -> RunningCluster:
     return cluster
 
 
+def nodes_of(sizes: str) -> dict[str, str]:
+    """Return the node of each role on which requests have these sizes; the first nodes have more than one rank."""
+    return {
+        role: f"{role}-{int(size == '1')}"
+        for role, size in zip(("prefill", "decode"), sizes.split("x"), strict=True)
+    }
+
+
+async def sizes_seen(cluster: RunningCluster, node: str = "") -> set[str]:
+    """Return the sizes on which the last requests were placed, with `node` those where it was one of the two."""
+    async with cluster.operator() as client:
+        async with client.session.get("/requests", params={"limit": REQUESTS}) as response:
+            said = (await response.json())["requests"]
+    placed = {(each["prefill"], each["decode"]) for request in said for each in request["nodes"]}
+    ranks = {name: cluster.ranks.get(name, 1) for name in cluster.names}
+    return {f"{ranks[one]}x{ranks[other]}" for one, other in placed if node in ("", one, other)}
+
+
 async def reached(client: Client, row: Row, node: str) -> None:
     """Wait until the node is at the moment of the fault, or has been there."""
     deadline = time.monotonic() + PATIENCE
@@ -206,15 +237,15 @@ async def reached(client: Client, row: Row, node: str) -> None:
         "first token": lambda found: bool(found["load"]["transferring"] or found["counters"]["transfers"]),
         "decoding": lambda found: bool(found["load"]["running"] or found["counters"]["generated_tokens"]),
     }
-    watched = node if row["moment"] == "prompt" else "decode-0"
+    watched = node if row["moment"] == "prompt" else nodes_of(row["sizes"])["decode"]
     while not wanted[row["moment"]](await client.node(watched)) and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
 
 
-async def fault(cluster: RunningCluster, row: Row, references: list[Expected]) -> str:
-    """Injects one fault and returns what was wrong."""
-    node, last = f"{row['role']}-0", row["rank"] == "last"
-    process, ranks = cluster.processes[node], cluster.rank_pids(f"{row['role']}-0")
+async def fault(cluster: RunningCluster, row: Row, references: list[Expected]) -> tuple[str, set[str]]:
+    """Inject one fault. Return what was wrong, and the sizes of requests that the node had."""
+    node, last = nodes_of(row["sizes"])[row["role"]], row["rank"] == "last"
+    process, ranks = cluster.processes[node], cluster.rank_pids(node)
     victim = ranks[-1] if last and ranks else process.pid
     async with Client(cluster.url) as client:
         running = [asyncio.create_task(ask(client, body)) for body in bodies(row)]
@@ -236,6 +267,7 @@ async def fault(cluster: RunningCluster, row: Row, references: list[Expected]) -
             os.kill(victim, signal.SIGCONT)
         answers = [text_of(choice) for choice in await asyncio.gather(*running)]
         wrong = compared(answers, bodies(row), references)
+        seen = await sizes_seen(cluster, node)
         if not goes_on:
             await asyncio.to_thread(process.wait, 2 * PATIENCE)
             for pid in ranks:
@@ -247,7 +279,7 @@ async def fault(cluster: RunningCluster, row: Row, references: list[Expected]) -
         await client.wait_idle()
         again = [text_of(await ask(client, body)) for body in bodies(row)[:4]]
         wrong += [f"{each} afterwards" for each in compared(again, bodies(row), references)]
-    return "; ".join(wrong)
+    return "; ".join(wrong), seen
 
 
 def has_ended(pid: int) -> bool:
@@ -268,8 +300,13 @@ async def run_cluster(
     row: Row, covering: Covering, references: list[Expected], until: float, counts: Counter[str]
 ) -> None:
     """Run one cluster without a fault and with some; count the faults by result."""
+    fixed = {name: value for name, value in row.items() if name not in OF_FAULT}
+    shape = max(
+        (each for each in SHAPES if row["sizes"] in SHAPES[each]),
+        key=lambda each: sum(covering.gain({**fixed, "sizes": sizes}) for sizes in SHAPES[each]),
+    )
     with tempfile.TemporaryDirectory() as directory:
-        async with cluster_of(row, Path(directory)) as cluster:
+        async with cluster_of(row, shape, Path(directory)) as cluster:
             async with Client(cluster.url) as client:
                 answers = [
                     text_of(each)
@@ -277,15 +314,18 @@ async def run_cluster(
                 ]
             problem = "; ".join(compared(answers, bodies(row), references))
             counts["undisturbed wrong" if problem else "undisturbed right"] += 1
-            fixed = {name: value for name, value in row.items() if name not in OF_FAULT}
+            for sizes in await sizes_seen(cluster):
+                covering.cover({**fixed, "sizes": sizes})
             for index in range(FAULTS):
                 if index and time.monotonic() > until:
                     break
-                each = covering.best(fixed)
-                problem = "; ".join(filter(None, (problem, await fault(cluster, each, references))))
-                covering.cover(each)
+                each = covering.best(fixed, {"sizes": SHAPES[shape]})
+                found, seen = await fault(cluster, each, references)
+                problem = "; ".join(filter(None, (problem, found)))
+                for sizes in seen:
+                    covering.cover({**each, "sizes": sizes})
                 counts["wrong" if problem else "right"] += 1
-                print(json.dumps({**each, "problem": problem}), flush=True)
+                print(json.dumps({**each, "seen": sorted(seen), "problem": problem}), flush=True)
                 problem = ""
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 Row = dict[str, str]
 Pair = tuple[tuple[str, str], tuple[str, str]]
-DRAWN = 60  # candidates for each row
+DRAWN = 200  # candidates for each row
+NOTHING_ELSE: Mapping[str, Sequence[str]] = {}
 
 
 def pairs(row: Row) -> set[Pair]:
@@ -30,15 +31,20 @@ class Covering:
         }
         self.all = len(self.left)
 
-    def best(self, fixed: Row) -> Row:
-        """Return a row that extends `fixed`."""
-        return max(self._candidates(fixed), key=lambda row: len(pairs(row) & self.left))
+    def best(self, fixed: Row, among: Mapping[str, Sequence[str]] = NOTHING_ELSE) -> Row:
+        """Return a row that extends `fixed`, in the dimensions of `among` by one of its values."""
+        return max(self._candidates(fixed, among), key=self.gain)
+
+    def gain(self, row: Row) -> int:
+        """Return how many pairs of a row, which may lack dimensions, are not covered."""
+        return len(pairs(row) & self.left)
 
     def cover(self, row: Row) -> None:
         """Count the pairs of a row as covered."""
         self.left -= pairs(row)
 
-    def _candidates(self, fixed: Row) -> Iterator[Row]:
+    def _candidates(self, fixed: Row, among: Mapping[str, Sequence[str]]) -> Iterator[Row]:
+        allowed = {**self._dimensions, **among}
         for _ in range(DRAWN):
-            drawn = {name: self._random.choice(values) for name, values in self._dimensions.items()}
+            drawn = {name: self._random.choice(values) for name, values in allowed.items()}
             yield drawn | fixed

@@ -36,7 +36,8 @@ SHORT = [prompt_of(5, i) for i in range(10)]
 def ranked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """Run a node of two ranks and a node of one rank in each role; requests take all four pairs."""
     config = {
-        "router": {"placement": {"prefill": "round_robin", "decode": "round_robin"}},
+        # Two policies that take turns would always choose the same pairs: of prefill nodes, one is drawn.
+        "router": {"placement": {"prefill": "least_loaded", "decode": "round_robin", "temperature_ms": 1e6}},
         "speculation": {
             "algorithm": "eagle3",
             "draft_model_path": str(MODEL.parent / "tiny-eagle3"),
@@ -65,6 +66,11 @@ async def test_every_pair_of_sizes_gives_the_same_answers(
         await expect_constrained(client, asked, masked_reference)
         await client.wait_idle()
         nodes = {node["name"]: node for node in (await client.info())["nodes"]}
+        async with client.session.get("/requests", params={"limit": 40}) as response:
+            placed = [each for said in (await response.json())["requests"] for each in said["nodes"]]
+    assert {(each["prefill"], each["decode"]) for each in placed} == {
+        (prefill, decode) for prefill in ("prefill-0", "prefill-1") for decode in ("decode-0", "decode-1")
+    }
     assert {name: node["config"]["tensor_parallel"] for name, node in nodes.items()} == {
         "prefill-0": 2,
         "prefill-1": 1,

@@ -24,5 +24,12 @@ def test_a_row_keeps_what_is_fixed() -> None:
     assert covering_row()["a"] == "2"
 
 
+def test_a_row_takes_only_the_values_that_are_possible() -> None:
+    covering = Covering(DIMENSIONS, seed=1)
+    assert {covering.best({"a": "2"}, {"c": ("p", "q")})["c"] for _ in range(20)} == {"p", "q"}
+    covering.cover({"a": "2", "c": "p"})
+    assert covering.gain({"a": "2", "b": "x", "c": "p"}) == 2
+
+
 def covering_row() -> dict[str, str]:
     return Covering(DIMENSIONS, seed=1).best({"a": "2"})
