@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from common.errors import ConfigError, NoAnswer
 from common.observability.logs import Log
 from deploy import planner_cli
+from deploy.cluster_sample import Buckets, ClusterSample
 from deploy.planning.changers import KubernetesScaler, RoleChanger
 from deploy.planning.decision import Move, Scale
 from deploy.planning.observing import Observer
@@ -169,6 +171,40 @@ async def test_what_cannot_be_changed_is_refused_at_the_start() -> None:
             await Routers(url, "wrong").read()
     with pytest.raises(ConfigError, match="no http or https URL"):
         Routers("ftp://host", None)
+
+
+def reading(at: float, firsts: int, gaps: int, transferring: int = 0, busy: float = 0.0) -> ClusterSample:
+    """Return a reading of one prefill and one decode node."""
+    load = {"queued": 0, "running": 2, "transferring": transferring, "queued_ms": 300.0}
+    load |= {"free_pages": 50, "cached_pages": 10, "total_pages": 100}
+    nodes = [
+        {"name": role, "role": role, "state": "up", "movable": True, "load": load, "counters": counters}
+        for role, counters in (
+            ("prefill", {"forward_seconds": busy}),
+            ("decode", {"forward_seconds": 0.0}),
+        )
+    ]
+    first = Buckets({0.5: firsts / 2, 1.0: firsts, math.inf: firsts})
+    return ClusterSample(at, {"nodes": nodes}, first, Buckets({math.inf: gaps}), 3, 0.02 * gaps)
+
+
+def test_an_observation_is_what_has_happened_since_the_reading_before() -> None:
+    observer = Observer(0.9, 5)
+    assert observer.observe({"a": reading(10.0, 100, 1000, busy=4.0)}, {}) is None
+    seen = observer.observe(
+        {"a": reading(15.0, 110, 1100, transferring=6, busy=8.0), "b": reading(15.0, 7, 1100)}, {}
+    )
+    assert seen is not None
+    # `b` was not read before. Each of the two has three requests that wait for room.
+    assert (seen.first_token, seen.waiting_for_room) == (pytest.approx(0.9), 6)
+    assert seen.gap == pytest.approx(0.02)
+    assert (seen.queued, seen.busy, seen.running) == (0.3, pytest.approx(0.8), 2)
+    # Of 40 % of the pages a quarter belongs to the two of eight requests that are generated.
+    assert seen.pool_use == pytest.approx(0.1)
+    # `a` was restarted, and so were both nodes.
+    again = observer.observe({"a": reading(20.0, 3, 0), "b": reading(20.0, 8, 0)}, {})
+    assert again is not None
+    assert (again.first_token, again.gap, again.busy) == (None, None, None)
 
 
 @dataclass
