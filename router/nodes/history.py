@@ -121,6 +121,8 @@ class PlacementHistory:
 
     def _add(self, node: Node, blocks: BlockChain) -> None:
         pool = node.register.total_pages * node.register.page_size
+        # What the pool has is in host memory, too.
+        kept = max(pool, node.load.host_total_tokens)
         ttl = UNCONFIRMED_SECONDS if node.incarnation in self.told.following else None
-        most = pool // self.rules.block_tokens
+        most = kept // self.rules.block_tokens
         self._indexes[node.role].add(node.incarnation, blocks.hashes, most, ttl=ttl)

@@ -131,6 +131,22 @@ def test_the_holder_of_a_prefix_is_found_among_hundreds() -> None:
     assert fleet.place(PROMPT)[0] is not first[0]
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(("host", "found"), [(0, 256), (4096, 1024)])
+def test_host_memory_counts_like_a_larger_pool(role: Role, host: int, found: int) -> None:
+    """A pool for 1,280 tokens keeps the second prompt and the beginning of the first one, host memory both."""
+    fleet = Fleet(nodes=1)
+    node = fleet.node(f"{role[0]}000")
+    node.register = replace(node.register, total_pages=1280 // node.register.page_size)
+    node.load = replace(node.load, host_total_tokens=host)
+    history = fleet.placer.history
+    for start in (0, 10_000):
+        tokens = [number + start for number in PROMPT]
+        history.placed(fleet.prompt(tokens), fleet.node("p000"), fleet.node("d000"))
+    prompt = fleet.prompt([*PROMPT, 1])
+    assert history.cached_tokens(history.matches(role, prompt), node, prompt) == found
+
+
 def test_a_lost_node_and_a_flush_are_forgotten() -> None:
     fleet = Fleet()
     first, _ = fleet.place(PROMPT)
