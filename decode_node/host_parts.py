@@ -9,7 +9,6 @@ from common.kv_cache.host_cache import HostCache
 from common.kv_cache.host_plan import NoHostCopies
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, NoPrefixCache
-from common.node.host_lane import Stage
 from common.node.host_share import HostShare, share_of_host
 from decode_node.batch_rows import BatchRows
 from decode_node.forwards import Forwards
@@ -42,11 +41,7 @@ def make_host_memory(nbytes: int, forwards: Forwards, space: PageSpace) -> HostS
             "it out",
         )
     pool = forwards.layout, forwards.pools[0].storage
-    return share_of_host(KEY, nbytes, space.page_size, pool, fetch_alone, MovedPool)
-
-
-def fetch_alone(layers: object, copied: Stage, compared: Stage) -> None:
-    """Let no step wait for a fetch: requests take part in none before it has ended."""
+    return share_of_host(KEY, nbytes, space.page_size, pool, None, MovedPool)
 
 
 def host_fetches(memory: HostShare | None, clock: Callable[[], float]) -> HostFetches:

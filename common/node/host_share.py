@@ -53,7 +53,7 @@ def share_of_host(
     nbytes: int,
     grid: int,
     pool: tuple[PoolLayout, Tensor],
-    expect: Expect,
+    expect: Expect | None,
     copies: Callable[[PoolLayout, Tensor], PoolCopies],
     exchange: Exchange = lambda own: (own,),
 ) -> HostShare:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -81,7 +81,7 @@ class HostStore:
         layout: HostLayout,
         memory: Tensor,
         device: tuple[PoolLayout, Tensor],
-        expect: Expect,
+        expect: Expect | None,
         lanes: Lanes,
         copies: PoolCopies,
         clock: Callable[[], float] = time.monotonic,
@@ -91,7 +91,8 @@ class HostStore:
         Args:
             memory: [layout.planes.total_bytes] uint8, pinned if the device is a GPU.
             device: layout and storage of the pool.
-            expect: lets the work that needs a load wait for it. What writes to loaded pages waits for the checksums.
+            expect: lets the work that needs a load wait for it, layer by layer. What writes to loaded pages waits for
+                the checksums. None: nothing is launched that needs a load before its comparison is `ready`.
         """
         pool, storage = device
         self.memory = memory
@@ -118,17 +119,24 @@ class HostStore:
         if not loads:
             return NOTHING_LOADED
         copy = _joined(loads)
-        layers: dict[int, list[_CopiedPlane]] = {}
-        draft: list[_CopiedPlane] = []
-        for plane in self._planes:
-            target = plane.ours.plane.owner == "target"
-            (layers.setdefault(plane.ours.plane.layer, []) if target else draft).append(plane)
-        parts = [*layers.values(), *([draft] if draft else ())]
         loading = _Loading(self, self._copies, copy)
+        layers = {} if self._expect is None else self._layers
+        draft = [each for each in self._planes if each.ours.plane.owner == "draft"]
+        parts = [*layers.values(), *([draft] if draft else ())] if layers else [self._planes]
         stages = self._lanes.back.load([*(partial(loading.part, part) for part in parts), loading.end])
-        self._expect(dict(zip(layers, stages)), stages[-2], stages[-1])
+        if self._expect is not None:
+            self._expect(dict(zip(layers, stages)), stages[-2], stages[-1])
         loading.stage = stages[-1]
         return loading
+
+    @cached_property
+    def _layers(self) -> dict[int, list[_CopiedPlane]]:
+        """The planes of the target, by layer."""
+        layers: dict[int, list[_CopiedPlane]] = {}
+        for each in self._planes:
+            if each.ours.plane.owner == "target":
+                layers.setdefault(each.ours.plane.layer, []).append(each)
+        return layers
 
     def unfinished(self) -> Collection[int]:
         """Return the keys of stores whose copies have not ended. Does not wait.

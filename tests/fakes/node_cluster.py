@@ -63,7 +63,6 @@ from decode_node.forced_choice import ForcedShare, ForcedStep
 from decode_node.forced_steps import ForcedSetup, with_forced_steps
 from decode_node.forwards import step_forwards
 from decode_node.graphs import step_graphs
-from decode_node.host_parts import fetch_alone
 from decode_node.limits import DecodeLimits
 from decode_node.node import DecodeNode
 from decode_node.pacing import Pacing
@@ -773,7 +772,9 @@ class NodeCluster:
         made = self._host_memory(self.shape.host, pool, forwards.arriving.expect)
         return HostParts(host_prefixes(made.layout, made.items, made.store, space), made.store)
 
-    def _host_memory(self, shape: HostShape, pool: tuple[PoolLayout, Tensor], expect: Expect) -> HostShare:
+    def _host_memory(
+        self, shape: HostShape, pool: tuple[PoolLayout, Tensor], expect: Expect | None
+    ) -> HostShare:
         layout = shape.layout(pool[0])
         memory = host_bytes(layout.planes.total_bytes, PLACEMENT.device)
         lanes, copies = shape.lanes(), MovedPool(*pool)
@@ -810,7 +811,7 @@ class NodeCluster:
         peers = PeerConnections(self.context, name, incarnation, receiver, poller)
         host, pool = None, (forwards.layout, forwards.pools[0].storage)
         if shape.decode_host is not None:
-            host = self._host_memory(shape.decode_host, pool, fetch_alone)
+            host = self._host_memory(shape.decode_host, pool, None)
         computation = Computation(
             forwards,
             relay,
