@@ -4,7 +4,8 @@
 
 CI has no time for so many clusters: sizes of chunks, transports, two nodes of each role, a killed decode node, a pool
 too small for all requests at once. Every setting serves the prompts twice, the second time from the prefix cache. It
-prints a line of JSON per setting; the exit code is 1 if any text differs. All settings take some minutes on two cores.
+prints a line of JSON per setting; the exit code is 1 if any text differs or a setting has a problem. All settings take
+some minutes on two cores.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class Setting:
     nodes: int = 1  # per role
     kill: bool = False
     pool: int | None = None  # tokens of a decode node's pool
+    times: int = 1  # how often each prompt is asked at the same time
 
     def config(self, family: str) -> Config:
         sections = shipped(family)
@@ -94,7 +96,7 @@ class Setting:
 SETTINGS = (
     *(Setting(chunk) for chunk in (1, 7, 63, 64, 65)),
     Setting(transport="tcp"),
-    Setting(pool=SMALL_POOL),
+    Setting(pool=SMALL_POOL, times=3),  # or a fast machine answers before requests need each other's pages
     Setting(nodes=2),
     Setting(chunk=64, transport="tcp", nodes=2, kill=True),
 )
@@ -114,7 +116,8 @@ async def answers(cluster: RunningCluster, prompts: list[list[int]], kill: bool)
 
 
 async def run(family: str, setting: Setting, prompts: list[list[int]], expected: list[list[str]]) -> Config:
-    """Return what a setting gave."""
+    """Return what a setting gave; `problem`: why it does not show what it should, apart from wrong texts."""
+    prompts, expected = setting.times * prompts, setting.times * expected
     with tempfile.TemporaryDirectory() as directory:
         both = setting.nodes, setting.nodes
         async with RunningCluster(Path(directory), *both, config=setting.config(family)) as cluster:
@@ -125,7 +128,7 @@ async def run(family: str, setting: Setting, prompts: list[list[int]], expected:
     decodes = [node for node in info["nodes"] if node["role"] == "decode"]
     lengths = [state["avg_spec_accept_length"] for state in info["internal_states"]]
     retractions = sum(node["counters"]["retractions"] for node in decodes)
-    assert retractions or setting.pool is None, "the small pool was large enough for all requests"
+    unused = setting.pool is not None and not retractions
     return {
         "family": family,
         "setting": {key: getattr(setting, key) for key in Setting.__dataclass_fields__},
@@ -135,6 +138,7 @@ async def run(family: str, setting: Setting, prompts: list[list[int]], expected:
         "answers": 2 * len(prompts),
         "cached": sum(answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in found[1]),
         "retractions": retractions,
+        "problem": "the small pool was large enough for all requests" if unused else "",
         "accept_lengths": [round(length, 3) for length in lengths],
     }
 
@@ -151,12 +155,12 @@ def check(family: str) -> Iterator[Config]:
 
 def main() -> int:
     """Check the named families, by default both."""
-    wrong = 0
+    failed = False
     for family in sys.argv[1:] or ("hybrid", "moe"):
         for result in check(family):
             print(json.dumps(result), flush=True)
-            wrong += result["wrong"]
-    return 1 if wrong else 0
+            failed = failed or bool(result["wrong"] or result["problem"])
+    return int(failed)
 
 
 if __name__ == "__main__":
