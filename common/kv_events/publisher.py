@@ -142,7 +142,7 @@ class KvEventPublisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Publish what is queued, within bounds, and close the sockets."""
+        """End the thread and close the sockets. What is queued is not published: the node's caches are gone."""
         if self._context is None:
             return
         self._closing.set()
@@ -171,14 +171,11 @@ class KvEventPublisher:
         while not self._closing.is_set():
             if self._questions.poll(0):
                 self._answer()
-            self._publish(IDLE_SECONDS)
-        # What was queued before `close`, but no more than one queue's worth.
-        for _ in range(self._plan.max_queue // CHANGES_PER_BATCH + 1):
-            self._publish(0)
+            self._publish()
 
-    def _publish(self, seconds: float) -> None:
-        """Publish a batch of what is queued, for which the thread waits up to `seconds`."""
-        events = [event for change in self._taken(seconds) for event in self._blocks.apply(change)]
+    def _publish(self) -> None:
+        """Publish a batch of what is queued, for which the thread waits up to IDLE_SECONDS."""
+        events = [event for change in self._taken() for event in self._blocks.apply(change)]
         if self.dropped != self._seen_drops:
             # Nobody can be told what is missing: the skipped number says that something is.
             self._seen_drops = self.dropped
@@ -195,16 +192,16 @@ class KvEventPublisher:
             self._kept_bytes -= len(self._kept.popleft().payload)
         self._publisher.send_multipart((self._topic, _number(batch.sequence), batch.payload))
 
-    def _taken(self, seconds: float) -> Iterator[CacheChange]:
+    def _taken(self) -> Iterator[CacheChange]:
         until = self._taken_bytes + BATCH_BYTES
         with contextlib.suppress(queue.Empty):
             for count in range(CHANGES_PER_BATCH):
                 if self._taken_bytes > until:
                     return
-                if count or not seconds:
+                if count:
                     change, nbytes = self._queue.get_nowait()
                 else:
-                    change, nbytes = self._queue.get(timeout=seconds)
+                    change, nbytes = self._queue.get(timeout=IDLE_SECONDS)
                 self._taken_bytes += nbytes
                 yield change
 
