@@ -16,6 +16,14 @@ from common.messages.identity import Role
 
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 OTHER: dict[Role, Role] = {"prefill": "decode", "decode": "prefill"}
+OPPOSITE: dict[str, str] = {
+    "prefill": "decode",
+    "decode": "prefill",
+    "prefill+": "prefill-",
+    "prefill-": "prefill+",
+    "decode+": "decode-",
+    "decode-": "decode+",
+}
 # Prompts count as waiting if the predicted time of a queue is over this share of the target of first tokens. Without a
 # queue, more nodes do not bring first tokens sooner.
 QUEUE_SHARE = 0.1
@@ -23,6 +31,9 @@ QUEUE_SHARE = 0.1
 ASSUMED_GROWTH = 0.5
 # It counts as measured once the most requests that were seen on a node are so many times the fewest.
 SPREAD = 2.0
+# A change that is taken back within so many cool-downs was a mistake: the next one needs a window twice as long.
+REGRET = 10.0
+MOST_CAUTION = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +106,18 @@ class Scale:
     replicas: int
 
 
+# What a change does: the role that gets a node by a move, or whose replicas grow (+) or shrink (-).
+Direction = str
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """The part of the past that decisions depend on."""
 
     changed_at: float = -math.inf  # when the last change, or attempt, ended
+    last: Direction = ""  # of the last change
+    # direction -> how many times as long a window a change needs
+    caution: Mapping[Direction, int] = field(default_factory=dict)
     # (mean requests of a decode node, gap) of the latest observation of each class of such means
     gaps: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
@@ -121,6 +139,23 @@ def remember(state: State, seen: Observation) -> State:
     return replace(state, gaps={**state.gaps, number: (seen.running, seen.gap)})
 
 
+def direction_of(change: Move | Scale, latest: Observation) -> Direction:
+    if isinstance(change, Move):
+        return change.role
+    return f"{change.role}{'+' if change.replicas > latest.replicas[change.role] else '-'}"
+
+
+def after_change(state: State, direction: Direction, now: float, limits: Limits) -> State:
+    """Return the state after a change that ended at `now`."""
+    caution, last = dict(state.caution), state.last
+    if last:
+        soon = now < state.changed_at + REGRET * limits.cool_down
+        factor = caution.get(last, 1)
+        regretted = soon and direction == OPPOSITE[last]
+        caution[last] = min(2 * factor, MOST_CAUTION) if regretted else max(factor // 2, 1)
+    return replace(state, changed_at=now, last=direction, caution=caution)
+
+
 def predicted_gap(seen: Observation, growth: float, state: State) -> float:
     """Return the gap that decode nodes with `growth` times the requests would have: a line through earlier ones."""
     gap, points = seen.gap or 0.0, tuple(state.gaps.values())
@@ -139,9 +174,23 @@ def decide(window: Sequence[Observation], state: State, limits: Limits) -> Decis
         return Decision(None, f"waiting: {pending}")
     if latest.at < state.changed_at + limits.cool_down:
         return Decision(None, "cooling down after the last change")
-    recent = [each for each in window if each.at > state.changed_at][-limits.window :]
-    if len(recent) < limits.window:
-        return Decision(None, f"{len(recent)} of {limits.window} observations since the last change")
+    since = [each for each in window if each.at > state.changed_at]
+    decision = _agreed(since, limits.window, state, limits)
+    if decision.change is None:
+        return decision
+    direction = direction_of(decision.change, latest)
+    needed = limits.window * state.caution.get(direction, 1)
+    cautious = _agreed(since, needed, state, limits)
+    if cautious.change is None or direction_of(cautious.change, latest) != direction:
+        return Decision(None, f"{decision.reason}, but such a change was soon taken back: {cautious.reason}")
+    return decision
+
+
+def _agreed(since: Sequence[Observation], needed: int, state: State, limits: Limits) -> Decision:
+    """Return the change that the latest `needed` observations agree about."""
+    recent, latest = since[-needed:], since[-1] if since else None
+    if latest is None or len(recent) < needed:
+        return Decision(None, f"{len(recent)} of {needed} observations since the last change")
     if any(each.count(role) != latest.count(role) for each in recent for role in ROLES):
         return Decision(None, "the number of nodes has changed within the window")
     short = [role for role in ROLES if all(pressure(each, role, limits) > 1.0 for each in recent)]

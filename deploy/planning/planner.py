@@ -14,7 +14,19 @@ from common.messages.identity import Role
 from common.observability.logs import Log
 from deploy.cluster_sample import ClusterSample
 from deploy.planning.changers import Changer
-from deploy.planning.decision import Decision, Limits, Observation, State, decide, remember
+from deploy.planning.decision import (
+    MOST_CAUTION,
+    Decision,
+    Limits,
+    Move,
+    Observation,
+    Scale,
+    State,
+    after_change,
+    decide,
+    direction_of,
+    remember,
+)
 from deploy.planning.observing import Observer
 from deploy.planning.routers import NO_ANSWER
 
@@ -25,7 +37,7 @@ class Planner:
     def __init__(self, limits: Limits, observer: Observer) -> None:
         self._limits = limits
         self._observer = observer
-        self._window: deque[Observation] = deque(maxlen=limits.window)
+        self._window: deque[Observation] = deque(maxlen=limits.window * MOST_CAUTION)
         self._state = State()
 
     def take(self, samples: Mapping[str, ClusterSample], replicas: Mapping[Role, int]) -> Decision:
@@ -40,8 +52,14 @@ class Planner:
         self._state = remember(self._state, seen)
         return decide(self._window, self._state, self._limits)
 
-    def changed(self, now: float) -> None:
-        """Note that a change, or an attempt, has ended."""
+    def changed(self, change: Move | Scale, now: float) -> None:
+        """Note that a change has been made."""
+        direction = direction_of(change, self._window[-1])
+        self._state = after_change(self._state, direction, now, self._limits)
+        self._window.clear()
+
+    def failed(self, now: float) -> None:
+        """Note that an attempt has ended, which changed nothing."""
         self._state = replace(self._state, changed_at=now)
         self._window.clear()
 
@@ -104,6 +122,7 @@ class PlannerLoop:
         if change is None:
             self._say(decision.reason)
             return
+        self._said = ""
         fields: dict[str, Any] = {"kind": type(change).__name__.lower(), **asdict(change)}
         if self._dry_run:
             self._log.info("would change", **fields, reason=decision.reason)
@@ -113,10 +132,10 @@ class PlannerLoop:
                 answer = await self._changer.apply(change)
             except (*NO_ANSWER, NoAnswer, ConfigError) as error:
                 self._log.warning("not changed", **fields, reason=str(error) or type(error).__name__)
-            else:
-                self._log.info("changed", **fields, answer=answer)
-        self._said = ""
-        self._planner.changed(time.monotonic())
+                self._planner.failed(time.monotonic())
+                return
+            self._log.info("changed", **fields, answer=answer)
+        self._planner.changed(change, time.monotonic())
 
     def _say(self, reason: str) -> None:
         """Log why nothing is changed, once."""

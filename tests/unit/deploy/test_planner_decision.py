@@ -10,6 +10,8 @@ import pytest
 
 from common.messages.identity import Role
 from deploy.planning.decision import (
+    MOST_CAUTION,
+    OPPOSITE,
     Limits,
     Move,
     NodeSeen,
@@ -17,7 +19,9 @@ from deploy.planning.decision import (
     RoleLimits,
     Scale,
     State,
+    after_change,
     decide,
+    direction_of,
     predicted_gap,
     pressure,
     remember,
@@ -144,6 +148,34 @@ def test_what_a_node_less_does_to_gaps_is_learned_from_earlier_ones() -> None:
     assert predicted_gap(seen, 2.0, flat) == pytest.approx(0.03 + 0.0001 * 9.5)
     assert decide(window(**LATE, gap=0.032), steep, LIMITS).change is None
     assert decide(window(**LATE, gap=0.032), flat, LIMITS).change == Move("decode-1", "prefill")
+
+
+def test_a_change_that_was_soon_taken_back_needs_longer_evidence() -> None:
+    """A load that turns faster than the planner reacts would otherwise be followed in vain for ever."""
+    state = State()
+    for at, direction in ((1000.0, "prefill"), (1100.0, "decode"), (1200.0, "prefill"), (1300.0, "decode")):
+        state = after_change(state, direction, at, LIMITS)
+    assert state.caution == {"prefill": 4, "decode": 2}
+    many = [dataclasses.replace(IDLE, at=2000.0 + 5 * at, **LATE) for at in range(12)]
+    assert decide(many, State(), LIMITS).change is not None
+    assert decide(many, state, LIMITS).change is not None
+    waits = decide(many[1:], state, LIMITS)
+    assert waits.change is None
+    assert "soon taken back: 11 of 12 observations" in waits.reason
+    # Changes that last make up for it.
+    for at, direction in ((9000.0, "prefill"), (18_000.0, "decode"), (27_000.0, "prefill")):
+        state = after_change(state, direction, at, LIMITS)
+    assert state.caution == {"prefill": 2, "decode": 1}
+    for _ in range(20):
+        state = after_change(after_change(state, "prefill", 30_000.0, LIMITS), "decode", 30_001.0, LIMITS)
+    assert state.caution == {"prefill": MOST_CAUTION, "decode": MOST_CAUTION}
+
+
+def test_directions_of_replicas_have_opposites() -> None:
+    seen = dataclasses.replace(IDLE, replicas=REPLICAS)
+    assert direction_of(Scale("decode", 3), seen) == "decode+"
+    assert direction_of(Scale("decode", 1), seen) == OPPOSITE["decode+"] == "decode-"
+    assert {OPPOSITE[OPPOSITE[each]] for each in OPPOSITE} == set(OPPOSITE)
 
 
 REPLICAS: dict[Role, int] = {"prefill": 2, "decode": 2}
