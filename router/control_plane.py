@@ -89,6 +89,7 @@ class ControlPlane:
         self._refused_nodes = BoundedLog(log, "refused a node")
         self.freed_memory = FreedMemory()
         self.refused_messages = 0
+        self._refused = 0  # bad frames of the socket that are counted in it
         self.address = self._socket.address
         self._local = self.address.startswith("ipc://")  # such a connection closes only when its process ends
 
@@ -174,12 +175,13 @@ class ControlPlane:
         # A read was scheduled before `close`.
         if self._closed:
             return
-        refused = self._socket.refused
         if not self._unhandled:
             self._unhandled.extend(self._socket.drain(FRAMES_PER_TURN))
         self._handle_some()
-        if self._socket.refused != refused:
-            self.refused_messages += self._socket.refused - refused
+        refused = self._socket.refused
+        if refused != self._refused:
+            self.refused_messages += refused - self._refused
+            self._refused = refused
             for peer in self._socket.take_cut_off():
                 self._cut_off(peer)
         if self._unhandled or self._socket.more:

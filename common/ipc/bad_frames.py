@@ -23,7 +23,7 @@ class BadFrames:
         self._log = log
         self._clock = clock
         self._counts: OrderedDict[str, tuple[float, int]] = OrderedDict()  # since when, how many
-        self._cut_off: OrderedDict[str, None] = OrderedDict()
+        self.cut_off: OrderedDict[str, None] = OrderedDict()  # peers; empty for almost every socket
         self.total = 0
 
     def count(self, peer: str, reason: str) -> bool:
@@ -39,18 +39,13 @@ class BadFrames:
             self._counts.popitem(last=False)
         if seen + 1 != LIMIT:
             return False
-        self._cut_off[peer] = None
-        if len(self._cut_off) > MAX_PEERS:
-            self._cut_off.popitem(last=False)
+        self.cut_off[peer] = None
+        if len(self.cut_off) > MAX_PEERS:
+            self.cut_off.popitem(last=False)
         return True
 
     def is_cut_off(self, peer: str) -> bool:
-        return peer in self._cut_off
-
-    @property
-    def anybody_cut_off(self) -> bool:
-        """True if some peer is cut off, which is the case for very few sockets."""
-        return bool(self._cut_off)
+        return peer in self.cut_off
 
     def flush(self) -> None:
         """Log what has not been logged yet. Called periodically."""

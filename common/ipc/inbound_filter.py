@@ -32,6 +32,8 @@ class InboundFilter:
         self._router = router
         self._check = check
         self._newly_cut_off: list[str] = []
+        # Routing id and peer of the frame before, on a plain socket.
+        self._latest: tuple[bytes | None, bytes] = None, b""
         self.routes = Routes()
         self.bad = BadFrames(BoundedLog(Log("links"), "refused a frame"))
 
@@ -53,7 +55,7 @@ class InboundFilter:
                 frame = router.recv(NOBLOCK, copy=False)
                 parts.append(frame.bytes)
             received.append(self._named(parts) if check is None else self._allowed(first, parts[1:], check))
-        if self.bad.anybody_cut_off:
+        if self.bad.cut_off:
             received = [self._not_cut_off(parts) for parts in received]
         return received
 
@@ -68,10 +70,15 @@ class InboundFilter:
 
     def _named(self, parts: list[bytes]) -> list[bytes]:
         routing_id = parts[0]
+        if routing_id == self._latest[0]:
+            # Its route is the newest already.
+            parts[0] = self._latest[1]
+            return parts
         if routing_id.startswith(MADE_UP):
             return parts[:1]
         peer = parts[0] = peer_name(routing_id)
         self.routes.heard(peer, routing_id)
+        self._latest = routing_id, peer
         return parts
 
     def _allowed(self, identity: zmq.Frame, parts: list[bytes], check: IdentityCheck) -> list[bytes]:

@@ -77,11 +77,9 @@ class _StderrHandler(logging.Handler):
             data = _encode(_line(time.time(), level, self._node, event, fields))
         except Exception:  # `emit` reports it
             return False
-        self.acquire()
-        try:
+        assert self.lock is not None
+        with self.lock:
             self._write(data + b"\n")
-        finally:
-            self.release()
         return True
 
     def _write(self, data: bytes) -> None:

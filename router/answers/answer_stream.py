@@ -50,7 +50,9 @@ class _Streamed:
         return self._form.events(piece, self.reported())
 
     def add(self, piece: AnswerPiece) -> None:
-        self._write(self._form.events(piece, self.reported()))
+        # Without a call of `reported`: this runs for every token.
+        usage = usage_field(self._usage) if self._every else self._constant
+        self._write(self._form.events(piece, usage))
 
     def reported(self) -> bytes:
         """Return the usage member of an event."""

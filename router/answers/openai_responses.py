@@ -75,17 +75,14 @@ class Format(ABC):
         self._head = {"id": identity, "created": created, "model": model, "system_fingerprint": FINGERPRINT}
         self._names = names
         self._logprobs = logprobs
+        # Keys of `logprobs` in a choice of the complete answer; empty without log-probabilities.
+        self.columns: tuple[str, ...] = self.lists if logprobs is not None else ()
         self._before: dict[int, bytes] = {}  # choice -> an event with text only, up to the text
 
     @cached_property
     def _open(self) -> bytes:
         """An event up to its choices."""
         return b"data: " + _encode({"object": self.part, **self._head})[:-1] + b',"choices":['
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Keys of `logprobs` in a choice of the complete answer; empty without log-probabilities."""
-        return self.lists if self._logprobs is not None else ()
 
     def before_choices(self) -> bytes:
         """Return the complete answer up to its choices."""

@@ -14,6 +14,7 @@ import msgspec
 
 from router.answers.openai_responses import AnswerPiece, Format, Usage
 
+_NO_LISTS = (b"null",)
 LARGE_TEXT = 1 << 16  # characters encoded in one turn of the event loop
 _encode = msgspec.json.Encoder().encode
 
@@ -42,7 +43,7 @@ class WholeChoice:
         self._form = form
         self._index = index
         self._texts: list[str] = []
-        self._columns: tuple[list[bytes], ...] = tuple([] for _ in form.columns)
+        self._columns: tuple[list[bytes], ...] = tuple([] for _ in form.columns) if form.columns else ()
         self._finish_reason: str | None = None
 
     def add(self, piece: AnswerPiece) -> None:
@@ -65,7 +66,7 @@ class WholeChoice:
             form.before_text(self._index),
             form.encoded_text(self._index, "".join(self._texts)),
             form.end_of_message(self._index),
-            *_object(form.columns, self._columns, form.constant_columns),
+            *(_object(form.columns, self._columns, form.constant_columns) if self._columns else _NO_LISTS),
             b',"finish_reason":',
             _encode(form.finish_reason(self._index, self._finish_reason)),
             b"}",
@@ -103,9 +104,7 @@ async def whole_answer(head: bytes, choices: Sequence[AnswerChoice], usage: Usag
 
 
 def _object(names: tuple[str, ...], columns: tuple[list[bytes], ...], constant: bytes) -> list[bytes]:
-    """Build a JSON object of the named lists and the constant members; null if there are no lists."""
-    if not names:
-        return [b"null"]
+    """Build a JSON object of the named lists and the constant members."""
     parts: list[bytes] = []
     for name, fragments in zip(names, columns, strict=True):
         parts += [b',"' if parts else b'{"', name.encode(), b'":[']

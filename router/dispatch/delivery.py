@@ -52,6 +52,7 @@ class Delivery:
             self._events.add_tokens("delivered", len(flight.said), tokens, request=flight.request.request_id)
         for token in tokens:
             flight.said.append(token.id)
-        self._pace.measure(now)
+        if now >= self._pace.due:
+            self._pace.measure(now)
         if flight.suspect:
             self._poison.progressed(flight, self._attempt.said, self._trial)

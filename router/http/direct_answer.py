@@ -34,8 +34,10 @@ _HEAD = (
 class DirectAnswer(web.StreamResponse):
     """An answer of status 200 with a JSON body, for a request that `fits`."""
 
+    _status = 200
+
     def __init__(self, request: web.Request, body: bytes) -> None:
-        super().__init__()
+        # Not that of the superclass: it makes headers and cookies, which nobody reads.
         self._asked = request
         self._json = body
 

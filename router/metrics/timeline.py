@@ -40,7 +40,7 @@ class Timeline:
         now = time.monotonic()
         timeline = cls(request_id, now if arrived is None else arrived, client)
         timeline.trace = trace
-        timeline.mark("entered", now)
+        timeline._marks["entered"] = now - timeline._started
         return timeline
 
     @property

@@ -34,7 +34,9 @@ def decode_json(raw: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
 
 def check_depth(raw: bytes | bytearray) -> None:
     """Raise InvalidRequest if JSON nests deeper than MAX_DEPTH. Invalid JSON may pass: the decoder refuses it."""
-    if not _many_brackets(raw):
+    most = MAX_DEPTH // 2
+    if raw.count(b"[") <= most and raw.count(b"{") <= most:
+        # Too few to nest too deep.
         return
     depth, inside = 0, False
     for marks in _marks(raw):
@@ -61,12 +63,6 @@ def _marks(raw: bytes | bytearray) -> Iterator[bytes]:
         marks = piece.replace(rb"\\", b"").replace(rb"\"", b"").translate(_ONE_KIND, _NO_MARK)
         # Two adjacent quotes cancel each other, whatever they enclosed.
         yield bytes(marks.replace(b'""', b""))
-
-
-def _many_brackets(raw: bytes | bytearray) -> bool:
-    """Return whether enough brackets open to nest too deep; if not, the body takes no further check."""
-    most = MAX_DEPTH // 2
-    return raw.count(b"[") > most or raw.count(b"{") > most
 
 
 def invalid_body(error: msgspec.MsgspecError) -> InvalidRequest:

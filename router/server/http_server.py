@@ -63,14 +63,14 @@ def http_runner(
 
 
 class _Protocol(web.RequestHandler):
-    __slots__ = ("_broken", "_deferred", "_held", "_limit", "_stopped", "_turns", "_write_timeout")
+    __slots__ = ("_broken", "_deferred", "_held", "_stopped", "_turns", "_write_timeout", "limit")
 
     def __init__(
         self, *args: Any, limit: ConnectionLimit | None, turns: Turns, write_timeout: float, **kwargs: Any
     ) -> None:
         """`turns` spreads received data and closed connections over turns of the event loop."""
         super().__init__(*args, **kwargs)
-        self._limit = limit
+        self.limit = limit
         self._turns = turns
         self._write_timeout = write_timeout
         self._broken = False  # bytes have arrived that are not HTTP
@@ -81,7 +81,7 @@ class _Protocol(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         client = peer_of(transport)
-        if client is not None and self._limit is not None and not self._limit.opened(client, self):
+        if client is not None and self.limit is not None and not self.limit.opened(client, self):
             self.force_close()
 
     def drop(self) -> None:
@@ -90,16 +90,6 @@ class _Protocol(web.RequestHandler):
         self.force_close()
         if transport is not None:
             transport.abort()
-
-    def busy(self) -> None:
-        """Note that a request is being answered: the connection is not idle."""
-        if self._limit is not None:
-            self._limit.busy(self)
-
-    def idle(self) -> None:
-        """Note that the request has been answered."""
-        if self._limit is not None:
-            self._limit.idle(self)
 
     def data_received(self, data: bytes) -> None:
         """Parse received data: at most a few pieces, over all connections, in one turn of the loop."""
@@ -183,8 +173,8 @@ class _Protocol(web.RequestHandler):
 
     def _end(self, exc: BaseException | None) -> None:
         super().connection_lost(exc)
-        if self._limit is not None:
-            self._limit.closed(self)
+        if self.limit is not None:
+            self.limit.closed(self)
 
     def handle_error(
         self,
@@ -237,11 +227,14 @@ def _checked(routes: PlainRoutes) -> Callable[[web.BaseRequest], Awaitable[web.S
         assert isinstance(request, web.Request)
         assert isinstance(protocol, _Protocol)
         handler = routes.handler(request) if expected is None else routes.otherwise
-        protocol.busy()
+        limit = protocol.limit
+        if limit is not None:
+            limit.busy(protocol)
         try:
             return await handler(request)
         finally:
-            protocol.idle()
+            if limit is not None:
+                limit.idle(protocol)
 
     return handle
 

@@ -70,7 +70,8 @@ class TextService:
         """
         if len(raw) <= SMALL_BODY:
             request, unknown = read_completion(raw)
-            self._unknown.check(unknown)
+            if unknown:
+                self._unknown.check(unknown)
             return request
         return _completion.decode(await self._run(ReadCompletion(max_model_len), raw))
 

@@ -45,7 +45,10 @@ class TextStream:
     ) -> tuple[str, Sequence[OutputToken]]:
         """Return (new text, counted tokens). After a stop string the rest of `tokens` is dropped."""
         if len(tokens) == 1 and finish_reason is None:
-            return self._push_one(tokens[0].id), tokens
+            # One token that is not the last one: most pushes.
+            self.completion_tokens += 1
+            self.offsets = [self._decoded]
+            return self._advance(self._step(tokens[0].id)), tokens
         text = ""
         self.offsets = []
         last = len(tokens) - 1 if finish_reason is not None else -1
@@ -62,12 +65,6 @@ class TextStream:
                 text += self._stops.flush() if self._stops else ""
                 self.finish_reason = finish_reason
         return text, tokens
-
-    def _push_one(self, token: int) -> str:
-        """`push` for one token that is not the last one: most pushes."""
-        self.completion_tokens += 1
-        self.offsets = [self._decoded]
-        return self._advance(self._step(token))
 
     def _is_silent_stop(self, token: int) -> bool:
         return not self._include_stop and (self._stop_ids is None or token in self._stop_ids)
