@@ -7,10 +7,8 @@ from collections.abc import Iterator
 import pytest
 import tokenizers
 import torch
-from rich.progress import Progress
 
 from common.checkpoint.model_config import ModelConfig
-from deploy.eval_cli import Exam, hold
 from deploy.tiny_models.drafts import measure, oracle
 from deploy.tiny_models.language_model import LanguageModel
 from deploy.tiny_models.mixture import checkpoint
@@ -51,18 +49,6 @@ async def counters(client: Client) -> dict[str, int]:
     await client.wait_idle()
     found: dict[str, int] = (await client.node("decode-0"))["counters"]
     return found
-
-
-async def test_word_problems_and_accept_length(hybrid: RunningCluster) -> None:
-    """The two assertions of row B11: the score of the answers, and the accept length in /server_info."""
-    with Progress(disable=True) as progress:
-        report = await hold(Exam(hybrid.url, count=40, seed=7, concurrency=16, timeout=600.0), progress)
-    assert report.errors == 0, report.first_error
-    assert report.score >= 0.9
-    async with Client(hybrid.url) as client:
-        await client.wait_idle()
-        (state,) = (await client.info())["internal_states"]
-    assert state["avg_spec_accept_length"] > 1.5, state
 
 
 async def test_tokens_and_accepted_drafts_equal_the_reference(

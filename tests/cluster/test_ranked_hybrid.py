@@ -17,12 +17,14 @@ FILE = ROOT / "deploy" / "clusters" / "h200-x4-qwen3.5-35b-a3b.yaml"
 # What a CPU has instead, and fewer graphs, for time.
 ON_CPUS = {
     "model": {"dtype": "auto"},
-    "prefill": {"nodes": [{"name": "prefill-0", "devices": ["cpu", "cpu"]}], "chunk_tokens": 128},
+    "prefill": {"nodes": [{"name": "prefill-0", "devices": ["cpu", "cpu"]}], "chunk_tokens": 64},
     "decode": {"nodes": [{"name": "decode-0", "devices": ["cpu", "cpu"]}], "max_running": 4},
+    "speculation": {"forced_tokens": False},
 }
 
 
 async def test_answers_are_right_drafts_are_accepted_and_every_forward_is_a_replay(tmp_path: Path) -> None:
+    """The assertions of row B11: the score of the answers, and the accept length in /server_info."""
     config = absolute(FILE)
     for section, values in ON_CPUS.items():
         config[section] |= values
