@@ -18,6 +18,7 @@ from common.observability.logs import Log
 from decode_node.backups import Backups
 from decode_node.batch_rows import BatchRows
 from decode_node.forwards import Forwards
+from decode_node.host_fetches import AppliedFetches, HostFetches, HostMoves
 from decode_node.host_parts import Tap, host_fetches, host_tier, untapped
 from decode_node.host_tier import DecodeTier
 from decode_node.limits import DecodeLimits
@@ -41,6 +42,8 @@ class Computation:
     lane: HostLane | None = None  # copies pages of retracted requests; None: the usual one of the device
     host: HostShare | None = None  # for cached prefixes
     tap: Tap = untapped  # returns what hears of these
+    # Makes the host memory of all ranks from that of rank 0.
+    of_all: Callable[[HostFetches], AppliedFetches] = lambda own: own
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,12 @@ class Assembly:
     tier: DecodeTier
 
 
-def device_worker(computation: Computation, clock: Callable[[], float]) -> DeviceWorker:
+def device_worker(computation: Computation, clock: Callable[[], float], host: HostMoves) -> DeviceWorker:
     """Compose what executes the plans of a node on one device; ranks that have no scheduler need only this."""
     parts, forwards = computation, computation.forwards
     lane = parts.lane or host_lane(forwards.pools[0].device)
     backups = Backups(forwards.pools, parts.relay, lane, clock)
-    pacing, host = Pacing(forwards.mark, Log("pacing")), host_fetches(parts.host, clock)
+    pacing = Pacing(forwards.mark, Log("pacing"))
     return DeviceWorker(forwards.steps, forwards.table, parts.relay, backups, parts.completion, pacing, host)
 
 
@@ -82,8 +85,9 @@ def assemble(
         grammars: compiles the grammars of requests; by default they are refused.
     """
     parts, forwards, steps = computation, computation.forwards, computation.forwards.steps
-    rows, worker = BatchRows(limits.max_running), device_worker(computation, observation.clock)
-    tier = host_tier(parts.host, worker.host, space, rows, parts.tap)
+    rows, fetches = BatchRows(limits.max_running), parts.of_all(host_fetches(parts.host, observation.clock))
+    worker = device_worker(computation, observation.clock, fetches)
+    tier = host_tier(parts.host, fetches, space, rows, parts.tap)
     retraction = Retraction(space, rows, parts.rotary, backup_bytes, worker.backups.size_of, tier)
     rules = replace(steps.rules, hidden_states=limits.hidden_states)
     node = DecodeNode(

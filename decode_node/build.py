@@ -48,11 +48,13 @@ from decode_node.assemble import assemble
 from decode_node.draft_watch import DraftWatch, FirstDraftWatch, NoWatch, causes_of
 from decode_node.exclusive_worker import ExclusiveWorker
 from decode_node.forwards import Forwards
-from decode_node.host_parts import make_host_memory
+from decode_node.host_fetches import AppliedFetches, HostFetches
+from decode_node.host_parts import host_memory
 from decode_node.limits import DecodeLimits
 from decode_node.loaded_rank import load_rank
 from decode_node.parts import Links, Observation
 from decode_node.peers import PeerConnections
+from decode_node.ranked_host import FetchedByAll
 from decode_node.ranked_worker import RankedWorker
 from decode_node.receiving_end import ReceivingEnd
 from decode_node.step_result import Worker
@@ -146,7 +148,7 @@ def _build(
     space = page_space(served, section.prefix_cache, kv_events)
     loaded.capture(forwards, log)
     tap = functools.partial(kv_events.tap, CPU, lookahead=lookahead_of(served))
-    host = make_host_memory(section.host_mib << 20, forwards, space)
+    host = host_memory(section.host_mib << 20, forwards, ranks.exchange, space)
     ref = NodeRef(name=name, role="decode", incarnation=incarnation)
     reports = rank_reports(served, plan.device, ranks.exchange)
     register = registration(plan, ref, new_incarnation(), served, forwards.graphs, reports)
@@ -184,7 +186,7 @@ def _build(
     assembly = assemble(
         Links(incarnation, routers, peers, poller, receiver, shared.duty),
         space,
-        replace(loaded.computation(forwards), host=host, tap=tap),
+        replace(loaded.computation(forwards), host=host, tap=tap, of_all=_fetched_by_all(ranks)),
         bounds,
         section.backup_mib * MIB,
         observation,
@@ -247,6 +249,13 @@ def _draft_watch(served: ServingModel, path: Path | None, log: Log) -> DraftWatc
     if served.draft is None or path is None:
         return NoWatch()
     return FirstDraftWatch(causes_of(path, served.draft.config), log)
+
+
+def _fetched_by_all(ranks: RankGroup | SoleRank) -> Callable[[HostFetches], AppliedFetches]:
+    """Return what makes the host memory of all ranks from that of rank 0."""
+    if isinstance(ranks, SoleRank):
+        return lambda own: own
+    return lambda own: FetchedByAll(own, ranks.board, ranks.size)
 
 
 def _with_ranks(

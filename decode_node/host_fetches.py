@@ -25,6 +25,18 @@ class HostEnds(Protocol):
         ...
 
 
+class HostMoves(Protocol):
+    """The interface of host memory for the worker of a rank."""
+
+    def apply(self, moves: Moves) -> None:
+        """Start copies: to host memory after all work launched so far, from there at once."""
+        ...
+
+
+class AppliedFetches(HostMoves, HostEnds, Protocol):
+    """Host memory of all ranks, as rank 0 sees it; `HostFetches` is that of a node with one rank."""
+
+
 class _RunningFetch(NamedTuple):
     """A fetch that has not ended."""
 
@@ -33,7 +45,7 @@ class _RunningFetch(NamedTuple):
 
 
 class HostFetches:
-    """Implements `HostEnds`, and applies moves."""
+    """Implements `AppliedFetches` for one rank."""
 
     def __init__(
         self, copies: HostCopies, memory: HostMemory, clock: Callable[[], float] = time.monotonic
@@ -44,7 +56,6 @@ class HostFetches:
         self._running: dict[int, _RunningFetch] = {}
 
     def apply(self, moves: Moves) -> None:
-        """Start copies: to host memory after all work launched so far, from there at once."""
         self._copies.store(moves.stores)
         for each in moves.fetches:
             self._running[each.key] = _RunningFetch(self._copies.load([each.copy]), self._clock())

@@ -9,10 +9,10 @@ from common.kv_cache.host_cache import HostCache
 from common.kv_cache.host_plan import NoHostCopies
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, NoPrefixCache
-from common.node.host_share import HostShare, share_of_host
+from common.node.host_share import Exchange, HostShare, share_of_host
 from decode_node.batch_rows import BatchRows
 from decode_node.forwards import Forwards
-from decode_node.host_fetches import HostFetches, NothingStored
+from decode_node.host_fetches import HostEnds, HostFetches, NothingStored
 from decode_node.host_tier import DecodePrefixes, DecodeTier, NoDecodeTier
 from kv_transfer.transport.cuda.pool_copies import MovedPool
 
@@ -27,21 +27,28 @@ def untapped(block_tokens: int) -> CacheObserver:
     return NO_OBSERVER
 
 
-def make_host_memory(nbytes: int, forwards: Forwards, space: PageSpace) -> HostShare | None:
-    """Allocate the host memory of a node, if `nbytes` is not 0.
+def host_memory(
+    nbytes: int, forwards: Forwards, exchange: Exchange, space: PageSpace | None = None
+) -> HostShare | None:
+    """Allocate the host memory of one rank of a node, if `nbytes` is not 0.
 
     Raises ConfigError if it would have no effect, or is more or less than can be used.
+
+    Args:
+        nbytes: of all ranks.
+        exchange: gives this rank's bytes to the others and returns those of all ranks.
+        space: of the node, which rank 0 checks for all.
     """
     if not nbytes:
         return None
-    if isinstance(space.cache, NoPrefixCache):
+    if space is not None and isinstance(space.cache, NoPrefixCache):
         raise ConfigError(
             KEY,
             "would have no effect: the model keeps a state per request, so that decode nodes reuse no prefixes; leave "
             "it out",
         )
     pool = forwards.layout, forwards.pools[0].storage
-    return share_of_host(KEY, nbytes, space.page_size, pool, None, MovedPool)
+    return share_of_host(KEY, nbytes, forwards.layout.page_size, pool, None, MovedPool, exchange)
 
 
 def host_fetches(memory: HostShare | None, clock: Callable[[], float]) -> HostFetches:
@@ -52,7 +59,7 @@ def host_fetches(memory: HostShare | None, clock: Callable[[], float]) -> HostFe
 
 
 def host_tier(
-    memory: HostShare | None, fetches: HostFetches, space: PageSpace, rows: BatchRows, tap: Tap = untapped
+    memory: HostShare | None, fetches: HostEnds, space: PageSpace, rows: BatchRows, tap: Tap = untapped
 ) -> DecodeTier:
     """Return what decides about host memory.
 

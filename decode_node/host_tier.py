@@ -27,6 +27,8 @@ from decode_node.held_pages import HeldPages
 from decode_node.host_fetches import HostEnds
 from decode_node.request import DecodeRequest
 
+MOST_FETCHES = 32  # in progress
+
 
 class FoundPrefix(NamedTuple):
     """A prefix in host memory that is longer than what the pool has; `begin` or `give_up` exactly once."""
@@ -61,6 +63,11 @@ class DecodeTier(Protocol):
     @property
     def holds(self) -> bool:
         """Return whether retracted requests are kept here."""
+        ...
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether one more fetch may begin."""
         ...
 
     def hold(self, request: DecodeRequest, pages: Sequence[int], most_bytes: int) -> HeldPages | None:
@@ -108,7 +115,7 @@ class DecodeTier(Protocol):
 class NoDecodeTier:
     """A node without host memory, which finds and keeps nothing."""
 
-    busy = frees_pages = holds = False
+    busy = frees_pages = holds = has_room = False
 
     def hold(self, request: DecodeRequest, pages: Sequence[int], most_bytes: int) -> HeldPages | None:
         return None
@@ -194,7 +201,13 @@ class DecodePrefixes:
     def holds(self) -> bool:
         return True
 
+    @property
+    def has_room(self) -> bool:
+        return len(self._fetching) < MOST_FETCHES
+
     def find(self, request: DecodeRequest, lease: PageLease) -> FoundPrefix:
+        if not self.has_room:
+            return NOTHING_FOUND
         keys = self._space.keys(request.contents)
         prefix = self.cache.find(keys, len(keys), request.salt)
         if prefix is None:

@@ -14,7 +14,6 @@ from common.config.resolve_node import node_plan
 from common.engine.ops.triton_kernel import report_compilations
 from common.grammar.model_tokenizer import has_tokenizer
 from common.messages.identity import rank_incarnation
-from common.node.ranks.board import Told
 from common.node.ranks.from_config import RankStart
 from common.node.ranks.loop import SPIN_SECONDS
 from common.node.ranks.member import BuiltRank, Member, run_rank
@@ -22,9 +21,11 @@ from common.node.ranks.rank_reports import rank_reports
 from common.observability.logs import Log
 from decode_node.assemble import device_worker
 from decode_node.build import receiving_end, step_sizes
+from decode_node.host_parts import host_fetches, host_memory
 from decode_node.loaded_rank import load_rank
 from decode_node.peers import PeerConnections
 from decode_node.rank_work import DecodeRankWork
+from decode_node.ranked_host import RankFetches
 from decode_node.receiving_end import ReceivingEnd
 from kv_transfer.ranks.receiver_rank import ReceiverRank
 
@@ -70,6 +71,7 @@ def build(member: Member, log: Log) -> BuiltRank:
     forwards = loaded.forwards(end.allocate)
     receiver = end.receiver(forwards.layout)
     loaded.capture(forwards, log)
+    share = host_memory(cluster.decode.host_mib << 20, forwards, member.exchange)
     rank_reports(loaded.served, plan.devices[rank], member.exchange)
     report_compilations(
         lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds),
@@ -79,9 +81,11 @@ def build(member: Member, log: Log) -> BuiltRank:
     incarnation = rank_incarnation(start.incarnation, rank)
     peers = PeerConnections(end.context, start.name, incarnation, receiver, poller, end.security)
     transfers = ReceiverRank(receiver, forwards.layout, peers, member.commands, member.events)
-    worker = device_worker(loaded.computation(forwards), time.monotonic)
+    tell = partial(member.board.write, rank)
+    host = RankFetches(host_fetches(share, time.monotonic), tell)
+    worker = device_worker(loaded.computation(forwards), time.monotonic, host)
     return BuiltRank(
-        DecodeRankWork(worker, partial(member.board.write, rank, Told.SAVED), member.group.check),
+        DecodeRankWork(worker, host, tell, member.group.check),
         ReceivingService(transfers, peers, poller, end),
         SPIN_SECONDS if loaded.served.placement.device.type == "cuda" else 0.0,
     )

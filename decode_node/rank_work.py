@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from common.node.ranks.board import Told
 from common.node.ranks.launched_plans import LaunchedPlans
+from decode_node.ranked_host import RankFetches
 from decode_node.step_plan import Masks, StepPlan
 from decode_node.step_result import Launched, Worker
 
@@ -15,15 +17,23 @@ from decode_node.step_result import Launched, Worker
 class DecodeRankWork:
     """Implements `RankWork`."""
 
-    def __init__(self, worker: Worker, tell_saved: Callable[[int], None], check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        host: RankFetches,
+        tell: Callable[[Told, int], None],
+        check: Callable[[], None],
+    ) -> None:
         """Apply plans with `worker`.
 
         Args:
-            tell_saved: is told how many saves have ended, in the order of the plans.
+            host: what `worker` applies copies with.
+            tell: shows rank 0 how many saves have ended, in the order of the plans.
             check: raises RankFailed if a collective of a complete plan has failed.
         """
         self._worker = worker
-        self._tell_saved = tell_saved
+        self._host = host
+        self._tell = tell
         self._launched = LaunchedPlans(check)
         self._undrawn: tuple[int, Launched] | None = None  # (generation, masked step)
         self._saves: deque[int] = deque()  # keys of saves that have not ended
@@ -57,5 +67,5 @@ class DecodeRankWork:
             while self._saves and self._saves[0] not in unsaved:
                 self._saves.popleft()
                 self._ended += 1
-            self._tell_saved(self._ended)
-        return busy or bool(self._saves)
+            self._tell(Told.SAVED, self._ended)
+        return self._host.turn() or busy or bool(self._saves)

@@ -137,7 +137,9 @@ class Retraction:
         return True
 
     def _lease(self, request: DecodeRequest, backup: BackupSize) -> bool:
-        """Lease pages for a request that resumes, and fetch what is held. Return False if there are too few."""
+        """Lease pages for a request that resumes, and fetch what is held. Return False if that cannot begin yet."""
+        if backup.held is not None and not self._tier.has_room:
+            return False
         keys = self._space.keys(request.computed())
         lease = self._space.lease(
             keys,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from common.engine.state.relay_state import RelayState
 from common.node.overlap import Completion
 from decode_node.backups import Backups
-from decode_node.host_fetches import HostFetches
+from decode_node.host_fetches import HostMoves
 from decode_node.masked_step import MaskedStep
 from decode_node.pacing import Pacing
 from decode_node.page_table import PageTable
@@ -38,7 +38,7 @@ class DeviceWorker:
         backups: Backups,
         completion: Callable[[], Completion],
         pacing: Pacing,
-        host: HostFetches,
+        host: HostMoves,
     ) -> None:
         self._steps = steps
         self._table = table
@@ -46,14 +46,14 @@ class DeviceWorker:
         self.backups = backups
         self._completion = completion
         self.pacing = pacing
-        self.host = host
+        self._host = host
         self._undrawn: tuple[int, MaskedStep] | None = None  # generation of its plan
 
     def apply(self, plan: StepPlan) -> Launched:
         """Start everything that the plan contains, in order, without waiting for the device."""
         assert self._undrawn is None, "the step before waits for its masks"
         moves = plan.moves
-        self.host.apply(moves)
+        self._host.apply(moves)
         for save in moves.saves:
             self.backups.save(save)
         for join in moves.joins:

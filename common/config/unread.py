@@ -150,9 +150,6 @@ def _of_host_memory(name: str, section: PrefillSection | DecodeSection) -> Itera
     if not section.prefix_cache:
         reason = f"{name}.prefix_cache is false, so there are no prefixes to keep; leave out one of the two"
         yield Unread(name, section, ("host_mib",), reason)
-    if name == "decode" and any(node.tensor_parallel > 1 for node in section.nodes):
-        reason = "decode nodes with several ranks keep no prefixes in host memory; leave it out"
-        yield Unread(name, section, ("host_mib",), reason)
 
 
 def _of_devices(cluster: Cluster) -> Iterator[Unread]:

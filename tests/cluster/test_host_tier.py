@@ -37,13 +37,14 @@ CONFIG = {
 async def test_sessions_beyond_the_pool_are_computed_once(reference: Reference, tmp_path: Path) -> None:
     """Each session is computed once and then continues from host memory, also with many requests at once.
 
-    Two of them are on a node of two ranks, each of which keeps its share, and two on a node of one.
+    Two of them are on a prefill node of two ranks, each of which keeps its share, and two on a node of one; the decode
+    node has two ranks.
     """
     rng = random.Random(5)
     texts = [[rng.randrange(3, 400) for _ in range(TOKENS)] for _ in range(SESSIONS)]
     expected = [reference(text, 12) for text in texts]
     async with (
-        RunningCluster(tmp_path, 2, config=CONFIG, ranks={"prefill-0": 2}) as cluster,
+        RunningCluster(tmp_path, 2, config=CONFIG, ranks={"prefill-0": 2, "decode-0": 2}) as cluster,
         Client(cluster.url) as client,
     ):
         found = []

@@ -38,6 +38,7 @@ from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from decode_node.build import step_sizes
 from decode_node.forwards import step_forwards
+from decode_node.host_parts import host_fetches
 from decode_node.page_table import PageTable
 from decode_node.step import DecodeSteps
 from decode_node.step_plan import Masks, StepPlan
@@ -286,7 +287,7 @@ class RankedCluster(NodeCluster):
         forwards = step_forwards(sizes, served, relay, allocate, self.make_steps)
         rotary = rotary_places(config.rope)
         parts = decode_node.assemble.Computation(forwards, relay, Immediate, rotary, served.draft_shape)
-        return decode_node.assemble.device_worker(parts, self.clock)
+        return decode_node.assemble.device_worker(parts, self.clock, host_fetches(None, self.clock))
 
     def wrap_prompt_worker(self, worker: prefill_node.step_result.Worker) -> prefill_node.step_result.Worker:
         group = self._groups["prefill"]

@@ -20,6 +20,7 @@ class Told(enum.IntEnum):
     WAITED_US = 4  # microseconds in which its host has waited for other ranks in collectives
     COMPARED = 5  # plans with loads from host memory whose bytes it has compared, in the order of the plans
     DAMAGED = 6  # a bit for each of the 64 newest of them, at their number modulo 64: 1 if bytes had changed
+    STORED = 7  # decode nodes: stores in host memory that have ended; COMPARED and DAMAGED are about fetches from it
 
 
 class Board:

@@ -66,7 +66,6 @@ def test_values_that_nothing_reads_are_refused(tmp_path: Path, override: str, re
         ((*GPUS, "transfer.max_inflight_mib=8"), "transfer.max_inflight_mib"),
         (("prefill.prefix_cache=false", "prefill.host_mib=64"), "prefill.host_mib"),
         (("decode.prefix_cache=false", "decode.host_mib=64"), "decode.host_mib"),
-        (("decode.nodes=[{name: d, tensor_parallel: 2}]", "decode.host_mib=64"), "decode.host_mib"),
         (("transfer.transport=tcp", "transfer.nixl_devices=eth0"), "transfer.nixl_devices"),
         ((*TURNS, "router.placement.session_ms=9"), "router.placement.session_ms"),
         ((*TURNS, "router.placement.block_tokens=32"), "router.placement.block_tokens"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -10,7 +11,10 @@ import pytest
 from common.engine.sampling.sampling_plan import SamplingVariant
 from common.errors import RankFailed
 from common.node.overlap import Completion
+from common.node.ranks.board import Told
+from decode_node.host_parts import host_fetches
 from decode_node.rank_work import DecodeRankWork
+from decode_node.ranked_host import RankFetches
 from decode_node.ranked_worker import RankedWorker
 from decode_node.step_plan import Masks, Moves, PlannedRow, Save, StepPlan
 from decode_node.step_result import Launched, StepResult, Trees
@@ -67,9 +71,11 @@ class Ranks:
         self.saved = 0
         self.failure: RankFailed | None = None  # of a collective
         self.worker = RankedWorker(self.first, self.frames.append, lambda: self.saved, self.check)
-        self.work = DecodeRankWork(self.other, self.tell, self.check)
+        host = RankFetches(host_fetches(None, time.monotonic), self.tell)
+        self.work = DecodeRankWork(self.other, host, self.tell, self.check)
 
-    def tell(self, saved: int) -> None:
+    def tell(self, told: Told, saved: int) -> None:
+        assert told is Told.SAVED
         self.saved = saved
 
     def check(self) -> None:
