@@ -49,6 +49,8 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     # The half for prompts loads the weights: it runs the vision part, too.
     shared = SharedParts(switch.half("prefill"), device, loaded=models.append)
     prompts = prefill.build(resolved, name, reporter, log, shared)
+    # It reports what compiles from now on, and the kernels of the other half are not late.
+    report_compilations(lambda kernel, seconds: None)
     try:
         shared = SharedParts(switch.half("decode"), device, models[0])
         tokens = decode.build(resolved, name, reporter, log, shared)
@@ -65,6 +67,6 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
 
     # Either half has set this for itself.
     report_compilations(
-        lambda name, seconds: log.warning("kernel compiled late", kernel=name, seconds=seconds), announce
+        lambda kernel, seconds: log.warning("kernel compiled late", kernel=kernel, seconds=seconds), announce
     )
     return Halves(prompts, tokens, models[0].placement.device)
