@@ -11,14 +11,17 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 import decode_node.assemble
 import decode_node.step_result
 import prefill_node.assemble
+import prefill_node.ranked_worker
 import prefill_node.step_result
 from common.checkpoint.model_config import ModelConfig
 from common.config import load_cluster
@@ -31,8 +34,12 @@ from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.state.relay_state import RelayState
 from common.errors import RankFailed
+from common.kv_cache.page_space import PageSpace
 from common.kv_cache.pool_layout import PoolLayout
 from common.node.completion import Immediate
+from common.node.host_share import HostShare
+from common.node.host_store import HostStore
+from common.node.ranks.board import Board, Told
 from common.node.serving_model import ServingModel, load_serving_model
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
@@ -47,9 +54,13 @@ from kv_transfer.copy_plan import Copy, single_rows
 from kv_transfer.send_order import SendOrder
 from kv_transfer.transport.base import PeerMemory, Ticket
 from kv_transfer.transport.loopback.endpoints import Fabric, LoopbackSender
+from prefill_node.forwards import Forwards
+from prefill_node.host_parts import HostParts, host_prefixes
+from prefill_node.rank_work import PromptRankWork
+from prefill_node.ranked_host import NoStore, OtherVerdicts, RankHost, RankStore, StoredByAll
 from prefill_node.step_plan import PromptPlan
 from prefill_node.worker import DeviceWorker as PromptWorker
-from tests.fakes.node_cluster import NodeCluster, NoDraftModel, Shape
+from tests.fakes.node_cluster import HostShape, NodeCluster, NoDraftModel, Shape
 from tests.fakes.plan_wire import Wire, WirePromptWorker, WireWorker
 from tests.fakes.thread_ranks import thread_groups
 from tests.fakes.waiting import PATIENCE
@@ -149,18 +160,21 @@ class RankedWorker:
 class RankedPromptWorker:
     """The worker of a prefill node with several ranks. Rank 0 posts the transfers of all."""
 
-    first: WirePromptWorker
+    inner: prefill_node.ranked_worker.RankedWorker
     others: OtherRanks
-    wire: Wire[PromptPlan]
 
     def apply(self, plan: PromptPlan, /) -> prefill_node.step_result.Launched:
-        launched: prefill_node.step_result.Launched = self.others.during(
-            lambda worker: worker.apply(self.wire(plan)), lambda: self.first.apply(plan)
-        )
+        frame = msgspec.msgpack.encode(plan)
+
+        def obey(work: PromptRankWork) -> None:
+            work.apply(frame)
+            work.turn()
+
+        launched: prefill_node.step_result.Launched = self.others.during(obey, lambda: self.inner.apply(plan))
         return launched
 
     def send(self, order: SendOrder, /) -> None:
-        self.first.send(order)
+        self.inner.send(order)
 
 
 class NoSending:
@@ -222,7 +236,12 @@ class Drafting(NoDraftModel):
 class RankedCluster(NodeCluster):
     """A pair of nodes for a cluster file of deploy/clusters, with `size` ranks each."""
 
-    def __init__(self, file: str, size: int, overrides: Sequence[str] = ()) -> None:
+    def __init__(
+        self, file: str, size: int, overrides: Sequence[str] = (), host: HostShape | None = None
+    ) -> None:
+        """`host`: of each rank of the prefill node."""
+        self.board = Board.create()
+        self.rank_stores: list[HostStore] = []  # of the prefill node's ranks 1 and up
         self._resolved = load_cluster(CLUSTERS / file, (*EAGER, *overrides), {})
         cluster = self._resolved.cluster
         self._groups = {"prefill": OtherRanks(size), "decode": OtherRanks(size)}
@@ -237,6 +256,7 @@ class RankedCluster(NodeCluster):
                 draft=Drafting(cluster.speculation.algorithm),
                 prefill_cache=not config.gated_delta,
                 decode_cache=not config.gated_delta,
+                host=host,
             )
         )
 
@@ -244,6 +264,7 @@ class RankedCluster(NodeCluster):
         super().close()
         for group in self._groups.values():
             group.close()
+        self.board.close()
 
     def make_fabric(self) -> Fabric:
         return RankedFabric(self.clock, prefill=self._groups["prefill"], decode=self._groups["decode"])
@@ -292,9 +313,30 @@ class RankedCluster(NodeCluster):
     def wrap_prompt_worker(self, worker: prefill_node.step_result.Worker) -> prefill_node.step_result.Worker:
         group = self._groups["prefill"]
         group.start([self._prefill_rank(group, ranks) for ranks in group.ranks[1:]])
-        return RankedPromptWorker(WirePromptWorker(worker), group, Wire(PromptPlan))
+        verdicts, check = OtherVerdicts(self.board, self._size), group.groups[0].check
+        told = prefill_node.ranked_worker.RankedWorker(
+            WirePromptWorker(worker), lambda frame: None, verdicts, check
+        )
+        return RankedPromptWorker(told, group)
 
-    def _prefill_rank(self, group: OtherRanks, ranks: Ranks) -> PromptWorker:
+    def _host(self, forwards: Forwards, space: PageSpace) -> HostParts:
+        if self.shape.host is None:
+            return HostParts()
+        made = self._store(self.shape.host, forwards)
+        store = StoredByAll(made.store, lambda: self.board.read(1, Told.SAVED))
+        return HostParts(host_prefixes(made.layout, made.items, store, space), store)
+
+    def _store(self, host: HostShape, forwards: Forwards) -> HostShare:
+        pool = forwards.layout, forwards.runner.pool.storage
+        return self._host_memory(host, pool, forwards.arriving.expect)
+
+    def _rank_store(self, forwards: Forwards) -> RankStore:
+        if self.shape.host is None:
+            return NoStore()
+        self.rank_stores.append(self._store(self.shape.host, forwards).store)
+        return self.rank_stores[-1]
+
+    def _prefill_rank(self, group: OtherRanks, ranks: Ranks) -> PromptRankWork:
         # the slots of rank 0, which the copies of pages and states rely on
         served = self._load("prefill", ranks)
         served = replace(served, state=replace(served.state, snapshots=self.shape.prefill_snapshots))
@@ -310,4 +352,7 @@ class RankedCluster(NodeCluster):
             served.draft_shape.dtype_name,
         )
         step = prefill_node.assemble.prompt_step(parts)
-        return PromptWorker(step, NoSending(), pool, Immediate, parts.host.copies)
+        store, shard = self._rank_store(forwards), ranks.shard
+        worker = PromptWorker(step, NoSending(), pool, Immediate, store)
+        host = RankHost(store, partial(self.board.write, shard.rank))
+        return PromptRankWork(worker, host, group.groups[shard.rank].check)
