@@ -179,7 +179,8 @@ def _build(
         hidden_states=cluster.model.return_hidden_states,
     )
     watch = _draft_watch(served, resolved.draft_path, log)
-    profiler = NodeProfiler(name, functools.partial(profile_directory, resolved), TorchTrace, log)
+    directory = functools.partial(profile_directory, resolved)
+    profiler = NodeProfiler(name, directory, TorchTrace, shared.recording, log)
     observation = Observation(
         log, drafts=watch, events=events, ranks=ranks.totals, kv_events=kv_events, profiler=profiler
     )

@@ -211,7 +211,8 @@ def _build(
         drain_timeout=health.drain_timeout,
         hidden_states=cluster.model.return_hidden_states,
     )
-    profiler = NodeProfiler(name, functools.partial(profile_directory, resolved), TorchTrace, log)
+    directory = functools.partial(profile_directory, resolved)
+    profiler = NodeProfiler(name, directory, TorchTrace, shared.recording, log)
     observation = Observation(log, events=events, ranks=ranks.totals, kv_events=kv_events, profiler=profiler)
     assembly = assemble(
         Links(incarnation, routers, end.peers, end.sender, vision.images, group, shared.duty),

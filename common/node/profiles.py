@@ -77,12 +77,22 @@ class NodeProfiler:
     """Records one profile at a time into files of `directory`, of which the latest ones are kept."""
 
     def __init__(
-        self, name: str, directory: Callable[[], Path], recorder: Callable[[], ProfileRecorder], log: Log
+        self,
+        name: str,
+        directory: Callable[[], Path],
+        recorder: Callable[[], ProfileRecorder],
+        recording: threading.Lock,
+        log: Log,
     ) -> None:
-        """`directory` may raise ConfigError."""
+        """
+        Args:
+            directory: may raise ConfigError.
+            recording: held while this process records, in which there can be one recorder at a time.
+        """
         self._name = name
         self._directory = directory
         self._recorder = recorder
+        self._recording = recording
         self._log = log
         self._steps = 0
         self._ending = threading.Event()
@@ -91,7 +101,7 @@ class NodeProfiler:
         self._ended: ProfileEnded | None = None  # written by the thread
 
     def begin(self, order: Profile, router: ToRouter) -> None:
-        if self._thread is not None:
+        if self._thread is not None or not self._recording.acquire(blocking=False):
             router.send(ProfileEnded(order=order.order, busy=True, problem="a profile is being recorded"))
             return
         self._router = router
@@ -112,14 +122,15 @@ class NodeProfiler:
         self.look(self._steps)
 
     def _run(self, order: Profile) -> None:
+        ended = ProfileEnded(order=order.order, problem="a defect; the node's log has the details")
         try:
-            self._ended = self._record(order)
+            ended = self._record(order)
         except (OSError, RuntimeError, ConfigError) as error:
             problem = f"no profile was written: {error}"[:MAX_MESSAGE]
-            self._ended = ProfileEnded(order=order.order, problem=problem)
-        except BaseException:
-            self._ended = ProfileEnded(order=order.order, problem="a defect; the node's log has the details")
-            raise
+            ended = ProfileEnded(order=order.order, problem=problem)
+        finally:
+            self._recording.release()
+            self._ended = ended
 
     def _record(self, order: Profile) -> ProfileEnded:
         directory = self._directory()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from common.errors import ConfigError
@@ -19,6 +19,8 @@ class SharedParts:
     duty: Duty = FIXED_ROLE
     # Held while a plan is launched, so that kernels of the two halves never mix; None for a pure node.
     device: threading.Lock | None = None
+    # Held while a profile is recorded: a process has one recorder at a time.
+    recording: threading.Lock = field(default_factory=threading.Lock)
     model: ServingModel | None = None  # of the half that has loaded the weights; None: load them
     loaded: Callable[[ServingModel], None] = lambda model: None  # called once the weights are loaded
 

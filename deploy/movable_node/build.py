@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 
 from common.config import Resolved
 from common.engine.ops.triton_kernel import report_compilations
@@ -47,13 +48,13 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     switch = RoleSwitch(role, settling, changed, local_tokens)
     device, models = threading.Lock(), list[ServingModel]()
     # The half for prompts loads the weights: it runs the vision part, too.
-    shared = SharedParts(switch.half("prefill"), device, loaded=models.append)
-    prompts = prefill.build(resolved, name, reporter, log, shared)
+    parts = SharedParts(switch.half("prefill"), device, loaded=models.append)
+    prompts = prefill.build(resolved, name, reporter, log, parts)
     # It reports what compiles from now on, and the kernels of the other half are not late.
     report_compilations(lambda kernel, seconds: None)
     try:
-        shared = SharedParts(switch.half("decode"), device, models[0])
-        tokens = decode.build(resolved, name, reporter, log, shared)
+        parts = replace(parts, duty=switch.half("decode"), model=models[0])
+        tokens = decode.build(resolved, name, reporter, log, parts)
     except BaseException:
         prompts.close()
         raise

@@ -52,7 +52,7 @@ class NodeProfiles:
         finally:
             del self._open[node.incarnation]
         if answer.busy:
-            raise Conflict(f"another router lets {name} record a profile; try again when it has ended")
+            raise Conflict(f"{name} is recording another profile; try again when it has ended")
         if answer.problem:
             raise Unavailable(f"{name}: {answer.problem}")
         return answer

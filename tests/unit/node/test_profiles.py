@@ -58,10 +58,16 @@ class Events:
 class Loop:
     """A main loop that takes a step every millisecond, until the profiler has answered."""
 
-    def __init__(self, directory: Path, each: int = 10, size: int = 100) -> None:
+    def __init__(
+        self, directory: Path, each: int = 10, size: int = 100, recording: threading.Lock | None = None
+    ) -> None:
         self.steps, self.router = 0, Router()
         self.profiler = NodeProfiler(
-            NAME, lambda: directory, lambda: Events(lambda: self.steps, each, size), Log("test")
+            NAME,
+            lambda: directory,
+            lambda: Events(lambda: self.steps, each, size),
+            recording or threading.Lock(),
+            Log("test"),
         )
 
     def run(self, seconds: float, steps: int, idle: bool = False, order: str = "a") -> ProfileEnded:
@@ -106,6 +112,20 @@ def test_steps_with_many_events_make_the_trace_shorter(tmp_path: Path) -> None:
     assert ended.steps < 80
 
 
+def test_the_halves_of_a_movable_node_record_one_profile_at_a_time(tmp_path: Path) -> None:
+    """A second recorder of torch in a process ends the process with a segmentation fault."""
+    recording = threading.Lock()
+    one, other = Loop(tmp_path, recording=recording), Loop(tmp_path, recording=recording)
+    one.profiler.begin(Profile(order="a", seconds=PATIENCE, steps=30), one.router)
+    refused = other.run(PATIENCE, 30, order="b")
+    assert (refused.busy, refused.path) == (True, "")
+    one.profiler.close()
+    (ended,) = one.router.sent
+    assert isinstance(ended, ProfileEnded)
+    assert ended.problem == ""
+    assert other.run(PATIENCE, 30).problem == ""
+
+
 def test_a_second_order_is_refused_while_one_runs(tmp_path: Path) -> None:
     loop, second = Loop(tmp_path), Router()
     loop.profiler.begin(Profile(order="a", seconds=PATIENCE, steps=5), loop.router)
@@ -139,7 +159,7 @@ def test_a_directory_that_cannot_be_written_to_is_a_problem() -> None:
         raise ConfigError("process.run_dir", "it is read-only")
 
     router = Router()
-    profiler = NodeProfiler(NAME, directory, lambda: Events(lambda: 0), Log("test"))
+    profiler = NodeProfiler(NAME, directory, lambda: Events(lambda: 0), threading.Lock(), Log("test"))
     profiler.begin(Profile(order="a", seconds=1.0, steps=1), router)
     profiler.close()
     NoProfiler().begin(Profile(order="b", seconds=1.0, steps=1), router)

@@ -28,7 +28,7 @@ async def test_the_answer_of_a_node_is_returned() -> None:
         again = asyncio.create_task(rig.control.profiles.record("decode-0", 2.0, 30))
         order = await node.expect(Profile)
         node.say(ProfileEnded(order=order.order, busy=True, problem="busy"))
-        with pytest.raises(Conflict, match="another router"):
+        with pytest.raises(Conflict, match="is recording another profile"):
             await again
 
 
