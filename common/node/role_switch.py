@@ -114,7 +114,7 @@ class RoleSwitch:
                 return "standby"
             if change is None:
                 return "up"
-            if now >= change.deadline:
+            if requests and now >= change.deadline:
                 self._change = None
                 return "up"
             if requests or now < change.began + self._settling:

@@ -47,7 +47,7 @@ class RoleChanges:
             NodeLost: it was lost meanwhile.
         """
         serving, other = self._halves(name)
-        if serving.role == role:
+        if serving.role == role and serving.state != "draining":
             return RoleChanged(name, role, role, 0)
         self._check(serving)
         drained = len(serving.rooms) + serving.others.requests

@@ -52,6 +52,13 @@ def test_a_change_that_takes_too_long_is_given_up() -> None:
     assert rig.roles == []
 
 
+def test_a_node_without_requests_changes_its_role_however_little_time_they_get() -> None:
+    rig = Rig()
+    rig.decode.change("prefill", 0.1, 10.0)
+    assert rig.states(10.2) == ("draining", "standby"), "not all routers have heard of it"
+    assert rig.states(10.6) == ("standby", "up")
+
+
 def test_a_second_change_does_not_replace_the_first() -> None:
     rig = Rig()
     rig.decode.change("decode", 3.0, 10.0)

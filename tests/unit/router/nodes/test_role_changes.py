@@ -56,6 +56,9 @@ async def test_it_answers_once_the_node_serves_in_its_new_role() -> None:
         await shows(rig, halves, "decode", "draining")
         with pytest.raises(Conflict, match="flex-0 is changing its role"):
             await changes.change("flex-0", "prefill", 30.0)
+        with pytest.raises(Conflict, match="flex-0 is changing its role"):
+            # It has that role still, and will not keep it.
+            await changes.change("flex-0", "decode", 30.0)
         halves["prefill"].beat("up")
         await asyncio.sleep(2 * role_changes.LOOK_SECONDS)
         assert not asked.done(), "until then the node has both roles for whoever asks the router"
