@@ -23,6 +23,8 @@ from deploy.prepare import cluster_file_of
 
 ANSWER_SECONDS = 5.0
 MOST_BYTES = 64 << 20
+# Its own limit of five minutes is shorter than a change of roles may be; `_ask` has one for each request.
+NO_LIMIT = aiohttp.ClientTimeout(total=None)
 NO_ANSWER = (OSError, TimeoutError, aiohttp.ClientError)
 
 
@@ -95,7 +97,7 @@ class Routers:
         headers = {**self._headers, "Host": self._base.authority}
         async with (
             asyncio.timeout(seconds),
-            aiohttp.ClientSession(connector=connector, headers=headers) as session,
+            aiohttp.ClientSession(connector=connector, headers=headers, timeout=NO_LIMIT) as session,
             session.request(method, base.with_path(path), json=body) as response,
         ):
             return response.status, await response.content.read(MOST_BYTES)

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import typer
 from aiohttp import web
@@ -46,6 +47,7 @@ class FakeRouter:
     queued_ms: float = 800.0  # of prefill nodes
     reads: int = 0
     changes: list[tuple[str, Any]] = field(default_factory=list)
+    drain_seconds: float = 0.0  # of a change
     refusal: int = 0  # status with which a change is refused
 
     def routes(self) -> web.Application:
@@ -93,6 +95,7 @@ class FakeRouter:
     async def role(self, request: web.Request) -> web.Response:
         name, body = request.match_info["name"], await request.json()
         self.changes.append((name, body))
+        await asyncio.sleep(self.drain_seconds)
         if self.refusal:
             return web.json_response({"error": {"message": "it is starting"}}, status=self.refusal)
         previous, self.roles[name] = self.roles[name], body["role"]
@@ -139,6 +142,16 @@ async def test_a_refused_change_is_tried_again_after_the_cool_down() -> None:
         with pytest.raises(NoAnswer, match="409: it is starting"):
             await RoleChanger(Routers(url, KEY), 1.0).apply(Move("decode-0", "prefill"))
         await run_until(router, url, lambda: len(router.changes) == 3)
+
+
+async def test_a_change_may_take_longer_than_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """aiohttp ends every request after five minutes unless told otherwise, here sooner."""
+    monkeypatch.setattr(aiohttp.client, "DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.1))
+    router = FakeRouter({"decode-0": "decode"}, drain_seconds=0.3)
+    async with serving(router.routes()) as url:
+        assert '"role": "prefill"' in await RoleChanger(Routers(url, KEY), 1.0).apply(
+            Move("decode-0", "prefill")
+        )
 
 
 async def test_a_dry_run_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
