@@ -22,18 +22,21 @@ MOST_STACKS = 20_000  # different ones in a file
 ENDING = ".stacks.txt.gz"
 
 
-def sample(thread: int, seconds: float) -> Counter[str]:
-    """Return the stacks of a thread in the next `seconds` and their counts: frames from the outermost on, with `;`."""
+def sample(thread: int, seconds: float, ended: threading.Event) -> Counter[str]:
+    """Return the stacks of a thread in the next `seconds` and their counts: frames from the outermost on, with `;`.
+
+    `ended` ends it early.
+    """
     stacks: Counter[str] = Counter()
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not ended.is_set():
         frame = sys._current_frames().get(thread)
         if frame is None:
             break
         stack = _folded(frame)
         if stack in stacks or len(stacks) < MOST_STACKS:
             stacks[stack] += 1
-        time.sleep(SAMPLE_SECONDS)
+        ended.wait(SAMPLE_SECONDS)
     return stacks
 
 
@@ -46,11 +49,16 @@ def _folded(frame: FrameType | None) -> str:
     return ";".join(reversed(names))
 
 
-def write_profile(name: str, directory: Path, seconds: float, thread: int | None = None) -> tuple[Path, int]:
-    """Sample the main thread, or the one given; return the file and the number of samples. Blocks. Raises OSError."""
+def write_profile(
+    name: str, directory: Path, seconds: float, ended: threading.Event, thread: int | None = None
+) -> tuple[Path, int]:
+    """Sample the main thread, or the one given; return the file and the number of samples. Raises OSError.
+
+    It blocks for `seconds`, or until somebody sets `ended`.
+    """
     if thread is None:
         thread = threading.main_thread().ident or 0
-    stacks = sample(thread, seconds)
+    stacks = sample(thread, seconds, ended)
     file = new_file(directory, name, ENDING)
     part = file.with_suffix(".part")
     try:

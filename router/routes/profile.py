@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated
@@ -78,13 +79,17 @@ class ProfileRoutes:
             raise InvalidRequest(ROUTER_STEPS, param="num_steps")
         if self._sampling:
             raise Conflict(f"a profile of {self._name} is being recorded; try again when it has ended")
-        self._sampling = True
+        self._sampling, ended = True, threading.Event()
         try:
             directory = self._directory()
-            path, samples = await asyncio.to_thread(write_profile, self._name, directory, asked.seconds)
+            path, samples = await asyncio.to_thread(
+                write_profile, self._name, directory, asked.seconds, ended
+            )
         except (OSError, ConfigError) as error:
             raise Unavailable(f"{self._name}: no profile was written: {error}") from error
         finally:
+            # Whoever asked may be gone, or this process ends: the thread then has nothing to wait for.
+            ended.set()
             self._sampling = False
         nbytes = path.stat().st_size
         return {"name": self._name, "path": str(path), "bytes": nbytes, "samples": samples}

@@ -19,7 +19,10 @@ def test_the_stacks_of_a_thread_are_counted_in_a_bounded_number_of_files(tmp_pat
     thread = threading.Thread(target=busy_function)
     thread.start()
     try:
-        made = [write_profile("router", tmp_path, 0.02, thread.ident) for _ in range(KEPT_FILES + 1)]
+        made = [
+            write_profile("router", tmp_path, 0.02, threading.Event(), thread.ident)
+            for _ in range(KEPT_FILES + 1)
+        ]
     finally:
         stop.set()
         thread.join()

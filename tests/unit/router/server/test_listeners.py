@@ -215,7 +215,15 @@ async def test_an_operator_profiles_the_router(tmp_path: Path) -> None:
         status, answer = await first
         assert (status, answer["name"]) == (200, "router")
         assert answer["samples"] > 0
-        assert Path(answer["path"]).parent == tmp_path / "r" / "profiles"
+        files = tmp_path / "r" / "profiles"
+        assert Path(answer["path"]).parent == files
+        gone = asyncio.create_task(asked(own, {"seconds": 60}))
+        await asyncio.sleep(0.05)
+        gone.cancel()
+        async with asyncio.timeout(10.0):
+            # Nobody waits for it any longer, and the end of the process would wait for its thread.
+            while len([*files.glob("*.gz")]) < 2:
+                await asyncio.sleep(0.01)
         for path, body, refused in (
             (own, {"seconds": 61}, 400),
             (own, {"num_steps": 3}, 400),
