@@ -323,15 +323,19 @@ def _states(labelled: _Labelled) -> Iterator[Metric]:
         "The KV cache of a node",
         labels=(*LABELS, "block_size", "num_gpu_blocks", "cache_dtype"),
     )
+    pods: dict[tuple[str, str], float] = {}
     for values, node in labelled:
         serving = float(node.state == "up")
         up.add_metric(values, serving)
         draining.add_metric(values, float(node.state == "draining"))
-        if node.state != "standby":  # the other half of the node has the same name
-            healthy.add_metric(values[:2], serving)
+        if node.state != "standby":
+            # Neither half of a movable node is in standby while it changes its role or ends.
+            pods[values[:2]] = max(serving, pods.get(values[:2], 0.0))
         for state, holds in SLEEP_STATES.items():
             sleep.add_metric((*values, state), holds)
         register = node.register
         facts = (register.page_size, register.total_pages, register.effective_config.get("kv_dtype", ""))
         cache.add_metric((*values, *map(str, facts)), 1)
+    for pod, serving in pods.items():
+        healthy.add_metric(pod, serving)
     yield from (up, draining, healthy, sleep, cache)

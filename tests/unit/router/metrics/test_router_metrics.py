@@ -13,6 +13,7 @@ from common.messages.identity import (
     NodeCounters,
     NodeLoad,
     NodeRef,
+    NodeState,
     RankReport,
     RankTotals,
     Role,
@@ -27,8 +28,8 @@ ROUTER = 'engine="router",model_name="tiny"'
 LES = ("0.001", "0.0025", "80.0", "+Inf")
 
 
-def node(role: Role = "decode", **load: int) -> Node:
-    ref = NodeRef(name=f"{role}-0", role=role, incarnation="i")
+def node(role: Role = "decode", name: str = "", **load: int) -> Node:
+    ref = NodeRef(name=name or f"{role}-0", role=role, incarnation="i")
     register = Register(
         node=ref,
         host="h",
@@ -85,6 +86,20 @@ def test_nodes_are_read_at_scrape_time() -> None:
     assert series(metrics)[f"tandem_node_up{labels}"] == 0
     nodes.clear()
     assert f"tandem_node_up{labels}" not in series(metrics)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "serving"), [("up", "draining", 1), ("draining", "draining", 0)]
+)
+def test_the_halves_of_a_movable_node_are_one_pod(
+    prefill: NodeState, decode: NodeState, serving: int
+) -> None:
+    """While it changes its role or ends, neither is in standby."""
+    halves = [node("prefill", name="flex-0"), node("decode", name="flex-0")]
+    halves[0].state, halves[1].state = prefill, decode
+    text = RouterMetrics("tiny", lambda: halves, lambda: 0).render()[0].decode()
+    lines = [line for line in text.splitlines() if line.startswith("vllm:healthy_pods_total{")]
+    assert lines == [f'vllm:healthy_pods_total{{model_name="tiny",server="flex-0"}} {serving}.0']
 
 
 def test_times_of_prompt_forwards_beside_their_predictions() -> None:
