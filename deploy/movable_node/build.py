@@ -70,4 +70,4 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     report_compilations(
         lambda kernel, seconds: log.warning("kernel compiled late", kernel=kernel, seconds=seconds), announce
     )
-    return Halves(prompts, tokens, models[0].placement.device)
+    return Halves(prompts, tokens, models[0].placement.device, log)

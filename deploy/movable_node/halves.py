@@ -6,16 +6,21 @@ import threading
 
 import torch
 
+from common.observability.logs import Log
 from common.process import BuiltNode
+
+# The error ends the process only once the other half has drained, which may take long.
+FAILED = "half of this node has failed: the other one drains, then the process ends"
 
 
 class Halves:
     """Implements `BuiltNode`. The process ends when either half ends."""
 
-    def __init__(self, prefill: BuiltNode, decode: BuiltNode, device: torch.device) -> None:
+    def __init__(self, prefill: BuiltNode, decode: BuiltNode, device: torch.device, log: Log) -> None:
         self._prefill = prefill
         self._decode = decode
         self._device = device
+        self._log = log
         self._running: list[BuiltNode] = [prefill, decode]
         self._failure: BaseException | None = None
 
@@ -29,6 +34,9 @@ class Halves:
         thread.start()
         try:
             self._decode.run()
+        except BaseException:
+            self._log.exception(FAILED, role="decode")
+            raise
         finally:
             self._running.remove(self._decode)
             self._prefill.drain()
@@ -54,6 +62,7 @@ class Halves:
         try:
             self._prefill.run()
         except BaseException as error:
+            self._log.exception(FAILED, role="prefill")
             self._failure = error
         finally:
             self._running.remove(self._prefill)

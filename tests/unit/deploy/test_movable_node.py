@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from common.observability.logs import Log
 from deploy.movable_node.halves import Halves
 from tests.fakes.waiting import PATIENCE
 
@@ -41,7 +42,7 @@ class Half:
 
 
 def halves(prefill: Half, decode: Half) -> Halves:
-    return Halves(prefill, decode, torch.device("cpu"))
+    return Halves(prefill, decode, torch.device("cpu"), Log("flex-0"))
 
 
 def test_it_runs_until_both_have_drained() -> None:
@@ -62,9 +63,16 @@ def test_it_runs_until_both_have_drained() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_the_failure_of_one_half_drains_the_other(which: int) -> None:
-    pair = [Half(), Half()]
-    pair[which].failure = RuntimeError("a defect")
+def test_the_failure_of_one_half_drains_the_other(which: int, caplog: pytest.LogCaptureFixture) -> None:
+    class Draining(Half):
+        def drain(self) -> None:
+            said.append(caplog.text)
+            super().drain()
+
+    said: list[str] = []
+    pair: list[Half] = [Draining(), Draining()]
+    pair[which] = Half(RuntimeError("a defect"))
     with pytest.raises(RuntimeError, match="a defect"):
         halves(*pair).run()
     assert pair[1 - which].drained.is_set()
+    assert "a defect" in said[0], "the log has the reason before the other half has drained"
