@@ -72,6 +72,9 @@ class FakeCuda:
         self.opened: list[tuple[int, int]] = []  # (device, address)
         self.exports: dict[bytes, int] = {}  # of this process
         self.copies = 0
+        self.batches = True  # the runtime has the call for many copies
+        self.batch_fault = ""
+        self.batches_lose = 0  # pieces at the end of every batch
         self.full = False
         self.ordered, self.flushes = False, True  # what a network card wrote is visible; can be made visible
         self.flushed: list[int] = []
@@ -112,6 +115,19 @@ class FakeCuda:
     def copy(self, dst: int, src: int, nbytes: int, lane: FakeLane) -> None:
         self.copies += 1
         ctypes.memmove(dst, src, nbytes)
+
+    def copy_batch(self, targets: Any, sources: Any, sizes: Any, device: int, stream: int) -> bool:
+        if self.batch_fault:
+            raise CudaError(self.batch_fault)
+        if not self.batches:
+            return False
+        moves = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
+        for target, source, size in moves[: len(moves) - self.batches_lose]:
+            ctypes.memmove(target, source, size)
+        return True
+
+    def use_single_copies(self) -> None:
+        self.batches = False
 
     def flush_needed(self, device: int) -> bool:
         if not self.ordered and not self.flushes:

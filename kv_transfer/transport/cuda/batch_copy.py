@@ -56,10 +56,14 @@ class BatchCopy:
             ctypes.c_void_p(stream),
         )
         if status in _WITHOUT:
-            self._call = None
+            self.refuse()
             return False
         self._check(_NAME, status)
         return True
+
+    def refuse(self) -> None:
+        """Let `start` return False from now on."""
+        self._call = None
 
 
 def _data(numbers: Addresses) -> int:

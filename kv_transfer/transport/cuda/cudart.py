@@ -119,12 +119,23 @@ class CudaRuntime:
         self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: torch.cuda.Stream
     ) -> None:
         """Start copies between addresses of one GPU and pinned memory, in any order, on a stream of that GPU."""
-        handle = int(stream.cuda_stream)
-        with self._on(stream.device_index):
-            if self._batch.start(targets, sources, sizes, handle):
-                return
+        device, handle = stream.device_index, int(stream.cuda_stream)
+        if self.copy_batch(targets, sources, sizes, device, handle):
+            return
+        with self._on(device):
             for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
                 self._copy(target, source, size, handle)
+
+    def copy_batch(
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, device: int, stream: int
+    ) -> bool:
+        """Start copies by one call, on a stream other than the default one. Return False if that is not possible."""
+        with self._on(device):
+            return self._batch.start(targets, sources, sizes, stream)
+
+    def use_single_copies(self) -> None:
+        """Let `copy_many` make no more use of batches."""
+        self._batch.refuse()
 
     def flush_needed(self, device: int) -> bool:
         """Return whether `flush` is required between a network card's writes and the kernels that read them.

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from common.kv_cache.plane import Kept
 from common.kv_cache.pool_layout import PoolLayout
+from common.observability.logs import Log
 from kv_transfer.pair_plan import RowsPair, StridedRows
 from kv_transfer.transport.cuda.batch_copy import Addresses
+from kv_transfer.transport.cuda.batch_trial import try_batches
 from kv_transfer.transport.cuda.blocks import move_parts, words
 from kv_transfer.transport.cuda.cudart import CudaRuntime
 from kv_transfer.transport.cuda.digests import to_host
@@ -67,7 +69,7 @@ class MovedPool:
     """One pool: its pages and slots are copied by address, and summed up by id."""
 
     def __init__(self, layout: PoolLayout, storage: Tensor) -> None:
-        """`storage`: [layout.total_bytes] uint8. On a GPU this compiles the kernels."""
+        """`storage`: [layout.total_bytes] uint8. On a GPU this compiles the kernels, and tries batches of copies."""
         self.storage = storage
         self.device = storage.device
         self.memory = PagedMemory(layout, storage, self.device)
@@ -79,7 +81,8 @@ class MovedPool:
         firsts = accumulate((words([block]) for block in kept.values()), initial=0)
         self.states = {index: (block, first) for (index, block), first in zip(kept.items(), firsts)}
         self._cuda = CudaRuntime() if storage.is_cuda else None
-        if storage.is_cuda:
+        if self._cuda is not None:
+            try_batches(self._cuda, self.device, Log("host memory"))
             with torch.cuda.device(self.device):
                 unused = self.sums((0,), (0,) if kept else ())
                 unused.add_pages()
