@@ -23,6 +23,7 @@ MODELS = ROOT / "deploy" / "tiny_models"
 POLL_SECONDS = 0.1
 PEER_PORT = 20_000
 BULK_PORT = 21_000
+HOST_MIB = 24  # of each node, for cached prefixes and retracted requests
 UNDO = Path(__file__).parent / "undo"  # its sitecustomize.py patches the product in every started process
 # The bounds of the time before the two defects of docs/faults.md (`--undo`) were fixed: waits were limited by time,
 # not by progress.
@@ -92,6 +93,7 @@ class ChaosCluster(RunningCluster):
             config["transfer"] |= TIME_ONLY
         config["router"]["max_crashes"] = 0  # external kills are not crashes caused by a request
         config["process"]["event_log"] = str(self.events)
+        config["prefill"]["host_mib"] = config["decode"]["host_mib"] = HOST_MIB
         # Round robin on both sides would use only two of four pairs.
         config["router"]["placement"] = {"prefill": "round_robin", "decode": "least_loaded"}
         if self.setup.transport == "tcp":
