@@ -38,7 +38,7 @@ class PoisonWatch:
 
     def crashed(self, node: Node, aboard: Iterable[tuple[Attempt, InFlight]]) -> list[Attempt]:
         """Note that a node died under these requests. Return the attempts of requests that must not run again."""
-        attempts = list(aboard)
+        attempts = [(attempt, flight) for attempt, flight in aboard if _had(node, attempt)]
         said: dict[bytes, int] = {}
         for attempt, flight in attempts:
             flight.suspect = flight.suspect or fingerprint(flight.request)
@@ -95,6 +95,12 @@ class PoisonWatch:
     def _end_trial(self, flight: InFlight, trial: Trial) -> None:
         if trial.isolated and not self.suspects.needs_isolation(flight.suspect):
             trial.release()
+
+
+def _had(node: Node, attempt: Attempt) -> bool:
+    """Return whether a node of the attempt had it last, if both are halves of one process, which die together."""
+    together = attempt.prefill.name == attempt.decode.name
+    return not together or (node.role == "decode") == attempt.transferred
 
 
 _REFUSED = (

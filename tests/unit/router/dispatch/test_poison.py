@@ -17,11 +17,18 @@ from common.messages.identity import Role
 from common.messages.node_inbox import Abort
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import FirstToken, PrefillDone
+from router.dispatch.attempt import Attempt
 from router.dispatch.generation import GenerationRequest
+from router.dispatch.in_flight import InFlight
+from router.dispatch.poison_watch import PoisonWatch
 from router.dispatch.suspects import fingerprint
+from router.metrics.timeline import Timeline
+from router.nodes.registry import Node
+from tests.fakes.clock import Clock
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import RouterRig, legs, router_rig
 from tests.fakes.waiting import PATIENCE, eventually
+from tests.unit.router.nodes.test_registry import register
 
 POISON = 0  # a token id that occurs only in the poison request
 LENGTH = 12
@@ -231,3 +238,19 @@ async def test_a_suspect_waits_for_its_trial_no_longer_than_for_a_node(
             assert client.error is None
             await client.leave()
         rig.nothing_left()
+
+
+@pytest.mark.parametrize("transferred", [False, True])
+@pytest.mark.parametrize("order", [("prefill", "decode"), ("decode", "prefill")])
+def test_both_halves_of_a_movable_node_die_in_one_crash(order: tuple[Role, Role], transferred: bool) -> None:
+    """A request that they shared was computed by one of them, and that one counts."""
+    watch = PoisonWatch(Clock())
+    request = GenerationRequest("r1", [POISON], SamplingParams(max_tokens=10))
+    flight = InFlight(request, Timeline("r1", 0.0), 60.0)
+    convicted = []
+    for crash in range(2):
+        halves = {role: Node(register(role, "flex-0", f"{role}-{crash}"), 0.0) for role in order}
+        attempt = Attempt(crash, halves["prefill"], halves["decode"], transferred=transferred)
+        convicted += [bool(watch.crashed(halves[role], [(attempt, flight)])) for role in order]
+    assert sum(convicted) == 1
+    assert any(convicted[2:]), "two crashes, as on any other node"
