@@ -132,7 +132,8 @@ class DecodeNode:
         """Report the state of the node. A launch comes first, because the device may be about to run out of work."""
         counters = self._report.counters(self._routers.refused_messages)
         self.life.publish(self._report.load(), counters, ((each.router, 0) for each in self.queues.live()))
-        self.life.end_turn(len(self.queues), now)
+        live = sum(1 for _ in self.queues.live())
+        self.life.end_turn(live, now, len(self.queues.quarantined))
         self._events.flush()
 
     def _launch(self, planned: Planned) -> Launched:

@@ -173,11 +173,15 @@ class NodeLife(Generic[Work]):
             self._clock(), lambda: Activity(totals_of(counters), load.running, load.queued, kv_usage(load))
         )
 
-    def end_turn(self, requests: int, now: float) -> None:
-        """Stop an ending node that has no requests or no time left."""
+    def end_turn(self, requests: int, now: float, quarantined: int = 0) -> None:
+        """Stop an ending node that has no requests or no time left.
+
+        `quarantined`: requests that have ended, to whose pages a peer may still write. A node keeps its memory that
+        long, but it may change its role, because the pages remain those of this half.
+        """
         if not self._ending:
             self._state = self._duty.state(requests, now)
-        elif not requests or now > self._drain_until:
+        elif not (requests or quarantined) or now > self._drain_until:
             self._stopping = True
 
     def run(self, loop: Callable[[], None]) -> None:

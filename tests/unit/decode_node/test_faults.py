@@ -129,6 +129,11 @@ def test_a_prefill_node_that_was_declared_lost_but_lives() -> None:
         assert call.error is not None
         assert call.error.code == "node_lost"
         assert cluster.decode.link.load.quarantined_pages == 8
+        with pytest.MonkeyPatch.context() as patch:
+            given: list[tuple[float, ...]] = []
+            patch.setattr(cluster.decode.node.life, "end_turn", lambda *values: given.append(values))
+            cluster.turn(1)
+        assert given[-1][::2] == (0, 1), "no request waits for it, so the node may change its role"
         cluster.fabric.unstick()
         cluster.run(until=lambda: not len(cluster.decode.node.queues), limit=50)
         cluster.settle()

@@ -112,10 +112,10 @@ def test_the_life_of_a_half_follows_the_switch_until_it_ends() -> None:
     routers = cast(RouterLinks[Any], links)
     life = NodeLife[Prefill]("i", routers, Prefill, 30.0, Log("node"), clock, NoProfiler(), rig.prefill)
 
-    def turn() -> str:
+    def turn(held: int = 0) -> str:
         life.receive(None, clock())  # type: ignore[arg-type]
         life.publish(NodeLoad(), NodeCounters(), ())
-        life.end_turn(0, clock())
+        life.end_turn(0, clock(), held)
         return links.published[-1]
 
     assert turn() == "standby"
@@ -127,7 +127,14 @@ def test_the_life_of_a_half_follows_the_switch_until_it_ends() -> None:
     turn()
     assert turn() == "up"
     assert life.takes(PEER)
+    links.messages = [ChangeRole(role="decode", seconds=30.0)]
+    turn(1)
+    clock.now += 1.0
+    turn(1)
+    assert turn(1) == "standby", "a peer that proves nothing does not keep a node in its role"
     life.drain()
     assert not life.takes(PEER)
-    assert turn() == "draining"
+    assert turn(1) == "draining"
+    assert not life.stopping(), "a peer may still write to its memory"
+    turn()
     assert life.stopping()
