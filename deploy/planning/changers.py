@@ -15,7 +15,7 @@ import msgspec
 from common.errors import ConfigError, NoAnswer
 from common.messages.identity import Role
 from deploy.planning.decision import ROLES, Move, Scale
-from deploy.planning.routers import Routers
+from deploy.planning.routers import Routers, read_body
 from deploy.planning.settings import KubernetesTarget
 
 ANSWER_SECONDS = 10.0
@@ -152,7 +152,7 @@ class KubernetesScaler:
             aiohttp.ClientSession(headers=headers) as session,
             session.request(method, url, data=data, ssl=self._tls()) as response,
         ):
-            answer = await response.content.read(MOST_BYTES)
+            answer = await read_body(response, MOST_BYTES)
             if response.status in (401, 403, 404):
                 raise ConfigError(
                     f"kubernetes.{role}",

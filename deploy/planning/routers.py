@@ -100,7 +100,17 @@ class Routers:
             aiohttp.ClientSession(connector=connector, headers=headers, timeout=NO_LIMIT) as session,
             session.request(method, base.with_path(path), json=body) as response,
         ):
-            return response.status, await response.content.read(MOST_BYTES)
+            return response.status, await read_body(response, MOST_BYTES)
+
+
+async def read_body(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """Return the whole body. Raises OSError if it has more than `most` bytes."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > most:
+            raise OSError(f"{response.url} has more than {most} bytes")
+    return bytes(body)
 
 
 def _sentence(answer: bytes) -> str:

@@ -47,6 +47,7 @@ class FakeRouter:
     queued_ms: float = 800.0  # of prefill nodes
     reads: int = 0
     changes: list[tuple[str, Any]] = field(default_factory=list)
+    other_lines: int = 0  # of /metrics
     drain_seconds: float = 0.0  # of a change
     refusal: int = 0  # status with which a change is refused
 
@@ -83,6 +84,7 @@ class FakeRouter:
         self.reads += 1
         seen = 10 * self.reads
         lines = [
+            *["tandem_other_series 123456789.0"] * self.other_lines,
             f'vllm:time_to_first_token_seconds_bucket{{le="0.5"}} {seen / 2}',
             f'vllm:time_to_first_token_seconds_bucket{{le="1.0"}} {seen}',
             f'vllm:time_to_first_token_seconds_bucket{{le="+Inf"}} {seen}',
@@ -142,6 +144,19 @@ async def test_a_refused_change_is_tried_again_after_the_cool_down() -> None:
         with pytest.raises(NoAnswer, match="409: it is starting"):
             await RoleChanger(Routers(url, KEY), 1.0).apply(Move("decode-0", "prefill"))
         await run_until(router, url, lambda: len(router.changes) == 3)
+
+
+async def test_long_answers_are_read_to_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The metrics of some hundred nodes have megabytes, which arrive in many pieces."""
+    router = FakeRouter({"prefill-0": "prefill", "decode-0": "decode"}, other_lines=20_000)
+    async with serving(router.routes()) as url:
+        (sample,) = (await Routers(url, KEY).read()).values()
+    assert sample.first_tokens.total == 10
+    assert sample.gap_seconds == pytest.approx(0.1)
+    monkeypatch.setattr("deploy.planning.routers.MOST_BYTES", 100_000)
+    async with serving(router.routes()) as url:
+        with pytest.raises(OSError, match="more than 100000 bytes"):
+            await Routers(url, KEY).read()
 
 
 async def test_a_change_may_take_longer_than_other_answers(monkeypatch: pytest.MonkeyPatch) -> None:
