@@ -21,6 +21,10 @@ END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)  # the sequence number o
 # Asks the replay socket for the present state instead of past batches. To another publisher this is a sequence number
 # that it has not reached, so it answers with END only.
 SNAPSHOT = (1 << 63) - 1
+# What is read of one batch at most, so that a publisher can cost its reader only so much time and memory.
+MOST_EVENTS = 1 << 16
+MOST_BLOCKS = 1 << 18
+MOST_NAME = 1024  # characters
 GPU, CPU = "GPU", "CPU"
 
 BlockHash: TypeAlias = int | bytes
@@ -63,22 +67,24 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 
 # What is read of others: fields that some version lacks have a default, and hashes may be signed or wide.
-_Hashes = list[int | Annotated[bytes, Meta(max_length=64)]]
+_Hash = int | Annotated[bytes, Meta(max_length=64)]
+_Hashes = Annotated[list[_Hash], Meta(max_length=MOST_BLOCKS)]
+_Name = Annotated[str, Meta(max_length=MOST_NAME)]
 
 
 class _Stored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored"):
     block_hashes: _Hashes
-    parent_block_hash: int | bytes | None
+    parent_block_hash: _Hash | None
     token_ids: msgspec.Raw
     block_size: Annotated[int, Meta(ge=1)]
     lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
+    medium: _Name | None = None
+    lora_name: _Name | None = None
 
 
 class _Removed(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
     block_hashes: _Hashes
-    medium: str | None = None
+    medium: _Name | None = None
 
 
 class _Cleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksCleared"):
@@ -87,17 +93,17 @@ class _Cleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksClea
 
 class _StoredArray(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored"):
     block_hashes: _Hashes
-    parent_block_hash: int | bytes | None
+    parent_block_hash: _Hash | None
     token_ids: msgspec.Raw
     block_size: Annotated[int, Meta(ge=1)]
     lora_id: int | None = None
-    medium: str | None = None
-    lora_name: str | None = None
+    medium: _Name | None = None
+    lora_name: _Name | None = None
 
 
 class _RemovedArray(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemoved"):
     block_hashes: _Hashes
-    medium: str | None = None
+    medium: _Name | None = None
 
 
 class _ClearedArray(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
@@ -140,7 +146,7 @@ def decode(payload: bytes, tokens: bool = False) -> Batch:
     """
     try:
         read = _batches.decode(payload)
-        events = [_event(each, tokens) for each in read.events]
+        events = _events(read.events, tokens)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"not a batch of KV events: {error}") from error
     return Batch(read.ts, events, read.data_parallel_rank)
@@ -157,6 +163,20 @@ def hash_of(value: BlockHash) -> int:
     """Return a hash as an unsigned integer of 64 bits: of bytes the last eight."""
     number = value if isinstance(value, int) else int.from_bytes(value, "big")
     return number & MASK
+
+
+def _events(raw: Sequence[msgspec.Raw], tokens: bool) -> list[Event]:
+    if len(raw) > MOST_EVENTS:
+        raise msgspec.ValidationError(f"{len(raw)} events are more than {MOST_EVENTS}")
+    events, left = list[Event](), MOST_BLOCKS
+    for each in raw:
+        event = _event(each, tokens)
+        events.append(event)
+        if not isinstance(event, AllBlocksCleared):
+            left -= len(event.block_hashes)
+            if left < 0:
+                raise msgspec.ValidationError(f"its events have more than {MOST_BLOCKS} blocks")
+    return events
 
 
 def _event(raw: msgspec.Raw, tokens: bool) -> Event:

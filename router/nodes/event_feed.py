@@ -21,7 +21,8 @@ from common.kv_events.wire import SNAPSHOT, AllBlocksCleared, Batch, BlockStored
 
 ANSWER_SECONDS = 5.0  # after which a question counts as unanswered
 LEAST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds between two questions
-MOST_HELD = 50_000  # blocks and batches that are heard while an answer is awaited; of more, all are missing
+# Blocks, and events and batches without any, that are heard while an answer is awaited; of more, all are missing.
+MOST_HELD = 50_000
 
 
 class EventSink(Protocol):
@@ -149,7 +150,9 @@ class EventFeed:
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
                 self._forget()
-            elif not isinstance(event, BlockStored) or event.block_size == self._block_tokens:
+            elif event.block_hashes and (
+                not isinstance(event, BlockStored) or event.block_size == self._block_tokens
+            ):
                 self._events.append(event)
                 self.backlog += len(event.block_hashes)
 
@@ -168,4 +171,4 @@ class EventFeed:
 
 
 def _size(event: Event) -> int:
-    return 1 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
+    return 1 if isinstance(event, AllBlocksCleared) else max(len(event.block_hashes), 1)

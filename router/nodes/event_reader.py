@@ -5,13 +5,14 @@ over the authenticated control link, and have to be those of the cluster file. W
 checked: a wrong event makes a choice of nodes worse, and nothing else.
 
 All work is done in short turns of the event loop. A node that says more than placement can take in is not read until it
-has; ZMQ drops what exceeds its queue, which is a gap like any other.
+has, and one whose messages take long to read is read less often; ZMQ drops what exceeds its queue, which is a gap like
+any other.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -28,10 +29,12 @@ from router.nodes.told_blocks import ToldBlocks
 TURN_SECONDS = 0.05
 LOOK_SECONDS = 0.25  # between two looks at which nodes there are
 MESSAGES_PER_TURN = 20  # of one socket
+READ_SECONDS = 0.01  # after which a turn reads no further message of a socket
+REST = 4  # seconds in which a node is not read, per second that reading it has taken
 BLOCKS_PER_TURN = 2000  # of all nodes, that placement is told
 MOST_BACKLOG = 50_000  # blocks of one node that wait to be told
 MAX_BATCH_BYTES = 8 << 20
-QUEUED_MESSAGES = 1000  # of one socket
+QUEUED_MESSAGES = 100  # of one socket
 
 Socket = zmq.Socket[bytes]
 
@@ -62,6 +65,7 @@ class _Followed:
     events: Socket
     replay_address: str
     replay: Socket | None = None  # of the latest question
+    rests_until: float = 0.0
 
 
 class EventReader:
@@ -117,10 +121,7 @@ class EventReader:
         first = self._turns % len(nodes) if nodes else 0
         for each in [*nodes[first:], *nodes[:first]]:
             feed = each.feed
-            if each.replay in ready and feed.backlog < MOST_BACKLOG:
-                more |= self._read_answers(each)
-            if each.events in ready and feed.backlog < MOST_BACKLOG:
-                more |= self._read_events(each)
+            more |= self._read(each, ready)
             if (start := feed.question()) is not None:
                 self._ask(each, start)
             left -= feed.tell(each.sink, left)
@@ -188,7 +189,21 @@ class EventReader:
             node.replay.close()
             node.replay = None
 
+    def _read(self, node: _Followed, ready: Collection[Socket]) -> bool:
+        """Read what a node has sent; return whether there is more."""
+        began, more = self._clock(), False
+        if began < node.rests_until:
+            return False
+        if node.replay in ready and node.feed.backlog < MOST_BACKLOG:
+            more |= self._read_answers(node)
+        if node.events in ready and node.feed.backlog < MOST_BACKLOG:
+            more |= self._read_events(node)
+        ended = self._clock()
+        node.rests_until = ended + REST * (ended - began)
+        return more
+
     def _read_events(self, node: _Followed) -> bool:
+        until = self._clock() + READ_SECONDS
         for _ in range(MESSAGES_PER_TURN):
             try:
                 frames = node.events.recv_multipart(zmq.NOBLOCK)
@@ -196,10 +211,13 @@ class EventReader:
                 return False
             if (read := self._batch(node, frames)) is not None:
                 node.feed.heard(*read)
+            if self._clock() > until:
+                break
         return True
 
     def _read_answers(self, node: _Followed) -> bool:
         assert node.replay is not None
+        until = self._clock() + READ_SECONDS
         for _ in range(MESSAGES_PER_TURN):
             try:
                 _, *frames = node.replay.recv_multipart(zmq.NOBLOCK)
@@ -211,6 +229,8 @@ class EventReader:
                 return False
             if (read := self._batch(node, frames)) is not None:
                 node.feed.answered(*read)
+            if self._clock() > until:
+                break
         return True
 
     def _batch(self, node: _Followed, frames: Sequence[bytes]) -> tuple[int, Batch] | None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from common.errors import ProtocolError
+from common.kv_events import wire
 from common.kv_events.wire import (
     CPU,
     END,
@@ -114,6 +115,27 @@ def test_events_may_be_arrays_as_older_versions_write_them() -> None:
 def test_what_is_no_batch_is_refused(sent: object) -> None:
     with pytest.raises(ProtocolError, match="not a batch of KV events"):
         decode(msgspec.msgpack.encode(sent))
+
+
+def stored_with(**fields: object) -> dict[str, object]:
+    least = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": []}
+    return {**least, "block_size": 64, **fields}
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param([["BlockRemoved", []]] * (wire.MOST_EVENTS + 1), id="events"),
+        pytest.param([["BlockRemoved", [1] * (wire.MOST_BLOCKS + 1)]], id="blocks of one event"),
+        pytest.param([["BlockRemoved", [1] * (wire.MOST_BLOCKS // 2 + 1)]] * 2, id="blocks of two events"),
+        pytest.param([stored_with(medium="G" * (wire.MOST_NAME + 1))], id="medium"),
+        pytest.param([stored_with(lora_name="a" * (wire.MOST_NAME + 1))], id="name"),
+        pytest.param([stored_with(parent_block_hash=bytes(65))], id="parent"),
+    ],
+)
+def test_what_would_cost_its_reader_too_much_is_refused(events: object) -> None:
+    with pytest.raises(ProtocolError, match="not a batch of KV events"):
+        decode(msgspec.msgpack.encode([1.0, events]))
 
 
 def test_text_that_is_no_utf_8_is_refused() -> None:

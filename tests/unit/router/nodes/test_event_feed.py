@@ -188,6 +188,18 @@ def test_what_is_held_while_an_answer_is_awaited_is_bounded(monkeypatch: pytest.
     assert each.feed.question() == SNAPSHOT, "some of it is missing"
 
 
+def test_events_without_blocks_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_feed, "MOST_HELD", 10)
+    each = Following()
+    assert each.feed.question() == SNAPSHOT
+    each.feed.heard(1, batch(*[removed()] * 5))
+    each.feed.heard(2, batch(*[removed()] * 5))
+    each.feed.answered(0, batch(AllBlocksCleared()))
+    each.feed.ended()
+    each.feed.heard(3, batch(stored(3)))
+    assert not each.feed.following, "a batch was held beyond the bound"
+
+
 def test_however_much_is_lost_a_feed_agrees_with_its_publisher_in_the_end() -> None:
     rng = Random(1)
     for _ in range(50):

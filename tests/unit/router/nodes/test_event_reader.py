@@ -15,8 +15,9 @@ from msgspec.structs import replace
 from common.kv_cache.radix_cache import RadixCache
 from common.kv_events.plan import KvEventsPlan
 from common.kv_events.publisher import KvEventPublisher
-from common.kv_events.wire import GPU
+from common.kv_events.wire import GPU, Batch, decode, encode
 from common.observability.logs import Log
+from router.nodes import event_reader
 from router.nodes.event_reader import LOOK_SECONDS, EventReader
 from router.nodes.registration import ExpectedNode, RegistrationRules
 from router.nodes.registry import Node
@@ -30,6 +31,7 @@ class Rig:
     """A router with one prefill node that publishes, and one that does not."""
 
     def __init__(self, directory: Path) -> None:
+        self.spent = 0.0  # seconds that reading has taken besides
         self.fleet = Fleet("cache_events", 2)
         self.gaps: list[int] = []
         self.node, self.other = self.fleet.node("p000"), self.fleet.node("p001")
@@ -47,10 +49,13 @@ class Rig:
         rules = RegistrationRules({"p000": expected, "p001": expected}, 16, 1 << 20, 1000)
         self.told = self.fleet.placer.history.told
         self.reader = EventReader(
-            self.fleet.registry, rules, self.told, PAGE, time.monotonic, Log("router"), self.gaps.append
+            self.fleet.registry, rules, self.told, PAGE, self._now, Log("router"), self.gaps.append
         )
         self.publisher = KvEventPublisher(self.plan)
         self.cache = RadixCache(PAGE, observer=self.publisher.tap(GPU, PAGE, 0))
+
+    def _now(self) -> float:
+        return time.monotonic() + self.spent
 
     def announce(self, node: Node, events: str, replay: str) -> None:
         said = {"kv_events": events, "kv_events_replay": replay}
@@ -158,6 +163,33 @@ def test_what_cannot_be_read_is_refused_and_the_node_followed_all_the_same(
     rig.publisher.start()
     prompt = rig.insert(1)
     rig.turns_until("not followed", lambda: rig.cached(prompt) == PAGE)
+
+
+def test_a_node_whose_messages_take_long_is_read_less_often(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[bytes] = []
+
+    def slowly(payload: bytes) -> Batch:
+        rig.spent += 0.3
+        read.append(payload)
+        return decode(payload)
+
+    monkeypatch.setattr(event_reader, "decode", slowly)
+    message = (b"", bytes(8), encode(Batch(0.0, [], 0)))
+    with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PUB) as other:
+        other.bind(rig.plan.address)
+        rig.turns_until("not connected", lambda: other.send_multipart(message) or read)
+        assert len(read) == 1, "a turn read on although it had taken long"
+        for _ in range(30):
+            other.send_multipart(message)
+        time.sleep(0.05)
+        for _ in range(3):
+            rig.reader.turn()
+        assert len(read) == 1, "the node did not rest"
+        rig.spent += 0.3 * event_reader.REST
+        rig.reader.turn()
+        assert len(read) == 2
 
 
 async def test_it_reads_on_the_event_loop(rig: Rig) -> None:
