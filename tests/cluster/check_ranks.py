@@ -120,7 +120,7 @@ def config_of(row: Row) -> dict[str, Any]:
         "decode": {"graphs": "full" if captured else "none"},
         "transfer": {"transport": row["transport"]},
         "security": {"isolated_network": True} if row["transport"] == "nixl" else {},
-        "health": {"loop_timeout": 5.0, "node_timeout": 5.0, "hang_timeout": 60.0},
+        "health": {"loop_timeout": 5.0, "node_timeout": 5.0, "hang_timeout": 60.0, "slow_start": 0.0},
     }
     if row["pool"] == "small":
         config["decode"] |= {"pool_tokens": 640, "reserved_tokens": 0}

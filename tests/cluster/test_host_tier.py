@@ -17,6 +17,8 @@ TOKENS = 640  # of a session; 512 of them are whole blocks
 NODES = ("prefill-0", "prefill-1")
 CONFIG = {
     "router": {"placement": {"prefill": "round_robin"}},
+    # A node of several ranks joins later, and would get fewer turns at first.
+    "health": {"slow_start": 0.0},
     "speculation": {
         "algorithm": "eagle3",
         "draft_model_path": str(MODEL.parent / "tiny-eagle3"),

@@ -19,6 +19,8 @@ CONFIG = {
     "router": {"placement": {"prefill": "round_robin", "decode": "round_robin"}},
     "prefill": {"chunk_tokens": 200, "prefix_cache": False},
     "decode": {"prefix_cache": False},  # the same prompts transfer all their pages again
+    # A node of several ranks joins later, and would get fewer turns at first.
+    "health": {"slow_start": 0.0},
 }
 
 

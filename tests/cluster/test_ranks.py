@@ -46,7 +46,7 @@ def ranked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]
         # Requests are retracted.
         "decode": {"pool_tokens": 448, "reserved_tokens": 0},
         "prefill": {"chunk_tokens": 128},
-        "health": {"loop_timeout": Health().loop_timeout, "hang_timeout": 60.0},
+        "health": {"loop_timeout": Health().loop_timeout, "hang_timeout": 60.0, "slow_start": 0.0},
     }
     ranks = {"prefill-0": 2, "decode-0": 2}
     with RunningCluster(tmp_path_factory.mktemp("ranked"), 2, 2, config, ranks=ranks) as cluster:
