@@ -86,7 +86,7 @@ class FetchedByAll:
     def __init__(self, own: HostFetches, board: Board, size: int) -> None:
         """`size`: number of ranks."""
         self._own = own
-        self._copies = OwnFetches(own)
+        self.copies = OwnFetches(own)  # public for tests
         self._board = board
         self._others = range(1, size)
         self._stores: deque[int] = deque()  # keys of those that have not ended on some other rank
@@ -95,17 +95,18 @@ class FetchedByAll:
         self._compared = 0  # fetches that have ended on all
 
     def apply(self, moves: Moves) -> None:
-        self._copies.apply(moves)
+        self.copies.apply(moves)
         self._stores += (each.key for each in moves.stores)
 
     def unfinished(self) -> Collection[int]:
+        self.copies.look()
         for _ in range(self._least(Told.STORED) - self._stored):
             self._stores.popleft()
             self._stored += 1
         return {*self._own.unfinished(), *self._stores}
 
     def fetched(self) -> Mapping[int, Damage]:
-        self._fetched += self._copies.ended()
+        self._fetched += self.copies.ended()
         found: dict[int, Damage] = {}
         compared = self._least(Told.COMPARED)
         while self._fetched and self._compared < compared:

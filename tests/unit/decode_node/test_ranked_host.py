@@ -134,3 +134,15 @@ def test_copies_may_end_in_any_order_on_each_rank() -> None:
                 other.turn()
             found |= {each: any(damage) for each, damage in ranks.first.fetched().items()}
         assert found == expected
+
+
+def test_nothing_is_kept_of_copies_that_have_ended() -> None:
+    with closing(Board.create()) as board:
+        ranks = RankedHost(board)
+        for key in range(100):
+            ranks.apply(stores=[key])
+            for memory in ranks.memories:
+                memory.stores.clear()
+            ranks.turn()
+            assert not ranks.first.unfinished()
+        assert not ranks.first.copies.busy
