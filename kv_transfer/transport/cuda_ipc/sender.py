@@ -97,6 +97,7 @@ class CudaIpcSender(LayerEndpoint):
         address = self._cuda.exported(description.handle)
         if address is None:
             raise HandshakeRefused("it claims to be this process, which has not made this handle")
+        self._check_size(address, target)
         lanes = self._cuda.lane(self._pool.device), self._cuda.lane(self._pool.device)
         peer = Mapped(target, None, address, False, records, *lanes)
         peer.memory = self._cuda.tensor(address, target.kv_bytes)
@@ -113,15 +114,21 @@ class CudaIpcSender(LayerEndpoint):
         except CudaError as error:
             hint = "" if theirs is not None else "; its GPU is not visible here (CUDA_VISIBLE_DEVICES)"
             raise HandshakeRefused(f"its GPU memory cannot be opened ({error}{hint})") from None
-        found = self._cuda.span(address)
-        if found < target.kv_bytes:
+        try:
+            self._check_size(address, target)
+        except HandshakeRefused:
             self._cuda.close(device, address)
-            raise HandshakeRefused(f"its GPU memory has {found} bytes, its layout needs {target.kv_bytes}")
+            raise
         lanes = self._cuda.lane(own), self._cuda.lane(own)
         peer = Mapped(target, device, address, theirs != own, records, *lanes)
         if direct:
             peer.memory = self._cuda.tensor(address, target.kv_bytes)
         return peer
+
+    def _check_size(self, address: int, target: Target) -> None:
+        found = self._cuda.span(address)
+        if found < target.kv_bytes:
+            raise HandshakeRefused(f"its GPU memory has {found} bytes, its layout needs {target.kv_bytes}")
 
     def detach(self, peer: PeerMemory) -> None:
         """Wait for unfinished writes, which takes microseconds, or as long as the forward whose layers are being

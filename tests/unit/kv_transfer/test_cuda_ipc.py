@@ -182,6 +182,14 @@ def test_a_pool_that_is_too_small_is_refused_and_closed(pair: Pair) -> None:
     assert not pair.cuda.opened
 
 
+def test_a_pool_of_this_process_that_is_too_small_is_refused(pair: Pair) -> None:
+    pair.cuda.exports |= pair.other.exports
+    wanted = pair.target(owner=process.current())
+    larger = Target(wanted.incarnation, wanted.description, DST.total_bytes + 1, wanted.records_bytes)
+    with pytest.raises(HandshakeRefused, match=f"has {DST.total_bytes} bytes, its layout needs"):
+        pair.sending.attach(larger)
+
+
 def test_pools_of_the_wrong_memory_are_refused(pair: Pair) -> None:
     host = memoryview(bytearray(SRC.total_bytes))
     with pytest.raises(TypeError, match="not from host memory"):
