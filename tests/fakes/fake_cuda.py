@@ -75,6 +75,8 @@ class FakeCuda:
         self.batches = True  # the runtime has the call for many copies
         self.batch_fault = ""
         self.batches_lose = 0  # pieces at the end of every batch
+        self.batches_begun = 0
+        self.most_batches = 1 << 30  # after which no more are possible
         self.full = False
         self.ordered, self.flushes = False, True  # what a network card wrote is visible; can be made visible
         self.flushed: list[int] = []
@@ -119,8 +121,9 @@ class FakeCuda:
     def copy_batch(self, targets: Any, sources: Any, sizes: Any, device: int, stream: int) -> bool:
         if self.batch_fault:
             raise CudaError(self.batch_fault)
-        if not self.batches:
+        if not self.batches or self.batches_begun == self.most_batches:
             return False
+        self.batches_begun += 1
         moves = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
         for target, source, size in moves[: len(moves) - self.batches_lose]:
             ctypes.memmove(target, source, size)

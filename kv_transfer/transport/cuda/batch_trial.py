@@ -55,16 +55,16 @@ def _problem(cuda: Batches, device: torch.device) -> str:
         each.data_ptr() + at for each, at in ((given, _SOURCES), (between, _ON_DEVICE), (back, _TARGETS))
     )
     try:
-        if not cuda.copy_batch(middle, source, _SIZES, index, lane.handle):
-            return ""
-        if not cuda.copy_batch(target, middle, _SIZES, index, lane.handle):
-            return "a second batch of copies was not possible"
+        forth = cuda.copy_batch(middle, source, _SIZES, index, lane.handle)
+        back_again = forth and cuda.copy_batch(target, middle, _SIZES, index, lane.handle)
         lane.mark().wait()
     except RuntimeError:
         # What has started must not write to memory that is freed here.
         with suppress(RuntimeError):
             lane.mark().wait()
         raise
+    if not back_again:
+        return "only copies to the device were possible" if forth else ""
     expected = torch.zeros_like(back)
     for size, at, to in zip(_SIZES.tolist(), _SOURCES.tolist(), _TARGETS.tolist(), strict=True):
         expected[to : to + size] = given[at : at + size]

@@ -82,8 +82,8 @@ class MovedPool:
         self.states = {index: (block, first) for (index, block), first in zip(kept.items(), firsts)}
         self._cuda = CudaRuntime() if storage.is_cuda else None
         if self._cuda is not None:
-            try_batches(self._cuda, self.device, Log("host memory"))
             with torch.cuda.device(self.device):
+                try_batches(self._cuda, self.device, Log("host memory"))
                 unused = self.sums((0,), (0,) if kept else ())
                 unused.add_pages()
                 unused.add_states(kept)

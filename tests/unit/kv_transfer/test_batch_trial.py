@@ -43,6 +43,14 @@ def test_batches_that_fail_are_not(caplog: pytest.LogCaptureFixture) -> None:
     assert [vars(record)["fields"] for record in caplog.records] == [{"reason": cuda.batch_fault}]
 
 
+def test_batches_that_do_not_come_back_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    cuda = FakeCuda(FakeHost())
+    cuda.most_batches = 1
+    assert not tried(cuda).batches
+    assert cuda.lanes[0].waited == 1, "memory was freed while a copy might still use it"
+    assert len(caplog.records) == 1
+
+
 def test_a_runtime_without_batches_warns_nobody(caplog: pytest.LogCaptureFixture) -> None:
     cuda = FakeCuda(FakeHost())
     cuda.batches = False
