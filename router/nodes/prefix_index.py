@@ -140,7 +140,7 @@ class PrefixIndex:
         self._shrink(node)
         self._forget_old()
         while self._count > self._most:
-            # Another node has more than its share, which fell when a node was added.
+            # Another source has more than its share.
             self._forget_old()
 
     def touch(self, incarnation: str, blocks: Sequence[int], source: str) -> None:
@@ -184,9 +184,9 @@ class PrefixIndex:
         return ~taken & (taken + 1)
 
     def _shrink(self, node: _Holder) -> None:
-        """Forget the oldest blocks of a node that has more than its share of all."""
-        most = min(node.most, self._most // len(self._nodes))
-        while len(node.used) > most:
+        """Forget the oldest blocks beyond a node's pool; of too many altogether, those beyond its source's share."""
+        share = self._most // len(self._nodes)
+        while len(node.used) > node.most or (self._count > self._most and len(node.used) > share):
             self._drop(node.used.popitem(last=False)[0], node.bit)
 
     def _forget_old(self) -> None:

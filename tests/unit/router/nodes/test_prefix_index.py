@@ -87,6 +87,19 @@ def test_all_nodes_together_stay_within_the_bound() -> None:
     assert len(known) > 50
 
 
+def test_a_source_may_have_more_than_its_share_while_there_is_room() -> None:
+    known, large, small = index(blocks=100), list(range(10, 80)), list(range(200, 240))
+    known.add("a", [1], MANY)
+    known.add("a", [2], MANY, "CPU", math.inf)
+    known.add("a", large, MANY, "GPU", math.inf)
+    assert held(known, large, "a") == [70], "its other sources left room"
+    known.add("b", small, MANY)
+    assert held(known, small, "b") == [28], "there was room for more than a quarter"
+    known.add("c", small, MANY)
+    assert held(known, small, "c") == [20], "a fifth, for which others make room"
+    assert len(known) == 100
+
+
 def test_a_lost_node_and_a_flush_leave_nothing() -> None:
     known = index()
     known.add("a", [1, 2], MANY)
