@@ -27,7 +27,10 @@ class Changer(Protocol):
     """Carries out decisions."""
 
     async def check(self, info: Mapping[str, Any]) -> None:
-        """Raise ConfigError if it can change nothing. `info`: /server_info of a router that is ready."""
+        """Raise ConfigError if it can change nothing, or NoAnswer if that is not known yet.
+
+        `info`: /server_info of a router that is ready.
+        """
         ...
 
     async def replicas(self) -> Mapping[Role, int]:
@@ -48,6 +51,8 @@ class RoleChanger:
 
     async def check(self, info: Mapping[str, Any]) -> None:
         if not any(node.get("movable") for node in info["nodes"]):
+            if missing := ", ".join(sorted(node["name"] for node in info.get("missing_nodes", ()))):
+                raise NoAnswer(f"no movable node is registered, and these nodes are not up: {missing}")
             raise ConfigError(
                 "kubernetes",
                 "no node of this cluster can change its role, and there is no Kubernetes to ask for replicas: list "

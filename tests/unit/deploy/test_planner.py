@@ -43,6 +43,7 @@ class FakeRouter:
     roles: dict[str, str]
     movable: bool = True
     ready: bool = True
+    missing: list[str] = field(default_factory=list)  # names of nodes of the cluster file
     admin: bool = True  # what answers is the admin listener
     queued_ms: float = 800.0  # of prefill nodes
     reads: int = 0
@@ -63,7 +64,8 @@ class FakeRouter:
             return web.json_response({}, status=403)
         nodes = [self._node(name, role) for name, role in self.roles.items()]
         own = {"incarnation": "x"} if self.admin else {}
-        return web.json_response({"ready": self.ready, "nodes": nodes, **own})
+        missing = [{"name": name, "role": "decode"} for name in self.missing]
+        return web.json_response({"ready": self.ready, "nodes": nodes, "missing_nodes": missing, **own})
 
     def _node(self, name: str, role: str) -> dict[str, Any]:
         load = {"queued": 0, "running": 2, "transferring": 0, "queued_ms": 0.0}
@@ -189,7 +191,9 @@ async def test_what_cannot_be_changed_is_refused_at_the_start() -> None:
     async with serving(router.routes()) as url:
         # While nodes are missing, nobody knows which are movable.
         await run_until(router, url, lambda: router.reads == 2)
-        router.ready = True
+        router.ready, router.missing = True, ["flex-0"]
+        await run_until(router, url, lambda: router.reads == 4)
+        router.missing = []
         with pytest.raises(ConfigError, match="no node of this cluster can change its role"):
             await run_until(router, url, lambda: False)
         router.movable, router.admin = True, False
