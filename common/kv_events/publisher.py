@@ -27,7 +27,7 @@ from common.kv_cache.page_space import contents_of
 from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, Keys
 from common.kv_events.plan import KvEventsPlan
 from common.kv_events.published_blocks import Adopted, CacheChange, Evicted, PublishedBlocks
-from common.kv_events.wire import END, SEQUENCE_BYTES, SNAPSHOT, Batch, encode, sequence_of
+from common.kv_events.wire import END, SEQUENCE_BYTES, SNAPSHOT, Batch, Event, encode, sequence_of
 
 CHANGES_PER_BATCH = 64
 BATCH_BYTES = 2 << 20  # of tokens, after which a batch takes no further change
@@ -73,8 +73,14 @@ NO_KV_EVENTS = NoKvEvents()
 
 
 class _Published(NamedTuple):
+    """A batch that may be sent to many; ZMQ sends a frame without a copy for each of them."""
+
     sequence: int
-    payload: bytes
+    payload: zmq.Frame
+
+    @classmethod
+    def of(cls, sequence: int, events: Sequence[Event]) -> _Published:
+        return cls(sequence, zmq.Frame(encode(Batch(time.time(), events, 0), _yield), copy=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +119,7 @@ class KvEventPublisher:
         self._sequence = 0  # of the next batch
         self._kept: deque[_Published] = deque(maxlen=plan.replay_batches)
         self._kept_bytes = 0
+        self._snapshot: _Published | None = None  # the latest one that was asked for
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -182,7 +189,7 @@ class KvEventPublisher:
             self._sequence += 1
         if not events:
             return
-        batch = _Published(self._sequence, encode(Batch(time.time(), events, 0), _yield))
+        batch = _Published.of(self._sequence, events)
         self._sequence += 1
         if len(self._kept) == self._kept.maxlen:
             self._kept_bytes -= len(self._kept[0].payload)
@@ -213,15 +220,17 @@ class KvEventPublisher:
         client, start = frames[0], sequence_of(frames[2])
         if start == SNAPSHOT:
             if self._sequence:
-                payload = encode(Batch(time.time(), self._blocks.snapshot(), 0), _yield)
-                self._reply(client, self._topic, _number(self._sequence - 1), payload)
+                latest = self._sequence - 1
+                if self._snapshot is None or self._snapshot.sequence != latest:
+                    self._snapshot = _Published.of(latest, self._blocks.snapshot())
+                self._reply(client, self._topic, _number(latest), self._snapshot.payload)
         else:
             for batch in self._kept:
                 if batch.sequence >= start:
                     self._reply(client, self._topic, _number(batch.sequence), batch.payload)
         self._reply(client, b"", END, b"")
 
-    def _reply(self, client: bytes, *frames: bytes) -> None:
+    def _reply(self, client: bytes, *frames: bytes | zmq.Frame) -> None:
         # A client that has gone, or does not read, loses messages; the thread does not wait for it.
         self._questions.send_multipart((client, b"", *frames), zmq.NOBLOCK)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,10 @@ def plan_in(directory: Path, **changed: Any) -> KvEventsPlan:
     return KvEventsPlan(**(known | changed))
 
 
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 class Subscriber:
     """Sockets that are connected to a publisher."""
 
@@ -43,6 +49,8 @@ class Subscriber:
         self._events.connect(plan.address)
         self._events.subscribe(b"kv@prefill-0@")
         self._replay = self._context.socket(zmq.DEALER)
+        # What is not read waits at the publisher.
+        self._replay.setsockopt(zmq.RCVHWM, 1)
         self._replay.connect(plan.replay_address)
 
     def hears(self, milliseconds: int) -> bool:
@@ -63,6 +71,9 @@ class Subscriber:
             if frames == [b"", END, b""]:
                 return answers
             answers.append(frames)
+
+    def answered(self) -> bool:
+        return bool(self._replay.poll(PATIENCE_MS))
 
     def send(self, *frames: bytes) -> None:
         self._replay.send_multipart(frames)
@@ -146,6 +157,28 @@ def test_a_snapshot_has_everything_under_the_latest_number(connected: Connected)
     (event,) = decode(latest[2]).events
     assert isinstance(event, BlockStored)
     assert set(event.block_hashes) <= set(hashes)
+
+
+def test_those_who_ask_and_do_not_read_share_what_waits_for_them(tmp_path: Path) -> None:
+    """Each of 40 subscribers asks for 4 MiB of batches."""
+    plan = plan_in(tmp_path, block_tokens=1000)
+    with ExitStack() as stack:
+        publisher = stack.enter_context(closing(KvEventPublisher(plan)))
+        subscriber, *asked = [stack.enter_context(closing(Subscriber(plan))) for _ in range(41)]
+        cache = RadixCache(1000, observer=publisher.tap(GPU, 1000, 0))
+        publisher.start()
+        for number in range(8):
+            pages = range(100 * number, 100 * number + 100)
+            cache.insert(np.full(100_000, 70_000 + number), pages)
+            while len(subscriber.ask(0)) <= number:
+                pass
+        before = resident_bytes()
+        for each in asked:
+            each.send(b"", bytes(8))
+        for each in asked:
+            assert each.answered(), "no answer"
+        subscriber.ask(0)
+        assert (resident_bytes() - before) >> 20 < 80
 
 
 def test_what_is_no_question_gets_no_answer(connected: Connected) -> None:
