@@ -7,7 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 OWN = "own"  # as the host in the address of a node: the address of its own host, which only the node knows
-FOUND = "dns://"  # scheme of the control address if routers are found by the addresses of a name
+# Schemes of the control address if routers are found: by the addresses of a name, by the EndpointSlices of a Service.
+DNS = "dns://"
+SLICES = "endpointslices://"
+FOUND = (DNS, SLICES)
 ANY = "*"  # last character of a pattern, and nowhere else
 NODE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")  # as long as a DNS label
 

@@ -85,7 +85,7 @@ class RouterPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The addresses of all routers, and how soon either side notices the loss of the other."""
 
     addresses: tuple[str, ...]
-    found: int = 1  # links to routers that are found by a dns:// address
+    found: int = 1  # links to routers, if the address says how they are found
     heartbeat_interval: float
     timeout: float
 

@@ -153,7 +153,7 @@ def _build(
     reports = rank_reports(served, plan.device, ranks.exchange)
     register = registration(plan, ref, new_incarnation(), served, forwards.graphs, reports)
     codec, context = decode_inbox.codec, end.context
-    places = router_places(plan.router)
+    places = router_places(plan.router, log)
     routers = RouterLinks(
         [
             RouterLink(context, plan.router, address, register, codec, log, security=end.security)

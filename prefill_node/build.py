@@ -152,7 +152,7 @@ def _build(
     section, health = cluster.prefill, cluster.health
     bodies = compiled_bodies(section.compiler, plan.device)
     link_secret = new_incarnation()
-    places = router_places(plan.router)
+    places = router_places(plan.router, log)
     images = control_link_id(name, incarnation, link_secret, image_inbox.LINK).encode()
 
     def stage_of(served: ServingModel) -> MakeStage:

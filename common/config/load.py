@@ -30,7 +30,9 @@ from common.errors import ConfigError
 from common.node_names import FOUND
 from common.speculation.table import ALGORITHMS, algorithm, algorithms
 
-ADDRESS = re.compile(r"auto|ipc://.+|(?:tcp|dns)://(\[[^]\s]+\]|[^:/\s]+):(?P<port>[0-9]{1,5})")
+ADDRESS = re.compile(
+    r"auto|ipc://.+|(?:tcp|dns|endpointslices)://(\[[^]\s]+\]|[^:/\s]+):(?P<port>[0-9]{1,5})"
+)
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)+")
 
 

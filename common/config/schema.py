@@ -125,9 +125,10 @@ class RouterSection(Section, frozen=True, kw_only=True):
     max_connections: Positive = 4352
     # ZMQ address that nodes connect to; auto: an ipc socket in the run directory. A list has one per host with routers.
     # Further processes of a host follow the first one: the next ports, or the path with a number. dns://NAME:PORT: each
-    # address of this name is a router.
+    # address of this name is a router. endpointslices://SERVICE:PORT: each endpoint of this Service is one.
     control_address: str | Annotated[tuple[str, ...], Meta(min_length=1, max_length=64)] = "auto"
-    found_routers: Annotated[int, Meta(ge=1, le=64)] = 4  # dns://: most routers to which a node has links
+    # Most routers to which a node has links, if they are found.
+    found_routers: Annotated[int, Meta(ge=1, le=64)] = 4
     placement: PlacementSection = PlacementSection()
     # Failed placements of one request before the client gets an error.
     max_attempts: Annotated[int, Meta(ge=1, le=10)] = 3

@@ -6,7 +6,7 @@ import threading
 
 from common.discovery.slots import RouterSlot, SlotTable
 from common.ipc.host_lookup import MOST_ADDRESSES, Resolve, resolve, tcp_address
-from common.node_names import FOUND
+from common.node_names import DNS
 
 INTERVAL = 5.0  # seconds between two lookups
 SOONEST = 1.0  # the same while some link has no connection
@@ -17,7 +17,7 @@ class DnsRouters:
 
     def __init__(self, address: str, slots: int, resolve: Resolve = resolve) -> None:
         """`address` is dns://NAME:PORT; `slots` is the number of links."""
-        self._name, _, self._port = address.removeprefix(FOUND).rpartition(":")
+        self._name, _, self._port = address.removeprefix(DNS).rpartition(":")
         self._resolve = resolve
         self._table = SlotTable(slots)
         self._stopped = threading.Event()

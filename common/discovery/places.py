@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.discovery.dns import DnsRouters
+from common.discovery.slices import SliceRouters
 from common.ipc.host_lookup import Host
-from common.node_names import FOUND
+from common.kubernetes_api import ApiServer
+from common.node_names import DNS, SLICES
 from common.node_plan import RouterPlan
+from common.observability.logs import Log
+
+KEYS = ("router.control_address", "router.control_address")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,17 +20,24 @@ class RouterPlaces:
     """One place for each link. The main link, its heartbeats and its images use the same one."""
 
     hosts: tuple[str | Host, ...]
-    sources: tuple[DnsRouters, ...] = field(default=())
+    sources: tuple[DnsRouters | SliceRouters, ...] = field(default=())
 
     def close(self) -> None:
         for source in self.sources:
             source.close()
 
 
-def router_places(plan: RouterPlan) -> RouterPlaces:
-    """Return the places of a node's links, and begin to look for routers that are not listed."""
+def router_places(plan: RouterPlan, log: Log) -> RouterPlaces:
+    """Return the places of a node's links, and begin to look for routers that are not listed.
+
+    Raises ConfigError if they are to be found by EndpointSlices, and this is no pod with a service account token.
+    """
     address = plan.addresses[0]
-    if not address.startswith(FOUND):
+    source: DnsRouters | SliceRouters
+    if address.startswith(DNS):
+        source = DnsRouters(address, plan.found)
+    elif address.startswith(SLICES):
+        source = SliceRouters(address, plan.found, ApiServer(keys=KEYS), log)
+    else:
         return RouterPlaces(plan.addresses)
-    source = DnsRouters(address, plan.found)
     return RouterPlaces(tuple(source.slots), (source,))

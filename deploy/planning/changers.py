@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,9 +12,10 @@ import aiohttp
 import msgspec
 
 from common.errors import ConfigError, NoAnswer
+from common.kubernetes_api import ApiServer, read_body
 from common.messages.identity import Role
 from deploy.planning.decision import ROLES, Move, Scale
-from deploy.planning.routers import Routers, read_body
+from deploy.planning.routers import Routers
 from deploy.planning.settings import KubernetesTarget
 
 ANSWER_SECONDS = 10.0
@@ -93,14 +93,13 @@ class KubernetesScaler:
 
     def __init__(self, target: KubernetesTarget, environ: Mapping[str, str] = os.environ) -> None:
         """Read where the API server is. Raises ConfigError if that or the credentials are not known."""
-        self._credentials = Path(target.credentials)
-        self._server = target.server or _server(environ)
-        namespace = target.namespace or self._read("namespace")
+        self._api = ApiServer(target.server, Path(target.credentials), environ)
+        namespace = target.namespace or self._api.read("namespace")
         self._urls: dict[Role, str] = {
             "prefill": self._url(target.prefill, namespace),
             "decode": self._url(target.decode, namespace),
         }
-        self._read("token")
+        self._api.headers()
         self._versions: dict[Role, str] = {}
 
     async def check(self, info: Mapping[str, Any]) -> None:
@@ -125,37 +124,18 @@ class KubernetesScaler:
 
     def _url(self, target: str, namespace: str) -> str:
         group, version, resource, name = target.split("/")
-        return f"{self._server}/apis/{group}/{version}/namespaces/{namespace}/{resource}/{name}/scale"
-
-    def _read(self, name: str) -> str:
-        file = self._credentials / name
-        try:
-            return file.read_text().strip()
-        except OSError as error:
-            raise ConfigError(
-                "kubernetes.credentials",
-                f"cannot read {file}: {error.strerror}; the pod needs a service account token",
-            ) from error
-
-    def _tls(self) -> ssl.SSLContext | bool:
-        if not self._server.startswith("https://"):
-            return True
-        try:
-            return ssl.create_default_context(cafile=self._credentials / "ca.crt")
-        except OSError as error:
-            raise ConfigError("kubernetes.credentials", f"cannot read ca.crt: {error}") from error
+        return f"{self._api.url}/apis/{group}/{version}/namespaces/{namespace}/{resource}/{name}/scale"
 
     async def _ask(self, method: str, role: Role, body: Any = None) -> _ScaleObject:
         url = self._urls[role]
-        token = await asyncio.to_thread(self._read, "token")
-        headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
+        headers = await asyncio.to_thread(self._api.headers)
         if body is not None:
             headers["Content-Type"] = MERGE_PATCH
         data = None if body is None else msgspec.json.encode(body)
         async with (
             asyncio.timeout(ANSWER_SECONDS),
             aiohttp.ClientSession(headers=headers) as session,
-            session.request(method, url, data=data, ssl=self._tls()) as response,
+            session.request(method, url, data=data, ssl=self._api.tls()) as response,
         ):
             answer = await read_body(response, MOST_BYTES)
             if response.status in (401, 403, 404):
@@ -170,13 +150,3 @@ class KubernetesScaler:
             return msgspec.json.decode(answer, type=_ScaleObject)
         except msgspec.MsgspecError as error:
             raise NoAnswer(f"{method} {url} was answered with no Scale: {error}") from None
-
-
-def _server(environ: Mapping[str, str]) -> str:
-    host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
-    if not host:
-        raise ConfigError(
-            "kubernetes.server",
-            "this is no pod of Kubernetes (KUBERNETES_SERVICE_HOST is not set): set the key",
-        )
-    return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"

@@ -16,6 +16,7 @@ from yarl import URL
 from common.config import load_cluster
 from common.config.admin_listener import admin_listeners
 from common.errors import ConfigError, NoAnswer
+from common.kubernetes_api import read_body
 from common.messages.identity import Role
 from deploy.cluster_sample import ClusterSample, read_sample
 from deploy.openai_client import api_base, authorization
@@ -101,16 +102,6 @@ class Routers:
             session.request(method, base.with_path(path), json=body) as response,
         ):
             return response.status, await read_body(response, MOST_BYTES)
-
-
-async def read_body(response: aiohttp.ClientResponse, most: int) -> bytes:
-    """Return the whole body. Raises OSError if it has more than `most` bytes."""
-    body = bytearray()
-    async for piece in response.content.iter_any():
-        body += piece
-        if len(body) > most:
-            raise OSError(f"{response.url} has more than {most} bytes")
-    return bytes(body)
 
 
 def _sentence(answer: bytes) -> str:

@@ -860,6 +860,13 @@ def test_routers_may_be_found_by_a_name(tmp_path: Path) -> None:
     for address in ("dns://tandem-router", "dns://:5600", "dns://tandem-router:0"):
         wrong = MINIMAL + yaml.safe_dump({"router": {"control_address": address}})
         assert refusal(tmp_path, wrong).path == "router.control_address"
+    slices = "router: {control_address: 'endpointslices://tandem-router:5600', processes: 1}\n"
+    assert (
+        load(tmp_path, MINIMAL + slices).cluster.router.control_address
+        == "endpointslices://tandem-router:5600"
+    )
+    assert refusal(tmp_path, MINIMAL + slices.replace("s: 1", "s: 2")).path == "router.processes"
+    assert refusal(tmp_path, MINIMAL + slices.replace(":5600", "")).path == "router.control_address"
     listed = MINIMAL + "router: {control_address: ['dns://a:1', 'tcp://b:2']}\n"
     assert "routers on several hosts need addresses of the form tcp" in str(refusal(tmp_path, listed))
     peer = MINIMAL + yaml.safe_dump({"prefill": {"nodes": [{"name": "p", "peer_address": "dns://p:5601"}]}})

@@ -11,6 +11,7 @@ from common.discovery import dns
 from common.discovery.dns import DnsRouters
 from common.discovery.places import router_places
 from common.node_plan import RouterPlan
+from common.observability.logs import Log
 from tests.fakes.waiting import PATIENCE, until
 
 LISTED = ("tcp://10.0.0.1:5600", "tcp://10.0.0.2:5600")
@@ -83,6 +84,6 @@ def test_a_server_that_does_not_answer_holds_nobody_up() -> None:
 
 
 def test_listed_routers_need_no_source() -> None:
-    places = router_places(RouterPlan(addresses=LISTED, heartbeat_interval=1.0, timeout=2.0))
+    places = router_places(RouterPlan(addresses=LISTED, heartbeat_interval=1.0, timeout=2.0), Log("node"))
     assert (places.hosts, places.sources) == (LISTED, ())
     places.close()

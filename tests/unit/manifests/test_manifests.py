@@ -201,6 +201,50 @@ def test_the_planner_may_scale_both_roles_and_nothing_else(tmp_path: Path) -> No
     assert f"secret generic {variable['valueFrom']['secretKeyRef']['name']} " in COMMANDS
 
 
+def test_nodes_may_read_endpoint_slices_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "kustomization.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "resources": [str(PLACE / "overlays" / "1p1d")],
+                "components": [str(PLACE / "components" / "endpointslices")],
+                "namespace": "tandem",
+            }
+        )
+    )
+    built = {place(each): each for each in build(tmp_path)}
+    # No schemas are kept for kinds of RBAC.
+    known = [each for each in built.values() if not each["apiVersion"].startswith("rbac.")]
+    assert {place(each): problems(each) for each in known if problems(each)} == {}
+    assert built["Role", "tandem-node"]["rules"] == [
+        {
+            "apiGroups": ["discovery.k8s.io"],
+            "resources": ["endpointslices"],
+            "verbs": ["get", "list", "watch"],
+        }
+    ]
+    binding = built["RoleBinding", "tandem-node"]
+    assert binding["roleRef"] == {
+        "apiGroup": "rbac.authorization.k8s.io",
+        "kind": "Role",
+        "name": "tandem-node",
+    }
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "tandem-node", "namespace": "tandem"}]
+    for _, template in pod_templates(list(built.values())):
+        is_router = role_of(template) == "router"
+        spec = template["spec"]
+        assert spec["automountServiceAccountToken"] is not is_router
+        assert (spec["serviceAccountName"] == "tandem-node") is not is_router
+        if not is_router:
+            env = {each["name"]: each.get("value", "") for each in main_container(template)["env"]}
+            address = env["TANDEM_ROUTER_CONTROL_ADDRESS"]
+            environ = {"TANDEM_PROCESS_ADDRESS": "10.1.2.3", "TANDEM_ROUTER_CONTROL_ADDRESS": address}
+            cluster = cluster_of(list(built.values()), tmp_path, environ).cluster
+            assert router_hosts(cluster.router) == (address,)
+            service, _, port = address.removeprefix("endpointslices://").rpartition(":")
+            (control,) = built["Service", service]["spec"]["ports"]
+            assert control["port"] == int(port)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
