@@ -25,7 +25,6 @@ FOREIGN = {
 }
 # Files that remove or observe what has no public form, with the reason.
 EXCEPTIONS = {
-    "tests/chaos/undo/sitecustomize.py": "takes fixes out of the product",
     "tests/fakes/compile_for.py": "compiles every launcher, also those that only the product's dispatch calls",
     "tests/fuzz/wire_targets.py": "builds frames that the public encoders refuse to build",
     "tests/fakes/hostile_frames.py": "builds frames that the public encoders refuse to build",

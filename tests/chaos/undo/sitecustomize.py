@@ -56,21 +56,22 @@ def undo_r1() -> None:
 
 
 def undo_r2() -> None:
-    from common.ipc.session import FrameKind, Session, read_header
+    from common.ipc.session import FrameKind, Header, Session, read_header
 
-    due, arrived = Session.due, Session._arrived
+    due, receive = Session.due, Session.receive
 
     def never_again(self: Session, now: float) -> list[tuple[bytes, bytes]]:
         self._resend = False
         frames = due(self, now)
         return [each for each in frames if read_header(*each).kind is not FrameKind.PROBE]
 
-    def past_a_gap(self: Session, number: int, payload: bytes, now: float) -> bytes | None:
-        self._received = max(self._received, number - 1)
-        return arrived(self, number, payload, now)
+    def past_a_gap(self: Session, header: Header, payload: bytes, now: float) -> bytes | None:
+        if header.kind in (FrameKind.DATA, FrameKind.PACK):
+            self._received = max(self._received, header.number - 1)
+        return receive(self, header, payload, now)
 
     Session.due = never_again  # type: ignore[method-assign]
-    Session._arrived = past_a_gap  # type: ignore[method-assign]
+    Session.receive = past_a_gap  # type: ignore[method-assign]
 
 
 if "TANDEM_CHAOS_UNDO" in os.environ:
