@@ -34,6 +34,7 @@ BATCH_BYTES = 2 << 20  # of tokens, after which a batch takes no further change
 QUEUED_BYTES = 64 << 20  # of tokens that wait for the thread
 REPLAY_BYTES = 64 << 20  # of batches that can be repeated
 IDLE_SECONDS = 0.02  # after which a thread without changes looks for questions
+END_SECONDS = 5.0  # that `close` waits for the thread
 MAX_QUESTION_BYTES = 1024
 MAX_TOKEN = 1 << 31  # keys from here on belong to images
 
@@ -154,7 +155,9 @@ class KvEventPublisher:
             return
         self._closing.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(END_SECONDS)
+        if self._thread.is_alive():
+            return  # no other thread may close its sockets; they end with the process
         self._context.destroy(linger=0)
         self._context = None
 

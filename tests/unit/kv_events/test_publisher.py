@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -15,6 +16,7 @@ import zmq
 from common.errors import ConfigError
 from common.kv_cache.image_keys import IMAGE_BIT
 from common.kv_cache.radix_cache import CacheObserver, RadixCache
+from common.kv_events import publisher as publishing
 from common.kv_events.plan import KvEventsPlan
 from common.kv_events.publisher import NO_KV_EVENTS, KvEventPublisher, kv_events_of
 from common.kv_events.wire import END, GPU, SNAPSHOT, AllBlocksCleared, BlockStored, decode
@@ -246,6 +248,32 @@ def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
         taken.close()
     assert caught.value.path == "kv_events.first_port"
     publisher.close()
+
+
+def test_a_node_does_not_wait_for_a_thread_that_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`close` gives up after END_SECONDS."""
+    begun, released = threading.Event(), threading.Event()
+
+    def encode_for_ever(*arguments: object) -> bytes:
+        begun.set()
+        released.wait(PATIENCE_MS / 1e3)
+        return b""
+
+    monkeypatch.setattr(publishing, "encode", encode_for_ever)
+    monkeypatch.setattr(publishing, "END_SECONDS", 0.05)
+    publisher = KvEventPublisher(plan_in(tmp_path))
+    publisher.start()
+    publisher.tap(GPU, PAGE, 0).adopted(np.arange(2, dtype=np.int64), [1], 0, b"")
+    assert begun.wait(PATIENCE_MS / 1e3)
+    publisher.close()
+    assert not released.is_set()
+    assert "kv-events" in {each.name for each in threading.enumerate()}
+    released.set()
+    monkeypatch.setattr(publishing, "END_SECONDS", PATIENCE_MS / 1e3)
+    publisher.close()
+    assert "kv-events" not in {each.name for each in threading.enumerate()}
 
 
 def test_without_a_plan_nothing_is_published() -> None:
