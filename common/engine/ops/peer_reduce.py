@@ -1,8 +1,8 @@
 """Rows that the ranks of a node exchange through memory that all of their GPUs map: sums, norms of them, and copies.
 
-One kernel does all of it (one-shot all-reduce): the program of a row writes it into the memory of every rank, waits
-until the rows of all ranks are in its own memory, and adds them up in the order of the ranks, or copies them. No other
-program takes part, so a row never waits for another row.
+One kernel does all of it (one-shot all-reduce): the program of a row writes it into the memory of every other rank,
+waits until the rows of the others are in its own memory, and adds all up in the order of the ranks, or copies them. No
+other program takes part, so a row never waits for another row.
 
 How rows travel: `peer_words.py`. The turns of rows lie in the memory, so that a graph may be replayed, as long as all
 ranks launch the same kernels in the same order.
@@ -146,7 +146,7 @@ def _peer_sum_kernel(  # type: ignore[no-untyped-def]
         second = tl.zeros((BLOCK,), tl.float32)
         absent = tl.zeros((BLOCK,), tl.int32)
         for peer in tl.static_range(RANKS):
-            part, late = look_at_row(own, row, peer, turn, word, live, RANKS, ROWS, PLACE, DATA)
+            part, late = look_at_row(own, row, peer, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
             absent |= late
             first += first_half(part, PAIRS, TYPE)
             if PAIRS:
@@ -154,7 +154,7 @@ def _peer_sum_kernel(  # type: ignore[no-untyped-def]
         missing = tl.max(absent, axis=0)
         left = polls_left(host_ptr, left, LOOK)
     if missing > 0:
-        report_missing(host_ptr, own, row, turn, word, live, RANKS, ROWS, PLACE, DATA)
+        report_missing(host_ptr, own, row, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
     tl.debug_barrier()  # all threads have read the turn before one of them sets it
     tl.store(turns + row, turn)
     found = joined_halves(first, second, PAIRS, TYPE)
@@ -209,16 +209,16 @@ def _peer_gather_kernel(  # type: ignore[no-untyped-def]
     while (missing > 0) & (left > 0):
         absent = tl.zeros((BLOCK,), tl.int32)
         for peer in tl.static_range(RANKS):
-            _, late = look_at_row(own, row, peer, turn, word, live, RANKS, ROWS, PLACE, DATA)
+            _, late = look_at_row(own, row, peer, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
             absent |= late
         missing = tl.max(absent, axis=0)
         left = polls_left(host_ptr, left, LOOK)
     if missing > 0:
-        report_missing(host_ptr, own, row, turn, word, live, RANKS, ROWS, PLACE, DATA)
+        report_missing(host_ptr, own, row, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
     tl.debug_barrier()  # all threads have read the turn before one of them sets it
     tl.store(turns + row, turn)
     for peer in tl.static_range(RANKS):
-        part, _ = look_at_row(own, row, peer, turn, word, live, RANKS, ROWS, PLACE, DATA)
+        part, _ = look_at_row(own, row, peer, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
         tl.store(out_ptr + peer * words + source, part, mask=live)
 
 

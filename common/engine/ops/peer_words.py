@@ -38,11 +38,11 @@ def send_row(  # type: ignore[no-untyped-def]
     PLACE: tl.constexpr,
     DATA: tl.constexpr,
 ):
-    """Write the data of a row, int32 [words], into the memory of every rank, this one's included."""
+    """Write the data of a row, int32 [words], into the memory of every other rank."""
     words = (turn.to(tl.int64) << 32) | (data.to(tl.int64) & 0xFFFFFFFF)
     for peer in tl.static_range(RANKS):
         places = first_place(tl.load(addresses_ptr + peer), turn, row, RANKS, ROWS, PLACE, DATA)
-        tl.store(places + rank * (ROWS * PLACE // 8) + word, words, mask=live)
+        tl.store(places + rank * (ROWS * PLACE // 8) + word, words, mask=live & (peer != rank))
 
 
 @kernel
@@ -51,6 +51,8 @@ def look_at_row(  # type: ignore[no-untyped-def]
     row,
     peer,
     turn,
+    rank,
+    data,
     word,
     live,
     RANKS: tl.constexpr,
@@ -58,11 +60,15 @@ def look_at_row(  # type: ignore[no-untyped-def]
     PLACE: tl.constexpr,
     DATA: tl.constexpr,
 ):
-    """Return (the data of the row of a rank, 1 for each of its words that has not arrived and else 0)."""
+    """Return (the data of the row of a rank, 1 for each of its words that has not arrived and else 0).
+
+    This rank's own row is `data`; its words lie nowhere.
+    """
     places = first_place(own, turn, row, RANKS, ROWS, PLACE, DATA)
-    found = tl.load(places + peer * (ROWS * PLACE // 8) + word, mask=live, other=0, volatile=True)
-    missing = live & ((found >> 32).to(tl.int32) != turn)
-    return found.to(tl.int32), missing.to(tl.int32)
+    sent = live & (peer != rank)
+    found = tl.load(places + peer * (ROWS * PLACE // 8) + word, mask=sent, other=0, volatile=True)
+    missing = sent & ((found >> 32).to(tl.int32) != turn)
+    return tl.where(peer == rank, data, found.to(tl.int32)), missing.to(tl.int32)
 
 
 @kernel
@@ -71,6 +77,8 @@ def report_missing(  # type: ignore[no-untyped-def]
     own,
     row,
     turn,
+    rank,
+    data,
     word,
     live,
     RANKS: tl.constexpr,
@@ -80,7 +88,7 @@ def report_missing(  # type: ignore[no-untyped-def]
 ):
     """Tell the host a rank whose row has not arrived, and later programs that they need not wait."""
     for peer in tl.static_range(RANKS):
-        _, missing = look_at_row(own, row, peer, turn, word, live, RANKS, ROWS, PLACE, DATA)
+        _, missing = look_at_row(own, row, peer, turn, rank, data, word, live, RANKS, ROWS, PLACE, DATA)
         if tl.max(missing, axis=0) > 0:
             tl.store(host_ptr, peer + 1)
             tl.store(own.to(tl.pointer_type(tl.int32)) + ROWS, 1)
