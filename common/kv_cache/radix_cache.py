@@ -8,7 +8,8 @@ Sequences with different salts never share a page: the salt precedes the keys of
 own branches below the root. A salt without cached pages takes no memory, and all salts are evicted in one order.
 
 A node that a request uses is locked, together with all its ancestors; an unlocked leaf may be evicted, least recently
-used first.
+used first. Running requests need a page every few steps, and each evicts one once the pool is full, so eviction must
+not look at every leaf: unlocked leaves wait in a heap, under the time of their last use when they came into it.
 
 For models that keep a state per request, a node may have a snapshot of the state at its end (snapshots.py). It stays
 with the lower half of a split, and is dropped with the last page of its node.
@@ -17,6 +18,7 @@ with the lower half of a split, and is dropped with the last page of its node.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -32,7 +34,7 @@ Keys = npt.NDArray[np.int64]
 class RadixNode:
     """One edge and its pages; the root has none."""
 
-    __slots__ = ("_snapshot", "children", "keys", "last_used", "locks", "pages", "parent", "salt")
+    __slots__ = ("_snapshot", "children", "keys", "last_used", "locks", "pages", "parent", "queued", "salt")
 
     def __init__(self, keys: Keys, pages: list[int], parent: RadixNode | None, salt: bytes = b"") -> None:
         self.keys = keys  # [len(pages) * page_size] or [len(pages) * page_size, tokens]
@@ -42,6 +44,7 @@ class RadixNode:
         self.children: dict[bytes, RadixNode] = {}  # salt and keys of the child's first page -> child
         self.locks = 0
         self.last_used = 0
+        self.queued = False  # is in the heap of nodes to evict
         # A copy of the state after the node's last page, which may have been dropped.
         self._snapshot: Snapshot | None = None
 
@@ -128,6 +131,10 @@ class RadixCache:
         self._clock = 0
         self._cached = 0
         self._evictable = 0
+        # (last use, a number that no other entry has, node): every unlocked leaf once, and nodes that were one. A node
+        # that was used since has a time that is too early.
+        self._unused: list[tuple[int, int, RadixNode]] = []
+        self._numbers = itertools.count()
 
     @property
     def cached_pages(self) -> int:
@@ -161,6 +168,7 @@ class RadixCache:
             each.locks -= 1
             if each.locks == 0:
                 self._evictable += len(each.pages)
+                self._offer(each)
 
     def insert(self, keys: Keys, pages: Sequence[int], salt: bytes = b"") -> tuple[RadixNode, int]:
         """Offer the pages of a computed sequence to later ones with this salt; needs len(keys) >= len(pages) *
@@ -180,6 +188,7 @@ class RadixCache:
         node.children[self._edge(rest, child.salt)] = child
         self._cached += len(child.pages)
         self._evictable += len(child.pages)
+        self._offer(child)
         self._observer.adopted(keys, child.pages, first_adopted, salt)
         return child, first_adopted
 
@@ -208,30 +217,24 @@ class RadixCache:
         return found
 
     def evict(self, count: int) -> list[int]:
-        """Remove least recently used unlocked leaves until at least `count` pages are free; return their pages."""
-        heap = [(node.last_used, id(node), node) for node in self._leaves() if node.locks == 0]
-        heapq.heapify(heap)
+        """Remove least recently used unlocked leaves until at least `count` pages are free; return their pages.
+
+        O(log(nodes)) per removed leaf, apart from the pages.
+        """
         freed: list[int] = []
-        while heap and len(freed) < count:
-            _, _, node = heapq.heappop(heap)
-            parent = node.parent
-            assert parent is not None
+        while len(freed) < count and (node := self._least_used()) is not None:
+            # Only the tail of a long edge is evicted: others are more likely to share the front.
+            keep = max(len(freed) + len(node.pages) - count, 0)
+            freed.extend(node.pages[keep:])
+            self._account(keep - len(node.pages))
             if node.snapshot is not None:
                 self.snapshots.drop(node.snapshot)
-            excess = len(freed) + len(node.pages) - count
-            # Only the tail of a long edge is evicted: others are more likely to share the front.
-            if excess > 0:
-                keep = excess
-                freed.extend(node.pages[keep:])
-                self._account(-(len(node.pages) - keep))
+            if keep:
                 node.pages = node.pages[:keep]
                 node.keys = node.keys[: keep * self._page_size].copy()
-                break
-            freed.extend(node.pages)
-            self._account(-len(node.pages))
-            del parent.children[self._edge(node.keys, node.salt)]
-            if parent is not self._root and not parent.children and parent.locks == 0:
-                heapq.heappush(heap, (parent.last_used, id(parent), parent))
+                self._offer(node)
+            else:
+                self._remove(node)
         if freed:
             self._observer.evicted(freed)
         return freed
@@ -264,8 +267,11 @@ class RadixCache:
                 assert node is self._root or not child.salt, "a salt below the first edge"
                 stack.append(child)
             if node is not self._root:
+                assert node.children or node.locks or node.queued, "an unlocked leaf that is never evicted"
                 below = sum(child.locks for child in node.children.values())
                 assert node.locks >= below, "fewer locks than its children have together"
+        queued = [id(node) for _, _, node in self._unused]
+        assert len(queued) == len(set(queued)), "a node waits twice to be evicted"
         self.snapshots.check_integrity(saved)
         assert cached == self._cached, (cached, self._cached)
         assert evictable == self._evictable, (evictable, self._evictable)
@@ -285,14 +291,29 @@ class RadixCache:
             yield current
             current = current.parent
 
-    def _leaves(self) -> Iterator[RadixNode]:
-        stack = list(self._root.children.values())
-        while stack:
-            node = stack.pop()
-            if node.children:
-                stack.extend(node.children.values())
-            else:
-                yield node
+    def _offer(self, node: RadixNode) -> None:
+        """Let a node be evicted that may have become an unlocked leaf."""
+        if not (node.queued or node.locks or node.children):
+            node.queued = True
+            heapq.heappush(self._unused, (node.last_used, next(self._numbers), node))
+
+    def _least_used(self) -> RadixNode | None:
+        """Take the least recently used unlocked leaf out of the heap."""
+        while self._unused:
+            used, _, node = heapq.heappop(self._unused)
+            node.queued = False
+            if used == node.last_used and not (node.locks or node.children):
+                return node
+            self._offer(node)
+        return None
+
+    def _remove(self, node: RadixNode) -> None:
+        """Cut off a leaf, which has just been evicted."""
+        parent = node.parent
+        assert parent is not None
+        del parent.children[self._edge(node.keys, node.salt)]
+        if parent is not self._root:
+            self._offer(parent)
 
     def _descend(self, keys: Keys, num_pages: int, salt: bytes) -> tuple[RadixNode, list[int]]:
         """Follow at most `num_pages` whole pages of keys, splitting the last edge if it matches partially."""

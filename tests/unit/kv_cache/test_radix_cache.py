@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -147,6 +149,29 @@ def test_eviction_gives_exactly_what_was_asked_for() -> None:
     assert get(cache, [4, 5, 6]) == [24, 25]
     assert cache.evict(0) == []
     assert cache.evict(9) == [24, 25]
+
+
+def test_eviction_does_not_look_at_every_leaf() -> None:
+    """Each page that a running request takes from a full pool evicts one: it happens several times in every step."""
+    cache, calls = RadixCache(1), 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    for page in range(1000):
+        cache.insert(as_keys([page, page]), [2 * page, 2 * page + 1])
+    used = [cache.match(as_keys([page, page])).node for page in range(10)]
+    for node in used[:5]:
+        cache.lock(node)
+    sys.setprofile(count)
+    try:
+        evicted = [cache.evict(1) for _ in range(3)]
+    finally:
+        sys.setprofile(None)
+    assert evicted == [[21], [20], [23]]
+    assert calls < 60
+    cache.check_integrity()
 
 
 def test_locked_pages_stay() -> None:
