@@ -12,7 +12,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from common.errors import Overloaded
 from router.dispatch.fair_queue import FairQueue, WaitingRequest
@@ -25,8 +25,7 @@ RATE_SECONDS = 10.0  # window over which the service rate is measured
 LONGEST_RETRY = 60.0  # upper bound of Retry-After, in seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(NamedTuple):
     """Capacity of the decode nodes for this router: its share of their pages, and what others leave of the rest."""
 
     tokens: int  # total
@@ -34,42 +33,76 @@ class Room:
     spare_tokens: int  # free now, as the nodes report
 
 
+NO_ROOM = Room(0, 0, 0)
+
+
 class VersionedNodes(Protocol):
-    """The nodes, and a number that changes whenever one of them or its reported load does."""
+    """The nodes and what has changed of them."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """A number that changes whenever a node comes, leaves or changes its state."""
+        ...
+
+    @property
+    def heard(self) -> set[str]:
+        """Incarnations of the nodes whose reported load has changed since somebody cleared the set."""
+        ...
+
+    def node(self, incarnation: str) -> Node: ...
 
     def __iter__(self) -> Iterator[Node]: ...
 
 
 class NodeRoom:
-    """Computes the `Room` of all nodes that are up."""
+    """Computes the `Room` of all nodes that are up.
+
+    A node sends heartbeats all the time, and every request asks for the room: only what has changed is added up.
+    """
 
     def __init__(self, nodes: VersionedNodes, requests_per_node: int) -> None:
         """`requests_per_node`: requests that a decode node may have in its batch or in transfer."""
         self._nodes = nodes
         self._requests = requests_per_node
-        self._known: tuple[int, Room] | None = None
+        self._version: int | None = None
+        self._parts: dict[str, Room] = {}  # incarnation -> what the node adds
+        self._room = NO_ROOM
 
     def __call__(self) -> Room:
-        version = self._nodes.version
-        if self._known is None or self._known[0] != version:
-            # The sums are kept until something changes.
-            self._known = version, self._sum()
-        return self._known[1]
+        nodes = self._nodes
+        if self._version != nodes.version:
+            self._version = nodes.version
+            self._parts, self._room = {}, NO_ROOM
+            for node in nodes:
+                self._count(node)
+        elif nodes.heard:
+            for incarnation in nodes.heard:
+                self._count(nodes.node(incarnation))
+        nodes.heard.clear()
+        return self._room
 
-    def _sum(self) -> Room:
-        tokens = requests = spare = 0
-        for node in self._nodes:
-            if node.role == "decode" and node.state == "up":
-                page, routers = node.register.page_size, 1 + node.others.routers
-                tokens += node.register.total_pages * page // routers
-                requests += max(self._requests - node.others.requests, self._requests // routers)
-                if not node.load.queued:
-                    # Only half of it: running requests will need more pages, too. The others may take as much.
-                    spare += (node.load.free_pages + node.load.cached_pages) * page // 2 // routers
-        return Room(tokens, requests, spare)
+    def _count(self, node: Node) -> None:
+        """Replace what the node has added before."""
+        before, part, room = self._parts.get(node.incarnation, NO_ROOM), self._part(node), self._room
+        self._parts[node.incarnation] = part
+        self._room = Room(
+            room.tokens + part.tokens - before.tokens,
+            room.requests + part.requests - before.requests,
+            room.spare_tokens + part.spare_tokens - before.spare_tokens,
+        )
+
+    def _part(self, node: Node) -> Room:
+        if node.role != "decode" or node.state != "up":
+            return NO_ROOM
+        page, routers, spare = node.register.page_size, 1 + node.others.routers, 0
+        if not node.load.queued:
+            # Only half of it: running requests will need more pages, too. The others may take as much.
+            spare = (node.load.free_pages + node.load.cached_pages) * page // 2 // routers
+        return Room(
+            node.register.total_pages * page // routers,
+            max(self._requests - node.others.requests, self._requests // routers),
+            spare,
+        )
 
 
 class SlidingSum:

@@ -125,8 +125,9 @@ class NodeRegistry:
         self.get: Callable[[str], Node | None] = self._nodes.get
         # None after a change, until somebody asks.
         self._eligible: EligibleNodes | None = None
-        # Changes with every heartbeat, and whenever a node comes, leaves or cannot be reached.
-        self.version = 0
+        self.version = 0  # changes whenever a node comes, leaves, changes its state or cannot be reached
+        # Incarnations that have sent a heartbeat since somebody cleared the set (NodeRoom).
+        self.heard: set[str] = set()
         self.max_model_len: int | None = None  # the smallest limit of all nodes; None without nodes
         self._served_at: dict[Role, float] = dict.fromkeys(ROLES, clock())  # when a node last took requests
 
@@ -242,7 +243,7 @@ class NodeRegistry:
         node.loop_age, node.announced = message.loop_age_ms / 1000, message.announced_ms / 1000
         node.as_of, node.others = message.as_of, message.others
         node.rooms.heard(message.load, message.others)
-        self.version += 1
+        self.heard.add(node.incarnation)
         if changed:
             self._changed()
         return True
@@ -263,6 +264,7 @@ class NodeRegistry:
     def lose(self, node: Node, reason: str, cause: LossCause) -> None:
         """Remove a node and end the requests that it holds."""
         if self._nodes.pop(node.incarnation, None) is not None:
+            self.heard.discard(node.incarnation)
             self._find_limit()
             node.lost_by = cause
             self._served(node)

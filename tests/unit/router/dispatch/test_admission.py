@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -140,14 +139,14 @@ async def test_without_decode_nodes_the_gate_is_open() -> None:
 
 async def test_room_that_nodes_report_lets_more_in() -> None:
     """Prompts that share cached pages take less than their sum."""
-    rig = Rig(replace(SMALL, spare_tokens=500))
+    rig = Rig(SMALL._replace(spare_tokens=500))
     for number in range(5):
         rig.ask(str(number), 300)
     await rig.settle()
     assert len(rig.inside) == 2, "recently admitted requests are not in the report yet"
     rig.clock.now += 2.0
     await eventually(lambda: len(rig.inside) == 3)
-    rig.room = replace(SMALL, requests=3)
+    rig.room = SMALL._replace(requests=3)
     rig.clock.now += 2.0
     await asyncio.sleep(0.3)
     assert len(rig.inside) == 3
@@ -274,6 +273,13 @@ class Listed(list[Node]):
 
     version = 1
 
+    def __init__(self, *nodes: Node) -> None:
+        super().__init__(nodes)
+        self.heard: set[str] = set()
+
+    def node(self, incarnation: str) -> Node:
+        return next(each for each in self if each.incarnation == incarnation)
+
 
 def test_the_room_of_nodes_is_that_of_decode_nodes_that_are_up() -> None:
     up = Node(registration("decode", "decode-0"), 0.0)
@@ -282,20 +288,24 @@ def test_the_room_of_nodes_is_that_of_decode_nodes_that_are_up() -> None:
     busy.load = NodeLoad(total_pages=100, free_pages=100, queued=1)
     leaving = Node(registration("decode", "decode-2"), 0.0, state="draining")
     prefill = Node(registration("prefill", "prefill-0"), 0.0)
-    nodes = Listed([up, busy, leaving, prefill])
+    nodes = Listed(up, busy, leaving, prefill)
     room = NodeRoom(nodes, 8)
     assert room() == Room(tokens=2 * 100 * 16, requests=16, spare_tokens=50 * 16 // 2)
     up.load = NodeLoad(total_pages=100, free_pages=10)
     assert room().spare_tokens == 50 * 16 // 2, "not added up for each request"
+    nodes.heard.add(up.incarnation)
+    assert room() == Room(tokens=2 * 100 * 16, requests=16, spare_tokens=10 * 16 // 2)
+    assert not nodes.heard
+    nodes.remove(busy)
     nodes.version += 1
-    assert room().spare_tokens == 10 * 16 // 2
+    assert room() == Room(tokens=100 * 16, requests=8, spare_tokens=10 * 16 // 2)
 
 
 def test_each_router_may_use_its_share_and_what_the_others_leave() -> None:
     load = NodeLoad(total_pages=100, free_pages=60)
     node = Node(registration("decode", "decode-0"), 0.0, load=load)
     node.others = OtherRouters(routers=3, requests=2)
-    nodes = Listed([node])
+    nodes = Listed(node)
     room = NodeRoom(nodes, 8)
     assert room() == Room(tokens=100 * 16 // 4, requests=6, spare_tokens=60 * 16 // 2 // 4)
     # The others have taken all: this router still has its share.

@@ -255,11 +255,17 @@ def test_eligible_nodes_are_collected_again_after_each_change() -> None:
     assert registry.eligible_by_role().of == {"prefill": [], "decode": []}
 
 
-def test_heartbeats_change_the_version() -> None:
+def test_heartbeats_are_noted_until_the_set_is_cleared() -> None:
     rig = Rig()
-    rig.registry.register(register("decode", "a"))
+    for name in "ab":
+        rig.registry.register(register("decode", name))
     version = rig.registry.version
     rig.registry.heartbeat(beat("a"))
+    rig.registry.heartbeat(beat("b"))
+    assert rig.registry.heard == {"i-a", "i-b"}
+    assert rig.registry.version == version
+    rig.registry.leave("i-a")
+    assert rig.registry.heard == {"i-b"}, "lost nodes are not collected"
     assert rig.registry.version != version
 
 
