@@ -55,3 +55,25 @@ def test_steps_of_one_gpu_are_the_measured_ones(kind: str) -> None:
     found = INDEPENDENT["one_gpu"][kind]
     cells = [_list(*found[system]) for system in ("tandem", "vllm", "floor") if system in found]
     assert f"| {' | '.join(cells)} |" in (ROOT / "docs/performance.md").read_text()
+
+
+@pytest.mark.parametrize("case", ["plain", "EAGLE-3", "FP8"])
+def test_our_own_loads_are_the_measured_ones(case: str) -> None:
+    name = f"loads-h200-x2-{case.lower().replace('-', '')}.json"
+    loads = json.loads((ROOT / "tests/bench/results" / name).read_text())["loads"]
+    text = (ROOT / "docs/performance.md").read_text()
+    for load in loads:
+        found = load["summary"]
+        cells = (
+            f"{case}, {load['load']}",
+            _rounded(found["ttft_ms_p50"], found["ttft_ms_p99"]),
+            f"{found['gap_ms_p50']:.1f} / {found['gap_ms_p99']:.1f} / {found['gap_ms_max']:.0f}",
+            _rounded(found["second_ms_p50"], found["second_ms_p99"]),
+            f"{100 * found['goodput']:.0f} %",
+        )
+        assert f"| {' | '.join(cells)} |" in text
+    assert loads
+
+
+def _rounded(*values: float) -> str:
+    return " / ".join(f"{value:.0f}" for value in values)

@@ -5,9 +5,10 @@
     python -m tests.bench.handover --model DIR --draft DIR --device cpu --length 64 --answer 16
 
 One process is a decode node without HTTP; another one stands for the prefill node (`scripted_prefill.py`). Requests
-arrive as a Poisson process. `early` launches each step before the previous one is read, which keeps the GPU busy at any
-price; `late` is what nodes do. Idle time: between the events at the end of a step and at the beginning of the next, and
-the longer steps of `late` beside `early` at equal batch sizes.
+arrive as a Poisson process, at a pool that is full of cached prefixes, as it is after the first minute of a load.
+`early` launches each step before the previous one is read, which keeps the GPU busy at any price; `late` is what nodes
+do. Idle time: between the events at the end of a step and at the beginning of the next, and the longer steps of `late`
+beside `early` at equal batch sizes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import zmq
 
@@ -38,6 +40,7 @@ from common.config.schema import Cluster, DecodeSection, Kv, Model, Speculation
 from common.engine.forward.rotary_places import rotary_places
 from common.engine.graphs import node_graphs
 from common.engine.state.relay_state import RelayState
+from common.kv_cache.page_space import PageSpace
 from common.kv_cache.pool_spec import pool_spec
 from common.messages import decode_inbox
 from common.messages.decode_inbox import Reserve
@@ -228,6 +231,17 @@ def quantiles(values: Sequence[float], scale: float = 1e3) -> tuple[float, float
     return round(scale * at[0], 3), round(scale * at[1], 3), round(scale * ordered[-1], 3)
 
 
+def fill(space: PageSpace, tokens: int) -> None:
+    """Fill the prefix cache with random texts of so many tokens."""
+    draw, pages = np.random.default_rng(0), tokens // space.page_size
+    while space.free_pages >= pages:
+        keys = space.keys(draw.integers(1 << 20, 1 << 21, tokens + PAGE))
+        lease = space.lease(keys, pages, max_cached_tokens=0)
+        assert lease is not None
+        lease.commit(keys)
+        lease.release()
+
+
 class Node:
     """A decode node with its scripted peer."""
 
@@ -241,7 +255,10 @@ class Node:
             speculation=Speculation(algorithm=algorithm, steps=STEPS),
         )
         sizes = replace(step_sizes(cluster, False), one_behind=device.type != "cuda")
-        served = self._served(models, algorithm, 2 * max_running, length + answer + 2 * sizes.lookahead_slots)
+        requests, longest = 4 * max_running, length + answer + 2 * sizes.lookahead_slots
+        served = self._served(models, algorithm, requests, longest)
+        space = page_space(served, True)
+        fill(space, length + answer)
         relay = RelayState.allocate(
             max_running, served.config.vocab_size, device, served.draft_shape, served.state.window
         )
@@ -289,7 +306,7 @@ class Node:
         )
         self.made: Assembly = assemble(
             Links(incarnation, FakeLinks([self.link]), peers, poller, receiver),
-            page_space(served, False),
+            space,
             Computation(
                 forwards, relay, sizes.completion(device), rotary_places(served.config.rope), carried
             ),
