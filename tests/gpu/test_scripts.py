@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpu import expect
+from tests.gpu import expect, load_lines
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SCRIPTS = sorted(HERE.glob("*.sh"))
+SIDE_BY_SIDE = "movable.sh", "two_gpu_loads.sh"
 
 
-def run(body: str, tmp_path: Path) -> tuple[int, str]:
-    """Return the exit code and output of a script that sources env.sh."""
+def run(body: str, tmp_path: Path, **variables: str) -> tuple[int, str]:
+    """Return the exit code and output of a script that sources env.sh, with `variables` in its environment."""
     script = tmp_path / "script.sh"
     script.write_text(f'source "{HERE}/env.sh"\n{body}\n')
-    environment = {"PATH": "/usr/bin:/bin:/usr/local/bin", "OUT": str(tmp_path / "out")}
+    paths = {"OUT": str(tmp_path / "out"), "RUN": str(tmp_path / "run")}
+    environment = {"PATH": "/usr/bin:/bin:/usr/local/bin"} | paths | variables
     done = subprocess.run(
         ["bash", str(script)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
@@ -73,6 +76,90 @@ def test_every_script_begins_with_env_and_is_bash(script: Path) -> None:
     assert first == 'source "$(dirname "${BASH_SOURCE[0]}")/env.sh"'
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert "set +" not in text
+
+
+FAKE_PYTHON = """python3() { # keeps what it was called with, and writes what the checkpoint's writer would
+    echo "${CUDA_VISIBLE_DEVICES:-all}: $*" >>"$out/calls"
+    sleep 0.1
+    case "$2" in *constructed) mkdir -p "$3" "$5" && touch "$3/config.json" "$5/config.json" ;; esac
+}
+export -f python3
+timeout() { shift; "$@"; }
+"""
+
+
+def test_two_scripts_side_by_side_share_no_gpu_port_or_directory(tmp_path: Path) -> None:
+    body = f"{FAKE_PYTHON}start_cluster plain 9 some.yaml --set a=b\necho $url"
+    said = []
+    for gpus, port in (("0 1", "8000"), ("2 3", "8100")):
+        own = {"GPUS": gpus, "PORT": port, "RUN": f"{tmp_path}/{port}", "OUT": f"{tmp_path}/out-{port}"}
+        code, output = run(body, tmp_path, **own)
+        assert code == 0, output
+        assert f"http://127.0.0.1:{port}" in output
+        said.append((tmp_path / f"out-{port}/calls").read_text())
+    for gpus, port, call in (("0,1", "8000", said[0]), ("2,3", "8100", said[1])):
+        assert call.startswith(f"{gpus}: -m deploy.cli up some.yaml ")
+        assert f"router.port={port} --set process.run_dir={tmp_path}/{port}/plain --set a=b --detach" in call
+
+
+def test_the_checkpoint_is_written_once_by_scripts_that_begin_together(tmp_path: Path) -> None:
+    """A directory that an interrupted writer left is not taken for the checkpoint."""
+    (tmp_path / "m8b.part").mkdir()
+    code, output = run(f"{FAKE_PYTHON}write_m8b & write_m8b\nwait $!", tmp_path, MODELS=str(tmp_path))
+    assert code == 0, output
+    assert len((tmp_path / "out/calls").read_text().splitlines()) == 1
+    assert all((tmp_path / each / "config.json").exists() for each in ("m8b", "m8b-eagle3"))
+
+
+@pytest.mark.parametrize("script", SIDE_BY_SIDE)
+def test_scripts_that_run_side_by_side_name_no_port_and_no_directory_of_their_own(script: str) -> None:
+    text = (HERE / script).read_text()
+    assert "start_cluster" in text
+    for shared in ("8000", "/tmp/run", "process.run_dir", "router.port"):
+        assert shared not in text
+    assert not re.search(r"[> ]/tmp/", text), "a file in /tmp that two scripts would share"
+
+
+SUMMARY = {
+    "ttft_ms_p50": 30.04,
+    "ttft_ms_p99": None,
+    "gap_ms_p50": 5.0,
+    "gap_ms_p99": 9.0,
+    "gap_ms_max": 21.0,
+    "gaps_good": 0.853,
+    "requests": 40,
+    "failed": 0,
+}
+
+
+def metrics(drafts: int, accepted: int) -> str:
+    families = {load_lines.DRAFTS: drafts, load_lines.ACCEPTED: accepted}
+    return "".join(
+        f'# TYPE {name} counter\n{name}_total{{engine="decode-{index}"}} {value}\n'
+        for name, value in families.items()
+        for index in range(2)
+    )
+
+
+def test_a_rate_is_told_in_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = {
+        "options": {"limits": {"gap": 0.015}},
+        "loads": [{"load": "16/s", "summary": SUMMARY, "seeds": {"1": SUMMARY}}],
+    }
+    (tmp_path / "bench.json").write_text(json.dumps(report))
+    for name, text in (("before", metrics(10, 10)), ("after", metrics(110, 160)), ("none", "")):
+        (tmp_path / name).write_text(text)
+    load_lines.main(["plain", *(str(tmp_path / each) for each in ("bench.json", "before", "after"))])
+    figures = (
+        "first token p50 / p99 30.0 / nan ms, gaps p50 / p99 / max 5.0 / 9.0 / 21.0 ms, "
+        "every gap within the limit: 85.3 % of 40 requests, failed: 0"
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        f"plain 16/s seed 1: {figures}",
+        f"plain 16/s all seeds: {figures} (15 ms), accept length 2.50",
+    ]
+    load_lines.main(["plain", *(str(tmp_path / each) for each in ("bench.json", "none", "none"))])
+    assert "accept length" not in capsys.readouterr().out
 
 
 def total(replays: int, captured: int = 2, **fallbacks: int) -> dict[str, Any]:

@@ -1,35 +1,46 @@
 #!/usr/bin/env bash
 # On a machine with two GPUs: the 8B shape with prefill on one and decode on the other, through HTTP, under Poisson
 # arrivals of 1,024 tokens in and 256 out; every gap of every request counts. CASES: of plain, eagle3, fp8, fp8-eagle3.
-# RATES, LOAD_SECONDS and SEEDS say how much is measured. Results go to $OUT.
+# RATES, LOAD_SECONDS and SEEDS say how much is measured. A line for each rate and seed is printed as soon as the rate is
+# done; a rate that would not be done within LIMIT seconds (550) of the script's start fails without being begun. One rate
+# of one case with three seeds takes 250 to 300 s. Results go to $OUT; env.sh explains GPUS and PORT.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-url=http://127.0.0.1:8000
 file=deploy/clusters/h200-x2.yaml
-common=(--set model.path=/tmp/m8b --set model.served_name=m8b)
-eagle3=(--set speculation.algorithm=eagle3 --set speculation.draft_model_path=/tmp/m8b-eagle3 --set speculation.steps=3)
+common=(--set "model.path=$models/m8b" --set model.served_name=m8b)
+eagle3=(--set speculation.algorithm=eagle3 --set "speculation.draft_model_path=$models/m8b-eagle3" --set speculation.steps=3)
 fp8=(--set model.quantization=fp8 --set kv.dtype=fp8)
 declare -A cases=(
     [plain]="" [eagle3]="${eagle3[*]}" [fp8]="${fp8[*]}"
     [fp8-eagle3]="${fp8[*]} ${eagle3[*]} --set speculation.draft_quantization=fp8"
 )
+seconds="${LOAD_SECONDS:-60}" seeds="${SEEDS:-3}"
+
+rate_of() { # CASE RATE: measures one rate with all seeds; prints its lines
+    local name="$1-$2" most=$((seeds * (seconds + 10) + 20))
+    if test $((SECONDS + most)) -gt "${LIMIT:-550}"; then
+        echo "no time left for $name: it may take $most s"
+        return 1
+    fi
+    curl -sf -m 20 "$url/metrics" >"$run/before.txt"
+    local code=0
+    timeout "$most" python3 -m deploy.bench_cli "$url" --rate "$2" --seconds "$seconds" --seeds "$seeds" --input 1024 \
+        --output 256 --vocab 99000 --json "$out/loads-$name.json" >"$out/loads-$name.log" 2>&1 || code=$?
+    test "$code" = 0 || tail -12 "$out/loads-$name.log"
+    curl -sf -m 20 "$url/metrics" >"$run/after.txt"
+    python3 -m tests.gpu.load_lines "$1" "$out/loads-$name.json" "$run/before.txt" "$run/after.txt"
+    return "$code"
+}
 
 date
 nvidia-smi -L
-test -e /tmp/m8b/config.json ||
-    timeout 90 python3 -m deploy.tiny_models.constructed /tmp/m8b --draft /tmp/m8b-eagle3 --device cuda 2>&1 | tail -1
-# shellcheck disable=SC2086,SC2046
+write_m8b
+# shellcheck disable=SC2086
 for name in ${CASES:-plain eagle3 fp8}; do
     settings="${cases[$name]}"
     echo "$SECONDS s: $name"
-    timeout 120 python3 -m deploy.cli up "$file" "${common[@]}" $settings --set "process.run_dir=/tmp/run-$name" \
-        --detach 2>&1 | tail -2
-    timeout 560 python3 -m deploy.bench_cli $url $(printf -- '--rate %s ' ${RATES:-16 32}) --seconds "${LOAD_SECONDS:-60}" \
-        --seeds "${SEEDS:-3}" --input 1024 --output 256 --vocab 99000 --json "$out/loads-$name.json" 2>&1 | tail -14
-    curl -sf -m 20 $url/server_info >"$out/server_info-$name.json"
-    curl -sf -m 20 $url/metrics | grep -v '^#' >"$out/metrics-$name.txt"
-    timeout 40 python3 -m deploy.cli down "$file" "${common[@]}" $settings --set "process.run_dir=/tmp/run-$name" 2>&1 |
-        tail -1
-    no_errors "/tmp/run-$name"
+    start_cluster "$name" 120 "$file" "${common[@]}" $settings
+    for rate in ${RATES:-16 32}; do rate_of "$name" "$rate"; done
+    stop_cluster "$name" "$file" "${common[@]}" $settings
     expect no_fallbacks "$out/server_info-$name.json"
 done
 date
