@@ -29,6 +29,7 @@ class HostBatch:
 
     lengths: tuple[int, ...]  # [B] new tokens
     ends: tuple[int, ...]  # [B] length after the forward
+    loaded_tokens: int  # see ForwardBatch
     # ids, positions, slots, page table, lengths, starts, last rows of final chunks; state slots and saves where there
     # are any
     arrays: Sequence[Array]
@@ -60,7 +61,8 @@ class HostBatch:
             for row, chunk in enumerate(chunks):
                 saves[row, : len(chunk.saves)] = np.asarray(chunk.saves, dtype=np.int64).reshape(-1, 2)
             arrays += [np.asarray(state, dtype=np.int64), saves]
-        return cls(tuple(lengths), tuple(ends), arrays)
+        loaded = sum(len(chunk.load.pages) for chunk in chunks if chunk.load is not None)
+        return cls(tuple(lengths), tuple(ends), loaded * page_size, arrays)
 
     def on_device(self, sent: Sequence[Tensor], hidden_mode: CaptureHiddenMode) -> ForwardBatch:
         """Return the batch of a forward. `sent` holds `arrays` as device tensors."""
@@ -79,6 +81,7 @@ class HostBatch:
             query_lens_host=self.lengths,
             seq_lens_host=self.ends,
             state=BatchState(state[0], state[1]) if state else None,
+            loaded_tokens=self.loaded_tokens,
         )
 
 

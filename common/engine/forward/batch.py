@@ -72,6 +72,7 @@ class ForwardBatch:
     # [B, N, W] bool over the last W >= N slots of each request, row n: new token n and its ancestors; VERIFY only
     tree_mask: Tensor | None = None
     state: BatchState | None = None  # None: the model keeps nothing per request
+    loaded_tokens: int = 0  # of cached prefixes, that are copied from host memory while it runs; EXTEND only
 
 
 @dataclass(slots=True)

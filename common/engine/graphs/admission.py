@@ -35,6 +35,7 @@ class BatchFacts:
     hidden: CaptureHiddenMode = CaptureHiddenMode.NULL
     features: frozenset[Feature] = frozenset()
     variants: tuple[str, ...] = (PLAIN,)  # variants that can serve it, the cheapest first
+    least: int = 0  # tokens of the smallest graph that may serve it, whatever the padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def admit(spec: CaptureSpec, facts: BatchFacts) -> ReplayDecision:
     if not spec.shapes:
         return ReplayDecision(None, Fallback.NO_GRAPHS)
     missing = facts.features - spec.features
-    shape = spec.fit(facts.live)
+    shape = spec.fit(facts.live, facts.least)
     width = spec.tokens_per_request
     checks = (
         (Feature.INPUT_EMBEDS in missing, Feature.INPUT_EMBEDS),
@@ -62,7 +63,7 @@ def admit(spec: CaptureSpec, facts: BatchFacts) -> ReplayDecision:
         (facts.hidden > spec.hidden, Fallback.HIDDEN),
         (width is not None and facts.live.tokens != facts.live.requests * width, Fallback.WIDTH),
         (shape is None, Fallback.TOO_LARGE),
-        (_wasteful(spec, shape, facts.live), Fallback.PADDING),
+        (_wasteful(spec, shape, max(facts.live.tokens, facts.least)), Fallback.PADDING),
         (not set(facts.variants) & set(spec.variants), Fallback.VARIANT),
     )
     for refused, reason in checks:
@@ -71,7 +72,5 @@ def admit(spec: CaptureSpec, facts: BatchFacts) -> ReplayDecision:
     return ReplayDecision(shape)
 
 
-def _wasteful(spec: CaptureSpec, shape: ShapeKey | None, live: ShapeKey) -> bool:
-    return (
-        shape is not None and spec.max_padding is not None and shape.tokens > spec.max_padding * live.tokens
-    )
+def _wasteful(spec: CaptureSpec, shape: ShapeKey | None, tokens: int) -> bool:
+    return shape is not None and spec.max_padding is not None and shape.tokens > spec.max_padding * tokens

@@ -79,9 +79,9 @@ class CaptureSpec:
         """The largest shape. Raises IndexError without shapes."""
         return self.shapes[-1]
 
-    def fit(self, live: ShapeKey) -> ShapeKey | None:
-        """Return the smallest shape that holds the batch, or None."""
-        return next((shape for shape in self.shapes if shape.holds(live)), None)
+    def fit(self, live: ShapeKey, least: int = 0) -> ShapeKey | None:
+        """Return the smallest shape of at least `least` tokens that holds the batch, or None."""
+        return next((shape for shape in self.shapes if shape.tokens >= least and shape.holds(live)), None)
 
 
 def token_shapes(buckets: tuple[int, ...], bounded: ShapeKey = ShapeKey(0)) -> tuple[ShapeKey, ...]:

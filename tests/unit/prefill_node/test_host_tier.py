@@ -131,6 +131,18 @@ def test_a_small_graph_waits_for_all_copies() -> None:
         assert lanes.back.followed == [count - 1, count], "the last copies, then the checksums"
 
 
+def test_few_tokens_beside_a_long_load_wait_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefill_node.graphs.prompt_graphs.UNBROKEN_TOKENS", 16)
+    monkeypatch.setattr("prefill_node.graphs.prefill_extend.LOADED_PER_TOKEN", WHOLE / 20)
+    lanes = late_lanes()
+    host = replace(HOST, lanes=lambda: lanes)
+    with served(replace(SHAPE, host=host, prompt_graphs="breakable")) as cluster:
+        assert isinstance(lanes.back, LateLoads)
+        assert serve(cluster, SESSIONS[0] + [1]) == WHOLE
+        count = cluster.shape.model.num_layers
+        assert lanes.back.followed == list(range(count + 1))
+
+
 def test_pages_are_free_only_after_their_copy() -> None:
     lanes = late_lanes(asks=1_000_000)
     stores = lanes.out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from common.messages.generation import SamplingParams
 from decode_node.graphs.decode_graph import VARIANTS
 from prefill_node.graphs import prompt_graphs
 from prefill_node.graphs.backends.breakable import BreakableGraphs
-from prefill_node.graphs.prefill_extend import ExtendCall, PrefillExtend, extend_spec
+from prefill_node.graphs.prefill_extend import LOADED_PER_TOKEN, ExtendCall, PrefillExtend, extend_spec
 from prefill_node.graphs.static_extend import BROKEN, StaticExtend
 from tests.fakes.rounding import expect_close
 from tests.unit.engine.graphs.rig import AUX, BACKENDS, DecodeRig, extend_driver, model, piecewise, sequences
@@ -134,6 +135,30 @@ def test_small_graphs_have_no_breaks_and_hold_so_many_requests() -> None:
     for lengths, tokens in expected.items():
         shape, _ = extend.graphs.can_run(ExtendCall(driver.batch(range(len(lengths)), lengths)))
         assert (shape and shape.tokens) == tokens
+
+
+def test_few_tokens_take_a_graph_with_breaks_beside_a_long_load() -> None:
+    """There each layer waits for its own copies from host memory; a graph without breaks would wait for all."""
+    eager, (driver, extend) = (
+        Driver(model(), IDS, 4),
+        extend_driver(IDS, breakable(), BUCKETS, unbroken=ShapeKey(16, 2)),
+    )
+    loaded = {LOADED_PER_TOKEN * 32 - 1: 4, LOADED_PER_TOKEN * 32: 32}
+    for tokens, expected in loaded.items():
+        batch = replace(driver.batch([0], [3]), loaded_tokens=tokens)
+        shape, _ = extend.graphs.can_run(ExtendCall(batch))
+        assert shape is not None
+        assert shape.tokens == expected
+        expect_close(extend(batch).logits, eager.runner(eager.batch([0], [3])).logits)
+    assert [key.shape.tokens for key in extend.graphs.counters.replays] == [4, 32]
+    more = replace(driver.batch([0], [40]), loaded_tokens=1 << 20)
+    assert extend.graphs.can_run(ExtendCall(more)) == (ShapeKey(48), "")
+
+
+def test_without_a_graph_with_breaks_a_load_changes_nothing() -> None:
+    driver, extend = extend_driver(IDS, breakable(), (4, 8, 16), unbroken=ShapeKey(16, 2))
+    batch = replace(driver.batch([0], [3]), loaded_tokens=1 << 20)
+    assert extend.graphs.can_run(ExtendCall(batch)) == (ShapeKey(4, 2), "")
 
 
 @pytest.mark.parametrize("backend", [breakable, piecewise])
