@@ -23,6 +23,8 @@ from common.config.yaml_file import read_mapping
 from common.errors import ConfigError
 
 ROUTER = "router"
+MOVABLE = "deploy.movable_node"
+SECTIONS = ("prefill", "decode", "movable")  # that list nodes
 # Values of one node, which a template for several nodes cannot have.
 OWN_KEYS = ("name", "count", "peer_address", "host", "bulk_port")
 
@@ -50,46 +52,52 @@ class Wanted:
 
     prefill: int
     decode: int
+    movable: int = 0
     routers: int = 1  # processes
 
 
 def place(hosts: Sequence[AllocatedHost], wanted: Wanted) -> list[Placed]:
-    """Return all processes: routers on the first host, then prefill and decode nodes on all hosts in turn.
+    """Return all processes: routers on the first host, then prefill, decode and movable nodes on all hosts in turn.
 
     The routers have their host for themselves if there are more hosts than nodes.
     """
-    turn = cycle(hosts[1:] if len(hosts) > wanted.prefill + wanted.decode else hosts)
+    nodes = wanted.prefill + wanted.decode + wanted.movable
+    turn = cycle(hosts[1:] if len(hosts) > nodes else hosts)
     return [
         *(Placed(router_name(index), ROUTER, hosts[0]) for index in range(wanted.routers)),
         *(Placed(f"prefill-{index}", "prefill_node", next(turn)) for index in range(wanted.prefill)),
         *(Placed(f"decode-{index}", "decode_node", next(turn)) for index in range(wanted.decode)),
+        *(Placed(f"flex-{index}", MOVABLE, next(turn)) for index in range(wanted.movable)),
     ]
 
 
 def sections_of(base: dict[str, Any], placed: Sequence[Placed], port: int, keys: Path) -> dict[str, Any]:
     """Return the sections of the job's cluster file. `base` is not changed.
 
-    The first node of each role in `base` is the template of all nodes of that role. `keys` becomes security.keys if
-    there are hosts off loopback and `base` has no directory of its own.
+    The first node of each role in `base` is the template of all nodes of that role, also of movable ones, and the first
+    entry of its movable.nodes says with which role these start. `keys` becomes security.keys if there are hosts off
+    loopback and `base` has no directory of its own.
     """
     sections = {name: dict(section) for name, section in base.items()}
-    by_role: dict[str, list[dict[str, Any]]] = {"prefill_node": [], "decode_node": []}
+    entries: dict[str, list[dict[str, Any]]] = {section: [] for section in SECTIONS}
     for index, each in enumerate(placed):
+        # The router has the first port, its further processes those after it.
+        at = f"tcp://{_in_url(each.host.address)}:{port + index}"
         if each.name == ROUTER:
-            sections.setdefault("router", {})["control_address"] = (
-                f"tcp://{_in_url(each.host.address)}:{port}"
-            )
-        elif each.role == "prefill_node":
-            # Further processes of the router have the ports after its own, in the order of `placed`.
-            peer = f"tcp://{_in_url(each.host.address)}:{port + index}"
-            by_role[each.role].append({"name": each.name, "peer_address": peer})
-        elif each.role == "decode_node":
-            by_role[each.role].append({"name": each.name, "host": each.host.address})
-    for role, nodes in by_role.items():
-        section = sections.setdefault(role.removesuffix("_node"), {})
+            sections.setdefault("router", {})["control_address"] = at
+        if each.role in ("prefill_node", MOVABLE):
+            entries["prefill"].append({"name": each.name, "peer_address": at})
+        if each.role in ("decode_node", MOVABLE):
+            entries["decode"].append({"name": each.name, "host": each.host.address})
+        if each.role == MOVABLE:
+            entries["movable"].append({"name": each.name})
+    for name, nodes in entries.items():
+        section = sections.setdefault(name, {})
         template = (section.get("nodes") or [{}])[0]
         shared = {key: value for key, value in template.items() if key not in OWN_KEYS}
         section["nodes"] = [{**node, **shared} for node in nodes]
+    if not entries["movable"]:
+        sections["movable"].pop("nodes")
     security = sections.setdefault("security", {})
     if not all(is_loopback(each.host.address) for each in placed) and not security.get("keys"):
         security["keys"] = str(keys)
@@ -117,6 +125,7 @@ def main(
     hosts: Annotated[list[str], typer.Argument(metavar="HOST=ADDRESS...", help="the hosts of the job")],
     prefill: Annotated[int, typer.Option(min=1, max=256, help="number of prefill nodes")] = 1,
     decode: Annotated[int, typer.Option(min=1, max=256, help="number of decode nodes")] = 1,
+    movable: Annotated[int, typer.Option(min=0, max=256, help="number of movable nodes")] = 0,
     port: Annotated[int, typer.Option(min=1024, max=65000, help="first port of the links")] = 7100,
     keys: Annotated[Path, typer.Option(help="directory of the link keys, if hosts are off loopback")] = Path(
         "keys"
@@ -127,7 +136,7 @@ def main(
         if out.resolve().parent != base.resolve().parent:
             raise ConfigError(str(out), f"must be in the folder of {base}, to which its paths are relative")
         routers = load_cluster(base).cluster.router.processes
-        placed = place(list(read_hosts(hosts)), Wanted(prefill, decode, routers))
+        placed = place(list(read_hosts(hosts)), Wanted(prefill, decode, movable, routers))
         sections = sections_of(read_mapping(base), placed, port, keys.absolute())
         out.write_text(
             f"# Written for a Slurm job from {base.name}.\n" + yaml.safe_dump(sections, sort_keys=False)

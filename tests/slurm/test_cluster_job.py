@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import urllib.error
 import urllib.request
@@ -21,6 +22,8 @@ from typing import Any
 import pytest
 import yaml
 
+from common.config import load_cluster
+from common.config.admin_listener import admin_listeners
 from tests.slurm.one_machine import OneMachineSlurm, free_ports, wait_for
 
 pytestmark = pytest.mark.skipif(os.environ.get("TANDEM_SLURM") != "1", reason="set TANDEM_SLURM=1")
@@ -41,13 +44,13 @@ def slurm() -> Iterator[OneMachineSlurm]:
 class ClusterJob:
     """A cluster of the tiny model as a job."""
 
-    def __init__(self, slurm: OneMachineSlurm, prefill: int, decode: int) -> None:
+    def __init__(self, slurm: OneMachineSlurm, prefill: int, decode: int, movable: int = 0) -> None:
         self.slurm = slurm
         self.port, links = free_ports(2)
         base = slurm.folder / "base.yaml"
         model = {"path": str(ROOT / "deploy/tiny_models/tiny-target")}
         base.write_text(yaml.safe_dump({"model": model, "router": {"port": self.port}}))
-        nodes = ["--prefill", str(prefill), "--decode", str(decode), "--port", str(links)]
+        nodes = ["--prefill", str(prefill), "--decode", str(decode), "--movable", str(movable)]
         said = slurm.run(
             "sbatch",
             "--nodes=3",
@@ -57,6 +60,8 @@ class ClusterJob:
             "deploy/slurm/cluster.sbatch",
             str(base),
             *nodes,
+            "--port",
+            str(links),
             cwd=ROOT,
         )
         self.number = said.split()[-1]
@@ -85,6 +90,16 @@ class ClusterJob:
         body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
         return str(self.get("/v1/chat/completions", body)["choices"][0]["message"]["content"])
 
+    def change_role(self, name: str, role: str) -> dict[str, str]:
+        """Move a node on the admin listener of the router, which runs on this machine."""
+        (file,) = self.slurm.folder.glob("base.slurm-*.yaml")
+        socket = admin_listeners(load_cluster(file), to_write=False).socket
+        url, body = f"http://localhost/workers/{name}/role", json.dumps({"role": role})
+        words = ["curl", "-s", "--unix-socket", str(socket), "--json", body, url]
+        done = subprocess.run(words, capture_output=True, check=True, timeout=60)
+        answer = json.loads(done.stdout)
+        return {key: answer.get(key) for key in ("name", "role")}
+
     def pid(self, name: str) -> int | None:
         """Return the process of a node, if it runs: the command of a step, not the srun that started it."""
         for folder in Path("/proc").glob("[0-9]*"):
@@ -101,9 +116,11 @@ def _words(file: Path) -> list[str]:
         return [""]
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2)])
-def test_a_cluster_answers_restarts_and_drains(slurm: OneMachineSlurm, prefill: int, decode: int) -> None:
-    job = ClusterJob(slurm, prefill, decode)
+@pytest.mark.parametrize(("prefill", "decode", "movable"), [(1, 1, 1), (2, 2, 0)])
+def test_a_cluster_answers_restarts_and_drains(
+    slurm: OneMachineSlurm, prefill: int, decode: int, movable: int
+) -> None:
+    job = ClusterJob(slurm, prefill, decode, movable)
     try:
         job.wait_ready()
         answer = job.answer()
@@ -115,10 +132,13 @@ def test_a_cluster_answers_restarts_and_drains(slurm: OneMachineSlurm, prefill: 
         wait_for(lambda: job.pid("decode-0") not in (None, killed))
         job.wait_ready()
         assert job.answer() == answer
+        for node in range(movable):
+            assert job.change_role(f"flex-{node}", "prefill") == {"name": f"flex-{node}", "role": "prefill"}
         slurm.run("scancel", "--signal=TERM", job.number)
         wait_for(lambda: slurm.job(job.number, "JobState") == "COMPLETED")
         assert slurm.job(job.number, "ExitCode") == "0:0"
-        names = ["router", *(f"prefill-{n}" for n in range(prefill)), *(f"decode-{n}" for n in range(decode))]
+        counts = {"prefill": prefill, "decode": decode, "flex": movable}
+        names = ["router", *(f"{kind}-{n}" for kind, count in counts.items() for n in range(count))]
         assert sorted(
             line.split()[1] for line in job.log.splitlines() if line.endswith("has drained")
         ) == sorted(names)

@@ -11,6 +11,7 @@ import typer
 import yaml
 from typer.testing import CliRunner, Result
 
+from common.config import load_cluster
 from common.errors import ConfigError
 from deploy.slurm.cluster_file import AllocatedHost, Wanted, main, place, read_hosts, sections_of
 
@@ -71,6 +72,30 @@ def test_the_first_node_of_a_role_is_the_template_of_all() -> None:
     assert base["prefill"]["nodes"] == [first, {"name": "q"}], "the base is not changed"
 
 
+def test_movable_nodes_have_an_entry_for_either_role_and_start_as_the_base_says() -> None:
+    base: dict[str, Any] = {
+        "decode": {"nodes": [{"name": "d", "device": "cuda:0"}]},
+        "movable": {"nodes": [{"name": "x", "role": "prefill"}], "prefill_memory_fraction": 0.3},
+    }
+    placed = place(hosts(2), Wanted(1, 1, movable=2))
+    assert [each.role for each in placed[-2:]] == ["deploy.movable_node"] * 2
+    found = sections_of(base, placed, 7100, Path("/job/keys"))
+    assert found["prefill"]["nodes"][1:] == [
+        {"name": "flex-0", "peer_address": "tcp://10.0.0.1:7103"},
+        {"name": "flex-1", "peer_address": "tcp://10.0.0.2:7104"},
+    ]
+    assert found["decode"]["nodes"][1:] == [
+        {"name": "flex-0", "host": "10.0.0.1", "device": "cuda:0"},
+        {"name": "flex-1", "host": "10.0.0.2", "device": "cuda:0"},
+    ]
+    assert found["movable"] == {
+        "nodes": [{"name": "flex-0", "role": "prefill"}, {"name": "flex-1", "role": "prefill"}],
+        "prefill_memory_fraction": 0.3,
+    }
+    pure = sections_of(base, place(hosts(2), Wanted(1, 1)), 7100, Path("/job/keys"))
+    assert pure["movable"] == {"prefill_memory_fraction": 0.3}
+
+
 def test_hosts_on_loopback_need_no_keys_and_ipv6_is_put_in_brackets() -> None:
     placed = place([AllocatedHost("n1", "::1")], Wanted(1, 1))
     found = sections_of({}, placed, 7100, Path("/job/keys"))
@@ -107,6 +132,13 @@ def test_the_file_can_be_loaded_and_the_plan_is_printed(tmp_path: Path) -> None:
     assert (tmp_path / "job.yaml").is_file()
 
 
+def test_a_job_with_movable_nodes_can_be_loaded(tmp_path: Path) -> None:
+    result = write(tmp_path, "job.yaml", "--movable", "1")
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == "flex-0 deploy.movable_node n1"
+    assert load_cluster(tmp_path / "job.yaml").cluster.movable.role_of("flex-0") == "decode"
+
+
 def test_router_processes_share_the_first_host_and_have_the_first_ports(tmp_path: Path) -> None:
     result = write(tmp_path, "job.yaml", base={**MODEL, "router": {"processes": 3}})
     assert result.output.splitlines()[:4] == [
@@ -122,10 +154,11 @@ def test_router_processes_share_the_first_host_and_have_the_first_ports(tmp_path
     [
         ("folder/job.yaml", MODEL, "must be in the folder of"),
         ("job.yaml", {**MODEL, "kv": {"page": 3}}, "kv.page"),
+        ("job.yaml", {**MODEL, "decode": {"nodes": [{"name": "d", "tensor_parallel": 2}]}}, "a movable node"),
     ],
 )
 def test_what_cannot_be_served_is_refused(tmp_path: Path, out: str, base: Any, said: str) -> None:
-    result = write(tmp_path, out, base=base)
+    result = write(tmp_path, out, "--movable", "1", base=base)
     assert result.exit_code == 2
     assert said in result.output
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -11,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
+import msgspec
 import pytest
 import yaml
 
 from common.config import Cluster, Resolved, load_cluster
+from common.config.admin_listener import admin_listeners
 from common.config.router_processes import router_hosts, router_process
 from common.config.run_directory import peer_address
 from common.config.schema import NodeEntry
 from common.ipc.from_config import all_names
 from common.ipc.key_files import public_file, secret_file
+from common.node_names import is_pattern
 from common.ready_file import ready_path
 from deploy.planning.settings import read_settings
 from tests.architecture.source_tree import ROOT
@@ -27,7 +31,7 @@ from tests.unit.manifests.kustomize import Manifest, build, merged, place
 
 PLACE = ROOT / "deploy" / "kubernetes"
 SCHEMAS = Path(__file__).parent / "schemas"
-OVERLAYS = ("1p1d", "2p2d", "cpu", "leader-worker-set", "disaggregated-set")
+OVERLAYS = ("1p1d", "2p2d", "cpu", "movable", "leader-worker-set", "disaggregated-set")
 CORE = "urn:core"
 COMMANDS = (ROOT / "docs" / "kubernetes.md").read_text()
 # Quantities of Kubernetes: a number, and a suffix of a power of 1000 or 1024.
@@ -39,6 +43,7 @@ MADE_BY_OPERATOR = {
     ("Secret", "tandem-router-key"),
     ("Secret", "tandem-prefill-key"),
     ("Secret", "tandem-decode-key"),
+    ("Secret", "tandem-flex-keys"),
     ("Secret", "tandem-api-keys"),
     ("PersistentVolumeClaim", "tandem-models"),
 }
@@ -60,7 +65,8 @@ def definition_of(manifest: Manifest) -> str:
         or group.startswith("inference")
     ):
         return f"{group}/{version}/{manifest['kind']}"
-    name = {"": "core", "networking.k8s.io": "networking"}.get(group, group)
+    short = {"": "core", "networking.k8s.io": "networking", "rbac.authorization.k8s.io": "rbac"}
+    name = short.get(group, group)
     return f"io.k8s.api.{name}.{version}.{manifest['kind']}"
 
 
@@ -161,9 +167,7 @@ def test_the_planner_may_scale_both_roles_and_nothing_else(tmp_path: Path) -> No
         )
     )
     built = {place(each): each for each in build(tmp_path)}
-    # No schemas are kept for kinds of RBAC.
-    known = [each for each in built.values() if not each["apiVersion"].startswith("rbac.")]
-    assert {place(each): problems(each) for each in known if problems(each)} == {}
+    assert {place(each): problems(each) for each in built.values() if problems(each)} == {}
 
     (rule,) = built["Role", "tandem-planner"]["rules"]
     assert (rule["apiGroups"], rule["resources"], rule["verbs"]) == (
@@ -179,7 +183,8 @@ def test_the_planner_may_scale_both_roles_and_nothing_else(tmp_path: Path) -> No
     template = built["Deployment", "tandem-planner"]["spec"]["template"]
     assert template["spec"]["serviceAccountName"] == "tandem-planner"
     (container,) = template["spec"]["containers"]
-    script, file, routers = container["args"]
+    script, file, routers, *options = container["args"]
+    assert options == ["--dry-run"], "it changes nothing until an operator has read its log"
     assert (ROOT / script).exists()
     settings_file = tmp_path / "planner.yaml"
     settings_file.write_text(built["ConfigMap", "tandem-planner"]["data"][Path(file).name])
@@ -201,6 +206,55 @@ def test_the_planner_may_scale_both_roles_and_nothing_else(tmp_path: Path) -> No
     assert f"secret generic {variable['valueFrom']['secretKeyRef']['name']} " in COMMANDS
 
 
+def test_the_planner_of_roles_is_beside_the_only_router(tmp_path: Path) -> None:
+    """It asks the admin socket in the router's run directory as the same user, and its end is not its container's."""
+    (tmp_path / "kustomization.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "resources": [str(PLACE / "overlays" / "movable")],
+                "components": [str(PLACE / "components" / "planner-roles")],
+            }
+        )
+    )
+    built = {place(each): each for each in build(tmp_path)}
+    assert {place(each): problems(each) for each in built.values() if problems(each)} == {}
+    deployment = built["Deployment", "tandem-router"]["spec"]
+    assert deployment["replicas"] == 1, "two planners would follow readings of their own"
+    spec = deployment["template"]["spec"]
+    router, planner = spec["containers"]
+    assert (router["name"], planner["name"]) == ("router", "planner")
+    assert planner["securityContext"] == router["securityContext"]
+    places = {each["name"]: each["mountPath"] for each in planner["volumeMounts"]}
+    assert places.items() - {("planner", "/etc/tandem-planner")} <= {
+        (each["name"], each["mountPath"]) for each in router["volumeMounts"]
+    }
+    assert "keys" not in places
+    assert {"name": "planner", "configMap": {"name": "tandem-planner-roles"}} in spec["volumes"]
+    shell, option, command = planner["args"]
+    assert (shell, option) == ("sh", "-c")
+    found = re.fullmatch(r"while :; do (\S+) (\S+) (\S+) --dry-run; sleep [0-9]+; done", command)
+    assert found is not None
+    assert (ROOT / found[1]).exists()
+    assert Path(found[2]).parent == Path(places["planner"])
+    assert found[3] == f"{places['cluster']}/cluster.yaml"
+    settings_file = tmp_path / "planner.yaml"
+    settings_file.write_text(built["ConfigMap", "tandem-planner-roles"]["data"][Path(found[2]).name])
+    settings = read_settings(settings_file)
+    assert settings.kubernetes is None
+    resolved = cluster_of(list(built.values()), tmp_path)
+    listeners = admin_listeners(with_run_dir(resolved, tmp_path), to_write=False)
+    assert listeners.socket.parent == tmp_path, "the admin socket is in the run directory, which both mount"
+    counts = dict(replica_counts(list(built.values())))
+    for role, limits in (("prefill", settings.prefill), ("decode", settings.decode)):
+        assert limits.max == counts[role] + len(resolved.cluster.movable.nodes)
+
+
+def with_run_dir(resolved: Resolved, run_dir: Path) -> Resolved:
+    cluster = resolved.cluster
+    process = msgspec.structs.replace(cluster.process, run_dir=str(run_dir))
+    return dataclasses.replace(resolved, cluster=msgspec.structs.replace(cluster, process=process))
+
+
 def test_nodes_may_read_endpoint_slices_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "kustomization.yaml").write_text(
         yaml.safe_dump(
@@ -212,9 +266,7 @@ def test_nodes_may_read_endpoint_slices_and_nothing_else(tmp_path: Path) -> None
         )
     )
     built = {place(each): each for each in build(tmp_path)}
-    # No schemas are kept for kinds of RBAC.
-    known = [each for each in built.values() if not each["apiVersion"].startswith("rbac.")]
-    assert {place(each): problems(each) for each in known if problems(each)} == {}
+    assert {place(each): problems(each) for each in built.values() if problems(each)} == {}
     assert built["Role", "tandem-node"]["rules"] == [
         {
             "apiGroups": ["discovery.k8s.io"],
@@ -371,10 +423,14 @@ def test_ports_agree_with_the_cluster_file(overlay: list[Manifest], tmp_path: Pa
     addresses = [each.removeprefix("dns://").rpartition(":") for each in router_hosts(cluster.router)]
     (control,) = {int(port) for _, _, port in addresses}
     (host,) = {name.rpartition(".")[2] for name, _, _ in addresses}
+    (peers,) = {int(node.peer_address.rpartition(":")[2]) for node in cluster.prefill.nodes}
+    (pages,) = {node.bulk_port for node in cluster.decode.nodes}
+    both = {"movable": {"peers": peers, "pages": pages}} if cluster.movable.nodes else {}
     assert ports == {
         "router": {"http": cluster.router.port, "control": control},
-        "prefill": {"peers": int(cluster.prefill.nodes[0].peer_address.rpartition(":")[2])},
-        "decode": {"pages": cluster.decode.nodes[0].bulk_port},
+        "prefill": {"peers": peers},
+        "decode": {"pages": pages},
+        **both,
     }
     services = {each["metadata"]["name"]: each["spec"] for each in overlay if each["kind"] == "Service"}
     assert services[host]["clusterIP"] == "None"
@@ -382,9 +438,46 @@ def test_ports_agree_with_the_cluster_file(overlay: list[Manifest], tmp_path: Pa
         "a router becomes ready by nodes, which have to find it before"
     )
     assert [port["port"] for port in services[host]["ports"]] == [control]
-    (policy,) = [each for each in overlay if place(each) == ("NetworkPolicy", "tandem-router")]
-    opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
-    assert opened == {cluster.router.port, control}
+    assert admitted(overlay, "router", None) == {cluster.router.port}
+    for role in ports.keys() - {"router"}:
+        assert admitted(overlay, "router", role) == {cluster.router.port, control}
+
+
+def admitted(overlay: list[Manifest], to: str, whence: str | None) -> set[int] | None:
+    """Return the ports of a role's pods that pods of another role reach; None: all; `whence` None: anybody.
+
+    Policies that choose a pod add up, and one without a rule closes it.
+    """
+    templates = {role_of(template): template for _, template in pod_templates(overlay)}
+    chosen = [
+        each["spec"]
+        for each in overlay
+        if each["kind"] == "NetworkPolicy" and fits(each["spec"]["podSelector"], templates[to])
+    ]
+    assert chosen
+    found: set[int] = set()
+    for rule in [rule for policy in chosen for rule in policy.get("ingress", [])]:
+        peers = rule.get("from")
+        if peers is not None and (
+            whence is None or not any(fits(peer["podSelector"], templates[whence]) for peer in peers)
+        ):
+            continue
+        if "ports" not in rule:
+            return None
+        found |= {port["port"] for port in rule["ports"]}
+    return found
+
+
+def test_nodes_reach_those_with_whom_they_exchange_pages_and_nobody_else_does(
+    overlay: list[Manifest],
+) -> None:
+    """NIXL takes any port."""
+    roles = {role_of(template) for _, template in pod_templates(overlay)}
+    for to in roles - {"router"}:
+        others = {"prefill": {"decode"}, "decode": {"prefill"}, "movable": {"prefill", "decode"}}[to]
+        others |= roles & {"movable"}
+        for whence in (*roles, None):
+            assert admitted(overlay, to, whence) == (None if whence in others else set()), (to, whence)
 
 
 def test_nodes_have_a_link_to_every_router(overlay: list[Manifest], tmp_path: Path) -> None:
@@ -423,12 +516,16 @@ def test_pods_join_under_names_of_their_patterns(overlay: list[Manifest], tmp_pa
             "--cluster",
             "/etc/tandem/cluster.yaml",
         ]
-        (entry,) = entries_of(resolved.cluster, role)
-        assert entry.count is not None
-        assert replicas[name] <= entry.count
-        if role == "prefill":
-            assert peer_address(resolved, node) == "tcp://10.1.2.3:5601"
+        if role == "movable":
+            listed = [each.name for each in resolved.cluster.movable.nodes]
+            assert listed == [f"{name}-{number}" for number in range(replicas[name])]
         else:
+            (entry,) = [each for each in entries_of(resolved.cluster, role) if is_pattern(each.name)]
+            assert entry.count is not None
+            assert replicas[name] <= entry.count
+        if role != "decode":
+            assert peer_address(resolved, node) == "tcp://10.1.2.3:5601"
+        if role != "prefill":
             assert resolved.cluster.decode_node(node).host == "own"
 
 
@@ -503,13 +600,23 @@ def test_pods_have_no_rights_that_they_do_not_need(overlay: list[Manifest]) -> N
         assert {"/tmp", "/cache", "/run/tandem/run"} <= writable, name
 
 
+def test_the_run_directory_is_made_by_the_process_itself(overlay: list[Manifest], tmp_path: Path) -> None:
+    """The mount point of a volume belongs to root, and tandem refuses a run directory of another user."""
+    run_dir = Path(cluster_of(overlay, tmp_path).cluster.process.run_dir)
+    for name, template in pod_templates(overlay):
+        mounts = main_container(template)["volumeMounts"]
+        writable = {Path(mount["mountPath"]) for mount in mounts if not mount.get("readOnly")}
+        assert run_dir.parent in writable, name
+        assert run_dir not in writable, name
+
+
 def test_each_pod_gets_the_keys_that_it_needs_and_no_others(overlay: list[Manifest], tmp_path: Path) -> None:
     resolved = cluster_of(overlay, tmp_path)
     keys = Path("/secrets")
     names = all_names(resolved.cluster)
     for _, template in pod_templates(overlay):
         role = role_of(template)
-        own = "router" if role == "router" else f"{role}-*"
+        own = {"router": "router", "movable": "$(NODE)"}.get(role, f"{role}-*")
         (init,) = template["spec"]["initContainers"]
         files = {Path(each) for each in init["command"] if each.startswith("/secrets/")}
         wanted = {public_file(keys, name) for name in names} | {secret_file(keys, own)}
@@ -533,7 +640,11 @@ def test_the_same_role_is_described_alike_in_all_overlays() -> None:
                 for key, value in container.items()
                 if key not in ("resources", "env", "volumeMounts", "image")
             }
-            init = template["spec"]["initContainers"]
+            # Which keys it copies depends on the names of the cluster file.
+            init = [
+                {key: value for key, value in each.items() if key != "command"}
+                for each in template["spec"]["initContainers"]
+            ]
             grace = template["spec"]["terminationGracePeriodSeconds"]
             found.setdefault(role_of(template), []).append((template["metadata"], same, init, grace))
     for role, versions in found.items():
@@ -542,12 +653,15 @@ def test_the_same_role_is_described_alike_in_all_overlays() -> None:
 
 def test_gpus_are_asked_for_where_the_cluster_file_has_them(overlay: list[Manifest], tmp_path: Path) -> None:
     cluster = cluster_of(overlay, tmp_path).cluster
-    for _, template in pod_templates(overlay):
+    for name, template in pod_templates(overlay):
         role = role_of(template)
         if role == "router":
             assert "nvidia.com/gpu" not in main_container(template)["resources"]["limits"]
             continue
-        (entry,) = entries_of(cluster, role)
-        gpus = 0 if entry.device == "cpu" else entry.tensor_parallel
+        (gpus,) = {
+            0 if entry.device == "cpu" else entry.tensor_parallel
+            for entry in entries_of(cluster, role)
+            if entry.name.startswith(f"{name}-")
+        }
         limits = main_container(template)["resources"]["limits"]
         assert int(limits.get("nvidia.com/gpu", 0)) == gpus
