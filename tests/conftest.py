@@ -7,6 +7,8 @@ import os
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.fakes import quick_interpreter
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is declared, so set first
 
@@ -18,3 +20,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("tandem")
+
+
+def pytest_collection_finish() -> None:
+    """Act when the tests have imported what they use: Triton takes time, and not all tests need it."""
+    quick_interpreter.install()
