@@ -26,13 +26,28 @@ NOTHING_LEFT = _Left(0, NO_TIME)
 
 
 class AssignedRooms:
-    """Rooms of a node. Placement asks for `ms` at every request, so it is not added up each time."""
+    """Rooms of a node.
+
+    Placement reads the sums of many nodes for each request, and a request changes those of two nodes a few times, so
+    they are kept up to date.
+
+    Attributes:
+        tokens: prompt tokens of all rooms that are not computed yet.
+        ms: predicted milliseconds that the prompts take before one that is placed now, whose own forwards are extra.
+            The oldest one has forwards of its own, which later prompts cannot share because they run already. The
+            others share theirs, with the new one too.
+        expected: number of requests on the node, those of other routers as predicted.
+        requests: the same, or what the node has reported if that is more.
+    """
 
     def __init__(self) -> None:
         self._left: dict[int, _Left] = {}
         self._computing: dict[int, _Left] = {}  # those with tokens left, in order of assignment
         self._shared = 0.0  # milliseconds that their prompts add to shared forwards
-        self.tokens = 0  # prompt tokens of all rooms that are not computed yet
+        self.tokens = 0
+        self.ms = 0.0
+        self.expected = self.requests = 0
+        self._reported = 0
         self._others = OtherRouters()
         self._others_ms = 0.0
         self._placed, self._placed_ms = 0, 0.0  # since the last heartbeat
@@ -47,27 +62,13 @@ class AssignedRooms:
         """Return the prompt tokens of a room that are still to be computed; 0 if it is not on the node."""
         return self._left.get(room, NOTHING_LEFT).tokens
 
-    @property
-    def ms(self) -> float:
-        """Predicted milliseconds that the prompts take before one that is placed now, whose own forwards are extra.
-
-        The oldest one has forwards of its own, which later prompts cannot share because they run already. The others
-        share theirs, with the new one too.
-        """
-        oldest = next(iter(self._computing.values()), NOTHING_LEFT).time
-        others = self._others_ms + self._others.routers * self._placed_ms
-        return self._shared + (oldest.alone - oldest.shared) + others
-
-    @property
-    def expected(self) -> int:
-        """Number of requests on the node, those of other routers as predicted."""
-        return len(self._left) + self._others.requests + self._others.routers * self._placed
-
     def heard(self, load: NodeLoad, others: OtherRouters) -> None:
         """Take note of a heartbeat."""
         self._others = others
+        self._reported = load.running + load.transferring + load.queued
         self._others_ms = load.queued_ms * others.tokens / load.queued_tokens if load.queued_tokens else 0.0
         self._placed, self._placed_ms = 0, 0.0
+        self._add_up()
 
     def add(self, room: int, tokens: int, time: PromptTime = NO_TIME) -> None:
         """Count a request that was placed on the node, whose prompt takes `time` there."""
@@ -78,18 +79,29 @@ class AssignedRooms:
         if tokens:
             self._computing[room] = left
             self._shared += time.shared
+        self._add_up()
 
     def computed(self, room: int) -> None:
         """Note that the node has computed the prompt of a room."""
         if room in self._computing:
             self._settle(room)
             self._left[room] = NOTHING_LEFT
+            self._add_up()
 
     def remove(self, room: int) -> None:
         """Note that the node no longer holds anything of the room. May be called repeatedly."""
         if room in self._computing:
             self._settle(room)
-        self._left.pop(room, None)
+        if self._left.pop(room, None) is not None:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        others = self._others
+        oldest = next(iter(self._computing.values()), NOTHING_LEFT).time
+        ms = self._others_ms + others.routers * self._placed_ms
+        self.ms = self._shared + (oldest.alone - oldest.shared) + ms
+        self.expected = len(self._left) + others.requests + others.routers * self._placed
+        self.requests = max(self.expected, self._reported)
 
     def _settle(self, room: int) -> None:
         left = self._computing.pop(room)

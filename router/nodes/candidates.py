@@ -23,11 +23,7 @@ class Candidates:
         self._history = history
         self._rules = rules
         self._prompt = prompt
-        self._seats = history.sessions.nodes(prompt.session)
-
-    def known(self, matches: PrefixMatches, most: int) -> list[str]:
-        """Return the incarnations with the longest prefixes, at most so many, and those of the session."""
-        return [*matches.longest(most), *self._seats]
+        self.seats = history.sessions.nodes(prompt.session)  # incarnations, of both roles
 
     def of(
         self, role: Role, nodes: Sequence[Node], weights: Sequence[float], matches: PrefixMatches
@@ -78,4 +74,4 @@ class Candidates:
         )
 
     def _session_ms(self, node: Node) -> float:
-        return self._rules.session_ms if node.incarnation in self._seats else 0.0
+        return self._rules.session_ms if node.incarnation in self.seats else 0.0

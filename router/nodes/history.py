@@ -18,7 +18,7 @@ from router.nodes.registry import Node
 from router.nodes.session_nodes import SessionNodes
 from router.nodes.told_blocks import ToldBlocks
 
-NO_MATCHES = PrefixMatches(NodeBits.of(()))
+NO_MATCHES = PrefixMatches(NodeBits())
 # Seconds for which a node that says what it holds may hold a prompt that was placed there without having said so.
 UNCONFIRMED_SECONDS = 10.0
 

@@ -58,6 +58,13 @@ class SamplingPolicy(PlacementPolicy, Protocol):
 
 
 @runtime_checkable
+class PredictingPolicy(SamplingPolicy, Protocol):
+    """A policy that may choose what is predicted to cost the least, by the cost of its role and by nothing else."""
+
+    predicts: bool
+
+
+@runtime_checkable
 class PrefixPolicy(PlacementPolicy, Protocol):
     """A policy whose candidates have costs that count what they hold of the prompt."""
 
@@ -150,19 +157,25 @@ class LeastLoaded:
 
     def __init__(self, cost: Callable[[Candidate], float]) -> None:
         self._cost = cost
+        self.predicts = cost in (prefill_cost, decode_cost)
+        self._starts: list[int] = []  # of samples among `_of` nodes, left for this round
+        self._of = 0
         self._ties = DrawnTurns()
         self._shares = Shares()
 
     def sample(self, count: int, rng: Random) -> Sequence[int]:
         """Return neighbors by name, from a random node on; after the last name they continue with the first.
 
-        Equals are taken in turn, for which such samples give idle nodes equal shares. The start is random because a
-        fixed order of samples can resonate with a pattern of the traffic.
+        Each node is a start once before any is again: of equals the first one is taken, so idle nodes get equal shares.
+        The order is drawn because a fixed one can resonate with a pattern of the traffic.
         """
-        if count <= self.most_candidates:
-            return range(count)
-        start = rng.randrange(count)
-        return [index % count for index in range(start, start + self.most_candidates)]
+        if not self._starts or self._of != count:
+            self._starts, self._of = [*range(count)], count
+        drawn = int(rng.random() * len(self._starts))
+        start, self._starts[drawn] = self._starts[drawn], self._starts[-1]
+        self._starts.pop()
+        end = start + min(count, self.most_candidates)
+        return range(start, end) if end <= count else [*range(start, count), *range(end - count)]
 
     def choose(self, candidates: Sequence[Candidate]) -> Candidate:
         if len(candidates) == 1:
@@ -264,14 +277,21 @@ def decode_cost(candidate: Candidate) -> float:
     """
     load, requests = candidate.load, decode_requests(candidate)
     steps = ANSWER_TOKENS / max(candidate.accept, 1.0)
-    spare = load.free_pages + load.cached_pages
-    missing = candidate.moved / candidate.page_size + KEPT_FREE * load.total_pages - spare
+    missing = missing_pages(load, candidate.moved / candidate.page_size)
     wait_ms = 0.0
-    if missing > 0 and load.total_pages > spare:
+    if missing > 0:
         # The used pages become free in the time of about one answer.
-        wait_ms = steps * candidate.step.ms(requests) * missing / (load.total_pages - spare)
+        used = load.total_pages - load.free_pages - load.cached_pages
+        wait_ms = steps * candidate.step.ms(requests) * missing / used
     added_ms = steps * candidate.step.each * requests
     return candidate.transfer_ms + wait_ms + added_ms - candidate.session_ms
+
+
+def missing_pages(load: NodeLoad, pages: float) -> float:
+    """Return how many used pages of a decode node have to become free before so many have room; 0 or less: none."""
+    spare = load.free_pages + load.cached_pages
+    missing = pages + KEPT_FREE * load.total_pages - spare
+    return missing if load.total_pages > spare else 0.0
 
 
 def decode_requests(candidate: Candidate) -> int:

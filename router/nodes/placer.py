@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from random import Random
 
 from common.errors import Overloaded, Unavailable
@@ -14,14 +15,21 @@ from router.nodes.health import NodeHealth, PairKey
 from router.nodes.history import PlacementHistory
 from router.nodes.local_prefill import LocalPrefill
 from router.nodes.placed_prompt import NO_PROMPT, PlacedPrompt
-from router.nodes.placement import Candidate, PlacementPolicy, SamplingPolicy, choose_pair
+from router.nodes.placement import (
+    Candidate,
+    PlacementPolicy,
+    PredictingPolicy,
+    SamplingPolicy,
+    choose_pair,
+)
 from router.nodes.placement_rules import DEFAULT_RULES, PlacementRules
 from router.nodes.prefix_index import PrefixMatches
 from router.nodes.prompt_times import rest_ms
 from router.nodes.registry import ROLES, EligibleNodes, Node, NodeRegistry, Pair
+from router.nodes.short_list import ShortLists
 
 NOTHING: frozenset[str] = frozenset()
-LONGEST_MATCHES = 4  # nodes with the longest cached prefixes that every sample has in addition
+FEW = 2  # nodes that are compared without looking for better ones
 LONGEST_RETRY = 60.0  # upper bound of Retry-After, in seconds
 POOL_RETRY = 1.0  # Retry-After while the pools of decode nodes are too full
 
@@ -67,10 +75,16 @@ class Placer:
         self._samplers = {
             role: policy for role, policy in policies.items() if isinstance(policy, SamplingPolicy)
         }
+        self._predicting = {
+            role
+            for role, policy in policies.items()
+            if isinstance(policy, PredictingPolicy) and policy.predicts
+        }
         self._rng = rng
         self._rules = rules
         self._never_busy = rules.busy_pool_share is None and rules.busy_first_token_ms is None
         self.history = PlacementHistory(self._rules, policies, health.clock)
+        self._short_lists = ShortLists(registry, self.history)
         self._local = LocalPrefill(self.history, health, rules.local_tokens, rng)
 
     def prompt(
@@ -207,25 +221,41 @@ class Placer:
             return nodes[0]
         matches = self.history.matches(role, prompt)
         sampler = self._samplers.get(role)
-        if sampler is not None:
-            indices = sampler.sample(len(nodes), self._rng)
-            if len(indices) < len(nodes):
-                sample = [nodes[index] for index in indices]
-                nodes = self._with_known(role, sample, maker.known(matches, LONGEST_MATCHES))
+        if sampler is not None and len(nodes) > FEW:
+            sample = itemgetter(*sampler.sample(len(nodes), self._rng))(nodes)
+            nodes = self._compared(role, sample, matches, maker, prompt, prefill)
+            if len(nodes) == 1:
+                return nodes[0]
         candidates = maker.of(role, nodes, [1.0] * len(nodes), matches)
         if prefill is not None:
             candidates = [maker.linked(prefill.incarnation, each) for each in candidates]
         return self._registry.node(self._policies[role].choose(candidates).incarnation)
 
-    def _with_known(self, role: Role, sample: list[Node], known: Sequence[str]) -> list[Node]:
-        """Return a sample with further nodes that can take requests, given by incarnation."""
-        present = {node.incarnation for node in sample}
-        for incarnation in known:
+    def _compared(
+        self,
+        role: Role,
+        sample: Sequence[Node],
+        matches: PrefixMatches,
+        maker: Candidates,
+        prompt: PlacedPrompt,
+        prefill: Node | None,
+    ) -> Sequence[Node]:
+        """Return the nodes that the policy compares: those of a sample and known ones, as far as they may be chosen."""
+        if role in self._predicting and len(sample) > FEW:
+            found: Sequence[Node]
+            if prefill is None:
+                found = self._short_lists.prefill(sample, matches, prompt, maker.seats)
+            else:
+                found = self._short_lists.decode(sample, matches, prompt, maker.seats, prefill)
+            if found is not sample:
+                return found
+        known = {node.incarnation: node for node in sample}
+        known.update((node.incarnation, node) for node, _ in self._short_lists.holders(matches))
+        for incarnation in maker.seats:
             node = self._registry.get(incarnation)
-            if node is not None and node.eligible and node.role == role and incarnation not in present:
-                present.add(incarnation)
-                sample.append(node)
-        return sample
+            if node is not None and node.eligible and node.role == role:
+                known[incarnation] = node
+        return [*known.values()]
 
     def _field(
         self, nodes: Mapping[Role, Sequence[Node]], maker: Candidates, prompt: PlacedPrompt

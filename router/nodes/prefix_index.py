@@ -14,7 +14,7 @@ of its memories. A source has blocks of its own, and the longest prefix of any o
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 # Memory of one block of one node, measured; see tests/unit/router/nodes/test_prefix_index.py.
@@ -34,43 +34,45 @@ class _Holder:
     used: OrderedDict[int, float] = field(default_factory=OrderedDict)  # hash -> last use; the oldest first
 
 
-@dataclass(frozen=True, slots=True)
 class NodeBits:
-    """The nodes that have blocks; replaced by another value whenever one comes or goes."""
+    """The nodes that have blocks."""
 
-    bits: Mapping[str, int]  # incarnation -> bits of its sources
-    names: Mapping[int, str]  # bit -> incarnation
+    def __init__(self) -> None:
+        self.bits: dict[str, int] = {}  # incarnation -> bits of its sources
+        self.names: dict[int, str] = {}  # bit -> incarnation
 
-    @classmethod
-    def of(cls, holders: Iterable[_Holder]) -> NodeBits:
-        bits, names = dict[str, int](), dict[int, str]()
-        for each in holders:
-            bits[each.incarnation] = bits.get(each.incarnation, 0) | each.bit
-            names[each.bit] = each.incarnation
-        return cls(bits, names)
+    def add(self, incarnation: str) -> int:
+        """Return a bit for one more source of a node."""
+        taken = sum(self.names)
+        bit = ~taken & (taken + 1)
+        self.names[bit] = incarnation
+        self.bits[incarnation] = self.bits.get(incarnation, 0) | bit
+        return bit
+
+    def drop(self, bit: int) -> None:
+        """Forget a source."""
+        incarnation = self.names.pop(bit)
+        left = self.bits.pop(incarnation) & ~bit
+        if left:
+            self.bits[incarnation] = left
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatches:
-    """The longest known prefix of one prompt on each node."""
+    """The longest known prefix of one prompt on each node, until the index changes."""
 
     nodes: NodeBits
     ends: Sequence[tuple[int, int]] = ()  # (bits of nodes, number of blocks that they hold), ascending
+    holders: int = 0  # bits of all of them
 
     def blocks(self, incarnation: str) -> int:
         """Return how many blocks of the prompt a node holds."""
         bit = self.nodes.bits.get(incarnation, 0)
-        return next((blocks for nodes, blocks in reversed(self.ends) if nodes & bit), 0)
-
-    def longest(self, most: int) -> list[str]:
-        """Return up to `most` incarnations that hold a part of the prompt, the longest parts first."""
-        found: dict[str, None] = {}
-        for nodes, _ in reversed(self.ends):
-            while nodes and len(found) < most:
-                bit = nodes & -nodes
-                found[self.nodes.names[bit]] = None
-                nodes ^= bit
-        return [*found]
+        if bit & self.holders:
+            for nodes, blocks in reversed(self.ends):
+                if nodes & bit:
+                    return blocks
+        return 0
 
 
 class PrefixIndex:
@@ -87,9 +89,12 @@ class PrefixIndex:
         self._clock = clock
         self._nodes: dict[tuple[str, str], _Holder] = {}  # (incarnation, source) -> its blocks
         self._order: list[_Holder] = []
-        self._known = NodeBits.of(())
+        self._known = NodeBits()
         self._holders: dict[int, int] = {}  # hash -> bits of the nodes that hold the block
         self._count = 0
+        # The last question; its answer is None after a change.
+        self._asked: Sequence[int] = ()
+        self._answer: PrefixMatches | None = None
         self._turn = 0  # which node's old blocks the next call forgets
 
     def __len__(self) -> int:
@@ -97,8 +102,14 @@ class PrefixIndex:
         return self._count
 
     def match(self, blocks: Sequence[int]) -> PrefixMatches:
-        """Return the longest prefix of a prompt on each node."""
+        """Return the longest prefix of a prompt on each node. Asking again before a change costs nothing."""
+        if blocks is self._asked and self._answer is not None:
+            return self._answer
         self._forget_old()
+        self._asked, self._answer = blocks, self._match(blocks)
+        return self._answer
+
+    def _match(self, blocks: Sequence[int]) -> PrefixMatches:
         holders, ends = self._holders, list[tuple[int, int]]()
         alive = -1
         for count, block in enumerate(blocks):
@@ -107,11 +118,12 @@ class PrefixIndex:
                 if count:
                     ends.append((alive & ~nodes, count))
                 if not nodes:
-                    return PrefixMatches(self._known, ends)
+                    break
                 alive = nodes
-        if blocks:
-            ends.append((alive, len(blocks)))
-        return PrefixMatches(self._known, ends)
+        else:
+            if blocks:
+                ends.append((alive, len(blocks)))
+        return PrefixMatches(self._known, ends, holders.get(blocks[0], 0) if ends else 0)
 
     def add(
         self,
@@ -124,16 +136,15 @@ class PrefixIndex:
         """Note that a node holds a prompt, or will soon. `most`: blocks that its pool can hold."""
         node = self._nodes.get((incarnation, source))
         if node is None:
-            node = _Holder(incarnation, self._free_bit(), most, self._ttl)
+            node = _Holder(incarnation, self._known.add(incarnation), most, self._ttl)
             self._nodes[incarnation, source] = node
-            self._changed()
+            self._order.append(node)
         node.most, node.ttl = most, self._ttl if ttl is None else ttl
         used, holders, bit, now = node.used, self._holders, node.bit, self._clock()
+        self._answer = None
         # The first block last: it is forgotten after those that follow it.
         for block in reversed(blocks):
-            if block in used:
-                used.move_to_end(block)
-            else:
+            if used.pop(block, None) is None:
                 holders[block] = holders.get(block, 0) | bit
                 self._count += 1
             used[block] = now
@@ -166,22 +177,16 @@ class PrefixIndex:
             node = self._nodes.pop(key)
             for block in node.used:
                 self._drop(block, node.bit)
+            self._known.drop(node.bit)
+            self._answer = None
         if keys:
-            self._changed()
+            self._order = [*self._nodes.values()]
 
     def clear(self, source: str) -> None:
         """Forget what one source knows of all nodes."""
         for incarnation, of in [*self._nodes]:
             if of == source:
                 self.forget(incarnation, source)
-
-    def _changed(self) -> None:
-        self._order = [*self._nodes.values()]
-        self._known = NodeBits.of(self._order)
-
-    def _free_bit(self) -> int:
-        taken = sum(self._known.names)
-        return ~taken & (taken + 1)
 
     def _shrink(self, node: _Holder) -> None:
         """Forget the oldest blocks beyond a node's pool; of too many altogether, those beyond its source's share."""
@@ -203,6 +208,7 @@ class PrefixIndex:
         self._shrink(node)
 
     def _drop(self, block: int, bit: int) -> None:
+        self._answer = None
         self._count -= 1
         left = self._holders[block] & ~bit
         if left:

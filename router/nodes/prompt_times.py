@@ -29,10 +29,15 @@ def prompt_time(times: Sequence[tuple[int, float]], tokens: int, cached: int = 0
     each adds its tokens at that rate. Longer prompts have forwards of their own.
     """
     alone = rest_ms(times, tokens, cached)
-    rates = [(max(ms, 0.0) / length, length) for length, ms in times if length > 0]
-    rate, length = min(rates, default=(UNKNOWN_MS, 0))
+    rate, length = best_rate(times)
     rest = tokens - cached
     return PromptTime(alone, min(alone, rate * rest) if rest < length else alone)
+
+
+def best_rate(times: Sequence[tuple[int, float]]) -> tuple[float, int]:
+    """Return (milliseconds of a token, length of a prompt) at the length at which a token takes the least time."""
+    rates = [(max(ms, 0.0) / length, length) for length, ms in times if length > 0]
+    return min(rates, default=(UNKNOWN_MS, 0))
 
 
 def rest_ms(times: Sequence[tuple[int, float]], tokens: int, cached: int) -> float:

@@ -22,7 +22,8 @@ from common.messages.identity import NodeCounters, NodeLoad, NodeState, OtherRou
 from common.messages.router_inbox import Heartbeat, Register
 from common.observability.logs import Log
 from router.nodes.assigned_rooms import AssignedRooms
-from router.nodes.prompt_times import PromptTime, prompt_time
+from router.nodes.placement import ANSWER_TOKENS
+from router.nodes.prompt_times import UNKNOWN_MS, PromptTime, best_rate, prompt_time
 from router.nodes.registration import Pattern
 from router.nodes.return_watch import ReturnWatch
 
@@ -50,6 +51,9 @@ class Node:
     as_of: float = 0.0  # Unix seconds on its host at which load and counters were read
     others: OtherRouters = field(default_factory=OtherRouters)  # what they have on the node
     rooms: AssignedRooms = field(default_factory=AssignedRooms)
+    # For rough estimates, from its last heartbeat:
+    token_ms: float = UNKNOWN_MS  # of a prompt's token in large forwards (prefill nodes)
+    answer_steps: float = ANSWER_TOKENS  # of an answer of so many tokens (decode nodes)
     reachable: bool = True  # False from a failed send to its next heartbeat or registration
     lost_by: LossCause | None = None  # set when it is lost
     pattern: str = ""  # of the cluster file, by which it joined; "" for a listed node
@@ -243,6 +247,8 @@ class NodeRegistry:
         node.loop_age, node.announced = message.loop_age_ms / 1000, message.announced_ms / 1000
         node.as_of, node.others = message.as_of, message.others
         node.rooms.heard(message.load, message.others)
+        node.token_ms, _ = best_rate(message.load.prompt_times)
+        node.answer_steps = ANSWER_TOKENS / max(message.counters.avg_spec_accept_length, 1.0)
         self.heard.add(node.incarnation)
         if changed:
             self._changed()
