@@ -13,7 +13,6 @@ from router.core import assemble_core
 from router.exchange.host_peers import HostPeers
 from router.exchange.host_routes import HostRoutes
 from router.metrics.http_metrics import HttpMetrics
-from router.nodes.role_changes import RoleChanges
 from router.parts import ApiParts, ChildProcesses, ControlLink, Dispatching, NodeRules, Observation
 from router.requests.checks import ServedModel
 from router.routes.admin import AdminRoutes
@@ -54,8 +53,7 @@ def assemble(
     peers = HostPeers(http.name, http.peers, log)
     routes = ApiRoutes(api, availability, dispatcher, dispatcher, core.flush_caches, view, peers, log)
     admin = AdminRoutes(availability.set_paused, lambda: routes.active, peers)
-    changes = RoleChanges(core.registry, core.control.send, observation.clock, log)
-    roles = RoleRoutes(changes, dispatching.drain_timeout)
+    roles = RoleRoutes(core.orders.roles, http.name, dispatching.drain_timeout)
     host = HostRoutes(
         http.name,
         core.metrics.render,
@@ -72,7 +70,7 @@ def assemble(
         routes.add_to(app)
         observation.traces.add_to(app)
 
-    profiles = ProfileRoutes(http.name, http.peers, observation.profiles, core.control.profiles)
+    profiles = ProfileRoutes(http.name, http.peers, observation.profiles, core.orders.profiles)
 
     def add_admin_routes(app: web.Application) -> None:
         admin.add_to(app)

@@ -18,6 +18,7 @@ from common.ipc import LinkSecurity, RouterSocket, packs
 from common.messages.node_inbox import HeartbeatAck, PeerLost, Registered, Rejected
 from common.messages.protocol import CONTROL_PROTOCOL_VERSION, undecodable_version
 from common.messages.router_inbox import (
+    ChangeAnswered,
     Failed,
     FirstToken,
     Goodbye,
@@ -36,7 +37,7 @@ from common.messages.wire import encode
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
 from router.dispatch.dispatcher import Dispatcher
-from router.nodes.profiles import NodeProfiles
+from router.nodes.operator_orders import OperatorOrders
 from router.nodes.registration import RegistrationRules
 from router.nodes.registry import Node, NodeRegistry
 from router.nodes.speaker import Speaker
@@ -75,7 +76,7 @@ class ControlPlane:
         self._log = log
         self.rules = rules
         self._registry: NodeRegistry
-        self.profiles = NodeProfiles(lambda: self._registry, self.send)
+        self._orders: OperatorOrders
         self._dispatcher: Dispatcher
         self._sweeper: asyncio.Task[None] | None = None
         self._swept: Callable[[], None]
@@ -94,12 +95,13 @@ class ControlPlane:
         self._local = self.address.startswith("ipc://")  # such a connection closes only when its process ends
 
     def start(
-        self, registry: NodeRegistry, dispatcher: Dispatcher, swept: Callable[[], None] = lambda: None
+        self, nodes: NodeRegistry, dispatcher: Dispatcher, orders: OperatorOrders, swept: Callable[[], None]
     ) -> None:
         """Start to listen on the running event loop. `swept` is called after each sweep over the nodes."""
         self._swept = swept
-        self._registry = registry
+        self._registry = nodes
         self._dispatcher = dispatcher
+        self._orders = orders
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket.fileno(), self._on_readable)
         loop.add_reader(self._disconnects.fileno(), self._on_disconnect)
@@ -149,7 +151,6 @@ class ControlPlane:
         """Tell the nodes of the other role that a peer is lost."""
         self._socket.forget(node.routing_id.encode())
         self._unreachable.discard(node.incarnation)
-        self.profiles.lost(node)
         for other in self._registry:
             if other.role != node.role:
                 self.send(other.routing_id, PeerLost(incarnation=node.incarnation))
@@ -273,8 +274,8 @@ class ControlPlane:
             self._on_failed(identity, message)
         elif isinstance(message, Register):
             self._on_register(speaker, message, nbytes)
-        elif isinstance(message, ProfileEnded):
-            self.profiles.ended(identity, message)
+        elif isinstance(message, ProfileEnded | ChangeAnswered):
+            self._orders.answered(identity, message)
         elif isinstance(message, Goodbye) and message.incarnation == identity:
             self._registry.leave(identity)
 

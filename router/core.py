@@ -12,10 +12,13 @@ from router.metrics.router_metrics import RouterMetrics
 from router.nodes.event_reader import EventReader
 from router.nodes.flush import flush_caches
 from router.nodes.health import NodeHealth
+from router.nodes.operator_orders import OperatorOrders
 from router.nodes.outbox import SendAll
 from router.nodes.placer import Placer
+from router.nodes.profiles import NodeProfiles
 from router.nodes.registry import Node, NodeRegistry
 from router.nodes.return_watch import ReturnWatch
+from router.nodes.role_changes import RoleChanges
 from router.parts import ControlLink, Dispatching, NodeRules, Observation
 
 
@@ -30,10 +33,11 @@ class Core:
     metrics: RouterMetrics
     throughput: ClusterThroughput
     events: EventReader
+    orders: OperatorOrders
 
     def start(self) -> None:
         """Read the messages of nodes, on the running event loop."""
-        self.control.start(self.registry, self.dispatcher, self.throughput.look)
+        self.control.start(self.registry, self.dispatcher, self.orders, self.throughput.look)
         self.events.start()
 
     def close(self) -> None:
@@ -73,6 +77,7 @@ def assemble_core(
     def on_lost(node: Node, reason: str) -> None:
         dispatcher.node_lost(node, reason)
         control.announce_loss(node)
+        orders.lost(node)
 
     registry = NodeRegistry(
         nodes.fingerprint,
@@ -83,6 +88,9 @@ def assemble_core(
         on_lost,
         lambda: dispatcher.nodes_changed(),
         ReturnWatch(nodes.configured, nodes.return_window, clock),
+    )
+    orders = OperatorOrders(
+        NodeProfiles(registry, control.send), RoleChanges(registry, control.send, clock, log)
     )
     health = NodeHealth(nodes.slow_start, clock)
     metrics = RouterMetrics(
@@ -108,4 +116,4 @@ def assemble_core(
     told, block_tokens = placer.history.told, dispatching.placement.block_tokens
     gaps = metrics.placement.event_gaps.inc
     events = EventReader(registry, nodes.registration, told, block_tokens, clock, log, gaps)
-    return Core(control, registry, dispatcher, placer, metrics, throughput, events)
+    return Core(control, registry, dispatcher, placer, metrics, throughput, events, orders)

@@ -76,9 +76,12 @@ class Profile(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class ChangeRole(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Asks a movable node to finish its requests and then to take those of another role.
 
-    Its heartbeats say how far it is. If requests are left after `seconds`, it stays in its role.
+    The answer is ChangeAnswered: of several routers that ask for changes, the node follows one. Its heartbeats say how
+    far it is. If requests are left after `seconds`, it stays in its role.
     """
 
+    order: Label
+    router: Label  # name of the router's process, which the node tells the others
     role: Role
     seconds: Finite
 

@@ -170,6 +170,13 @@ class ProfileEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     busy: bool = False
 
 
+class ChangeAnswered(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The answer to ChangeRole, as soon as the main loop has read it: the change begins, or why it does not."""
+
+    order: Label
+    refusal: Text = ""
+
+
 class Goodbye(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The node is drained and ends: the router forgets this incarnation."""
 
@@ -186,6 +193,7 @@ RouterMessage = (
     | Tokens
     | Failed
     | ProfileEnded
+    | ChangeAnswered
     | Goodbye
 )
 codec: InboxCodec[RouterMessage] = InboxCodec(RouterMessage, "router inbox")

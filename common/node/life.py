@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from common.messages.identity import NodeCounters, NodeLoad
 from common.messages.node_inbox import Abort, ChangeRole, FlushCache, PeerLost, Profile, Rejected
-from common.messages.router_inbox import Goodbye
+from common.messages.router_inbox import ChangeAnswered, Goodbye
 from common.node.lost_peers import LostPeers
 from common.node.profiles import Profiler
 from common.node.refusals import Refusals
@@ -139,8 +139,8 @@ class NodeLife(Generic[Work]):
             elif isinstance(message, Profile):
                 self._profiler.begin(message, router)
             elif isinstance(message, ChangeRole):
-                if not self._duty.change(message.role, message.seconds, now):
-                    self._log.warning("a router asked this node, which is not movable, to change its role")
+                refusal = "it is ending" if self._ending else self._duty.change(message, now)
+                router.send(ChangeAnswered(order=message.order, refusal=refusal))
             elif isinstance(message, Rejected):
                 self._refuse(router, message.reason, now)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.messages.identity import NodeState, Role
+from common.messages.node_inbox import ChangeRole
 
 
 class Duty(Protocol):
@@ -27,11 +28,8 @@ class Duty(Protocol):
         """Return whether it takes a request that it shares with the node `peer` (an incarnation) of the other role."""
         ...
 
-    def change(self, role: Role, seconds: float, now: float) -> bool:
-        """Begin to change the node's role, if it is movable. Requests have `seconds` to end.
-
-        Return whether the node is movable.
-        """
+    def change(self, order: ChangeRole, now: float) -> str:
+        """Begin to change the node's role. Return "", or the sentence that says why it does not."""
         ...
 
     def state(self, requests: int, now: float) -> NodeState:
@@ -49,8 +47,8 @@ class FixedRole:
     def takes(self, peer: str) -> bool:
         return True
 
-    def change(self, role: Role, seconds: float, now: float) -> bool:
-        return False
+    def change(self, order: ChangeRole, now: float) -> str:
+        return "it is not movable"
 
     def state(self, requests: int, now: float) -> NodeState:
         return "up"
@@ -64,9 +62,12 @@ FIXED_ROLE = FixedRole()
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    to: Role
+    order: ChangeRole
     began: float  # monotonic seconds
-    deadline: float
+
+    @property
+    def deadline(self) -> float:
+        return self.began + self.order.seconds
 
 
 class RoleSwitch:
@@ -100,11 +101,18 @@ class RoleSwitch:
         """Return the duty of the half for `role`."""
         return HalfDuty(self, role)
 
-    def change(self, role: Role, seconds: float, now: float) -> None:
-        """Begin a change. No-op if the node has that role, or is about to change it."""
+    def change(self, order: ChangeRole, now: float) -> str:
+        """Begin a change; no-op if the node has that role. Return why it does not begin: another one is under way."""
         with self._lock:
-            if role != self._role and self._change is None:
-                self._change = _Change(role, now, now + seconds)
+            change = self._change
+            if change is not None:
+                return (
+                    f"it is changing its role from {self._role} to {change.order.role}, for which "
+                    f"{change.order.router} asked {now - change.began:.1f} s ago"
+                )
+            if order.role != self._role:
+                self._change = _Change(order, now)
+            return ""
 
     def state(self, half: Role, requests: int, now: float) -> NodeState:
         """Return the state of one half, and complete its change once it has no requests."""
@@ -119,8 +127,8 @@ class RoleSwitch:
                 return "up"
             if requests or now < change.began + self._settling:
                 return "draining"
-            self._role, self._change = change.to, None
-        self._changed(change.to)
+            self._role, self._change = change.order.role, None
+        self._changed(change.order.role)
         return "standby"
 
 
@@ -134,9 +142,8 @@ class HalfDuty:
     def takes(self, peer: str) -> bool:
         return self.switch.role == self.role or (self.role == "prefill" and peer == self.switch.local_peer)
 
-    def change(self, role: Role, seconds: float, now: float) -> bool:
-        self.switch.change(role, seconds, now)
-        return True
+    def change(self, order: ChangeRole, now: float) -> str:
+        return self.switch.change(order, now)
 
     def state(self, requests: int, now: float) -> NodeState:
         return self.switch.state(self.role, requests, now)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from common.errors import Conflict, NoAnswer, NodeLost, Unavailable, UnknownNode
 from common.messages.node_inbox import Profile
@@ -18,7 +18,7 @@ WRITE_SECONDS = 60.0  # after a recording, for its file
 class NodeProfiles:
     """At most one order per node is open at this router; the node itself refuses those of other routers meanwhile."""
 
-    def __init__(self, nodes: Callable[[], Iterable[Node]], send: Send) -> None:
+    def __init__(self, nodes: Iterable[Node], send: Send) -> None:
         self._nodes = nodes
         self._send = send
         # incarnation -> (order, its answer)
@@ -30,11 +30,11 @@ class NodeProfiles:
         Raises UnknownNode, Conflict while another profile of it is recorded, Unavailable if it could not record one,
         NodeLost or NoAnswer.
         """
-        named = [each for each in self._nodes() if each.name == name]
+        named = [each for each in self._nodes if each.name == name]
         # A movable node is recorded in the role that it has.
         node = min(named, key=lambda each: each.state == "standby", default=None)
         if node is None:
-            known = ", ".join(sorted(each.name for each in self._nodes())) or "none"
+            known = ", ".join(sorted(each.name for each in self._nodes)) or "none"
             raise UnknownNode(f"no node {name!r} is registered here; there are: {known}", param="name")
         if node.incarnation in self._open:
             raise Conflict(f"a profile of {name} is being recorded; try again when it has ended")

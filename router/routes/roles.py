@@ -28,9 +28,14 @@ _decoder = msgspec.json.Decoder(RoleRequest)
 class RoleRoutes:
     """The handler. It answers once the node serves in its new role."""
 
-    def __init__(self, changes: RoleChanges, drain_timeout: float) -> None:
-        """`drain_timeout`: seconds that the node's requests have to end, unless the body says otherwise."""
+    def __init__(self, changes: RoleChanges, name: str, drain_timeout: float) -> None:
+        """
+        Args:
+            name: of this router's process.
+            drain_timeout: seconds that the node's requests have to end, unless the body says otherwise.
+        """
         self._changes = changes
+        self._name = name
         self._drain_timeout = drain_timeout
 
     def add_to(self, app: web.Application) -> None:
@@ -40,5 +45,5 @@ class RoleRoutes:
         async with received(request) as memory:
             asked = decode_json(memory.take(), _decoder)
         seconds = self._drain_timeout if asked.timeout is None else asked.timeout
-        changed = await self._changes.change(request.match_info["name"], asked.role, seconds)
+        changed = await self._changes.change(request.match_info["name"], asked.role, seconds, self._name)
         return json_response(changed)

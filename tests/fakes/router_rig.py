@@ -85,6 +85,7 @@ class RouterRig:
         )
         self.control, self.registry = core.control, core.registry
         self.dispatcher, self.metrics = core.dispatcher, core.metrics
+        self.orders = core.orders
         self.history, self.flush_caches = core.placer.history, core.flush_caches
         sweep = self.registry.sweep
         # Real stalls of this process must not count: the registry uses the test's clock.

@@ -58,7 +58,7 @@ FOR_NODES = [
     Abort(room=1, reason="gone"),
     PeerLost(incarnation="a"),
     FlushCache(),
-    ChangeRole(role="prefill", seconds=30.0),
+    ChangeRole(order="o", router="router", role="prefill", seconds=30.0),
     Profile(order="o", seconds=2.5, steps=30),
 ]
 FOR_PREFILL = prefill_inbox.Prefill(
@@ -116,6 +116,7 @@ FOR_ROUTER = [
     ),
     router_inbox.Failed(room=5, code="node_lost", message="gone"),
     router_inbox.ProfileEnded(order="o", path="/run/p.gz", file_bytes=5, seconds=2.5, steps=30),
+    router_inbox.ChangeAnswered(order="o", refusal="it is ending"),
     router_inbox.Goodbye(incarnation="a"),
 ]
 INBOXES: dict[str, tuple[InboxCodec[Any], list[msgspec.Struct]]] = {

@@ -17,15 +17,15 @@ from tests.fakes.waiting import PATIENCE
 async def test_the_answer_of_a_node_is_returned() -> None:
     async with router_rig() as rig:
         node = await rig.node("decode", "decode-0")
-        asked = asyncio.create_task(rig.control.profiles.record("decode-0", 2.0, 30))
+        asked = asyncio.create_task(rig.orders.profiles.record("decode-0", 2.0, 30))
         order = await node.expect(Profile)
         assert (order.seconds, order.steps) == (2.0, 30)
         with pytest.raises(Conflict, match="is being recorded"):
-            await rig.control.profiles.record("decode-0", 1.0, 1)
+            await rig.orders.profiles.record("decode-0", 1.0, 1)
         node.say(ProfileEnded(order="another", path="/wrong"))
         node.say(ProfileEnded(order=order.order, path="/p", steps=30))
         assert (await asyncio.wait_for(asked, PATIENCE)).path == "/p"
-        again = asyncio.create_task(rig.control.profiles.record("decode-0", 2.0, 30))
+        again = asyncio.create_task(rig.orders.profiles.record("decode-0", 2.0, 30))
         order = await node.expect(Profile)
         node.say(ProfileEnded(order=order.order, busy=True, problem="busy"))
         with pytest.raises(Conflict, match="is recording another profile"):
@@ -36,18 +36,18 @@ async def test_every_order_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiles, "WRITE_SECONDS", 0.05)
     async with router_rig() as rig:
         with pytest.raises(UnknownNode, match="there are: none"):
-            await rig.control.profiles.record("decode-0", 2.0, 30)
+            await rig.orders.profiles.record("decode-0", 2.0, 30)
         node = await rig.node("decode", "decode-0")
         with pytest.raises(NoAnswer):
-            await rig.control.profiles.record("decode-0", 0.01, 30)
+            await rig.orders.profiles.record("decode-0", 0.01, 30)
         monkeypatch.setattr(profiles, "WRITE_SECONDS", PATIENCE)
-        asked = asyncio.create_task(rig.control.profiles.record("decode-0", 2.0, 30))
+        asked = asyncio.create_task(rig.orders.profiles.record("decode-0", 2.0, 30))
         await node.expect(Profile)
         order = await node.expect(Profile)
         node.say(ProfileEnded(order=order.order, problem="the disk is full"))
         with pytest.raises(Unavailable, match="decode-0: the disk is full"):
             await asked
-        asked = asyncio.create_task(rig.control.profiles.record("decode-0", 2.0, 30))
+        asked = asyncio.create_task(rig.orders.profiles.record("decode-0", 2.0, 30))
         await node.expect(Profile)
         node.say(Goodbye(incarnation=node.ref.incarnation))
         with pytest.raises(NodeLost):

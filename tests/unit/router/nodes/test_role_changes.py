@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -10,16 +11,28 @@ import pytest
 from common.errors import Conflict, NoAnswer, NodeLost, UnknownNode
 from common.messages.identity import NodeState, Role
 from common.messages.node_inbox import ChangeRole
+from common.messages.router_inbox import ChangeAnswered, Goodbye
 from router.nodes import role_changes
 from router.nodes.registration import ExpectedNode
-from router.nodes.role_changes import RoleChanges
+from router.nodes.role_changes import RoleChanged
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import PEER_ADDRESS, FakeNode
 from tests.fakes.router_rig import RouterRig, router_rig
+from tests.fakes.waiting import PATIENCE
 
 
-def changes_of(rig: RouterRig, clock: Clock) -> RoleChanges:
-    return RoleChanges(rig.registry, rig.control.send, clock, rig.log)
+def change(rig: RouterRig, name: str, role: Role, seconds: float) -> Coroutine[Any, Any, RoleChanged]:
+    return rig.orders.roles.change(name, role, seconds, "router-1")
+
+
+async def asked(rig: RouterRig, half: FakeNode, refusal: str | None = "") -> asyncio.Task[RoleChanged]:
+    """Ask for flex-0 as a prefill node, which the serving half answers unless `refusal` is None."""
+    task = asyncio.create_task(change(rig, "flex-0", "prefill", 2.0))
+    order = await half.expect(ChangeRole)
+    assert (order.router, order.role, order.seconds) == ("router-1", "prefill", 2.0)
+    if refusal is not None:
+        half.say(ChangeAnswered(order=order.order, refusal=refusal))
+    return task
 
 
 async def movable(rig: RouterRig, name: str, role: Role) -> dict[Role, FakeNode]:
@@ -50,22 +63,20 @@ async def test_it_answers_once_the_node_serves_in_its_new_role() -> None:
     async with router_rig(clock) as rig:
         await rig.pair()
         halves = await movable(rig, "flex-0", "decode")
-        changes = changes_of(rig, clock)
-        asked = asyncio.create_task(changes.change("flex-0", "prefill", 30.0))
-        assert await halves["decode"].expect(ChangeRole) == ChangeRole(role="prefill", seconds=30.0)
+        changing = await asked(rig, halves["decode"])
         await shows(rig, halves, "decode", "draining")
         with pytest.raises(Conflict, match="flex-0 is changing its role"):
-            await changes.change("flex-0", "prefill", 30.0)
+            await change(rig, "flex-0", "prefill", 30.0)
         with pytest.raises(Conflict, match="flex-0 is changing its role"):
             # It has that role still, and will not keep it.
-            await changes.change("flex-0", "decode", 30.0)
+            await change(rig, "flex-0", "decode", 30.0)
         halves["prefill"].beat("up")
         await asyncio.sleep(2 * role_changes.LOOK_SECONDS)
-        assert not asked.done(), "until then the node has both roles for whoever asks the router"
+        assert not changing.done(), "until then the node has both roles for whoever asks the router"
         await shows(rig, halves, "prefill")
-        changed = await asked
+        changed = await changing
         assert (changed.role, changed.previous, changed.drained) == ("prefill", "decode", 0)
-        again = await changes.change("flex-0", "prefill", 30.0)
+        again = await change(rig, "flex-0", "prefill", 30.0)
         assert (again.role, again.previous) == ("prefill", "prefill")
         assert len(rig.registry.eligible_by_role().of["prefill"]) == 2
         assert [node.name for node in rig.registry.eligible_by_role().of["decode"]] == ["decode-0"]
@@ -76,17 +87,16 @@ async def test_what_it_refuses() -> None:
     async with router_rig(clock) as rig:
         halves = await movable(rig, "flex-0", "decode")
         await rig.node("prefill", "prefill-0")
-        changes = changes_of(rig, clock)
         with pytest.raises(UnknownNode, match=r"no node 'flex-1' .*flex-0, prefill-0"):
-            await changes.change("flex-1", "prefill", 1.0)
+            await change(rig, "flex-1", "prefill", 1.0)
         with pytest.raises(Conflict, match="prefill-0 is a prefill node for good"):
-            await changes.change("prefill-0", "decode", 1.0)
+            await change(rig, "prefill-0", "decode", 1.0)
         with pytest.raises(Conflict, match="flex-0 is the only decode node that takes requests"):
-            await changes.change("flex-0", "prefill", 1.0)
+            await change(rig, "flex-0", "prefill", 1.0)
         await rig.node("decode", "decode-0")
         await shows(rig, halves, "decode", "draining")
         with pytest.raises(Conflict, match="flex-0 is changing its role, or ends"):
-            await changes.change("flex-0", "prefill", 1.0)
+            await change(rig, "flex-0", "prefill", 1.0)
 
 
 async def test_a_node_that_keeps_its_role_or_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,20 +105,51 @@ async def test_a_node_that_keeps_its_role_or_is_lost(monkeypatch: pytest.MonkeyP
     async with router_rig(clock) as rig:
         await rig.pair()
         halves = await movable(rig, "flex-0", "decode")
-        changes = changes_of(rig, clock)
-
-        async def begun(**options: Any) -> asyncio.Task[Any]:
-            asked = asyncio.create_task(changes.change("flex-0", "prefill", 2.0))
-            await halves["decode"].expect(ChangeRole)
-            return asked
-
-        asked = await begun()
+        changing = await asked(rig, halves["decode"])
+        await asyncio.sleep(2 * role_changes.LOOK_SECONDS)
         clock.now += 2.1
-        with pytest.raises(
-            NoAnswer, match="flex-0 still had requests after 2 s and goes on as a decode node"
-        ):
-            await asked
-        asked = await begun()
+        kept = "flex-0 still had requests after 2 s and goes on as a decode node"
+        with pytest.raises(NoAnswer, match=kept):
+            await changing
+        changing = await asked(rig, halves["decode"])
         rig.registry.lose(rig.registry.node(halves["prefill"].ref.incarnation), "test", "closed")
         with pytest.raises(NodeLost, match="flex-0 was lost while it changed its role"):
-            await asked
+            await changing
+
+
+async def test_a_change_that_another_router_has_begun() -> None:
+    """Both routers ask before a heartbeat tells of either change: the node follows one, and says so to the other."""
+    async with router_rig() as rig:
+        await rig.pair()
+        halves = await movable(rig, "flex-0", "decode")
+        changing = await asked(rig, halves["decode"], "it changes to prefill, for which router-0 asked")
+        with pytest.raises(Conflict, match="flex-0 refuses: it changes to prefill, for which router-0 asked"):
+            await changing
+        assert not (await asked(rig, halves["decode"])).done(), "and the next one can be asked for"
+
+
+async def test_an_order_that_is_lost_holds_up_no_other_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node has ended, or its link: a later change does not wait for the time that the lost one had."""
+    monkeypatch.setattr(role_changes, "ANSWER_SECONDS", 1.0)
+    clock = Clock()
+    async with router_rig(clock) as rig:
+        await rig.pair()
+        halves = await movable(rig, "flex-0", "decode")
+        changing = await asked(rig, halves["decode"], None)
+        halves["decode"].close()
+        with pytest.raises(NodeLost, match="flex-0 was lost while it changed its role"):
+            await asyncio.wait_for(changing, PATIENCE)
+        halves["prefill"].say(Goodbye(incarnation=halves["prefill"].ref.incarnation))
+        halves = await movable(rig, "flex-0", "decode")
+        changing = await asked(rig, halves["decode"], None)
+        halves["decode"].say(ChangeAnswered(order="of an earlier incarnation"))
+        await asyncio.sleep(2 * role_changes.LOOK_SECONDS)
+        assert not changing.done()
+        clock.now += 1.1
+        with pytest.raises(NoAnswer, match="flex-0 has not answered the order to change its role"):
+            await asyncio.wait_for(changing, PATIENCE)
+        await shows(rig, halves, "decode", "draining")
+        await shows(rig, halves, "decode")
+        changing = await asked(rig, halves["decode"])
+        await shows(rig, halves, "prefill")
+        assert (await changing).role == "prefill"
