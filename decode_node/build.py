@@ -28,6 +28,7 @@ from common.kv_events.wire import CPU
 from common.messages import decode_inbox
 from common.messages.identity import NodeRef, new_incarnation, rank_incarnation
 from common.node.announced_work import COMPILE_SECONDS
+from common.node.host_share import HostShare
 from common.node.profiles import NodeProfiler
 from common.node.ranks.from_config import start_ranks
 from common.node.ranks.group import RankGroup
@@ -82,6 +83,7 @@ class BuiltDecodeNode:
     observation: Observation
     ranks: RankGroup | SoleRank
     watched: Callable[[], AbstractContextManager[None]]  # the watchdog of the other ranks
+    host: HostShare | None = None
 
     def start(self) -> None:
         """Begin to serve. Raises ConfigError if the sockets of KV events cannot be bound."""
@@ -101,6 +103,8 @@ class BuiltDecodeNode:
     def close(self) -> None:
         self.ranks.close()
         self.observation.kv_events.close()
+        if self.host is not None:
+            self.host.store.close()
         self.receiver.shutdown()
         self.routers.close()
         self.peers.close()
@@ -196,7 +200,7 @@ def _build(
     )
     watched = functools.partial(ranks.watched, routers.overdue, health.loop_timeout, health.hung_limit, log)
     ranks.serve()
-    return BuiltDecodeNode(assembly.node, routers, peers, receiver, end, observation, ranks, watched)
+    return BuiltDecodeNode(assembly.node, routers, peers, receiver, end, observation, ranks, watched, host)
 
 
 def receiving_end(

@@ -14,6 +14,7 @@ from common.config.resolve_node import node_plan
 from common.engine.ops.triton_kernel import report_compilations
 from common.grammar.model_tokenizer import has_tokenizer
 from common.messages.identity import rank_incarnation
+from common.node.host_share import HostShare
 from common.node.ranks.from_config import RankStart
 from common.node.ranks.loop import SPIN_SECONDS
 from common.node.ranks.member import BuiltRank, Member, run_rank
@@ -39,11 +40,13 @@ class ReceivingService:
         peers: PeerConnections,
         poller: zmq.Poller,
         end: ReceivingEnd,
+        host: HostShare | None,
     ) -> None:
         self._rank = rank
         self._peers = peers
         self._poller = poller
         self._end = end
+        self._host = host
 
     @property
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
@@ -53,6 +56,8 @@ class ReceivingService:
         return self._rank.turn()
 
     def close(self) -> None:
+        if self._host is not None:
+            self._host.store.close()
         self._rank.close()
         self._peers.close()
         self._end.close()
@@ -86,7 +91,7 @@ def build(member: Member, log: Log) -> BuiltRank:
     worker = device_worker(loaded.computation(forwards), time.monotonic, host)
     return BuiltRank(
         DecodeRankWork(worker, host, tell, member.group.check),
-        ReceivingService(transfers, peers, poller, end),
+        ReceivingService(transfers, peers, poller, end, share),
         SPIN_SECONDS if loaded.served.placement.device.type == "cuda" else 0.0,
     )
 

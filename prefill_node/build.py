@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import zmq
@@ -25,6 +25,7 @@ from common.errors import ConfigError
 from common.grammar.grammars import grammars_for
 from common.ipc import Dealer, RouterSocket, check_bind
 from common.ipc.from_config import all_names, link_security
+from common.kv_cache.host_plan import HostCopies, NoHostCopies
 from common.kv_cache.layer_kinds import state_grid
 from common.kv_events.publisher import kv_events_of
 from common.kv_events.wire import CPU
@@ -92,6 +93,7 @@ class BuiltPrefillNode:
     observation: Observation
     ranks: RankGroup | SoleRank
     watched: Callable[[], AbstractContextManager[None]]  # the watchdog of the other ranks
+    host: HostCopies = field(default_factory=NoHostCopies)
 
     def start(self) -> None:
         """Begin to serve. Raises ConfigError if the sockets of KV events cannot be bound."""
@@ -111,6 +113,7 @@ class BuiltPrefillNode:
     def close(self) -> None:
         self.ranks.close()
         self.observation.kv_events.close()
+        self.host.close()
         self.end.sender.close()
         self.routers.close()
         self.end.peers.close()
@@ -225,7 +228,9 @@ def _build(
     )
     watched = functools.partial(ranks.watched, routers.overdue, health.loop_timeout, health.hung_limit, log)
     ranks.serve()
-    return BuiltPrefillNode(assembly.node, routers, end, sockets, vision.images, observation, ranks, watched)
+    return BuiltPrefillNode(
+        assembly.node, routers, end, sockets, vision.images, observation, ranks, watched, host.copies
+    )
 
 
 def _give_rows(ranks: RankGroup | SoleRank) -> Callable[[Tensor], object]:

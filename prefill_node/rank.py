@@ -14,6 +14,7 @@ from torch import Tensor
 from common.config.resolve_node import node_plan
 from common.engine.collectives.group import CollectiveGroup
 from common.engine.ops.triton_kernel import report_compilations
+from common.kv_cache.host_plan import HostCopies
 from common.kv_cache.layer_kinds import state_grid
 from common.node.ranks.from_config import RankStart
 from common.node.ranks.loop import SPIN_SECONDS
@@ -39,10 +40,11 @@ from prefill_node.worker import DeviceWorker
 class SendingService:
     """Sends the pages of this rank; implements `RankService`."""
 
-    def __init__(self, rank: SenderRank, end: SendingEnd, sockets: Sockets) -> None:
+    def __init__(self, rank: SenderRank, end: SendingEnd, sockets: Sockets, host: HostCopies) -> None:
         self._rank = rank
         self._end = end
         self._sockets = sockets
+        self._host = host
 
     @property
     def sockets(self) -> Sequence[zmq.Socket[bytes]]:
@@ -52,6 +54,7 @@ class SendingService:
         return self._rank.turn(completed) or self._rank.busy
 
     def close(self) -> None:
+        self._host.close()
         self._rank.close()
         self._end.peers.close()
         self._sockets.close()
@@ -96,7 +99,7 @@ def build(member: Member, log: Log) -> BuiltRank:
         PromptRankWork(
             worker, RankHost(host, functools.partial(member.board.write, rank)), member.group.check
         ),
-        SendingService(transfers, end, sockets),
+        SendingService(transfers, end, sockets, host),
         SPIN_SECONDS if loaded.served.placement.device.type == "cuda" else 0.0,
     )
 

@@ -60,6 +60,9 @@ class StoredByAll:
     def load(self, loads: Sequence[HostCopy]) -> Comparison:
         return self._own.load(loads)
 
+    def close(self) -> None:
+        self._own.close()
+
     def unfinished(self) -> Collection[int]:
         for _ in range(self._ended() - self._count):
             self._keys.popleft()

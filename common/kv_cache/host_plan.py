@@ -89,6 +89,10 @@ class HostCopies(Protocol):
         """Start copies that the next forward needs; it waits for them."""
         ...
 
+    def close(self) -> None:
+        """Wait for copies in flight, with a deadline, at the end of a node. No copy may be started after."""
+        ...
+
 
 class NoHostCopies:
     """A node without host memory: no plan copies anything."""
@@ -98,3 +102,6 @@ class NoHostCopies:
 
     def load(self, loads: Sequence[HostCopy], /) -> Comparison:
         return NOTHING_LOADED
+
+    def close(self) -> None:
+        pass

@@ -12,8 +12,9 @@ from common.engine.host_memory import GIB, host_memory
 from common.errors import ConfigError
 from common.kv_cache.host_layout import HostLayout, host_layout
 from common.kv_cache.pool_layout import PoolLayout
+from common.node.host_bytes import HostBytes
 from common.node.host_lane import host_lane
-from common.node.host_store import Expect, HostStore, Lanes, PoolCopies, host_bytes
+from common.node.host_store import Expect, HostStore, Lanes, PoolCopies
 
 # Gives this rank's bytes to the others and returns those of all ranks, in their order.
 Exchange = Callable[[bytes], Sequence[bytes]]
@@ -86,7 +87,7 @@ def share_of_host(
     layout = replace(layout, planes=planes)
     device = storage.device
     lanes = Lanes(host_lane(device), host_lane(device))
-    memory_of = host_bytes(planes.total_bytes, device)
+    memory_of = HostBytes(planes.total_bytes, device)
     store = HostStore(layout, memory_of, pool, expect, lanes, copies(*pool))
     items = [each.items for each in rooms]
     return HostShare(

@@ -7,14 +7,12 @@ cover the copies and the time in between, and cost what the device takes to read
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from common.errors import InternalError
@@ -22,6 +20,7 @@ from common.kv_cache.host_layout import HostLayout
 from common.kv_cache.host_plan import NOTHING_LOADED, Comparison, Damage, HostCopy, Store
 from common.kv_cache.plane import Kept
 from common.kv_cache.pool_layout import PlacedPlane, PoolLayout
+from common.node.host_bytes import HostBytes
 from common.node.host_lane import HostLane, LoadLane, Stage
 from common.node.overlap import Completion
 
@@ -79,7 +78,7 @@ class HostStore:
     def __init__(
         self,
         layout: HostLayout,
-        memory: Tensor,
+        memory: HostBytes,
         device: tuple[PoolLayout, Tensor],
         expect: Expect | None,
         lanes: Lanes,
@@ -89,19 +88,20 @@ class HostStore:
         """Keep pages of one pool.
 
         Args:
-            memory: [layout.planes.total_bytes] uint8, pinned if the device is a GPU.
+            memory: layout.planes.total_bytes of them.
             device: layout and storage of the pool.
             expect: lets the work that needs a load wait for it, layer by layer. What writes to loaded pages waits for
                 the checksums. None: nothing is launched that needs a load before its comparison is `ready`.
         """
         pool, storage = device
-        self.memory = memory
+        self.memory = memory.tensor
+        self.bytes = memory
         self._expect = expect
         self._lanes = lanes
         self._copies = copies
         self._clock = clock
         self._planes = [
-            _CopiedPlane(number, ours, storage.data_ptr() + ours.offset, memory.data_ptr() + host.offset)
+            _CopiedPlane(number, ours, storage.data_ptr() + ours.offset, self.memory.data_ptr() + host.offset)
             for number, (ours, host) in enumerate(zip(pool.placed, layout.planes.placed, strict=True))
         ]
         self._copying: dict[int, _StoreCopy] = {}
@@ -112,7 +112,9 @@ class HostStore:
     def store(self, stores: Sequence[Store]) -> None:
         """Start to copy to host memory, after all work launched so far."""
         for each in stores:
+            self.bytes.starting("out")
             _, completion = self._lanes.out.start(partial(self._store, each))
+            self.bytes.started("out", completion.ready)
             self._copying[each.key] = _StoreCopy(completion, self._clock(), each.copy)
 
     def load(self, loads: Sequence[HostCopy]) -> Comparison:
@@ -123,7 +125,9 @@ class HostStore:
         layers = {} if self._expect is None else self._layers
         draft = [each for each in self._planes if each.ours.plane.owner == "draft"]
         parts = [*layers.values(), *([draft] if draft else ())] if layers else [self._planes]
+        self.bytes.starting("back")
         stages = self._lanes.back.load([*(partial(loading.part, part) for part in parts), loading.end])
+        self.bytes.started("back", stages[-1].ready)
         if self._expect is not None:
             self._expect(dict(zip(layers, stages)), stages[-2], stages[-1])
         loading.stage = stages[-1]
@@ -155,6 +159,10 @@ class HostStore:
                     "make progress; restart this node"
                 )
         return self._copying.keys()
+
+    def close(self) -> None:
+        """Wait for copies in flight and unpin the memory, see `HostBytes.close`. No copy may be started after."""
+        self.bytes.close()
 
     def move(self, planes: Iterable[_CopiedPlane], pages: _Runs, slots: _Runs, to_device: bool) -> None:
         """Copy runs of all these planes at once: each copy of its own would take microseconds to launch."""
@@ -275,22 +283,3 @@ def _runs(sources: Sequence[int], targets: Sequence[int]) -> _Runs:
     begins[1:] = (np.diff(source) != 1) | (np.diff(target) != 1)
     first = np.flatnonzero(begins)
     return _Runs(source[first], target[first], np.diff(first, append=len(source)))
-
-
-def host_bytes(nbytes: int, device: torch.device) -> Tensor:
-    """Return [nbytes] uint8 of host memory, pinned for copies of a GPU. Raises InternalError if it cannot be pinned.
-
-    It is not allocated by torch's cache of pinned memory, which would round up to a power of two.
-    """
-    memory = torch.zeros(nbytes, dtype=torch.uint8)
-    if device.type == "cuda":
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = runtime.cudaHostRegister(memory.data_ptr(), nbytes, 0)
-        if int(status):
-            raise InternalError(
-                f"CUDA could not pin {nbytes} bytes of host memory for cached prefixes (error {int(status)}); write a "
-                "lower host_mib of its section, or raise the limit of locked memory (ulimit -l)"
-            )
-        # Memory that is freed while it is pinned cannot be pinned again, and who gets its address next fails.
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr()).atexit = False
-    return memory

@@ -40,9 +40,10 @@ from common.kv_cache.page_space import PageSpace, as_keys
 from common.kv_cache.pool_layout import PoolLayout
 from common.kv_cache.radix_cache import Keys, RadixCache
 from common.node.completion import completion_for
+from common.node.host_bytes import HostBytes
 from common.node.host_lane import host_lane
 from common.node.host_share import ItemBytes
-from common.node.host_store import HostStore, Lanes, host_bytes
+from common.node.host_store import HostStore, Lanes
 from kv_transfer.send_order import SendOrder
 from kv_transfer.transport.cuda.batch_copy import Addresses, BatchCopy
 from kv_transfer.transport.cuda.pool_copies import MovedPool
@@ -129,7 +130,7 @@ class Node:
         assert isinstance(store, HostStore)
         layout = host_layout(self._pool.layout, self._given, PAGE)
         lanes = Lanes(host_lane(self._pool.device), host_lane(self._pool.device))
-        return HostStore(layout, store.memory, pool, self._arriving.expect, lanes, copies(*pool))
+        return HostStore(layout, store.bytes, pool, self._arriving.expect, lanes, copies(*pool))
 
     def serve_with(self, host_bytes_given: int) -> None:
         """Begin with an empty pool and empty host memory of so many bytes; 0: none."""
@@ -137,7 +138,7 @@ class Node:
         self.host, self._given = HostParts(), host_bytes_given
         if host_bytes_given:
             layout = host_layout(self._pool.layout, host_bytes_given, PAGE)
-            memory = host_bytes(layout.planes.total_bytes, self._pool.device)
+            memory = HostBytes(layout.planes.total_bytes, self._pool.device)
             lanes = Lanes(host_lane(self._pool.device), host_lane(self._pool.device))
             pool = self._pool.layout, self._pool.storage
             store = HostStore(layout, memory, pool, self._arriving.expect, lanes, MovedPool(*pool))

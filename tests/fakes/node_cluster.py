@@ -46,9 +46,10 @@ from common.messages.node_inbox import Abort, PeerLost
 from common.messages.prefill_inbox import Prefill
 from common.messages.router_inbox import Failed, FirstToken, HiddenStates, PrefillDone, Tokens
 from common.node.completion import Deferred, Immediate
+from common.node.host_bytes import HostBytes
 from common.node.host_lane import HostLane, Inline
 from common.node.host_share import HostShare, ItemBytes
-from common.node.host_store import Expect, HostStore, Lanes, host_bytes
+from common.node.host_store import Expect, HostStore, Lanes
 from common.node.memory import MemoryPlan
 from common.node.overlap import Completion
 from common.node.serving_draft import ServingDraft
@@ -776,7 +777,7 @@ class NodeCluster:
         self, shape: HostShape, pool: tuple[PoolLayout, Tensor], expect: Expect | None
     ) -> HostShare:
         layout = shape.layout(pool[0])
-        memory = host_bytes(layout.planes.total_bytes, PLACEMENT.device)
+        memory = HostBytes(layout.planes.total_bytes, PLACEMENT.device)
         lanes, copies = shape.lanes(), MovedPool(*pool)
         store = HostStore(layout, memory, pool, expect, lanes, copies, self.clock)
         return HostShare(store, layout, ItemBytes.of(pool[0]))

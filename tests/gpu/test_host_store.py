@@ -8,8 +8,9 @@ from msgspec import structs
 
 from common.kv_cache.host_layout import HostLayout
 from common.kv_cache.host_plan import INTACT, Damage, HostCopy, Store
+from common.node.host_bytes import HostBytes
 from common.node.host_lane import host_lane
-from common.node.host_store import HostStore, Lanes, host_bytes
+from common.node.host_store import HostStore, Lanes
 from kv_transfer.transport.cuda.batch_copy import BatchCopy
 from kv_transfer.transport.cuda.pool_copies import MovedPool
 from prefill_node.arriving_layers import ArrivingLayers
@@ -28,8 +29,8 @@ def test_bytes_come_back_while_the_device_computes() -> None:
     device = torch.device("cuda", 0)
     pool = plain_pool(LAYERS, 2, 64, 16, 100, torch.bfloat16, device)
     layout = HostLayout(structs.replace(pool.layout, num_pages=56), 8)
-    memory = host_bytes(layout.planes.total_bytes, device)
-    assert memory.is_pinned()
+    memory = HostBytes(layout.planes.total_bytes, device)
+    assert memory.tensor.is_pinned()
     arriving, index = ArrivingLayers(), torch.tensor(TARGET, device=device)
     lanes = Lanes(host_lane(device), host_lane(device))
     device_pool = pool.layout, pool.storage
@@ -78,7 +79,7 @@ def test_a_load_runs_beside_work_that_was_launched_before_it() -> None:
     device = torch.device("cuda", 0)
     pool = plain_pool(LAYERS, 2, 64, 16, 100, torch.bfloat16, device)
     layout = HostLayout(structs.replace(pool.layout, num_pages=56), 8)
-    memory = host_bytes(layout.planes.total_bytes, device)
+    memory = HostBytes(layout.planes.total_bytes, device)
     lane = host_lane(device)
     device_pool = pool.layout, pool.storage
     lanes = Lanes(host_lane(device), lane)
@@ -86,7 +87,7 @@ def test_a_load_runs_beside_work_that_was_launched_before_it() -> None:
     # The first load waits for the device: it loads kernels and pins memory.
     store.load([HostCopy(pages=TARGET, host_pages=HOST)])
     torch.cuda.synchronize()
-    memory.fill_(3)
+    memory.tensor.fill_(3)
     torch.cuda._sleep(BUSY)
     busy = torch.cuda.Event()
     busy.record()
@@ -114,7 +115,7 @@ def test_scattered_pages_are_copied_and_compared(
     pool.storage.copy_(torch.randint(256, pool.storage.shape, dtype=torch.uint8, generator=generator))
     device_pool = pool.layout, pool.storage
     layout = HostLayout(structs.replace(pool.layout, num_pages=56), 8)
-    memory = host_bytes(layout.planes.total_bytes, device)
+    memory = HostBytes(layout.planes.total_bytes, device)
     lanes, moved = Lanes(host_lane(device), host_lane(device)), MovedPool(*device_pool)
     assert not caplog.records, "batches do not work on this machine"
     store = HostStore(layout, memory, device_pool, ArrivingLayers().expect, lanes, moved)
@@ -135,7 +136,7 @@ def test_scattered_pages_are_copied_and_compared(
     for damage in (INTACT, Damage(pages=(HOST[7],))):
         if damage is not INTACT:
             placed = layout.planes.placed[3]
-            memory[placed.offset + HOST[7] * placed.page_bytes + 9] ^= 1
+            memory.tensor[placed.offset + HOST[7] * placed.page_bytes + 9] ^= 1
         comparison = store.load([load])
         comparison.follow()
         torch.cuda.synchronize()

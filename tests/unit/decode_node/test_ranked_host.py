@@ -53,6 +53,9 @@ class LateMemory:
     def unfinished(self) -> Collection[int]:
         return list(self.stores)
 
+    def close(self) -> None:
+        pass
+
 
 class RankedHost:
     """Rank 0 and two others."""

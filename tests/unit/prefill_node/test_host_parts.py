@@ -9,7 +9,7 @@ from common.engine.host_memory import host_memory
 from common.errors import ConfigError
 from common.kv_cache.page_space import PageSpace
 from common.kv_cache.radix_cache import NoPrefixCache
-from common.node.host_store import host_bytes
+from common.node.host_bytes import HostBytes
 from prefill_node.host_parts import make_host_parts
 from prefill_node.host_tier import HostPrefixes, NoHostTier
 from tests.fakes.node_cluster import NodeCluster, PrefillSide, Shape
@@ -52,6 +52,6 @@ def test_what_cannot_be_used_is_refused(cluster: NodeCluster) -> None:
 
 
 def test_memory_of_a_cpu_node_is_not_pinned() -> None:
-    memory = host_bytes(4096, torch.device("cpu"))
+    memory = HostBytes(4096, torch.device("cpu")).tensor
     assert memory.shape == (4096,)
     assert not memory.is_pinned()
