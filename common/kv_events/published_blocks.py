@@ -30,7 +30,7 @@ class Adopted:
     page_tokens: int
     salt: bytes
     tokens: bytes  # int32 in little-endian order, from the start of the prompt
-    plain: bool  # they are token ids, without rows of images
+    plain: int  # so many of them, from the start, are token ids: those before the first image
     first: int  # pages of the prompt before `pages`
     pages: tuple[int, ...]
 
@@ -122,9 +122,14 @@ class PublishedBlocks:
                     block = tier.blocks[hashes[number]] = _Block(hashes[number - 1] if number else None)
                     added.append(number)
                 block.copies += 1
-        for run in _runs(added):
+        plain = self._plain_blocks(change)
+        runs = [
+            *_runs([each for each in added if each < plain]),
+            *_runs([each for each in added if each >= plain]),
+        ]
+        for run in runs:
             parent = hashes[run.start - 1] if run.start else None
-            tokens = self._tokens(change, run)
+            tokens = self._tokens(change, run) if run.start < plain else ()
             events.append(self._event(hashes[run.start : run.stop], parent, tokens, change.medium))
         return events
 
@@ -150,9 +155,11 @@ class PublishedBlocks:
             self._pause()
         return tuple(found)
 
+    def _plain_blocks(self, change: Adopted) -> int:
+        """Return how many of its first blocks are told with their tokens."""
+        return change.plain // self._block_tokens if self._token_ids and not change.salt else 0
+
     def _tokens(self, change: Adopted, blocks: range) -> Sequence[int]:
-        if change.salt or not (change.plain and self._token_ids):
-            return ()
         size = self._block_tokens * TOKEN_BYTES
         return array("i", change.tokens[blocks.start * size : blocks.stop * size]).tolist()
 

@@ -95,7 +95,8 @@ class CacheTap:
 
     def adopted(self, keys: Keys, pages: Sequence[int], first: int, salt: bytes) -> None:
         contents = contents_of(keys, self.lookahead)
-        plain = not len(contents) or int(contents.max()) < MAX_TOKEN
+        images = contents >= MAX_TOKEN
+        plain = int(images.argmax()) if images.any() else len(contents)
         tokens = contents.astype("<i4").tobytes()
         self.publisher.note(
             Adopted(self.medium, self.page_tokens, salt, tokens, plain, first, tuple(pages)), len(tokens)

@@ -1,8 +1,9 @@
 """The messages of vLLM's KV events: three frames, topic | sequence number | batch.
 
 `encode` writes what vLLM 0.26 and SGLang 0.5 write, byte for byte: a batch is an array [ts, events, rank], an event a
-map with its `type`, and fields that have their default are left out. `decode` also reads events as older versions of
-vLLM write them, as arrays, and batches and events with further fields.
+map with its `type`, and fields that have their default are left out; vLLM 0.33 writes
+longer map headers. `decode` also reads events as older versions of vLLM write them, as arrays, and batches and events
+with further fields.
 """
 
 from __future__ import annotations

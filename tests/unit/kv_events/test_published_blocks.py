@@ -39,7 +39,9 @@ class Tap:
 
     def adopted(self, keys: Keys, pages: Sequence[int], first: int, salt: bytes) -> None:
         tokens = contents_of(keys, self._lookahead).astype("<i4").tobytes()
-        self._changes.append(Adopted(GPU, self._page_tokens, salt, tokens, True, first, tuple(pages)))
+        self._changes.append(
+            Adopted(GPU, self._page_tokens, salt, tokens, len(tokens) // 4, first, tuple(pages))
+        )
 
     def evicted(self, pages: Sequence[int]) -> None:
         self._changes.append(Evicted(GPU, tuple(pages)))
@@ -71,7 +73,7 @@ class Subscriber:
 def adopted(
     tokens: Sequence[int], pages: Sequence[int], first: int = 0, salt: bytes = b"", medium: str = GPU
 ) -> Adopted:
-    return Adopted(medium, 2, salt, token_bytes(tokens), True, first, tuple(pages))
+    return Adopted(medium, 2, salt, token_bytes(tokens), len(tokens), first, tuple(pages))
 
 
 def hashes(tokens: Sequence[int], size: int, salt: bytes = b"") -> tuple[int, ...]:
@@ -95,7 +97,7 @@ def test_a_block_is_stored_with_the_page_in_which_it_ends() -> None:
 
 def test_several_blocks_may_end_in_one_page() -> None:
     blocks, prompt = PublishedBlocks(2, token_ids=False), list(range(8))
-    change = Adopted(CPU, 4, b"", token_bytes(prompt), True, 1, (3,))
+    change = Adopted(CPU, 4, b"", token_bytes(prompt), len(prompt), 1, (3,))
     _, two, three, four = hashes(prompt, 2)
     assert blocks.apply(change) == [BlockStored((three, four), two, (), 2, None, CPU, None)]
     assert blocks.apply(Evicted(CPU, (3,))) == [BlockRemoved([three, four], CPU), AllBlocksCleared()]
@@ -127,11 +129,17 @@ def test_tokens_are_left_out_on_request_and_for_images() -> None:
     (event,) = quiet.apply(adopted([1, 2], [1]))
     assert isinstance(event, BlockStored)
     assert not event.token_ids
-    (event,) = PublishedBlocks(2, token_ids=True).apply(
-        Adopted(GPU, 2, b"", token_bytes([1, 2]), False, 0, (1,))
-    )
-    assert isinstance(event, BlockStored)
-    assert not event.token_ids
+
+
+def test_blocks_before_the_first_image_have_their_tokens() -> None:
+    """A reader that hashes tokens itself finds a prompt without images that begins like one with images."""
+    blocks, prompt = PublishedBlocks(2, token_ids=True), [1, 2, 3, 9, 5, 6]
+    before, after = blocks.apply(Adopted(GPU, 2, b"", token_bytes(prompt), 3, 0, (1, 2, 3)))
+    one, two, three = hashes(prompt, 2)
+    assert before == BlockStored((one,), None, [1, 2], 2, None, GPU, None)
+    assert after == BlockStored((two, three), one, (), 2, None, GPU, None)
+    (text,) = blocks.apply(adopted([1, 2, 7, 8], [4, 5]))
+    assert text == BlockStored(hashes([1, 2, 7, 8], 2)[1:], one, [7, 8], 2, None, GPU, None)
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
@@ -162,7 +170,7 @@ def test_a_page_that_is_used_again_was_given_up_although_that_was_not_heard() ->
 
 def test_long_prompts_are_told_in_several_events() -> None:
     blocks, prompt, pauses = PublishedBlocks(1, token_ids=True), list(range(150)), list[None]()
-    events = blocks.apply(Adopted(GPU, 1, b"", token_bytes(prompt), True, 0, tuple(range(1, 151))))
+    events = blocks.apply(Adopted(GPU, 1, b"", token_bytes(prompt), 150, 0, tuple(range(1, 151))))
     assert [len(event.token_ids) for event in events if isinstance(event, BlockStored)] == [64, 64, 22]
     subscriber = Subscriber()
     subscriber.hear(events)

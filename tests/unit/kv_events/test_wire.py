@@ -59,6 +59,12 @@ def test_batches_of_vllm_are_read(name: str) -> None:
     assert decode(frames_of(name)[2], tokens=True) == BATCHES[name]
 
 
+@pytest.mark.parametrize("name", BATCHES)
+def test_batches_of_a_newer_vllm_are_read(name: str) -> None:
+    """It has further fields, and so many that its maps have another header."""
+    assert decode(bytes.fromhex(RECORDED["newer"]["payloads"][name]), tokens=True) == BATCHES[name]
+
+
 def test_further_fields_of_vllm_are_ignored() -> None:
     assert decode(frames_of("all_fields")[2], tokens=True) == Batch(
         6.0, [BlockStored([H1], None, [1, 2], 2, 3, GPU, "sql"), BlockRemoved([H1], GPU)], 0
