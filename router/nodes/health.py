@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.messages.identity import Role
@@ -49,13 +49,15 @@ class NodeHealth:
         self.outliers = Outliers(clock)
         self._judged: dict[Role, float] = {}  # time of the last comparison of speeds
 
-    def weights(self, nodes: Sequence[Node]) -> list[float]:
-        """Relative shares of requests for the nodes of one role, each at most 1."""
+    def weights(self, nodes: Sequence[Node], oldest: float) -> list[float]:
+        """Relative shares of requests for some nodes of one role, each at most 1.
+
+        `oldest`: when the first node of the role registered.
+        """
         now = self.clock()
-        self._judge(nodes, now)
         warm_since = now - self._slow_start
         starts = [1.0 if node.since <= warm_since else self._start_weight(node, now) for node in nodes]
-        if 1.0 not in starts:
+        if oldest > warm_since:
             # All nodes are new, as after the start of the cluster: none of them takes over from another.
             starts = [1.0] * len(nodes)
         if self.outliers.none:
@@ -67,8 +69,7 @@ class NodeHealth:
     def uniform(self, nodes: EligibleNodes) -> bool:
         """Return whether all nodes take equal shares: none is slow, new, or has failed lately."""
         now = self.clock()
-        for of_role in nodes.of.values():
-            self._judge(of_role, now)
+        self.judge(nodes.of, now)
         return not self._failures and self.outliers.none and now - nodes.joined >= self._slow_start
 
     @property
@@ -76,11 +77,12 @@ class NodeHealth:
         """True if anything has failed lately."""
         return bool(self.pairs.states or self.checksums.states or self.nodes.states)
 
-    def _judge(self, nodes: Sequence[Node], now: float) -> None:
-        """Compare the speeds of all nodes of a role, unless that was done a moment ago."""
-        if nodes and now - self._judged.get(nodes[0].role, -math.inf) >= JUDGED_EVERY:
-            self._judged[nodes[0].role] = now
-            self.outliers.judge([node.incarnation for node in nodes])
+    def judge(self, nodes: Mapping[Role, Sequence[Node]], now: float) -> None:
+        """Compare the speeds of all nodes of each role, unless that was done a moment ago."""
+        for role, of_role in nodes.items():
+            if of_role and now - self._judged.get(role, -math.inf) >= JUDGED_EVERY:
+                self._judged[role] = now
+                self.outliers.judge([node.incarnation for node in of_role])
 
     def _start_weight(self, node: Node, now: float) -> float:
         """Return the weight of a node during its slow start."""
@@ -163,9 +165,11 @@ class NodeHealth:
         names = {node.incarnation: node.name for node in known}
         bad = self.bad_pairs()
         found: list[Condition] = []
-        for role in ROLES:
-            of_role = [node for node in known if node.role == role]
-            for node, weight in zip(of_role, self.weights(of_role), strict=True):
+        by_role = {role: [node for node in known if node.role == role] for role in ROLES}
+        self.judge(by_role, self.clock())
+        for role, of_role in by_role.items():
+            oldest = min((node.since for node in of_role), default=math.inf)
+            for node, weight in zip(of_role, self.weights(of_role, oldest), strict=True):
                 peers = {pair[role == "prefill"] for pair in bad if node.incarnation in pair}
                 found.append(
                     Condition(

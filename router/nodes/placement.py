@@ -17,6 +17,7 @@ from router.nodes.measured_steps import UNMEASURED, StepTime
 
 _NAME = attrgetter("name")
 LEAST_WEIGHT = 0.05  # relative to the heaviest candidate, so that no node starves
+MOST_REDUCED = 4096  # nodes of reduced weight that a policy remembers
 ANSWER_TOKENS = 256  # of an answer: the cost of a decode node is the time that so many take
 KEPT_FREE = 0.2  # share of a pool that running requests will still need
 
@@ -92,16 +93,27 @@ class Shares:
         weights = [c.weight for c in candidates]
         most = max(weights)
         if min(weights) == most:
-            self._credit.clear()
+            if self._credit:
+                self._forget(candidates)
             return candidates, []
         total = sum(weights)
-        reduced = [c for c in candidates if c.weight < most]
-        self._credit = {
-            c.name: min(self._credit.get(c.name, 0.0) + max(c.weight, LEAST_WEIGHT * most) / total, 2.0)
-            for c in reduced
-        }
-        due = [c for c in reduced if self._credit[c.name] > 1.0 - 1e-9]
-        return [c for c in candidates if c.weight == most], due
+        reduced, full = list[Candidate](), list[Candidate]()
+        for each in candidates:
+            (reduced if each.weight < most else full).append(each)
+        self._forget(full)
+        credit = self._credit
+        for each in reduced:
+            share = max(each.weight, LEAST_WEIGHT * most) / total
+            credit[each.name] = min(credit.get(each.name, 0.0) + share, 2.0)
+        due = [c for c in reduced if credit[c.name] > 1.0 - 1e-9]
+        return full, due
+
+    def _forget(self, full: Sequence[Candidate]) -> None:
+        """Forget nodes that have their full weight, and all if those that are gone may be too many."""
+        for each in full:
+            self._credit.pop(each.name, None)
+        if len(self._credit) > MOST_REDUCED:
+            self._credit.clear()
 
     def take(self, chosen: Candidate) -> None:
         if chosen.name in self._credit:

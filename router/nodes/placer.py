@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from operator import itemgetter
 from random import Random
 
@@ -29,6 +30,7 @@ from router.nodes.registry import ROLES, EligibleNodes, Node, NodeRegistry, Pair
 from router.nodes.short_list import ShortLists
 
 NOTHING: frozenset[str] = frozenset()
+MANY = 16  # nodes of a role that are all compared while some are to be avoided or take less
 FEW = 2  # nodes that are compared without looking for better ones
 LONGEST_RETRY = 60.0  # upper bound of Retry-After, in seconds
 POOL_RETRY = 1.0  # Retry-After while the pools of decode nodes are too full
@@ -133,10 +135,16 @@ class Placer:
         if prefills and decodes and not (avoid or prefer) and self._health.uniform(eligible):
             prefill = self._sampled("prefill", prefills, maker, prompt, None)
             return prefill, self._sampled("decode", decodes, maker, prompt, prefill)
-        field = self._field(eligible.of, maker, prompt)
+        refused = {*avoid, *self._health.nodes.blocked()}
+        some = self._some(eligible, maker, prompt, refused, prefer)
+        field = self._field(some, eligible, maker, prompt)
         if not isinstance(field, _Field):
             return field
         narrowed = field.without(avoid) if avoid else field
+        if not narrowed.has_good_pair and some is not eligible.of:
+            whole = self._field(eligible.of, eligible, maker, prompt)
+            field = whole if isinstance(whole, _Field) else field
+            narrowed = field.without(avoid)
         if not narrowed.has_good_pair:
             narrowed = field
         if prefer and (preferred := narrowed.among(prefer)).has_good_pair:
@@ -153,7 +161,8 @@ class Placer:
     def has_others(self, avoid: Collection[str]) -> bool:
         """Return whether a pair without any node of `avoid` can take a request."""
         maker = Candidates(self.history, self._rules, NO_PROMPT)
-        field = self._field(self._registry.eligible_by_role().of, maker, NO_PROMPT)
+        eligible = self._registry.eligible_by_role()
+        field = self._field(eligible.of, eligible, maker, NO_PROMPT)
         if not isinstance(field, _Field):
             return False
         narrowed = field.without(avoid)
@@ -166,8 +175,9 @@ class Placer:
         if self._never_busy:
             return
         for role, nodes in self._registry.eligible_by_role().of.items():
-            waits = self._busy_seconds(role, nodes, prompt)
-            if waits and all(waits):
+            # As a rule the first node or one of the next is not busy.
+            waits = list(takewhile(bool, self._busy_seconds(role, nodes, prompt)))
+            if waits and len(waits) == len(nodes):
                 raise Overloaded(
                     f"all {role} nodes are busy; try again later",
                     retry_after=min(max(min(waits), 1.0), LONGEST_RETRY),
@@ -177,7 +187,7 @@ class Placer:
         self, pair: tuple[Node, Node], avoid: Collection[str], prompt: PlacedPrompt
     ) -> tuple[Node, Node]:
         """Return the pair, or one without busy nodes, as far as there are others."""
-        if self._never_busy or not any(self._busy_seconds(node.role, [node], prompt)[0] for node in pair):
+        if self._never_busy or not any(next(self._busy_seconds(node.role, [node], prompt)) for node in pair):
             return pair
         busy = {
             node.incarnation
@@ -188,16 +198,16 @@ class Placer:
         found = self.choose({*avoid, *busy}, NOTHING, prompt)
         return pair if isinstance(found, str) else found
 
-    def _busy_seconds(self, role: Role, nodes: Sequence[Node], prompt: PlacedPrompt) -> list[float]:
-        """Return for each node of a role after how many seconds it may take a new request; 0 if it is not busy."""
+    def _busy_seconds(self, role: Role, nodes: Sequence[Node], prompt: PlacedPrompt) -> Iterator[float]:
+        """Yield for each node of a role after how many seconds it may take a new request; 0 if it is not busy."""
         share, limit = self._rules.busy_pool_share, self._rules.busy_first_token_ms
-        if role == "decode":
-            return [0.0 if share is None else _full_seconds(node, share) for node in nodes]
-        if limit is None:
-            return [0.0] * len(nodes)
         # Once for all nodes: it takes time in proportion to the prompt.
         matches = self.history.matches(role, prompt)
-        return [self._late_seconds(node, limit, matches, prompt) for node in nodes]
+        for node in nodes:
+            if role == "decode":
+                yield 0.0 if share is None else _full_seconds(node, share)
+            else:
+                yield 0.0 if limit is None else self._late_seconds(node, limit, matches, prompt)
 
     def _late_seconds(
         self, node: Node, limit_ms: float, matches: PrefixMatches, prompt: PlacedPrompt
@@ -249,22 +259,61 @@ class Placer:
                 found = self._short_lists.decode(sample, matches, prompt, maker.seats, prefill)
             if found is not sample:
                 return found
+        return self._with_known(role, sample, matches, maker.seats)
+
+    def _with_known(
+        self, role: Role, sample: Sequence[Node], matches: PrefixMatches, named: Iterable[str]
+    ) -> list[Node]:
+        """Return a sample with the nodes that hold the longest parts of the prompt, and those named by incarnation."""
         known = {node.incarnation: node for node in sample}
         known.update((node.incarnation, node) for node, _ in self._short_lists.holders(matches))
-        for incarnation in maker.seats:
+        for incarnation in named:
             node = self._registry.get(incarnation)
             if node is not None and node.eligible and node.role == role:
                 known[incarnation] = node
         return [*known.values()]
 
+    def _some(
+        self,
+        eligible: EligibleNodes,
+        maker: Candidates,
+        prompt: PlacedPrompt,
+        refused: Collection[str],
+        prefer: Collection[str],
+    ) -> Mapping[Role, Sequence[Node]]:
+        """Return the nodes among which a choice has to look at weights, breakers and pairs: of many a sample.
+
+        If all sampled nodes of a role are `refused`, all of the role are returned.
+        """
+        if not any(role in self._samplers and len(nodes) > MANY for role, nodes in eligible.of.items()):
+            return eligible.of
+        some = {**eligible.of}
+        for role, nodes in eligible.mixed.items():
+            if role not in self._samplers or len(nodes) <= MANY:
+                continue
+            sample = itemgetter(*self._samplers[role].sample(len(nodes), self._rng))(nodes)
+            if any(node.incarnation not in refused for node in sample):
+                matches = self.history.matches(role, prompt)
+                some[role] = self._with_known(role, sample, matches, (*maker.seats, *prefer))
+        return some
+
     def _field(
-        self, nodes: Mapping[Role, Sequence[Node]], maker: Candidates, prompt: PlacedPrompt
+        self,
+        nodes: Mapping[Role, Sequence[Node]],
+        eligible: EligibleNodes,
+        maker: Candidates,
+        prompt: PlacedPrompt,
     ) -> _Field | Role:
+        """Return the candidates among `nodes`, which are all or some of those that are eligible."""
         for role in ROLES:
             if not nodes[role]:
                 return role
+        health, matches = self._health, self.history.matches
+        health.judge(eligible.of, health.clock())
         prefills, decodes = (
-            maker.of(role, nodes[role], self._health.weights(nodes[role]), self.history.matches(role, prompt))
+            maker.of(
+                role, nodes[role], health.weights(nodes[role], eligible.oldest[role]), matches(role, prompt)
+            )
             for role in ROLES
         )
         field = _Field(prefills, decodes, self._health.bad_pairs())

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Literal, NamedTuple
 
 from common.messages.identity import NodeCounters, NodeLoad, NodeState, OtherRouters, Role
@@ -96,6 +97,8 @@ class EligibleNodes:
     """The nodes that take requests and can be reached."""
 
     of: Mapping[Role, Sequence[Node]]  # sorted by name
+    mixed: Mapping[Role, Sequence[Node]]  # the same in a drawn order: neighbors have nothing in common
+    oldest: Mapping[Role, float]  # monotonic seconds when the first of them registered
     # Halves of movable nodes that decode now, each of which could compute prompts for itself.
     local: Sequence[Pair]
     joined: float  # monotonic seconds when the newest of them registered
@@ -156,7 +159,10 @@ class NodeRegistry:
             prefills, decodes = of["prefill"], of["decode"]
             only_pair = (prefills[0], decodes[0]) if len(prefills) == len(decodes) == 1 else None
             joined = max((node.since for node in nodes), default=-math.inf)
-            self._eligible = EligibleNodes(of, self._local_pairs(decodes), joined, only_pair)
+            oldest = {role: min((node.since for node in of[role]), default=math.inf) for role in ROLES}
+            # The same order after the same changes.
+            mixed = {role: Random(0).sample(of[role], len(of[role])) for role in ROLES}
+            self._eligible = EligibleNodes(of, mixed, oldest, self._local_pairs(decodes), joined, only_pair)
         return self._eligible
 
     def _local_pairs(self, decodes: Sequence[Node]) -> list[Pair]:

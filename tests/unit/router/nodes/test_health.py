@@ -106,8 +106,49 @@ def test_many_alike_nodes_are_sampled_and_none_is_left_out() -> None:
     assert all(2 <= count <= 4 for count in chosen.values())
     policy.counts.clear()
     rig.fail("p7")
-    rig.choices(1)
-    assert policy.counts == [99], "all others, because a breaker is open"
+    assert rig.choices(200)["p7"] == 0, "a breaker is open"
+    assert max(policy.counts) <= policy.policy.most_candidates
+
+
+def test_new_nodes_among_many_take_their_share() -> None:
+    rig = Rig("least_loaded")
+    rig.join("prefill", *(f"p{number:02}" for number in range(40)))
+    rig.join("decode", "d0")
+    rig.clock.now += 100
+    new = {f"new{number}" for number in range(20)}
+    rig.join("prefill", *new)
+    rig.clock.now += 5  # half of the slow start: a weight of 0.55
+    chosen = rig.choices(3000)
+    share = sum(chosen[name] for name in new) / 3000
+    assert share == pytest.approx(20 * 0.55 / (40 + 20 * 0.55), abs=0.06)
+    rig.clock.now += 5
+    chosen = rig.choices(3000)
+    assert sum(chosen[name] for name in new) / 3000 == pytest.approx(20 / 60, abs=0.06), (
+        "no share is left behind"
+    )
+
+
+def test_where_most_of_many_nodes_are_to_be_avoided_the_others_are_found() -> None:
+    rig = Rig("least_loaded")
+    names = [f"p{number:02}" for number in range(60)]
+    rig.join("prefill", *names)
+    rig.join("decode", "d0")
+    rig.clock.now += 100
+    avoid = frozenset(f"i-{name}" for name in names[:-1])
+    assert rig.choices(20, avoid) == {"p59": 20, "d0": 20}
+    assert sum(rig.choices(20, avoid | {"i-p59"}).values()) == 40, "all of them are better than none"
+
+
+def test_a_pair_without_a_failed_link_is_found_among_many() -> None:
+    rig = Rig("least_loaded")
+    names = [f"p{number:02}" for number in range(40)]
+    rig.join("prefill", *names)
+    rig.join("decode", "d0")
+    rig.clock.now += 100
+    decode = rig.registry.node("i-d0")
+    for name in names[1:]:
+        rig.health.transfer_failed(rig.registry.node(f"i-{name}"), decode)
+    assert rig.choices(20) == {"p00": 20, "d0": 20}
 
 
 def test_a_policy_that_asks_for_no_sample_sees_all_nodes() -> None:

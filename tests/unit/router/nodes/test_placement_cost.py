@@ -50,10 +50,18 @@ class Fleet:
             "prefill": make_policy(policy, prefill_cost),
             "decode": make_policy(policy, decode_cost),
         }
-        self._placer = Placer(self._registry, policies, NodeHealth(10.0, self._clock), Random(1))
+        self._health = NodeHealth(10.0, self._clock)
+        self._placer = Placer(self._registry, policies, self._health, Random(1))
         self._room: Any = NodeRoom(self._registry, 64)
         self._open: list[tuple[int, Node, Node]] = []
         self._next = 0
+
+    def disturb(self) -> None:
+        """Let a transfer fail and two nodes join."""
+        nodes = self._nodes
+        self._health.transfer_failed(nodes[0], nodes[-1])
+        self._registry.register(register("prefill", "new", total_pages=10_000))
+        self._registry.register(register("decode", "new", total_pages=10_000))
 
     def place(self) -> None:
         """Place one request of one of many conversations, after a heartbeat, and end the oldest one."""
@@ -122,12 +130,15 @@ class Count:
         return self._step
 
 
-def cost(policy: str, nodes: int, sessions: bool) -> Count:
+def cost(policy: str, nodes: int, sessions: bool = False, disturbed: bool = False) -> Count:
     """Return what placing some requests takes."""
     fleet = Fleet(policy, nodes, sessions)
     # As many as make every node busy.
     for _ in range(PROMPTS + IN_FLIGHT * nodes // 2):
         fleet.place()
+
+    if disturbed:
+        fleet.disturb()
 
     def place() -> None:
         for _ in range(COUNTED):
@@ -144,3 +155,10 @@ def test_placing_a_request_costs_the_same_with_many_nodes(policy: str, sessions:
     few, many = cost(policy, 4, sessions), cost(policy, 256, sessions)
     assert many.calls <= 1.1 * few.calls, f"{many.calls} calls instead of {few.calls}"
     assert many.instructions <= 1.15 * few.instructions, f"{many.instructions} instead of {few.instructions}"
+
+
+def test_while_nodes_fail_or_join_the_cost_is_bounded() -> None:
+    some, many = (cost("cache_aware", nodes, disturbed=True) for nodes in (64, 256))
+    assert many.instructions <= 1.15 * some.instructions, (
+        f"{many.instructions} instead of {some.instructions}"
+    )
