@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -38,11 +39,11 @@ from router.dispatch.limits import DispatchLimits
 from router.metrics.router_metrics import RouterMetrics
 from router.nodes.health import NodeHealth
 from router.nodes.history import PlacementHistory
-from router.nodes.placement import PlacementPolicy, decode_cost, make_policy, prefill_cost
+from router.nodes.placement import PlacementPolicy, decode_cost, make_policy, prefill_cost, softened
 from router.nodes.placement_rules import PlacementRules
 from router.nodes.placer import Placer
 from router.nodes.registry import NodeRegistry
-from tests.bench.placement_traces import CONVERSATION, SHAPES, statistics, trace
+from tests.bench.placement_traces import CONVERSATION, SHAPES, SessionRequest, statistics, trace
 from tests.bench.simulated_nodes import (
     BLOCK,
     SCALE,
@@ -74,6 +75,27 @@ class Row:
     good_share: float
     known_blocks: int  # of all routers
     routers: int
+    seed: int  # of the trace
+    temperature_ms: float
+    sessions: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is simulated beside a policy.
+
+    Attributes:
+        routers: processes among which requests are divided.
+        temperature_ms: `router.placement.temperature_ms`.
+        sessions: requests name their conversation, as with the header X-Session-Id.
+    """
+
+    routers: int = 1
+    temperature_ms: float = 0.0
+    sessions: bool = False
+
+
+ONE_ROUTER = Setup()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +154,11 @@ class Simulation:
         decodes: int,
         policy: str,
         rules: PlacementRules,
-        routers: int = 1,
+        setup: Setup = ONE_ROUTER,
     ) -> None:
         """`prefills`, `decodes`: how many nodes there are of each role."""
         log, clock = Log("simulation"), loop.time
+        self._setup = setup
         registry = NodeRegistry("f", 3.0, 3.0, clock, log, lambda node, why: None, lambda: None)
         self._prompts: dict[str, Sequence[int]] = {}
         self.cluster = Cluster(loop, registry, self._prompts.__getitem__)
@@ -147,18 +170,19 @@ class Simulation:
         self.health: NodeHealth
         self.metrics: RouterMetrics
         self.placing = _Timed()
-        self.histories = [self._router(policy, number, rules) for number in range(routers)]
+        self.histories = [self._router(policy, number, rules) for number in range(setup.routers)]
         self._chosen = Random(2)  # which router a request arrives at
 
     def _router(self, policy: str, number: int, rules: PlacementRules) -> PlacementHistory:
         """Add a router process; return what it knows."""
         cluster, log = self.cluster, Log("simulation")
+        rng, temperature = Random(1 + number), self._setup.temperature_ms
         policies: dict[Role, PlacementPolicy] = {
-            "prefill": make_policy(policy, prefill_cost),
-            "decode": make_policy(policy, decode_cost),
+            "prefill": make_policy(policy, softened(prefill_cost, temperature, rng)),
+            "decode": make_policy(policy, softened(decode_cost, temperature, rng)),
         }
         self.health = health = NodeHealth(0.0, cluster.loop.time)
-        placer = Placer(cluster.registry, policies, health, Random(1 + number), rules)
+        placer = Placer(cluster.registry, policies, health, rng, rules)
         history = placer.history
         limits = DispatchLimits(3, 1 << 20, 3600.0, 10.0, queue_wait=3600.0)
         self.metrics = RouterMetrics("simulation", lambda: cluster.registry, lambda: 0, health.conditions)
@@ -193,7 +217,7 @@ class Simulation:
         sampling = SamplingParams(max_tokens=max(request.output_length, 2), temperature=0.0)
         answer = Answer(due)
         # Clients of their own: turns of fair shares are another subject.
-        asked = GenerationRequest(name, tokens, sampling, client=name)
+        asked = GenerationRequest(name, tokens, sampling, client=name, session=self._session(request))
         router = self._chosen.choice(self.cluster.dispatchers)
         async for delta in router.generate(asked):
             answer.first = answer.first or self.cluster.loop.time()
@@ -201,6 +225,12 @@ class Simulation:
         answer.end = self.cluster.loop.time()
         del self._prompts[name]
         return answer
+
+    def _session(self, request: TraceRequest) -> bytes:
+        """Return what the request names as its session."""
+        if not self._setup.sessions or not isinstance(request, SessionRequest):
+            return b""
+        return b"%d" % request.conversation
 
     def _send_all(self, peer: str, messages: Sequence[msgspec.Struct]) -> int:
         for message in messages:
@@ -210,7 +240,7 @@ class Simulation:
 
 
 def _run(
-    requests: Sequence[TraceRequest], nodes: int, policy: str, routers: int
+    requests: Sequence[TraceRequest], nodes: int, policy: str, setup: Setup
 ) -> tuple[list[Answer], Simulation]:
     """Simulate all requests on a cluster of its own."""
     loop = VirtualLoop()
@@ -218,7 +248,7 @@ def _run(
     try:
         with mock.patch("time.monotonic", loop.time):
             asyncio.set_event_loop(loop)
-            simulation = Simulation(loop, nodes // 2, nodes - nodes // 2, policy, rules, routers)
+            simulation = Simulation(loop, nodes // 2, nodes - nodes // 2, policy, rules, setup)
             answers = loop.run_until_complete(simulation.run(requests))
     finally:
         asyncio.set_event_loop(None)
@@ -226,9 +256,11 @@ def _run(
     return answers, simulation
 
 
-def simulate(requests: Sequence[TraceRequest], nodes: int, policy: str, routers: int = 1) -> dict[str, Any]:
-    """Return the values of a `Row`, without the name of the trace."""
-    answers, simulation = _run(requests, nodes, policy, routers)
+def simulate(
+    requests: Sequence[TraceRequest], nodes: int, policy: str, setup: Setup = ONE_ROUTER
+) -> dict[str, Any]:
+    """Return the values of a `Row`, without the name and the seed of the trace."""
+    answers, simulation = _run(requests, nodes, policy, setup)
     span = requests[-1].timestamp / 1000
     counted = [each for each in answers if each.due - answers[0].due >= span / 2]
     firsts = quantiles([1000 * (each.first - each.due) for each in counted], n=100)
@@ -246,7 +278,7 @@ def simulate(requests: Sequence[TraceRequest], nodes: int, policy: str, routers:
         "goodput": round(good / (span / 2), 2),
         "good_share": round(good / len(counted), 4),
         "known_blocks": sum(history.blocks for history in simulation.histories),
-        "routers": routers,
+        **asdict(setup),
     }
 
 
@@ -259,14 +291,14 @@ def placing(nodes: int, policy: str) -> Placing:
     requests = list(trace(CONVERSATION, rate, 2000 / rate, 1))
     gc.disable()
     try:
-        _, simulation = _run(requests, nodes, policy, 1)
+        _, simulation = _run(requests, nodes, policy, ONE_ROUTER)
     finally:
         gc.enable()
     microseconds = round(1e6 * simulation.placing.seconds / len(requests), 1)
     return Placing(nodes, policy, len(requests), microseconds)
 
 
-def main() -> None:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -274,6 +306,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, nargs="+", default=[1200.0, 240.0, 120.0])
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--routers", type=int, default=1, help="processes among which requests are divided")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="each in turn, ms")
+    parser.add_argument("--sessions", action="store_true", help="requests name their conversation")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="of synthetic traces, each in turn")
     parser.add_argument("--traces", nargs="+", default=[*SHAPES])
     parser.add_argument(
         "--load", type=float, default=1.0, help="rate, relative to that of the published trace"
@@ -281,24 +316,32 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="a trace file, whose rate is taken as it is")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--processor", action="store_true", help="only measure the router's processor time")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = _arguments()
     if options.processor:
         measured = [placing(nodes, policy) for nodes in options.nodes for policy in options.policies]
         print(json.dumps([asdict(each) for each in measured], indent=1))
         return
     rows, shapes = list[Row](), dict[str, dict[str, float]]()
-    for name in [str(options.trace)] if options.trace else options.traces:
-        for nodes, seconds in zip(options.nodes, options.seconds, strict=True):
-            if options.trace:
-                requests = list(read_trace(options.trace))
-            else:
-                shape = SHAPES[name]
-                requests = list(trace(shape, shape.rate * options.load * (nodes // 2), seconds, 1))
+    setups = [Setup(options.routers, each, options.sessions) for each in options.temperatures]
+    sizes = zip(options.nodes, options.seconds, strict=True)
+    traces = [str(options.trace)] if options.trace else options.traces
+    for name, (nodes, seconds), seed in itertools.product(traces, sizes, options.seeds):
+        requests: Sequence[TraceRequest]
+        if options.trace:
+            requests = list(read_trace(options.trace))
+        else:
+            shape = SHAPES[name]
+            requests = list(trace(shape, shape.rate * options.load * (nodes // 2), seconds, seed))
+        if seed == options.seeds[0]:
             shapes[f"{name}, {nodes} nodes"] = statistics(requests)
-            for policy in options.policies:
-                row = Row(trace=name, **simulate(requests, nodes, policy, options.routers))
-                rows.append(row)
-                print(json.dumps(asdict(row)), flush=True)
+        for policy, setup in itertools.product(options.policies, setups):
+            row = Row(trace=name, seed=seed, **simulate(requests, nodes, policy, setup))
+            rows.append(row)
+            print(json.dumps(asdict(row)), flush=True)
     if options.out:
         # More rows of the same measurement may follow from another call.
         before = json.loads(options.out.read_text()) if options.out.exists() else {"traces": {}, "rows": []}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
@@ -77,6 +77,12 @@ AGENTS = TraceShape(
 SHAPES = {shape.name: shape for shape in (CONVERSATION, AGENTS)}
 
 
+class SessionRequest(TraceRequest, frozen=True):
+    """A request of a synthetic trace, whose conversation is known."""
+
+    conversation: int = 0
+
+
 @dataclass(order=True, slots=True)
 class _Turn:
     """The next request of a conversation."""
@@ -87,7 +93,7 @@ class _Turn:
     tokens: int = field(compare=False)
 
 
-def trace(shape: TraceShape, rate: float, seconds: float, seed: int) -> Iterator[TraceRequest]:
+def trace(shape: TraceShape, rate: float, seconds: float, seed: int) -> Iterator[SessionRequest]:
     """Yield the requests of a trace with a mean rate, ordered by time.
 
     The rate counts further turns too. Those that are due after the end are left out, as in a trace that is cut.
@@ -113,7 +119,7 @@ def trace(shape: TraceShape, rate: float, seconds: float, seed: int) -> Iterator
 
 def _request(
     shape: TraceShape, turn: _Turn, turns: list[_Turn], rng: Random, ids: Iterator[int]
-) -> TraceRequest:
+) -> SessionRequest:
     """Return the request of a turn, and schedule the next one of its conversation."""
     tokens = max(min(turn.tokens, 128_000), 16)
     whole = tokens // BLOCK_TOKENS
@@ -125,10 +131,10 @@ def _request(
         heapq.heappush(turns, following)
     due = turn.due // SECONDS_PER_BUNCH * SECONDS_PER_BUNCH if shape.bunched else turn.due
     partial = (next(ids),) if tokens % BLOCK_TOKENS else ()
-    return TraceRequest(1000 * due, tokens, answer, (*blocks, *partial))
+    return SessionRequest(1000 * due, tokens, answer, (*blocks, *partial), turn.number)
 
 
-def statistics(requests: list[TraceRequest]) -> dict[str, float]:
+def statistics(requests: Sequence[TraceRequest]) -> dict[str, float]:
     """Return the statistics by which published traces are described."""
     lengths = [each.input_length for each in requests]
     cuts = quantiles(lengths, n=100)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench.placement_simulation import simulate
+from tests.bench.placement_simulation import Setup, simulate
 from tests.bench.placement_traces import AGENTS, CONVERSATION, statistics, trace
 
 
@@ -39,6 +39,17 @@ def test_requests_that_share_prefixes_meet_on_their_nodes() -> None:
 
 def test_routers_that_nodes_tell_what_they_hold_find_more_than_routers_that_guess() -> None:
     requests = list(trace(AGENTS, AGENTS.rate * 4, 15.0, 1))
-    guessed, told = (simulate(requests, 8, policy, 4) for policy in ("cache_aware", "cache_events"))
+    guessed, told = (
+        simulate(requests, 8, policy, Setup(routers=4)) for policy in ("cache_aware", "cache_events")
+    )
     assert told["hit_rate"] > guessed["hit_rate"] + 0.05
     assert told["first_token_p50"] < guessed["first_token_p50"]
+
+
+def test_sessions_and_draws_reach_the_placement() -> None:
+    requests = list(trace(AGENTS, AGENTS.rate * 4, 15.0, 1))
+    plain = simulate(requests, 8, "least_loaded")
+    sessions = simulate(requests, 8, "least_loaded", Setup(sessions=True))
+    assert sessions["hit_rate"] > plain["hit_rate"] + 0.05, "further turns find what the earlier ones left"
+    drawn = simulate(requests, 8, "least_loaded", Setup(temperature_ms=1000.0))
+    assert drawn["first_token_p90"] > plain["first_token_p90"], "loads hardly count"
