@@ -21,7 +21,7 @@ FOREIGN = {
     **dict.fromkeys(
         ("_cdata", "_schema", "_sleep"), "identity of storages, schemas of operators, GPU delays: torch"
     ),
-    "_patch_lang": "Triton's interpreter, which tests make faster",
+    **dict.fromkeys(("_patch_lang", "_get_np_dtype"), "Triton's interpreter, which tests make faster"),
     "_SSL_CONTEXT_VERIFIED": "aiohttp's default TLS context, to trust a test's own authority",
 }
 # Files that remove or observe what has no public form, with the reason.

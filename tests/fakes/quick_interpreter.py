@@ -1,7 +1,10 @@
-"""Lets Triton's interpreter replace the functions of `triton.language` once for each module that declares kernels.
+"""Leaves out work of Triton's interpreter that has no effect and takes more than half of a kernel test's time.
 
-Without it, the interpreter examines every member of `triton.language` at each launch, and at each call of a function
-by a kernel, where nothing is left to replace. That takes half of the time of a test.
+- It examines every member of `triton.language` at each launch, and at each call of a function by a kernel, to replace
+  what it has already replaced. Here it does so once for each module that declares kernels.
+- It computes every sum, difference and product of integers a second time to find overflows, and then drops what it
+  found, unless its option `debug` is set.
+- It builds a table of all types for each array.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -36,10 +40,28 @@ class ReplacedOnce:
         return _Nothing()
 
 
+class TypesOnce:
+    """Remembers the interpreter's answers to which type of NumPy holds the elements of a type of Triton."""
+
+    def __init__(self, find: Callable[[Any], Any]) -> None:
+        self._find = find
+        self._found: dict[str, Any] = {}
+
+    def __call__(self, kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in self._found:
+            self._found[name] = self._find(kind)
+        return self._found[name]
+
+
 def install() -> None:
     """Install it if kernels run in the interpreter and this process has imported it. Further calls do nothing."""
     interpreter: Any = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None or os.environ.get("TRITON_INTERPRET") != "1":
         return
-    if not isinstance(interpreter._patch_lang, ReplacedOnce):
-        interpreter._patch_lang = ReplacedOnce(interpreter._patch_lang)
+    if isinstance(interpreter._patch_lang, ReplacedOnce):
+        return
+    interpreter._patch_lang = ReplacedOnce(interpreter._patch_lang)
+    interpreter._get_np_dtype = TypesOnce(interpreter._get_np_dtype)
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=options.debug)
