@@ -1,11 +1,13 @@
 """Builds the kustomizations of deploy/kubernetes as kustomize does, for the features that they use and no others.
 
 These are: resources (files and folders), components, namespace, images, replicas, configMapGenerator (files, behavior
-replace, no suffix) and patches (strategic merge, with a target of kind and name). Anything else is an error.
+replace, no suffix) and patches (strategic merge, with a target of kind and expression for names). Anything else is an
+error.
 """
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -68,12 +70,7 @@ def _with_rest(directory: Path, plan: Manifest, manifests: list[Manifest]) -> li
         parts = _read(component)
         manifests = _with_rest(component, parts, [*manifests, *_resources(component, parts)])
     for patch in plan.get("patches", []):
-        target = (patch["target"]["kind"], patch["target"]["name"])
-        change = yaml.safe_load(patch["patch"])
-        chosen = [each for each in manifests if place(each) == target]
-        if len(chosen) != 1 or place(change) != target:
-            raise ValueError(f"{directory}: a patch for {target} has {len(chosen)} targets")
-        manifests[manifests.index(chosen[0])] = merged(chosen[0], change)
+        manifests = _patched(directory, patch["target"], yaml.safe_load(patch["patch"]), manifests)
     for entry in plan.get("replicas", []):
         chosen = [
             each for each in manifests if each["metadata"]["name"] == entry["name"] and each["kind"] in SETS
@@ -88,6 +85,26 @@ def _with_rest(directory: Path, plan: Manifest, manifests: list[Manifest]) -> li
         for each in manifests:
             each["metadata"]["namespace"] = plan["namespace"]
     return manifests
+
+
+def _patched(
+    directory: Path, target: Manifest, change: Manifest, manifests: list[Manifest]
+) -> list[Manifest]:
+    """Patch what has the target's kind, and a name that its expression matches as a whole; names stay as they are.
+
+    kustomize ignores a patch without any target; here it is an error.
+    """
+    if change["kind"] != target["kind"] or change["metadata"].keys() != {"name"}:
+        raise ValueError(f"{directory}: a patch for {target} is for something else, or changes metadata")
+    chosen = [
+        each
+        for each in manifests
+        if each["kind"] == target["kind"] and re.fullmatch(target["name"], each["metadata"]["name"])
+    ]
+    if not chosen:
+        raise ValueError(f"{directory}: a patch for {target} has no target")
+    body = {key: value for key, value in change.items() if key != "metadata"}
+    return [merged(each, body) if each in chosen else each for each in manifests]
 
 
 def place(manifest: Manifest) -> tuple[str, str]:

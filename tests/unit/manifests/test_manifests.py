@@ -18,6 +18,7 @@ import yaml
 
 from common.config import Cluster, Resolved, load_cluster
 from common.config.admin_listener import admin_listeners
+from common.config.kv_events import event_addresses
 from common.config.router_processes import router_hosts, router_process
 from common.config.run_directory import peer_address
 from common.config.schema import NodeEntry
@@ -132,22 +133,34 @@ def test_every_manifest_fits_its_schema(overlay: list[Manifest]) -> None:
     assert {place(each): problems(each) for each in overlay if problems(each)} == {}
 
 
-def test_the_rdma_component_and_the_examples_fit(tmp_path: Path) -> None:
-    (tmp_path / "kustomization.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "resources": [str(PLACE / "overlays" / "1p1d")],
-                "components": [str(PLACE / "components" / "rdma")],
-            }
-        )
-    )
-    built = build(tmp_path)
+def with_components(directory: Path, overlay: str, *components: str) -> list[Manifest]:
+    """Build an overlay to which components are added."""
+    plan = {
+        "resources": [str(PLACE / "overlays" / overlay)],
+        "components": [str(PLACE / "components" / each) for each in components],
+        "namespace": "tandem",
+    }
+    (directory / "kustomization.yaml").write_text(yaml.safe_dump(plan))
+    built = build(directory)
     assert {place(each): problems(each) for each in built if problems(each)} == {}
-    nodes = [main_container(each) for name, each in pod_templates(built) if role_of(each) != "router"]
-    assert [each["resources"]["limits"]["rdma/ib"] for each in nodes] == ["1", "1"]
-    assert [each["securityContext"]["capabilities"] for each in nodes] == [
-        {"drop": ["ALL"], "add": ["IPC_LOCK"]}
-    ] * 2
+    return built
+
+
+@pytest.mark.parametrize("name", ["1p1d", "movable"])
+def test_all_nodes_get_rdma_devices(name: str, tmp_path: Path) -> None:
+    """And no capability, which a user other than root would not have in any case."""
+    built = with_components(tmp_path, name, "rdma")
+    for _, template in pod_templates(built):
+        container = main_container(template)
+        assert ("rdma/ib" in container["resources"]["limits"]) is (role_of(template) != "router")
+        assert container["resources"]["limits"].get("rdma/ib") == container["resources"]["requests"].get(
+            "rdma/ib"
+        )
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_the_example_of_a_pool_has_the_routers() -> None:
+    built = build(PLACE / "overlays" / "1p1d")
     (pool,) = yaml.safe_load_all((PLACE / "examples" / "inference-pool.yaml").read_text())
     assert problems(pool) == []
     routers = [each for name, each in pod_templates(built) if fits(pool["spec"]["selector"], each)]
@@ -156,18 +169,34 @@ def test_the_rdma_component_and_the_examples_fit(tmp_path: Path) -> None:
     assert port["number"] in [each["containerPort"] for each in main_container(routers[0])["ports"]]
 
 
+@pytest.mark.parametrize("name", ["1p1d", "movable"])
+def test_kv_events_reach_routers_and_nobody_else(name: str, tmp_path: Path) -> None:
+    before = build(PLACE / "overlays" / name)
+    built = with_components(tmp_path, name, "kv-events")
+    variables = []
+    for _, template in pod_templates(built):
+        env = {each["name"]: each.get("value", "") for each in main_container(template)["env"]}
+        variables.append({key: env[key] for key in env if "KV_EVENTS" in key or "PLACEMENT" in key})
+    assert all(each == variables[0] for each in variables), "a router refuses nodes with other settings"
+    cluster = cluster_of(built, tmp_path, variables[0]).cluster
+    assert cluster.kv_events.enabled
+    assert (cluster.router.placement.prefill, cluster.router.placement.decode) == ("cache_events",) * 2
+    wanted = {
+        int(address.rpartition(":")[2])
+        for role in ("prefill", "decode")
+        for entry in entries_of(cluster, role)
+        for address in event_addresses(cluster, role, entry.name)
+    }
+    for to in {role_of(template) for _, template in pod_templates(built)} - {"router"}:
+        opened = admitted(built, to, "router")
+        assert opened is not None
+        assert wanted <= opened
+        for whence in ("prefill", "decode", None):
+            assert admitted(built, to, whence) == admitted(before, to, whence)
+
+
 def test_the_planner_may_scale_both_roles_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "kustomization.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "resources": [str(PLACE / "overlays" / "1p1d")],
-                "components": [str(PLACE / "components" / "planner")],
-                "namespace": "tandem",
-            }
-        )
-    )
-    built = {place(each): each for each in build(tmp_path)}
-    assert {place(each): problems(each) for each in built.values() if problems(each)} == {}
+    built = {place(each): each for each in with_components(tmp_path, "1p1d", "planner")}
 
     (rule,) = built["Role", "tandem-planner"]["rules"]
     assert (rule["apiGroups"], rule["resources"], rule["verbs"]) == (
@@ -208,16 +237,7 @@ def test_the_planner_may_scale_both_roles_and_nothing_else(tmp_path: Path) -> No
 
 def test_the_planner_of_roles_is_beside_the_only_router(tmp_path: Path) -> None:
     """It asks the admin socket in the router's run directory as the same user, and its end is not its container's."""
-    (tmp_path / "kustomization.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "resources": [str(PLACE / "overlays" / "movable")],
-                "components": [str(PLACE / "components" / "planner-roles")],
-            }
-        )
-    )
-    built = {place(each): each for each in build(tmp_path)}
-    assert {place(each): problems(each) for each in built.values() if problems(each)} == {}
+    built = {place(each): each for each in with_components(tmp_path, "movable", "planner-roles")}
     deployment = built["Deployment", "tandem-router"]["spec"]
     assert deployment["replicas"] == 1, "two planners would follow readings of their own"
     spec = deployment["template"]["spec"]
@@ -255,18 +275,9 @@ def with_run_dir(resolved: Resolved, run_dir: Path) -> Resolved:
     return dataclasses.replace(resolved, cluster=msgspec.structs.replace(cluster, process=process))
 
 
-def test_nodes_may_read_endpoint_slices_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "kustomization.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "resources": [str(PLACE / "overlays" / "1p1d")],
-                "components": [str(PLACE / "components" / "endpointslices")],
-                "namespace": "tandem",
-            }
-        )
-    )
-    built = {place(each): each for each in build(tmp_path)}
-    assert {place(each): problems(each) for each in built.values() if problems(each)} == {}
+@pytest.mark.parametrize("name", ["1p1d", "movable"])
+def test_nodes_may_read_endpoint_slices_and_nothing_else(name: str, tmp_path: Path) -> None:
+    built = {place(each): each for each in with_components(tmp_path, name, "endpointslices")}
     assert built["Role", "tandem-node"]["rules"] == [
         {
             "apiGroups": ["discovery.k8s.io"],
@@ -333,8 +344,13 @@ def test_the_schemas_of_custom_kinds_find_mistakes(path: str) -> None:
 
 
 def fits(selector: Manifest, template: Manifest) -> bool:
+    assert selector.keys() <= {"matchLabels", "matchExpressions"}
     labels = template["metadata"]["labels"]
-    return all(labels.get(key) == value for key, value in selector["matchLabels"].items())
+    rules = selector.get("matchExpressions", [])
+    assert all(rule["operator"] == "In" for rule in rules)
+    return all(labels.get(key) == value for key, value in selector["matchLabels"].items()) and all(
+        labels.get(rule["key"]) in rule["values"] for rule in rules
+    )
 
 
 def test_selectors_match_pods(overlay: list[Manifest]) -> None:
@@ -464,7 +480,8 @@ def admitted(overlay: list[Manifest], to: str, whence: str | None) -> set[int] |
             continue
         if "ports" not in rule:
             return None
-        found |= {port["port"] for port in rule["ports"]}
+        for port in rule["ports"]:
+            found |= set(range(port["port"], port.get("endPort", port["port"]) + 1))
     return found
 
 
@@ -542,6 +559,14 @@ def replica_counts(manifests: list[Manifest]) -> Iterator[tuple[str, int]]:
                 yield role["name"], role["spec"]["replicas"]
 
 
+def test_pods_of_a_role_are_spread_over_hosts() -> None:
+    for _, template in pod_templates(build(PLACE / "overlays" / "2p2d")):
+        (rule,) = template["spec"]["topologySpreadConstraints"]
+        assert rule["topologyKey"] == "kubernetes.io/hostname"
+        assert fits(rule["labelSelector"], template)
+        assert rule["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == role_of(template)
+
+
 def test_names_of_overlays_say_how_many_nodes_they_have() -> None:
     for name, expected in (("1p1d", (1, 1)), ("2p2d", (2, 2))):
         counts = dict(replica_counts(build(PLACE / "overlays" / name)))
@@ -575,6 +600,9 @@ def test_probes_mean_what_they_say(overlay: list[Manifest], tmp_path: Path) -> N
             assert resolved.cluster.health.hang_timeout > 0, "in place of a liveness probe"
             for probe in probes.values():
                 assert probe["exec"]["command"] == ["sh", "-c", f"test -e {ready}"]
+                assert probe["timeoutSeconds"] > 1, "a busy host takes longer to start a shell"
+            # The volume, and so the file of a process that was killed, outlives a container.
+            assert probes["startupProbe"]["initialDelaySeconds"] >= 10
 
 
 def test_pods_have_no_rights_that_they_do_not_need(overlay: list[Manifest]) -> None:
