@@ -6,6 +6,8 @@ python -m tests.gpu.expect accepts FILE LEAST        # /server_info: accept leng
 python -m tests.gpu.expect tokens FILE COUNT         # answer of /v1/completions: completion tokens
 python -m tests.gpu.expect no_fallbacks FILE         # /server_info: decode nodes and captured phases only replay
 python -m tests.gpu.expect sooner FILE EAGER SHARE   # JSON of tests.bench.serve: first token that much below EAGER
+python -m tests.gpu.expect tier FILE ENGINE          # JSON of conversations.py: the last round comes from host memory
+python -m tests.gpu.expect kernels FILE              # JSON of trace_kernels.py: a profile has CUDA kernels
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 LEAST_REPLAYED = 0.95  # share of a phase's forwards
+LEAST_FOUND, MOST_RECEIVED = 0.9, 0.05  # shares of the prompt tokens of a round
 
 
 def score(report: dict[str, Any], least: str) -> Iterator[str]:
@@ -78,7 +81,32 @@ def tokens(answer: dict[str, Any], count: str) -> Iterator[str]:
         yield f"{found} completion tokens; {count} were expected: {str(answer)[:300]}"
 
 
-CHECKS = {check.__name__: check for check in (score, replays, accepts, tokens, no_fallbacks, sooner)}
+def tier(report: dict[str, Any], engine: str) -> Iterator[str]:
+    after = [report["before"], *(each["after"] for each in report["rounds"])]
+    prompts, own = report["prompt_tokens"], [each[engine] for each in after]
+    first = own[1]["received"] - own[0]["received"]
+    if first < LEAST_FOUND * prompts:
+        yield f"{engine} received {first:.0f} of {prompts} prompt tokens in the first round: it had some of them"
+    found, received = (own[-1][name] - own[-2][name] for name in ("hits", "received"))
+    if found < LEAST_FOUND * prompts:
+        yield f"{engine} found {found:.0f} of {prompts} prompt tokens in host memory in the last round"
+    if received > MOST_RECEIVED * prompts:
+        yield f"{engine} received {received:.0f} of {prompts} prompt tokens in the last round"
+    for name, counted in after[-1].items():
+        for wrong in ("checksum_failures", "missing_marks"):
+            if counted.get(wrong):
+                yield f"{name}: {wrong} is {counted[wrong]:.0f}"
+
+
+def kernels(found: dict[str, Any]) -> Iterator[str]:
+    if not found["kernels"] or not found["kernel_ms"]:
+        file = f"{found['profile']['path']} ({found['bytes']} bytes)"
+        yield f"no CUDA kernel among the {found['events']} events of {file}"
+
+
+CHECKS = {
+    check.__name__: check for check in (score, replays, accepts, tokens, no_fallbacks, sooner, tier, kernels)
+}
 
 
 def main(arguments: list[str]) -> int:

@@ -15,7 +15,7 @@ from tests.gpu import expect, load_lines
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SCRIPTS = sorted(HERE.glob("*.sh"))
-SIDE_BY_SIDE = "movable.sh", "two_gpu_loads.sh"
+SIDE_BY_SIDE = "decode_tier.sh", "movable.sh", "two_gpu_loads.sh"
 
 
 def run(body: str, tmp_path: Path, **variables: str) -> tuple[int, str]:
