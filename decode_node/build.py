@@ -43,6 +43,7 @@ from common.node.torch_trace import TorchTrace
 from common.node_plan import NodePlan
 from common.observability.event_log import event_log
 from common.observability.logs import Log
+from common.observability.start_times import StartTimes
 from common.observability.startup import StartupReporter
 from decode_node import node as decode
 from decode_node.assemble import assemble
@@ -119,14 +120,16 @@ def build(
 
     `shared`: with the other half of a movable node.
     """
+    report_compilations(lambda kernel, seconds: reporter.times.add("compilations", seconds))
     check_process(name, resolved.cluster.movable.role_of(name) is not None, shared)
     check_manifests(resolved.manifests, True, functools.partial(reporter.report, "verifying"))
     routers = control_addresses(resolved)
     plan = node_plan(resolved.cluster, "decode", name, resolved.model_path, resolved.draft_path, routers)
     incarnation = new_incarnation()
+    reporter.report("connecting")
     ranks = start_ranks(RANK, resolved, name, len(plan.devices), incarnation, reporter)
     with ranks.starting():
-        return _build(resolved, plan, incarnation, ranks, shared, log)
+        return _build(resolved, plan, incarnation, ranks, shared, reporter.times, log)
 
 
 def _build(
@@ -135,6 +138,7 @@ def _build(
     incarnation: str,
     ranks: RankGroup | SoleRank,
     shared: SharedParts,
+    times: StartTimes,
     log: Log,
 ) -> BuiltDecodeNode:
     """Build rank 0, while the others build theirs."""
@@ -151,11 +155,12 @@ def _build(
     kv_events = kv_events_of(plan.kv_events)
     space = page_space(served, section.prefix_cache, kv_events)
     loaded.capture(forwards, log)
+    ranks.report("registering")
     tap = functools.partial(kv_events.tap, CPU, lookahead=lookahead_of(served))
     host = host_memory(section.host_mib << 20, forwards, ranks.exchange, space)
     ref = NodeRef(name=name, role="decode", incarnation=incarnation)
     reports = rank_reports(served, plan.device, ranks.exchange)
-    register = registration(plan, ref, new_incarnation(), served, forwards.graphs, reports)
+    register = registration(plan, ref, new_incarnation(), served, forwards.graphs, reports, times.fields())
     codec, context = decode_inbox.codec, end.context
     places = router_places(plan.router, log)
     routers = RouterLinks(

@@ -70,5 +70,6 @@ def load_rank(
     device, carried = served.placement.device, served.draft_shape
     relay = RelayState.allocate(plan.max_rows, served.config.vocab_size, device, carried, served.state.window)
     trial = functools.partial(torch.zeros, dtype=torch.uint8, device=device)
+    peers.report("sizing")
     served = graph_start.sized(served, lambda: step_forwards(sizes, served, relay, trial).graphs)
     return LoadedRank(graph_start.agreed(served, peers.exchange), relay, sizes, peers)

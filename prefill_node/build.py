@@ -54,6 +54,7 @@ from common.node_names import NodeNames
 from common.node_plan import NodePlan
 from common.observability.event_log import event_log
 from common.observability.logs import Log
+from common.observability.start_times import StartTimes
 from common.observability.startup import StartupReporter
 from kv_transfer.from_plan import transfer_limits
 from kv_transfer.ranks.sender_group import SenderGroup
@@ -130,15 +131,17 @@ def build(
 
     `shared`: with the other half of a movable node. This half loads the weights of both.
     """
+    report_compilations(lambda kernel, seconds: reporter.times.add("compilations", seconds))
     check_process(name, resolved.cluster.movable.role_of(name) is not None, shared)
     check_manifests(resolved.manifests, True, functools.partial(reporter.report, "verifying"))
     sockets = open_sockets(resolved, name)
     routers = control_addresses(resolved)
     plan = node_plan(resolved.cluster, "prefill", name, resolved.model_path, resolved.draft_path, routers)
     incarnation = new_incarnation()
+    reporter.report("connecting")
     ranks = start_ranks(RANK, resolved, name, len(plan.devices), incarnation, reporter)
     with ranks.starting():
-        return _build(resolved, plan, incarnation, sockets, ranks, shared, log)
+        return _build(resolved, plan, incarnation, sockets, ranks, shared, reporter.times, log)
 
 
 def _build(
@@ -148,6 +151,7 @@ def _build(
     sockets: Sockets,
     ranks: RankGroup | SoleRank,
     shared: SharedParts,
+    times: StartTimes,
     log: Log,
 ) -> BuiltPrefillNode:
     """Build rank 0, while the others build theirs."""
@@ -182,6 +186,7 @@ def _build(
     vision = forwards.vision
     end = sending_end(resolved, plan, served, forwards, sockets, incarnation)
     computation = loaded.computation(forwards, loaded.capture(forwards, log))
+    ranks.report("registering")
     grid = state_grid(served.config, served.page_size)
     tap = functools.partial(kv_events.tap, CPU, lookahead=lookahead_of(served))
     nbytes, of_all = section.host_mib << 20, _stored_by_all(ranks)
@@ -190,7 +195,7 @@ def _build(
     group, wrap = _with_ranks(end.sender, addresses, ranks, shared)
     ref = NodeRef(name=name, role="prefill", incarnation=incarnation, peer_address=end.peers.address)
     reports = rank_reports(served, plan.device, ranks.exchange)
-    register = registration(plan, ref, link_secret, served, forwards.graphs, reports)
+    register = registration(plan, ref, link_secret, served, forwards.graphs, reports, times.fields())
     codec, context, security = prefill_inbox.codec, sockets.context, sockets.security
     routers = RouterLinks(
         [

@@ -54,6 +54,7 @@ class LoadedPromptRank:
             graph_start.capture(self.served, encoders, log)
         # The other ranks have no encoders, and no collective waits for as long as rank 0 may capture.
         self.peers.exchange(b"")
+        self.peers.report("warming")
         self._warm_up(forwards, log)
         return self._measured(forwards, log)
 
@@ -128,6 +129,7 @@ def load_prompt_rank(
     if chunk_tokens != sizes.chunk_tokens:
         log.info("chunk size rounded", chunk_tokens=chunk_tokens, grid=grid)
         sizes = replace(sizes, chunk_tokens=chunk_tokens)
+    peers.report("sizing")
     served = graph_start.sized(served, lambda: prompt_forwards(sizes, served, make_stage, bodies).graphs)
     served = graph_start.agreed(served, peers.exchange)
     return LoadedPromptRank(served, sizes, grid, make_stage, bodies, peers)

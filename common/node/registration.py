@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.engine.graphs import node_graphs
 from common.engine.graphs.node_graphs import NodeGraphs
 from common.messages.identity import NodeRef, RankReport
 from common.messages.protocol import CONTROL_PROTOCOL_VERSION
-from common.messages.router_inbox import Register
+from common.messages.router_inbox import ConfigValue, Register
 from common.node.serving_model import ServingModel
 from common.node_plan import NodePlan
 
@@ -22,12 +22,14 @@ def registration(
     served: ServingModel,
     graphs: Sequence[NodeGraphs[Any]],
     ranks: Sequence[RankReport],
+    times: Mapping[str, ConfigValue],
 ) -> Register:
     """Return the message. `graphs` are captured: it includes their reports.
 
     Args:
         link_secret: random; see control_link_id.
         ranks: of all ranks, in their order.
+        times: of the start-up until now, as fields of /server_info.
     """
     return Register(
         protocol_version=CONTROL_PROTOCOL_VERSION,
@@ -46,6 +48,7 @@ def registration(
             "expert_parallel": plan.expert_parallel,
             "devices": ", ".join(plan.devices),
             **_event_sockets(plan),
+            **times,
         },
         graphs=tuple(node_graphs.report(each) for each in graphs),
         ranks=tuple(ranks),

@@ -14,9 +14,20 @@ from typing import Literal, Protocol
 import msgspec
 
 from common.observability.logs import Log
+from common.observability.start_times import StartTimes
 
 Phase = Literal[
-    "importing", "verifying", "loading", "allocating", "capturing", "registering", "ready", "failed"
+    "importing",
+    "verifying",
+    "connecting",  # starting the other ranks of a node, and waiting until they have imported as well
+    "loading",
+    "allocating",
+    "sizing",  # a trial of graphs, which sizes the pool
+    "capturing",
+    "warming",  # running and measuring what has no graph
+    "registering",
+    "ready",
+    "failed",
 ]
 
 
@@ -46,6 +57,7 @@ class StartupReporter:
         self._log = log
         self._last = 0.0
         self._percent = -1
+        self.times = StartTimes()
 
     def __enter__(self) -> StartupReporter:
         return self
@@ -63,6 +75,7 @@ class StartupReporter:
         So all lines of a start-up fit into the pipe, and a reader that has stopped does not block this process.
         """
         now = time.monotonic()
+        self.times.enter(phase)
         if phase in LONG and done < total:
             percent = 100 * done // total
             if now - self._last < 0.1 or percent == self._percent:
@@ -71,6 +84,8 @@ class StartupReporter:
         self._last = now
         if phase not in LONG or done == total:
             self._log.info("start-up", phase=phase, done=done, total=total, message=message)
+        if phase == "ready":
+            self._log.info("start-up took", **self.times.fields())
         if self._descriptor is None:
             return
         line = msgspec.json.encode(Progress(phase=phase, done=done, total=total, message=message)) + b"\n"

@@ -50,8 +50,6 @@ def build(resolved: Resolved, name: str, reporter: StartupReporter, log: Log) ->
     # The half for prompts loads the weights: it runs the vision part, too.
     parts = SharedParts(switch.half("prefill"), device, loaded=models.append)
     prompts = prefill.build(resolved, name, reporter, log, parts)
-    # It reports what compiles from now on, and the kernels of the other half are not late.
-    report_compilations(lambda kernel, seconds: None)
     try:
         parts = replace(parts, duty=switch.half("decode"), model=models[0])
         tokens = decode.build(resolved, name, reporter, log, parts)

@@ -1,0 +1,50 @@
+"""Measures where the time of a process's start-up goes, for the log and for /server_info."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+def process_age() -> float:
+    """Return the seconds since this process began, before its first import."""
+    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+    return max(time.clock_gettime(time.CLOCK_BOOTTIME) - began, 0.0)
+
+
+class StartTimes:
+    """Adds up the seconds of phases, of which one follows another, and of the work within them.
+
+    A phase that occurs again, such as in both halves of a movable node, is counted once, with all of its seconds.
+    """
+
+    def __init__(self) -> None:
+        self._phase = "importing"
+        self._since = time.monotonic() - process_age()
+        self._phases: dict[str, float] = {}
+        self._parts: dict[str, tuple[int, float]] = {}  # how often, and the seconds
+
+    def enter(self, phase: str) -> None:
+        """End the current phase and begin another, or go on with the same."""
+        now = time.monotonic()
+        self._phases[self._phase] = self._phases.get(self._phase, 0.0) + now - self._since
+        self._phase, self._since = phase, now
+
+    def add(self, part: str, seconds: float) -> None:
+        """Count work that is done during phases, such as the compilation of a kernel."""
+        count, before = self._parts.get(part, (0, 0.0))
+        self._parts[part] = count + 1, before + seconds
+
+    def fields(self) -> dict[str, str | float]:
+        """Return the seconds of all phases up to now, and in total; work within them also says how often it was done.
+
+        Names begin with `start_`, as the fields of a node in /server_info.
+        """
+        self.enter(self._phase)
+        phases = {name: round(seconds, 2) for name, seconds in self._phases.items() if seconds >= 0.005}
+        found: dict[str, str | float] = {f"start_{name}_s": seconds for name, seconds in phases.items()}
+        for name, (count, seconds) in self._parts.items():
+            found[f"start_{name}"] = f"{count} in {seconds:.2f} s"
+        return {**found, "start_s": round(sum(self._phases.values()), 2)}
