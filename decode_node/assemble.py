@@ -87,7 +87,7 @@ def assemble(
     parts, forwards, steps = computation, computation.forwards, computation.forwards.steps
     rows, fetches = BatchRows(limits.max_running), parts.of_all(host_fetches(parts.host, observation.clock))
     worker = device_worker(computation, observation.clock, fetches)
-    tier = host_tier(parts.host, fetches, space, rows, parts.tap)
+    tier = host_tier(parts.host, fetches, space, rows, backup_bytes, parts.tap)
     retraction = Retraction(space, rows, parts.rotary, backup_bytes, worker.backups.size_of, tier)
     rules = replace(steps.rules, hidden_states=limits.hidden_states)
     node = DecodeNode(

@@ -17,7 +17,8 @@ from decode_node.host_tier import DecodePrefixes, DecodeTier, NoDecodeTier
 from kv_transfer.transport.cuda.pool_copies import MovedPool
 
 KEY = "decode.host_mib"
-
+# At most so much of the memory is left to retracted requests by prefixes that are being stored.
+SPARE_SHARE = 0.5
 
 Tap = Callable[[int], CacheObserver]
 
@@ -59,16 +60,24 @@ def host_fetches(memory: HostShare | None, clock: Callable[[], float]) -> HostFe
 
 
 def host_tier(
-    memory: HostShare | None, fetches: HostEnds, space: PageSpace, rows: BatchRows, tap: Tap = untapped
+    memory: HostShare | None,
+    fetches: HostEnds,
+    space: PageSpace,
+    rows: BatchRows,
+    backup_bytes: int,
+    tap: Tap = untapped,
 ) -> DecodeTier:
     """Return what decides about host memory.
 
     Args:
+        backup_bytes: bound of what retracted requests take of it. Prefixes that are being stored leave room for that.
         rows: copies are added to its moves.
         tap: returns what hears which blocks, of so many tokens, are known.
     """
     if memory is None:
         return NoDecodeTier()
     size = memory.layout.block_tokens
-    cache = HostCache(size, memory.layout.blocks, observer=tap(size))
+    blocks, nbytes = memory.layout.blocks, memory.items.page * memory.layout.block_pages
+    spare = min(-(-backup_bytes // nbytes), int(SPARE_SHARE * blocks))
+    cache = HostCache(size, blocks, observer=tap(size), spare_blocks=spare)
     return DecodePrefixes(cache, fetches, space, rows, memory.items.page)

@@ -58,6 +58,7 @@ class HostCache:
         num_blocks: int,
         num_slots: int = 0,
         observer: CacheObserver = NO_OBSERVER,
+        spare_blocks: int = 0,
     ) -> None:
         """Begin empty.
 
@@ -65,6 +66,7 @@ class HostCache:
             num_blocks: without block 0, which is never used.
             num_slots: of snapshots, without slot 0; 0 for a model that keeps no state per request.
             observer: hears which blocks are known.
+            spare_blocks: of which writes in progress leave so many to `hold`, apart from those that it has given away.
         """
         self.block_tokens = block_tokens
         self.total_blocks = num_blocks
@@ -72,6 +74,7 @@ class HostCache:
         self.tree = RadixCache(block_tokens, Snapshots(range(1, num_slots + 1)), observer)
         self._allocator = PageAllocator(num_blocks + 1)
         self._keeps_state = num_slots > 0
+        self._spare_blocks = spare_blocks
         self._held: set[int] = set()  # blocks that `hold` gave away
         self._damaged: set[int] = set()  # blocks whose bytes are not those that were written
         self._damaged_slots: set[int] = set()
@@ -92,6 +95,11 @@ class HostCache:
     def held_blocks(self) -> int:
         """Number of blocks that `hold` gave away. 0 when idle."""
         return len(self._held)
+
+    @property
+    def available_blocks(self) -> int:
+        """Number of blocks that `hold` can give away now: free ones, and those of prefixes that nobody uses."""
+        return self._allocator.free_pages + self.tree.evictable_pages
 
     def find(self, keys: Keys, tokens: int, salt: bytes) -> HostPrefix | None:
         """Return the longest prefix of at most `tokens` tokens, locked; None if there is none.
@@ -132,7 +140,8 @@ class HostCache:
         self.tree.lock(match.node)
         present = len(match.pages)
         wanted = len(keys) // self.block_tokens - present
-        fresh = self._allocate(min(wanted, self._allocator.free_pages + self.tree.evictable_pages))
+        spare = max(self._spare_blocks - len(self._held), 0)
+        fresh = self._allocate(max(min(wanted, self.available_blocks - spare), 0))
         wrong = self._damaged - self._repaired
         again = {at: block for at, block in enumerate(match.pages) if block in wrong}
         keys = keys[: (present + len(fresh)) * self.block_tokens].copy()
@@ -177,7 +186,7 @@ class HostCache:
 
     def hold(self, count: int) -> list[int] | None:
         """Return blocks outside of the tree, which nothing replaces before `give_back`; None if there are too few."""
-        if count > self._allocator.free_pages + self.tree.evictable_pages:
+        if count > self.available_blocks:
             return None
         blocks = self._allocate(count)
         self._held.update(blocks)

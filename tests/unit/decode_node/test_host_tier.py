@@ -12,6 +12,7 @@ from common.errors import InternalError
 from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver
 from decode_node.host_fetches import FETCH_SECONDS
 from decode_node.host_parts import host_fetches, host_tier
+from decode_node.host_tier import DecodePrefixes
 from tests.fakes.draft_models import drafting
 from tests.fakes.late_host import LateLoads, LateStores, late_lanes
 from tests.fakes.node_cluster import ONE_BEHIND, Call, HostShape, NodeCluster, Shape
@@ -345,5 +346,28 @@ def test_a_publisher_hears_of_blocks() -> None:
             return NO_OBSERVER
 
         fetches = host_fetches(host, cluster.clock)
-        host_tier(host, fetches, cluster.decode.space, cluster.decode.rows, tap)
+        host_tier(host, fetches, cluster.decode.space, cluster.decode.rows, 0, tap)
         assert sizes == [16]
+
+
+@pytest.mark.parametrize(("backup_blocks", "spare"), [(0, 0), (3, 3), (100, 20)])
+def test_prefixes_that_are_being_stored_leave_room_for_retracted_requests(
+    backup_blocks: int, spare: int
+) -> None:
+    """A request is retracted just after others have ended, whose copies to host memory have not."""
+    with NodeCluster(SHAPE) as cluster:
+        host, space = cluster.decode.host, cluster.decode.space
+        assert host is not None
+        nbytes = backup_blocks * HOST.block_pages * cluster.decode.pool.layout.page_bytes
+        tier = host_tier(host, host_fetches(host, cluster.clock), space, cluster.decode.rows, nbytes)
+        assert isinstance(tier, DecodePrefixes)
+        cache = tier.cache
+        for n in range(5):
+            write = cache.reserve(space.keys(prompt_of(16 * 15, n)), b"")
+            if n < 2:
+                assert write is not None
+                cache.commit(write)
+        assert cache.available_blocks == spare, "prefixes that nobody uses were replaced, up to there"
+        held = cache.hold(spare)
+        assert held is not None
+        assert len(held) == spare

@@ -45,11 +45,17 @@ class Writing:
 class HostMachine(RuleBasedStateMachine):
     """See the module docstring."""
 
-    @initialize(page_size=st.integers(1, 2), block_pages=st.integers(1, 2), slots=st.sampled_from([0, 0, 2]))
-    def start(self, page_size: int, block_pages: int, slots: int) -> None:
+    @initialize(
+        page_size=st.integers(1, 2),
+        block_pages=st.integers(1, 2),
+        slots=st.sampled_from([0, 0, 2]),
+        spare=st.sampled_from([0, 0, 2]),
+    )
+    def start(self, page_size: int, block_pages: int, slots: int, spare: int) -> None:
         self.size, self.block = page_size, page_size * block_pages
         self.keeps_state = slots > 0
-        self.cache = HostCache(self.block, num_blocks=5, num_slots=slots)
+        self.cache = HostCache(self.block, num_blocks=5, num_slots=slots, spare_blocks=spare)
+        self.spare = spare
         self.space = PageSpace(page_size, 41, RadixCache(page_size))
         self.bytes: dict[int, Content] = {}  # block -> what it holds
         self.states: dict[int, Content] = {}  # slot -> the state that it holds
@@ -114,6 +120,8 @@ class HostMachine(RuleBasedStateMachine):
         write = self.cache.reserve(keys[: whole * self.block], prompt.salt, states)
         if write is None:
             return
+        if write.fresh:
+            assert self.cache.available_blocks >= self.spare - self.cache.held_blocks, "none are spare"
         writing = Writing(write)
         for index, block in write.blocks.items():
             writing.blocks[block] = index
