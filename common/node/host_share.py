@@ -73,7 +73,9 @@ def share_of_host(
     memory = host_memory()
     if nbytes > memory:
         raise ConfigError(
-            key, f"{nbytes / GIB:.1f} GiB are more than the {memory / GIB:.1f} GiB of this machine's memory"
+            key,
+            f"{nbytes / GIB:.1f} GiB are more than the {memory / GIB:.1f} GiB of this machine's memory, or of what its "
+            "container may use; write a smaller value",
         )
     ours, storage = pool
     try:
