@@ -1,10 +1,11 @@
-"""Fills a model from safetensors files, piece by piece: mapped into memory, copied once to the model's dtype and
-device.
+"""Fills a model from safetensors files, piece by piece: mapped into memory, and copied once to the model's dtype, or to
+a GPU by way of pinned buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,10 +17,12 @@ from common.checkpoint import kv_scales
 from common.checkpoint.dtype_name import dtype_name
 from common.checkpoint.model_directory import real_path
 from common.checkpoint.model_files import read_weight_files
-from common.checkpoint.safetensors_header import FLOATS, WeightFile
+from common.checkpoint.safetensors_header import FLOATS, TensorEntry, WeightFile
 from common.engine.layers.piece import Piece
+from common.engine.staged_reads import StagedReads
 from common.errors import ModelError
 
+STAGED = "cuda"  # the kind of device that is filled by way of pinned buffers
 Progress = Callable[[int, int], None]  # (loaded bytes, bytes in total)
 
 # Suffixes of tensors that the engine computes itself, and of scales that belong to the KV cache.
@@ -72,26 +75,68 @@ def load_weights(
     _check(Path(directory), files, wanted, (*HARMLESS, *ignore), aside, within)
     total = sum(file.num_bytes for file in files)
     loaded = 0
+
+    def filled(entry: TensorEntry) -> None:
+        nonlocal loaded
+        loaded += entry.end - entry.begin
+        if progress is not None:
+            progress(loaded, total)
+
+    devices = {piece.into.device for found in wanted.values() for piece in found}
+    if len(devices) == 1 and STAGED in {device.type for device in devices}:
+        with StagedReads(devices.pop()) as staged:
+            for file in files:
+                _fill_staged(file, wanted, staged, filled)
+        return
     for file in files:
-        devices = {str(piece.into.device) for found in wanted.values() for piece in found}
-        device = devices.pop() if len(devices) == 1 else "cpu"
-        try:
-            with safe_open(str(real_path(file.path)), framework="pt", device=device) as source:
-                for name, entry in file.tensors.items():
-                    for piece in wanted.get(name, ()):
-                        fill_piece(piece, source)
-                    loaded += entry.end - entry.begin
-                    if progress is not None:
-                        progress(loaded, total)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file.path} cannot be read as safetensors: {error}") from error
+        _fill_mapped(file, wanted, filled)
+
+
+def _fill_mapped(
+    file: WeightFile, wanted: Mapping[str, Sequence[Piece]], filled: Callable[[TensorEntry], None]
+) -> None:
+    """Fill all pieces of a file from mapped memory."""
+    try:
+        with safe_open(str(real_path(file.path)), framework="pt", device="cpu") as source:
+            for name, entry in file.tensors.items():
+                for piece in wanted.get(name, ()):
+                    fill_piece(piece, source)
+                filled(entry)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file.path} cannot be read as safetensors: {error}") from error
+
+
+def _fill_staged(
+    file: WeightFile,
+    wanted: Mapping[str, Sequence[Piece]],
+    staged: StagedReads,
+    filled: Callable[[TensorEntry], None],
+) -> None:
+    """Fill all pieces of a file on a GPU."""
+    here = {name: [piece for piece in wanted.get(name, ()) if not piece.elsewhere] for name in file.tensors}
+    reads = [
+        (name, (slice(None),) * len(file.tensors[name].shape) if piece.is_whole else piece.block)
+        for name, pieces in here.items()
+        for piece in pieces
+    ]
+    with closing(staged.blocks(file, reads)) as blocks:
+        for name, pieces in here.items():
+            for piece in pieces:
+                _fill(piece, next(blocks))
+            filled(file.tensors[name])
 
 
 def fill_piece(piece: Piece, source: TensorSource) -> None:
     """Copy one piece, reading only its block. Raises ModelError if its values cannot be used."""
     if piece.elsewhere:
         return
-    found = source.get_tensor(piece.name) if piece.is_whole else source.get_slice(piece.name)[piece.block]
+    _fill(
+        piece, source.get_tensor(piece.name) if piece.is_whole else source.get_slice(piece.name)[piece.block]
+    )
+
+
+def _fill(piece: Piece, found: Tensor) -> None:
+    """Fill a piece with the block that was read."""
     if piece.single:
         found = found.view(())
     if piece.check is not None:
