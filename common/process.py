@@ -28,6 +28,7 @@ from common.observability.startup import StartupReporter
 from common.observability.stderr_file import write_stderr
 from common.ready_file import ReadyFile, ready_file
 
+EXIT_DEFECT = 1
 EXIT_REFUSED = 2
 EXIT_RANK_FAILED = 4
 MOST_DESCRIPTORS = 65_536

@@ -2,47 +2,49 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
 
 import torch
 
 from common.observability.logs import Log
-from common.process import BuiltNode
-
-# The error ends the process only once the other half has drained, which may take long.
-FAILED = "half of this node has failed: the other one drains, then the process ends"
+from common.process import EXIT_DEFECT, BuiltNode
 
 
 class Halves:
     """Implements `BuiltNode`. The process ends when either half ends."""
 
-    def __init__(self, prefill: BuiltNode, decode: BuiltNode, device: torch.device, log: Log) -> None:
+    def __init__(
+        self,
+        prefill: BuiltNode,
+        decode: BuiltNode,
+        device: torch.device,
+        log: Log,
+        end_process: Callable[[int], None] = os._exit,
+    ) -> None:
+        """`end_process` ends the process with an exit code at once, whatever its threads do."""
         self._prefill = prefill
         self._decode = decode
         self._device = device
         self._log = log
+        self._end_process = end_process
         self._running: list[BuiltNode] = [prefill, decode]
-        self._failure: BaseException | None = None
 
     def start(self) -> None:
         self._prefill.start()
         self._decode.start()
 
     def run(self) -> None:
-        """Run both main loops until both have drained. If one fails, drain the other one and raise its error."""
+        """Run both main loops until both have drained. If one fails, the process ends at once.
+
+        The other half could only drain, which may take long, and routers would wait for the failed one until its loop
+        counts as hung. Once the process has ended, they see its sockets close, and place its requests again.
+        """
         thread = threading.Thread(target=self._run_prefill, name="prefill")
         thread.start()
-        try:
-            self._decode.run()
-        except BaseException:
-            self._log.exception(FAILED, role="decode")
-            raise
-        finally:
-            self._running.remove(self._decode)
-            self._prefill.drain()
-            thread.join()
-        if self._failure is not None:
-            raise self._failure
+        self._run_half("decode", self._decode, self._prefill)
+        thread.join()
 
     def overdue(self) -> float:
         """Return the seconds by which the later of the running loops exceeds its announced work."""
@@ -59,11 +61,14 @@ class Halves:
     def _run_prefill(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # the current device belongs to a thread
+        self._run_half("prefill", self._prefill, self._decode)
+
+    def _run_half(self, role: str, half: BuiltNode, other: BuiltNode) -> None:
         try:
-            self._prefill.run()
-        except BaseException as error:
-            self._log.exception(FAILED, role="prefill")
-            self._failure = error
+            half.run()
+        except BaseException:
+            self._log.exception("half of this node has failed: the process ends", role=role)
+            self._end_process(EXIT_DEFECT)
         finally:
-            self._running.remove(self._prefill)
-            self._decode.drain()
+            self._running.remove(half)
+            other.drain()

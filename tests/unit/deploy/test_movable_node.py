@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -63,16 +64,30 @@ def test_it_runs_until_both_have_drained() -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_the_failure_of_one_half_drains_the_other(which: int, caplog: pytest.LogCaptureFixture) -> None:
-    class Draining(Half):
-        def drain(self) -> None:
-            said.append(caplog.text)
-            super().drain()
+def test_the_failure_of_one_half_ends_the_process(which: int, caplog: pytest.LogCaptureFixture) -> None:
+    ended: list[tuple[int, str, bool]] = []
+    pair = [Half(), Half()]
+    pair[which].failure = RuntimeError("a defect")
 
-    said: list[str] = []
-    pair: list[Half] = [Draining(), Draining()]
-    pair[which] = Half(RuntimeError("a defect"))
-    with pytest.raises(RuntimeError, match="a defect"):
-        halves(*pair).run()
-    assert pair[1 - which].drained.is_set()
-    assert "a defect" in said[0], "the log has the reason before the other half has drained"
+    def end(code: int) -> None:
+        ended.append((code, caplog.text, pair[1 - which].drained.is_set()))
+
+    Halves(pair[0], pair[1], torch.device("cpu"), Log("flex-0"), end).run()
+    ((code, logged, drained),) = ended
+    assert code == 1
+    assert "RuntimeError: a defect" in logged, "the log has the reason before the process ends"
+    assert not drained, "nobody waits for the other half"
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_half_that_never_drains_holds_up_no_end(which: int) -> None:
+    pair = [Half(), Half()]
+    pair[which].failure = RuntimeError("a defect")
+    pair[1 - which].drain = lambda: None  # type: ignore[method-assign]
+    child = os.fork()
+    if child == 0:
+        try:
+            halves(*pair).run()
+        finally:
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
