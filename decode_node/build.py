@@ -152,7 +152,7 @@ def _build(
     local = end.receiver(forwards.layout)
     poller = zmq.Poller()
     receiver, wrap = _with_ranks(local, end, forwards, ranks, poller, shared)
-    kv_events = kv_events_of(plan.kv_events)
+    kv_events = kv_events_of(plan.kv_events, log)
     space = page_space(served, section.prefix_cache, kv_events)
     loaded.capture(forwards, log)
     ranks.report("registering")

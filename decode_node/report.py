@@ -107,6 +107,8 @@ class Report:
             avg_spec_verified_length=speculation.mean_verified,
             spec_accepted_at=tuple(speculation.accepted_at),
             kv_events_dropped=self._kv_events.dropped,
+            kv_events_failures=self._kv_events.failures,
+            kv_events_problem=self._kv_events.problem,
             phase_seconds=dict(self._phase_seconds),
             graphs=tuple(self._graphs()),
             ranks=tuple(self._ranks()),

@@ -180,7 +180,7 @@ def _build(
     loaded = load_prompt_rank(plan, prompt_sizes(cluster, plan), ranks, stage_of, bodies, log)
     served = loaded.served
     shared.loaded(served)
-    kv_events = kv_events_of(plan.kv_events)
+    kv_events = kv_events_of(plan.kv_events, log)
     space = page_space(served, section.prefix_cache, kv_events)
     forwards = loaded.forwards()
     vision = forwards.vision

@@ -81,6 +81,8 @@ class Report:
             refused_messages=refused_messages + sent.malformed + sent.invalid_slots,
             late_messages=sent.stale_generation + sent.stale_incarnation,
             kv_events_dropped=self._kv_events.dropped,
+            kv_events_failures=self._kv_events.failures,
+            kv_events_problem=self._kv_events.problem,
             graphs=tuple(self._graphs()),
             ranks=tuple(self._ranks()),
         )

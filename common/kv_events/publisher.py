@@ -4,6 +4,9 @@ The node's main loop only notes what its caches take and give up (`CacheTap`), i
 own turns that into events, a batch per turn, with sequence numbers from 0. What finds no room in the queue is dropped
 and counted, and the sequence skips a number, so that subscribers notice.
 
+A defect in that thread is logged and counted. It then goes on after a pause: the sequence skips a number, everything
+that was told is cleared, and only what the caches take from then on is told.
+
 The replay socket is asked with ["", number of 8 bytes] and repeats all batches from that number on, as far as it still
 has them, then an empty one with the number -1. SNAPSHOT as the number asks for the present state, which is sent as one
 batch with the number of the latest one.
@@ -27,13 +30,26 @@ from common.kv_cache.page_space import contents_of
 from common.kv_cache.radix_cache import NO_OBSERVER, CacheObserver, Keys
 from common.kv_events.plan import KvEventsPlan
 from common.kv_events.published_blocks import Adopted, CacheChange, Evicted, PublishedBlocks
-from common.kv_events.wire import END, SEQUENCE_BYTES, SNAPSHOT, Batch, Event, encode, sequence_of
+from common.kv_events.wire import (
+    END,
+    SEQUENCE_BYTES,
+    SNAPSHOT,
+    AllBlocksCleared,
+    Batch,
+    Event,
+    encode,
+    sequence_of,
+)
+from common.observability.logs import Log
 
 CHANGES_PER_BATCH = 64
 BATCH_BYTES = 2 << 20  # of tokens, after which a batch takes no further change
 QUEUED_BYTES = 64 << 20  # of tokens that wait for the thread
 REPLAY_BYTES = 64 << 20  # of batches that can be repeated
 IDLE_SECONDS = 0.02  # after which a thread without changes looks for questions
+# Seconds that the thread pauses after a defect; the pause doubles, and starts again after CALM_SECONDS without one.
+LEAST_PAUSE, LONGEST_PAUSE, CALM_SECONDS = 0.1, 30.0, 60.0
+MOST_PROBLEM = 500  # characters of the reason that routers are told
 END_SECONDS = 5.0  # that `close` waits for the thread
 MAX_QUESTION_BYTES = 1024
 MAX_TOKEN = 1 << 31  # keys from here on belong to images
@@ -44,7 +60,17 @@ class KvEvents(Protocol):
 
     @property
     def dropped(self) -> int:
-        """Number of changes that nobody will hear of."""
+        """Number of changes for which the queue had no room, and of which nobody will hear."""
+        ...
+
+    @property
+    def failures(self) -> int:
+        """Number of defects after which publishing began again."""
+        ...
+
+    @property
+    def problem(self) -> str:
+        """Return why nothing is published now; "" while the publisher is well."""
         ...
 
     def tap(self, medium: str, page_tokens: int, lookahead: int) -> CacheObserver:
@@ -58,7 +84,8 @@ class KvEvents(Protocol):
 class NoKvEvents:
     """A node that publishes nothing."""
 
-    dropped = 0
+    dropped = failures = 0
+    problem = ""
 
     def tap(self, medium: str, page_tokens: int, lookahead: int) -> CacheObserver:
         return NO_OBSERVER
@@ -109,15 +136,21 @@ class CacheTap:
 class KvEventPublisher:
     """The publisher of one incarnation of a node."""
 
-    def __init__(self, plan: KvEventsPlan) -> None:
+    def __init__(self, plan: KvEventsPlan, log: Log) -> None:
         self._plan = plan
+        self._log = log
         self._topic = plan.topic.encode()
         self._queue = queue.Queue[tuple[CacheChange, int]](plan.max_queue)
         # Each is written by one thread only.
         self._noted_bytes = self._taken_bytes = 0
         self.dropped = 0
+        self.failures = 0
+        self.problem = ""
+        self._logged = ""  # the latest problem that was logged
+        self._failed_at, self._pause = -CALM_SECONDS, LEAST_PAUSE
         self._seen_drops = 0
-        self._blocks = PublishedBlocks(plan.block_tokens, plan.token_ids, _yield)
+        self._blocks = self._no_blocks()
+        self._first: list[Event] = []  # of the next batch
         self._sequence = 0  # of the next batch
         self._kept: deque[_Published] = deque(maxlen=plan.replay_batches)
         self._kept_bytes = 0
@@ -178,22 +211,48 @@ class KvEventPublisher:
             ) from error
         return socket
 
+    def _no_blocks(self) -> PublishedBlocks:
+        return PublishedBlocks(self._plan.block_tokens, self._plan.token_ids, _yield)
+
     def _run(self) -> None:
         while not self._closing.is_set():
-            if self._questions.poll(0):
-                self._answer()
-            self._publish()
+            try:
+                if self._questions.poll(0):
+                    self._answer()
+            except Exception as error:
+                self._failed(error, "a question for KV events was not answered")
+            try:
+                self._publish()
+            except Exception as error:
+                # Which of the changes were told is not known, nor whether the blocks are right.
+                self._blocks, self._first, self._snapshot = self._no_blocks(), [AllBlocksCleared()], None
+                self._sequence += 1
+                self._failed(error, "KV events were not published; publishing begins again")
+
+    def _failed(self, error: Exception, event: str) -> None:
+        """Count and log a defect, each kind once, and pause."""
+        now = time.monotonic()
+        calm = now - self._failed_at >= CALM_SECONDS
+        self._pause = LEAST_PAUSE if calm else min(2 * self._pause, LONGEST_PAUSE)
+        self._failed_at = now
+        self.failures += 1
+        self.problem = f"{type(error).__name__}: {error}"[:MOST_PROBLEM]
+        if self._logged != (logged := f"{event}: {type(error).__name__}"):
+            self._logged = logged
+            self._log.exception(event, reason=self.problem)
+        self._closing.wait(self._pause)
 
     def _publish(self) -> None:
         """Publish a batch of what is queued, for which the thread waits up to IDLE_SECONDS."""
-        events = [event for change in self._taken() for event in self._blocks.apply(change)]
+        wait = 0.0 if self._first else IDLE_SECONDS
+        events = [event for change in self._taken(wait) for event in self._blocks.apply(change)]
         if self.dropped != self._seen_drops:
             # Nobody can be told what is missing: the skipped number says that something is.
             self._seen_drops = self.dropped
             self._sequence += 1
-        if not events:
+        if not (self._first or events):
             return
-        batch = _Published.of(self._sequence, events)
+        batch = _Published.of(self._sequence, [*self._first, *events])
         self._sequence += 1
         if len(self._kept) == self._kept.maxlen:
             self._kept_bytes -= len(self._kept[0].payload)
@@ -202,8 +261,10 @@ class KvEventPublisher:
         while self._kept_bytes > REPLAY_BYTES and len(self._kept) > 1:
             self._kept_bytes -= len(self._kept.popleft().payload)
         self._publisher.send_multipart((self._topic, _number(batch.sequence), batch.payload))
+        self._first, self.problem = [], ""
 
-    def _taken(self) -> Iterator[CacheChange]:
+    def _taken(self, wait: float) -> Iterator[CacheChange]:
+        """Yield what is queued, up to the limits of a batch. Waits up to `wait` seconds for the first change."""
         until = self._taken_bytes + BATCH_BYTES
         with contextlib.suppress(queue.Empty):
             for count in range(CHANGES_PER_BATCH):
@@ -212,7 +273,7 @@ class KvEventPublisher:
                 if count:
                     change, nbytes = self._queue.get_nowait()
                 else:
-                    change, nbytes = self._queue.get(timeout=IDLE_SECONDS)
+                    change, nbytes = self._queue.get(timeout=wait) if wait else self._queue.get_nowait()
                 self._taken_bytes += nbytes
                 yield change
 
@@ -233,6 +294,8 @@ class KvEventPublisher:
                 if batch.sequence >= start:
                     self._reply(client, self._topic, _number(batch.sequence), batch.payload)
         self._reply(client, b"", END, b"")
+        if not self._first:
+            self.problem = ""
 
     def _reply(self, client: bytes, *frames: bytes | zmq.Frame) -> None:
         # A client that has gone, or does not read, loses messages; the thread does not wait for it.
@@ -248,6 +311,6 @@ def _number(sequence: int) -> bytes:
     return sequence.to_bytes(SEQUENCE_BYTES, "big")
 
 
-def kv_events_of(plan: KvEventsPlan | None) -> KvEvents:
+def kv_events_of(plan: KvEventsPlan | None, log: Log) -> KvEvents:
     """Return a node's publisher; without a plan it publishes nothing."""
-    return NO_KV_EVENTS if plan is None else KvEventPublisher(plan)
+    return NO_KV_EVENTS if plan is None else KvEventPublisher(plan, log)

@@ -219,6 +219,8 @@ class NodeCounters(msgspec.Struct, frozen=True, kw_only=True):
     host_evicted_tokens: Total = 0  # replaced by others
     host_checksum_failures: Total = 0  # blocks and states that had changed there, and were computed again
     kv_events_dropped: Total = 0  # changes of prefix caches that were not published
+    kv_events_failures: Total = 0  # defects after which publishing them began again
+    kv_events_problem: Text = ""  # why none are published now
     phase_seconds: Annotated[dict[Label, Finite], MANY] = {}  # parts of a step -> time on the device
     graphs: Annotated[tuple[GraphTotals, ...], MANY] = ()
     ranks: Annotated[tuple[RankTotals, ...], MANY] = ()  # in their order; empty for a node of one rank

@@ -155,6 +155,9 @@ COUNTERS: dict[str, Counter] = {
     "tandem_kv_events_dropped": Counter(
         "Changes of prefix caches that were not published as KV events", lambda c: c.kv_events_dropped
     ),
+    "tandem_kv_events_failures": Counter(
+        "Defects after which a node began again to publish KV events", lambda c: c.kv_events_failures
+    ),
     REFUSED: Counter(
         "Messages refused: malformed or in violation of the protocol",
         lambda c: c.refused_messages,
@@ -312,6 +315,9 @@ def _states(labelled: _Labelled) -> Iterator[Metric]:
     """Yield which nodes take requests, and facts about them."""
     up = GaugeMetricFamily("tandem_node_up", "1 while a node takes requests", labels=LABELS)
     draining = GaugeMetricFamily("tandem_node_draining", "1 while a node drains", labels=LABELS)
+    unpublished = GaugeMetricFamily(
+        "tandem_kv_events_failing", "1 while a defect keeps a node from publishing KV events", labels=LABELS
+    )
     healthy = GaugeMetricFamily(
         "vllm:healthy_pods_total", "1 while a node takes requests", labels=("model_name", "server")
     )
@@ -328,6 +334,7 @@ def _states(labelled: _Labelled) -> Iterator[Metric]:
         serving = float(node.state == "up")
         up.add_metric(values, serving)
         draining.add_metric(values, float(node.state == "draining"))
+        unpublished.add_metric(values, float(bool(node.counters.kv_events_problem)))
         if node.state != "standby":
             # Neither half of a movable node is in standby while it changes its role or ends.
             pods[values[:2]] = max(serving, pods.get(values[:2], 0.0))
@@ -338,4 +345,4 @@ def _states(labelled: _Labelled) -> Iterator[Metric]:
         cache.add_metric((*values, *map(str, facts)), 1)
     for pod, serving in pods.items():
         healthy.add_metric(pod, serving)
-    yield from (up, draining, healthy, sleep, cache)
+    yield from (up, draining, unpublished, healthy, sleep, cache)

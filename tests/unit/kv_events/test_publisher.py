@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -19,8 +22,11 @@ from common.kv_cache.radix_cache import CacheObserver, RadixCache
 from common.kv_events import publisher as publishing
 from common.kv_events.plan import KvEventsPlan
 from common.kv_events.publisher import NO_KV_EVENTS, KvEventPublisher, kv_events_of
-from common.kv_events.wire import END, GPU, SNAPSHOT, AllBlocksCleared, BlockStored, decode
+from common.kv_events.wire import END, GPU, SNAPSHOT, AllBlocksCleared, BlockStored, decode, encode
+from common.observability.logs import Log
+from tests.fakes.waiting import until
 
+LOG = Log("prefill-0")
 PATIENCE_MS = 5000
 PAGE = 2
 
@@ -88,7 +94,7 @@ class Connected:
     """A publisher with a cache, and a subscriber."""
 
     def __init__(self, plan: KvEventsPlan) -> None:
-        self.publisher = KvEventPublisher(plan)
+        self.publisher = KvEventPublisher(plan, LOG)
         self.tap: CacheObserver = self.publisher.tap(GPU, PAGE, 0)
         self.cache = RadixCache(PAGE, observer=self.tap)
         self.publisher.start()
@@ -165,7 +171,7 @@ def test_those_who_ask_and_do_not_read_share_what_waits_for_them(tmp_path: Path)
     """Each of 40 subscribers asks for 4 MiB of batches."""
     plan = plan_in(tmp_path, block_tokens=1000)
     with ExitStack() as stack:
-        publisher = stack.enter_context(closing(KvEventPublisher(plan)))
+        publisher = stack.enter_context(closing(KvEventPublisher(plan, LOG)))
         subscriber, *asked = [stack.enter_context(closing(Subscriber(plan))) for _ in range(41)]
         cache = RadixCache(1000, observer=publisher.tap(GPU, 1000, 0))
         publisher.start()
@@ -203,7 +209,7 @@ def test_only_the_last_batches_are_repeated(tmp_path: Path) -> None:
 
 def test_a_full_queue_drops_changes_and_skips_a_number(tmp_path: Path) -> None:
     plan = plan_in(tmp_path, max_queue=64)
-    publisher = KvEventPublisher(plan)
+    publisher = KvEventPublisher(plan, LOG)
     cache = RadixCache(PAGE, observer=publisher.tap(GPU, PAGE, 0))
     for token in range(70):  # before the thread runs
         cache.insert(np.array([token, token]), [token + 1])
@@ -228,7 +234,7 @@ def _until_some(subscriber: Subscriber, count: int = 1) -> list[list[bytes]]:
 
 def test_queued_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.kv_events.publisher.QUEUED_BYTES", 20)
-    publisher = KvEventPublisher(plan_in(tmp_path))
+    publisher = KvEventPublisher(plan_in(tmp_path), LOG)
     tap = publisher.tap(GPU, PAGE, 0)
     for page in range(4):
         tap.adopted(np.array([1, 2]), [page], 0, b"")
@@ -239,10 +245,10 @@ def test_queued_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_an_address_that_is_taken_is_named(tmp_path: Path) -> None:
     plan = plan_in(tmp_path, address="tcp://127.0.0.1:1", replay_address=f"ipc://{tmp_path}/replay")
-    publisher = KvEventPublisher(plan)
+    publisher = KvEventPublisher(plan, LOG)
     with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.ROUTER) as other:
         port = other.bind_to_random_port("tcp://127.0.0.1")
-        taken = KvEventPublisher(plan_in(tmp_path, address=f"tcp://127.0.0.1:{port}"))
+        taken = KvEventPublisher(plan_in(tmp_path, address=f"tcp://127.0.0.1:{port}"), LOG)
         with pytest.raises(ConfigError, match=f"cannot bind to tcp://127.0.0.1:{port}") as caught:
             taken.start()
         taken.close()
@@ -263,7 +269,7 @@ def test_a_node_does_not_wait_for_a_thread_that_does_not_end(
 
     monkeypatch.setattr(publishing, "encode", encode_for_ever)
     monkeypatch.setattr(publishing, "END_SECONDS", 0.05)
-    publisher = KvEventPublisher(plan_in(tmp_path))
+    publisher = KvEventPublisher(plan_in(tmp_path), LOG)
     publisher.start()
     publisher.tap(GPU, PAGE, 0).adopted(np.arange(2, dtype=np.int64), [1], 0, b"")
     assert begun.wait(PATIENCE_MS / 1e3)
@@ -276,13 +282,83 @@ def test_a_node_does_not_wait_for_a_thread_that_does_not_end(
     assert "kv-events" not in {each.name for each in threading.enumerate()}
 
 
+class Defect:
+    """Replaces `encode`, and fails as often as it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+        self.left = times
+        self.met: list[float] = []  # when
+        self._encode = encode
+        monkeypatch.setattr(publishing, "encode", self)
+
+    def __call__(self, *arguments: Any) -> bytes:
+        if self.left:
+            self.left -= 1
+            self.met.append(time.monotonic())
+            raise RuntimeError("a defect")
+        return self._encode(*arguments)
+
+
+def test_a_defect_is_told_and_publishing_begins_again(
+    connected: Connected, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(publishing, "LEAST_PAUSE", 0.05)
+    publisher, subscriber = connected.publisher, connected.subscriber
+    defect = Defect(monkeypatch, 2)
+    connected.insert(1)
+    _, number, payload = subscriber.next()
+    assert int.from_bytes(number, "big") > connected.first, "the number of what was lost is skipped"
+    assert list(decode(payload).events) == [AllBlocksCleared()]
+    until(lambda: not publisher.problem)
+    assert (publisher.failures, defect.left) == (2, 0)
+    assert caplog.text.count("RuntimeError: a defect") == 1, "each kind of defect once"
+    connected.insert(2)
+    latest = subscriber.next()
+    assert int.from_bytes(latest[1], "big") == int.from_bytes(number, "big") + 1
+    ((_, number, payload),) = subscriber.ask(SNAPSHOT)
+    assert number == latest[1]
+    assert list(decode(payload).events[1:]) == [
+        msgspec.structs.replace(event, token_ids=()) for event in decode(latest[2]).events
+    ], "nothing that was told before"
+
+
+def test_a_defect_that_stays_keeps_no_processor_busy(
+    connected: Connected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "LEAST_PAUSE", 0.02)
+    publisher, defect = connected.publisher, Defect(monkeypatch, 1_000_000)
+    connected.insert(1)
+    until(lambda: publisher.failures >= 4)
+    pauses = [later - earlier for earlier, later in pairwise(defect.met)]
+    assert all(pause >= 0.02 * 2**at for at, pause in enumerate(pauses)), (
+        "each twice as long as the one before"
+    )
+    assert publisher.problem == "RuntimeError: a defect"
+    defect.left = 0
+    until(lambda: not publisher.problem)
+
+
+def test_a_question_that_meets_a_defect_changes_nothing_that_was_told(
+    connected: Connected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publishing, "LEAST_PAUSE", 0.02)
+    Defect(monkeypatch, 1)
+    connected.subscriber.send(b"", SNAPSHOT.to_bytes(8, "big"))
+    until(lambda: connected.publisher.failures)
+    ((_, number, _),) = connected.subscriber.ask(SNAPSHOT)
+    assert int.from_bytes(number, "big") == connected.first - 1
+    until(lambda: not connected.publisher.problem)
+    assert connected.publisher.failures == 1
+    assert not connected.subscriber.hears(50)
+
+
 def test_without_a_plan_nothing_is_published() -> None:
-    events = kv_events_of(None)
+    events = kv_events_of(None, LOG)
     assert events is NO_KV_EVENTS
     events.start()
     events.tap(GPU, PAGE, 0).adopted(np.array([1, 2]), [1], 0, b"")
     events.close()
-    assert events.dropped == 0
+    assert (events.dropped, events.failures, events.problem) == (0, 0, "")
 
 
 def test_bytes_that_were_published_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +378,7 @@ def test_a_batch_and_what_can_be_repeated_have_limits_in_bytes(
 ) -> None:
     monkeypatch.setattr("common.kv_events.publisher.BATCH_BYTES", 1)
     plan = plan_in(tmp_path)
-    publisher = KvEventPublisher(plan)
+    publisher = KvEventPublisher(plan, LOG)
     tap = publisher.tap(GPU, PAGE, 0)
     for page in range(1, 5):  # before the thread runs
         tap.adopted(np.array([page, page]), [page], 0, b"")

@@ -82,8 +82,13 @@ def test_nodes_are_read_at_scrape_time() -> None:
     assert got[f"tandem_node_up{labels}"] == 1
     assert got[f"tandem_refused_messages_total{labels}"] == 5
     assert got['tandem_refused_messages_total{engine="router",model_name="tiny",role="router"}'] == 7
+    assert got[f"tandem_kv_events_failing{labels}"] == 0
     nodes[0].state = "draining"
-    assert series(metrics)[f"tandem_node_up{labels}"] == 0
+    nodes[0].counters = NodeCounters(kv_events_problem="RuntimeError: a defect", kv_events_failures=2)
+    got = series(metrics)
+    assert got[f"tandem_node_up{labels}"] == 0
+    assert got[f"tandem_kv_events_failing{labels}"] == 1
+    assert got[f"tandem_kv_events_failures_total{labels}"] == 2
     nodes.clear()
     assert f"tandem_node_up{labels}" not in series(metrics)
 

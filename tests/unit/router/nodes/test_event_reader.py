@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import zmq
 from msgspec.structs import replace
 
 from common.kv_cache.radix_cache import RadixCache
+from common.kv_events import publisher
 from common.kv_events.plan import KvEventsPlan
 from common.kv_events.publisher import KvEventPublisher
 from common.kv_events.wire import GPU, Batch, decode, encode
@@ -51,7 +53,7 @@ class Rig:
         self.reader = EventReader(
             self.fleet.registry, rules, self.told, PAGE, self._now, Log("router"), self.gaps.append
         )
-        self.publisher = KvEventPublisher(self.plan)
+        self.publisher = KvEventPublisher(self.plan, Log("prefill-0"))
         self.cache = RadixCache(PAGE, observer=self.publisher.tap(GPU, PAGE, 0))
 
     def _now(self) -> float:
@@ -119,6 +121,23 @@ def test_a_gap_is_filled(rig: Rig) -> None:
     rig.turns_until("no gap", lambda: rig.gaps)
     rig.turns_until("not filled", lambda: rig.follows and rig.cached(missing) == PAGE)
     assert rig.gaps == [1]
+
+
+def test_a_node_whose_publisher_met_a_defect_is_followed_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_once(*arguments: Any) -> bytes:
+        monkeypatch.setattr(publisher, "encode", encode)
+        raise RuntimeError("a defect")
+
+    rig.publisher.start()
+    before = rig.insert(1)
+    rig.turns_until("nothing is heard", lambda: rig.cached(before) == PAGE)
+    monkeypatch.setattr(publisher, "encode", fail_once)
+    rig.insert(2)
+    rig.turns_until("what was told stays", lambda: rig.follows and rig.cached(before) == 0)
+    later = rig.insert(3)
+    rig.turns_until("no event", lambda: rig.follows and rig.cached(later) == PAGE)
 
 
 def test_a_lost_node_is_forgotten_whatever_it_still_says(rig: Rig) -> None:
