@@ -17,7 +17,11 @@ from common.kv_cache.host_plan import HostCopy, Store
 from common.node import host_bytes
 from common.node.host_bytes import HostBytes
 from common.node.host_store import HostStore
+from decode_node.build import BuiltDecodeNode
+from decode_node.rank import ReceivingService
 from kv_transfer.transport.cuda.pool_copies import MovedPool
+from prefill_node.build import BuiltPrefillNode
+from prefill_node.rank import SendingService
 from tests.fakes.late_host import LateLoads, LateStores, late_lanes
 from tests.fakes.pools import plain_pool
 
@@ -179,3 +183,44 @@ def test_copies_whose_start_failed_keep_the_memory(direction: str, kept: list[to
     store.close()
     assert runtime.pinned
     assert len(kept) == 1
+
+
+class Closed:
+    """Anything that a node closes; `order` gets the names of what was called."""
+
+    def __init__(self, name: str, order: list[str]) -> None:
+        self.name, self.order = name, order
+
+    def __getattr__(self, name: str) -> Closed:
+        return Closed(f"{self.name}.{name}", self.order)
+
+    def __call__(self) -> None:
+        self.order.append(self.name)
+
+
+@pytest.mark.parametrize(
+    ("ending", "parts", "host", "memory"),
+    [
+        (
+            BuiltDecodeNode,
+            "node routers peers receiver end observation ranks watched host",
+            "store.",
+            "end.close",
+        ),
+        (
+            BuiltPrefillNode,
+            "node routers end sockets images observation ranks watched host",
+            "",
+            "end.sender.close",
+        ),
+        (ReceivingService, "rank peers poller end host", "store.", "end.close"),
+        (SendingService, "rank end sockets host", "", "rank.close"),
+    ],
+)
+def test_nodes_and_ranks_wait_for_copies_before_their_pools_go(
+    ending: Any, parts: str, host: str, memory: str
+) -> None:
+    order = list[str]()
+    ending(*(Closed(part, order) for part in parts.split())).close()
+    assert order.count(f"host.{host}close") == 1
+    assert order.index(f"host.{host}close") < order.index(memory)
