@@ -80,14 +80,26 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         common = {"model": await first_model(session, url), "max_tokens": options.answer, "stream": True}
         common |= {"temperature": 0, "ignore_eos": True, "stream_options": {"include_usage": True}}
         bodies = [msgspec.json.encode({"prompt": prompts.of(each), **common}) for each in plan]
-        before, rounds = await settled(session), []
+        latest = before = await settled(session)
+        rounds = []
         for number in range(options.rounds):
             times = [await stream_completion(session, f"{url}/completions", body) for body in bodies]
             if errors := [each.error for each in times if each.error]:
                 raise RuntimeError(f"{len(errors)} of {len(times)} requests failed: {errors[0]}")
-            rounds.append({**told(times), "after": await settled(session)})
+            earlier, latest = latest, await settled(session)
+            rounds.append({**told(times), "after": latest})
             print(f"round {number}: {line(rounds[-1])}")
+            for engine, gained in gains(earlier, latest).items():
+                print(f"  {engine}: {', '.join(f'{name} {value:.0f}' for name, value in gained.items())}")
     return {"prompt_tokens": options.count * shape.input, "before": before, "rounds": rounds}
+
+
+def gains(before: Counters, after: Counters) -> Counters:
+    """Return by how much the counters of each engine have grown."""
+    return {
+        engine: {name: value - before.get(engine, {}).get(name, 0) for name, value in own.items()}
+        for engine, own in after.items()
+    }
 
 
 def told(times: list[RequestTimes]) -> dict[str, list[float]]:

@@ -129,6 +129,15 @@ def test_conversations_take_turns_and_counters_are_read_between_rounds(
     ]
 
 
+def test_what_a_round_has_gained() -> None:
+    before = {"decode-0": {"hits": 5.0}}
+    after = {"decode-0": {"hits": 7.0, "stores": 1.0}, "prefill-0": {"hits": 3.0}}
+    assert conversations.gains(before, after) == {
+        "decode-0": {"hits": 2, "stores": 1},
+        "prefill-0": {"hits": 3},
+    }
+
+
 def kernel(name: str, micros: float) -> dict[str, Any]:
     return {"ph": "X", "cat": "kernel", "name": name, "dur": micros}
 
