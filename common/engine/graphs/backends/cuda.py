@@ -36,7 +36,6 @@ class CudaRecorder:
     """A `Recorder` on one GPU."""
 
     name = "cuda"
-    warm_ups = 2  # the first call compiles and tunes, the second runs what is captured
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -45,6 +44,12 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._open_sides: list[torch.cuda.Stream] = []
+        self._captured = False
+
+    @property
+    def warm_ups(self) -> int:
+        """One run compiles the kernels of a shape. The first graph takes two: workspaces are allocated, too."""
+        return 1 if self._captured else 2
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -84,6 +89,7 @@ class CudaRecorder:
             self._stream.wait_stream(side)
         graph.capture_end()
         self._graph = None
+        self._captured = True
         return graph.replay
 
     def abort(self) -> None:
