@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -156,6 +157,20 @@ def test_a_job_near_its_time_limit_drains_and_is_queued_again(slurm: OneMachineS
         slurm.run("scancel", "--batch", "--signal=TERM", job.number)
         wait_for(lambda: slurm.job(job.number, "Restarts") == "1")
         assert job.log.count("has drained") == 3
+        assert "ended with" not in job.log
+    finally:
+        print(job.log)
+        shutil.rmtree(job.folder, ignore_errors=True)
+
+
+def test_a_job_that_is_stopped_before_a_process_runs_is_queued_again(slurm: OneMachineSlurm) -> None:
+    job = ClusterJob(slurm, 1, 1)
+    try:
+        # The next step is the cluster file, which takes a second.
+        wait_for(job.folder.exists)
+        time.sleep(0.1)
+        slurm.run("scancel", "--batch", "--signal=TERM", job.number)
+        wait_for(lambda: slurm.job(job.number, "Restarts") == "1")
         assert "ended with" not in job.log
     finally:
         print(job.log)

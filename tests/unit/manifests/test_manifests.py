@@ -559,6 +559,15 @@ def replica_counts(manifests: list[Manifest]) -> Iterator[tuple[str, int]]:
                 yield role["name"], role["spec"]["replicas"]
 
 
+def test_each_set_has_a_budget_that_only_ready_pods_count_for(overlay: list[Manifest]) -> None:
+    budgets = [each["spec"] for each in overlay if each["kind"] == "PodDisruptionBudget"]
+    for _, template in pod_templates(overlay):
+        (spec,) = [each for each in budgets if fits(each["selector"], template)]
+        assert spec["unhealthyPodEvictionPolicy"] == "AlwaysAllow", (
+            "else a pod that hangs in its start holds up drains"
+        )
+
+
 def test_pods_of_a_role_are_spread_over_hosts() -> None:
     for _, template in pod_templates(build(PLACE / "overlays" / "2p2d")):
         (rule,) = template["spec"]["topologySpreadConstraints"]
