@@ -121,7 +121,7 @@ def _ready_file(resolved: Resolved, name: str) -> contextlib.AbstractContextMana
 
 
 def run_node(
-    import_build: Callable[[], Build],
+    import_build: Callable[[Resolved, str], Build],
     cluster: Path,
     name: str,
     overrides: list[str] | None,
@@ -129,13 +129,13 @@ def run_node(
 ) -> None:
     """Run one node's whole life.
 
-    `import_build` imports torch, which takes seconds, so that phase is reported first.
+    `import_build` starts other ranks and imports torch, which takes seconds, so that phase is reported first.
     """
 
     def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
         reporter.report("importing")
         with _ready_file(resolved, name) as ready:
-            serve(import_build()(resolved, name, reporter, log), ready, resolved, reporter, log)
+            serve(import_build(resolved, name)(resolved, name, reporter, log), ready, resolved, reporter, log)
 
     def serve(
         built: BuiltNode, ready: ReadyFile, resolved: Resolved, reporter: StartupReporter, log: Log

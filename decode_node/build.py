@@ -30,8 +30,9 @@ from common.messages.identity import NodeRef, new_incarnation, rank_incarnation
 from common.node.announced_work import COMPILE_SECONDS
 from common.node.host_share import HostShare
 from common.node.profiles import NodeProfiler
-from common.node.ranks.from_config import start_ranks
+from common.node.ranks.from_config import begin_ranks
 from common.node.ranks.group import RankGroup
+from common.node.ranks.processes import RankProcesses
 from common.node.ranks.rank_reports import rank_reports
 from common.node.ranks.sole_rank import SoleRank
 from common.node.registration import registration
@@ -68,8 +69,6 @@ from kv_transfer.receiver import Receiver
 from kv_transfer.receiving import PageReceiver
 from kv_transfer.transport.base import ReceiverSetup
 from kv_transfer.transport.transport_registry import make_receiver
-
-RANK = "decode_node.rank"  # entry module of the other ranks
 
 
 @dataclass(slots=True)
@@ -114,11 +113,18 @@ class BuiltDecodeNode:
 
 
 def build(
-    resolved: Resolved, name: str, reporter: StartupReporter, log: Log, shared: SharedParts = ALONE
+    resolved: Resolved,
+    name: str,
+    reporter: StartupReporter,
+    log: Log,
+    shared: SharedParts = ALONE,
+    others: RankProcesses | None = None,
 ) -> BuiltDecodeNode:
     """Load the models, allocate the KV pool and bind the sockets. Raises ConfigError or ModelError with the remedy.
 
-    `shared`: with the other half of a movable node.
+    Args:
+        shared: with the other half of a movable node.
+        others: the processes of the node's other ranks.
     """
     report_compilations(lambda kernel, seconds: reporter.times.add("compilations", seconds))
     check_process(name, resolved.cluster.movable.role_of(name) is not None, shared)
@@ -127,7 +133,7 @@ def build(
     plan = node_plan(resolved.cluster, "decode", name, resolved.model_path, resolved.draft_path, routers)
     incarnation = new_incarnation()
     reporter.report("connecting")
-    ranks = start_ranks(RANK, resolved, name, len(plan.devices), incarnation, reporter)
+    ranks = begin_ranks(others, resolved, name, len(plan.devices), incarnation, reporter)
     with ranks.starting():
         return _build(resolved, plan, incarnation, ranks, shared, reporter.times, log)
 

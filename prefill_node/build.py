@@ -40,8 +40,9 @@ from common.messages.identity import (
 )
 from common.node.announced_work import COMPILE_SECONDS
 from common.node.profiles import NodeProfiler
-from common.node.ranks.from_config import start_ranks
+from common.node.ranks.from_config import begin_ranks
 from common.node.ranks.group import RankGroup
+from common.node.ranks.processes import RankProcesses
 from common.node.ranks.rank_reports import rank_reports
 from common.node.ranks.sole_rank import SoleRank
 from common.node.registration import registration
@@ -79,7 +80,6 @@ from prefill_node.step_result import Worker
 from prefill_node.vision_stage import load_vision_stage
 
 IMAGES_QUEUED = 16  # messages of up to 16 MiB in this process's memory; more wait at the router
-RANK = "prefill_node.rank"  # entry module of the other ranks
 
 
 @dataclass(slots=True)
@@ -125,11 +125,18 @@ class BuiltPrefillNode:
 
 
 def build(
-    resolved: Resolved, name: str, reporter: StartupReporter, log: Log, shared: SharedParts = ALONE
+    resolved: Resolved,
+    name: str,
+    reporter: StartupReporter,
+    log: Log,
+    shared: SharedParts = ALONE,
+    others: RankProcesses | None = None,
 ) -> BuiltPrefillNode:
     """Load the models, allocate the KV pool and bind the sockets. Raises ConfigError or ModelError with the remedy.
 
-    `shared`: with the other half of a movable node. This half loads the weights of both.
+    Args:
+        shared: with the other half of a movable node, whose weights this half loads, too.
+        others: the processes of the node's other ranks.
     """
     report_compilations(lambda kernel, seconds: reporter.times.add("compilations", seconds))
     check_process(name, resolved.cluster.movable.role_of(name) is not None, shared)
@@ -139,7 +146,7 @@ def build(
     plan = node_plan(resolved.cluster, "prefill", name, resolved.model_path, resolved.draft_path, routers)
     incarnation = new_incarnation()
     reporter.report("connecting")
-    ranks = start_ranks(RANK, resolved, name, len(plan.devices), incarnation, reporter)
+    ranks = begin_ranks(others, resolved, name, len(plan.devices), incarnation, reporter)
     with ranks.starting():
         return _build(resolved, plan, incarnation, sockets, ranks, shared, reporter.times, log)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from common.config import Resolved
 from common.process import Build, ClusterOption, NameOption, SetOption, StatusOption, run_command, run_node
 
 
-def _import_build() -> Build:
+def _import_build(resolved: Resolved, name: str) -> Build:
     from deploy.movable_node.build import build
 
     return build

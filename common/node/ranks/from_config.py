@@ -1,4 +1,4 @@
-"""Starts the ranks of a node, which get the cluster file as rank 0 has read it."""
+"""Tells the ranks of a node what they are: they get the cluster file as rank 0 has read it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 from common.config import Resolved
 from common.config.cluster_schema import cluster_schema
 from common.node.ranks.group import RankGroup
+from common.node.ranks.processes import RankProcesses
 from common.node.ranks.sole_rank import SoleRank
 from common.observability.startup import StartupReporter
 
@@ -27,11 +28,17 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
         return Resolved(msgspec.msgpack.decode(self.cluster, type=cluster_schema()), Path(self.file), {})
 
 
-def start_ranks(
-    module: str, resolved: Resolved, name: str, size: int, incarnation: str, reporter: StartupReporter
+def begin_ranks(
+    started: RankProcesses | None,
+    resolved: Resolved,
+    name: str,
+    size: int,
+    incarnation: str,
+    reporter: StartupReporter,
 ) -> RankGroup | SoleRank:
-    """Start ranks 1 to `size` - 1 of the node `name`, whose entry module is `module`."""
-    if size == 1:
+    """Let the other ranks of the node `name` begin; None: there are no others."""
+    assert size == (1 if started is None else started.size), "the processes are those of the node's devices"
+    if started is None:
         return SoleRank(reporter)
     start = RankStart(
         cluster=msgspec.Raw(msgspec.msgpack.encode(resolved.cluster)),
@@ -39,6 +46,6 @@ def start_ranks(
         name=name,
         incarnation=incarnation,
     )
-    group = RankGroup(name, size, reporter.report)
-    group.start(module, [msgspec.msgpack.encode(start)] * (size - 1), resolved.cluster.process.log_level)
+    group = RankGroup(name, started, reporter.report)
+    group.begin([msgspec.msgpack.encode(start)] * (group.size - 1), resolved.cluster.process.log_level)
     return group

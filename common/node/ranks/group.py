@@ -1,75 +1,53 @@
-"""The ranks of a node as rank 0 sees them: starts their processes, exchanges what they have to agree on, ends them."""
+"""The ranks of a node as rank 0 sees them: exchanges what they have to agree on, and ends their processes."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import select
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 
-from common.engine.collectives.endpoints import GroupEndpoint, open_endpoints
 from common.engine.collectives.group import CollectiveGroup
 from common.engine.collectives.group_ranks import GroupRanks
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.engine.layers.ranks import DivideExperts
 from common.errors import ConfigError, InternalError, ModelError, RankFailed, TandemError
-from common.ipc.ring import Ring, RingReader, RingWriter
+from common.ipc.ring import RingReader, RingWriter
 from common.messages.identity import RankTotals
-from common.node.ranks.board import Board, Told
+from common.node.ranks.board import Told
 from common.node.ranks.device_group import PeerRuntime, RankCollectives
 from common.node.ranks.member import READY, START_SECONDS
-from common.node.ranks.messages import Begin, FromRank, Gathered, Loading, RankRings, StartFailed
-from common.node.ranks.start_channel import StartChannel
+from common.node.ranks.messages import Gathered, Loading, StartFailed
+from common.node.ranks.processes import END_SECONDS, RankProcesses
 from common.node.ranks.watchdog import RankWatch, rank_watchdog
 from common.observability.logs import Log
 from common.observability.startup import Phase
 
-PLAN_BYTES = 8 << 20  # of the ring of plans; larger frames are split
-COMMAND_BYTES = 1 << 20
 PLAN_SECONDS = 5.0  # for a rank to make room in a full ring of plans
-END_SECONDS = 5.0  # for a rank to end when it is told to
-_PR_SET_PDEATHSIG = 1
-# Resolved before any fork: between fork and exec hardly anything is safe to call.
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-
-def _die_with_parent() -> None:
-    """Arrange, between fork and exec, that the child is killed when rank 0 has ended, even if it is stopped."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class RankGroup:
-    """Owned by the main thread of rank 0. `start` is called once."""
+    """Owned by the main thread of rank 0."""
 
-    def __init__(self, node: str, size: int, report: Callable[[Phase, int, int], None]) -> None:
-        """Open what the ranks of a node share. `report` is told their progress together."""
+    def __init__(self, node: str, started: RankProcesses, report: Callable[[Phase, int, int], None]) -> None:
+        """Take over the processes of the other ranks. `report` is told the progress of all ranks together."""
         self._node = node
-        self.size = size
-        others = size - 1
-        self.board = Board.create()
-        self._plans = Ring.create(PLAN_BYTES, others)
-        self._commands = Ring.create(COMMAND_BYTES, others)
-        self._events = [Ring.create(COMMAND_BYTES, 1) for _ in range(others)]
-        ranks = range(1, size)
-        self.plans = RingWriter(self._plans, "the plans", ranks)
-        self.commands = RingWriter(self._commands, "the commands", ranks)
+        self._started = started
+        self.size = started.size
+        self.board = started.board
+        ranks = range(1, self.size)
+        self.plans = RingWriter(started.plans, "the plans", ranks)
+        self.commands = RingWriter(started.commands, "the commands", ranks)
         self.events = [
-            RingReader(ring, 0, "the events", rank) for rank, ring in zip(ranks, self._events, strict=True)
+            RingReader(ring, 0, "the events", rank) for rank, ring in zip(ranks, started.events, strict=True)
         ]
-        endpoints = open_endpoints(size)
-        self._endpoints: Sequence[GroupEndpoint] = endpoints[1:]
-        self._collectives = RankCollectives(SharedMemoryGroup(endpoints[0]))
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self._channels: list[StartChannel[FromRank]] = []
-        self._loading = [(0, 0)] * size  # bytes read and to read, of each rank
+        self._collectives = RankCollectives(SharedMemoryGroup(started.own))
+        self.processes = started.processes
+        self._channels = started.channels
+        self._loading = [(0, 0)] * self.size  # bytes read and to read, of each rank
         self._given: dict[int, bytes] = {}  # in the exchange that goes on, by rank
         self._report = report
         self._serving = False
@@ -87,35 +65,9 @@ class RankGroup:
         """Connect this rank's device with those of the others. See `RankCollectives.connect`."""
         self._collectives.connect(device, runtime, self.exchange, log)
 
-    def start(self, module: str, works: Sequence[bytes], log_level: str) -> None:
-        """Start ranks 1 and up as `python -m MODULE DESCRIPTOR`; `works` are what their entry module decodes."""
-        for rank, work in enumerate(works, start=1):
-            endpoint = self._endpoints[rank - 1]
-            rings = RankRings(self._plans.spec, self._commands.spec, self._events[rank - 1].spec)
-            near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-            channel: StartChannel[FromRank] = StartChannel(near, FromRank, rank)
-            self._channels.append(channel)
-            begin = Begin(
-                node=self._node,
-                rank=rank,
-                rings=rings,
-                board=self.board.descriptor,
-                collectives=endpoint,
-                log_level=log_level,
-                work=work,
-            )
-            with far:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", module, str(far.fileno())],
-                        stdin=subprocess.DEVNULL,
-                        pass_fds=(far.fileno(), *begin.descriptors),
-                        preexec_fn=_die_with_parent,
-                    )
-                )
-            # Or this process would keep the sockets of a rank that has ended open.
-            endpoint.close()
-            channel.send(begin)
+    def begin(self, works: Sequence[bytes], log_level: str) -> None:
+        """Tell ranks 1 and up what they are; `works` are what their entry module decodes."""
+        self._started.begin(self._node, works, log_level)
 
     def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
         """Report the phase of rank 0; loading is that of all ranks."""
@@ -196,24 +148,9 @@ class RankGroup:
         with contextlib.suppress(RankFailed):
             if serving:
                 self.plans.send(b"", END_SECONDS)
-        until = time.monotonic() + (END_SECONDS if serving else 0.0)
-        for process in self.processes:
-            try:
-                process.wait(max(until - time.monotonic(), 0.01))
-            except subprocess.TimeoutExpired:
-                process.kill()
-        for process in self.processes:
-            # One that hangs in a driver ends when the driver lets it.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_SECONDS)
-        for endpoint in self._endpoints[len(self.processes) :]:
-            endpoint.close()
-        for channel in self._channels:
-            channel.close()
-        for ring in (self._plans, self._commands, *self._events):
-            ring.close()
+        self._started.end(END_SECONDS if serving else 0.0)
+        self._started.close()
         self._collectives.close()
-        self.board.close()
 
     def _reason(self, error: RankFailed) -> TandemError:
         """Return why a rank failed: what it has said, or else the error that another rank noticed.

@@ -116,7 +116,10 @@ def run_rank(build: Callable[[Member, Log], BuiltRank], descriptor: int) -> None
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(descriptor, False)
     channel: StartChannel[ToRank] = StartChannel(socket.socket(fileno=descriptor), ToRank, peer=0)
-    begin = channel.receive(START_SECONDS)
+    try:
+        begin = channel.receive(START_SECONDS)
+    except RankFailed:  # rank 0 cannot start, and says why
+        sys.exit(1)
     assert isinstance(begin, Begin), "rank 0 tells a rank first what it is"
     name = f"{begin.node}/{begin.rank}"
     logs.configure(name, begin.log_level)

@@ -25,6 +25,7 @@ from common.node.ranks.board import Board, Told
 from common.node.ranks.group import RankGroup
 from common.node.ranks.member import REPORTS, Member
 from common.node.ranks.messages import Begin, FromRank, Loading, RankRings, ToRank
+from common.node.ranks.processes import RankProcesses, start_ranks
 from common.node.ranks.start_channel import StartChannel
 from common.node.ranks.watchdog import RankWatch
 from common.process_entry import start_time
@@ -39,8 +40,10 @@ class Started:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.reports: list[tuple[str, int, int]] = []
-        self.group = RankGroup("decode-0", 3, lambda *report: self.reports.append(report))
-        self.group.start(ENTRY, [os.fsencode(directory)] * 2, "info")
+        started = start_ranks(ENTRY, ["cpu"] * 3)
+        assert started is not None
+        self.group = RankGroup("decode-0", started, lambda *report: self.reports.append(report))
+        self.group.begin([os.fsencode(directory)] * 2, "info")
 
     def serve(self) -> None:
         self.group.report("loading", 1, 10)
@@ -204,12 +207,26 @@ def test_a_start_that_fails_midway_leaves_nothing(tmp_path: Path, monkeypatch: p
         raise OSError("no more processes")
 
     monkeypatch.setattr(subprocess, "Popen", refused)
-    group = RankGroup("decode-0", 4, lambda *report: None)
+    started_ranks = RankProcesses(4)
     with pytest.raises(OSError, match="no more processes"):
-        group.start(ENTRY, [os.fsencode(tmp_path)] * 3, "info")
+        started_ranks.start(ENTRY)
+    group = RankGroup("decode-0", started_ranks, lambda *report: None)
     group.close()
     assert [process.returncode for process in group.processes] == [-signal.SIGKILL]
     del group
+    assert descriptors() == open_before
+
+
+def test_a_process_ends_without_a_word_if_rank_0_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
+    open_before = descriptors()
+    started = start_ranks(ENTRY, ["cpu"] * 2)
+    assert started is not None
+    started.channels[0].close()
+    assert started.processes[0].wait(PATIENCE) == 1
+    assert capfd.readouterr().err == ""
+    started.close()
+    started.own.close()
+    del started
     assert descriptors() == open_before
 
 
@@ -269,3 +286,8 @@ def test_a_rank_reports_what_it_loads_a_few_times(tmp_path: Path) -> None:
     endpoints[0].close()
     ring.close()
     board.close()
+
+
+def test_ranks_start_before_rank_0_imports_torch() -> None:
+    code = "import sys, decode_node.__main__, prefill_node.__main__; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"False\n"
