@@ -249,11 +249,12 @@ class NodeRegistry:
         if changed:
             self._served(node)
         self._heard(node)
+        if message.load.prompt_times != node.load.prompt_times:
+            node.token_ms, _ = best_rate(message.load.prompt_times)
         node.state, node.load, node.counters = message.state, message.load, message.counters
         node.loop_age, node.announced = message.loop_age_ms / 1000, message.announced_ms / 1000
         node.as_of, node.others = message.as_of, message.others
         node.rooms.heard(message.load, message.others)
-        node.token_ms, _ = best_rate(message.load.prompt_times)
         node.answer_steps = ANSWER_TOKENS / max(message.counters.avg_spec_accept_length, 1.0)
         self.heard.add(node.incarnation)
         if changed:
