@@ -135,7 +135,10 @@ def run_node(
     def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
         reporter.report("importing")
         with _ready_file(resolved, name) as ready:
-            serve(import_build(resolved, name)(resolved, name, reporter, log), ready, resolved, reporter, log)
+            build = import_build(resolved, name)
+            with reporter.times.counting():
+                built = build(resolved, name, reporter, log)
+            serve(built, ready, resolved, reporter, log)
 
     def serve(
         built: BuiltNode, ready: ReadyFile, resolved: Resolved, reporter: StartupReporter, log: Log

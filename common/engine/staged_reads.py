@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -24,6 +25,7 @@ from torch import Tensor
 from common.checkpoint.model_directory import opened
 from common.checkpoint.safetensors_header import TensorEntry, WeightFile
 from common.errors import ModelError
+from common.observability.start_times import count
 
 THREADS = 8
 SLOTS, SLOT_BYTES = 16, 8 << 20  # 128 MiB of pinned memory
@@ -73,6 +75,7 @@ class StagedReads:
         self._device = device
         self._pinned = device.type == "cuda"
         self._slot_bytes = slot_bytes
+        self._waited = 0.0  # seconds in which no part was there to copy
         self._free = deque(
             _Slot(torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=self._pinned)) for _ in range(slots)
         )
@@ -83,6 +86,7 @@ class StagedReads:
 
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
+        count("file_waits", self._waited)
 
     def blocks(self, file: WeightFile, reads: Iterable[Read]) -> Generator[Tensor]:
         """Yield the blocks of `reads`, in their order, as tensors of the file's dtype on the device.
@@ -131,7 +135,9 @@ class StagedReads:
         """Copy the part of a job to the beginning of `into`, free its slot, and return the number of bytes."""
         slot = job.slot
         try:
+            started = time.perf_counter()
             job.filling.result()
+            self._waited += time.perf_counter() - started
             into[: job.nbytes].copy_(slot.pinned[: job.nbytes], non_blocking=True)
             if self._pinned:
                 slot.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -158,13 +164,13 @@ def _parts(values: Bytes, most: int) -> Iterator[Bytes]:
         if values.size:
             yield values
         return
-    count = most * len(values) // values.size
-    if not count:
+    rows = most * len(values) // values.size
+    if not rows:
         for each in values:
             yield from _parts(each, most)
         return
-    for at in range(0, len(values), count):
-        yield values[at : at + count]
+    for at in range(0, len(values), rows):
+        yield values[at : at + rows]
 
 
 def _fill(slot: _Slot, part: Bytes, content: mmap.mmap, data: Bytes) -> None:

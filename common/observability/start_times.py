@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 
@@ -12,6 +15,16 @@ def process_age() -> float:
     after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
     return max(time.clock_gettime(time.CLOCK_BOOTTIME) - began, 0.0)
+
+
+_current: ContextVar[StartTimes | None] = ContextVar("start_times", default=None)
+
+
+def count(part: str, seconds: float) -> None:
+    """Count work in the start-up that this context belongs to, if any; see `StartTimes.add`."""
+    times = _current.get()
+    if times is not None:
+        times.add(part, seconds)
 
 
 class StartTimes:
@@ -25,6 +38,15 @@ class StartTimes:
         self._since = time.monotonic() - process_age()
         self._phases: dict[str, float] = {}
         self._parts: dict[str, tuple[int, float]] = {}  # how often, and the seconds
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Let `count` add to these times in this context."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
 
     def enter(self, phase: str) -> None:
         """End the current phase and begin another, or go on with the same."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.observability import start_times
-from common.observability.start_times import StartTimes, process_age
+from common.observability.start_times import StartTimes, count, process_age
 
 
 def test_phases_begin_with_the_process_and_work_within_them_is_counted(
@@ -33,6 +33,15 @@ def test_phases_begin_with_the_process_and_work_within_them_is_counted(
     }
     now[0] += 1.0
     assert times.fields()["start_capturing_s"] == 65.5
+
+
+def test_work_is_counted_in_the_context_of_its_start() -> None:
+    times = StartTimes()
+    count("file_waits", 1.0)
+    with times.counting():
+        count("file_waits", 2.0)
+    count("file_waits", 4.0)
+    assert times.fields()["start_file_waits"] == "1 in 2.00 s"
 
 
 def test_the_age_of_a_process_grows() -> None:

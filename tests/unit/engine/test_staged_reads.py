@@ -16,6 +16,7 @@ from common.engine.layers.piece import Piece
 from common.engine.staged_reads import Read, StagedReads
 from common.engine.weights import load_weights
 from common.errors import ModelError
+from common.observability.start_times import StartTimes
 from tests.unit.engine import families
 
 ALL = slice(None)
@@ -90,7 +91,10 @@ def test_models_are_filled_alike(name: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(weights, "STAGED", "cpu")
     monkeypatch.setattr(weights, "safe_open", None)
     told: list[tuple[int, int]] = []
-    found = load_model(path, progress=lambda *done: told.append(done))[0].state_dict()
+    times = StartTimes()
+    with times.counting():
+        found = load_model(path, progress=lambda *done: told.append(done))[0].state_dict()
+    assert str(times.fields()["start_file_waits"]).startswith("1 in ")
     assert all(torch.equal(values, found[name]) for name, values in expected.items())
     assert told == sorted(told)
     assert told[-1][0] == told[-1][1]
