@@ -79,7 +79,14 @@ class StagedReads:
         self._free = deque(
             _Slot(torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=self._pinned)) for _ in range(slots)
         )
-        self._threads = ThreadPoolExecutor(min(threads, len(os.sched_getaffinity(0))), "weights")
+        self._threads = ThreadPoolExecutor(
+            min(threads, len(os.sched_getaffinity(0))), "weights", self._begin_thread
+        )
+
+    def _begin_thread(self) -> None:
+        """Make the device current: waiting for an event on another one may open a context on the first GPU."""
+        if self._pinned:
+            torch.cuda.set_device(self._device)
 
     def __enter__(self) -> StagedReads:
         return self

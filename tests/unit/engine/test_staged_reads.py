@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,33 @@ def test_reads_that_are_given_up_leave_their_buffers_free(file: WeightFile) -> N
             next(blocks)
             blocks.close()
         assert len(list(staged.blocks(file, READS))) == len(READS), "all buffers are free again"
+
+
+def test_threads_of_a_gpu_wait_for_the_last_copy_from_a_buffer(
+    file: WeightFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And they do so on the GPU of the weights, not on the first one, where they would open a context."""
+    waits, current = [0], set[torch.device]()
+    empty = torch.empty
+
+    class Event:
+        def record(self) -> None:
+            """Record nothing."""
+
+        def synchronize(self) -> None:
+            waits[0] += 1
+
+    def on_host(*size: Any, dtype: torch.dtype, **_: object) -> Tensor:
+        return empty(*size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", on_host)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "set_device", current.add)
+    with StagedReads(torch.device("cuda", 1), threads=2, slots=2, slot_bytes=50) as staged:
+        (found,) = staged.blocks(file, [("experts", (ALL, ALL, ALL))])
+    assert torch.equal(found, load_file(file.path)["experts"])
+    assert waits[0] == 4 * 3 - 2, "each of 4 experts of 120 bytes takes 3 parts; 2 buffers are new"
+    assert current == {torch.device("cuda", 1)}
 
 
 def test_a_file_that_has_changed_since_its_header_was_read_is_refused(file: WeightFile) -> None:
