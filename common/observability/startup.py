@@ -19,7 +19,7 @@ from common.observability.start_times import StartTimes
 Phase = Literal[
     "importing",
     "verifying",
-    "connecting",  # starting the other ranks of a node, and waiting until they have imported as well
+    "connecting",  # waiting until the other ranks of a node have imported as well, and connecting the GPUs
     "loading",
     "allocating",
     "sizing",  # a trial of graphs, which sizes the pool
