@@ -119,12 +119,14 @@ class GrammarCompiler:
         self.compiled += 1
         check_text(grammar, self._limits)
         compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._parser_limits)
+        checked = compiled
         if not compiled.is_error():
-            # Some grammars exceed the limits only in their first mask.
+            # Some grammars fail only in their first mask; the copy that computes it has the error.
             first = np.zeros((1, mask_width(self.vocab_size)), dtype=np.int32)
-            fill_next_token_bitmask(compiled.deep_copy(), first, 0)
-        if compiled.is_error():
-            raise InvalidGrammar(f"the grammar cannot be compiled: {compiled.get_error()[:MAX_MESSAGE]}")
+            checked = compiled.deep_copy()
+            fill_next_token_bitmask(checked, first, 0)
+        if checked.is_error():
+            raise InvalidGrammar(f"the grammar cannot be compiled: {checked.get_error()[:MAX_MESSAGE]}")
         return Matcher(compiled, self._eos, self.vocab_size)
 
     def _find(self, key: bytes) -> Matcher | InvalidGrammar | None:
