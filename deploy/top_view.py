@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -15,16 +17,44 @@ from deploy.cluster_sample import NO_BUCKETS, Buckets, ClusterSample, NodeRates,
 from deploy.process_table import Table
 from deploy.status_view import pages_text, process_state, rank_rows
 
-COLUMNS = ("node", "role", "state", "running", "queued", "moving", "pages free / all", "used", "tokens/s")
+COLUMNS = (
+    *("node", "role", "state", "running", "queued", "moving", "pages free / all", "used", "tokens/s"),
+    *("accept", "graphs"),
+)
+LEFT_OUT = ("pages free / all", "graphs", "moving", "accept")  # where the terminal is narrow, in this order
+
+
+@dataclass(slots=True)
+class NodeTable:
+    """The rows of the nodes with as many columns as the terminal is wide enough for."""
+
+    rows: list[tuple[dict[str, str], str | None]]  # text by column, style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Leave out columns until no text is cut, or only the most important ones are left."""
+        names = list(COLUMNS)
+        for name in (*LEFT_OUT, None):
+            view = self._view(names)
+            if Measurement.get(console, options.update(max_width=1000), view).maximum <= options.max_width:
+                break
+            if name is not None:
+                names.remove(name)
+        yield view
+
+    def _view(self, names: Sequence[str]) -> RichTable:
+        view = RichTable(*names)
+        for column in view.columns[3:]:
+            column.justify = "right"
+        for texts, style in self.rows:
+            view.add_row(*(texts.get(name, "") for name in names), style=style)
+        return view
 
 
 def render(samples: Sequence[ClusterSample], table: Table | None) -> RenderableType:
     """Return the picture of the last sample, with rates since the first one. `table`: the supervisor's, if any."""
     before, now = samples[0], samples[-1]
     seconds = now.at - before.at
-    view = RichTable(*COLUMNS, "accept", "graphs")
-    for column in view.columns[3:]:
-        column.justify = "right"
+    view = NodeTable([])
     earlier = {node["name"]: node for node in before.nodes} if seconds > 0 else {}
     generated = 0.0
     for node in sorted(now.nodes, key=lambda each: (each["role"] != "prefill", each["name"])):
@@ -32,7 +62,7 @@ def render(samples: Sequence[ClusterSample], table: Table | None) -> RenderableT
         generated += (rates.tokens_per_s or 0.0) if node["role"] == "decode" else 0.0
         _add(view, node, rates)
     for name, state in _absent(now, table):
-        view.add_row(escape(name), "", escape(state), style="red")
+        view.rows.append(({"node": escape(name), "state": escape(state)}, "red"))
     return Group(*_head(before, now, generated), view)
 
 
@@ -60,26 +90,26 @@ def _ms(seconds: float) -> str:
     return "-" if math.isnan(seconds) else f"{1e3 * seconds:.3g}"
 
 
-def _add(view: RichTable, node: dict[str, Any], rates: NodeRates) -> None:
+def _add(view: NodeTable, node: dict[str, Any], rates: NodeRates) -> None:
     load = node["load"]
     total = load["total_pages"]
     used = total - load["free_pages"] - load["cached_pages"]
-    view.add_row(
-        escape(node["name"]),
-        node["role"],
-        escape(str(node.get("state", "up"))),
-        str(load["running"]),
-        str(load["queued"]),
-        str(load["transferring"]),
-        pages_text(load),
-        f"{used / total:.0%}" if total else "-",
-        "-" if rates.tokens_per_s is None else f"{rates.tokens_per_s:,.0f}",
-        "-" if rates.accept_length is None else f"{rates.accept_length:.2f}",
-        "-" if rates.graph_share is None else f"{rates.graph_share:.0%}",
-        style=None if node.get("state", "up") == "up" else "yellow",
-    )
+    texts = {
+        "node": escape(node["name"]),
+        "role": node["role"],
+        "state": escape(str(node.get("state", "up"))),
+        "running": str(load["running"]),
+        "queued": str(load["queued"]),
+        "moving": str(load["transferring"]),
+        "pages free / all": pages_text(load),
+        "used": f"{used / total:.0%}" if total else "-",
+        "tokens/s": "-" if rates.tokens_per_s is None else f"{rates.tokens_per_s:,.0f}",
+        "accept": "-" if rates.accept_length is None else f"{rates.accept_length:.2f}",
+        "graphs": "-" if rates.graph_share is None else f"{rates.graph_share:.0%}",
+    }
+    view.rows.append((texts, None if node.get("state", "up") == "up" else "yellow"))
     for name, text in rank_rows(node):
-        view.add_row(escape(name), "", escape(text), style="dim")
+        view.rows.append(({"node": escape(name), "state": escape(text)}, "dim"))
 
 
 def _absent(now: ClusterSample, table: Table | None) -> list[tuple[str, str]]:

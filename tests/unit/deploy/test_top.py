@@ -51,8 +51,8 @@ def sample(at: float, *nodes: dict[str, Any], first: Buckets | None = None, **in
     return ClusterSample(at, whole, first or Buckets({}), Buckets({}), 2)
 
 
-def shown(picture: RenderableType) -> str:
-    out = Console(file=io.StringIO(), width=160)
+def shown(picture: RenderableType, width: int = 160) -> str:
+    out = Console(file=io.StringIO(), width=width)
     out.print(picture)
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
@@ -166,6 +166,24 @@ def test_each_node_has_a_row() -> None:
     assert rows[1] == "decode-0 decode draining 3 2 1 75 / 100 25% 500 3.50 90%"
     assert rows[2] == "decode-0/0 cuda:0, 3.0 GiB"
     assert rows[3] == "decode-0/1 cuda:1, 3.0 GiB, 1 plans behind"
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [
+        (120, []),
+        (112, ["pages free / all"]),
+        (80, ["pages free / all", "graphs"]),
+        (70, ["accept", "graphs"]),
+    ],
+)
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_words(width: int, left_out: list[str]) -> None:
+    picture = shown(render([sample(0.0, node("prefill-0"), node("decode-0"))], None), width)
+    table = picture[picture.index("\u250f") :]
+    assert [name for name in left_out if name in table] == []
+    assert all(word in table for word in ("prefill-0", "decode-0", "running", "queued", "used", "tokens/s"))
+    assert "\u2026" not in table
+    assert max(map(len, picture.splitlines())) <= width
 
 
 def test_without_new_observations_percentiles_are_those_since_the_start() -> None:
