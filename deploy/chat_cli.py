@@ -248,9 +248,19 @@ def edit_lines() -> None:
         readline.set_auto_history(True)
 
 
+def read_text() -> str:
+    """Return standard input. Raises ConfigError if it is not UTF-8, in whatever locale."""
+    try:
+        question = sys.stdin.read(MAX_QUESTION_BYTES + 1)
+        question.encode()  # in the locale C, bytes that are no text were read as surrogates
+    except UnicodeError:
+        raise ConfigError("standard input", "is not UTF-8 text; convert it first, as with iconv") from None
+    return question
+
+
 def answer_piped(chat: Chat, runner: asyncio.Runner) -> None:
     """Answer standard input."""
-    question = sys.stdin.read(MAX_QUESTION_BYTES + 1)
+    question = read_text()
     if not question.strip() or len(question) > MAX_QUESTION_BYTES:
         raise ConfigError("standard input", f"is empty or longer than {MAX_QUESTION_BYTES >> 20} MiB")
     chat.conversation.ask(question)

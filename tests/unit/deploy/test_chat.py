@@ -194,7 +194,7 @@ async def test_the_person_gives_the_results_of_tools() -> None:
 # -- from a pipe -------------------------------------------------------------------------------------------------
 
 
-def piped(url: str, question: str, *arguments: str) -> Result:
+def piped(url: str, question: str | bytes, *arguments: str) -> Result:
     app = typer.Typer()
     app.command()(chat_cli.run)
     return CliRunner().invoke(app, [url, *arguments], input=question)
@@ -229,9 +229,10 @@ async def test_a_piped_question_is_answered_with_text_only() -> None:
         (OpenAiServer([part(content="a")]), "x", 1, "ended without [DONE]"),
         (OpenAiServer(["{"]), "x", 1, "no stream of chat events"),
         (OpenAiServer(), "  ", 2, "is empty"),
+        (OpenAiServer(), b"\xff\xfe", 2, "is not UTF-8"),
     ],
 )
-async def test_failures_of_a_pipe(server: OpenAiServer, question: str, code: int, said: str) -> None:
+async def test_failures_of_a_pipe(server: OpenAiServer, question: str | bytes, code: int, said: str) -> None:
     async with serving(server):
         result = await asyncio.to_thread(piped, server.url, question)
     assert result.exit_code == code
