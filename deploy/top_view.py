@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -33,13 +33,12 @@ class NodeTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Leave out columns until no text is cut, or only the most important ones are left."""
         names = list(COLUMNS)
-        for name in (*LEFT_OUT, None):
-            view = self._view(names)
-            if Measurement.get(console, options.update(max_width=1000), view).maximum <= options.max_width:
+        unbounded = options.update(max_width=1000)
+        for name in LEFT_OUT:
+            if Measurement.get(console, unbounded, self._view(names)).maximum <= options.max_width:
                 break
-            if name is not None:
-                names.remove(name)
-        yield view
+            names.remove(name)
+        yield self._view(names)
 
     def _view(self, names: Sequence[str]) -> RichTable:
         view = RichTable(*names)
