@@ -86,7 +86,12 @@ class Chat:
     def __init__(
         self, url: str, fields: dict[str, Any], timeout: float, api_key: str | None, out: Console
     ) -> None:
-        """`fields`: of every request. The model is the first one that the server lists unless they name one."""
+        """`fields`: of every request. The model is the first one that the server lists unless they name one.
+
+        Raises ConfigError for a URL of another scheme than http and https.
+        """
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(url, "is no http or https URL")
         self.conversation = Conversation()
         self.out = out
         self._base = api_base(url)

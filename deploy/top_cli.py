@@ -80,7 +80,11 @@ def source(target: str, api_key: str | None) -> tuple[Fetch, Callable[[], Table 
     """Return how to ask the router of a target, and how to read the supervisor's table. Raises ConfigError."""
     if "://" in target:
         return partial(over_http, target, api_key), no_table
-    resolved = load_cluster(cluster_file_of(target))
+    try:
+        file = cluster_file_of(target)
+    except ConfigError as error:
+        raise ConfigError(target, str(error)) from None
+    resolved = load_cluster(file)
     socket = admin_listeners(resolved, to_write=False).socket
     return partial(over_admin_socket, socket), partial(read_table, run_directory(resolved, False))
 

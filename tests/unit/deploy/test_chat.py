@@ -244,3 +244,9 @@ def test_without_a_server_it_says_so() -> None:
     result = piped("http://127.0.0.1:1", "x")
     assert result.exit_code == 2
     assert "Is the server running?" in result.stderr
+
+
+def test_other_urls_are_refused_by_name() -> None:
+    result = piped("ftp://127.0.0.1", "x")
+    assert result.exit_code == 2
+    assert "ftp://127.0.0.1: is no http or https URL" in result.stderr

@@ -253,6 +253,7 @@ def test_without_a_terminal_it_prints_one_snapshot(monkeypatch: pytest.MonkeyPat
         ("http://127.0.0.1:1", 1, "does not answer"),
         ("ftp://127.0.0.1", 2, "is no http or https URL"),
         ("/none.yaml", 2, "/none.yaml"),
+        ("/none", 2, "/none: no such file or directory"),
     ],
 )
 def test_targets_that_cannot_be_read(target: str, code: int, said: str) -> None:
