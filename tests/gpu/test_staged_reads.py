@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def test_buffers_are_not_reused_before_their_copy_is_done(tmp_path: Path) -> None:
-    device, path = torch.device("cuda"), tmp_path / "model.safetensors"
+    device, path = torch.device("cuda", 0), tmp_path / "model.safetensors"
     content = {f"w{n}": torch.randn(2048, 1024).bfloat16() for n in range(8)}
     save_file(content, path)
     reads: list[Read] = [(name, (slice(None), slice(8, 1000))) for name in content]
