@@ -45,8 +45,8 @@ def node_plan(
 ) -> NodePlan:
     """Plan the node `name`; reads the headers of its checkpoints, but no weights.
 
-    Raises ConfigError if these nodes cannot exchange pages, or not in the configured way, and ModelError for a
-    checkpoint that cannot be read.
+    Raises ConfigError if the file has no such node, or if these nodes cannot exchange pages, or not in the configured
+    way, and ModelError for a checkpoint that cannot be read.
 
     Args:
         role: prefill or decode.
@@ -55,9 +55,11 @@ def node_plan(
         routers: addresses of the control sockets of all routers.
     """
     transfer, health, speculation = cluster.transfer, cluster.health, cluster.speculation
+    entry_of = cluster.prefill_node if role == "prefill" else cluster.decode_node
+    entry_of(name)  # refuses a name that no entry has
     shares = _shares(cluster)
     entry = NodeNames.of(each for of_role, each in shares if of_role == role).entry(name)
-    assert entry is not None, "the caller has found the node's entry"
+    assert entry is not None, "the shares are those of the entries"
     own = shares[role, entry][0]
     config = ModelConfig.load(model)
     dtype = dtype_name(cluster.model.dtype, config.dtype, own.device.partition(":")[0])

@@ -34,6 +34,15 @@ MODELS = Path(__file__).parents[3] / "deploy" / "tiny_models"
 CLUSTERS = sorted((Path(__file__).parents[3] / "deploy" / "clusters").glob("*.yaml"))
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_name_that_the_file_does_not_have_is_refused(role: str) -> None:
+    cluster = Cluster(model=Model(path=str(MODELS / "tiny-target")))
+    with pytest.raises(
+        ConfigError, match=rf"{role}\.nodes: no node is called 'other-7'; the file has: {role}-0"
+    ):
+        node_plan(cluster, role, "other-7", MODELS / "tiny-target")
+
+
 @pytest.mark.parametrize(
     ("speculation", "tokens"),
     [
