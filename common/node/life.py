@@ -181,8 +181,16 @@ class NodeLife(Generic[Work]):
         """
         if not self._ending:
             self._state = self._duty.state(requests, now)
-        elif not (requests or quarantined) or now > self._drain_until:
+        elif not (requests or quarantined):
             self._stopping = True
+        elif now > self._drain_until and not self._stopping:
+            self._stopping = True
+            self._log.warning(
+                "the time to drain is over: routers place what is left again",
+                requests=requests,
+                quarantined=quarantined,
+                seconds=self._drain_timeout,
+            )
 
     def run(self, loop: Callable[[], None]) -> None:
         """Run `loop`, which returns once `stopping`, then tell the routers that this incarnation has ended."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
+
 from common.messages.identity import NodeCounters, NodeLoad, Role
 from common.messages.node_inbox import ChangeRole
 from common.messages.prefill_inbox import Prefill
@@ -154,3 +156,18 @@ def test_the_life_of_a_half_follows_the_switch_until_it_ends() -> None:
     assert links.answers[-1].refusal == "it is ending"
     turn()
     assert life.stopping()
+
+
+def test_a_node_that_ends_before_its_requests_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    """Routers only hear its goodbye."""
+    clock = Clock()
+    routers = cast(RouterLinks[Any], Links())
+    life = NodeLife[Prefill]("i", routers, Prefill, 30.0, Log("node"), clock, NoProfiler())
+    life.drain()
+    clock.now += 30.0
+    life.end_turn(2, clock())
+    assert not life.stopping()
+    clock.now += 0.1
+    life.end_turn(2, clock())
+    assert life.stopping()
+    assert "the time to drain is over" in caplog.text
