@@ -26,6 +26,7 @@
         +-- TransferFailed     503  the KV pages did not arrive; the request may be placed again
         |   +-- ChecksumFailed 503  a page differs from what was sent; the request may be placed again
         +-- NodeLost           503  the node died; the request may be placed again
+        +-- Moved              503  its decode node drains before its prompt has begun; it is placed again
         +-- Preempted          503  pages ran out and the KV could not be kept; the request may be placed again
         +-- CacheDamaged       503  cached KV had changed in memory; the request may be placed again
         +-- ClientGone         499  the client has disconnected
@@ -246,6 +247,14 @@ class NodeLost(RequestError):
     retryable = True
 
 
+class Moved(RequestError):
+    """The prompt has not begun, and its decode node drains: another pair takes it. That is no failure of an attempt."""
+
+    status = 503
+    code = "moved"
+    retryable = True
+
+
 class Preempted(RequestError):
     """A decode node ran out of pages and of backup memory: the request is prefilled again with its output so far."""
 
@@ -306,6 +315,7 @@ BY_CODE: dict[str, type[RequestError]] = {
         TransferFailed,
         ChecksumFailed,
         NodeLost,
+        Moved,
         Preempted,
         CacheDamaged,
         ClientGone,

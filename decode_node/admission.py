@@ -25,7 +25,7 @@ def in_order(waiting: Iterable[DecodeRequest], now: float) -> list[DecodeRequest
     most_urgent = min((request.priority for request in requests), default=0)
 
     def rank(request: DecodeRequest) -> tuple[int, float]:
-        waited = now - request.received
+        waited = now - request.queued
         return promoted(request.priority, waited, most_urgent), aged(len(request.prompt), waited)
 
     return sorted(requests, key=rank)

@@ -18,6 +18,7 @@ from common.errors import (
     CacheDamaged,
     DeadlineExceeded,
     InvalidRequest,
+    Moved,
     NodeLost,
     Overloaded,
     RequestError,
@@ -228,6 +229,9 @@ class DecodeNode:
             if request.prefill.incarnation == incarnation:
                 self._fail(request, NodeLost.code, "the prefill node of this request was lost")
 
+    def peer_draining(self, router: ToRouter, incarnation: str) -> None:
+        """No-op: a prefill node that drains finishes its prompts, whose pages this node expects."""
+
     def flush_cache(self) -> None:
         self._space.flush()
         self._tier.flush()
@@ -285,7 +289,7 @@ class DecodeNode:
             request.ended = True
             self._events.add("lost", request.room, code=event.code)
             if event.code != "finished":  # "finished": the first token was the last one, as the router knows
-                self._report.transfer_failures += 1
+                self._report.transfer_failures += event.code != Moved.code
                 request.router.send(Failed(room=request.room, code=event.code, message=event.reason))
             return
         self._receiver.close(request.room)

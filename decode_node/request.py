@@ -50,6 +50,7 @@ class DecodeRequest:
     deadline: float
     router: ToRouter = NO_ROUTER  # which sent it and gets its tokens
     images: tuple[ImageSpan, ...] = ()  # in the prompt
+    waited: float = 0.0  # seconds before `received`, in the queues of nodes that gave it back
     priority: int = 0  # lower goes first
     salt: bytes = b""  # separates its pages in the prefix cache from other requests'
     lease: PageLease | None = None
@@ -84,6 +85,7 @@ class DecodeRequest:
             sampling=message.sampling,
             prefill=message.prefill,
             received=now,
+            waited=message.waited_ms / 1000,
             deadline=now + message.deadline_ms / 1000,
             router=router,
             images=message.images,
@@ -98,6 +100,11 @@ class DecodeRequest:
             return self.prompt
         keys: list[int] = with_images(self.prompt, self.images).tolist()
         return keys
+
+    @property
+    def queued(self) -> float:
+        """The time since which it counts as waiting."""
+        return self.received - self.waited
 
     @property
     def seq_len(self) -> int:

@@ -14,6 +14,7 @@ import zmq
 from common.errors import (
     CacheDamaged,
     DeadlineExceeded,
+    Moved,
     NodeLost,
     Overloaded,
     RequestError,
@@ -229,6 +230,11 @@ class PrefillNode:
     def peer_lost(self, incarnation: str) -> None:
         self._sender.peer_lost(incarnation)
         self._lose(lambda each: each.decode == incarnation, DECODE_GONE)
+
+    def peer_draining(self, router: ToRouter, incarnation: str) -> None:
+        for request in list(self.queues.waiting.values()):
+            if request.router is router and request.decode == incarnation:
+                self._end(request, Moved.code, "its decode node drains, and its prompt has not begun")
 
     def flush_cache(self) -> None:
         self._space.flush()

@@ -38,6 +38,7 @@ class PrefillRequest:
     deadline: float  # monotonic seconds
     router: ToRouter = NO_ROUTER  # which sent it and gets its first token
     images: tuple[ImageSpan, ...] = ()  # their pixels stay with the worker
+    waited: float = 0.0  # seconds before `received`, in the queues of nodes that gave it back
     priority: int = 0  # lower goes first
     salt: bytes = b""  # its pages in the prefix cache are found only with the same salt
     compilation: PendingFollower | None = None  # its grammar's, until `matcher` and `mask` are set
@@ -81,6 +82,7 @@ class PrefillRequest:
             sampling=message.sampling,
             decode=message.decode,
             received=now,
+            waited=message.waited_ms / 1000,
             deadline=now + message.deadline_ms / 1000,
             router=router,
             images=message.images,
@@ -88,6 +90,11 @@ class PrefillRequest:
             priority=message.priority,
             compilation=compilation,
         )
+
+    @property
+    def queued(self) -> float:
+        """The time since which it counts as waiting."""
+        return self.received - self.waited
 
     @property
     def num_tokens(self) -> int:

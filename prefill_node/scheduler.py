@@ -47,7 +47,7 @@ def chunk_work(chunks: Sequence[Chunk]) -> Work:
 
 def cost(request: PrefillRequest, now: float) -> float:
     """Return the scheduling cost, lowest first: the shortest remaining prompt, with ageing (see `aged`)."""
-    return aged(request.remaining, now - request.received)
+    return aged(request.remaining, now - request.queued)
 
 
 def in_order(requests: Iterable[PrefillRequest], now: float) -> Iterator[PrefillRequest]:
@@ -68,7 +68,7 @@ def _rank(request: PrefillRequest, now: float, most_urgent: int) -> tuple[bool, 
     """Return a sort key. A prompt of which nothing was launched cannot pause."""
     if now - request.launched_at >= MAX_PAUSE:
         return False, 0, request.launched_at
-    return True, promoted(request.priority, now - request.received, most_urgent), cost(request, now)
+    return True, promoted(request.priority, now - request.queued, most_urgent), cost(request, now)
 
 
 def plan_chunks(

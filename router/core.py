@@ -9,6 +9,7 @@ from router.control_plane import ControlPlane
 from router.dispatch.dispatcher import Dispatcher
 from router.metrics.cluster_throughput import ClusterThroughput
 from router.metrics.router_metrics import RouterMetrics
+from router.nodes.draining_decode import DrainingDecode
 from router.nodes.event_reader import EventReader
 from router.nodes.flush import flush_caches
 from router.nodes.health import NodeHealth
@@ -79,6 +80,10 @@ def assemble_core(
         control.announce_loss(node)
         orders.lost(node)
 
+    def on_change() -> None:
+        dispatcher.nodes_changed()
+        draining.nodes_changed()
+
     registry = NodeRegistry(
         nodes.fingerprint,
         nodes.node_timeout,
@@ -86,9 +91,10 @@ def assemble_core(
         clock,
         log,
         on_lost,
-        lambda: dispatcher.nodes_changed(),
+        on_change,
         ReturnWatch(nodes.configured, nodes.return_window, clock),
     )
+    draining = DrainingDecode(registry, control.send)
     orders = OperatorOrders(
         NodeProfiles(registry, control.send), RoleChanges(registry, control.send, clock, log)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.messages.generation import CacheSalt, ImageSpans, Priority, SamplingParams, TokenIds
+from common.messages.generation import CacheSalt, Count, ImageSpans, Priority, SamplingParams, TokenIds
 from common.messages.identity import NodeRef
 from common.messages.node_inbox import AnyNodeMessage
 from common.messages.router_inbox import Room
@@ -21,6 +21,7 @@ class Reserve(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sampling: SamplingParams
     prefill: NodeRef
     deadline_ms: int  # remaining
+    waited_ms: Count = 0  # in the queues of nodes that gave it back, which counts as if it had waited here
     salt: CacheSalt = b""  # as in Prefill
     images: ImageSpans = ()  # only for the prefix cache: a decode node never receives pixels
     priority: Priority = 0

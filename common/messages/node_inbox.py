@@ -58,6 +58,16 @@ class PeerLost(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     incarnation: str
 
 
+class PeerDraining(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A decode node drains, and others can take its requests: the receiver, a prefill node, gives back the router's
+    prompts for it that have not begun.
+
+    Sent after the last prompt for that node, and handled in order.
+    """
+
+    incarnation: str
+
+
 class FlushCache(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Asks to empty the prefix cache before any request that follows. Pages that requests still use stay."""
 
@@ -86,4 +96,6 @@ class ChangeRole(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     seconds: Finite
 
 
-AnyNodeMessage = Registered | Rejected | HeartbeatAck | Abort | PeerLost | FlushCache | Profile | ChangeRole
+AnyNodeMessage = (
+    Registered | Rejected | HeartbeatAck | Abort | PeerLost | PeerDraining | FlushCache | Profile | ChangeRole
+)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from common.messages.generation import CacheSalt, ImageSpans, Priority, SamplingParams, TokenIds
+from common.messages.generation import CacheSalt, Count, ImageSpans, Priority, SamplingParams, TokenIds
 from common.messages.node_inbox import AnyNodeMessage
 from common.messages.router_inbox import Room
 from common.messages.wire import InboxCodec
@@ -26,6 +26,7 @@ class Prefill(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     sampling: SamplingParams
     decode: str  # incarnation of the decode node that holds the reservation
     deadline_ms: int  # remaining
+    waited_ms: Count = 0  # in the queues of nodes that gave it back, which counts as if it had waited here
     salt: CacheSalt = b""  # cached pages are shared only within one salt
     images: ImageSpans = ()  # token_ids contains arbitrary tokens in their place
     priority: Priority = 0

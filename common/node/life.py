@@ -12,7 +12,15 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
 from common.messages.identity import NodeCounters, NodeLoad
-from common.messages.node_inbox import Abort, ChangeRole, FlushCache, PeerLost, Profile, Rejected
+from common.messages.node_inbox import (
+    Abort,
+    ChangeRole,
+    FlushCache,
+    PeerDraining,
+    PeerLost,
+    Profile,
+    Rejected,
+)
 from common.messages.router_inbox import ChangeAnswered, Goodbye
 from common.node.lost_peers import LostPeers
 from common.node.profiles import Profiler
@@ -57,6 +65,10 @@ class Duties(Protocol[Work_contra]):
 
     def peer_lost(self, incarnation: str) -> None:
         """Handle the loss of a node of the other role."""
+        ...
+
+    def peer_draining(self, router: ToRouter, incarnation: str) -> None:
+        """Give back what this router can place elsewhere, as a node of the other role drains."""
         ...
 
     def flush_cache(self) -> None:
@@ -134,6 +146,8 @@ class NodeLife(Generic[Work]):
                     duties.peer_lost(message.incarnation)
                 else:
                     duties.pair_lost(router, message.incarnation)
+            elif isinstance(message, PeerDraining):
+                duties.peer_draining(router, message.incarnation)
             elif isinstance(message, FlushCache):
                 duties.flush_cache()
             elif isinstance(message, Profile):

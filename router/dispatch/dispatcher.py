@@ -15,6 +15,7 @@ from functools import partial
 from common.errors import (
     ChecksumFailed,
     InternalError,
+    Moved,
     Overloaded,
     RequestError,
     TransferFailed,
@@ -141,6 +142,8 @@ class Dispatcher:
             self.health.transfer_failed(attempt.prefill, attempt.decode)
         elif isinstance(error, InternalError):
             self.health.node_failed(node)
+        elif isinstance(error, Moved):
+            attempt.blamed.clear()
         attempt.fail(error)
 
     def end_all(self, error: RequestError) -> None:
@@ -250,7 +253,9 @@ class Dispatcher:
                     reason = f"the retry budget of the cluster is used up; the last failure: {error}"
                     raise Unavailable(reason) from error
                 self._metrics.retries.labels(error.code).inc()
-                if not isinstance(error, Overloaded):
+                if not isinstance(error, Moved):
+                    flight.queued = None
+                if not isinstance(error, Overloaded | Moved):
                     self._log.warning(
                         "placing a request again",
                         request_id=request,
@@ -328,7 +333,10 @@ class Dispatcher:
             attempt = Attempt(new_room(), prefill, decode, emitted=len(flight.said))
             self._open.open(attempt, flight)
             remaining_ms = max(int((flight.deadline - loop.time()) * 1000), 1)
-            messages = placement_messages(flight.request, attempt, tokens, remaining_ms)
+            if flight.queued is None:
+                flight.queued = loop.time()
+            waited_ms = int((loop.time() - flight.queued) * 1000)
+            messages = placement_messages(flight.request, attempt, tokens, remaining_ms, waited_ms)
             parcel = Parcel(messages, attempt.not_sent, trial.placed if trial.isolated else None)
             self._outbox.put(parcel)
             try:

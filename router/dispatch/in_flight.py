@@ -27,6 +27,7 @@ class InFlight(msgspec.Struct, eq=False):
     avoid: set[str] = field(default_factory=set)  # incarnations to blame for failed attempts
     cached_tokens: int = 0  # of the prompt, in the attempt with the first token
     attempts: int = 0
+    queued: float | None = None  # on the event loop's clock: its first placement since its last failure
     suspect: bytes = b""  # fingerprint of the request, once a node crashed while it ran there
     shared_trial: bool = False  # the latest attempt ran in isolation together with other suspects
     attempt: Attempt | None = None  # the attempt that nodes are working on

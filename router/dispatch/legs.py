@@ -15,7 +15,7 @@ from router.nodes.registry import Node
 
 
 def placement_messages(
-    request: GenerationRequest, attempt: Attempt, tokens: list[int], remaining_ms: int
+    request: GenerationRequest, attempt: Attempt, tokens: list[int], remaining_ms: int, waited_ms: int
 ) -> list[Message]:
     """Return the messages in sending order. `tokens`: the prompt and the answer so far."""
     prefill, decode = attempt.prefill, attempt.decode
@@ -36,6 +36,7 @@ def placement_messages(
         sampling=sampling,
         prefill=prefill.register.node,
         deadline_ms=remaining_ms,
+        waited_ms=waited_ms,
         salt=request.salt,
         images=spans,
         priority=request.priority,
@@ -48,6 +49,7 @@ def placement_messages(
         sampling=sampling,
         decode=decode.incarnation,
         deadline_ms=remaining_ms,
+        waited_ms=waited_ms,
         salt=request.salt,
         images=spans,
         priority=request.priority,

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable
 
-from common.errors import NodeLost, Overloaded, Preempted, RequestError
+from common.errors import Moved, NodeLost, Overloaded, Preempted, RequestError
 
 FIRST_PAUSE = 0.05  # seconds between two attempts of one request; doubled each time
 LONGEST_PAUSE = 2.0
@@ -48,6 +48,8 @@ class Retries:
         self._taken_in = self._taken_in or progress or not isinstance(error, Overloaded)
         if isinstance(error, Overloaded):
             pause = self._for_room(elsewhere, now)
+        elif isinstance(error, Moved):
+            pause = 0.0
         elif error.retryable:
             pause = self._for_failure(error, progress, elsewhere)
         else:

@@ -57,6 +57,10 @@ def test_waiting_requests_are_ordered_by_length_and_by_how_long_they_wait() -> N
     assert rooms(in_order([long, new, short], 100.0)) == [3, 2, 1]
     new.received = short.received = 200.0
     assert rooms(in_order([long, new, short], 201.0)) == [3, 1, 2], "20 / 11 < 400 / 211 < 100 / 11"
+    new.waited = 190.0
+    assert rooms(in_order([long, new, short], 201.0)) == [2, 3, 1], (
+        "another node gave it back: 100 / 201 < 20 / 11"
+    )
     same = [request(n) for n in range(5)]
     assert in_order(same, 3.0) == same
 

@@ -141,6 +141,13 @@ def test_waiting_raises_the_priority_up_to_that_of_the_most_urgent() -> None:
     assert next(in_order([old, new], 100.0)) is new, "among equal priorities nothing is raised"
 
 
+def test_a_prompt_that_a_node_gave_back_keeps_its_turn() -> None:
+    first, moved = request(1, 200, received=50.0), request(2, 200, received=60.0)
+    assert next(in_order([first, moved], 61.0)) is first
+    moved.waited = 30.0
+    assert next(in_order([first, moved], 61.0)) is moved
+
+
 def test_a_started_prompt_advances_at_least_once_a_second() -> None:
     """Its decode node has received pages of it and waits for the next ones."""
     begun, other = request(1, 2000, scheduled=64), request(2, 3000, scheduled=64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import InternalError, NodeLost, Overloaded, Preempted, TransferFailed
+from common.errors import InternalError, Moved, NodeLost, Overloaded, Preempted, TransferFailed
 from router.dispatch.retries import LOSSES_PER_ATTEMPT, Retries
 
 
@@ -52,6 +52,14 @@ def test_progress_is_no_failure(error: Preempted | NodeLost) -> None:
     assert pauses[:-1] == [0.0] * (len(pauses) - 1)
     assert (pauses[-1] is None) == isinstance(error, NodeLost), "nodes that die under a request are bounded"
     assert retries(max_attempts=1).pause(TransferFailed("x"), True, True, 0.0) is None
+
+
+def test_a_prompt_that_is_moved_has_not_failed() -> None:
+    made = retries(max_attempts=2)
+    assert [made.pause(Moved("x"), False, False, 0.0) for _ in range(5)] == [0.0] * 5
+    assert not made.repeated
+    assert made.pause(TransferFailed("x"), False, True, 0.0) == 0.0
+    assert retries(deadline=5.0).pause(Moved("x"), False, True, 5.0) is None
 
 
 def test_a_full_queue_refuses_new_requests_and_delays_others() -> None:

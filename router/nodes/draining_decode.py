@@ -1,0 +1,39 @@
+"""Takes prompts that have not begun back from prefill nodes when their decode node drains.
+
+Otherwise a node that drains, as for a change of its role, would wait for the whole backlog of the prefill nodes. The
+prefill node decides, since only it knows which prompts have begun; those that it gives back are placed again.
+"""
+
+from __future__ import annotations
+
+from common.messages.node_inbox import PeerDraining
+from router.nodes.outbox import Send
+from router.nodes.registry import Node, NodeRegistry
+
+
+class DrainingDecode:
+    """Tells prefill nodes once of each decode node that drains, as soon as another one takes requests."""
+
+    def __init__(self, registry: NodeRegistry, send: Send) -> None:
+        self._registry = registry
+        self._send = send
+        self._told: set[str] = set()  # incarnations
+
+    def nodes_changed(self) -> None:
+        """Look at the nodes after a change of the registry."""
+        draining = {
+            node.incarnation: node
+            for node in self._registry
+            if node.role == "decode" and node.state == "draining"
+        }
+        self._told &= draining.keys()
+        fresh = draining.keys() - self._told
+        if fresh and self._registry.eligible_by_role().of["decode"]:
+            self._told |= fresh
+            for incarnation in fresh:
+                self._tell(draining[incarnation])
+
+    def _tell(self, node: Node) -> None:
+        for other in self._registry:
+            if other.role == "prefill":
+                self._send(other.routing_id, PeerDraining(incarnation=node.incarnation))
