@@ -88,9 +88,10 @@ async def test_tokens_and_accepted_drafts_equal_the_reference(
         config = (await client.node("prefill-0"))["config"]
     assert config["prefix_cache"].startswith("on:")
     assert config["state_snapshot_bytes"] == config["state_snapshots"] * STATE_BYTES > 0
-    phases = {name for name in config if name.startswith("start_")}
-    assert {"start_importing_s", "start_loading_s", "start_s"} <= phases
-    assert config["start_importing_s"] > 0.1, "torch is imported in this phase"
+    phases = {name: config[name] for name in config if name.startswith("start_") and name.endswith("_s")}
+    total = phases.pop("start_s")
+    assert "start_loading_s" in phases
+    assert sum(phases.values()) == pytest.approx(total, abs=0.01 * (len(phases) + 1))  # each is rounded
 
 
 async def test_constrained_answers_equal_the_reference(
