@@ -163,7 +163,7 @@ def run(
         json_file.write_bytes(report(options, measured))
     if svg_file is not None:
         draw(measured, options.limits, svg_file)
-    raise typer.Exit(show(measured, Console(width=None if sys.stdout.isatty() else 160)))
+    raise typer.Exit(show(measured, gap_ms, Console(width=None if sys.stdout.isatty() else 160)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +250,8 @@ def report(options: BenchOptions, measured: Sequence[MeasuredLoad]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(whole, enc_hook=str), indent=1) + b"\n"
 
 
-def show(measured: Sequence[MeasuredLoad], out: Console) -> int:
-    """Print a table, errors and doubts, and return the exit code."""
+def show(measured: Sequence[MeasuredLoad], gap_ms: float, out: Console) -> int:
+    """Print a table, errors, doubts and own delays of more than `gap_ms`, and return the exit code."""
     table = Table("server", "load", "failed", *COLUMNS, "good", title="times in ms")
     for each in measured:
         values = [getattr(each.summary, field) for field in COLUMNS.values()]
@@ -264,6 +264,10 @@ def show(measured: Sequence[MeasuredLoad], out: Console) -> int:
     for each in measured:
         for error in each.errors[:MOST_ERRORS]:
             _line(out, f"{each.target}, {each.load}: {error}")
+        own_ms = each.summary.loop_lag_ms_max
+        if own_ms > gap_ms:
+            late = f"up to {own_ms:.1f} ms of the longest gaps are delays of this program"
+            _line(out, f"{each.target}, {each.load}: {late}")
         for doubt in each.doubts:
             _line(out, f"NOT TO BE TRUSTED: {each.target}, {each.load}: {doubt}")
     if any(each.doubts for each in measured):

@@ -15,7 +15,15 @@ import msgspec
 
 from deploy.load_generator.loads import Load
 from deploy.load_generator.plan import PlannedRequest, PromptShape, PromptTokens, closed_plan
-from deploy.load_generator.runs import Answered, Run, Server, closed_loop, no_progress, open_loop
+from deploy.load_generator.runs import (
+    Answered,
+    Run,
+    Server,
+    closed_loop,
+    no_collections,
+    no_progress,
+    open_loop,
+)
 from deploy.load_generator.stream import stream_completion
 from deploy.load_generator.summary import Limits, Summary, curve, doubts, summarise
 
@@ -84,10 +92,11 @@ class Measurement:
             for target, seed in turns(self.targets, self.seeds):
                 server = self._server(target, (number, seed))
                 plan = load.plan(seed)
-                if load.clients:
-                    run = await closed_loop(server, plan, load.clients, answered)
-                else:
-                    run = await open_loop(server, plan, answered)
+                with no_collections():
+                    if load.clients:
+                        run = await closed_loop(server, plan, load.clients, answered)
+                    else:
+                        run = await open_loop(server, plan, answered)
                 runs[target.label][seed] = run
             for label, each in runs.items():
                 yield self._measured(label, load.label, each)

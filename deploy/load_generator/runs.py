@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -44,6 +46,23 @@ class Run:
         self.requests += other.requests
         self.seconds += other.seconds
         self.loop_lags += other.loop_lags
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Collect Python's garbage now, and not again before the end.
+
+    A collection halts this process, which makes a gap in every running stream: 5 to 13 ms for new objects, 60 ms and
+    more for the times of some thousand answers. Requests leave no garbage in cycles, so nothing grows meanwhile.
+    """
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 async def open_loop(server: Server, plan: Sequence[PlannedRequest], answered: Answered = no_progress) -> Run:

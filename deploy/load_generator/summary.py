@@ -48,6 +48,7 @@ class Summary:
     gaps_good: float  # share of all requests with every gap within the limit, however late their first token
     send_lag_ms_p99: float
     loop_lag_ms_p99: float
+    loop_lag_ms_max: float  # the gaps of that moment are longer by as much
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -106,6 +107,7 @@ def summarise(run: Run, limits: Limits) -> Summary:
         gaps_good=good(math.inf, limits.gap) / count,
         send_lag_ms_p99=1e3 * percentile([each.lag for each in run.requests], 0.99),
         loop_lag_ms_p99=1e3 * percentile(run.loop_lags or [0.0], 0.99),
+        loop_lag_ms_max=1e3 * max(run.loop_lags, default=0.0),
     )
 
 

@@ -4,12 +4,14 @@
 
 A callback is due every TICK seconds. How late it runs, minus the time in which the loop's thread was ready and another
 process had the processor (/proc/self/schedstat), is a stall of the loop. Each stall of at least NOTED seconds is
-appended to FILE as a line of JSON, with the stack of the loop's thread if the stall lasted long enough to be sampled.
+appended to FILE as a line of JSON, with the garbage collections in it and the stack of the loop's thread if the stall
+lasted long enough to be sampled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import threading
@@ -30,8 +32,10 @@ from router.app import RouterApp
 
 TICK = 0.002  # seconds
 NOTED = 0.005
-SAMPLED = 0.02  # after this time the watcher samples the stack
-FRAMES_SHOWN = 6
+SAMPLED = 0.004  # after this time the watcher samples the stack
+SWITCH = 0.0005  # seconds for which the loop's thread may keep the interpreter while the watcher waits for it
+LONG_COLLECTION = 0.001  # seconds; shorter ones are not named
+FRAMES_SHOWN = 8
 
 
 class Stall(msgspec.Struct, frozen=True):
@@ -43,6 +47,8 @@ class Stall(msgspec.Struct, frozen=True):
     late: float  # including it
     cpu: float  # seconds of computation in the loop's thread
     stack: list[str]  # innermost call last; empty if not sampled
+    # (generation, CPU seconds) of its long garbage collections
+    collections: list[tuple[int, float]] = []
 
 
 class LoopProbe:
@@ -57,6 +63,10 @@ class LoopProbe:
         self._waited = self._run_queue_seconds()
         self._cpu = time.thread_time()
         self._stack: list[str] = []
+        self._collections: list[tuple[int, float]] = []
+        self._collecting = 0.0
+        sys.setswitchinterval(SWITCH)
+        gc.callbacks.append(self._collection)
         threading.Thread(target=self._watch, daemon=True).start()
         self._loop.call_later(TICK, self._tick)
 
@@ -69,11 +79,17 @@ class LoopProbe:
         late = now - self._due
         seconds = late - (waited - self._waited)
         if seconds >= NOTED:
-            stall = Stall(self._due, now, seconds, late, cpu - self._cpu, self._stack)
+            stall = Stall(self._due, now, seconds, late, cpu - self._cpu, self._stack, self._collections)
             self._file.write(msgspec.json.encode(stall) + b"\n")
-        self._stack = []
+        self._stack, self._collections = [], []
         self._due, self._waited, self._cpu = now + TICK, waited, cpu
         self._loop.call_later(TICK, self._tick)
+
+    def _collection(self, phase: str, found: dict[str, int]) -> None:
+        if phase == "start":
+            self._collecting = time.thread_time()
+        elif (seconds := time.thread_time() - self._collecting) >= LONG_COLLECTION:
+            self._collections.append((found["generation"], seconds))
 
     def _watch(self) -> None:
         while True:

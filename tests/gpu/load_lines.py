@@ -47,7 +47,7 @@ def line(summary: dict[str, Any]) -> str:
         f"first token p50 / p99 {of('ttft_ms_p50', 'ttft_ms_p99')} ms, "
         f"gaps p50 / p99 / max {of('gap_ms_p50', 'gap_ms_p99', 'gap_ms_max')} ms, "
         f"every gap within the limit: {100 * summary['gaps_good']:.1f} % of {summary['requests']} requests, "
-        f"failed: {summary['failed']}"
+        f"failed: {summary['failed']}, client late by at most {of('loop_lag_ms_max')} ms"
     )
 
 

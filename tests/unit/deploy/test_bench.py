@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 import aiohttp
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from deploy import bench_cli
+from deploy.load_generator.measurement import MeasuredLoad
 from deploy.load_generator.plan import PlannedRequest, PromptShape, Segment, closed_plan
-from deploy.load_generator.runs import Server, closed_loop, open_loop
+from deploy.load_generator.runs import Run, Server, closed_loop, open_loop
 from deploy.load_generator.stream import RequestTimes, stream_completion
+from deploy.load_generator.summary import Limits, summarise
 from tests.fakes.openai_server import DONE, Event, OpenAiServer, finish, serving, token
 
 ANSWER: list[Event] = [token("a"), token("b"), token("c"), *finish(5), DONE]
@@ -149,6 +153,15 @@ async def test_a_slow_generator_is_not_trusted() -> None:
         with pytest.raises(typer.Exit) as caught:
             await asyncio.to_thread(bench_cli.run, server.url, **options)
     assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize(("late", "told"), [(0.0149, False), (0.080, True)])
+def test_a_delay_that_explains_a_long_gap_is_told(late: float, told: bool) -> None:
+    summary = summarise(Run([RequestTimes(first=0.1, tokens=1)], 1.0, [late]), Limits())
+    out = io.StringIO()
+    measured = MeasuredLoad("a", "4/s", summary, {}, [], [], [], [])
+    assert bench_cli.show([measured], 15.0, Console(file=out, width=200)) == 0
+    assert ("a, 4/s: up to 80.0 ms of the longest gaps are delays of this program" in out.getvalue()) is told
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import aiohttp
 import pytest
 
 from common.errors import ConfigError
+from deploy.load_generator import measurement
 from deploy.load_generator.loads import closed_load, open_load
-from deploy.load_generator.measurement import Target, turns
+from deploy.load_generator.measurement import Bodies, Measurement, Target, turns
 from deploy.load_generator.plan import (
     PlannedRequest,
     PromptShape,
@@ -21,7 +24,7 @@ from deploy.load_generator.plan import (
     poisson_plan,
     trace_plan,
 )
-from deploy.load_generator.runs import Run
+from deploy.load_generator.runs import Run, Server, no_collections
 from deploy.load_generator.stream import RequestTimes
 from deploy.load_generator.summary import Limits, curve, doubts, percentile, summarise
 from deploy.load_generator.trace import TraceRequest
@@ -206,6 +209,53 @@ def test_a_late_generator_is_not_trusted() -> None:
     assert doubts(summarise(Run([*on_time, *on_time, late], 1.0), limits), limits) == []
     [doubt] = doubts(summarise(Run(on_time, 1.0, [0.0, 0.02]), limits), limits)
     assert doubt == "the generator read events up to 20.0 ms late (p99; 5 ms allowed)"
+
+
+def test_the_longest_delay_of_the_generator_is_told() -> None:
+    found = summarise(Run([RequestTimes(first=0.1, tokens=1)], 1.0, [0.001] * 999 + [0.08]), Limits())
+    assert (found.loop_lag_ms_p99, found.loop_lag_ms_max) == (1, 80)
+
+
+@pytest.mark.parametrize("clients", [0, 2])
+async def test_no_garbage_collection_makes_a_gap_in_a_run(
+    monkeypatch: pytest.MonkeyPatch, clients: int
+) -> None:
+    """It has collected what was there before, and it collects again after the run, also after one that failed."""
+    collections: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            collections.append(info["generation"])
+
+    async def run(server: Server, plan: Sequence[PlannedRequest], *rest: object) -> Run:
+        assert collections[-1:] == [2]
+        collections.clear()
+        kept: list[list[int]] = [[] for _ in range(2 * gc.get_threshold()[0])]
+        assert not collections, f"{len(kept)} new objects were visited"
+        raise EOFError
+
+    monkeypatch.setattr(measurement, "open_loop", run)
+    monkeypatch.setattr(measurement, "closed_loop", run)
+    load = closed_load(clients, 4, SHAPE) if clients else open_load(5, 1, SHAPE)
+    gc.callbacks.append(note)
+    try:
+        async with aiohttp.ClientSession() as session:
+            target = Target("a", "http://127.0.0.1:1/v1", "m", session)
+            with pytest.raises(EOFError):
+                await anext(Measurement([target], [load], [1], Bodies(700, 1), Limits()).run())
+    finally:
+        gc.callbacks.remove(note)
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with no_collections():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_seeds_are_put_together() -> None:
