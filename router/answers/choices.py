@@ -42,7 +42,7 @@ def prompt_lengths(choices: Sequence[Choice]) -> list[int]:
 class Prompt(msgspec.Struct, frozen=True, eq=False):
     """One prompt of a request."""
 
-    tokens: list[int]
+    tokens: Sequence[int]  # an array: see GenerationRequest
     index: int = 0  # among the prompts of the request
     images: tuple[PromptImage, ...] = ()
     text: str | None = None  # as the client sent it; None: token ids or messages

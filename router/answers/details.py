@@ -65,7 +65,9 @@ class FormWithDetails:
         sent = self._shown.opening(choices, usage)
         if not self._body.return_token_ids:
             return sent
-        return b"".join(_event({**event, "prompt_token_ids": self._prompts[0]}) for event in _events(sent))
+        return b"".join(
+            _event({**event, "prompt_token_ids": list(self._prompts[0])}) for event in _events(sent)
+        )
 
     def events(self, piece: AnswerPiece, usage: bytes) -> bytes:
         """Return the events of a piece. Each token's id is in the first event of its choice from its piece on."""
@@ -95,7 +97,7 @@ class FormWithDetails:
                 waiting.clear()
                 if not self._chat and piece.index not in self._begun:
                     self._begun.add(piece.index)
-                    choice["prompt_token_ids"] = self._prompts[piece.index]
+                    choice["prompt_token_ids"] = list(self._prompts[piece.index])
             made += _event(event)
         return made
 
@@ -126,7 +128,7 @@ class AnswerWithDetails:
         if body.return_token_ids:
             if chat:
                 assert self._head.endswith(_OPEN)
-                listed = b'"prompt_token_ids":%b,' % _encode(prompts[0])
+                listed = b'"prompt_token_ids":%b,' % _encode(list(prompts[0]))
                 self._head = self._head[: -len(_OPEN)] + listed + _OPEN
             self._choices = [
                 ChoiceWithIds(choice, None if chat else ids)
@@ -173,7 +175,7 @@ class ChoiceWithIds:
     def parts(self) -> list[bytes]:
         members = [b',"token_ids":', _encode(self._ids)]
         if self._prompt is not None:
-            members += [b',"prompt_token_ids":', _encode(self._prompt)]
+            members += [b',"prompt_token_ids":', _encode(list(self._prompt))]
         return extended(self._choice.parts(), members)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -23,7 +25,7 @@ class InFlight(msgspec.Struct, eq=False):
     timeline: Timeline
     deadline: float  # on the event loop's clock
     task: asyncio.Task[Any] | None = None  # reads the answer
-    said: list[int] = field(default_factory=list)  # tokens that were sent to the client
+    said: array[int] = field(default_factory=lambda: array("i"))  # tokens that were sent to the client
     avoid: set[str] = field(default_factory=set)  # incarnations to blame for failed attempts
     cached_tokens: int = 0  # of the prompt, in the attempt with the first token
     attempts: int = 0
@@ -36,8 +38,8 @@ class InFlight(msgspec.Struct, eq=False):
     prompt: PlacedPrompt = NO_PROMPT  # `tokens`, as placement sees them; set for each attempt
 
     @property
-    def tokens(self) -> list[int]:
-        """The tokens to prefill: the prompt and the answer so far. Nobody may change the list."""
+    def tokens(self) -> Sequence[int]:
+        """The tokens to prefill: the prompt and the answer so far. Nobody may change them."""
         return [*self.request.token_ids, *self.said] if self.said else self.request.token_ids
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from common.errors import InvalidRequest
@@ -15,10 +17,11 @@ from router.nodes.registry import Node
 
 
 def placement_messages(
-    request: GenerationRequest, attempt: Attempt, tokens: list[int], remaining_ms: int, waited_ms: int
+    request: GenerationRequest, attempt: Attempt, tokens: Sequence[int], remaining_ms: int, waited_ms: int
 ) -> list[Message]:
     """Return the messages in sending order. `tokens`: the prompt and the answer so far."""
     prefill, decode = attempt.prefill, attempt.decode
+    listed = list(tokens)  # what messages encode; it does not outlive them
     emitted = len(tokens) - len(request.token_ids)
     spans = tuple(image.span for image in request.images) if request.images else ()
     sampling = request.sampling
@@ -31,7 +34,7 @@ def placement_messages(
     reserve = Reserve(
         room=attempt.room,
         request_id=request.request_id,
-        token_ids=tokens,
+        token_ids=listed,
         emitted=emitted,
         sampling=sampling,
         prefill=prefill.register.node,
@@ -44,7 +47,7 @@ def placement_messages(
     prompt = Prefill(
         room=attempt.room,
         request_id=request.request_id,
-        token_ids=tokens,
+        token_ids=listed,
         emitted=emitted,
         sampling=sampling,
         decode=decode.incarnation,

@@ -231,14 +231,23 @@ def compact_completion(request: Completion) -> Completion:
     Token ids are packed as int32; -1 replaces out-of-range ids.
     """
     _check_sizes(request)
+    return with_packed_ids(with_schema_texts(request))
+
+
+def with_packed_ids(request: Completion) -> Completion:
+    """Return the request without lists of token ids, whose items a garbage collection would visit.
+
+    They are packed as int32; -1 replaces out-of-range ids. Raises InvalidRequest("prompt").
+    """
     prompt: str | list[Any] = request.prompt
-    if not isinstance(prompt, str):
-        given = prompts(request, len(prompt))
-        for item in given:
-            if isinstance(item, list):
-                _check_ids(item, len(item))
-        prompt = [item if isinstance(item, str) else _packed(item) for item in given]
-    return msgspec.structs.replace(with_schema_texts(request), prompt=prompt)
+    if isinstance(prompt, str) or all(isinstance(item, str | bytes) for item in prompt):
+        return request
+    given = prompts(request, len(prompt))
+    for item in given:
+        if isinstance(item, list):
+            _check_ids(item, len(item))
+    packed = [item if isinstance(item, str) else _packed(item) for item in given]
+    return msgspec.structs.replace(request, prompt=packed)
 
 
 def _check_sizes(request: SharedFields) -> None:

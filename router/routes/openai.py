@@ -48,6 +48,7 @@ from router.requests.openai_schema import (
     TokenIds,
     prompt_names,
     prompts,
+    with_packed_ids,
 )
 from router.requests.read_constraint import read_constraint
 from router.routes.request_counter import RequestCounter
@@ -146,8 +147,8 @@ class OpenAiRoutes:
         async with received(request) as memory:
             model = self._model()
             with self._active:
-                body = await self._texts.read_completion(memory.take(), model.max_model_len)
-                return await self._complete(request, body, model, memory, OpenAiForm)
+                read = self._texts.read_completion(memory.take(), model.max_model_len)
+                return await self._complete(request, await read, model, memory, OpenAiForm)
 
     async def answer_completion(
         self, request: web.Request, body: CompletionRequest, memory: Received, show: ShowCompletion
@@ -168,6 +169,7 @@ class OpenAiRoutes:
         check_request(body, model)
         logprobs = check_logprobs(body.logprobs, "logprobs")
         choices, batch = list[Choice](), PromptBatch()
+        body = with_packed_ids(body)
         given = prompts(body, model.max_model_len)
         answers = len(given) * choice_count(body)
         if answers > self._max_requests:
@@ -183,7 +185,7 @@ class OpenAiRoutes:
         for index, (name, ids) in enumerate(encoded.items()):
             check_prompt(ids, model, name)
             text = prompt if isinstance(prompt := given[index], str) else None
-            asked = Prompt(list(ids), index, text=text)
+            asked = Prompt(ids, index, text=text)
             choices += self._maker.make(request, body, model, options, asked, batch)
             if len(encoded) > 1:
                 # Other requests run between many prompts.

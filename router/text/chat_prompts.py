@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 from router.dispatch.generation import PromptImage
@@ -20,7 +21,7 @@ from router.text.service import TextService
 class ChatPrompt:
     """The prompt of a chat."""
 
-    tokens: list[int]
+    tokens: array[int]
     images: tuple[Image, ...]  # as loaded
     placed: tuple[PromptImage, ...]  # in the prompt
 
@@ -44,5 +45,5 @@ class ChatPrompts:
         if model.vision is None:
             return ChatPrompt(tokens, images, ())
         salt = cache_salt(client.tenant, body.cache_salt)
-        tokens, placed = place_images(tokens, images, model.vision, model.vocab_size, salt)
-        return ChatPrompt(tokens, images, placed)
+        with_images, placed = place_images(tokens, images, model.vision, model.vocab_size, salt)
+        return ChatPrompt(array("i", with_images), images, placed)

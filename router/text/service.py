@@ -89,7 +89,7 @@ class TextService:
         add_special_tokens: bool,
         max_model_len: int,
         end: PromptEnd = PromptEnd.GENERATION_PROMPT,
-    ) -> list[int]:
+    ) -> array[int]:
         """Render and tokenize messages. Always in a worker: the cost of a template depends on its author."""
         payload = msgspec.msgpack.encode(given)
         [tokens] = await self._tokens(RenderChat(add_special_tokens, max_model_len, end), payload)
@@ -97,7 +97,7 @@ class TextService:
 
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool, max_model_len: int, fields: Sequence[str]
-    ) -> list[list[int]]:
+    ) -> list[array[int]]:
         """Tokenize texts.
 
         Raises ContextTooLong with the field of a text that is too long, early if its length shows it.
@@ -105,7 +105,7 @@ class TextService:
         for text, field in zip(texts, fields):
             check_length(self._tokenizer.least_tokens(text), max_model_len, field, exact=False)
         if sum(map(len, texts)) <= SMALL_TEXTS:
-            return [self._tokenizer.encode(text, add_special_tokens) for text in texts]
+            return [array("i", self._tokenizer.encode(text, add_special_tokens)) for text in texts]
         job = EncodeTexts(add_special_tokens, max_model_len, tuple(fields))
         return await self._tokens(job, msgspec.msgpack.encode(texts))
 
@@ -134,14 +134,14 @@ class TextService:
             self._grammars.add(payload, known)
         return known
 
-    async def _tokens(self, job: Job, payload: bytes) -> list[list[int]]:
+    async def _tokens(self, job: Job, payload: bytes) -> list[array[int]]:
         answer, packed = await self._workers.run(job, payload)
         answer.check()
         tokens = array("i")
         tokens.frombytes(packed)
         found, start = [], 0
         for count in answer.counts:
-            found.append(tokens[start : start + count].tolist())
+            found.append(tokens[start : start + count])
             start += count
         return found
 

@@ -135,7 +135,7 @@ async def test_prompt_logprobs_of_a_chat(rig: Rig) -> None:
     messages = {"messages": [{"role": "user", "content": "hi"}]}
     rig.generator.will(*one_by_one([40]))
     await rig.post(CHAT, messages)
-    prompt = rig.generator.requests[0].token_ids
+    prompt = list(rig.generator.requests[0].token_ids)
     rig.generator.scripts = [[scored(delta([40], "length", cached=0), prompt, 1)]]
     _, answer, _ = await rig.post(CHAT, {**messages, "prompt_logprobs": 1, "n": 2})
     found = answer["prompt_logprobs"]

@@ -34,7 +34,7 @@ async def test_a_complete_completion(rig: Rig) -> None:
 async def test_a_complete_chat(rig: Rig) -> None:
     rig.generator.will(*one_by_one([10, 11]))
     _, answer, _ = await rig.post(CHAT, {**MESSAGES, "return_token_ids": True, "n": 2})
-    assert answer["prompt_token_ids"] == rig.generator.requests[0].token_ids
+    assert answer["prompt_token_ids"] == list(rig.generator.requests[0].token_ids)
     assert [choice["token_ids"] for choice in answer["choices"]] == [[10, 11], [10, 11]]
     assert "prompt_token_ids" not in answer["choices"][0]
 
@@ -56,7 +56,7 @@ async def test_a_streamed_chat(rig: Rig) -> None:
     rig.generator.will(delta([10, 11], cached=1), delta([12, 2], "stop"))
     body = {**MESSAGES, "return_token_ids": True, "stream_options": {"include_usage": True}}
     opening, *middle, last = await chunks(rig, CHAT, body)
-    assert opening["prompt_token_ids"] == rig.generator.requests[0].token_ids
+    assert opening["prompt_token_ids"] == list(rig.generator.requests[0].token_ids)
     told = [choice for chunk in middle for choice in chunk["choices"]]
     assert [token for choice in told for token in choice["token_ids"]] == [10, 11, 12, 2]
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 4)

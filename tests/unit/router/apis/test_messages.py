@@ -59,7 +59,7 @@ async def test_a_message(rig: Rig) -> None:
             "output_tokens": 3,
         },
     }
-    assert asked.token_ids == await prompt_of(rig, [{"role": "system", "content": "Be brief."}, USER])
+    assert list(asked.token_ids) == await prompt_of(rig, [{"role": "system", "content": "Be brief."}, USER])
     assert (asked.sampling.max_tokens, asked.sampling.top_k) == (9, 5)
 
 

@@ -72,7 +72,7 @@ async def test_a_text(rig: Rig) -> None:
         "total_tokens": count + 3,
     }
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    assert asked.token_ids == await prompt_of(rig, messages)
+    assert list(asked.token_ids) == await prompt_of(rig, messages)
     assert (asked.sampling.max_tokens, asked.sampling.temperature, asked.sampling.seed) == (9, 0.5, 3)
 
 
@@ -117,7 +117,7 @@ async def test_a_conversation(rig: Rig) -> None:
         {"role": "assistant", "content": "Hi"},
         {"role": "user", "content": "Again"},
     ]
-    assert rig.generator.requests[0].token_ids == await prompt_of(rig, expected)
+    assert list(rig.generator.requests[0].token_ids) == await prompt_of(rig, expected)
 
 
 async def test_a_stream(rig: Rig) -> None:

@@ -70,7 +70,7 @@ async def test_choices_of_several_prompts(rig: Rig, stream: bool) -> None:
         found = {choice["index"]: choice["text"] for choice in answer["choices"]}
     wanted = {index: rig.tokenizer.decode([10 + index] * 2, False) for index in range(4)}
     assert found == wanted
-    assert [(each.token_ids, each.sampling.seed) for each in rig.generator.requests] == [
+    assert [(list(each.token_ids), each.sampling.seed) for each in rig.generator.requests] == [
         ([5], 40), ([5], 41), ([6, 7], 40), ([6, 7], 41),
     ]  # fmt: skip
     assert len({each.request_id for each in rig.generator.requests}) == 4

@@ -117,7 +117,7 @@ async def test_token_ids_and_several_prompts(rig: Rig) -> None:
     async with client_of(rig) as client:
         answer = await client.completions.create(model="tiny-target", prompt=[[5, 6], [7], [8]])
     assert [(c.index, c.text) for c in answer.choices] == [(0, "one"), (1, "two"), (2, "three")]
-    assert [r.token_ids for r in rig.generator.requests] == [[5, 6], [7], [8]]
+    assert [list(r.token_ids) for r in rig.generator.requests] == [[5, 6], [7], [8]]
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 4
     identities = [request.request_id for request in rig.generator.requests]

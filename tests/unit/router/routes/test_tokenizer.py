@@ -69,12 +69,12 @@ async def test_messages_give_the_prompt_of_a_chat(rig: Rig) -> None:
     await rig.post("/v1/chat/completions", {"messages": messages})
     status, found, _ = await rig.post("/tokenize", {"messages": messages})
     assert status == 200
-    assert found["tokens"] == rig.generator.requests[0].token_ids
+    assert found["tokens"] == list(rig.generator.requests[0].token_ids)
     opened = [*messages, {"role": "assistant", "content": "Hi"}]
     for end in ({"add_generation_prompt": False}, {"continue_final_message": True}):
         await rig.post("/v1/chat/completions", {"messages": opened, **end})
         _, ended, _ = await rig.post("/tokenize", {"messages": opened, **end})
-        assert ended["tokens"] == rig.generator.requests[-1].token_ids
+        assert ended["tokens"] == list(rig.generator.requests[-1].token_ids)
     _, special, _ = await rig.post("/tokenize", {"messages": messages, "add_special_tokens": True})
     assert special["tokens"] == [1, *found["tokens"]]
 

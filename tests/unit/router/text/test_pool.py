@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+from array import array
 from asyncio import Future
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -168,7 +169,7 @@ async def test_workers_give_the_same_tokens_and_refusals(spawned: Spawned) -> No
         texts = ["a b c " * 2000, "x", "é" * 50_000]
         fields = ["prompt[0]", "prompt[1]", "prompt[2]"]
         encoded = [await each.encode(texts, True, 1 << 20, fields) for each in (here, there)]
-        assert encoded[0] == encoded[1] == [tokenizer.encode(text, True) for text in texts]
+        assert encoded[0] == encoded[1] == [array("i", tokenizer.encode(text, True)) for text in texts]
         raw = bytearray(json.dumps({"prompt": [5, 700] * 50_000, "user": [[]] * 1000}).encode())
         read = [await each.read_completion(raw, 1 << 20) for each in (here, there)]
         assert read[0] == read[1]
