@@ -16,7 +16,7 @@ from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.process import ClusterOption, SetOption, StatusOption, run_command, run_process
 from router.build import build
-from router.process.garbage import collect_when_idle, prepare_heap
+from router.process.garbage import collect_when_quiet, collect_young, prepare_heap
 
 ProcessOption = Annotated[
     int, typer.Option("--process", metavar="N", help="Number of this process, from 0 on, of several routers")
@@ -37,10 +37,14 @@ async def _serve(resolved: Resolved, process: RouterProcess, reporter: StartupRe
     # The loop would keep each async generator in a set of weak references, to close it when the loop ends. Handlers
     # close theirs themselves; an abandoned one is still closed, by the other hook.
     sys.set_asyncgen_hooks(firstiter=None)
-    collector = loop.create_task(collect_when_idle(lambda: app.http.connections, lambda: app.active))
+    collectors = [
+        loop.create_task(collect_when_quiet(lambda: app.http.connections, lambda: app.generating)),
+        loop.create_task(collect_young(lambda: app.generating)),
+    ]
     reporter.report("ready")
     await stop.wait()
-    collector.cancel()
+    for each in collectors:
+        each.cancel()
     await app.drain()
 
 

@@ -51,6 +51,11 @@ class RouterApp:
         """Number of requests in progress, from reading their texts and images to the end of the answer."""
         return self._routes.active
 
+    @property
+    def generating(self) -> int:
+        """Number of requests or of answers in progress, whichever are more: a request may ask for many answers."""
+        return max(self.active, self.core.dispatcher.active)
+
     async def start(self) -> None:
         """Listen for nodes, start the text workers, then listen for clients.
 

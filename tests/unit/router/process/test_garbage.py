@@ -1,4 +1,4 @@
-"""Full garbage collections run while few clients are connected; in a crowd live objects are exempted from them."""
+"""Young objects are collected a few at a time, all objects while there are few, and those of the start never."""
 
 from __future__ import annotations
 
@@ -11,112 +11,117 @@ from collections.abc import Iterator
 import pytest
 
 from router.process.garbage import (
-    EXEMPT_AFTER,
-    FULL_COLLECTION_AFTER,
+    BLOCKS_PER_REQUEST,
     MOST_GROWN,
-    QUIET_CONNECTIONS,
-    Step,
-    collect_when_idle,
-    next_step,
+    QUIET,
+    collect_when_quiet,
+    collect_young,
+    full_collection_is_due,
 )
 from tests.fakes.waiting import eventually
 
 
 @pytest.fixture
-def full_collections() -> Iterator[list[str]]:
-    """Yield a list that grows with every full collection."""
-    found: list[str] = []
+def collections() -> Iterator[list[int]]:
+    """Yield a list of the generations that were collected; Python itself collects nothing meanwhile."""
+    found: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:
-        if phase == "start" and info["generation"] == 2:
-            found.append(phase)
+        if phase == "start":
+            found.append(info["generation"])
 
+    gc.disable()
+    # Other tests of this process may have left pending collections.
+    gc.collect()
     gc.callbacks.append(note)
     yield found
     gc.callbacks.remove(note)
+    gc.enable()
 
 
-async def test_it_collects_while_few_are_connected_and_not_in_a_crowd(full_collections: list[str]) -> None:
-    connected, asked = QUIET_CONNECTIONS + 1, 0
+async def test_it_collects_while_few_are_connected_and_not_in_a_crowd(collections: list[int]) -> None:
+    connected, asked = QUIET + 1, 0
 
     def connections() -> int:
         nonlocal asked
         asked += 1
-        # Simulates that new objects survived: otherwise there is nothing to collect.
-        if not gc.get_count()[2]:
-            gc.collect(1)
         return connected
 
-    gc.disable()
-    # Other tests of this process may have left more pending collections than a crowd tolerates.
-    gc.collect()
-    full_collections.clear()
-    task = asyncio.create_task(collect_when_idle(connections, lambda: connected, 0.0))
+    # Simulates that new objects survived: otherwise there is nothing to collect.
+    gc.collect(1)
+    task = asyncio.create_task(collect_when_quiet(connections, lambda: connected, 0.0))
     try:
-        gc.collect(1)
         await eventually(lambda: asked > 3)
-        assert not full_collections
-        connected = QUIET_CONNECTIONS
-        await eventually(lambda: full_collections)
+        assert 2 not in collections
+        connected = QUIET
+        await eventually(lambda: 2 in collections)
     finally:
         task.cancel()
-        gc.enable()
 
 
 @pytest.mark.parametrize(
-    ("pending", "connections", "active", "exempted", "grown", "step"),
+    ("pending", "connections", "active", "grown", "due"),
     [
-        (0, 1, 1, False, 0, Step.NOTHING),
-        (1, QUIET_CONNECTIONS, 1, False, 0, Step.COLLECT),
-        (EXEMPT_AFTER - 1, QUIET_CONNECTIONS + 1, 1, False, 0, Step.NOTHING),
-        (EXEMPT_AFTER, QUIET_CONNECTIONS + 1, 1, False, 0, Step.EXEMPT),
-        (EXEMPT_AFTER, QUIET_CONNECTIONS, 1, False, 0, Step.COLLECT),
-        (EXEMPT_AFTER, 1000, 1, True, MOST_GROWN, Step.EXEMPT),
-        (0, 1000, 1, True, MOST_GROWN + 1, Step.COLLECT_EXEMPT),
-        (0, 1000, 1, False, MOST_GROWN + 1, Step.NOTHING),
-        (0, 1000, 0, True, 0, Step.COLLECT_EXEMPT),
-        (0, 1000, 0, False, 0, Step.NOTHING),
-        (1, QUIET_CONNECTIONS, 1, True, 0, Step.COLLECT),
+        (0, 1, 1, 0, False),
+        (1, QUIET, QUIET, 0, True),
+        (10_000, QUIET + 1, 1, 0, False),
+        # many prompts of one connection
+        (10_000, 1, QUIET + 1, 0, False),
+        (1, 1000, 0, 0, True),
+        (0, 1000, 0, 0, False),
+        (0, 1000, 1, MOST_GROWN + BLOCKS_PER_REQUEST, False),
+        (0, 1000, 1, MOST_GROWN + BLOCKS_PER_REQUEST + 1, True),
+        # the growth is that of live requests
+        (0, 1000, 1000, MOST_GROWN + 1000 * BLOCKS_PER_REQUEST, False),
     ],
 )
-def test_what_is_due(
-    pending: int, connections: int, active: int, exempted: bool, grown: int, step: Step
-) -> None:
-    assert next_step(pending, connections, active, exempted, grown) is step
+def test_what_is_due(pending: int, connections: int, active: int, grown: int, due: bool) -> None:
+    assert full_collection_is_due(pending, connections, active, grown) is due
 
 
-EXEMPTION = """
+async def test_a_young_object_is_visited_once_and_soon(collections: list[int]) -> None:
+    """Afterwards it is an old one, which only full collections visit."""
+    active = 1
+    task = asyncio.create_task(collect_young(lambda: active, 0.0, 0.0))
+    try:
+        kept: list[list[int]] = [[] for _ in range(100)]
+        await eventually(lambda: len(collections) > 3)
+        assert set(collections) == {1}
+        young = {id(each) for generation in (0, 1) for each in gc.get_objects(generation=generation)}
+        assert young.isdisjoint(map(id, kept))
+        active = 0
+        await asyncio.sleep(0)
+        seen = len(collections)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert len(collections) == seen, "nothing is collected without requests"
+    finally:
+        task.cancel()
+
+
+HEAP = """
 import gc, weakref, router.process.garbage as c
-from router.process.garbage import Step, perform
-c.prepare_heap()
-gc.disable()
 class Node: pass
 def cycle():
     node = Node(); node.me = node
     return node
-kept, lost = cycle(), cycle()
+started = [cycle() for _ in range(10_000)]
+c.prepare_heap()
+lost = cycle()
 dead = weakref.ref(lost)
 gc.collect(1)
-perform(Step.EXEMPT)
-visited = len(gc.get_objects())
-count = gc.get_count()[2]
 del lost
-perform(Step.COLLECT)
-remains = dead() is not None
-perform(Step.COLLECT_EXEMPT)
-print(visited < 1_000, count, remains, dead() is None, kept.me is kept, len(gc.get_objects()) < 1_000)
+visited = len(gc.get_objects())
+# The interpreter's own collections: never a full one, whatever lives.
+full = []
+gc.callbacks.append(lambda phase, info: full.append(phase) if info["generation"] == 2 else None)
+kept = [[] for _ in range(200_000)]
+own, remains = len(full), dead() is not None
+gc.collect()
+print(visited < 1_000, own, remains, dead() is None, gc.get_freeze_count() > 10_000, started[0].me is started[0])
 """
 
 
-def test_exempt_objects_are_not_visited_and_their_garbage_is_collected_later() -> None:
-    done = subprocess.run([sys.executable, "-c", EXEMPTION], capture_output=True, text=True, check=True)
+def test_the_heap_of_the_start_is_not_visited_again_and_later_garbage_is_found() -> None:
+    done = subprocess.run([sys.executable, "-c", HEAP], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "0", "True", "True", "True", "True"]
-
-
-def test_the_heap_of_the_start_is_not_visited_again() -> None:
-    program = (
-        "import gc, router.process.garbage as c; c.prepare_heap(); "
-        "print(gc.get_freeze_count() > 10_000, len(gc.get_objects()) < 1_000, gc.get_threshold()[2])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True", str(FULL_COLLECTION_AFTER)]
