@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from router.answers.openai_responses import AnswerPiece, ChatFormat, chunk
+from router.answers.openai_responses import AnswerPiece, ChatFormat, chunk, last_chunk
 from router.chat.answer_events import CallArguments, CallOpened, Content, Event, Reasoning
 from router.chat.answer_parser import AnswerParser
 from router.tokens.names import TokenNames
@@ -103,7 +103,7 @@ class AssistantFormat(ChatFormat):
             logprobs = b"null"
         reason = self.finish_reason(piece.index, piece.finish_reason)
         if reason is not None:
-            events += self._event(chunk(piece.index, b"{}", b"null", _encode(reason)), usage)
+            events += self._event(last_chunk(piece, reason), usage)
         return events
 
     def finish_reason(self, index: int, reason: str | None) -> str | None:

@@ -122,7 +122,9 @@ class ChoiceMaker:
             decoder = self._tokenizer.stream(body.skip_special_tokens is not False, tokens, options.kept)
             include_stop = bool(body.include_stop_str_in_output)
             ends = own.stop_token_ids if options.grammar else None
-            answer = TextStream(decoder, check_stops(body), include_stop, own.min_tokens, ends)
+            answer = TextStream(
+                decoder, check_stops(body), include_stop, own.min_tokens, ends, body.stop_token_ids or ()
+            )
             choices.append(Choice(asked, PromptOnly() if prompt_only else answer, shown))
         return choices
 

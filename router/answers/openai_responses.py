@@ -49,7 +49,8 @@ class AnswerPiece(msgspec.Struct):
     offsets: Sequence[int]  # per token: characters of this choice's text that precede it
     finish_reason: str | None
     cached_tokens: int | None = None  # in the first piece: prompt tokens found in the prefix cache
-    stop_string: str | None = None  # the stop string that has ended the text
+    # In the last piece: the stop string, or the id in the client's stop_token_ids, that has ended the text.
+    stop_reason: str | int | None = None
     # In the first piece: scores of the prompt's tokens, from the second one on.
     prompt_logprobs: Sequence[PromptLogprob] = ()
     states: AnswerStates | None = None  # the hidden states of the choice, complete with its last piece
@@ -175,7 +176,7 @@ class ChatFormat(Format):
             delta = b'{"content":' + _encode(piece.text) + b"}"
             events = self._event(chunk(piece.index, delta, logprobs, b"null"), usage)
         if piece.finish_reason is not None:
-            events += self._event(chunk(piece.index, b"{}", b"null", _encode(piece.finish_reason)), usage)
+            events += self._event(last_chunk(piece, piece.finish_reason), usage)
         return events
 
     def _listed(self, pieces: Sequence[AnswerPiece]) -> dict[str, Any] | None:
@@ -221,7 +222,7 @@ class CompletionFormat(Format):
             before = self._before.get(piece.index)
             if before is None:
                 before = self._before[piece.index] = b'%b{"index":%d,"text":' % (self._open, piece.index)
-            return b'%b%b,"logprobs":null,"finish_reason":null}]%b}\n\n' % (
+            return b'%b%b,"logprobs":null,"finish_reason":null,"stop_reason":null}]%b}\n\n' % (
                 before,
                 _encode(piece.text),
                 usage,
@@ -229,11 +230,12 @@ class CompletionFormat(Format):
         listed = self._listed([piece])
         if not (piece.text or piece.finish_reason or (listed is not None and piece.tokens)):
             return b""
-        choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}' % (
+        choice = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b}' % (
             piece.index,
             _encode(piece.text),
             b"null" if listed is None else _encode(listed),
-            b"null" if piece.finish_reason is None else _encode(piece.finish_reason),
+            _encode(piece.finish_reason),
+            _encode(piece.stop_reason),
         )
         return self._event(choice, usage)
 
@@ -288,3 +290,9 @@ def chunk(index: int, delta: bytes, logprobs: bytes, finish_reason: bytes) -> by
         logprobs,
         finish_reason,
     )
+
+
+def last_chunk(piece: AnswerPiece, finish_reason: str) -> bytes:
+    """Return the chunk that ends a choice. As in vLLM, only this one of a chat has the `stop_reason`."""
+    ended = chunk(piece.index, b"{}", b"null", _encode(finish_reason))
+    return ended[:-1] + b',"stop_reason":' + _encode(piece.stop_reason) + b"}"

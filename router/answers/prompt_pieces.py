@@ -32,7 +32,7 @@ class PromptOnly:
         self.completion_tokens = 0
         self.offsets: list[int] = []
         self.finish_reason: str | None = None
-        self.stop_string: str | None = None
+        self.stop_reason: str | int | None = None
 
     def push(
         self, tokens: Sequence[OutputToken], finish_reason: str | None

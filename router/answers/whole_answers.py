@@ -45,6 +45,7 @@ class WholeChoice:
         self._texts: list[str] = []
         self._columns: tuple[list[bytes], ...] = tuple([] for _ in form.columns) if form.columns else ()
         self._finish_reason: str | None = None
+        self._stop_reason: str | int | None = None
 
     def add(self, piece: AnswerPiece) -> None:
         self._texts.append(self._form.text_of(piece))
@@ -52,7 +53,7 @@ class WholeChoice:
             for column, fragment in zip(self._columns, self._form.fragments(piece), strict=True):
                 if fragment:
                     column.append(fragment)
-        self._finish_reason = piece.finish_reason
+        self._finish_reason, self._stop_reason = piece.finish_reason, piece.stop_reason
 
     @property
     def characters(self) -> int:
@@ -69,6 +70,8 @@ class WholeChoice:
             *(_object(form.columns, self._columns, form.constant_columns) if self._columns else _NO_LISTS),
             b',"finish_reason":',
             _encode(form.finish_reason(self._index, self._finish_reason)),
+            b',"stop_reason":',
+            _encode(self._stop_reason),
             b"}",
         ]
 

@@ -85,7 +85,7 @@ class AnswerItems:
             self.reasoning_tokens += len(piece.tokens)
         if piece.finish_reason is not None:
             self.finish_reason = self._form.finish_reason(piece.index, piece.finish_reason)
-            self.stop_string = piece.stop_string
+            self.stop_string = piece.stop_reason if isinstance(piece.stop_reason, str) else None
             self._close(changes)
         return changes
 

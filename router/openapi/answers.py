@@ -58,6 +58,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     message: ChatMessage
     logprobs: dict[str, Any] | None
     finish_reason: str
+    stop_reason: str | int | None
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +81,7 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     logprobs: dict[str, Any] | None
     finish_reason: str
+    stop_reason: str | int | None
 
 
 class TextCompletion(Answer, frozen=True, kw_only=True):

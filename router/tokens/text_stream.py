@@ -25,20 +25,25 @@ class TextStream:
         include_stop: bool,
         min_tokens: int = 0,
         stop_ids: Collection[int] | None = None,
+        reported_ids: Collection[int] = (),
     ) -> None:
-        """`stop_ids`: the stop tokens; None: the last token of an answer that stops is always one."""
+        """`stop_ids`: the stop tokens; None: the last token of an answer that stops is always one.
+
+        `reported_ids`: those that the client has listed, which become the `stop_reason`.
+        """
         self._step = decoder.step
         self._flush = decoder.flush
         self._stops = StopMatcher(stops, include_stop) if stops else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._stop_ids = stop_ids
+        self._reported_ids = reported_ids
         self._decoded = 0  # characters returned or held back
         self.completion_tokens = 0
         # for the last push, per counted token: characters of the answer that precede it
         self.offsets: list[int] = []
         self.finish_reason: str | None = None
-        self.stop_string: str | None = None  # the one that has ended the text
+        self.stop_reason: str | int | None = None  # the stop string or the listed id that has ended the text
 
     def push(
         self, tokens: Sequence[OutputToken], finish_reason: str | None
@@ -64,6 +69,8 @@ class TextStream:
             if self.finish_reason is None:
                 text += self._stops.flush() if self._stops else ""
                 self.finish_reason = finish_reason
+                if finish_reason == FINISH_STOP and tokens and tokens[-1].id in self._reported_ids:
+                    self.stop_reason = tokens[-1].id
         return text, tokens
 
     def _is_silent_stop(self, token: int) -> bool:
@@ -76,5 +83,5 @@ class TextStream:
             return piece
         text = self._stops.push(piece, armed=self.completion_tokens > self._min_tokens)
         if self._stops.matched is not None:
-            self.finish_reason, self.stop_string = FINISH_STOP, self._stops.matched
+            self.finish_reason, self.stop_reason = FINISH_STOP, self._stops.matched
         return text

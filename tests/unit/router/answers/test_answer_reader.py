@@ -116,7 +116,7 @@ async def test_a_stop_string_that_is_completed_in_between_ends_the_answer() -> N
     sink, generator = Sink(), Offering([1, 2, 2, 2, 2])
     usage = await read(generator, [choice(stops=("ef",))], sink)
     assert sink.text() == "abcd"
-    assert (sink.pieces[-1].finish_reason, sink.pieces[-1].stop_string) == ("stop", "ef")
+    assert (sink.pieces[-1].finish_reason, sink.pieces[-1].stop_reason) == ("stop", "ef")
     assert generator.ended == ["stopped"]
     assert usage.completion_tokens == 6, "tokens after the stop string do not count"
 
