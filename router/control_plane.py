@@ -37,6 +37,7 @@ from common.messages.wire import encode
 from common.observability.bounded_log import BoundedLog
 from common.observability.logs import Log
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.turn_steps import STEPS_PER_TURN, runs_within, steps_of
 from router.nodes.operator_orders import OperatorOrders
 from router.nodes.registration import RegistrationRules
 from router.nodes.registry import Node, NodeRegistry
@@ -49,9 +50,6 @@ MAX_POSTPONED = 50
 PEER_CUT_OFF = "disconnected a peer that sends invalid frames"  # log event
 TOO_MANY_BAD_FRAMES = "it sent too many invalid frames; the router's log lists them"
 FRAMES_PER_TURN = 200  # read in one turn of the event loop
-# Messages and token runs that are handled in one turn: each wakes a request, which then writes to its client. One frame
-# can hold a decode step of a thousand requests.
-STEPS_PER_TURN = 100
 # The pipe of a dead peer disappears a moment after the event, and later on a busy host.
 PROBE_PAUSES = (0.02, 0.3, 0.4, 2.0)
 
@@ -203,13 +201,14 @@ class ControlPlane:
                 if message is None:
                     left -= 1
                 elif isinstance(message, Tokens):
-                    self._on_runs(speaker, message.runs[:left])
-                    if len(message.runs) > left:
-                        self._unhandled.appendleft((identity, message.runs[left:]))
-                    left -= len(message.runs)
+                    runs, steps = runs_within(message.runs, left)
+                    self._on_runs(speaker, message.runs[:runs])
+                    if len(message.runs) > runs:
+                        self._unhandled.appendleft((identity, message.runs[runs:]))
+                    left -= steps
                 else:
                     self._on_message(speaker, message, len(read))
-                    left -= 1
+                    left -= steps_of(message)
             except (ProtocolError, UnicodeDecodeError) as error:
                 left -= 1
                 self._socket.refuse(identity, str(error))

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-PER_TURN = 8  # placing a request with a long prompt takes about a millisecond
+PER_TURN = 4  # placing a request with a long prompt takes about a millisecond
 Step = Callable[[], bool]  # False if there was nothing to do
 
 

@@ -11,10 +11,11 @@ from aiohttp import web
 from common.messages.decode_inbox import Reserve
 from common.messages.generation import OutputToken
 from common.messages.router_inbox import FirstToken, Goodbye, TokenRun, Tokens
-from router.control_plane import STEPS_PER_TURN
 from router.dispatch import dispatcher
 from router.dispatch.attempt import Attempt
 from router.dispatch.legs import placement_messages
+from router.dispatch.open_attempts import OpenAttempts
+from router.dispatch.turn_steps import END_STEPS, STEPS_PER_TURN
 from router.nodes.placer import Placer
 from router.nodes.registry import Node
 from router.process.turns import PER_TURN
@@ -133,6 +134,50 @@ async def test_a_step_of_many_requests_is_handled_over_several_turns(
             await eventually(lambda: count.total >= runs)
         assert client.ids == [0, *(n % 99 for n in ids)]
         assert count.most <= 2 * STEPS_PER_TURN
+
+
+@pytest.mark.parametrize("last", ["first token", "run"])
+async def test_answers_that_end_together_end_over_several_turns(
+    monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    requests = 6 * (STEPS_PER_TURN // END_STEPS)
+    async with router_rig() as rig:
+        prefill, decode = await rig.pair()
+        clients = [rig.client(max_tokens=2) for _ in range(requests)]
+        await eventually(lambda: sum(isinstance(each, Reserve) for each in decode.received()) == requests)
+        rooms = [each.room for each in decode.received() if isinstance(each, Reserve)]
+        if last == "run":
+            prefill.say(
+                *(
+                    FirstToken(room=room, token=OutputToken(0), finish_reason=None, cached_tokens=0)
+                    for room in rooms
+                )
+            )
+            for client in clients:
+                await client.until(1)
+        close = OpenAttempts.close
+        async with counting_turns() as count:
+
+            def noted(self: OpenAttempts, attempt: Attempt) -> None:
+                count.note()
+                close(self, attempt)
+
+            monkeypatch.setattr(OpenAttempts, "close", noted)
+            if last == "run":
+                decode.say(Tokens(runs=[TokenRun(room, 1, [OutputToken(7)], "length") for room in rooms]))
+            else:
+                prefill.say(
+                    *(
+                        FirstToken(room=room, token=OutputToken(0), finish_reason="length", cached_tokens=0)
+                        for room in rooms
+                    )
+                )
+            for client in clients:
+                await client.done()
+        assert [client.finish for client in clients] == ["length"] * requests
+        assert count.total == requests
+        assert count.most <= 2 * (STEPS_PER_TURN // END_STEPS)
+        rig.nothing_left()
 
 
 async def test_requests_that_arrive_together_are_parsed_a_few_per_turn(
