@@ -13,7 +13,7 @@ import msgspec
 from PIL import Image, UnidentifiedImageError
 
 from common.errors import ConfigError
-from deploy.openai_client import BadAnswer
+from deploy.openai_client import BadAnswer, error_sentence, message_of
 from deploy.sse import EventSplitter, EventTooLong
 
 MAX_IMAGE_BYTES = 20 << 20
@@ -192,10 +192,10 @@ async def stream_reply(
     try:
         async with session.post(url, json=stream) as response:
             if response.status != 200:
-                raise BadAnswer(f"{url} answered {response.status}: {(await response.text())[:300]}")
+                raise BadAnswer(f"{url} answered {response.status}: {error_sentence(await response.read())}")
             async for event in _events(response):
                 if event.error:
-                    raise BadAnswer(f"the answer broke off: {str(event.error)[:300]}")
+                    raise BadAnswer(f"the answer broke off: {message_of(event.error)}")
                 if event.usage is not None:
                     reply.tokens = event.usage.completion_tokens
                 for choice in event.choices[:1]:

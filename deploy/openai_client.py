@@ -12,6 +12,7 @@ import msgspec
 from common.errors import ConfigError
 
 CONNECT_SECONDS = 5.0
+MAX_SENTENCE = 1000  # characters of an error of the server
 
 
 class Unreachable(Exception):
@@ -41,13 +42,31 @@ def json_fields(option: str, text: str) -> dict[str, Any]:
         raise ConfigError(option, f"is not a JSON object: {error}") from None
 
 
+def error_sentence(raw: bytes) -> str:
+    """Return what the body of an error says: its sentence, or the body itself if it is in no form that is known."""
+    try:
+        body = msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return raw[:MAX_SENTENCE].decode(errors="replace").strip()
+    return message_of(body.get("error", body))
+
+
+def message_of(error: Any) -> str:
+    """Return the sentence of an error object; of another value, its JSON."""
+    found = error
+    if isinstance(error, dict):
+        found = error.get("message") or error.get("detail")  # FastAPI's name
+    text = found if isinstance(found, str) and found else msgspec.json.encode(error).decode()
+    return text[:MAX_SENTENCE]
+
+
 async def call(session: aiohttp.ClientSession, method: str, url: str, body: dict[str, Any] | None) -> Any:
     """Return the JSON of an answer with status 200. Raises BadAnswer for anything else."""
     try:
         async with session.request(method, url, json=body) as response:
             raw = await response.read()
             if response.status != 200:
-                raise BadAnswer(f"{url} answered {response.status}: {raw[:300].decode(errors='replace')}")
+                raise BadAnswer(f"{url} answered {response.status}: {error_sentence(raw)}")
             return json.loads(raw)
     except TimeoutError:
         raise BadAnswer(f"{url} did not answer in time") from None

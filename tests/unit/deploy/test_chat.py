@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from deploy import chat_cli
 from deploy.chat_cli import Chat, talk
 from deploy.conversation import ChatDelta, Conversation, FunctionDelta, Reply, ToolCallDelta, image_url
-from deploy.openai_client import BadAnswer
+from deploy.openai_client import BadAnswer, error_sentence
 from deploy.terminal_text import printable
 from tests.fakes.openai_server import DONE, Event, OpenAiServer, serving
 
@@ -224,8 +224,13 @@ async def test_a_piped_question_is_answered_with_text_only() -> None:
 @pytest.mark.parametrize(
     ("server", "question", "code", "said"),
     [
-        (OpenAiServer(status=503), "x", 1, "answered 503"),
-        (OpenAiServer([part(content="a"), {"error": {"message": "\x1b[2J"}}]), "x", 1, "broke off"),
+        (OpenAiServer(status=503), "x", 1, "/v1/chat/completions answered 503: too busy\n"),
+        (
+            OpenAiServer([part(content="a"), {"error": {"message": "no \x1b[2J", "code": 5}}]),
+            "x",
+            1,
+            "the answer broke off: no ␛[2J\n",
+        ),
         (OpenAiServer([part(content="a")]), "x", 1, "ended without [DONE]"),
         (OpenAiServer(["{"]), "x", 1, "no stream of chat events"),
         (OpenAiServer(), "  ", 2, "is empty"),
@@ -238,6 +243,24 @@ async def test_failures_of_a_pipe(server: OpenAiServer, question: str | bytes, c
     assert result.exit_code == code
     assert said in result.stderr
     assert "\x1b" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        (b'{"error": {"message": "top_p must be at most 1", "param": "top_p"}}', "top_p must be at most 1"),
+        (b'{"object": "error", "message": "old vLLM"}', "old vLLM"),
+        (b'{"detail": "Not Found"}', "Not Found"),
+        (b'{"error": "text"}', "text"),
+        (b'{"error": {"code": 5}}', '{"code":5}'),
+        (b'{"detail": [{"loc": []}]}', '{"detail":[{"loc":[]}]}'),
+        (b"<h1>Bad Gateway</h1>\n", "<h1>Bad Gateway</h1>"),
+        (b"[1]", "[1]"),
+        (b"\xff" * 2000, "\ufffd" * 1000),
+    ],
+)
+def test_the_sentence_of_an_error(raw: bytes, sentence: str) -> None:
+    assert error_sentence(raw) == sentence
 
 
 def test_without_a_server_it_says_so() -> None:
