@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from common.errors import InvalidGrammar
+from common.grammar.endless_schemas import check_endings
 from common.grammar.limits import GrammarLimits
 from common.grammar.schema_intersections import check_intersections
 from common.messages.generation import MAX_GRAMMAR
@@ -53,6 +54,7 @@ def check_text(text: str, limits: GrammarLimits) -> None:
     schemas = [part.json_schema for part in parts if part.json_schema is not None]
     check_schemas(schemas, limits)
     check_intersections(schemas, limits)
+    check_endings(schemas)
 
 
 def _parts(text: str, limits: GrammarLimits) -> list[GrammarPart]:

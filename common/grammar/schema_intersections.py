@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from urllib.parse import unquote
 
 from common.errors import InvalidGrammar
 from common.grammar.limits import GrammarLimits
+from common.grammar.schema_references import pointed
 from common.grammar.text_bounds import (
     NOTHING,
     Bounds,
@@ -142,20 +142,9 @@ class _Intersections:
 
         llguidance refuses one that is no path, or resolves it in other ways: it may then add everything.
         """
-        if not reference.startswith("#"):
+        if reference != "#" and not reference.startswith("#/"):
             return self._everything()
-        found = self._root
-        for name in reference[1:].split("/")[1:]:
-            key = unquote(name).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-                found = found[int(key)]
-            elif isinstance(found, dict) and key in found:
-                found = found[key]
-            else:
-                return UNKNOWN  # llguidance refuses it
-        if len(reference) > 1 and reference[1] != "/":
-            return self._everything()
-        return self._of(found)
+        return self._of(pointed(self._root, reference))  # llguidance refuses one to nowhere
 
     def _everything(self) -> Bounds:
         """Return bounds of what any part of the schema adds."""

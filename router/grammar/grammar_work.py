@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from common.errors import InvalidGrammar, ModelError
 from common.grammar import GrammarCompiler
 from router.grammar.constraint import Constraint, Lark
@@ -36,8 +38,12 @@ class GrammarWork:
             case _:
                 special = {}
         text = grammar_text(constraint, special)
+        compiler = self._compilers[vocab_size, eos_ids]
         try:
-            self._compilers[vocab_size, eos_ids].matcher(text)
+            if constraint.after is not None:
+                # What fails at its first token would otherwise fail after the reasoning.
+                compiler.matcher(grammar_text(replace(constraint, after=None), special))
+            compiler.matcher(text)
         except InvalidGrammar as error:
             raise InvalidGrammar(f"{constraint.field}: {error}", param=constraint.field) from error
         return text

@@ -60,7 +60,8 @@ def _nested(depth: int) -> dict[str, Any]:
         (_schema({"type": "number", "multipleOf": 0}), "multipleOf"),
         ('{"grammars":[{"json_schema":{"multipleOf":1e999}}]}', "multipleOf|out of range"),
         (_schema({"$ref": "https://example.com/schema.json"}), "cannot be compiled"),
-        (_schema({"$ref": "#"}), "cannot be compiled"),
+        (_schema({"$ref": "#"}), "refers to itself"),
+        ('start: x\nx: x "a"', "cannot be compiled"),
         ("x" * (MAX_GRAMMAR + 1), "limit is"),
     ],
 )

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from common.errors import InvalidGrammar, InvalidRequest, RequestError
 from common.grammar import GrammarCompiler, mask_width
+from router.grammar.constraint import End
 from router.grammar.grammar_work import GrammarWork
 from router.requests.constraint_fields import ConstraintFields
 from router.requests.read_constraint import read_constraint, with_schema_texts
@@ -145,3 +147,20 @@ notes = st.lists(marks, max_size=24).map("".join)
 )
 def test_random_constraints(work: GrammarWork, compiler: GrammarCompiler, fields: dict[str, Any]) -> None:
     refusal(work, compiler, fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"json_schema": {"$ref": "#"}}, "refers to itself"),
+        ({"ebnf": 'root ::= root "a"'}, "cannot be compiled"),
+        ({"regex": r"[^\s\S]"}, "cannot be compiled"),
+    ],
+)
+def test_reasoning_before_it_hides_no_failure(work: GrammarWork, fields: dict[str, Any], reason: str) -> None:
+    asked = read_constraint(with_schema_texts(msgspec.convert(fields, ConstraintFields)))
+    assert asked is not None
+    for after in (None, End("</think>"), End("</think>", begin="<think>")):
+        with pytest.raises(InvalidGrammar, match=reason) as refused:
+            work.compile(replace(asked, after=after), VOCAB, EOS)
+        assert refused.value.param == next(iter(fields))
