@@ -1,54 +1,52 @@
 """deploy/bench: first tokens, gaps and goodput of OpenAI-compatible servers under load.
 
-Exit codes: 0 success, 1 requests failed, 2 options refused or no server, 3 the generator was too slow to be trusted.
+Exit codes: 0 success, 1 requests failed or a search found no rate, 2 options refused or no server, 3 the generator was
+too slow to be trusted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-import os
-import platform
 import random
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import aiohttp
-import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from common.errors import ConfigError
-from deploy.load_generator.chart import check_matplotlib, draw
-from deploy.load_generator.loads import Load, closed_load, open_load, trace_load
-from deploy.load_generator.measurement import Bodies, MeasuredLoad, Measurement, Target
-from deploy.load_generator.plan import (
-    PromptShape,
-    Replay,
+from deploy.bench_options import BenchOptions, json_report, open_measurement
+from deploy.bench_screen import (
+    EXIT_FAILED,
+    EXIT_NOT_TRUSTED,
+    EXIT_REFUSED,
+    MOST_ERRORS,
+    print_line,
+    progress,
 )
+from deploy.bench_search import (
+    announce,
+    refuse_search_options,
+    search_bounds,
+    search_report,
+    show_probe,
+    show_results,
+)
+from deploy.bench_search import search as run_search
+from deploy.load_generator.chart import check_matplotlib, draw, draw_search
+from deploy.load_generator.goodput_search import GoodputSearch
+from deploy.load_generator.measurement import MeasuredLoad
+from deploy.load_generator.plan import Replay
 from deploy.load_generator.summary import Limits
-from deploy.openai_client import (
-    CONNECT_SECONDS,
-    Unreachable,
-    api_base,
-    authorization,
-    first_model,
-    json_fields,
-)
-from deploy.terminal_text import printable
+from deploy.openai_client import Unreachable
 
-EXIT_FAILED, EXIT_REFUSED, EXIT_NOT_TRUSTED = 1, 2, 3
 OPEN_LOOP_SECONDS = 60.0
-DEFAULT_RATE = 4.0
-MOST_ERRORS = 3  # shown of each row
 
 COLUMNS = {
     "ttft p50": "ttft_ms_p50",
@@ -71,13 +69,41 @@ def run(
     ] = None,
     rate: Annotated[
         list[float] | None,
-        typer.Option(min=0.001, help="open loop: requests per second; may be repeated; default 4"),
+        typer.Option(
+            min=0.001,
+            help="open loop: requests per second; may be repeated; default 4. With --search: the first rate",
+        ),
     ] = None,
     concurrency: Annotated[
         list[int] | None, typer.Option(min=1, help="closed loop: clients; may be repeated")
     ] = None,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="replay a trace in Mooncake's format (JSON lines)")
+    ] = None,
+    search: Annotated[
+        bool,
+        typer.Option("--search", help="find the highest rate at which --share of requests keep both limits"),
+    ] = False,
+    share: Annotated[
+        float | None, typer.Option(help="search: share of requests within both limits; default 0.99")
+    ] = None,
+    min_rate: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="search: lowest rate to probe; default 15 / seconds, so 0.25"),
+    ] = None,
+    max_rate: Annotated[
+        float | None, typer.Option(min=0.001, help="search: highest rate to probe; default 1024")
+    ] = None,
+    resolution: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="search: largest step between the rate that is found and one that misses, as a share of it; "
+            "default 0.05",
+        ),
+    ] = None,
+    max_probes: Annotated[
+        int | None, typer.Option(min=1, help="search: rates to probe on each server at most; default 12")
     ] = None,
     seconds: Annotated[
         float | None,
@@ -124,130 +150,108 @@ def run(
 ) -> None:
     """Measure servers under load: Poisson arrivals (--rate), a closed loop (--concurrency) or a trace (--trace).
 
+    --search finds the highest rate of Poisson arrivals at which a share of requests keeps --ttft-ms and --gap-ms.
+
     Prompts are random token ids, sent to /v1/completions; answers are streamed and never end early. Times count from
     when a request was due, also if it was sent later.
     """
-    options = BenchOptions(
-        urls=[url] if compare is None else [url, compare],
-        model=model,
-        rates=rate or [],
-        concurrency=concurrency or [],
-        trace=trace,
-        replay=Replay(speed, length_scale, seconds, max_input),
-        seconds=seconds or OPEN_LOOP_SECONDS,
-        requests=requests,
-        seeds=list(range(first_seed, first_seed + seeds)),
-        input=input_tokens,
-        output=output_tokens,
-        prefixes=prefixes,
-        prefix_tokens=prefix_tokens if prefixes else 0,
-        limits=Limits(ttft_ms / 1e3, gap_ms / 1e3, max_lag_ms / 1e3),
-        vocabulary=vocabulary,
-        salt=random.SystemRandom().randrange(1 << 32) if salt is None else salt,
-        warm_up=warm_up,
-        extra_body=extra_body,
-        timeout=timeout,
-    )
+    search_values = {
+        "--share": share,
+        "--min-rate": min_rate,
+        "--max-rate": max_rate,
+        "--resolution": resolution,
+        "--max-probes": max_probes,
+    }
+    out = Console(width=None if sys.stdout.isatty() else 160)
     try:
-        if svg_file is not None:
-            check_matplotlib()
-        for file in (json_file, svg_file):
-            if file is not None and not file.absolute().parent.is_dir():
-                raise ConfigError(str(file), f"there is no folder {file.absolute().parent}")
-        measured = asyncio.run(measure(options, [api_key, compare_api_key]))
+        if not search:
+            refuse_search_options(search_values)
+        options = BenchOptions(
+            urls=[url] if compare is None else [url, compare],
+            model=model,
+            rates=rate or [],
+            concurrency=concurrency or [],
+            trace=trace,
+            replay=Replay(speed, length_scale, seconds, max_input),
+            seconds=seconds or OPEN_LOOP_SECONDS,
+            requests=requests,
+            seeds=list(range(first_seed, first_seed + seeds)),
+            input=input_tokens,
+            output=output_tokens,
+            prefixes=prefixes,
+            prefix_tokens=prefix_tokens if prefixes else 0,
+            limits=Limits(ttft_ms / 1e3, gap_ms / 1e3, max_lag_ms / 1e3),
+            vocabulary=vocabulary,
+            salt=random.SystemRandom().randrange(1 << 32) if salt is None else salt,
+            warm_up=warm_up,
+            extra_body=extra_body,
+            timeout=timeout,
+            search=search_bounds(search_values, rate or [], seconds or OPEN_LOOP_SECONDS) if search else None,
+        )
+        files = Files(json_file, svg_file)
+        files.check()
+        api_keys = api_key, compare_api_key
+        code = _search(options, api_keys, files, out) if search else _measure(options, api_keys, files, out)
     except ConfigError as error:
         _refuse(str(error))
     except Unreachable as error:
         _refuse(f"{error}. Is the server running?")
-    if json_file is not None:
-        json_file.write_bytes(report(options, measured))
-    if svg_file is not None:
-        draw(measured, options.limits, svg_file)
-    raise typer.Exit(show(measured, gap_ms, Console(width=None if sys.stdout.isatty() else 160)))
+    raise typer.Exit(code)
 
 
 @dataclass(frozen=True, slots=True)
-class BenchOptions:
-    """The options of one measurement, without the API key: the report contains them."""
+class Files:
+    """The files for the result."""
 
-    urls: list[str]
-    model: str | None
-    rates: list[float]
-    concurrency: list[int]
-    trace: Path | None
-    replay: Replay
-    seconds: float  # arrivals of an open loop
-    requests: int | None  # per level of a closed loop
-    seeds: list[int]
-    input: int
-    output: int
-    prefixes: int
-    prefix_tokens: int
-    limits: Limits
-    vocabulary: int
-    salt: int
-    warm_up: int
-    extra_body: str
-    timeout: float
+    json: Path | None
+    svg: Path | None
 
-    @property
-    def shape(self) -> PromptShape:
-        """The lengths of synthetic prompts. Raises ConfigError."""
-        return PromptShape(self.input, self.output, self.prefixes, self.prefix_tokens)
+    def check(self) -> None:
+        """Raise ConfigError for what cannot be written, before anything is measured."""
+        if self.svg is not None:
+            check_matplotlib()
+        for file in (self.json, self.svg):
+            if file is not None and not file.absolute().parent.is_dir():
+                raise ConfigError(str(file), f"there is no folder {file.absolute().parent}")
 
-    @property
-    def loads(self) -> list[Load]:
-        """The loads to measure. Raises ConfigError."""
-        if len(set(map(api_base, self.urls))) < len(self.urls):
-            raise ConfigError("--compare", "names the same server: its prefix cache would have the prompts")
-        if sum(map(bool, (self.rates, self.concurrency, self.trace))) > 1:
-            raise ConfigError("", "--rate, --concurrency and --trace are different loads: use one of them")
-        if self.trace is not None:
-            return [trace_load(self.trace, self.replay)]
-        if self.concurrency:
-            return [closed_load(each, self.requests, self.shape) for each in self.concurrency]
-        return [open_load(each, self.seconds, self.shape) for each in self.rates or [DEFAULT_RATE]]
+
+def _search(options: BenchOptions, api_keys: Sequence[str | None], files: Files, out: Console) -> int:
+    """Search, keeping the probes so far in the JSON file, and return the exit code."""
+
+    def probed(found: GoodputSearch) -> None:
+        show_probe(found.probes[-1], out)
+        if files.json is not None:
+            files.json.write_bytes(search_report(options, found))
+
+    found = asyncio.run(run_search(options, api_keys, lambda: announce(options, out), probed))
+    if files.json is not None:
+        files.json.write_bytes(search_report(options, found))
+    if files.svg is not None:
+        draw_search(found, files.svg)
+    return show_results(found, out)
+
+
+def _measure(options: BenchOptions, api_keys: Sequence[str | None], files: Files, out: Console) -> int:
+    """Measure all loads, write the files and return the exit code."""
+    measured = asyncio.run(measure(options, api_keys))
+    if files.json is not None:
+        files.json.write_bytes(report(options, measured))
+    if files.svg is not None:
+        draw(measured, options.limits, files.svg)
+    return show(measured, 1e3 * options.limits.gap, out)
 
 
 async def measure(options: BenchOptions, api_keys: Sequence[str | None]) -> list[MeasuredLoad]:
     """Measure all loads, with progress on a terminal. `api_keys`: of each server. Raises ConfigError, Unreachable."""
-    loads, shape, extra = options.loads, options.shape, json_fields("--extra-body", options.extra_body)
-    timeout = aiohttp.ClientTimeout(total=options.timeout, sock_connect=CONNECT_SECONDS)
-    async with contextlib.AsyncExitStack() as stack:
-        connector = await stack.enter_async_context(aiohttp.TCPConnector(limit=0))
-        targets = []
-        for url, key in zip(options.urls, api_keys, strict=False):
-            session = aiohttp.ClientSession(
-                headers={"Content-Type": "application/json", **authorization(key)},
-                timeout=timeout,
-                connector=connector,
-                connector_owner=False,
-            )
-            await stack.enter_async_context(session)
-            base = api_base(url)
-            targets.append(Target(url, base, options.model or await first_model(session, base), session))
-        bodies = Bodies(options.vocabulary, options.salt, extra)
-        measurement = Measurement(targets, loads, options.seeds, bodies, options.limits)
-        await measurement.warm_up(options.warm_up, shape)
-        total = len(targets) * sum(len(load.plan(seed)) for load in loads for seed in options.seeds)
-        console = Console(stderr=True)
-        columns = (TextColumn("answered"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("", total=total)
-            results = measurement.run(lambda: bar.advance(task))
-            return [each async for each in results]
+    async with open_measurement(options, api_keys) as measurement:
+        plans = [load.plan(seed) for load in measurement.loads for seed in options.seeds]
+        with progress(len(options.urls) * sum(map(len, plans))) as answered:
+            return [each async for each in measurement.run(answered)]
 
 
 def report(options: BenchOptions, measured: Sequence[MeasuredLoad]) -> bytes:
-    """Return the result as JSON. Values that do not exist, such as percentiles without answers, are null."""
-    whole = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "client": {"python": platform.python_version(), "cores": os.cpu_count()},
-        "options": options,
-        "trusted": not any(each.doubts for each in measured),
-        "loads": measured,
-    }
-    return msgspec.json.format(msgspec.json.encode(whole, enc_hook=str), indent=1) + b"\n"
+    """Return the result as JSON."""
+    return json_report(options, not any(each.doubts for each in measured), {"loads": measured})
 
 
 def show(measured: Sequence[MeasuredLoad], gap_ms: float, out: Console) -> int:
@@ -263,21 +267,16 @@ def show(measured: Sequence[MeasuredLoad], gap_ms: float, out: Console) -> int:
     out.print(table)
     for each in measured:
         for error in each.errors[:MOST_ERRORS]:
-            _line(out, f"{each.target}, {each.load}: {error}")
+            print_line(out, f"{each.target}, {each.load}: {error}")
         own_ms = each.summary.loop_lag_ms_max
         if own_ms > gap_ms:
             late = f"up to {own_ms:.1f} ms of the longest gaps are delays of this program"
-            _line(out, f"{each.target}, {each.load}: {late}")
+            print_line(out, f"{each.target}, {each.load}: {late}")
         for doubt in each.doubts:
-            _line(out, f"NOT TO BE TRUSTED: {each.target}, {each.load}: {doubt}")
+            print_line(out, f"NOT TO BE TRUSTED: {each.target}, {each.load}: {doubt}")
     if any(each.doubts for each in measured):
         return EXIT_NOT_TRUSTED
     return EXIT_FAILED if any(each.summary.failed for each in measured) else 0
-
-
-def _line(out: Console, text: str) -> None:
-    """Print a line that may quote a server."""
-    out.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def _refuse(text: str) -> NoReturn:

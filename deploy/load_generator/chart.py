@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
+from deploy.load_generator.goodput_search import GoodputSearch
 from deploy.load_generator.measurement import MeasuredLoad
 from deploy.load_generator.summary import Limits
 
@@ -44,6 +45,48 @@ def draw(measured: Sequence[MeasuredLoad], limits: Limits, file: Path) -> None:
             *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False
         )
         figure.savefig(file, metadata={"Date": None, "Title": "Latency under load"})
+        pyplot.close(figure)
+
+
+def draw_search(found: GoodputSearch, file: Path) -> None:
+    """Write the chart of a search: the share within both limits by rate, and the rate found for each server.
+
+    A vertical bar reaches from the worst seed of a probe to the best one. An open circle is a probe that ended early.
+    """
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "tandem", "font.size": 9}
+    with matplotlib.rc_context(style):
+        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+        for result, colour in zip(found.results, COLOURS, strict=False):
+            probes = sorted(
+                (each for each in found.probes if each.target == result.target), key=lambda each: each.rate
+            )
+            rates = [each.rate for each in probes]
+            axes.plot(rates, [100 * each.share for each in probes], color=colour, linewidth=1)
+            for probe in probes:
+                shares = [100 * share for share in probe.share_by_seed.values()]
+                axes.plot([probe.rate] * 2, [min(shares), max(shares)], color=colour, linewidth=3, alpha=0.3)
+                face = "none" if probe.overloaded else colour
+                axes.plot([probe.rate], [100 * probe.share], "o", color=colour, markerfacecolor=face)
+            label = f"{result.target}: none" if result.rate is None else f"{result.target}: {result.rate:g}/s"
+            axes.plot([], [], "o-", color=colour, label=label)
+            if result.rate is not None:
+                axes.axvline(result.rate, color=colour, linestyle="--", linewidth=0.8)
+        axes.axhline(100 * found.bounds.share, color="#888888", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_ylim(-2, 102)
+        axes.set_xlabel("requests per second")
+        axes.set_title(
+            f"requests within both limits, % ({100 * found.bounds.share:g} % searched for)", loc="left"
+        )
+        axes.grid(alpha=0.3)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)
+        figure.savefig(file, metadata={"Date": None, "Title": "Highest load within limits"})
         pyplot.close(figure)
 
 

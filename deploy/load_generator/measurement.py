@@ -17,6 +17,7 @@ from deploy.load_generator.loads import Load
 from deploy.load_generator.plan import PlannedRequest, PromptShape, PromptTokens, closed_plan
 from deploy.load_generator.runs import (
     Answered,
+    Patience,
     Run,
     Server,
     closed_loop,
@@ -24,7 +25,7 @@ from deploy.load_generator.runs import (
     no_progress,
     open_loop,
 )
-from deploy.load_generator.stream import stream_completion
+from deploy.load_generator.stream import RequestTimes, stream_completion
 from deploy.load_generator.summary import Limits, Summary, curve, doubts, summarise
 
 WARM_UP = 1 << 32, 0  # the run of requests that do not count
@@ -90,28 +91,42 @@ class Measurement:
         for number, load in enumerate(self.loads):
             runs: dict[str, dict[int, Run]] = {target.label: {} for target in self.targets}
             for target, seed in turns(self.targets, self.seeds):
-                server = self._server(target, (number, seed))
-                plan = load.plan(seed)
-                with no_collections():
-                    if load.clients:
-                        run = await closed_loop(server, plan, load.clients, answered)
-                    else:
-                        run = await open_loop(server, plan, answered)
-                runs[target.label][seed] = run
+                runs[target.label][seed] = await self.run_seed(target, load, (number, seed), answered)
             for label, each in runs.items():
-                yield self._measured(label, load.label, each)
+                yield self.measured(label, load.label, each)
+
+    async def run_seed(
+        self,
+        target: Target,
+        load: Load,
+        run: tuple[int, int],
+        answered: Answered = no_progress,
+        patience: Patience | None = None,
+    ) -> Run:
+        """Run a load once. `run`: the number of the load, which determines its prompts, and the seed."""
+        server = self._server(target, run)
+        plan = load.plan(run[1])
+        with no_collections():
+            if load.clients:
+                return await closed_loop(server, plan, load.clients, answered)
+            return await open_loop(server, plan, answered, patience)
 
     async def warm_up(self, count: int, shape: PromptShape) -> None:
         """Send requests that do not count, one at a time, to each server; their failures do not count either."""
         for target in self.targets:
-            server = self._server(target, WARM_UP)
             for request in closed_plan(count, shape, 0):
-                await stream_completion(server.session, server.url, server.body(request))
+                await self.send_one(target, request)
+
+    async def send_one(self, target: Target, request: PlannedRequest) -> RequestTimes:
+        """Send a request that does not count, and return its times."""
+        server = self._server(target, WARM_UP)
+        return await stream_completion(server.session, server.url, server.body(request))
 
     def _server(self, target: Target, run: tuple[int, int]) -> Server:
         return Server(target.session, f"{target.base}/completions", self.bodies.maker(target.model, run))
 
-    def _measured(self, target: str, load: str, runs: dict[int, Run]) -> MeasuredLoad:
+    def measured(self, target: str, load: str, runs: dict[int, Run]) -> MeasuredLoad:
+        """Summarise the runs of one load, by seed, on one server."""
         whole = Run()
         for run in runs.values():
             whole.add(run)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 import aiohttp
 
@@ -15,6 +16,7 @@ from deploy.load_generator.plan import PlannedRequest
 from deploy.load_generator.stream import RequestTimes, stream_completion
 
 PROBE_SECONDS = 0.005
+CUT_OFF = "unanswered when the run was ended"
 
 MakeBody = Callable[[PlannedRequest], bytes]
 Answered = Callable[[], None]
@@ -40,10 +42,15 @@ class Run:
     requests: list[RequestTimes] = field(default_factory=list)
     seconds: float = 0.0  # from the start to the last answer
     loop_lags: list[float] = field(default_factory=list)  # seconds by which short sleeps ended late
+    # Requests that `Patience` cut off, which are in `requests` with an error, and those that it did not send.
+    outstanding: int = 0
+    unsent: int = 0
 
     def add(self, other: Run) -> None:
         """Append a run of the same load, as with another seed."""
         self.requests += other.requests
+        self.outstanding += other.outstanding
+        self.unsent += other.unsent
         self.seconds += other.seconds
         self.loop_lags += other.loop_lags
 
@@ -65,20 +72,66 @@ def no_collections() -> Iterator[None]:
             gc.enable()
 
 
-async def open_loop(server: Server, plan: Sequence[PlannedRequest], answered: Answered = no_progress) -> Run:
-    """Send each request when it is due, however many are unanswered."""
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Ends an open loop whose server does not keep up, so that it does not run until the last answer."""
+
+    # A request that is unanswered so many seconds after its due time is overdue: it has missed a limit for certain.
+    overdue: float
+    most_overdue: int  # with more of them at a time, nothing more is sent and nothing awaited
+    drain: float  # seconds after the last arrival for which answers are awaited
+
+
+async def open_loop(
+    server: Server,
+    plan: Sequence[PlannedRequest],
+    answered: Answered = no_progress,
+    patience: Patience | None = None,
+) -> Run:
+    """Send each request when it is due, however many are unanswered, or until `patience` ends."""
     run = Run()
     start = time.perf_counter()
     async with asyncio.TaskGroup() as group, _Probe(run):
-        tasks = []
+        lags: dict[asyncio.Task[RequestTimes], float] = {}
+        unanswered: dict[asyncio.Task[RequestTimes], float] = {}
+        wait_for_answers = None if patience is None else patience.drain
         for request in plan:
             body = server.body(request)
             due = start + request.due
             await asyncio.sleep(due - time.perf_counter())
-            tasks.append(group.create_task(_send(server, body, due, answered)))
-        run.requests = [await task for task in tasks]
+            if patience is not None and _does_not_keep_up(unanswered.values(), patience):
+                wait_for_answers = 0.0
+                break
+            task = group.create_task(_send(server, body, due, answered))
+            lags[task], unanswered[task] = time.perf_counter() - due, due
+            task.add_done_callback(unanswered.pop)
+        await _finish([*lags], wait_for_answers)
         run.seconds = time.perf_counter() - start
+    cut = [task.cancelled() for task in lags]
+    run.requests = [
+        RequestTimes(lag=lag, error=CUT_OFF) if task.cancelled() else task.result()
+        for task, lag in lags.items()
+    ]
+    run.outstanding, run.unsent = sum(cut), len(plan) - len(cut)
     return run
+
+
+def _does_not_keep_up(due_times: Iterable[float], patience: Patience) -> bool:
+    """Return whether too many of the unanswered requests are overdue. Their due times are in ascending order."""
+    latest = time.perf_counter() - patience.overdue
+    overdue = takewhile(lambda due: due < latest, due_times)
+    return sum(1 for _ in islice(overdue, patience.most_overdue + 1)) > patience.most_overdue
+
+
+async def _finish(tasks: Sequence[asyncio.Task[RequestTimes]], seconds: float | None) -> None:
+    """Await all answers, or those that come within `seconds`, and cancel the other requests."""
+    if not tasks:
+        return
+    _, late = await asyncio.wait(tasks, timeout=seconds)
+    for task in late:
+        task.cancel()
+    if late:
+        await asyncio.wait(late)
 
 
 async def closed_loop(

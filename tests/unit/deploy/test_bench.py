@@ -15,9 +15,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from deploy import bench_cli
+from deploy.bench_search import percent
 from deploy.load_generator.measurement import MeasuredLoad
 from deploy.load_generator.plan import PlannedRequest, PromptShape, Segment, closed_plan
-from deploy.load_generator.runs import Run, Server, closed_loop, open_loop
+from deploy.load_generator.runs import CUT_OFF, Patience, Run, Server, closed_loop, open_loop
 from deploy.load_generator.stream import RequestTimes, stream_completion
 from deploy.load_generator.summary import Limits, summarise
 from tests.fakes.openai_server import DONE, Event, OpenAiServer, finish, serving, token
@@ -87,6 +88,36 @@ async def test_a_closed_loop_has_one_request_per_client() -> None:
     found = await asyncio.wait_for(run_loop(server, 3, 10), 60)
     assert [each.error for each in found] == [""] * 10
     assert server.most_at_once == 3
+
+
+@pytest.mark.parametrize(
+    ("due", "most_overdue", "sent"),
+    [([0.0] * 3, 2, 3), ([0.0] * 5 + [0.3] * 4, 4, 5), ([0.0] * 5 + [0.3] * 4, 5, 9)],
+)
+async def test_a_server_that_does_not_keep_up_ends_an_impatient_loop(
+    due: list[float], most_overdue: int, sent: int
+) -> None:
+    """Nobody is ever answered. Requests that were sent are cut off, and no more are sent if too many are overdue."""
+    server = OpenAiServer(ANSWER, hold=1000)
+    plan = [PlannedRequest(each, (Segment((0, 0), 4),), 1) for each in due]
+    async with serving(server), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        target = Server(session, f"{server.url}/v1/completions", lambda request: b"{}")
+        patience = Patience(overdue=0.2, most_overdue=most_overdue, drain=0.2)
+        run = await asyncio.wait_for(open_loop(target, plan, patience=patience), 30)
+    assert [each.error for each in run.requests] == [CUT_OFF] * sent
+    assert (run.outstanding, run.unsent) == (sent, len(due) - sent)
+    assert 0.2 < run.seconds < 20
+    assert all(each.lag > 0 for each in run.requests)
+
+
+async def test_a_patient_loop_waits_for_late_answers() -> None:
+    server = OpenAiServer(ANSWER, hold=2)
+    plan = [PlannedRequest(each, (Segment((0, 0), 4),), 1) for each in (0.0, 0.2)]
+    async with serving(server), aiohttp.ClientSession() as session:
+        target = Server(session, f"{server.url}/v1/completions", lambda request: b"{}")
+        run = await open_loop(target, plan, patience=Patience(overdue=0.01, most_overdue=1, drain=30))
+    assert [each.error for each in run.requests] == ["", ""]
+    assert (run.outstanding, run.unsent) == (0, 0)
 
 
 # -- the command -------------------------------------------------------------------------------------------------
@@ -173,6 +204,14 @@ def test_a_delay_that_explains_a_long_gap_is_told(late: float, told: bool) -> No
         (("--prefixes", "2", "--prefix-tokens", "512"), "prefix of 512 tokens must be shorter"),
         (("--extra-body", "[]"), "--extra-body: is not a JSON object"),
         (("--json", "/none/result.json"), "there is no folder /none"),
+        (("--share", "0.9"), "--share: belongs to --search"),
+        (("--max-probes", "3"), "--max-probes: belongs to --search"),
+        (("--search", "--concurrency", "1"), "--concurrency and --trace are other loads"),
+        (("--search", "--rate", "1", "--rate", "2"), "--rate: is the first rate of a search: give one"),
+        (("--search", "--rate", "1", "--min-rate", "2"), "--rate: a search cannot begin with 1/s"),
+        (("--search", "--min-rate", "9", "--max-rate", "8"), "--min-rate: 9/s is above --max-rate, 8/s"),
+        (("--search", "--share", "99"), "--share: 99 is not a share"),
+        (("--search", "--extra-body", '{"max_tokens": 9}'), "contains max_tokens"),
         ((), "Is the server running?"),
     ],
 )
@@ -180,3 +219,39 @@ def test_what_cannot_be_measured_is_refused(arguments: tuple[str, ...], said: st
     result = command("http://127.0.0.1:1", *arguments)
     assert result.exit_code == 2
     assert said in result.output
+
+
+async def test_a_search_reports_every_probe(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    a, b = OpenAiServer(ANSWER), OpenAiServer(status=503)
+    async with serving(a), serving(b):
+        result = await bench(
+            *(a.url, "--compare", b.url, "--search", "--seconds", "0.4", "--rate", "20", "--min-rate", "20"),
+            *("--max-rate", "40", "--ttft-ms", "60000", "--gap-ms", "60000", "--json", str(file)),
+        )
+    assert result.exit_code == 1, result.output
+    lines = result.output.splitlines()
+    assert "99 % of requests have their first token within 60000 ms" in lines[0]
+    assert lines[1].startswith(f"probe 1, {a.url}, 20/s: kept; 100 % of ")
+    assert lines[2].startswith(f"probe 2, {a.url}, 40/s: kept; 100 % of ")
+    assert lines[3].startswith(f"{a.url}: 99 % of requests kept both limits even at 40/s, the highest rate")
+    assert "a request before the first probe failed: status 503" in lines[4]
+    found = json.loads(file.read_text())
+    planned = sum(each["planned"] for each in found["probes"])
+    assert len(prompts(a)) == planned + 2, "probes share no prompt, with each other or with the warm-up"
+    assert found["trusted"] is True
+    assert found["options"]["search"]["share"] == 0.99
+    assert [(each["rate"], each["outcome"]) for each in found["results"]] == [
+        (40, "kept at the highest rate"),
+        (None, "every request failed"),
+    ]
+    assert [each["rate"] for each in found["probes"]] == [20, 40]
+    assert [set(each["share_by_seed"]) for each in found["probes"]] == [{"1", "2"}, {"1", "2"}]
+    assert found["probes"][1]["measured"]["summary"]["requests"] == found["probes"][1]["planned"]
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(1, "100"), (0.98999, "98.99"), (0.989999, "98.99"), (0.29, "29")]
+)
+def test_percents_are_rounded_down(share: float, text: str) -> None:
+    assert percent(share) == text

@@ -6,12 +6,16 @@ import re
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
 import typer
 
 from deploy import bench_cli
-from deploy.load_generator.chart import draw
-from deploy.load_generator.measurement import MeasuredLoad
+from deploy.load_generator.chart import draw, draw_search
+from deploy.load_generator.goodput_search import GoodputSearch, Probe, SearchShape
+from deploy.load_generator.measurement import Bodies, MeasuredLoad, Measurement, Target
+from deploy.load_generator.plan import PromptShape
+from deploy.load_generator.rate_search import Outcome, SearchBounds
 from deploy.load_generator.runs import Run
 from deploy.load_generator.stream import RequestTimes
 from deploy.load_generator.summary import Limits, summarise
@@ -41,6 +45,30 @@ def test_a_load_without_answers_can_be_drawn(tmp_path: Path) -> None:
     failed = summarise(Run([RequestTimes(error="x")], 1.0), LIMITS)
     draw([MeasuredLoad("a", "1/s", failed, {}, [], ["x"], [], [])], LIMITS, tmp_path / "chart.svg")
     assert (tmp_path / "chart.svg").stat().st_size
+
+
+async def test_a_search_is_drawn_with_the_rates_that_it_found(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    async with aiohttp.ClientSession() as session:
+        targets = [Target(label, "", "", session) for label in ("http://a", "http://b")]
+        shape = SearchShape(60, PromptShape(10, 2))
+        found = GoodputSearch(
+            Measurement(targets, [], [1, 2], Bodies(700, 1), LIMITS), SearchBounds(probes=2), shape
+        )
+    for rate, share in ((4.0, 1.0), (8.0, 0.5)):
+        summary = measured("http://a", f"{rate:g}/s", 0.1)
+        shares = {1: share, 2: share - 0.1}
+        found.probes.append(
+            Probe("http://a", 1, rate, share > 0.9, share, shares, 100, 50, 0, 3, 4, 0, summary)
+        )
+        found.searches["http://a"].note(rate, share > 0.9)
+    found.searches["http://b"].end(Outcome.FAILED, "status 401")
+    draw_search(found, tmp_path / "chart.svg")
+    texts = re.findall(r"<text[^>]*>([^<]+)</text>", (tmp_path / "chart.svg").read_text())
+    assert "http://a: 4/s" in texts
+    assert "http://b: none" in texts
+    assert "requests within both limits, % (99 % searched for)" in texts
+    assert {"4", "8"} <= set(texts)
 
 
 def test_without_matplotlib_nothing_is_measured(
