@@ -5,7 +5,7 @@ They answer for this process only, and never ask others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,7 +30,7 @@ class HostRoutes:
     def __init__(
         self,
         name: str,
-        metrics: Callable[[str], tuple[bytes, str]],
+        metrics: Callable[[str], Awaitable[tuple[bytes, str]]],
         timeline: Callable[[str], dict[str, Any] | None],
         latest: Callable[[int, str | None], list[dict[str, Any]]],
         running: RunningRequests,
@@ -68,7 +68,7 @@ class HostRoutes:
         app.router.add_post(FLUSH, self.flush)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        series, media = self._metrics(request.headers.get("Accept", ""))
+        series, media = await self._metrics(request.headers.get("Accept", ""))
         body = labelled(series.decode(), self._name).encode()
         return web.Response(body=body, headers={"Content-Type": media})
 

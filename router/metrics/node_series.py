@@ -207,13 +207,15 @@ SOURCES: dict[str, Callable[[NodeCounters], float]] = {
 SLEEP_STATES = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
 
 
-def node_series(model: str, nodes: Iterable[Node], refused: int, waiting: int) -> Iterator[Metric]:
-    """Yield all series of the nodes but those of graphs and placement.
+class RouterCounts(NamedTuple):
+    """Counts of the router itself, which series of nodes show beside those of the nodes."""
 
-    Args:
-        refused: messages of nodes that the router has refused.
-        waiting: requests that wait at the router for room on a node.
-    """
+    refused: int  # messages of nodes that it has refused
+    waiting: int  # requests that wait at the router for room on a node
+
+
+def node_series(model: str, nodes: Iterable[Node], own: RouterCounts | None) -> Iterator[Metric]:
+    """Yield all series of some nodes but those of graphs and placement; with those of the router if `own` is given."""
     labelled = [((model, node.name, node.role), node) for node in nodes]
     router = (model, "router", "router")
     for name, gauge in GAUGES.items():
@@ -221,16 +223,16 @@ def node_series(model: str, nodes: Iterable[Node], refused: int, waiting: int) -
         for values, node in labelled:
             if node.role in gauge.roles:
                 shown.add_metric(values, gauge.read(node.load))
-        if name == WAITING:
-            shown.add_metric(router, waiting)
+        if own is not None and name == WAITING:
+            shown.add_metric(router, own.waiting)
         yield shown
     for name, counter in COUNTERS.items():
         counted = CounterMetricFamily(name, counter.text, labels=LABELS)
         for values, node in labelled:
             if node.role in counter.roles:
                 counted.add_metric(values, counter.read(node.counters))
-        if name == REFUSED:
-            counted.add_metric(router, refused)
+        if own is not None and name == REFUSED:
+            counted.add_metric(router, own.refused)
         yield counted
     for histogram in HISTOGRAMS:
         for name in histogram.names:
@@ -241,7 +243,7 @@ def node_series(model: str, nodes: Iterable[Node], refused: int, waiting: int) -
                     counts = totals.counts or (0,) * (len(histogram.bounds) + 1)
                     family.add_metric(values, bucket_rows(histogram.bounds, counts), totals.sum)
             yield family
-    yield from _by_reason(labelled, waiting, router)
+    yield from _by_reason(labelled, own, router)
     yield from _of_steps(labelled)
     yield from _states(labelled)
 
@@ -249,7 +251,9 @@ def node_series(model: str, nodes: Iterable[Node], refused: int, waiting: int) -
 _Labelled = Sequence[tuple[tuple[str, str, str], Node]]
 
 
-def _by_reason(labelled: _Labelled, waiting: int, router: tuple[str, str, str]) -> Iterator[Metric]:
+def _by_reason(
+    labelled: _Labelled, own: RouterCounts | None, router: tuple[str, str, str]
+) -> Iterator[Metric]:
     """Yield what vLLM breaks down: waiting requests, KV that is fetched, sources of prompt tokens."""
     reasons = GaugeMetricFamily(
         "vllm:num_requests_waiting_by_reason",
@@ -271,7 +275,8 @@ def _by_reason(labelled: _Labelled, waiting: int, router: tuple[str, str, str]) 
         "Prompt tokens found, by the memory that held them",
         labels=(*LABELS, "source"),
     )
-    reasons.add_metric((*router, "capacity"), waiting)
+    if own is not None:
+        reasons.add_metric((*router, "capacity"), own.waiting)
     for values, node in labelled:
         load = node.load
         reasons.add_metric((*values, "capacity"), load.queued)

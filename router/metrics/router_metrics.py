@@ -6,17 +6,15 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import Metric
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.openmetrics import exposition as openmetrics
-from prometheus_client.registry import Collector
 
+from router.metrics.exposition import Exposition
 from router.metrics.graph_series import graph_series
 from router.metrics.histogram import LoopHistogram
-from router.metrics.node_series import node_series
+from router.metrics.node_series import RouterCounts, node_series
 from router.metrics.placement_metrics import PlacementMetrics, condition_series
 from router.metrics.rank_series import rank_series
 from router.metrics.request_series import FIRST_TOKEN_SECONDS, RequestFigures, RequestSeries
@@ -24,12 +22,13 @@ from router.metrics.timeline import Timeline
 from router.nodes.health import Condition
 from router.nodes.registry import Node
 
-OPENMETRICS = "application/openmetrics-text"
+# Nodes whose series are made together: the largest family of one has some twenty samples.
+NODES_AT_ONCE = 8
 MAX_MODEL_LEN = 1 << 20  # of histograms of tokens, unless a model is known
 
 
-class RouterMetrics(Collector):
-    """The router's metrics registry. `nodes` returns the nodes that are registered at that moment."""
+class RouterMetrics:
+    """The router's own metrics in a registry, and the series of the nodes, which are made at scrape time."""
 
     def __init__(
         self,
@@ -42,6 +41,7 @@ class RouterMetrics(Collector):
     ) -> None:
         """
         Args:
+            nodes: returns those that are registered at that moment.
             refused: returns how many messages of nodes the router itself has refused so far.
             traced: takes every request that is over.
         """
@@ -68,7 +68,6 @@ class RouterMetrics(Collector):
         )
         self.placement = PlacementMetrics(self.registry)
         ProcessCollector(registry=self.registry)
-        self.registry.register(self)
 
     def request_finished(self, timeline: Timeline, figures: RequestFigures) -> None:
         """Observe a request once, when it is over."""
@@ -81,22 +80,23 @@ class RouterMetrics(Collector):
         """Count a request that was refused before it began; `request_finished` is not called for it."""
         self._errors.labels(code).inc()
 
-    def collect(self) -> Iterator[Metric]:
-        nodes = list(self._nodes())
-        yield from node_series(self._model, nodes, self._refused(), self.placement.waiting)
+    def of_nodes(self, nodes: Sequence[Node], own: RouterCounts | None) -> Iterator[Metric]:
+        """Yield the series of some nodes, with those that the router itself adds to them if `own` is given."""
+        yield from node_series(self._model, nodes, own)
         yield from graph_series(self._model, nodes)
         yield from rank_series(self._model, nodes)
+
+    def of_placement(self, nodes: Sequence[Node]) -> Iterator[Metric]:
+        """Yield how placement sees all nodes."""
         yield from condition_series(self._model, self._conditions(nodes))
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Return all series and their media type, which `accept`, the client's header, decides.
-
-        It is OpenMetrics if the client names that, otherwise Prometheus's text format.
-        """
-        if OPENMETRICS in accept:
-            # With its default escaping, prometheus_client writes "_" for the ":" in the names of samples.
-            shown: bytes = openmetrics.generate_latest(  # type: ignore[no-untyped-call]
-                self.registry, escaping=openmetrics.ALLOWUTF8
-            )
-            return shown, openmetrics.CONTENT_TYPE_LATEST
-        return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
+    async def render(self, accept: str = "") -> tuple[bytes, str]:
+        """Return all series and their media type, which `accept`, the client's header, decides. See Exposition."""
+        shown = Exposition(accept)
+        await shown.add(self.registry.collect())
+        nodes, own = list(self._nodes()), RouterCounts(self._refused(), self.placement.waiting)
+        for start in range(0, max(len(nodes), 1), NODES_AT_ONCE):
+            some = nodes[start : start + NODES_AT_ONCE]
+            await shown.add(self.of_nodes(some, None if start else own))
+        await shown.add(self.of_placement(nodes))
+        return shown.finished()

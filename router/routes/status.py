@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -30,7 +30,8 @@ class ClusterView:
     ready: Callable[[], str | None]  # None if requests can be served, otherwise the reason
     missing_nodes: Callable[[], list[dict[str, str]]]  # name and role of configured nodes that are not up
     server_info: Callable[[View], dict[str, Any]]
-    metrics: Callable[[str], tuple[bytes, str]]  # from the header Accept: series and their media type
+    # from the header Accept: series and their media type
+    metrics: Callable[[str], Awaitable[tuple[bytes, str]]]
     timeline: Callable[[str], dict[str, Any] | None]
     # The last requests, newest first: how many at most, and of which client (None: of all).
     timelines: Callable[[int, str | None], list[dict[str, Any]]]
@@ -115,7 +116,7 @@ class StatusRoutes:
 
     async def metrics(self, request: web.Request) -> web.Response:
         accept = request.headers.get("Accept", "")
-        series, media = self._view.metrics(accept)
+        series, media = await self._view.metrics(accept)
         return web.Response(body=await self._peers.metrics(series, accept), headers={"Content-Type": media})
 
     async def version(self, request: web.Request) -> web.Response:

@@ -131,7 +131,7 @@ class PlannedCluster:
         ]
         answers = {
             "/server_info": msgspec.json.encode({"ready": True, "nodes": nodes}),
-            "/metrics": core.metrics.render("")[0],
+            "/metrics": (await core.metrics.render(""))[0],
         }
         return {"router": read_sample(answers.__getitem__, core.cluster.loop.time())}
 

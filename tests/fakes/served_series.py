@@ -16,5 +16,16 @@ def served_series() -> set[str]:
     metrics = RouterMetrics("tiny", list, lambda: 0)
     registry: CollectorRegistry = metrics.registry
     HttpMetrics(registry)
-    families: list[Metric] = list(registry.collect())
+    families: list[Metric] = [*registry.collect(), *metrics.of_nodes([], None), *metrics.of_placement([])]
     return {family.name + suffix for family in families for suffix in SUFFIXES[family.type]}
+
+
+def rendered(metrics: RouterMetrics, accept: str = "") -> tuple[bytes, str]:
+    """Return what /metrics answers and its media type, without an event loop."""
+    rendering = metrics.render(accept)
+    try:
+        while True:
+            rendering.send(None)
+    except StopIteration as end:
+        answer: tuple[bytes, str] = end.value
+        return answer

@@ -149,6 +149,9 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
                     raise rig.refusal
                 return served
 
+        async def series(accept: str) -> tuple[bytes, str]:
+            return b"# HELP x y\n", "text/plain; version=0.0.4; charset=utf-8"
+
         class Cluster:
             active = property(lambda self: rig.active)
             running = property(lambda self: rig.running)
@@ -157,7 +160,7 @@ async def serve(tokenizer: Tokenizer) -> AsyncIterator[Serve]:
             lambda: rig.ready,
             lambda: rig.missing,
             lambda asked: {"model_path": served.path, "internal_states": [], "view": asked.name},
-            lambda accept: (b"# HELP x y\n", "text/plain; version=0.0.4; charset=utf-8"),
+            series,
             lambda identity: {"request_id": identity, "client": "team-a"} if identity == "known" else None,
             lambda count, client: [
                 {

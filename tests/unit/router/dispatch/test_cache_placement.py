@@ -21,6 +21,7 @@ from router.nodes.placement import PlacementPolicy, decode_cost, make_policy, pr
 from router.nodes.placement_rules import PlacementRules
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import Client, RouterRig, router_rig
+from tests.fakes.served_series import rendered
 from tests.fakes.waiting import eventually
 
 PROMPT = list(range(1, 201))
@@ -74,7 +75,7 @@ async def test_the_next_turn_of_a_chat_goes_to_the_nodes_of_the_last_one() -> No
         for _ in range(3):
             turn = rig.client([*PROMPT, *answer, 1, 2, 3], max_tokens=41)
             assert await serve(nodes, turn, cached=192) == first
-        series = rig.metrics.render()[0].decode()
+        series = rendered(rig.metrics)[0].decode()
         assert "tandem_placement_expected_cached_tokens_total 672.0" in series  # 192, then 240 twice
         assert "tandem_placement_found_cached_tokens_total 576.0" in series
         assert rig.history.blocks == 15 + 17
@@ -127,7 +128,7 @@ async def test_a_request_is_refused_while_all_nodes_of_a_role_are_busy() -> None
         client = await rig.client(PROMPT).done()
         assert isinstance(client.error, Overloaded)
         assert client.error.retry_after == 1.0
-        assert "tandem_requests_refused_busy_total 1.0" in rig.metrics.render()[0].decode()
+        assert "tandem_requests_refused_busy_total 1.0" in rendered(rig.metrics)[0].decode()
         rig.nothing_left()
 
 

@@ -28,6 +28,7 @@ from router.dispatch.retry_budget import BURST
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import RouterRig, legs, router_rig
+from tests.fakes.served_series import rendered
 from tests.fakes.waiting import PATIENCE, eventually
 
 
@@ -355,7 +356,7 @@ async def test_a_prompt_whose_sibling_failed_is_counted_as_that() -> None:
         report = rig.dispatcher.timelines.get("r1")
         assert report is not None
         assert report["outcome"] == "sibling failed"
-        shown = rig.metrics.render()[0]
+        shown = rendered(rig.metrics)[0]
         assert b'tandem_request_errors_total{code="sibling_failed"} 1.0' in shown
         assert b"client_gone" not in shown
 
@@ -436,7 +437,7 @@ async def test_no_more_requests_than_allowed() -> None:
         clients = [rig.client() for _ in range(3)]
         await clients[2].done()
         assert isinstance(clients[2].error, Overloaded)
-        assert b'tandem_request_errors_total{code="overloaded"} 1.0' in rig.metrics.render()[0]
+        assert b'tandem_request_errors_total{code="overloaded"} 1.0' in rendered(rig.metrics)[0]
         assert rig.dispatcher.timelines.get("r1")["outcome"] == "running", "refusals push nothing out"  # type: ignore[index]
         for _ in range(2):
             _, prompt = await legs(prefill, decode)
@@ -451,13 +452,13 @@ async def test_requests_that_wait_for_room_show_in_the_metrics() -> None:
     async with router_rig(requests_per_node=1, queue_wait=600.0) as rig:
         prefill, decode = await rig.pair()
         clients = [rig.client() for _ in range(3)]
-        await eventually(lambda: b"tandem_requests_waiting_for_room 2.0" in rig.metrics.render()[0])
+        await eventually(lambda: b"tandem_requests_waiting_for_room 2.0" in rendered(rig.metrics)[0])
         for _ in clients:
             _, prompt = await legs(prefill, decode)
             first_token(prefill, prompt.room, 50, "stop")
         for client in clients:
             assert (await client.done()).finish == "stop"
-        assert b"tandem_requests_waiting_for_room 0.0" in rig.metrics.render()[0]
+        assert b"tandem_requests_waiting_for_room 0.0" in rendered(rig.metrics)[0]
         rig.nothing_left()
 
 
@@ -524,7 +525,7 @@ async def test_a_new_request_waits_for_a_node_that_is_expected_back(role: Role, 
         for client in clients:
             await client.done()
             assert isinstance(client.error, type(None) if comes else Unavailable)
-        shown = rig.metrics.render()[0].decode()
+        shown = rendered(rig.metrics)[0].decode()
         assert f'tandem_requests_without_node_total{{role="{role}"}} 3.0' in shown
         assert (f'refused_without_node_total{{role="{role}"}} 3.0' in shown) != comes
         rig.nothing_left()
@@ -635,7 +636,7 @@ async def test_a_link_that_fails_marks_the_pair_and_not_its_nodes() -> None:
         assert set(placed) == {other.ref.incarnation}
         shown = {each.node.name: each for each in rig.dispatcher.health.conditions(rig.registry)}
         assert (shown["prefill-0"].bad_peers, shown["decode-0"].breaker) == (["decode-0"], "closed")
-        assert b'tandem_pair_bad{decode="decode-0",prefill="prefill-0"} 1.0' in rig.metrics.render()[0]
+        assert b'tandem_pair_bad{decode="decode-0",prefill="prefill-0"} 1.0' in rendered(rig.metrics)[0]
         clock.now += 1.0
         for node in (prefill, decode, other):
             node.beat()
@@ -680,7 +681,7 @@ async def test_retries_of_a_fault_that_every_pair_has_are_bounded(monkeypatch: p
         refused = [client for client in clients if isinstance(client.error, Unavailable)]
         assert failed == 40 + 40 + BURST, "attempts, first retries, and what the budget allows"
         assert "the last failure: no" in str(refused[0].error)
-        assert f"tandem_retries_over_budget_total {float(len(refused))}" in rig.metrics.render()[0].decode()
+        assert f"tandem_retries_over_budget_total {float(len(refused))}" in rendered(rig.metrics)[0].decode()
         rig.nothing_left()
 
 

@@ -27,6 +27,7 @@ from router.nodes.registry import Node
 from tests.fakes.clock import Clock
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import RouterRig, legs, router_rig
+from tests.fakes.served_series import rendered
 from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.nodes.test_registry import register
 
@@ -144,7 +145,7 @@ async def test_only_the_poison_ends_with_an_error(weak: Role, others: int) -> No
         assert isinstance(again.error, PoisonRequest)
         assert (await rig.client([5], max_tokens=LENGTH).done()).error is None
         assert fleet.crashes == crashes
-        assert b"tandem_requests_quarantined_total 1.0" in rig.metrics.render()[0]
+        assert b"tandem_requests_quarantined_total 1.0" in rendered(rig.metrics)[0]
         rig.nothing_left()
 
 

@@ -73,12 +73,16 @@ def scripted(handler: Handler) -> web.Application:
     return app
 
 
+async def series_of_one(accept: str) -> tuple[bytes, str]:
+    return b"# HELP requests All\n# TYPE requests counter\nrequests 5.0\n", "text/plain"
+
+
 async def test_each_process_answers_for_itself(serve: Serve, tmp_path: Path) -> None:
     running = Running({"team": ["r1", "r2"], "other": ["r3"]})
     paused: list[bool] = []
     routes = HostRoutes(
         "router.1",
-        lambda accept: (b"# HELP requests All\n# TYPE requests counter\nrequests 5.0\n", "text/plain"),
+        series_of_one,
         {"a/b c": {"request_id": "a/b c", "client": "team"}}.get,
         lambda count, client: [{"request_id": f"{count} of {client}"}],
         running,  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from router.metrics.request_series import RequestFigures
 from router.metrics.router_metrics import RouterMetrics
 from router.metrics.timeline import Timeline, Timelines
 from router.nodes.registry import Node
+from tests.fakes.served_series import rendered
 
 ROUTER = 'engine="router",model_name="tiny"'
 LES = ("0.001", "0.0025", "80.0", "+Inf")
@@ -66,7 +67,7 @@ def finished(metrics: RouterMetrics, outcome: str, first: float | None = 0.5) ->
 
 
 def series(metrics: RouterMetrics) -> dict[str, float]:
-    lines = [line for line in metrics.render()[0].decode().splitlines() if not line.startswith("#")]
+    lines = [line for line in rendered(metrics)[0].decode().splitlines() if not line.startswith("#")]
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
@@ -102,7 +103,7 @@ def test_the_halves_of_a_movable_node_are_one_pod(
     """While it changes its role or ends, neither is in standby."""
     halves = [node("prefill", name="flex-0"), node("decode", name="flex-0")]
     halves[0].state, halves[1].state = prefill, decode
-    text = RouterMetrics("tiny", lambda: halves, lambda: 0).render()[0].decode()
+    text = rendered(RouterMetrics("tiny", lambda: halves, lambda: 0))[0].decode()
     lines = [line for line in text.splitlines() if line.startswith("vllm:healthy_pods_total{")]
     assert lines == [f'vllm:healthy_pods_total{{model_name="tiny",server="flex-0"}} {serving}.0']
 
@@ -327,7 +328,7 @@ def test_histograms_that_nodes_observe() -> None:
 def test_the_format_is_negotiated(accept: str, media: str) -> None:
     metrics = RouterMetrics("tiny", lambda: [node(total_pages=1), node("prefill")], lambda: 0)
     finished(metrics, "stop")
-    shown, kind = metrics.render(accept)
+    shown, kind = rendered(metrics, accept)
     assert kind.startswith(media)
     parse = openmetrics_families if "openmetrics" in kind else text_families
     names = {sample.name for family in parse(shown.decode()) for sample in family.samples}
@@ -337,6 +338,6 @@ def test_the_format_is_negotiated(accept: str, media: str) -> None:
 def test_every_name_is_given_once() -> None:
     metrics = RouterMetrics("tiny", lambda: [node(total_pages=1)], lambda: 0)
     names = [
-        line.split()[2] for line in metrics.render()[0].decode().splitlines() if line.startswith("# TYPE")
+        line.split()[2] for line in rendered(metrics)[0].decode().splitlines() if line.startswith("# TYPE")
     ]
     assert len(names) == len(set(names))
