@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from common.errors import InvalidRequest
 from router.apis.chat_builder import ChatBuilder, ChatPart, image_part, required, text_part, unsupported_part
+from router.requests.chat_fields import CUSTOM_REMEDY
 from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
 from router.requests.openai_schema import MAX_MESSAGES, MAX_PARTS, ChatRequest, Text
@@ -23,6 +24,7 @@ NAMES = {
     "response_format": "text.format",
     "response_format.json_schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
+    "tool_choice.allowed_tools": "tool_choice",
 }
 # Fields that have the same name and meaning in chats.
 SAME = (
@@ -91,9 +93,20 @@ class FunctionTool(msgspec.Struct, frozen=True):
     strict: bool | None = None
 
 
-class FunctionChoice(msgspec.Struct, frozen=True):
+class AllowedFunction(msgspec.Struct, frozen=True):
+    """One of the tools, by its name."""
+
     type: str
     name: str | None = None
+
+
+class FunctionChoice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tool_choice of type `function`, which names one, or of type `allowed_tools`, with a mode and tools."""
+
+    type: str
+    name: str | None = None
+    mode: str | None = None
+    tools: list[AllowedFunction] | None = None
 
 
 class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
@@ -245,6 +258,8 @@ def _response_format(text: TextOptions | None) -> dict[str, Any] | None:
 
 
 def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
+    if tool.type == "custom":
+        raise InvalidRequest(f"{where} has type 'custom'; {CUSTOM_REMEDY}", param=where)
     if tool.type != "function":
         raise unsupported_part(tool.type, where, "functions: this server runs no tools of its own")
     function = {
@@ -262,8 +277,17 @@ def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
 def _tool_choice(choice: str | FunctionChoice | None) -> str | dict[str, Any] | None:
     if choice is None or isinstance(choice, str):
         return choice
+    if choice.type == "allowed_tools":
+        tools = [
+            {"type": tool.type, "function": {"name": required(tool.name, f"tool_choice.tools[{index}].name")}}
+            for index, tool in enumerate(choice.tools or ())
+        ]
+        allowed = {"mode": required(choice.mode, "tool_choice.mode"), "tools": tools}
+        return {"type": choice.type, choice.type: allowed}
     if choice.type != "function":
-        raise unsupported_part(choice.type, "tool_choice", "none, auto, required or a function")
+        raise unsupported_part(
+            choice.type, "tool_choice", "none, auto, required, a function or allowed_tools"
+        )
     return {"type": "function", "function": {"name": required(choice.name, "tool_choice.name")}}
 
 

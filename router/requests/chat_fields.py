@@ -20,6 +20,7 @@ MAX_VARIABLE_LENGTH = 1024  # characters of one value in chat_template_kwargs
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _PARAMETERS = "parameters"
+CUSTOM_REMEDY = "this server calls only functions: declare one whose parameters are an object with one string"
 
 Identity = Annotated[str, Meta(max_length=256)]
 FunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -39,18 +40,33 @@ class Tool(msgspec.Struct, frozen=True):
     """A tool; functions are the only type."""
 
     type: str
-    function: Function
+    function: Function | None = None
 
 
 class ChosenFunction(msgspec.Struct, frozen=True):
     name: str
 
 
-class NamedChoice(msgspec.Struct, frozen=True):
-    """A tool_choice that names a function."""
+class ChosenTool(msgspec.Struct, frozen=True):
+    """One of the tools, by its name."""
 
     type: str
-    function: ChosenFunction
+    function: ChosenFunction | None = None
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    """The tools that one answer may call, of those that the request declares; `mode` is auto or required."""
+
+    mode: str
+    tools: list[ChosenTool]
+
+
+class ChatToolChoice(msgspec.Struct, frozen=True):
+    """A tool_choice of type `function`, which names one, or of type `allowed_tools`."""
+
+    type: str
+    function: ChosenFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
@@ -66,17 +82,18 @@ class ToolCall(msgspec.Struct, frozen=True):
     type: str = "function"
 
 
-def check_tools(tools: Sequence[Tool]) -> None:
-    """Check number, names, size and nesting. Raises InvalidRequest."""
+def check_tools(tools: Sequence[Tool]) -> list[Function]:
+    """Check number, names, size and nesting; return the functions. Raises InvalidRequest."""
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"{len(tools)} tools; the limit is {MAX_TOOLS}", param="tools")
-    names, values = set[str](), 0
+    functions, names, values = list[Function](), set[str](), 0
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         if tool.type != "function":
-            raise InvalidRequest(
-                f"{where}.type is {tool.type[:100]!r}; only functions can be called", param=f"{where}.type"
-            )
+            remedy = CUSTOM_REMEDY if tool.type == "custom" else "only functions can be called"
+            raise InvalidRequest(f"{where}.type is {tool.type[:100]!r}; {remedy}", param=f"{where}.type")
+        if tool.function is None:
+            raise InvalidRequest(f"{where}.function is missing", param=f"{where}.function")
         name = tool.function.name
         if not _NAME.fullmatch(name):
             raise InvalidRequest(
@@ -86,10 +103,40 @@ def check_tools(tools: Sequence[Tool]) -> None:
         if name in names:
             raise InvalidRequest(f"two tools are called {name!r}", param=f"{where}.function.name")
         names.add(name)
+        functions.append(tool.function)
         values += check_json(tool.function.parameters, f"{where}.function.{_PARAMETERS}", MAX_VALUES - values)
     size = len(msgspec.json.encode(tools))
     if size > MAX_TOOLS_BYTES:
         raise InvalidRequest(f"the tools have {size} bytes; the limit is {MAX_TOOLS_BYTES}", param="tools")
+    return functions
+
+
+def allowed_functions(given: AllowedTools, functions: Sequence[Function]) -> list[Function]:
+    """Return those of the functions that `allowed_tools` lists, in the order of `functions`. Raises InvalidRequest."""
+    where = "tool_choice.allowed_tools"
+    if given.mode not in ("auto", "required"):
+        raise InvalidRequest(f"{where}.mode must be auto or required", param=f"{where}.mode")
+    if not given.tools:
+        raise InvalidRequest(f"{where}.tools is empty; send tool_choice none", param=f"{where}.tools")
+    names = set[str]()
+    for index, tool in enumerate(given.tools):
+        names.add(chosen_name(tool.type, tool.function, functions, f"{where}.tools[{index}]"))
+    return [function for function in functions if function.name in names]
+
+
+def chosen_name(kind: str, chosen: ChosenFunction | None, functions: Sequence[Function], where: str) -> str:
+    """Return the name of a function that the field `where` chooses. Raises InvalidRequest."""
+    if kind != "function":
+        known = "function or allowed_tools" if where == "tool_choice" else "function"
+        raise InvalidRequest(f"{where}.type must be {known}", param=f"{where}.type")
+    if chosen is None:
+        raise InvalidRequest(f"{where}.function is missing", param=f"{where}.function")
+    if all(function.name != chosen.name for function in functions):
+        raise InvalidRequest(
+            f"{where} names {chosen.name[:100]!r}, which is not among the tools",
+            param=f"{where}.function.name",
+        )
+    return chosen.name
 
 
 def check_json(value: Any, where: str, most: int) -> int:
@@ -127,9 +174,9 @@ def check_calls(calls: Sequence[ToolCall], where: str) -> None:
             check_json(call.function.arguments, f"{where}[{index}].function.arguments", MAX_VALUES)
 
 
-def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def template_tools(functions: Sequence[Function]) -> list[dict[str, Any]]:
     """Return the tools as chat templates print them."""
-    return [{"type": "function", "function": _function(tool.function)} for tool in tools]
+    return [{"type": "function", "function": _function(each)} for each in functions]
 
 
 def _function(function: Function) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,12 @@ from common.errors import InvalidRequest
 from router.chat.answer_style import AnswerStyle
 from router.chat.call_grammar import CallGrammar, CallGrammars
 from router.requests.chat_fields import (
-    NamedChoice,
+    ChatToolChoice,
+    Function,
+    allowed_functions,
     check_calls,
     check_tools,
+    chosen_name,
     template_tools,
     template_variables,
 )
@@ -82,10 +86,10 @@ class ChatRules:
 
 def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
     """Return the rules of a request. Raises InvalidRequest, which names the field."""
-    check_chat_fields(request)
-    tools = request.tools or []
-    choice = _choice(request, style)
-    if tools and choice != "none":
+    functions: Sequence[Function] = check_chat_fields(request)
+    choice, functions = _choice(request.tool_choice, functions)
+    _check_choice(choice, functions, request, style)
+    if functions and choice != "none":
         if style.template is None or not style.template.calls:
             raise InvalidRequest(
                 "the format in which this model calls tools is not known; leave tools out, send tool_choice none, or "
@@ -93,8 +97,8 @@ def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
                 param="tools",
             )
     else:
-        tools = []
-    known = template_tools(tools)
+        functions = []
+    known = template_tools(functions)
     reasons = style.template is not None and style.template.reasons
     return ChatRules(
         template_variables(request.chat_template_kwargs, request.reasoning_effort, style.template_variables),
@@ -107,52 +111,61 @@ def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
             tools=known,
             forced=[tool for tool in known if choice == "required" or choice == _name(tool)],
             named=choice not in ("none", "auto", "required"),
-            strict=frozenset(tool.function.name for tool in tools if tool.function.strict),
+            strict=frozenset(each.name for each in functions if each.strict),
             parallel=request.parallel_tool_calls is not False,
         ),
     )
 
 
-def check_chat_fields(request: ChatRequest) -> None:
-    """Check the bounds of tools and of the calls in messages. Raises InvalidRequest."""
-    check_tools(request.tools or [])
+def check_chat_fields(request: ChatRequest) -> list[Function]:
+    """Check the bounds of tools and of the calls in messages; return the functions. Raises InvalidRequest."""
+    functions = check_tools(request.tools or [])
     for index, message in enumerate(request.messages):
         check_calls(message.tool_calls or [], f"messages[{index}].tool_calls")
+    return functions
 
 
-def _choice(request: ChatRequest, style: AnswerStyle) -> str:
-    """Return none, auto, required, or `function NAME` for a function that must be called. Raises InvalidRequest."""
-    given, tools = request.tool_choice, request.tools or []
-    if isinstance(given, NamedChoice):
-        if given.type != "function":
-            raise InvalidRequest("tool_choice.type must be function", param="tool_choice.type")
-        if all(tool.function.name != given.function.name for tool in tools):
-            raise InvalidRequest(
-                f"tool_choice names {given.function.name[:100]!r}, which is not among the tools",
-                param="tool_choice.function.name",
-            )
-        choice = f"function {given.function.name}"
-    elif given in (None, "auto", "none", "required"):
-        choice = given or "auto"
-    else:
+def _choice(
+    given: str | ChatToolChoice | None, functions: Sequence[Function]
+) -> tuple[str, Sequence[Function]]:
+    """Return the choice and the functions that it leaves. Raises InvalidRequest.
+
+    The choice is none, auto, required, or `function NAME` for a function that must be called.
+    """
+    if isinstance(given, ChatToolChoice):
+        if given.type == "allowed_tools" and given.allowed_tools is not None:
+            return given.allowed_tools.mode, allowed_functions(given.allowed_tools, functions)
+        if given.type == "allowed_tools":
+            field = "tool_choice.allowed_tools"
+            raise InvalidRequest(f"{field} is missing", param=field)
+        return f"function {chosen_name(given.type, given.function, functions, 'tool_choice')}", functions
+    if given not in (None, "auto", "none", "required"):
         raise InvalidRequest(
-            "tool_choice must be none, auto, required or an object that names a function", param="tool_choice"
+            "tool_choice must be none, auto, required, or an object that names a function or allowed_tools",
+            param="tool_choice",
         )
-    if choice not in ("none", "auto") and (not tools or style.calls is None):
+    return given or "auto", functions
+
+
+def _check_choice(
+    choice: str, functions: Sequence[Function], request: ChatRequest, style: AnswerStyle
+) -> None:
+    """Raise InvalidRequest for what the model's format of calls cannot enforce."""
+    if choice not in ("none", "auto") and (not functions or style.calls is None):
         raise InvalidRequest(
             "tool_choice can force a call only with tools, and with a model whose format of calls is known; send auto",
             param="tool_choice",
         )
     if choice == "auto" and (style.calls is None or not style.calls.told_apart):
-        for index, tool in enumerate(tools):
-            if tool.function.strict:
+        strict = {function.name for function in functions if function.strict}
+        for index, tool in enumerate(request.tools or ()):
+            if tool.function is not None and tool.function.name in strict:
                 where = f"tools[{index}].function.strict"
                 raise InvalidRequest(
                     f"{where}: this model marks no calls, so that only tool_choice required or a named function can "
                     "enforce a schema; leave strict out",
                     param=where,
                 )
-    return choice
 
 
 def _name(tool: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from common.errors import InvalidRequest
 from common.messages.generation import MAX_ALLOWED, MAX_BAD_WORDS, MAX_BIASES
-from router.requests.chat_fields import Identity, NamedChoice, Tool, ToolCall
+from router.requests.chat_fields import ChatToolChoice, Identity, Tool, ToolCall
 from router.requests.constraint_fields import ConstraintFields
 from router.requests.field_rules import refuse_fields
 from router.requests.read_constraint import read_constraint, with_schema_texts
@@ -116,7 +116,7 @@ class ChatRequest(SharedFields, frozen=True, kw_only=True):
     chat_template: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
-    tool_choice: str | NamedChoice | None = None
+    tool_choice: str | ChatToolChoice | None = None
     functions: Any = None
     function_call: Any = None
     parallel_tool_calls: bool | None = None

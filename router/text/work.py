@@ -177,14 +177,13 @@ class TextWork:
         if body.prompt is not None:
             raise InvalidRequest("prompt and messages exclude each other", param="messages")
         refuse_unsupported_messages(body.messages)
-        tools = body.tools or []
-        check_tools(tools)
+        functions = check_tools(body.tools or [])
         for index, message in enumerate(body.messages):
             check_calls(message.tool_calls or [], f"messages[{index}].tool_calls")
         variables = template_variables(body.chat_template_kwargs, None, allowed)
         end = prompt_end(body.add_generation_prompt, body.continue_final_message)
         self._limit(RENDER_SECONDS)
-        text = self._template.render(body.messages, end, template_tools(tools), variables)
+        text = self._template.render(body.messages, end, template_tools(functions), variables)
         return text, bool(body.add_special_tokens)
 
     def detokenize(self, raw: Payload, vocab_size: int) -> bytes:

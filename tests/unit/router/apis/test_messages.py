@@ -127,7 +127,9 @@ def test_effort_and_strict_tools() -> None:
         chat = read_messages(msgspec.json.encode(body)).chat
         assert chat.reasoning_effort == expected
         assert chat.tools is not None
-        assert chat.tools[0].function.strict
+        [tool] = chat.tools
+        assert tool.function is not None
+        assert tool.function.strict
 
 
 @pytest.mark.parametrize(

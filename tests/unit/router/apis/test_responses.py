@@ -177,6 +177,8 @@ async def test_an_aborted_answer_is_cancelled(rig: Rig) -> None:
         ({"input": "x " * 5000}, "input"),
         ({"input": "x", "top_p": 2}, "top_p"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"input": "x", "tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice.mode"),
+        ({"input": "x", "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.tools"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),

@@ -11,7 +11,7 @@ import pytest
 from router.apis.messages_request import read_messages
 from router.apis.responses_request import read_responses
 from router.chat.call_formats import CALL_FORMATS
-from router.requests.chat_fields import ChosenFunction, NamedChoice
+from router.requests.chat_fields import AllowedTools, ChatToolChoice, ChosenFunction, ChosenTool
 from router.requests.openai_schema import ChatRequest
 from router.tokens.tokenizer import Tokenizer
 from tests.unit.router.apis import test_messages, test_responses
@@ -116,8 +116,15 @@ def test_calls_and_their_results_become_the_messages_of_a_chat() -> None:
 
 
 def test_tool_choices() -> None:
-    named = NamedChoice("function", ChosenFunction("clock"))
-    for given, expected in (("auto", "auto"), ({"type": "function", "name": "clock"}, named)):
+    clock = ChosenFunction("clock")
+    named = ChatToolChoice("function", clock)
+    allowed = ChatToolChoice("allowed_tools", None, AllowedTools("required", [ChosenTool("function", clock)]))
+    tool = {"type": "function", "name": "clock"}
+    for given, expected in (
+        ("auto", "auto"),
+        (tool, named),
+        ({"type": "allowed_tools", "mode": "required", "tools": [tool]}, allowed),
+    ):
         body: dict[str, Any] = {"input": "x", "tool_choice": given}
         assert read_responses(msgspec.json.encode(body)).chat.tool_choice == expected
     for kind, chosen in (("auto", "auto"), ("any", "required"), ("none", "none"), ("tool", named)):

@@ -33,6 +33,11 @@ def answers(rig: Rig, tokenizer: Tokenizer, text: str, finish_reason: str = "len
     rig.generator.will(*one_by_one(ids, finish_reason))
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 async def chunks_of(rig: Rig, body: dict[str, Any]) -> list[dict[str, Any]]:
     raw = (await rig.raw(CHAT, body | {"stream": True})).decode()
     lines = [line.removeprefix("data: ") for line in raw.split("\n\n") if line]
@@ -376,11 +381,47 @@ async def test_other_constraints_are_not_combined_with_forced_calls(
             {"tools": TOOLS, "tool_choice": {"type": "tool", "function": {"name": "clock"}}},
             "tool_choice.type",
         ),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        ({"tools": TOOLS, "tool_choice": allowed("none", "clock")}, "tool_choice.allowed_tools.mode"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+        (
+            {"tools": TOOLS, "tool_choice": allowed("auto", "clock", "x")},
+            "tool_choice.allowed_tools.tools[1].function.name",
+        ),
+        ({"tools": TOOLS, "tool_choice": allowed("required", "clock")}, "tool_choice"),
     ],
 )
 async def test_choices_that_cannot_be_forced(rig: Rig, fields: dict[str, Any], param: str) -> None:
     status, answer, _ = await rig.post(CHAT, ASK | fields)
     assert (status, answer["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_allowed_tools_are_the_only_ones(serve: Serve, tokenizer: Tokenizer, mode: str) -> None:
+    """The answer is that to a request with these tools and this mode; strict tools that are left out do not count."""
+    rig = await serve(served=replace(SERVED, answers=replace(STYLE, calls=CALL_FORMATS["qwen3"])))
+    answers(rig, tokenizer, '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>', "stop")
+    strict = {"type": "function", "function": {"name": "strict", "strict": True}}
+    fewer, more = [t for t in TOOLS if t["function"]["name"] == "clock"], [strict, *TOOLS]
+    _, wanted, _ = await rig.post(CHAT, ASK | {"tools": fewer, "tool_choice": mode})
+    _, found, _ = await rig.post(CHAT, ASK | {"tools": more, "tool_choice": allowed(mode, "clock")})
+    assert found["choices"][0]["finish_reason"] == "tool_calls"
+    assert found["usage"] == wanted["usage"]
+    few, many = rig.generator.requests
+    assert (many.token_ids, many.sampling.grammar) == (few.token_ids, few.sampling.grammar)
+    assert bool(many.sampling.grammar) is (mode == "required")
+
+
+async def test_custom_tools_are_refused_with_what_to_send(rig: Rig) -> None:
+    custom = {"type": "custom", "custom": {"name": "code", "format": {"type": "text"}}}
+    for path, tool, where in (
+        (CHAT, custom, "tools[0].type"),
+        ("/v1/responses", {"type": "custom", "name": "code"}, "tools[0]"),
+    ):
+        body = ASK if path == CHAT else {"input": "hi"}
+        status, answer, _ = await rig.post(path, body | {"tools": [tool]})
+        assert (status, answer["error"]["param"]) == (400, where)
+        assert "declare one whose parameters are an object with one string" in answer["error"]["message"]
 
 
 async def test_a_model_whose_calls_cannot_be_forced(rig: Rig) -> None:

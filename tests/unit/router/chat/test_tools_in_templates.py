@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from common.errors import InvalidRequest
-from router.requests.chat_fields import Tool, template_tools, template_variables
+from router.requests.chat_fields import Tool, check_tools, template_tools, template_variables
 from router.requests.openai_schema import Message
 from router.templates.chat_template import ChatTemplate
 from tests.unit.router.chat.wire_formats import TOOLS
@@ -68,7 +68,7 @@ def sent(conversation: list[dict[str, Any]]) -> list[Message]:
 
 
 def tools() -> list[dict[str, Any]]:
-    return template_tools(msgspec.convert(TOOLS, list[Tool]))
+    return template_tools(check_tools(msgspec.convert(TOOLS, list[Tool])))
 
 
 def test_equals_transformers(tmp_path: Path) -> None:
