@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from common.errors import ConfigError
-from deploy.bench_options import BenchOptions, json_report, open_measurement
+from deploy.bench_options import BenchOptions, json_report, open_measurement, refuse_options_without_effect
 from deploy.bench_screen import (
     EXIT_FAILED,
     EXIT_NOT_TRUSTED,
@@ -32,7 +32,6 @@ from deploy.bench_screen import (
 )
 from deploy.bench_search import (
     announce,
-    refuse_search_options,
     search_bounds,
     search_report,
     show_probe,
@@ -43,10 +42,11 @@ from deploy.load_generator.chart import check_matplotlib, draw, draw_search
 from deploy.load_generator.goodput_search import GoodputSearch
 from deploy.load_generator.measurement import MeasuredLoad
 from deploy.load_generator.plan import Replay
-from deploy.load_generator.summary import Limits
+from deploy.load_generator.summary import Limits, percent
 from deploy.openai_client import Unreachable
 
 OPEN_LOOP_SECONDS = 60.0
+PREFIX_TOKENS = 256
 
 COLUMNS = {
     "ttft p50": "ttft_ms_p50",
@@ -120,7 +120,9 @@ def run(
     prefixes: Annotated[
         int, typer.Option(min=0, help="number of prefixes that prompts share; 0: every prompt is new")
     ] = 0,
-    prefix_tokens: Annotated[int, typer.Option(min=1, help="tokens of a shared prefix")] = 256,
+    prefix_tokens: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a shared prefix; default 256")
+    ] = None,
     speed: Annotated[float, typer.Option(min=0.001, help="trace: multiplies the rate of arrivals")] = 1.0,
     length_scale: Annotated[
         float, typer.Option(min=0.001, help="trace: multiplies the lengths of prompts, answers and blocks")
@@ -128,8 +130,8 @@ def run(
     max_input: Annotated[
         int | None, typer.Option(min=1, help="trace: leave out prompts with more tokens, after scaling")
     ] = None,
-    ttft_ms: Annotated[float, typer.Option(help="limit of first tokens for goodput")] = 200.0,
-    gap_ms: Annotated[float, typer.Option(help="limit of every gap for goodput")] = 15.0,
+    ttft_ms: Annotated[float, typer.Option(min=0.001, help="limit of first tokens for goodput")] = 200.0,
+    gap_ms: Annotated[float, typer.Option(min=0.001, help="limit of every gap for goodput")] = 15.0,
     max_lag_ms: Annotated[
         float, typer.Option(help="largest p99 of this program's own delays; above, the exit code is 3")
     ] = 5.0,
@@ -164,8 +166,24 @@ def run(
     }
     out = Console(width=None if sys.stdout.isatty() else 160)
     try:
-        if not search:
-            refuse_search_options(search_values)
+        refuse_options_without_effect(
+            {
+                "--requests: belongs to --concurrency": requests is not None and not concurrency,
+                "--seconds: has no effect with --concurrency, which has --requests": bool(
+                    seconds and concurrency
+                ),
+                "--speed: belongs to --trace": speed != 1 and trace is None,
+                "--length-scale: belongs to --trace": length_scale != 1 and trace is None,
+                "--max-input: belongs to --trace": max_input is not None and trace is None,
+                "--prefixes: has no effect with --trace, which has its own": bool(prefixes and trace),
+                "--prefix-tokens: belongs to --prefixes": prefix_tokens is not None and not prefixes,
+                "--compare-api-key: belongs to --compare": compare_api_key is not None and compare is None,
+            }
+            | {
+                f"{option}: belongs to --search": value is not None and not search
+                for option, value in search_values.items()
+            }
+        )
         options = BenchOptions(
             urls=[url] if compare is None else [url, compare],
             model=model,
@@ -179,7 +197,7 @@ def run(
             input=input_tokens,
             output=output_tokens,
             prefixes=prefixes,
-            prefix_tokens=prefix_tokens if prefixes else 0,
+            prefix_tokens=(prefix_tokens or PREFIX_TOKENS) if prefixes else 0,
             limits=Limits(ttft_ms / 1e3, gap_ms / 1e3, max_lag_ms / 1e3),
             vocabulary=vocabulary,
             salt=random.SystemRandom().randrange(1 << 32) if salt is None else salt,
@@ -211,6 +229,8 @@ class Files:
         if self.svg is not None:
             check_matplotlib()
         for file in (self.json, self.svg):
+            if file is not None and file.is_dir():
+                raise ConfigError(str(file), "is a folder, not a file")
             if file is not None and not file.absolute().parent.is_dir():
                 raise ConfigError(str(file), f"there is no folder {file.absolute().parent}")
 
@@ -262,7 +282,7 @@ def show(measured: Sequence[MeasuredLoad], gap_ms: float, out: Console) -> int:
         failed = f"{each.summary.failed} of {each.summary.requests}"
         cells = ("-" if math.isnan(value) else f"{value:.4g}" for value in values)
         table.add_row(
-            escape(each.target), escape(each.load), failed, *cells, f"{100 * each.summary.goodput:.0f} %"
+            escape(each.target), escape(each.load), failed, *cells, f"{percent(each.summary.goodput)} %"
         )
     out.print(table)
     for each in measured:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,14 @@ from deploy.load_generator.measurement import Bodies, Measurement, Target
 from deploy.load_generator.plan import PromptShape, Replay
 from deploy.load_generator.rate_search import SearchBounds
 from deploy.load_generator.summary import Limits
-from deploy.openai_client import CONNECT_SECONDS, api_base, authorization, first_model, json_fields
+from deploy.openai_client import (
+    CONNECT_SECONDS,
+    api_base,
+    authorization,
+    first_model,
+    json_fields,
+    require_http,
+)
 
 DEFAULT_RATE = 4.0
 
@@ -75,11 +82,21 @@ class BenchOptions:
         return [open_load(each, self.seconds, self.shape) for each in self.rates or [DEFAULT_RATE]]
 
 
+def refuse_options_without_effect(problems: Mapping[str, bool]) -> None:
+    """Raise ConfigError for the first problem that exists. A key is the option and what is wrong with it."""
+    for problem, exists in problems.items():
+        if exists:
+            option, _, text = problem.partition(": ")
+            raise ConfigError(option, text)
+
+
 @contextlib.asynccontextmanager
 async def open_measurement(
     options: BenchOptions, api_keys: Sequence[str | None]
 ) -> AsyncIterator[Measurement]:
     """Connect to the servers and warm them up. `api_keys`: of each server. Raises ConfigError, Unreachable."""
+    for url in options.urls:
+        require_http(url)
     loads, shape, extra = options.loads, options.shape, json_fields("--extra-body", options.extra_body)
     timeout = aiohttp.ClientTimeout(total=options.timeout, sock_connect=CONNECT_SECONDS)
     async with contextlib.AsyncExitStack() as stack:

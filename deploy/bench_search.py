@@ -14,6 +14,7 @@ from deploy.bench_screen import EXIT_FAILED, EXIT_NOT_TRUSTED, MOST_ERRORS, prin
 from deploy.load_generator.goodput_search import GoodputSearch, Probe, SearchShape
 from deploy.load_generator.rate_search import SearchBounds
 from deploy.load_generator.runs import CUT_OFF
+from deploy.load_generator.summary import percent
 from deploy.openai_client import json_fields
 
 LEAST_ARRIVALS = 15
@@ -43,13 +44,6 @@ def search_bounds(values: Mapping[str, float | None], rates: Sequence[float], se
     start = rates[0] if rates else min(max(DEFAULT_RATE, lowest), highest)
     fields = {**given, "lowest": lowest, "highest": highest, "start": start}
     return msgspec.convert(fields, SearchBounds)
-
-
-def refuse_search_options(values: Mapping[str, float | None]) -> None:
-    """Raise ConfigError for options that have no effect without --search."""
-    for option, value in values.items():
-        if value is not None:
-            raise ConfigError(option, "belongs to --search")
 
 
 async def search(
@@ -129,11 +123,6 @@ def show_results(found: GoodputSearch, out: Console) -> int:
     if any(each.doubts for each in found.results):
         return EXIT_NOT_TRUSTED
     return EXIT_FAILED if any(each.rate is None for each in found.results) else 0
-
-
-def percent(share: float) -> str:
-    """Return a share in percent, rounded down: a rate that missed 99 % never reads 99."""
-    return f"{math.floor(round(1e4 * share, 6)) / 100:g}"
 
 
 def _ms(value: float) -> str:

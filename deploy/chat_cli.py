@@ -30,6 +30,7 @@ from deploy.openai_client import (
     authorization,
     first_model,
     json_fields,
+    require_http,
 )
 from deploy.terminal_text import printable
 
@@ -90,8 +91,7 @@ class Chat:
 
         Raises ConfigError for a URL of another scheme than http and https.
         """
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(url, "is no http or https URL")
+        require_http(url)
         self.conversation = Conversation()
         self.out = out
         self._base = api_base(url)
@@ -117,9 +117,14 @@ class Chat:
         try:
             async with self._session() as session:
                 await stream_reply(session, f"{self._base}/chat/completions", body, reply, printer.show)
+            if reply.has_reasoning and not reply.content and not reply.calls:
+                more = "; allow more with --max-tokens" if reply.finish_reason == "length" else ""
+                raise BadAnswer(
+                    f"the answer is reasoning without text (ended by: {reply.finish_reason}){more}"
+                )
         finally:
+            printer.end(reply)
             if reply.content or reply.calls:
-                printer.end(reply)
                 self.conversation.add_reply(reply)
             else:
                 self.conversation.take_back()

@@ -48,6 +48,7 @@ class ChatChoice(msgspec.Struct):
     """The only choice of a request."""
 
     delta: ChatDelta = msgspec.field(default_factory=ChatDelta)
+    finish_reason: str | None = None
 
 
 class ChatUsage(msgspec.Struct):
@@ -83,10 +84,13 @@ class Reply:
     content: str = ""
     calls: dict[int, ToolCall] = field(default_factory=dict)  # index -> call
     tokens: int = 0
+    has_reasoning: bool = False
+    finish_reason: str | None = None
 
     def add(self, delta: ChatDelta) -> None:
         """Append a part. Raises BadAnswer if it has too many tool calls."""
         self.content += delta.content or ""
+        self.has_reasoning |= bool(delta.reasoning_content or delta.reasoning)
         for part in delta.tool_calls or ():
             call = self.calls.setdefault(part.index, ToolCall())
             if len(self.calls) > MAX_TOOL_CALLS:
@@ -200,6 +204,7 @@ async def stream_reply(
                     reply.tokens = event.usage.completion_tokens
                 for choice in event.choices[:1]:
                     reply.add(choice.delta)
+                    reply.finish_reason = choice.finish_reason or reply.finish_reason
                     show(choice.delta)
     except TimeoutError:
         raise BadAnswer(f"{url} did not answer in time") from None

@@ -29,6 +29,12 @@ def api_base(url: str) -> str:
     return url if url.endswith("/v1") else f"{url}/v1"
 
 
+def require_http(url: str) -> None:
+    """Raise ConfigError for a URL of another scheme than http and https, or of none."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(url, "is no http or https URL, such as http://127.0.0.1:8000")
+
+
 def authorization(api_key: str | None) -> dict[str, str]:
     """Return the headers that present an API key; none without a key."""
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}

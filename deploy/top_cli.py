@@ -63,6 +63,8 @@ def over_http(url: str, api_key: str | None, path: str) -> bytes:
             raise ConfigError(
                 "--api-key", f"{path} was answered {error.code}: it needs the scope admin"
             ) from None
+        if error.code == 404:
+            raise ConfigError(url, f"answered 404 to {path}: is it a tandem router?") from None
         raise
 
 
@@ -83,7 +85,7 @@ def source(target: str, api_key: str | None) -> tuple[Fetch, Callable[[], Table 
     try:
         file = cluster_file_of(target)
     except ConfigError as error:
-        raise ConfigError(target, str(error)) from None
+        raise ConfigError(target, f"{error}; or a URL that begins with http:// or https://") from None
     resolved = load_cluster(file)
     socket = admin_listeners(resolved, to_write=False).socket
     return partial(over_admin_socket, socket), partial(read_table, run_directory(resolved, False))

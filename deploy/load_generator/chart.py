@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ConfigError
 from deploy.load_generator.goodput_search import GoodputSearch
 from deploy.load_generator.measurement import MeasuredLoad
-from deploy.load_generator.summary import Limits
+from deploy.load_generator.summary import Limits, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -119,7 +119,7 @@ def _goodput(axes: Axes, measured: Sequence[MeasuredLoad]) -> None:
     places = range(len(measured))
     axes.barh(places, shares, color=colours, height=0.6)
     for place, share in zip(places, shares, strict=True):
-        axes.text(share + 1, place, f"{share:.0f}", va="center")
+        axes.text(share + 1, place, percent(share / 100), va="center")
     axes.set_yticks(places, [f"{each.target}, {each.load}" for each in measured])
     axes.invert_yaxis()
     axes.set_xlim(0, 110)

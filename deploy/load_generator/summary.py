@@ -60,6 +60,11 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(math.ceil(round(share * len(ordered), 9)) - 1, 0)]
 
 
+def percent(share: float) -> str:
+    """Return a share in percent, rounded down: what missed 99 % never reads 99, and 100 means every request."""
+    return f"{math.floor(round(1e4 * share, 6)) / 100:g}"
+
+
 def curve(values: Sequence[float], points: int = CURVE_POINTS) -> list[float]:
     """Return quantiles at equal distances from the smallest to the largest value, for a plot."""
     ordered = sorted(values)

@@ -15,12 +15,11 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from deploy import bench_cli
-from deploy.bench_search import percent
 from deploy.load_generator.measurement import MeasuredLoad
 from deploy.load_generator.plan import PlannedRequest, PromptShape, Segment, closed_plan
 from deploy.load_generator.runs import CUT_OFF, Patience, Run, Server, closed_loop, open_loop
 from deploy.load_generator.stream import RequestTimes, stream_completion
-from deploy.load_generator.summary import Limits, summarise
+from deploy.load_generator.summary import Limits, percent, summarise
 from tests.fakes.openai_server import DONE, Event, OpenAiServer, finish, serving, token
 
 ANSWER: list[Event] = [token("a"), token("b"), token("c"), *finish(5), DONE]
@@ -126,7 +125,8 @@ async def test_a_patient_loop_waits_for_late_answers() -> None:
 def command(*arguments: str) -> Result:
     app = typer.Typer()
     app.command()(bench_cli.run)
-    return CliRunner().invoke(app, [*arguments, "--seeds", "2", "--requests", "4", "--max-lag-ms", "60000"])
+    requests = ["--requests", "4"] if "--concurrency" in arguments else []
+    return CliRunner().invoke(app, [*arguments, *requests, "--seeds", "2", "--max-lag-ms", "60000"])
 
 
 async def bench(*arguments: str) -> Result:
@@ -204,6 +204,16 @@ def test_a_delay_that_explains_a_long_gap_is_told(late: float, told: bool) -> No
         (("--prefixes", "2", "--prefix-tokens", "512"), "prefix of 512 tokens must be shorter"),
         (("--extra-body", "[]"), "--extra-body: is not a JSON object"),
         (("--json", "/none/result.json"), "there is no folder /none"),
+        (("--json", "/tmp"), "/tmp: is a folder, not a file"),
+        (("--requests", "9"), "--requests: belongs to --concurrency"),
+        (("--concurrency", "1", "--seconds", "9"), "--seconds: has no effect with --concurrency"),
+        (("--speed", "2"), "--speed: belongs to --trace"),
+        (("--length-scale", "0.5"), "--length-scale: belongs to --trace"),
+        (("--max-input", "5"), "--max-input: belongs to --trace"),
+        (("--trace", "/nothing.jsonl", "--prefixes", "2"), "--prefixes: has no effect with --trace"),
+        (("--prefix-tokens", "16"), "--prefix-tokens: belongs to --prefixes"),
+        (("--compare-api-key", "x"), "--compare-api-key: belongs to --compare"),
+        (("--compare", "localhost:8000"), "localhost:8000: is no http or https URL"),
         (("--share", "0.9"), "--share: belongs to --search"),
         (("--max-probes", "3"), "--max-probes: belongs to --search"),
         (("--search", "--concurrency", "1"), "--concurrency and --trace are other loads"),
@@ -248,6 +258,17 @@ async def test_a_search_reports_every_probe(tmp_path: Path) -> None:
     assert [each["rate"] for each in found["probes"]] == [20, 40]
     assert [set(each["share_by_seed"]) for each in found["probes"]] == [{"1", "2"}, {"1", "2"}]
     assert found["probes"][1]["measured"]["summary"]["requests"] == found["probes"][1]["planned"]
+
+
+def test_a_share_of_good_requests_is_rounded_down() -> None:
+    """A table that says 100 % has no request outside the limits."""
+    good, late = RequestTimes(first=0.1, tokens=1), RequestTimes(first=9.0, tokens=1)
+    summary = summarise(Run([*[good] * 399, late], 1.0), Limits())
+    out = io.StringIO()
+    bench_cli.show(
+        [MeasuredLoad("a", "4/s", summary, {}, [], [], [], [])], 15.0, Console(file=out, width=200)
+    )
+    assert "99.75 %" in out.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,21 @@ async def test_a_question_that_fails_is_taken_back(capsys: pytest.CaptureFixture
     assert "/nothing is no command" in said
 
 
+ONLY_REASONING: list[Event] = [
+    part(reasoning_content="hmm"),
+    {"choices": [{"delta": {}, "finish_reason": "length"}]},
+    DONE,
+]
+
+
+async def test_an_answer_of_reasoning_only_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    chat, shown = await terminal(OpenAiServer(ONLY_REASONING), "one")
+    assert "hmm\x1b[0m\n" in shown, "the prompt begins a line"
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the answer is reasoning without text (ended by: length); allow more with --max-tokens" in said
+    assert chat.conversation.messages == []
+
+
 CALL: list[Event] = [
     part(tool_calls=[{"index": 0, "id": "a", "function": {"name": "add\x1b", "arguments": "{}"}}]),
     DONE,

@@ -252,6 +252,7 @@ def test_without_a_terminal_it_prints_one_snapshot(monkeypatch: pytest.MonkeyPat
     [
         ("http://127.0.0.1:1", 1, "does not answer"),
         ("ftp://127.0.0.1", 2, "is no http or https URL"),
+        ("127.0.0.1:8000", 2, "or a URL that begins with http://"),
         ("/none.yaml", 2, "/none.yaml"),
         ("/none", 2, "/none: no such file or directory"),
     ],
@@ -276,3 +277,11 @@ async def test_a_key_without_the_scope_is_refused() -> None:
         with pytest.raises(ConfigError, match="/server_info was answered 403: it needs the scope admin"):
             await asyncio.to_thread(top_cli.over_http, url, "k", "/server_info")
     assert keys == ["Bearer k"]
+
+
+async def test_a_server_without_the_path_is_no_router() -> None:
+    """It does answer, so that nobody looks for a router that is down."""
+    async with TestServer(web.Application()) as server:
+        url = str(server.make_url(""))
+        with pytest.raises(ConfigError, match="answered 404 to /server_info: is it a tandem router"):
+            await asyncio.to_thread(top_cli.over_http, url, None, "/server_info")
