@@ -1,4 +1,4 @@
-"""Two minutes of the chaos harness: every invariant holds on 2p2d over TCP with EAGLE-3 and pictures.
+"""One minute of the chaos harness: every invariant holds on 2p2d over TCP with EAGLE-3 and pictures.
 
 The seed is fixed but the timing is not: a violation is a defect even if it does not recur. `tests/chaos/run --minutes
 10 --faults 1000` is the long version.
@@ -19,23 +19,23 @@ from tests.chaos.faults import KINDS
 from tests.cluster.harness import ROOT
 
 SEED = 11
-MINUTES = 2
-FAULTS = 200
+MINUTES = 1
+FAULTS = 100
 
 
 @pytest.mark.timeout(1800)
 def test_no_fault_breaks_an_invariant(tmp_path: Path) -> None:
     arguments = ["--minutes", str(MINUTES), "--faults", str(FAULTS), "--seed", str(SEED), "--clients", "4"]
-    command = [sys.executable, "-m", "tests.chaos.run", *arguments, "--directory", str(tmp_path)]
+    # Beside other tests the throughput afterwards says what they leave of the machine: the long runs compare it.
+    arguments += ["--no-batches", "--directory", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.chaos.run", *arguments]
     ended = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
     )
     said = ended.stdout.decode() + ended.stderr.decode()[-4000:]
     assert ended.returncode in (0, 1), said
     result = json.loads((tmp_path / "result.json").read_text())
-    # Beside other tests the throughput afterwards says what they leave of the machine: the long runs hold it.
-    slower = result["recovery"]["after_s"] is None
-    assert result["violations"] == ({"I7": 1} if slower else {}), said
+    assert result["violations"] == {}, said
     assert not result["too_few"], said
     assert result["faults"] == FAULTS
     assert result["complete"] > 50, said
