@@ -11,6 +11,7 @@ a multiprocessor has. TRITON_INTERPRET must not be set.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import pkgutil
@@ -255,32 +256,28 @@ def tight(gpu: Gpu) -> None:
 def body(dtype: torch.dtype) -> None:
     """Launch the kernels between attention and matrix products, and products of few rows."""
     x, weight = torch.zeros(4, HIDDEN, dtype=dtype), torch.zeros(HIDDEN, dtype=dtype)
-    for gain in (weight, weight.float()):
+    for gain, ranks in ((weight, 2), (weight.float(), 8)):
         rms_norm_triton(x, gain, 1e-5)
         add_rms_norm_triton(x, x, gain, 1e-5)
         add_normed_triton(x, x, gain, 1e-5)
         add_normed_rms_norm_triton(x, x, gain, gain, 1e-5)
         token_norm_triton(torch.zeros(4, 3 * HIDDEN, dtype=dtype), gain, gain, 1e-5)
-        for ranks in (2, 8):
-            addresses, host = torch.zeros(ranks, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
-            memory = RankMemories(addresses, host, 1, 1 << 20)
-            peer_gather_triton(x, memory)
-            peer_sum_triton(x, memory)
-            peer_sum_rms_norm_triton(x, x, gain, 1e-5, memory)
+        addresses, host = torch.zeros(ranks, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+        memory = RankMemories(addresses, host, 1, 1 << 20)
+        peer_gather_triton(x, memory)
+        peer_sum_triton(x, memory)
+        peer_sum_rms_norm_triton(x, x, gain, 1e-5, memory)
     for activate in (silu_mul_triton, gelu_mul_triton):
         activate(torch.zeros(4, 2 * INNER, dtype=dtype))
     sigmoid_gate_triton(x, torch.zeros(4, 3 * HIDDEN, dtype=dtype)[:, HIDDEN : 2 * HIDDEN])
-    for norm in (None, torch.zeros(128, dtype=dtype), torch.zeros(128)):
-        for dims in (128, 32):
-            qkv, plane = (
-                torch.zeros(4, 48, 128, dtype=dtype),
-                torch.zeros(3, PAGE, KV_HEADS, 128, dtype=dtype),
-            )
-            angles = torch.zeros(4, 1, dims, dtype=dtype)
-            slots = torch.zeros(4, dtype=torch.int64)
-            rotary_kv_write_triton(qkv, angles, angles, norm, norm, 1e-5, plane, plane, slots)
-            rest = plane, plane, torch.zeros(4, 70, dtype=torch.int32), slots.int(), 1024, None, 0.1
-            rotary_decode_triton(qkv[:, :40], angles, angles, norm, norm, 1e-5, slots, *rest)
+    gain = torch.zeros(128, dtype=dtype)
+    for norm, dims in ((None, 128), (None, 32), (gain, 128), (gain.float(), 32)):
+        qkv, plane = torch.zeros(4, 48, 128, dtype=dtype), torch.zeros(3, PAGE, KV_HEADS, 128, dtype=dtype)
+        angles = torch.zeros(4, 1, dims, dtype=dtype)
+        slots = torch.zeros(4, dtype=torch.int64)
+        rotary_kv_write_triton(qkv, angles, angles, norm, norm, 1e-5, plane, plane, slots)
+        rest = plane, plane, torch.zeros(4, 70, dtype=torch.int32), slots.int(), 1024, None, 0.1
+        rotary_decode_triton(qkv[:, :40], angles, angles, norm, norm, 1e-5, slots, *rest)
     wide = torch.zeros(4, 1, 80)
     rotary_qk_triton(torch.zeros(4, 3, 16, 80, dtype=dtype), wide, wide)  # shape of Qwen2.5-VL's tower
     frequencies = torch.zeros(64)
@@ -451,6 +448,7 @@ def loads_first(kernel: str, options: dict[str, Any]) -> bool:
 
 
 def main(capabilities: list[int]) -> None:
+    gc.disable()  # an eighth of the time would be visits of syntax trees
     capability = capabilities[0]
 
     def tell(function: JITFunction, options: dict[str, Any], itemsize: int, made: Any) -> None:
