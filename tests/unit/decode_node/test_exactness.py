@@ -16,9 +16,9 @@ from tests.fakes.scenarios import SAMPLED, expect_reference, expect_retraction, 
 from tests.fakes.tiny_model import VOCAB
 
 
-@pytest.mark.parametrize("completion", [Immediate, Deferred])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+@pytest.mark.parametrize(
+    ("chunk", "page_size", "completion"), pairs((1, 7, 64, 512), (1, 16, 64), (Immediate, Deferred))
+)
 def test_chunks_and_pages(chunk: int, page_size: int, completion: type[Completion]) -> None:
     shape = Shape(chunk_tokens=chunk, page_size=page_size, completion=completion)
     with NodeCluster(shape) as cluster:
