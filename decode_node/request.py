@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -42,7 +44,8 @@ class DecodeRequest:
 
     room: int
     request_id: str
-    prompt: list[int]
+    # An array where `of` makes it: a garbage collection would visit every item of the lists of a crowd.
+    prompt: Sequence[int]
     emitted: int  # tokens at the end of `prompt` that are already output
     sampling: SamplingParams
     prefill: NodeRef
@@ -80,7 +83,7 @@ class DecodeRequest:
         return cls(
             room=message.room,
             request_id=message.request_id,
-            prompt=message.token_ids,
+            prompt=array("q", message.token_ids),
             emitted=message.emitted,
             sampling=message.sampling,
             prefill=message.prefill,
@@ -94,7 +97,7 @@ class DecodeRequest:
         )
 
     @property
-    def contents(self) -> list[int]:
+    def contents(self) -> Sequence[int]:
         """The prompt as prefix-cache keys, with images by content. Raises InvalidRequest for spans that do not fit."""
         if not self.images:
             return self.prompt
@@ -191,7 +194,7 @@ class DecodeRequest:
 
     def computed(self) -> list[int]:
         """Return the keys of what the prefix cache may keep: tokens with KV that the host knows, images by content."""
-        return self.contents + self.output[:-1]
+        return [*self.contents, *self.output[:-1]]
 
     def mark(self, stage: str, now: float) -> None:
         self.stages.setdefault(stage, now - self.received)

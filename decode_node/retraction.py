@@ -159,7 +159,7 @@ class Retraction:
         assert request.lease is not None
         request.row = self._rows.take()
         self._rows.append(request.row, 0, request.lease.pages)
-        text = request.prompt + request.output
+        text = [*request.prompt, *request.output]
         assert request.seq_len == len(text) - 1, "the host knows all that was drawn"
         self._rows.join(
             Join(

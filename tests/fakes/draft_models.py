@@ -224,7 +224,7 @@ class Watched:
         for index, request in enumerate(self.told.requests):
             told = int(self._relay.seq_len[request.row]) + 1 - len(request.prompt)
             answer = self.answer(request)
-            self.watch(index, request.prompt + answer[:told], answer[told:])
+            self.watch(index, [*request.prompt, *answer[:told]], answer[told:])
 
     def answer(self, request: DecodeRequest) -> list[int]:
         """Return the tokens of plain decoding."""
