@@ -106,7 +106,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _SAMPLING_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop_regex": ([],),
-    "spaces_between_special_tokens": (True,),
+    # Fast tokenizers, the only ones here, write no spaces either way.
+    "spaces_between_special_tokens": (True, False),
     "custom_params": ({},),
     "stream_interval": (1,),
 }

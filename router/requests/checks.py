@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.checkpoint.generation_config import DefaultSampling
@@ -37,6 +38,11 @@ class ServedModel:
     vision: VisionConfig | None = None  # None for a text-only model
     answers: AnswerStyle = PLAIN
     states: StateLimit | None = None  # None: requests may not ask for hidden states
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names under which requests may ask for the model."""
+        return self.name, self.path
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +81,14 @@ def check_request(body: SharedFields, model: ServedModel) -> None:
 
 
 def check_model(request: SharedFields, model: ServedModel) -> None:
-    if request.model not in (None, "", model.name, model.path):
+    check_name(request.model, model.names)
+
+
+def check_name(given: str | None, names: Sequence[str]) -> None:
+    """Raise ModelNotFound for the name of another model; `names`: those of the served one."""
+    if given and given not in names:
         raise ModelNotFound(
-            f"the model {request.model[:MAX_NAME_SHOWN]!r} is not served here; use {model.name!r}",
-            param="model",
+            f"the model {given[:MAX_NAME_SHOWN]!r} is not served here; use {names[0]!r}", param="model"
         )
 
 

@@ -85,7 +85,8 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "routed_experts_start_len": (0,),
     "session_id": (),
     "session_params": ({},),
-    "spaces_between_special_tokens": (True,),
+    # Fast tokenizers, the only ones here, write no spaces either way.
+    "spaces_between_special_tokens": (True, False),
     "stop_regex": ([],),
     "task": (),
     "thinking_token_budget": (),

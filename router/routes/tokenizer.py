@@ -28,14 +28,12 @@ class TokenizerRoutes:
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         async with received(request) as memory:
-            model = self._model()
-            allowed = model.answers.template_variables
-            answer = await self._texts.tokenize(memory.take(), model.max_model_len, allowed)
+            answer = await self._texts.tokenize(memory.take(), self._model())
             return await send_json(request, [answer])
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         async with received(request) as memory:
-            answer = await self._texts.detokenize(memory.take(), self._model().vocab_size)
+            answer = await self._texts.detokenize(memory.take(), self._model())
             return await send_json(request, [answer])
 
     async def tokenizer_info(self, request: web.Request) -> web.StreamResponse:

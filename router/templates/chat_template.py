@@ -105,7 +105,8 @@ class ChatTemplate:
 
     def _plain(self, message: Message, where: str) -> dict[str, Any]:
         """Convert a message to what the template expects: images as parts, text in the form of its role."""
-        form = self._forms.of(message.role)
+        role = self._forms.printed_role(message.role)
+        form = self._forms.of(role)
         content: Content
         if not isinstance(message.content, list):
             content = form.of_text(message.content or "")
@@ -116,7 +117,7 @@ class ChatTemplate:
             ]
         else:
             content = form.of_parts([part.text or "" for part in message.content])
-        plain: dict[str, Any] = {"role": message.role, "content": content}
+        plain: dict[str, Any] = {"role": role, "content": content}
         if message.name is not None:
             plain["name"] = message.name
         if message.tool_call_id is not None:

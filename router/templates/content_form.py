@@ -16,12 +16,12 @@ Content = str | list[dict[str, str]]
 _Message = dict[str, Any]
 Render = Callable[[Sequence[_Message]], str]
 
-USER = "user"
+USER, SYSTEM, DEVELOPER = "user", "system", "developer"
 # Conversations in which a role is probed: some templates demand what others refuse ("roles must alternate").
 _SURROUNDINGS: dict[str, tuple[tuple[Sequence[str], Sequence[str]], ...]] = {
-    USER: (((), ()), (("system",), ()), ((), ("assistant",))),
-    "system": (((), (USER,)),),
-    "developer": (((), (USER,)),),
+    USER: (((), ()), ((SYSTEM,), ()), ((), ("assistant",))),
+    SYSTEM: (((), (USER,)),),
+    DEVELOPER: (((), (USER,)),),
     "assistant": (((USER,), (USER,)), ((USER,), ())),
     "tool": (((USER, "assistant"), ()), ((), (USER,))),
 }
@@ -68,13 +68,17 @@ class ContentForms:
         self._render = render
         as_text = RoleForm(True, Parts.NONE)
         self._user = self._probe(USER, as_text) or as_text
-        self._others = {
-            role: self._probe(role, self._user) or self._user for role in _SURROUNDINGS if role != USER
-        }
+        found = {role: self._probe(role, self._user) for role in _SURROUNDINGS if role != USER}
+        self._others = {role: form or self._user for role, form in found.items()}
+        self._developer = DEVELOPER if found[DEVELOPER] else SYSTEM
 
     def of(self, role: str) -> RoleForm:
         """Return the form of a role. Unknown roles, and roles whose content is never printed, take the user's form."""
         return self._others.get(role, self._user)
+
+    def printed_role(self, role: str) -> str:
+        """Return the role under which to render a message: OpenAI's developer is system to most templates."""
+        return self._developer if role == DEVELOPER else role
 
     def _probe(self, role: str, others: RoleForm) -> RoleForm | None:
         """Return None if no conversation prints the role's content. `others` is the form of all other messages."""

@@ -51,6 +51,7 @@ class EncodeTexts(msgspec.Struct, frozen=True, array_like=True, tag=4):
 class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """Payload: the body of /tokenize. Answer: the JSON of its response."""
 
+    names: tuple[str, ...]  # of the served model
     max_model_len: int
     template_variables: tuple[str, ...] = ()  # names that clients may set
 
@@ -58,6 +59,7 @@ class Tokenize(msgspec.Struct, frozen=True, array_like=True, tag=5):
 class Detokenize(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Payload: the body of /detokenize. Answer: the JSON of its response."""
 
+    names: tuple[str, ...]
     vocab_size: int
 
 

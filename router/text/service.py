@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -109,15 +109,14 @@ class TextService:
         job = EncodeTexts(add_special_tokens, max_model_len, tuple(fields))
         return await self._tokens(job, msgspec.msgpack.encode(texts))
 
-    async def tokenize(
-        self, raw: bytearray, max_model_len: int, template_variables: Iterable[str] = ()
-    ) -> Payload:
-        """Return the JSON response of /tokenize. `template_variables`: those that clients may set."""
-        return await self._run(Tokenize(max_model_len, tuple(template_variables)), raw)
+    async def tokenize(self, raw: bytearray, model: ServedModel) -> Payload:
+        """Return the JSON response of /tokenize."""
+        variables = tuple(model.answers.template_variables)
+        return await self._run(Tokenize(model.names, model.max_model_len, variables), raw)
 
-    async def detokenize(self, raw: bytearray, vocab_size: int) -> Payload:
+    async def detokenize(self, raw: bytearray, model: ServedModel) -> Payload:
         """Return the JSON response of /detokenize."""
-        return await self._run(Detokenize(vocab_size), raw)
+        return await self._run(Detokenize(model.names, model.vocab_size), raw)
 
     async def grammar(self, constraint: Constraint | None, model: ServedModel) -> str:
         """Return the grammar of a constraint, which compiles on the nodes; "" without one.

@@ -7,7 +7,7 @@ are the same in both.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ from router.grammar.grammar_work import GrammarWork
 from router.requests.chat_fields import check_calls, check_tools, template_tools, template_variables
 from router.requests.chat_input import ChatInput
 from router.requests.chat_rules import check_chat_fields
-from router.requests.checks import check_length, check_tokens_in_vocabulary
+from router.requests.checks import check_length, check_name, check_tokens_in_vocabulary
 from router.requests.field_rules import undeclared
 from router.requests.json_body import decode_json
 from router.requests.openai_schema import (
@@ -149,24 +149,25 @@ class TextWork:
                 texts = _texts.decode(payload)
                 return self._encoded(texts, job.add_special_tokens, job.max_model_len, job.fields)
             case Tokenize():
-                return JobResult(), self.tokenize(payload, job.max_model_len, job.template_variables)
+                return JobResult(), self.tokenize(payload, job)
             case Detokenize():
-                return JobResult(), self.detokenize(payload, job.vocab_size)
+                return JobResult(), self.detokenize(payload, job)
             case CompileGrammar():
                 self._grammars.prepare(job.vocab_size, job.eos_ids)
                 self._limit(COMPILE_SECONDS)
                 constraint = _constraint.decode(payload)
                 return JobResult(), self._grammars.compile(constraint, job.vocab_size, job.eos_ids).encode()
 
-    def tokenize(self, raw: Payload, max_model_len: int, variables: Iterable[str] = ()) -> bytes:
+    def tokenize(self, raw: Payload, job: Tokenize) -> bytes:
         """Return the response body of /tokenize. Raises InvalidRequest."""
         self._limit(READ_SECONDS)
         body = decode_json(raw, _tokenize)
-        text, special = self._text_of(body, frozenset(variables))
+        check_name(body.model, job.names)
+        text, special = self._text_of(body, frozenset(job.template_variables))
         self._limit(ENCODE_SECONDS)
         tokens = self._tokenizer.encode(text, special)
         names = self._tokenizer.vocabulary_entries(tokens) if body.return_token_strs else None
-        return msgspec.json.encode(TokenizeAnswer(len(tokens), max_model_len, tokens, names))
+        return msgspec.json.encode(TokenizeAnswer(len(tokens), job.max_model_len, tokens, names))
 
     def _text_of(self, body: TokenizeRequest, allowed: frozenset[str]) -> tuple[str, bool]:
         """Return the text to encode and whether to add special tokens. Raises InvalidRequest."""
@@ -186,13 +187,14 @@ class TextWork:
         text = self._template.render(body.messages, end, template_tools(functions), variables)
         return text, bool(body.add_special_tokens)
 
-    def detokenize(self, raw: Payload, vocab_size: int) -> bytes:
+    def detokenize(self, raw: Payload, job: Detokenize) -> bytes:
         """Return the response body of /detokenize. Raises InvalidRequest."""
         self._limit(READ_SECONDS)
         body = decode_json(raw, _detokenize)
+        check_name(body.model, job.names)
         if len(body.tokens) > MAX_DETOKENIZE:
             raise InvalidRequest(f"at most {MAX_DETOKENIZE} tokens in one request", param="tokens")
-        check_tokens_in_vocabulary(body.tokens, vocab_size, "tokens")
+        check_tokens_in_vocabulary(body.tokens, job.vocab_size, "tokens")
         self._limit(ENCODE_SECONDS)
         text = self._tokenizer.decode(body.tokens, body.skip_special_tokens)
         return msgspec.json.encode(DetokenizeAnswer(text))

@@ -200,6 +200,7 @@ TAKEN: dict[str, list[Any]] = {
     "store": [True],
     "service_tier": ["flex"],
     "vllm_xargs": [None, {}],
+    "spaces_between_special_tokens": [True, False],
     "return_hidden_states": [False],
     "routed_experts_start_len": [0, 0.0],
     "stream": [False, None],

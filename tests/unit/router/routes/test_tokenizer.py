@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from router.tokens.tokenizer_info import MAX_BYTES, tokenizer_info
-from tests.unit.router.conftest import TINY, Rig
+from tests.unit.router.conftest import SERVED, TINY, Rig
 from tests.unit.router.scripted_generator import one_by_one
 
 
@@ -26,6 +26,14 @@ async def test_tokenize_and_back(rig: Rig) -> None:
         assert back == {"prompt": shown}
     _, back, _ = await rig.post("/detokenize", {"tokens": []})
     assert back == {"prompt": ""}
+
+
+async def test_another_model_is_not_found(rig: Rig) -> None:
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
+        for name in ("", SERVED.name, SERVED.path, None):
+            assert (await rig.post(path, {**body, "model": name}))[0] == 200
+        status, answer, _ = await rig.post(path, {**body, "model": "other"})
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,29 @@ def test_the_forms_that_each_role_takes(tmp_path: Path, style: str, forms: tuple
     assert len(rendered) <= 30
 
 
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            "{% for m in messages if m.role in ('system', 'user') %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+            "system",
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('unknown role') }}{% endif %}"
+            "[{{ m.role }}]{{ m.content }}{% endfor %}",
+            "system",
+        ),
+        ("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", "developer"),
+    ],
+)
+def test_developer_messages_are_system_messages_to_templates_that_lack_them(
+    tmp_path: Path, source: str, expected: str
+) -> None:
+    """Many templates print nothing for an unknown role, so the instructions would be lost without a word."""
+    messages = [Message("developer", "be brief"), Message("user", "ask")]
+    assert template_of(tmp_path, source).render(messages) == f"[{expected}]be brief[user]ask"
+
+
 def test_the_forms_are_found_once_per_template(tmp_path: Path) -> None:
     """Later requests render the template once each."""
     template = template_of(tmp_path, styles.LLAVA)

@@ -45,7 +45,7 @@ from router.text.work import TextWork
 from router.tokens.tokenizer import Tokenizer
 from tests.fakes.text_workers import InProcess
 from tests.fakes.waiting import PATIENCE, eventually
-from tests.unit.router.conftest import TINY
+from tests.unit.router.conftest import SERVED, TINY
 
 HI = [Message("user", "hi")]
 CHAT = RenderChat(False, 4096)
@@ -173,7 +173,9 @@ async def test_workers_give_the_same_tokens_and_refusals(spawned: Spawned) -> No
         raw = bytearray(json.dumps({"prompt": [5, 700] * 50_000, "user": [[]] * 1000}).encode())
         read = [await each.read_completion(raw, 1 << 20) for each in (here, there)]
         assert read[0] == read[1]
-        for answers in ([await each.tokenize(raw[:0] + b'{"prompt":"a"}', 5) for each in (here, there)],):
+        for answers in (
+            [await each.tokenize(raw[:0] + b'{"prompt":"a"}', SERVED) for each in (here, there)],
+        ):
             assert answers[0] == answers[1]
     finally:
         await pool.close()
