@@ -239,7 +239,7 @@ def _search(options: BenchOptions, api_keys: Sequence[str | None], files: Files,
     """Search, keeping the probes so far in the JSON file, and return the exit code."""
 
     def probed(found: GoodputSearch) -> None:
-        show_probe(found.probes[-1], out)
+        show_probe(found.probes[-1], len(options.seeds), out)
         if files.json is not None:
             files.json.write_bytes(search_report(options, found))
 

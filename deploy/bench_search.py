@@ -82,34 +82,36 @@ def announce(options: BenchOptions, out: Console) -> None:
         out,
         f"Searching for the highest rate at which {100 * bounds.share:g} % of requests have their first token within "
         f"{1e3 * limits.first:g} ms and every gap within {1e3 * limits.gap:g} ms. At most {bounds.probes} probes of "
-        f"{seeds} x {options.seconds:g} s on each server: up to {minutes:.0f} minutes, plus last answers.",
+        f"{seeds} x {options.seconds:g} s on each server: up to {minutes:.3g} min, plus last answers.",
     )
 
 
-def probe_line(probe: Probe) -> str:
-    """Return a probe as text."""
-    shares = probe.share_by_seed.values()
-    spread = f"{percent(min(shares))} to {percent(max(shares))}" if len(shares) > 1 else "one seed"
-    summary = probe.measured.summary
+def probe_line(probe: Probe, seeds: int) -> str:
+    """Return a probe as text. `seeds`: of a whole probe."""
+    shares, summary = probe.share_by_seed.values(), probe.measured.summary
+    spread = f"by seed {percent(min(shares))} to {percent(max(shares))}" if len(shares) > 1 else "one seed"
+    verdict = f"{probe.rate:g}/s: {'kept' if probe.kept else 'MISSED'}, {percent(probe.share)} %"
+    # Other requests have no times, which may make the percentiles look good.
+    answered = summary.requests - summary.failed
+    of = "" if answered == probe.planned else f"of the {answered} answered: "
     parts = [
-        f"probe {probe.number}, {probe.target}, {probe.rate:g}/s: {'kept' if probe.kept else 'MISSED'}",
-        f"{percent(probe.share)} % of {probe.planned} requests were within both limits (by seed: {spread})",
-        f"first token p99 {_ms(summary.ttft_ms_p99)}",
+        f"probe {probe.number}, {probe.target}, {verdict} of {probe.planned} requests within both limits ({spread})",
+        f"{of}first token p99 {_ms(summary.ttft_ms_p99)}",
         f"gap p99 {_ms(summary.gap_ms_p99)}, longest {_ms(summary.gap_ms_max)}",
     ]
     if probe.failed:
         parts.append(f"{probe.failed} failed")
     if probe.outstanding:
-        parts.append(f"{probe.outstanding} unanswered at the end")
-    if probe.overloaded:
-        left = f", {probe.seeds_left_out} seeds left out" if probe.seeds_left_out else ""
+        parts.append(f"{probe.outstanding} unanswered")
+    if probe.ended_early:
+        left = f", {probe.seeds_left_out} of {seeds} seeds left out" if probe.seeds_left_out else ""
         parts.append(f"ended early: {probe.unsent} not sent{left}")
     return "; ".join(parts)
 
 
-def show_probe(probe: Probe, out: Console) -> None:
-    """Print a probe and its errors."""
-    print_line(out, probe_line(probe))
+def show_probe(probe: Probe, seeds: int, out: Console) -> None:
+    """Print a probe and its errors. `seeds`: of a whole probe."""
+    print_line(out, probe_line(probe, seeds))
     for error in [each for each in probe.measured.errors if each != CUT_OFF][:MOST_ERRORS]:
         print_line(out, f"    {error}")
 

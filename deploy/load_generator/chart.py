@@ -70,7 +70,7 @@ def draw_search(found: GoodputSearch, file: Path) -> None:
             for probe in probes:
                 shares = [100 * share for share in probe.share_by_seed.values()]
                 axes.plot([probe.rate] * 2, [min(shares), max(shares)], color=colour, linewidth=3, alpha=0.3)
-                face = "none" if probe.overloaded else colour
+                face = "none" if probe.ended_early else colour
                 axes.plot([probe.rate], [100 * probe.share], "o", color=colour, markerfacecolor=face)
             label = f"{result.target}: none" if result.rate is None else f"{result.target}: {result.rate:g}/s"
             axes.plot([], [], "o-", color=colour, label=label)
@@ -78,6 +78,9 @@ def draw_search(found: GoodputSearch, file: Path) -> None:
                 axes.axvline(result.rate, color=colour, linestyle="--", linewidth=0.8)
         axes.axhline(100 * found.bounds.share, color="#888888", linewidth=0.8)
         axes.set_xscale("log", base=2)
+        probed = [each.rate for each in found.probes]
+        kept = {each.rate for each in found.results if each.rate is not None}
+        axes.set_xticks(sorted({min(probed), max(probed), *kept} if probed else kept))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set_ylim(-2, 102)
         axes.set_xlabel("requests per second")

@@ -63,7 +63,7 @@ class Probe:
     measured: MeasuredLoad  # percentiles are of answered requests only
 
     @property
-    def overloaded(self) -> bool:
+    def ended_early(self) -> bool:
         """True if it was ended early."""
         return bool(self.unsent or self.seeds_left_out)
 

@@ -242,8 +242,8 @@ async def test_a_search_reports_every_probe(tmp_path: Path) -> None:
     assert result.exit_code == 1, result.output
     lines = result.output.splitlines()
     assert "99 % of requests have their first token within 60000 ms" in lines[0]
-    assert lines[1].startswith(f"probe 1, {a.url}, 20/s: kept; 100 % of ")
-    assert lines[2].startswith(f"probe 2, {a.url}, 40/s: kept; 100 % of ")
+    assert lines[1].startswith(f"probe 1, {a.url}, 20/s: kept, 100 % of ")
+    assert lines[2].startswith(f"probe 2, {a.url}, 40/s: kept, 100 % of ")
     assert lines[3].startswith(f"{a.url}: 99 % of requests kept both limits even at 40/s, the highest rate")
     assert "a request before the first probe failed: status 503" in lines[4]
     found = json.loads(file.read_text())

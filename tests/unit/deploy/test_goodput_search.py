@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from common.errors import ConfigError
+from deploy.bench_search import probe_line
 from deploy.load_generator import goodput_search
 from deploy.load_generator.goodput_search import GoodputSearch, Probe, SearchShape, most_missed
 from deploy.load_generator.loads import Load
@@ -140,7 +141,7 @@ async def test_an_overloaded_probe_ends_early_and_does_not_count_as_kept() -> No
     _, probes = await searched(SearchBounds(start=16, probes=1), a=server)
     [probe] = probes
     assert not probe.kept
-    assert probe.overloaded
+    assert probe.ended_early
     assert (len(server.runs), probe.seeds_left_out) == (1, 2)
     assert probe.unsent > 0
     assert probe.outstanding > 16 * 0.26, "more than run at a time within the limits"
@@ -205,3 +206,19 @@ async def test_a_seed_without_requests_is_refused() -> None:
         with pytest.raises(ConfigError, match=r"--min-rate: 0.001/s for 60 s has no request with seed 1"):
             GoodputSearch(measurement, SearchBounds(lowest=0.001), SHAPE).check()
         GoodputSearch(measurement, SearchBounds(), SHAPE).check()
+
+
+async def test_a_line_says_which_requests_its_times_are_of() -> None:
+    """Requests that were cut off have no times, so the percentiles of an overloaded probe are too good."""
+    once = SearchBounds(start=16, probes=1)
+    _, [overloaded] = await searched(once, a=SimulatedServer(service=0.5))
+    _, [kept] = await searched(once, a=SimulatedServer())
+    sent, cut = overloaded.measured.summary.requests, overloaded.outstanding
+    line = probe_line(overloaded, 3)
+    assert f"; of the {sent - cut} answered: first token p99 " in line
+    assert f"; {cut} unanswered; ended early: {overloaded.unsent} not sent, 2 of 3 seeds left out" in line
+    assert "(one seed)" in line
+    line = probe_line(kept, 3)
+    assert line.startswith(f"probe 1, a, 16/s: kept, 100 % of {kept.planned} requests within both limits")
+    assert "(by seed 100 to 100)" in line
+    assert "; first token p99 " in line
