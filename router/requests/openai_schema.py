@@ -27,6 +27,8 @@ MAX_MESSAGES = 4096
 MAX_PROMPTS = 64  # prompts in one completions request
 MAX_STOP_TOKENS = 128
 MAX_BAD_WORD_LENGTH = 256  # characters
+# The latter two are names of the Responses API, which vLLM takes in chats, too.
+TEXT_PARTS = ("text", "input_text", "output_text")
 MAX_PARTS = 8192  # content parts over all messages, in a large body
 TOP_LOGPROBS = 20
 
@@ -49,11 +51,17 @@ class ImageUrl(msgspec.Struct, frozen=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message's content, text or image_url. Parts of other types are refused with their type."""
+    """One part of a message's content: text, under any of its names, or image_url. Other types are refused."""
 
     type: str
     text: str | None = None
     image_url: ImageUrl | str | None = None
+    refusal: str | None = None
+
+    @property
+    def said(self) -> str | None:
+        """The text of a part that is text, such as the model's refusal in an earlier answer; None for other types."""
+        return self.refusal if self.type == "refusal" else self.text if self.type in TEXT_PARTS else None
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -305,7 +313,7 @@ def image_parts(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
             if part.type == "image_url" and part.image_url is not None:
                 url = part.image_url
                 yield f"{where}.image_url", url if isinstance(url, str) else url.url
-            elif part.type != "text" or part.text is None:
+            elif part.said is None:
                 raise InvalidRequest(
                     f"{where} has type {part.type!r}; send text parts with `text` and image_url parts with `image_url`",
                     param=where,

@@ -112,11 +112,11 @@ class ChatTemplate:
             content = form.of_text(message.content or "")
         elif list(image_parts([message])):  # raises for parts of other types
             content = [
-                {"type": "image"} if part.type == "image_url" else text_part(part.text or "")
+                {"type": "image"} if part.type == "image_url" else text_part(part.said or "")
                 for part in message.content
             ]
         else:
-            content = form.of_parts([part.text or "" for part in message.content])
+            content = form.of_parts([part.said or "" for part in message.content])
         plain: dict[str, Any] = {"role": role, "content": content}
         if message.name is not None:
             plain["name"] = message.name

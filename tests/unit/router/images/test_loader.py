@@ -219,7 +219,7 @@ async def test_a_text_only_model_takes_no_images() -> None:
 
 
 async def test_parts_of_other_types_are_refused(loader: VerifyingImageLoader) -> None:
-    for part in (ContentPart("input_audio"), ContentPart("image_url"), ContentPart("text")):
+    for part in (ContentPart("input_audio", "x"), ContentPart("image_url"), ContentPart("refusal", "x")):
         with pytest.raises(InvalidRequest, match="send text parts with `text` and image_url") as error:
             await loader.load([Message("user", [part])])
         assert error.value.param == "messages[0].content[0]"

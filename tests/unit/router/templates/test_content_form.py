@@ -148,6 +148,23 @@ def test_the_forms_are_found_once_per_template(tmp_path: Path) -> None:
     assert renderings == first + 1
 
 
+@pytest.mark.parametrize("style", ["LLAVA", "QWEN"])
+def test_text_has_other_names(tmp_path: Path, style: str) -> None:
+    """A refusal in the history is OpenAI's own form; input_text and output_text are those of the Responses API."""
+    template = template_of(tmp_path, getattr(styles, style))
+    named = [
+        Message("user", [ContentPart("input_text", "ask")]),
+        Message("assistant", [ContentPart("refusal", refusal="I will not")]),
+        Message("user", [ContentPart("output_text", "why"), *parts("now")]),
+    ]
+    plain = [
+        Message("user", parts("ask")),
+        Message("assistant", parts("I will not")),
+        Message("user", parts("why", "now")),
+    ]
+    assert template.render(named) == template.render(plain)
+
+
 def test_a_message_with_images_does_not_change_the_others(tmp_path: Path) -> None:
     picture = ContentPart("image_url", image_url="data:,")
     messages = [
