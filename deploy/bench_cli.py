@@ -246,9 +246,10 @@ def _search(options: BenchOptions, api_keys: Sequence[str | None], files: Files,
     found = asyncio.run(run_search(options, api_keys, lambda: announce(options, out), probed))
     if files.json is not None:
         files.json.write_bytes(search_report(options, found))
+    code = show_results(found, out)
     if files.svg is not None:
         draw_search(found, files.svg)
-    return show_results(found, out)
+    return code
 
 
 def _measure(options: BenchOptions, api_keys: Sequence[str | None], files: Files, out: Console) -> int:

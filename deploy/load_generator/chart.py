@@ -77,11 +77,11 @@ def draw_search(found: GoodputSearch, file: Path) -> None:
             if result.rate is not None:
                 axes.axvline(result.rate, color=colour, linestyle="--", linewidth=0.8)
         axes.axhline(100 * found.bounds.share, color="#888888", linewidth=0.8)
-        axes.set_xscale("log", base=2)
-        probed = [each.rate for each in found.probes]
-        kept = {each.rate for each in found.results if each.rate is not None}
-        axes.set_xticks(sorted({min(probed), max(probed), *kept} if probed else kept))
-        axes.xaxis.set_major_formatter("{x:g}")
+        if probed := [each.rate for each in found.probes]:
+            axes.set_xscale("log", base=2)
+            kept = {each.rate for each in found.results if each.rate is not None}
+            axes.set_xticks(sorted({min(probed), max(probed), *kept}))
+            axes.xaxis.set_major_formatter("{x:g}")
         axes.set_ylim(-2, 102)
         axes.set_xlabel("requests per second")
         axes.set_title(

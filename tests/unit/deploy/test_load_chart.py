@@ -47,14 +47,22 @@ def test_a_load_without_answers_can_be_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "chart.svg").stat().st_size
 
 
-async def test_a_search_is_drawn_with_the_rates_that_it_found(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+async def search_of_two_servers() -> GoodputSearch:
     async with aiohttp.ClientSession() as session:
         targets = [Target(label, "", "", session) for label in ("http://a", "http://b")]
-        shape = SearchShape(60, PromptShape(10, 2))
-        found = GoodputSearch(
-            Measurement(targets, [], [1, 2], Bodies(700, 1), LIMITS), SearchBounds(probes=2), shape
-        )
+        measurement = Measurement(targets, [], [1, 2], Bodies(700, 1), LIMITS)
+        return GoodputSearch(measurement, SearchBounds(probes=2), SearchShape(60, PromptShape(10, 2)))
+
+
+async def test_a_search_that_ended_before_its_first_probe_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    draw_search(await search_of_two_servers(), tmp_path / "chart.svg")
+    assert "http://a: none" in (tmp_path / "chart.svg").read_text()
+
+
+async def test_a_search_is_drawn_with_the_rates_that_it_found(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = await search_of_two_servers()
     for rate, share in ((4.0, 1.0), (8.0, 0.5)):
         summary = measured("http://a", f"{rate:g}/s", 0.1)
         shares = {1: share, 2: share - 0.1}
