@@ -82,7 +82,9 @@ class FormWithDetails:
     def _last_state(self, piece: AnswerPiece, states: AnswerStates, last: dict[str, Any]) -> bytes:
         """Return the event with a choice's hidden states. `last`: its event before."""
         found = states.last(self._tokens[piece.index])
-        shown = {"delta": {"hidden_states": found}} if self._chat else {"text": "", "hidden_states": found}
+        shown: dict[str, Any] = {"text": "", "hidden_states": found, "stop_reason": None}
+        if self._chat:
+            shown = {"delta": {"hidden_states": found}}
         choice = {"index": piece.index, **shown, "logprobs": None, "finish_reason": None}
         return _event({**last, "choices": [choice]})
 

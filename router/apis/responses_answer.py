@@ -37,7 +37,6 @@ class ResponsesForm:
             "model": model,
             "background": False,
             "previous_response_id": None,
-            "metadata": {},
             "service_tier": "default",
             "store": False,
             "top_logprobs": 0,

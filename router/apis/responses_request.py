@@ -122,6 +122,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     tools: list[FunctionTool] | None = None
     tool_choice: str | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
+    metadata: Any = None  # labels, which the answer repeats
     # as in chats
     seed: int | None = None
     min_tokens: int | None = None
@@ -302,6 +303,7 @@ def _shown(request: ResponsesRequest) -> dict[str, Any]:
     return {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
         "temperature": request.temperature,

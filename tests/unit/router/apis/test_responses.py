@@ -50,6 +50,7 @@ async def test_a_text(rig: Rig) -> None:
     assert answer["id"] == f"resp_{identity}"
     assert (answer["object"], answer["status"], answer["model"]) == ("response", "completed", "tiny-target")
     assert (answer["store"], answer["max_output_tokens"], answer["instructions"]) == (False, 9, "Be brief.")
+    assert answer["metadata"] == {"a": "b"}
     # the stop token yields no text
     text = rig.tokenizer.decode(HELLO[:2], True)
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -74,6 +75,13 @@ async def test_a_text(rig: Rig) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     assert list(asked.token_ids) == await prompt_of(rig, messages)
     assert (asked.sampling.max_tokens, asked.sampling.temperature, asked.sampling.seed) == (9, 0.5, 3)
+
+
+async def test_labels_of_any_form_change_nothing_but_the_answer(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO, "stop"))
+    for given, shown in ((None, {}), ({}, {}), ({"a": 1}, {"a": 1}), ("text", "text")):
+        status, answer, _ = await rig.post(PATH, {"input": "Hello", "metadata": given})
+        assert (status, answer["metadata"]) == (200, shown)
 
 
 async def test_fields_beyond_openais(rig: Rig) -> None:

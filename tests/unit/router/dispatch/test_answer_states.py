@@ -234,6 +234,7 @@ async def test_the_other_routes_have_the_last_position(path: str, rig: Rig) -> N
         json.loads(event.removeprefix("data: ")) for event in sent if event.startswith("data: {")
     ]
     shown = last["choices"][0]["delta"] if path == CHAT else last["choices"][0]
+    assert last["choices"][0].get("stop_reason", "absent") == ("absent" if path == CHAT else None)
     assert shown["hidden_states"] == state(tokens + 1)
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
     assert not any(
