@@ -120,6 +120,9 @@ class RateSearch:
                     f"to come within {100 * self.bounds.resolution:g} %: raise --max-probes, or begin nearer (--rate)"
                 )
             case Outcome.FAILED | Outcome.STUCK:
-                return f"the search ended early: {self.reason}. {share} kept both limits at {known}{missed}"
+                rates = (
+                    f"{share} kept both limits at {known}{missed}" if self.probes else "No rate was probed"
+                )
+                return f"the search ended early: {self.reason}. {rates}"
             case None:
                 return f"the search goes on: {share} kept both limits at {known}{missed}"

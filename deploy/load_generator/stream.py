@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from deploy.openai_client import error_sentence, message_of
 from deploy.sse import EventSplitter, EventTooLong
 
 CHARACTERS_OF_ERRORS = 300
@@ -85,7 +86,7 @@ async def stream_completion(
     try:
         async with session.post(url, data=body) as response:
             if response.status != 200:
-                text = (await response.text(errors="replace"))[:CHARACTERS_OF_ERRORS]
+                text = error_sentence(await response.read())[:CHARACTERS_OF_ERRORS]
                 raise RequestFailed(f"status {response.status}: {text}")
             await _read(response, times, sent if due is None else due)
     except TimeoutError:
@@ -93,11 +94,6 @@ async def stream_completion(
     except (aiohttp.ClientError, EventTooLong, RequestFailed, msgspec.MsgspecError) as error:
         times.error = str(error) or type(error).__name__
     return times
-
-
-def _message(error: Any) -> str:
-    text = error.get("message", error) if isinstance(error, dict) else error
-    return str(text)[:CHARACTERS_OF_ERRORS]
 
 
 async def _read(response: aiohttp.ClientResponse, times: RequestTimes, due: float) -> None:
@@ -112,7 +108,7 @@ async def _read(response: aiohttp.ClientResponse, times: RequestTimes, due: floa
                 continue
             event = _decoder.decode(data)
             if event.error:
-                raise RequestFailed(f"the stream broke: {_message(event.error)}")
+                raise RequestFailed(f"the stream broke: {message_of(event.error)[:CHARACTERS_OF_ERRORS]}")
             if event.usage is not None:
                 times.tokens = event.usage.completion_tokens
             if not any(choice.has_tokens for choice in event.choices):

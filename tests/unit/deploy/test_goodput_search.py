@@ -171,7 +171,9 @@ async def test_a_server_that_fails_a_single_request_is_not_probed() -> None:
     search, probes = await searched(SearchBounds(), a=SimulatedServer(error="status 401"))
     assert probes == []
     assert search.results[0].outcome is Outcome.FAILED
-    assert "a request before the first probe failed: status 401" in search.results[0].sentence
+    assert search.results[0].sentence == (
+        "the search ended early: a request before the first probe failed: status 401. No rate was probed"
+    )
 
 
 async def test_a_server_that_fails_every_request_of_a_probe_ends_its_search() -> None:
