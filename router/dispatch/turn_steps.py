@@ -12,6 +12,8 @@ STEPS_PER_TURN = 64
 # Steps that the first token and the last run of an answer count for: each takes some 0.4 ms, and a step of a node may
 # end many answers.
 END_STEPS = 8
+# Tokens of a run that count for a step: plain ones, and those with log-probabilities, 27 us each.
+TOKENS_PER_STEP, DETAILED_PER_STEP = 8, 2
 
 
 def steps_of(message: RouterMessage) -> int:
@@ -25,5 +27,13 @@ def runs_within(runs: Sequence[TokenRun], left: int) -> tuple[int, int]:
     for count, run in enumerate(runs):
         if steps >= left:
             return count, steps
-        steps += 1 if run.finish_reason is None else END_STEPS
+        steps += _steps_of_run(run)
     return len(runs), steps
+
+
+def _steps_of_run(run: TokenRun) -> int:
+    steps = 1 if run.finish_reason is None else END_STEPS
+    if (tokens := len(run.tokens)) > 1:
+        detailed = run.tokens[0].logprob is not None
+        steps += tokens // (DETAILED_PER_STEP if detailed else TOKENS_PER_STEP)
+    return steps
