@@ -154,7 +154,7 @@ async def test_greedy_tokens_and_accept_length(
     returned where the cluster allows them (row A12).
     """
     config, least = CASES[name]
-    prompts = few_shot_prompts(8)
+    prompts = few_shot_prompts(5)
     async with RunningCluster(tmp_path, config=config) as cluster:
         async with Client(cluster.url) as client:
             answers = await client.complete_all(prompts, 4, 48)
