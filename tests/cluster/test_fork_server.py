@@ -30,6 +30,12 @@ def test_a_module_runs_with_its_arguments_and_ends_with_its_exit_code(tmp_path: 
     assert "Missing option '--cluster'" in log.read_text()
 
 
+def test_threads_and_exit_functions_of_a_fork_end_before_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert started(log, "tests.fakes.late_work").wait(PATIENCE) == 3
+    assert sorted(log.read_text().splitlines()) == ["exit function", "finalizer", "thread"]
+
+
 def test_a_fork_is_signalled_and_waited_for(tmp_path: Path) -> None:
     fork = started(tmp_path / "log", "http.server", "0", "--bind", "127.0.0.1")
     assert fork.poll() is None
