@@ -22,7 +22,7 @@ class Candidates:
     def __init__(self, history: PlacementHistory, rules: PlacementRules, prompt: PlacedPrompt) -> None:
         self._history = history
         self._rules = rules
-        self._prompt = prompt
+        self.prompt = prompt
         self.seats = history.sessions.nodes(prompt.session)  # incarnations, of both roles
 
     def of(
@@ -47,9 +47,9 @@ class Candidates:
         self, node: Node, weight: float, queue_ms: float, matches: PrefixMatches | None
     ) -> Candidate:
         """`matches`: None for a node whose queue is too long for what it holds to count."""
-        tokens, cached, session_ms = self._prompt.tokens, 0, 0.0
+        tokens, cached, session_ms = self.prompt.tokens, 0, 0.0
         if matches is not None:
-            cached = self._history.cached_tokens(matches, node, self._prompt)
+            cached = self._history.cached_tokens(matches, node, self.prompt)
             session_ms = self._session_ms(node)
         ready_ms = queue_ms + rest_ms(node.load.prompt_times, tokens, cached)
         return Candidate(
@@ -57,7 +57,7 @@ class Candidates:
         )
 
     def _decode(self, node: Node, weight: float, matches: PrefixMatches) -> Candidate:
-        moved = self._prompt.tokens - self._history.cached_tokens(matches, node, self._prompt)
+        moved = self.prompt.tokens - self._history.cached_tokens(matches, node, self.prompt)
         return Candidate(
             node.name,
             node.incarnation,

@@ -67,10 +67,15 @@ class NodeHealth:
         ]
 
     def uniform(self, nodes: EligibleNodes) -> bool:
-        """Return whether all nodes take equal shares: none is slow, new, or has failed lately."""
+        """Return whether all nodes take equal shares: none is slow, newer than others of its role, or has failed."""
         now = self.clock()
         self.judge(nodes.of, now)
-        return not self._failures and self.outliers.none and now - nodes.joined >= self._slow_start
+        warm_since = now - self._slow_start
+        return (
+            not self._failures
+            and self.outliers.none
+            and all(nodes.newest[role] <= warm_since or nodes.oldest[role] > warm_since for role in ROLES)
+        )
 
     @property
     def _failures(self) -> bool:

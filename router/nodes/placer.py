@@ -27,7 +27,8 @@ from router.nodes.placement_rules import DEFAULT_RULES, PlacementRules
 from router.nodes.prefix_index import PrefixMatches
 from router.nodes.prompt_times import rest_ms
 from router.nodes.registry import ROLES, EligibleNodes, Node, NodeRegistry, Pair
-from router.nodes.short_list import ShortLists
+from router.nodes.short_list import ShortLists, Takes, anyone
+from router.nodes.sieve import Sieve
 
 NOTHING: frozenset[str] = frozenset()
 MANY = 16  # nodes of a role that are all compared while some are to be avoided or take less
@@ -115,7 +116,7 @@ class Placer:
         if eligible.only_pair is not None and not local:
             return eligible.only_pair
         maker = Candidates(self.history, self._rules, prompt)
-        pair = self._chosen(eligible, avoid, prefer, prompt, maker)
+        pair = self._chosen(eligible, avoid, prefer, maker)
         if isinstance(pair, str) or not local:
             return pair
         return self._local.instead(Pair(*pair), local, avoid, prompt, maker)
@@ -125,7 +126,6 @@ class Placer:
         eligible: EligibleNodes,
         avoid: Collection[str],
         prefer: Collection[str],
-        prompt: PlacedPrompt,
         maker: Candidates,
     ) -> tuple[Node, Node] | Role:
         """Return the pair that the policies choose among prefill nodes and decode nodes."""
@@ -133,18 +133,16 @@ class Placer:
             return eligible.only_pair
         prefills, decodes = eligible.of["prefill"], eligible.of["decode"]
         if prefills and decodes and not (avoid or prefer) and self._health.uniform(eligible):
-            prefill = self._sampled("prefill", prefills, maker, prompt, None)
-            return prefill, self._sampled("decode", decodes, maker, prompt, prefill)
-        refused = {*avoid, *self._health.nodes.blocked()}
-        some = self._some(eligible, maker, prompt, refused, prefer)
-        field = self._field(some, eligible, maker, prompt)
+            prefill = self._sampled("prefill", prefills, maker, None)
+            return prefill, self._sampled("decode", decodes, maker, prefill)
+        if self._many(eligible):
+            pair = self._sifted(eligible, {*avoid, *self._health.nodes.blocked()}, prefer, maker)
+            if pair is not None:
+                return pair
+        field = self._field(eligible, maker)
         if not isinstance(field, _Field):
             return field
         narrowed = field.without(avoid) if avoid else field
-        if not narrowed.has_good_pair and some is not eligible.of:
-            whole = self._field(eligible.of, eligible, maker, prompt)
-            field = whole if isinstance(whole, _Field) else field
-            narrowed = field.without(avoid)
         if not narrowed.has_good_pair:
             narrowed = field
         if prefer and (preferred := narrowed.among(prefer)).has_good_pair:
@@ -161,8 +159,7 @@ class Placer:
     def has_others(self, avoid: Collection[str]) -> bool:
         """Return whether a pair without any node of `avoid` can take a request."""
         maker = Candidates(self.history, self._rules, NO_PROMPT)
-        eligible = self._registry.eligible_by_role()
-        field = self._field(eligible.of, eligible, maker, NO_PROMPT)
+        field = self._field(self._registry.eligible_by_role(), maker)
         if not isinstance(field, _Field):
             return False
         narrowed = field.without(avoid)
@@ -220,23 +217,29 @@ class Placer:
         beyond = node.rooms.ms + rest_ms(node.load.prompt_times, prompt.tokens, cached) - limit_ms
         return max(beyond, 0.0) / 1000
 
-    def _sampled(
-        self, role: Role, nodes: Sequence[Node], maker: Candidates, prompt: PlacedPrompt, prefill: Node | None
-    ) -> Node:
+    def _sampled(self, role: Role, nodes: Sequence[Node], maker: Candidates, prefill: Node | None) -> Node:
         """Choose among nodes of full weight: a sample of them if the policy needs no more, so that cost stays flat.
 
         `prefill`: the node that was chosen for the prompt; None if that is still to be done.
         """
         if len(nodes) == 1:
             return nodes[0]
-        matches = self.history.matches(role, prompt)
-        sampler = self._samplers.get(role)
-        if sampler is not None and len(nodes) > FEW:
-            sample = itemgetter(*sampler.sample(len(nodes), self._rng))(nodes)
-            nodes = self._compared(role, sample, matches, maker, prompt, prefill)
-            if len(nodes) == 1:
-                return nodes[0]
-        candidates = maker.of(role, nodes, [1.0] * len(nodes), matches)
+        if role in self._samplers and len(nodes) > FEW:
+            return self._best(
+                role, self._compared(role, self._sample(role, nodes), maker, prefill), maker, prefill
+            )
+        return self._best(role, nodes, maker, prefill)
+
+    def _sample(self, role: Role, nodes: Sequence[Node]) -> Sequence[Node]:
+        """Return a sample of more than FEW nodes."""
+        sample: Sequence[Node] = itemgetter(*self._samplers[role].sample(len(nodes), self._rng))(nodes)
+        return sample
+
+    def _best(self, role: Role, nodes: Sequence[Node], maker: Candidates, prefill: Node | None) -> Node:
+        """Return the node that the policy chooses among nodes that count alike."""
+        if len(nodes) == 1:
+            return nodes[0]
+        candidates = maker.of(role, nodes, [1.0] * len(nodes), self.history.matches(role, maker.prompt))
         if prefill is not None:
             candidates = [maker.linked(prefill.incarnation, each) for each in candidates]
         return self._registry.node(self._policies[role].choose(candidates).incarnation)
@@ -245,74 +248,94 @@ class Placer:
         self,
         role: Role,
         sample: Sequence[Node],
-        matches: PrefixMatches,
         maker: Candidates,
-        prompt: PlacedPrompt,
         prefill: Node | None,
+        takes: Takes = anyone,
     ) -> Sequence[Node]:
         """Return the nodes that the policy compares: those of a sample and known ones, as far as they may be chosen."""
+        prompt, matches = maker.prompt, self.history.matches(role, maker.prompt)
         if role in self._predicting and len(sample) > FEW:
             found: Sequence[Node]
             if prefill is None:
-                found = self._short_lists.prefill(sample, matches, prompt, maker.seats)
+                found = self._short_lists.prefill(sample, matches, prompt, maker.seats, takes)
             else:
-                found = self._short_lists.decode(sample, matches, prompt, maker.seats, prefill)
+                found = self._short_lists.decode(sample, matches, prompt, maker.seats, prefill, takes)
             if found is not sample:
                 return found
-        return self._with_known(role, sample, matches, maker.seats)
-
-    def _with_known(
-        self, role: Role, sample: Sequence[Node], matches: PrefixMatches, named: Iterable[str]
-    ) -> list[Node]:
-        """Return a sample with the nodes that hold the longest parts of the prompt, and those named by incarnation."""
         known = {node.incarnation: node for node in sample}
-        known.update((node.incarnation, node) for node, _ in self._short_lists.holders(matches))
-        for incarnation in named:
-            node = self._registry.get(incarnation)
-            if node is not None and node.eligible and node.role == role:
-                known[incarnation] = node
+        known.update((node.incarnation, node) for node, _ in self._short_lists.holders(matches, takes))
+        known.update((node.incarnation, node) for node in self._named(role, maker.seats) if takes(node))
         return [*known.values()]
 
-    def _some(
-        self,
-        eligible: EligibleNodes,
-        maker: Candidates,
-        prompt: PlacedPrompt,
-        refused: Collection[str],
-        prefer: Collection[str],
-    ) -> Mapping[Role, Sequence[Node]]:
-        """Return the nodes among which a choice has to look at weights, breakers and pairs: of many a sample.
+    def _named(self, role: Role, incarnations: Iterable[str]) -> Iterator[Node]:
+        """Yield the nodes of a role that take requests, of those that are given by incarnation."""
+        for incarnation in incarnations:
+            node = self._registry.get(incarnation)
+            if node is not None and node.eligible and node.role == role:
+                yield node
 
-        If all sampled nodes of a role are `refused`, all of the role are returned.
+    def _many(self, eligible: EligibleNodes) -> bool:
+        """Return whether it would take too long to compare all nodes. Policies that draw no samples see them all."""
+        return len(self._samplers) == len(ROLES) and any(len(nodes) > MANY for nodes in eligible.of.values())
+
+    def _sifted(
+        self, eligible: EligibleNodes, refused: Collection[str], prefer: Collection[str], maker: Candidates
+    ) -> tuple[Node, Node] | None:
+        """Choose among samples while some nodes are refused, new, slow, or part of a bad pair.
+
+        Returns None if the samples hold no pair that may get the request: then all nodes have to be compared.
         """
-        if not any(role in self._samplers and len(nodes) > MANY for role, nodes in eligible.of.items()):
-            return eligible.of
-        some = {**eligible.of}
-        for role, nodes in eligible.mixed.items():
-            if role not in self._samplers or len(nodes) <= MANY:
-                continue
-            sample = itemgetter(*self._samplers[role].sample(len(nodes), self._rng))(nodes)
-            if any(node.incarnation not in refused for node in sample):
-                matches = self.history.matches(role, prompt)
-                some[role] = self._with_known(role, sample, matches, (*maker.seats, *prefer))
-        return some
+        self._health.judge(eligible.of, self._health.clock())
+        sieve = Sieve(self._health, eligible, refused, self._rng)
+        prefill = self._passed("prefill", eligible, sieve, prefer, maker, None)
+        if prefill is None:
+            return None
+        bad = self._health.bad_pairs()
+        if bad:
+            worse = (decode for other, decode in bad if other == prefill.incarnation)
+            sieve = Sieve(self._health, eligible, {*refused, *worse}, self._rng)
+        decode = self._passed("decode", eligible, sieve, prefer, maker, prefill)
+        return None if decode is None else (prefill, decode)
 
-    def _field(
+    def _passed(
         self,
-        nodes: Mapping[Role, Sequence[Node]],
+        role: Role,
         eligible: EligibleNodes,
+        sieve: Sieve,
+        prefer: Collection[str],
         maker: Candidates,
-        prompt: PlacedPrompt,
-    ) -> _Field | Role:
-        """Return the candidates among `nodes`, which are all or some of those that are eligible."""
+        prefill: Node | None,
+    ) -> Node | None:
+        """Choose among nodes that pass the sieve: preferred ones, or else a sample. None if none of these passes."""
+        preferred = [node for node in self._named(role, prefer) if not sieve.refuses(node)]
+        if preferred:
+            return self._best(role, preferred, maker, prefill)
+        nodes = eligible.mixed[role]
+        if not nodes:
+            return None
+        drawn, full = sieve.of(self._sample(role, nodes) if len(nodes) > FEW else nodes)
+        if drawn and not (role in self._predicting and len(full) >= FEW):
+            return drawn[0]
+        if not full:
+            return None
+        # Of equals the first one counts.
+        compared = self._compared(role, [*drawn, *full], maker, prefill, sieve.takes)
+        return self._best(role, compared, maker, prefill)
+
+    def _field(self, eligible: EligibleNodes, maker: Candidates) -> _Field | Role:
+        """Return all nodes as candidates, or the role that has none."""
+        nodes = eligible.of
         for role in ROLES:
             if not nodes[role]:
                 return role
-        health, matches = self._health, self.history.matches
-        health.judge(eligible.of, health.clock())
+        health = self._health
+        health.judge(nodes, health.clock())
         prefills, decodes = (
             maker.of(
-                role, nodes[role], health.weights(nodes[role], eligible.oldest[role]), matches(role, prompt)
+                role,
+                nodes[role],
+                health.weights(nodes[role], eligible.oldest[role]),
+                self.history.matches(role, maker.prompt),
             )
             for role in ROLES
         )

@@ -99,9 +99,9 @@ class EligibleNodes:
     of: Mapping[Role, Sequence[Node]]  # sorted by name
     mixed: Mapping[Role, Sequence[Node]]  # the same in a drawn order: neighbors have nothing in common
     oldest: Mapping[Role, float]  # monotonic seconds when the first of them registered
+    newest: Mapping[Role, float]  # the same of the last one
     # Halves of movable nodes that decode now, each of which could compute prompts for itself.
     local: Sequence[Pair]
-    joined: float  # monotonic seconds when the newest of them registered
     only_pair: tuple[Node, Node] | None  # if there is one node of each role, so that nothing is to be chosen
 
 
@@ -158,11 +158,11 @@ class NodeRegistry:
             }
             prefills, decodes = of["prefill"], of["decode"]
             only_pair = (prefills[0], decodes[0]) if len(prefills) == len(decodes) == 1 else None
-            joined = max((node.since for node in nodes), default=-math.inf)
             oldest = {role: min((node.since for node in of[role]), default=math.inf) for role in ROLES}
+            newest = {role: max((node.since for node in of[role]), default=-math.inf) for role in ROLES}
             # The same order after the same changes.
             mixed = {role: Random(0).sample(of[role], len(of[role])) for role in ROLES}
-            self._eligible = EligibleNodes(of, mixed, oldest, self._local_pairs(decodes), joined, only_pair)
+            self._eligible = EligibleNodes(of, mixed, oldest, newest, self._local_pairs(decodes), only_pair)
         return self._eligible
 
     def _local_pairs(self, decodes: Sequence[Node]) -> list[Pair]:

@@ -7,7 +7,7 @@ prompt takes more time per token, and holders of less than the longest prefixes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from common.messages.identity import Role
 from router.nodes.history import PlacementHistory
@@ -18,7 +18,14 @@ from router.nodes.prompt_times import prompt_ms
 from router.nodes.registry import Node, NodeRegistry
 
 LONGEST_MATCHES = 4  # nodes with the longest cached prefixes that are estimated beside a sample
+# Whether a node that is not in the sample may get the request.
+Takes = Callable[[Node], bool]
 CLEARLY = 0.8  # times the estimate of another node: so much less is no error of the estimates
+
+
+def anyone(node: Node) -> bool:
+    """Return True: the request may go to any node."""
+    return True
 
 
 class ShortLists:
@@ -38,13 +45,18 @@ class ShortLists:
         self._turn = 0  # with which bits the search for holders begins
 
     def prefill(
-        self, sample: Sequence[Node], matches: PrefixMatches, prompt: PlacedPrompt, seats: Sequence[str]
+        self,
+        sample: Sequence[Node],
+        matches: PrefixMatches,
+        prompt: PlacedPrompt,
+        seats: Sequence[str],
+        takes: Takes = anyone,
     ) -> list[Node]:
         """Return one or two prefill nodes. `seats`: incarnations of the nodes of the prompt's session."""
         tokens = prompt.tokens
         waits = [node.rooms.ms + tokens * node.token_ms for node in sample]
         of_sample = best = sample[waits.index(min(waits))]
-        known = self._known("prefill", matches, seats)
+        known = self._known("prefill", matches, seats, takes)
         if not known:
             return [of_sample]
         # Tokens of long prompts take more time than `token_ms`, so more is saved of them.
@@ -69,6 +81,7 @@ class ShortLists:
         prompt: PlacedPrompt,
         seats: Sequence[str],
         prefill: Node,
+        takes: Takes = anyone,
     ) -> Sequence[Node]:
         """Return one or two decode nodes for a prompt that is computed on `prefill`.
 
@@ -84,7 +97,7 @@ class ShortLists:
         least = min(costs)
         of_sample = best = sample[costs.index(least)]
         best_ms = least
-        for node, cached in self._known("decode", matches, seats):
+        for node, cached in self._known("decode", matches, seats, takes):
             moved_ms = (tokens - cached) * rates.get(node.incarnation, average)
             cost = node.answer_steps * each * node.rooms.requests + moved_ms
             if seats and node.incarnation in seats:
@@ -95,16 +108,18 @@ class ShortLists:
             return sample
         return [best] if best is of_sample or best_ms < CLEARLY * least else [of_sample, best]
 
-    def _known(self, role: Role, matches: PrefixMatches, seats: Sequence[str]) -> Sequence[tuple[Node, int]]:
+    def _known(
+        self, role: Role, matches: PrefixMatches, seats: Sequence[str], takes: Takes
+    ) -> Sequence[tuple[Node, int]]:
         """Return the node of the session, if it can take requests, then those of `holders`."""
-        holders = self.holders(matches)
+        holders = self.holders(matches, takes)
         for incarnation in seats:
             node = self._registry.get(incarnation)
-            if node is not None and node.role == role and node.eligible:
+            if node is not None and node.role == role and node.eligible and takes(node):
                 return [(node, matches.blocks(incarnation) * self._block_tokens), *holders]
         return holders
 
-    def holders(self, matches: PrefixMatches) -> list[tuple[Node, int]]:
+    def holders(self, matches: PrefixMatches, takes: Takes = anyone) -> list[tuple[Node, int]]:
         """Return nodes that hold a part of the prompt, and how many tokens; those with the longest parts first.
 
         A node of which several sources know may be there twice.
@@ -121,7 +136,7 @@ class ShortLists:
                 bit = nodes & -nodes
                 nodes ^= bit
                 node = get(names[bit])
-                if node is not None and node.state == "up" and node.reachable:
+                if node is not None and node.state == "up" and node.reachable and takes(node):
                     found.append((node, blocks * size))
                     if len(found) == LONGEST_MATCHES:
                         return found

@@ -52,7 +52,6 @@ START_SECONDS = 60.0
 MODEL_NAME = "tiny"
 MOST = 32_768  # connections and requests at once
 FIRST_ID = 260  # first of the tokens that are words or parts of words
-NODES_PER_TURN = 8  # scripted nodes of a role that look for messages as often as one alone would
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,6 @@ def texts() -> dict[str, int]:
     return {text: each for text, each in words.items() if text.strip().isalpha() and text.isascii()}
 
 
-def slowed(nodes: int) -> float:
-    """Return the factor by which the turns of so many scripted nodes are longer than those of one."""
-    return max(nodes / NODES_PER_TURN, 1.0)
-
-
 @asynccontextmanager
 async def tandem(nodes: int) -> AsyncGenerator[Target, None]:
     limits = {"max_requests": MOST, "max_connections": MOST, "max_connections_per_client": MOST}
@@ -110,8 +104,6 @@ async def tandem(nodes: int) -> AsyncGenerator[Target, None]:
                     words = list(known)[at::nodes]
                     ids = [known[word] for word in words]
                     pair = ScriptedPair(cluster, pools, MAX_MODEL_LEN, number=at, ids=ids)
-                    # This process has to serve all of them.
-                    pair.turn_seconds *= slowed(nodes)
                     pairs.append(await stack.enter_async_context(pair))
                     owners |= dict.fromkeys(words, pair)
                 router = cluster.processes["router"]
@@ -197,7 +189,7 @@ async def request_cost(target: Target, clients: int) -> tuple[float, float]:
                 done += 1
 
     for engine in target.engines:
-        engine.step_seconds = 0.001 * slowed(len(target.engines))
+        engine.step_seconds = 0.001
     before, begun = cpu_seconds(target.pid), time.monotonic()
     await asyncio.gather(*(client() for _ in range(clients)))
     seconds = time.monotonic() - begun

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,8 +23,9 @@ from common.messages.router_inbox import FirstToken, PrefillDone, TokenRun, Toke
 from tests.cluster.harness import MODEL
 from tests.fakes.fake_node import FakeNode
 
-TURN_SECONDS = 0.002
+STEP_SECONDS = 0.002
 BEAT_SECONDS = 0.5
+TEND_SECONDS = 0.05  # between two looks for acknowledgements that are due
 PAGE_SIZE = 16
 TOKEN = 260
 FIRST_LISTED = 300  # first of the top tokens
@@ -43,13 +44,28 @@ class RouterPlace(Protocol):
 
 
 class ScriptedNode(FakeNode):
-    """A FakeNode that stores no messages."""
+    """A FakeNode that calls a function with each message as soon as it arrives, and stores none."""
 
-    def take(self) -> Sequence[msgspec.Struct]:
-        """Return the messages that have arrived since the last call."""
-        messages = self.received()
-        self.unread.clear()
-        return messages
+    def serve(self, handle: Callable[[msgspec.Struct], None]) -> None:
+        """Begin to serve on the running event loop, until `close`."""
+        self._handle = handle
+        self._serving = True
+        asyncio.get_running_loop().add_reader(self.dealer.fileno(), self.look)
+        self.look()
+
+    def look(self) -> None:
+        """Handle all messages. Call it after sending, too, which may consume the edge of the descriptor."""
+        while messages := self.received():
+            self.unread.clear()
+            for message in messages:
+                self._handle(message)
+
+    def close(self) -> None:
+        if self._serving:
+            asyncio.get_running_loop().remove_reader(self.dealer.fileno())
+        super().close()
+
+    _serving = False
 
 
 @dataclass
@@ -72,7 +88,7 @@ class ScriptedPair:
         cluster: RouterPlace,
         pool_tokens: tuple[int, int],
         max_model_len: int,
-        step_seconds: float = TURN_SECONDS,
+        step_seconds: float = STEP_SECONDS,
         tokens_per_step: int = 1,
         number: int = 0,
         ids: Sequence[int] = (TOKEN,),
@@ -90,9 +106,9 @@ class ScriptedPair:
             "max_model_len": max_model_len,
         }
         self.step_seconds = step_seconds
-        self.turn_seconds = TURN_SECONDS  # of the prefill node
         self.tokens_per_step = tokens_per_step
         self._running: dict[int, _Running] = {}  # room -> request
+        self._woken = asyncio.Event()  # there is a request to be decoded
         self._number = number
         self._ids = itertools.cycle(ids)
         self.sent: dict[int, float] = {}  # token id -> time of the latest step with it
@@ -119,8 +135,9 @@ class ScriptedPair:
         for node in (self.prefill, self.decode):
             answer = await node.register()
             assert isinstance(answer, Registered), answer
-        serving = (self._serve_prefill(), self._serve_decode(), self._beat())
-        self._tasks = [asyncio.create_task(each) for each in serving]
+        self.prefill.serve(self._on_prefill)
+        self.decode.serve(self._on_decode)
+        self._tasks = [asyncio.create_task(each) for each in (self._steps(), self._beat(), self._tend())]
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -138,42 +155,48 @@ class ScriptedPair:
 
     async def replace_decode(self) -> None:
         """End the decode node and register a new process under its name."""
-        task = self._tasks[1]
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         self._running.clear()
         # The router does not answer a second process under a name while the first one lives.
         self.decode.close()
         self.decode = self._decode_node()
         answer = await self.decode.register()
         assert isinstance(answer, Registered), answer
-        self._tasks[1] = asyncio.create_task(self._serve_decode())
+        self.decode.serve(self._on_decode)
 
-    async def _serve_prefill(self) -> None:
-        while True:
-            for message in self.prefill.take():
-                if isinstance(message, Prefill):
-                    token = _token(message.sampling.logprobs)
-                    finish = FINISH_LENGTH if message.sampling.max_tokens - message.emitted == 1 else None
-                    self.prefill.say(
-                        FirstToken(room=message.room, token=token, finish_reason=finish, cached_tokens=0),
-                        PrefillDone(room=message.room, stages={"computed": 0.001}),
-                    )
-            await asyncio.sleep(self.turn_seconds)
+    def _on_prefill(self, message: msgspec.Struct) -> None:
+        if isinstance(message, Prefill):
+            token = _token(message.sampling.logprobs)
+            finish = FINISH_LENGTH if message.sampling.max_tokens - message.emitted == 1 else None
+            self.prefill.say(
+                FirstToken(room=message.room, token=token, finish_reason=finish, cached_tokens=0),
+                PrefillDone(room=message.room, stages={"computed": 0.001}),
+            )
 
-    async def _serve_decode(self) -> None:
+    def _on_decode(self, message: msgspec.Struct) -> None:
+        if isinstance(message, Reserve) and message.sampling.max_tokens - message.emitted > 1:
+            logprobs = message.sampling.logprobs
+            token = None if logprobs is None else _token(logprobs)
+            end = message.sampling.max_tokens - message.emitted
+            self._running[message.room] = _Running(token, 1, end)
+            self._woken.set()
+        elif isinstance(message, Abort):
+            self._running.pop(message.room, None)
+
+    async def _steps(self) -> None:
         while True:
-            for message in self.decode.take():
-                if isinstance(message, Reserve) and message.sampling.max_tokens - message.emitted > 1:
-                    logprobs = message.sampling.logprobs
-                    token = None if logprobs is None else _token(logprobs)
-                    end = message.sampling.max_tokens - message.emitted
-                    self._running[message.room] = _Running(token, 1, end)
-                elif isinstance(message, Abort):
-                    self._running.pop(message.room, None)
+            self._woken.clear()
             if self._running:
                 self.decode.say(Tokens(runs=self._step()))
-            await asyncio.sleep(self.step_seconds)
+                self.decode.look()
+                await asyncio.sleep(self.step_seconds)
+            else:
+                await self._woken.wait()
+
+    async def _tend(self) -> None:
+        while True:
+            await asyncio.sleep(TEND_SECONDS)
+            for node in (self.prefill, self.decode):
+                node.look()
 
     def _step(self) -> list[TokenRun]:
         runs = []

@@ -13,6 +13,7 @@ from common.observability.logs import Log
 from router.nodes.health import CHECKSUM_LIMITS, NODE_LIMITS, NodeHealth
 from router.nodes.placement import Candidate, LeastLoaded, PlacementPolicy, decode_cost, make_policy
 from router.nodes.placer import Placer
+from router.nodes.prompt_times import PromptTime
 from router.nodes.registry import NodeRegistry
 from tests.fakes.clock import Clock
 from tests.unit.router.nodes.test_registry import register
@@ -126,6 +127,21 @@ def test_new_nodes_among_many_take_their_share() -> None:
     assert sum(chosen[name] for name in new) / 3000 == pytest.approx(20 / 60, abs=0.06), (
         "no share is left behind"
     )
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "power_of_two", "cache_aware"])
+def test_a_new_node_among_many_does_not_take_more_because_it_is_idle(policy: str) -> None:
+    """By its load alone it would win every sample in which it takes part."""
+    rig = Rig(policy)
+    rig.join("prefill", *(f"p{number:02}" for number in range(39)))
+    rig.join("decode", "d0")
+    rig.clock.now += 100
+    for number, node in enumerate(rig.registry.eligible_by_role().of["prefill"]):
+        node.rooms.add(number, 1000, PromptTime(100.0, 100.0))
+    rig.join("prefill", "new")
+    rig.clock.now += 1e-3
+    share = rig.choices(8000)["new"] / 8000
+    assert share == pytest.approx(0.1 / 39.1, rel=0.7)
 
 
 def test_where_most_of_many_nodes_are_to_be_avoided_the_others_are_found() -> None:

@@ -248,7 +248,8 @@ def test_eligible_nodes_are_collected_again_after_each_change() -> None:
     registry.register(register("decode", "b"))
     both = registry.eligible_by_role()
     assert [node.name for node in both.of["decode"]] == ["a", "b"]
-    assert both.joined == first.joined + 3
+    assert both.newest["decode"] == first.newest["decode"] + 3
+    assert both.oldest["decode"] == first.oldest["decode"]
     registry.heartbeat(beat("b", "draining"))
     assert [node.name for node in registry.eligible_by_role().of["decode"]] == ["a"]
     registry.leave("i-a")
