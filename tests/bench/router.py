@@ -5,16 +5,18 @@
 All sizes, in some six minutes of an idle machine that allows 32,768 open files (ulimit -n):
 
     python -m tests.bench.router --streams 1 10 100 1000 10000 --nodes 1 --seconds 5 --json streams.json
-    python -m tests.bench.router --streams 100 --nodes 1 16 256 --seconds 5 --json nodes.json
+    python -m tests.bench.router --streams 100 --nodes 4 16 128 --requests-per-s 500 --seconds 5 --json nodes.json
 
 Both routers run as processes of their own, in front of scripted engines in this process that answer at once. tandem's
 engines are a prefill and a decode node, which exchange control messages with the router; it turns tokens into text.
 Those of vllm-router (PyPI; measured if the command is found) are HTTP servers that stream text, which it forwards.
 
-For each number of streams, requests with one token each run in a closed loop, then as many streams at once receive a
-token per engine step. Steps are at least STEP_SECONDS apart, and far enough to keep all streams together at
-`--rate` tokens per second. CPU time is read from /proc, children included, so that other work on the machine has little
-effect; the latency of a token, from the step that sent it to the client, includes what this process costs.
+For each number of streams, requests with one token each run in a closed loop, or arrive at random with
+`--requests-per-s`, so that few and many nodes have the same load; then as many streams at once receive a token per
+engine step. Steps are at least STEP_SECONDS apart, and far enough to keep all streams together at `--rate` tokens per
+second. The CPU time of the router while nothing runs, which goes to heartbeats, is shown, and left out of that of
+requests. CPU time is read from /proc, children included, so that other work on the machine has little effect; the
+latency of a token, from the step that sent it to the client, includes what this process costs.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import random
 import shutil
 import socket
 import statistics
@@ -31,6 +34,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from router.tokens.tokenizer import Tokenizer
@@ -46,6 +50,7 @@ STEP_SECONDS = 0.01
 MAX_MODEL_LEN = 4096
 POOL_TOKENS = 1 << 24
 REQUEST_SECONDS = 3.0
+IDLE_LOOKS = 4  # seconds of an idle router; processes that it starts may be busy in the first ones
 WARM_SECONDS = 1.0
 AT_ONCE = 64  # connections that are opened together
 START_SECONDS = 60.0
@@ -59,7 +64,8 @@ class Row:
     router: str
     nodes: int
     streams: int
-    request_us: float  # CPU per request with one token
+    idle_ms_per_s: float  # CPU while there are no requests
+    request_us: float  # CPU per request with one token, beyond that
     requests_per_s: float
     token_us: float  # CPU per streamed token
     tokens_per_s: float
@@ -174,30 +180,88 @@ async def _answers(port: int) -> bool:
     return stream.status == 200
 
 
-async def request_cost(target: Target, clients: int) -> tuple[float, float]:
-    """Return CPU microseconds per request with one token, and requests per second, of a closed loop."""
-    done = 0
-    end = time.monotonic() + REQUEST_SECONDS
+@dataclass(frozen=True)
+class RequestCost:
+    us: float  # CPU microseconds per request, beyond those of an idle router
+    per_s: float  # requests
 
-    async def client() -> None:
-        nonlocal done
-        async with Stream(target.port) as stream:
+
+class Clients:
+    """Sends requests with one token. Every connection is used again."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._free: list[Stream] = []
+        self._open = contextlib.AsyncExitStack()
+        self.done = 0
+
+    async def __aenter__(self) -> Clients:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._open.aclose()
+
+    async def request(self) -> None:
+        stream = self._free.pop() if self._free else await self._open.enter_async_context(Stream(self._port))
+        stream.send(body(MODEL_NAME, 1, stream=False))
+        await asyncio.wait_for(stream.ended, PATIENCE)
+        assert stream.status == 200, stream.status
+        self._free.append(stream)
+        self.done += 1
+
+    async def closed_loop(self, clients: int, seconds: float) -> None:
+        end = time.monotonic() + seconds
+
+        async def client() -> None:
             while time.monotonic() < end:
-                stream.send(body(MODEL_NAME, 1, stream=False))
-                await asyncio.wait_for(stream.ended, PATIENCE)
-                assert stream.status == 200, stream.status
-                done += 1
+                await self.request()
 
+        await asyncio.gather(*(client() for _ in range(clients)))
+
+    async def arrivals(self, per_s: float, seconds: float) -> None:
+        """Send requests at random times, whether or not earlier ones are answered."""
+        due, draw = time.monotonic(), random.Random(1)
+        end = due + seconds
+        async with asyncio.TaskGroup() as running:
+            while due < end:
+                await asyncio.sleep(max(due - time.monotonic(), 0.0))
+                running.create_task(self.request())
+                due += draw.expovariate(per_s)
+
+
+async def idle_cost(pid: int) -> float:
+    """Return the CPU time of a router without requests, in seconds per second: the least of several seconds."""
+    spent = [cpu_seconds(pid)]
+    for _ in range(IDLE_LOOKS):
+        await asyncio.sleep(1)
+        spent.append(cpu_seconds(pid))
+    return min(after - before for before, after in pairwise(spent))
+
+
+async def request_cost(target: Target, clients: int, per_s: float | None, idle: float) -> RequestCost:
+    """Return the cost of requests with one token: of a closed loop, or of arrivals if `per_s` is given."""
     for engine in target.engines:
         engine.step_seconds = 0.001
-    before, begun = cpu_seconds(target.pid), time.monotonic()
-    await asyncio.gather(*(client() for _ in range(clients)))
-    seconds = time.monotonic() - begun
-    return 1e6 * (cpu_seconds(target.pid) - before) / done, done / seconds
+    async with Clients(target.port) as sending:
+
+        async def load(seconds: float) -> None:
+            if per_s is None:
+                await sending.closed_loop(clients, seconds)
+            else:
+                await sending.arrivals(per_s, seconds)
+
+        await load(WARM_SECONDS)
+        before, begun, sending.done = cpu_seconds(target.pid), time.monotonic(), 0
+        await load(REQUEST_SECONDS)
+        spent, seconds = cpu_seconds(target.pid) - before, time.monotonic() - begun
+        return RequestCost(1e6 * (spent - idle * seconds) / sending.done, sending.done / seconds)
 
 
-async def measure(target: Target, streams: int, rate: float, seconds: float) -> Row:
-    request_us, requests_per_s = await request_cost(target, min(streams, AT_ONCE))
+async def measure(
+    target: Target, streams: int, rate: float, seconds: float, requests_per_s: float | None
+) -> Row:
+    idle = await idle_cost(target.pid)
+    request = await request_cost(target, min(streams, AT_ONCE), requests_per_s, idle)
     step = max(STEP_SECONDS, streams / rate)
     for engine in target.engines:
         engine.step_seconds = step
@@ -225,8 +289,9 @@ async def measure(target: Target, streams: int, rate: float, seconds: float) -> 
         target.name,
         len(target.engines),
         streams,
-        request_us,
-        requests_per_s,
+        1e3 * idle,
+        request.us,
+        request.per_s,
         1e6 * spent / len(delays),
         len(delays) / passed,
         statistics.median(delays),
@@ -244,7 +309,9 @@ async def run(options: argparse.Namespace) -> list[Row]:
             targets = [tandem(nodes)] + ([] if command is None else [vllm_router(command, nodes)])
             for target in targets:
                 async with target as running:
-                    rows.append(await measure(running, streams, options.rate, options.seconds))
+                    rows.append(
+                        await measure(running, streams, options.rate, options.seconds, options.requests_per_s)
+                    )
                     shown = "  ".join(
                         f"{name} {value:.4g}" if isinstance(value, float) else str(value)
                         for name, value in asdict(rows[-1]).items()
@@ -260,6 +327,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1], help="engines behind the router")
     parser.add_argument("--rate", type=float, default=5000.0, help="tokens per second over all streams")
+    parser.add_argument(
+        "--requests-per-s", type=float, metavar="R", help="arrivals of requests, instead of a closed loop"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement of tokens")
     parser.add_argument("--vllm-router", default="vllm-router", metavar="PATH")
     parser.add_argument("--json", type=Path)

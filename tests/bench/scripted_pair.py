@@ -24,7 +24,7 @@ from tests.cluster.harness import MODEL
 from tests.fakes.fake_node import FakeNode
 
 STEP_SECONDS = 0.002
-BEAT_SECONDS = 0.5
+BEAT_SECONDS = 0.25  # as by default
 TEND_SECONDS = 0.05  # between two looks for acknowledgements that are due
 PAGE_SIZE = 16
 TOKEN = 260
