@@ -318,7 +318,7 @@ class Placer:
             return drawn[0]
         if not full:
             return None
-        # Of equals the first one counts.
+        # Those that are drawn come first, because of nodes with equal costs the first one is taken.
         compared = self._compared(role, [*drawn, *full], maker, prefill, sieve.takes)
         return self._best(role, compared, maker, prefill)
 

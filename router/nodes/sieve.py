@@ -1,4 +1,4 @@
-"""Which nodes may get a request while some of many are new, slow or failing."""
+"""Decides which nodes may get a request while some of many are new, slow or failing."""
 
 from __future__ import annotations
 
