@@ -37,7 +37,8 @@ class SpanSender:
         if len(self._queue) >= MAX_QUEUED:
             self._dropped += 1
             return
-        self._queue.extend(spans)
+        # A list: the thread must not take the first spans of a request while the others are being made.
+        self._queue.extend(list(spans))
         if len(self._queue) >= BATCH:
             self._awake.set()
 

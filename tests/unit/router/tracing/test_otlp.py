@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -119,6 +120,28 @@ class Stuck(SpanExporter):
     def shutdown(self) -> None:
         assert self.released.is_set(), "an export is in progress"
         self.ended.set()
+
+
+def test_spans_of_a_request_are_exported_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread looks for spans while they are still being made."""
+    monkeypatch.setattr(span_sender, "INTERVAL", 0.001)
+    batches: list[list[str]] = []
+
+    class Noting(SpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            batches.append([span.name for span in spans])
+            return SpanExportResult.SUCCESS
+
+    def made() -> Iterator[ReadableSpan]:
+        yield ReadableSpan("request")
+        # Enough for many looks of the thread.
+        time.sleep(0.05)
+        yield ReadableSpan("part")
+
+    sender = SpanSender(Noting(), Log("test"))
+    sender.put(made())
+    sender.close(30)
+    assert batches == [["request", "part"]]
 
 
 def test_what_the_collector_does_not_take_in_time_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
