@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+import aiohttp
 import tokenizers
 
 from deploy.tiny_models.prompts import few_shot_prompt
@@ -27,6 +28,15 @@ AT_ONCE = 24
 BLOCK = 40  # more than are answered at once
 Config = dict[str, Any]
 Answered = tuple[int, Config]  # HTTP status and body
+
+
+class Posted(Protocol):
+    """A request."""
+
+    async def post(self, session: aiohttp.ClientSession) -> Answered: ...
+
+
+PostedT = TypeVar("PostedT", bound=Posted)
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,10 @@ class Asked:
             "return_token_ids": True,
             **asked.fields,
         }
+
+    async def post(self, session: aiohttp.ClientSession) -> Answered:
+        async with session.post("/v1/completions", json=self.body()) as response:
+            return response.status, await response.json()
 
 
 COUNTED = ("answers", "free", "tokens", "cut_off", "invalid", "wrong", "near_ties", "errors")
@@ -122,17 +136,16 @@ class Questions:
 
 
 async def ask_all(
-    client: Client, asked: Sequence[Asked], seconds: float = math.inf
-) -> list[tuple[Asked, Answered]]:
+    client: Client, asked: Sequence[PostedT], seconds: float = math.inf
+) -> list[tuple[PostedT, Answered]]:
     """Return the status and body of every answer, in order. No request is sent after `seconds`."""
     gate, deadline = asyncio.Semaphore(AT_ONCE), time.monotonic() + seconds
 
-    async def one(each: Asked) -> tuple[Asked, Answered] | None:
+    async def one(each: PostedT) -> tuple[PostedT, Answered] | None:
         async with gate:
             if time.monotonic() > deadline:
                 return None
-            async with client.session.post("/v1/completions", json=each.body()) as response:
-                return each, (response.status, await response.json())
+            return each, await each.post(client.session)
 
     return [each for each in await asyncio.gather(*map(one, asked)) if each is not None]
 

@@ -41,6 +41,12 @@ class Question:
     temperature: float
     seed: int
     max_tokens: int
+    grammar: str | None = None  # what chats constrain in other ways
+
+    def constraint(self) -> str | None:
+        """Return the grammar; None if the answer is free."""
+        found = read_constraint(msgspec.convert(self.fields, ConstraintFields))
+        return self.grammar if found is None else grammar_text(found)
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class MaskedReference:
     def difference(self, asked: Question, answer: list[int], finish: str) -> Difference | None:
         """Compare an answer; `finish` is its finish reason."""
         ids = answer[:-1] if answer and answer[-1] in self._eos else answer
-        allowed, over = self._allowed(asked.fields, ids)
+        allowed, over = self._allowed(asked.constraint(), ids)
         logits = self._model(torch.tensor([asked.prompt + ids])).logits[0, len(asked.prompt) - 1 :]
         scores = self._scores(logits.float().masked_fill(~allowed, -torch.inf), asked)
         drawn = scores.argmax(-1).tolist()
@@ -83,13 +89,12 @@ class MaskedReference:
             return None
         return self._differ(len(ids), None, drawn[-1], scores[-1])
 
-    def _allowed(self, fields: dict[str, Any], ids: list[int]) -> tuple[Tensor, bool]:
+    def _allowed(self, grammar: str | None, ids: list[int]) -> tuple[Tensor, bool]:
         """Return which tokens may come in each place, [len(ids) + 1, V], and whether the answer has to end there."""
         rows = len(ids) + 1
-        constraint = read_constraint(msgspec.convert(fields, ConstraintFields))
-        if constraint is None:
+        if grammar is None:
             return torch.ones(rows, self._vocab, dtype=torch.bool), False
-        matcher = self._compiler.matcher(grammar_text(constraint))
+        matcher = self._compiler.matcher(grammar)
         masks = np.zeros((rows, mask_width(self._vocab)), dtype=np.int32)
         for index, token in enumerate(ids):
             matcher.fill(masks, index)
