@@ -27,8 +27,9 @@ from deploy.tiny_models.word_problems import take
 from tests.bench.environment import describe
 from tests.bench.grammars import SCHEMA
 from tests.bench.router_cost import cpu_seconds
-from tests.cluster.check_grammars import DRAFTERS, config_of
+from tests.cluster.check_grammars import DRAFTERS
 from tests.cluster.harness import Client, RunningCluster
+from tests.cluster.killed_nodes import cluster_config
 
 SAID = 96  # tokens per answer
 JSON = {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}
@@ -80,7 +81,7 @@ def prompts_of(directory: Path, count: int, first: int) -> list[list[int]]:
 
 
 async def measure(drafter: str, at_once: int, rounds: int) -> Row:
-    config = config_of(drafter, "1p1d")
+    config = cluster_config(*DRAFTERS[drafter], {})
     directory = Path(config["model"]["path"])
     sides = {"free": Side(), "json": Side()}
     fields: dict[str, dict[str, Any]] = {"free": {}, "json": JSON}
