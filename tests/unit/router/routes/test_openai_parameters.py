@@ -113,6 +113,7 @@ COMPLETIONS = {
 RESPONSES = {
     **LABELS,
     **SAMPLING,
+    "metadata": served({"a": "b"}),  # the answer repeats them
     "input": served("other"),
     "access_programs": refused({"x": True}),
     "background": refused(True),
