@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from deploy.children import TAIL_BYTES, Child, describe_exit
+from tests.fakes.descriptors import open_descriptors
 from tests.fakes.waiting import PATIENCE, until
 
 PROGRAM = """
@@ -106,7 +107,7 @@ def test_ctrl_c_of_the_terminal_does_not_reach_it(make: Callable[[str], Child]) 
 def test_a_child_can_be_started_again(make: Callable[[str], Child], tmp_path: Path) -> None:
     """The log is kept, the progress starts anew, and no descriptor leaks."""
     child = make('print(\'here\'); say(\'{"phase":"ready"}\\n{"phase":\')')
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for round_ in range(1, 4):
         child.start()
         assert child.progress.phase == "importing"
@@ -114,7 +115,7 @@ def test_a_child_can_be_started_again(make: Callable[[str], Child], tmp_path: Pa
         until(lambda: child.exit_code is not None)
         assert child.log_tail() == "here\n" * round_
     until(lambda: child.read_progress().phase == "ready" and not child.may_report)
-    assert not set(os.listdir("/proc/self/fd")) - before
+    assert not open_descriptors() - before
 
 
 def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
@@ -205,11 +206,11 @@ def test_a_start_that_fails_leaves_no_descriptor(
     make: Callable[[str], Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child = make("pass")
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(FileNotFoundError):
         child.start()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
     monkeypatch.undo()
 
 

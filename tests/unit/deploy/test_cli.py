@@ -26,6 +26,7 @@ from common.process_entry import Entry, entry
 from deploy import cli
 from deploy.process_table import ProcessRecord, Table, write_table
 from deploy.supervisor import AlreadyRunning, Supervisor, local_url
+from tests.fakes.descriptors import open_descriptors
 from tests.fakes.disks import FullDisk, small_disk
 from tests.fakes.waiting import PATIENCE
 
@@ -409,10 +410,10 @@ def test_one_supervisor_per_cluster(directory: Path) -> None:
 def test_a_running_cluster_whose_lock_was_removed_is_not_disturbed(directory: Path) -> None:
     """A new supervisor would end its processes as if a killed one had left them."""
     run_dir = make_table(directory, "http://127.0.0.1:9")
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     with pytest.raises(AlreadyRunning, match=rf"at http://127.0.0.1:9 \(pid {os.getpid()}\)"):
         supervisor(directory)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
     assert (run_dir / "cluster.json").exists()
 
 

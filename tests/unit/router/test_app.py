@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from common.observability.logs import Log
 from router.app import RouterApp
 from router.build import build
 from router.text.jobs import Job, JobAnswer, Payload
+from tests.fakes.descriptors import open_descriptors
 from tests.fakes.fake_node import FakeNode
 from tests.fakes.router_rig import legs
 from tests.fakes.waiting import PATIENCE, eventually
@@ -290,19 +290,15 @@ async def test_a_router_that_cannot_start_closes_everything(
     await server.wait_closed()
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 async def test_a_router_that_cannot_be_built_closes_everything(cluster: Path, tmp_path: Path) -> None:
     (tmp_path / "c").write_text("a file of somebody else")
     resolved = load_cluster(cluster, [f"process.event_log={tmp_path}/events"])
     # What earlier tests left must not be closed in between.
     gc.collect()
-    before = descriptors()
+    before = len(open_descriptors())
     with pytest.raises(ConfigError, match="in the way and not a socket"):
         build(resolved, ONLY, Log("test"))
-    assert descriptors() == before
+    assert len(open_descriptors()) == before
 
 
 @pytest.mark.parametrize("has_one", [False, True])

@@ -24,6 +24,7 @@ from common.engine.graphs.backends.full import FullGraphs
 from common.engine.graphs.backends.tape import TapeRecorder
 from common.errors import RankFailed
 from common.node.announced_work import MOST_SECONDS
+from tests.fakes.descriptors import open_descriptors
 from tests.fakes.thread_ranks import run_groups, run_ranks, thread_groups
 from tests.fakes.waiting import PATIENCE
 
@@ -278,8 +279,8 @@ def test_processes_that_a_rank_starts_do_not_keep_its_connections_open() -> None
 
 
 def test_descriptors_are_closed_with_the_group() -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     groups = thread_groups(4)
     while groups:
         groups.pop().close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before

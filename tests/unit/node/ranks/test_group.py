@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import re
 import select
@@ -29,6 +28,7 @@ from common.node.ranks.processes import RankProcesses, start_ranks
 from common.node.ranks.start_channel import StartChannel
 from common.node.ranks.watchdog import RankWatch
 from common.process_entry import start_time
+from tests.fakes.descriptors import open_descriptors
 from tests.fakes.waiting import PATIENCE, until
 
 ENTRY = "tests.fakes.echo_rank"
@@ -189,14 +189,8 @@ def test_ranks_end_with_rank_0(tmp_path: Path) -> None:
     until(lambda: [start_time(pid) for pid in pids] == [None, None])
 
 
-def descriptors() -> int:
-    """Count the open descriptors, after what nothing refers to has been freed: a group's memory keeps its own."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_a_start_that_fails_midway_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_before = descriptors()
+    open_before = len(open_descriptors())
     started = subprocess.Popen
 
     def refused(*arguments: Any, **options: Any) -> Any:
@@ -214,11 +208,11 @@ def test_a_start_that_fails_midway_leaves_nothing(tmp_path: Path, monkeypatch: p
     group.close()
     assert [process.returncode for process in group.processes] == [-signal.SIGKILL]
     del group
-    assert descriptors() == open_before
+    assert len(open_descriptors()) == open_before
 
 
 def test_a_process_ends_without_a_word_if_rank_0_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
-    open_before = descriptors()
+    open_before = len(open_descriptors())
     started = start_ranks(ENTRY, ["cpu"] * 2)
     assert started is not None
     started.channels[0].close()
@@ -227,13 +221,13 @@ def test_a_process_ends_without_a_word_if_rank_0_cannot_start(capfd: pytest.Capt
     started.close()
     started.own.close()
     del started
-    assert descriptors() == open_before
+    assert len(open_descriptors()) == open_before
 
 
 def test_a_killed_process_that_does_not_end_keeps_nothing_else_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_before = descriptors()
+    open_before = len(open_descriptors())
     made = Started(tmp_path)
     first, second = made.group.processes
 
@@ -244,7 +238,7 @@ def test_a_killed_process_that_does_not_end_keeps_nothing_else_open(
     made.group.close()
     assert second.returncode == -signal.SIGKILL
     del made
-    assert descriptors() == open_before
+    assert len(open_descriptors()) == open_before
     monkeypatch.undo()
     assert first.wait(PATIENCE) == -signal.SIGKILL
 
