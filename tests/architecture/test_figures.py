@@ -58,14 +58,16 @@ def test_steps_of_one_gpu_are_the_measured_ones(kind: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["plain", "EAGLE-3", "FP8"])
-def test_our_own_loads_are_the_measured_ones(case: str) -> None:
-    name = f"loads-h200-x2-{case.lower().replace('-', '')}.json"
+@pytest.mark.parametrize("tree", ["8dbc1362", "7ed48a2f"])
+def test_our_own_loads_are_the_measured_ones(case: str, tree: str) -> None:
+    name = f"loads-h200-x2-{tree}-{case.lower().replace('-', '')}.json"
     loads = json.loads((ROOT / "tests/bench/results" / name).read_text())["loads"]
     text = (ROOT / "docs/performance.md").read_text()
     for load in loads:
         found = load["summary"]
         cells = (
             f"{case}, {load['load']}",
+            tree,
             _rounded(found["ttft_ms_p50"], found["ttft_ms_p99"]),
             f"{found['gap_ms_p50']:.1f} / {found['gap_ms_p99']:.1f} / {found['gap_ms_max']:.0f}",
             _rounded(found["second_ms_p50"], found["second_ms_p99"]),
