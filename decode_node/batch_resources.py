@@ -62,7 +62,7 @@ class BatchResources:
             return None
         return lease
 
-    def start_arrived(self, now: float) -> None:
+    def start_arrived(self) -> None:
         """Add arrived requests to the batch while there are free rows.
 
         Others pass those whose grammar is compiling, or whose prefix comes from host memory.
@@ -73,7 +73,6 @@ class BatchResources:
                 return
             arrived.remove(request)
             self._retraction.occupy(request)
-            request.mark("decode_start", now)
             running[request.room] = request
 
     def batch(self) -> StepBatch:

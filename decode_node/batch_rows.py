@@ -71,17 +71,24 @@ class BatchRows:
 
     def take_moves(self) -> Moves:
         """Return and clear all changes since the last call."""
-        cells = tuple((row, logical, page) for (row, logical), page in self._cells.items())
+        rows = self.take_rows()
         moves = Moves(
             stores=tuple(self._stores),
             fetches=tuple(self._fetches),
             saves=tuple(self._saves),
-            joins=tuple(self._joins),
+            joins=rows.joins,
             loads=tuple(self._loads),
             forget=tuple(self._forgotten),
-            cells=cells,
+            cells=rows.cells,
         )
-        for taken in (self._stores, self._fetches, self._saves, self._joins, self._loads, self._forgotten):
+        for taken in (self._stores, self._fetches, self._saves, self._loads, self._forgotten):
             taken.clear()
+        return moves
+
+    def take_rows(self) -> Moves:
+        """Return and clear joins and cells, which nothing else that waits for a plan has to precede."""
+        cells = tuple((row, logical, page) for (row, logical), page in self._cells.items())
+        moves = Moves(joins=tuple(self._joins), cells=cells)
+        self._joins.clear()
         self._cells.clear()
         return moves

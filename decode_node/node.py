@@ -123,8 +123,8 @@ class DecodeNode:
         self._resources.resume(now)
         self._reservations.admit(now)
         self._fail_all(follow_compiled(self.queues.arrived, now))
-        self._resources.start_arrived(self._clock())
-        planned = self._planner.next()
+        self._resources.start_arrived()
+        planned = self._planner.next(self._clock())
         if planned is None:
             self._end_turn(now)
         return planned
@@ -184,7 +184,19 @@ class DecodeNode:
         self._move_transfers(now)
         if self._report.requests > requests:
             self._reservations.admit(now)
+        self._set_rows()
         time.sleep(WATCH_INTERVAL)
+
+    def _set_rows(self) -> None:
+        """Give requests that have arrived their rows while a step runs, so that the next launch need not.
+
+        These rows are in no step, and the device sets them after the running one. Retracted requests come first.
+        """
+        if self.queues.arrived and not self.queues.retracted:
+            self._resources.start_arrived()
+            plan = self._planner.rows()
+            if plan is not None:
+                self._worker.apply(plan)
 
     def _idle(self) -> None:
         # Requests that have arrived here wait for the compilation of their grammar, retracted ones for their save, and

@@ -80,6 +80,7 @@ class Planned(NamedTuple):
     plan: StepPlan
     batch: Sequence[DecodeRequest]
     forced: Sequence[int]  # per row, how many of its drafts a grammar forces
+    at: float  # monotonic seconds
 
 
 class Planner:
@@ -93,7 +94,7 @@ class Planner:
         self._generation = 0
         self._variants = LatestVariant()
 
-    def next(self) -> Planned | None:
+    def next(self, now: float) -> Planned | None:
         """Return the plan of this turn; None if the device has nothing to do."""
         batch, forced_width = self._resources.batch()
         moves = self._rows.take_moves()
@@ -102,19 +103,32 @@ class Planner:
         self._generation += 1
         variant_of = self._variants.of
         plan = step_plan(batch, self._rules, self._generation, moves, forced_width, variant_of)
-        planned = Planned(plan, batch, [min(len(request.forced), plan.width) for request in batch])
+        forced = [min(len(request.forced), plan.width) for request in batch]
+        planned = Planned(plan, batch, forced, now)
         self._unread.append(planned)
         self._resources.planned(self._generation)
         return planned
 
+    def rows(self) -> StepPlan | None:
+        """Return a plan without a step that sets rows for the next one; None if there are none to set.
+
+        Its results are never read: the next step follows it on the device.
+        """
+        moves = self._rows.take_rows()
+        if not moves:
+            return None
+        self._generation += 1
+        return StepPlan(generation=self._generation, moves=moves)
+
     def launched(self, planned: Planned) -> None:
         """Count the step as in flight."""
         for request in planned.batch:
+            request.mark("decode_start", planned.at)
             request.step_launched(self._rules.tokens_of(planned.plan.width))
 
     def read(self, launched: Launched) -> list[Emission]:
         """Process the results of the oldest unread plan, after its completion."""
-        plan, batch, forced = self._unread.popleft()
+        plan, batch, forced, _ = self._unread.popleft()
         result = launched.read()
         self._resources.read(plan.generation)
         # What pads forced tokens is no draft.

@@ -51,7 +51,8 @@ class DecodeRankWork:
             self._saves += (save.key for save in message.moves.saves)
             if message.masked:
                 self._undrawn = message.generation, launched
-            else:
+            elif message.rows:
+                # Others are complete before the next step, and rank 0 does not wait for all of them.
                 self._launched.add(message.generation, launched.completion)
             return
         assert self._undrawn is not None, "masks come after the plan of their step"

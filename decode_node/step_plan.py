@@ -81,7 +81,10 @@ NO_MOVES = Moves()
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Moves, then one step over `rows` if there are any."""
+    """Moves, then one step over `rows` if there are any.
+
+    Results of a plan that only sets rows (joins and cells) are not read: it is complete before the next step.
+    """
 
     generation: int  # increases with each plan
     moves: Moves = NO_MOVES

@@ -97,10 +97,46 @@ def test_a_record_that_arrives_during_a_step_joins_the_next_one() -> None:
         cluster.worker.during = lambda: _hand_over(cluster, second)
         cluster.turn_one(cluster.decode)
         cluster.worker.during = lambda: None
-        assert [len(plan.rows) for plan in cluster.worker.plans[launched:]] == [2]
-        assert request.row in [row.row for row in cluster.worker.plans[-1].rows]
+        joining, step = cluster.worker.plans[launched:]
+        assert not joining.rows
+        assert [join.row for join in joining.moves.joins] == [request.row]
+        assert request.row in [row.row for row in step.rows]
+        assert not step.moves, "the launch has nothing left to set, as no request needs another page"
+        assert step.generation > joining.generation
         cluster.run()
         expect_reference(first, second)
+        cluster.settle()
+
+
+def test_a_request_that_ends_between_its_row_and_its_step_leaves_its_row_to_another() -> None:
+    with _TimedCluster(Shape(completion=Deferred, max_running=2), resubmit=False) as cluster:
+        first = cluster.submit(prompt_of(9, 1), 40)
+        cluster.run(until=lambda: len(first.output) > 4)
+        second, third = cluster.submit(prompt_of(7, 2), 6), cluster.submit(prompt_of(11, 3), 6)
+        cluster.turn_one(cluster.decode)  # reserves pages
+        launched, apply = len(cluster.worker.plans), cluster.worker.apply
+
+        def applied(plan: StepPlan, /) -> Launched:
+            if not plan.rows:
+                cluster.abort(second)
+            return apply(plan)
+
+        def hand_over() -> None:
+            _hand_over(cluster, second)
+            _hand_over(cluster, third)
+
+        cluster.worker.apply = applied  # type: ignore[method-assign]
+        cluster.worker.during = hand_over
+        cluster.turn_one(cluster.decode)
+        cluster.worker.during = lambda: None
+        joining, step = cluster.worker.plans[launched:]
+        rows = [join.row for plan in (joining, step) for join in plan.moves.joins]
+        assert len(rows) == 2
+        assert rows[0] == rows[1] == step.rows[1].row, (
+            "the row was free again for the request that waited for one"
+        )
+        cluster.run()
+        expect_reference(first, third)
         cluster.settle()
 
 

@@ -93,6 +93,11 @@ def save_plan(generation: int, *keys: int) -> StepPlan:
     return StepPlan(generation=generation, moves=Moves(saves=saves))
 
 
+def step_plan(generation: int) -> StepPlan:
+    rows = (PlannedRow(1, 2, None),)
+    return StepPlan(generation=generation, rows=rows, sampling=SamplingVariant(True, False, None))
+
+
 def test_all_ranks_apply_the_same_plans_and_masks() -> None:
     ranks = Ranks()
     rows = (PlannedRow(1, 2, None),)
@@ -133,7 +138,7 @@ def test_a_save_has_ended_when_it_has_on_all_ranks() -> None:
 def test_a_rank_knows_which_plans_are_complete() -> None:
     ranks = Ranks()
     for generation in range(1, 5):
-        ranks.worker.apply(save_plan(generation))
+        ranks.worker.apply(step_plan(generation))
     ranks.deliver()
     assert ranks.work.completed == 2, "at most two plans are in flight"
     assert ranks.work.turn()
@@ -145,10 +150,24 @@ def test_a_rank_knows_which_plans_are_complete() -> None:
     assert ranks.work.completed == 4
 
 
+def test_a_rank_waits_for_no_step_because_of_plans_that_set_rows() -> None:
+    """Requests that arrive while a step runs get their rows from plans of their own, one after another."""
+    ranks = Ranks()
+    ranks.worker.apply(step_plan(1))
+    for generation in range(2, 6):
+        cells = Moves(cells=((generation, 0, 7),))
+        ranks.worker.apply(StepPlan(generation=generation, moves=cells))
+    ranks.worker.apply(step_plan(6))
+    ranks.deliver()
+    assert ranks.work.completed == 0
+    assert not ranks.other.launches[0].inner.done
+    assert [plan.generation for plan in ranks.other.applied if isinstance(plan, StepPlan)] == [*range(1, 7)]
+
+
 def test_results_without_the_part_of_a_rank_are_not_read() -> None:
     """On a GPU a collective does not raise: it is checked once the plan is complete, on every rank."""
     ranks = Ranks()
-    launched = ranks.worker.apply(save_plan(1))
+    launched = ranks.worker.apply(step_plan(1))
     ranks.deliver()
     ranks.failure = RankFailed(1, "rank 1 has ended")
     with pytest.raises(RankFailed, match="rank 1 has ended"):
