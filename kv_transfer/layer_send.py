@@ -1,4 +1,4 @@
-"""Sends the pages of a running forward to their decode nodes, layer by layer."""
+"""Sends the pages of a running forward to their decode nodes: layer by layer, or by copies that wait for its end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Group:
 
 
 class LayerSend:
-    """Sends the pages of one forward, from before its first layer until it is launched. Made by `Sender.follow`."""
+    """Sends pages of one forward, from before its first layer until it is launched. Made by `Sender.follow`."""
 
     def __init__(
         self,
@@ -72,7 +72,16 @@ class LayerSend:
             group.write.send(planes)
             group.sent = planes.stop
             for posted in group.posted:
-                posted.layered = True
+                posted.shared = posted.layered = True
+
+    def queue_rest(self) -> None:
+        """Send all planes that are left. The forward is launched by now; the device copies them once it has ended."""
+        for group in self._groups:
+            planes = range(group.sent, len(self._endpoint.layout.planes))
+            group.write.send(planes)
+            group.sent = planes.stop
+            for posted in group.posted:
+                posted.shared = True
 
     def close(self) -> None:
         """End the layer-wise part once the forward is launched; `Sender.complete` sends what is left."""

@@ -30,6 +30,7 @@ class Posted:
     nbytes: int = 0
     digests: Sequence[int] = ()  # to be read once the write has landed
     rest: Callable[[], PageWrite] | None = None  # writes the planes that were not sent layer by layer
+    shared: bool = False  # tickets may cover other rooms of the same forward, too
     layered: bool = False  # some layers were sent while the forward was running
     record: bool = False
     launching: bool = False  # the forward is being launched: tickets of sent layers are still missing
@@ -200,8 +201,7 @@ class Outbound:
         self._go(SendState.DRAINING)
         self.failure = (code, reason)
         for posted in self._posted:
-            # Tickets of layers may cover other rooms too.
-            if not posted.layered:
+            if not posted.shared:
                 for ticket in posted.tickets:
                     self.endpoint.cancel(ticket)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from common.engine.forward.rotary_places import RotaryPlaces
@@ -14,7 +14,6 @@ from common.engine.state.draft_row import HiddenDtype
 from common.grammar.grammars import NO_GRAMMARS, Grammars
 from common.kv_cache.page_space import PageSpace
 from common.node.overlap import Completion
-from kv_transfer.send_order import SendOrder
 from prefill_node.cost_curve import CostCurve
 from prefill_node.forward_times import ForwardTimes
 from prefill_node.forwards import Forwards
@@ -23,7 +22,7 @@ from prefill_node.limits import PrefillLimits
 from prefill_node.measure import NOT_MEASURED, MeasuredTimes
 from prefill_node.node import PrefillNode
 from prefill_node.pacing import NO_PACING, LaunchPacing
-from prefill_node.page_sending import ByChunk, ByLayer, OnAllRanks, PageSending, given_to_all
+from prefill_node.page_sending import OnAllRanks, Orders, PageSending, given_to_all, page_sending
 from prefill_node.parts import Links, Observation, Scheduling
 from prefill_node.peer_frames import take_peer_frames
 from prefill_node.prompt_scores import PromptScorer
@@ -31,8 +30,6 @@ from prefill_node.send_orders import SendOrders
 from prefill_node.step import PrefillStep
 from prefill_node.step_result import Worker
 from prefill_node.worker import DeviceWorker
-
-Orders = Callable[[], Sequence[SendOrder]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +93,10 @@ def assemble(
     step = prompt_step(computation)
     listen = functools.partial(take_peer_frames, links.peers, links.transfers)
     orders = SendOrders(links.transfers, forwards.layout.page_size, parts.hidden_dtype, listen)
-    at_break = wrap_orders(orders.at_break)
+    of_running = wrap_orders(orders.of_running)
     if links.group is not None:
-        at_break = functools.partial(given_to_all, links.group, at_break)
-    sending: PageSending = ByChunk(links.sender)
-    if forwards.signalled is not None:
-        sending = ByLayer(forwards.signalled, links.sender, at_break)
+        of_running = functools.partial(given_to_all, links.group, of_running)
+    sending: PageSending = page_sending(links.sender, forwards.signalled, of_running)
     if links.group is not None:
         sending = OnAllRanks(sending, links.group)
     sizes, measured = prefill_token_buckets(limits.chunk_tokens), parts.measured

@@ -20,5 +20,8 @@ class ExclusiveWorker:
         with self._device:
             return self._worker.apply(plan)
 
+    def granted(self) -> None:
+        self._worker.granted()
+
     def send(self, order: SendOrder) -> None:
         self._worker.send(order)

@@ -285,13 +285,11 @@ class PrefillNode:
             vocab_size = self._limits.vocab_size
             self._fail(request, no_token(request.sampling, request.emitted, request.matcher, vocab_size))
             return
-        keys = self._space.keys(request.contents)
-        request.lease.commit(keys)
-        self._tier.keep(request, keys)
         self._report.generated_tokens += 1
         self._events.add("first_token", request.room, id=token.id)
         reason = request.draws(token.id)
         if request.failure is not None:
+            self._keep(request)
             self._fail(request, request.failure)
             return
         request.router.send(
@@ -304,11 +302,20 @@ class PrefillNode:
             )
         )
         if reason is not None:
+            self._keep(request)
             self._end(request, "finished", "the request ended with its first token", tell_router=False)
             return
         request.first_token = token
         self.queues.handing_over[request.room] = self.queues.computing.pop(request.room)
         self._send_pages(request)
+        self._keep(request)  # a decode node does not wait for this
+
+    def _keep(self, request: PrefillRequest) -> None:
+        """Let later prompts use the pages of a computed one."""
+        assert request.lease is not None
+        keys = self._space.keys(request.contents)
+        request.lease.commit(keys)
+        self._tier.keep(request, keys)
 
     def _send_pages(self, request: PrefillRequest) -> None:
         """Send every complete page that was not sent, and the handoff record after the last one."""
@@ -331,6 +338,7 @@ class PrefillNode:
             request.mark("slots", self._clock())
             if request.lease is not None:
                 self._send_pages(request)
+                self._worker.granted()
             return
         request.settled = True
         self._events.add("settled", request.room, delivered=isinstance(event, Delivered))

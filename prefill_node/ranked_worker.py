@@ -47,5 +47,8 @@ class RankedWorker:
             self._loaded += 1
         return CheckedLaunch(launched, self._check)
 
+    def granted(self) -> None:
+        self._first.granted()
+
     def send(self, order: SendOrder) -> None:
         self._first.send(order)

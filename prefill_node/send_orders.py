@@ -1,7 +1,8 @@
 """Decides which pages of which prompt may be sent, and when; a worker carries it out (page_sending.py).
 
 Send orders are separate from plans because a decode node may grant its pages while a forward runs. The worker asks for
-orders at the breaks of that forward, so pages leave layer by layer although no plan could name their destination.
+orders at the breaks of that forward, after its launch, and after each grant. So pages leave layer by layer, or as soon
+as the forward has ended, although no plan could name their destination.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class SendOrders:
         """Record that a forward over these chunks is about to run."""
         self._running, self._waiting = generation, list(chunks)
 
-    def at_break(self) -> list[SendOrder]:
-        """Return the orders for pages of the running forward that became possible since the last call."""
+    def of_running(self) -> list[SendOrder]:
+        """Return the orders for pages of the forward that was begun last that became possible since the last call."""
         found: list[SendOrder] = []
         if not self._waiting:
             return found

@@ -50,6 +50,10 @@ class Worker(Protocol):
         """Launch everything that the plan contains. Send orders for its own pages are requested while it runs."""
         ...
 
+    def granted(self) -> None:
+        """Ask once more for send orders for pages of the plan that was launched last."""
+        ...
+
     def send(self, order: SendOrder, /) -> None:
         """Send pages of a plan whose results were read."""
         ...

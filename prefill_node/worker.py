@@ -65,5 +65,8 @@ class DeviceWorker:
             source, target = index.unbind(1)
             self._pool.copy_states(source, target)
 
+    def granted(self) -> None:
+        self._sending.granted()
+
     def send(self, order: SendOrder) -> None:
         self._sending.send(order)

@@ -77,7 +77,7 @@ class SenderRank:
         self._report_grants()
         return moved
 
-    def at_break(self) -> list[SendOrder]:
+    def of_running(self) -> list[SendOrder]:
         """Return the orders for pages of the running forward that have arrived since the last call."""
         self._listen()
         self._take_commands()

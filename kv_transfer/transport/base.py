@@ -150,6 +150,8 @@ class SenderEndpoint(_OwnPool, ABC):
 
     takes: ClassVar[type[Description]]  # the transport's own description, which `attach` accepts
     kv: memoryview  # the pool, if it is in host memory
+    # Its copies wait for the computing stream, so layers (layers.py) can be launched while their forward runs.
+    waits_for_stream: ClassVar[bool] = False
 
     def register(self, layout: PoolLayout, kv: Memory) -> None:
         """Set the pool that pages are read from, as flat bytes. Called once, before the first attach."""

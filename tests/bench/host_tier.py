@@ -85,6 +85,9 @@ class Nobody:
     def during(self, plan: PromptPlan) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def granted(self) -> None:
+        """No-op: nobody grants."""
+
     def send(self, order: SendOrder) -> None:
         raise AssertionError("there is no decode node")
 

@@ -59,11 +59,14 @@ class WirePromptWorker:
     def apply(self, plan: PromptPlan, /) -> prefill_node.step_result.Launched:
         return self._inner.apply(self._plans(plan))
 
+    def granted(self) -> None:
+        self._inner.granted()
+
     def send(self, order: SendOrder, /) -> None:
         self._inner.send(self._orders(order))
 
 
 def wired(orders: Callable[[], Sequence[SendOrder]]) -> Callable[[], list[SendOrder]]:
-    """Pass on the orders that a worker asks for at the breaks of a forward, over the wire."""
+    """Pass on the orders that a worker asks for while a forward runs, over the wire."""
     wire = Wire(SendOrder)
     return lambda: [wire(order) for order in orders()]

@@ -173,6 +173,9 @@ class RankedPromptWorker:
         launched: prefill_node.step_result.Launched = self.others.during(obey, lambda: self.inner.apply(plan))
         return launched
 
+    def granted(self) -> None:
+        self.inner.granted()
+
     def send(self, order: SendOrder, /) -> None:
         self.inner.send(order)
 
@@ -182,6 +185,9 @@ class NoSending:
 
     def during(self, plan: PromptPlan) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def granted(self) -> None:
+        """No-op: only rank 0 sends."""
 
     def send(self, order: SendOrder) -> None:
         raise AssertionError("only rank 0 gets send orders")

@@ -146,7 +146,7 @@ class SenderChild:
         if isinstance(event, SlotsGranted):
             command["begun"] = time.monotonic()
             if "told" in command:
-                self._compute(event.room, command["src"], command["told"])
+                self._compute(event.room, command["src"], command["told"], command.get("queued", False))
             else:
                 self.sender.send_pages(event.room, command["src"], 0)
             command["posted"] = time.monotonic()
@@ -158,8 +158,11 @@ class SenderChild:
         command["lost"] = event.reason if isinstance(event, TransferLost) else ""
         self._reply(command)
 
-    def _compute(self, room: int, src: list[int], told: int) -> None:
-        """Run a forward that stores the pool's bytes layer by layer, slowly, and announces the first `told` layers."""
+    def _compute(self, room: int, src: list[int], told: int, queued: bool) -> None:
+        """Run a forward that stores the pool's bytes layer by layer, slowly, and announces the first `told` layers.
+
+        `queued`: the copies of the others are launched before the forward has ended, not after it.
+        """
         final, cuda = self.storage.clone(), self.storage.is_cuda
         self.storage.zero_()
         send = self.sender.follow()
@@ -172,6 +175,8 @@ class SenderChild:
                 self.storage[span] = final[span]
             if layer < told:
                 send.stored(layer)
+        if queued:
+            send.queue_rest()
         send.close()
         if cuda:
             torch.cuda.current_stream().synchronize()

@@ -149,8 +149,9 @@ class Rig:
     def send_room(self, src: Sequence[int], dst: Sequence[int], **how: Any) -> dict[str, Any]:
         """Transfer one room until Arrived or failure. Returns the child's times, plus "arrived".
 
-        `told`: number of layers that the child announces while it computes these pages. `slot`: the state slot, on both
-        sides, of a spec that has per-request planes.
+        `told`: number of layers that the child announces while it computes these pages. `queued`: the copies of the
+        others are launched before that forward has ended. `slot`: the state slot, on both sides, of a spec that has
+        per-request planes.
         """
         room, self.next_room = self.next_room, self.next_room + 1
         self.receiver.open(room, (self.config["sender"],), dst, 0, state_slot=how.get("slot", 0))

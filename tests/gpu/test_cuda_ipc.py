@@ -66,12 +66,12 @@ def test_bytes_arrive_where_they_belong_and_nowhere_else(rig: Rig) -> None:
         assert not pages_of(rig.storage, rig.dst, page).any()
 
 
-@pytest.mark.parametrize("told", [1, 2, 3])
-def test_layers_leave_while_a_forward_computes_them(rig: Rig, told: int) -> None:
-    """Every copy waits for its layer's event: until the compute stream gets there, the pool holds zeros."""
+@pytest.mark.parametrize(("told", "queued"), [(1, False), (2, False), (3, False), (0, True), (1, True)])
+def test_pages_leave_while_a_forward_computes_them(rig: Rig, told: int, queued: bool) -> None:
+    """Every copy waits for the event of its layers: until the compute stream gets there, the pool holds zeros."""
     source = pattern(rig.src.total_bytes, SEED, "cpu")
     src, dst = [5, 6, 7, 63, 1, 30], [90, 91, 95, 2, 40, 3]
-    reply = rig.send_room(src, dst, told=told)
+    reply = rig.send_room(src, dst, told=told, queued=queued)
     assert (reply["lost"], len(rig.arrived)) == ("", 1)  # with the checksums of all planes
     torch.cuda.synchronize()
     for a, b in zip(src, dst, strict=True):

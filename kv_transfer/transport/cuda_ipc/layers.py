@@ -1,4 +1,4 @@
-"""Sends pages layer by layer over CUDA IPC: one kernel per layer, after an event of the computing stream.
+"""Sends pages of a running forward over CUDA IPC: one kernel per layer, or one for all, after an event of its stream.
 
 Layers have a lane of their own: the next forward is launched before the results of this one are read, and pages that
 are complete by then must not wait for a copy that waits for the next forward.
@@ -37,6 +37,7 @@ class CudaLayers(LayerWrite):
         self._index: Tensor | None = None  # `_all` on the device
         self.sums: Tensor | None = None
         self._closed: Mark | None = None  # after the last layer that was sent
+        self._landed: Tensor | None = None  # `sums` on the host, if no plane is left
         self._fault = ""
 
     @torch.inference_mode()
@@ -64,10 +65,14 @@ class CudaLayers(LayerWrite):
             return
         self._sent = planes.stop
 
+    @torch.inference_mode()
     def close(self) -> Sequence[Sequence[Ticket]]:
         """Return one ticket, shared by all page lists."""
         peer, nbytes = self._peer, self._bounds[-1] * self._page_bytes(range(self._sent))
         try:
+            if self.sums is not None and self._sent == len(self._writer.layout.planes) and peer.attached:
+                with peer.layers.entered():
+                    self._landed = to_host(self.sums)
             ticket = LaneTicket.on(peer, peer.layers, nbytes, self._fault)
             self._closed = ticket.mark
         except RuntimeError as error:
@@ -77,15 +82,16 @@ class CudaLayers(LayerWrite):
 
     @torch.inference_mode()
     def rest(self, number: int) -> PageWrite:
-        """Launch one kernel, or none, and return."""
+        """Launch what is left, which is nothing if all planes were sent, and return."""
         peer, writer, each = self._peer, self._writer, self._lists[number]
         planes = range(self._sent, len(writer.layout.planes))
         nbytes = len(each.src_pages) * self._plan.page_bytes
         left = len(each.src_pages) * self._page_bytes(planes)
         if not peer.attached or self._fault:
             return PageWrite(LaneTicket.settled(peer, left, WriteState.FAILED), nbytes)
-        if not planes and not self._checksums:
-            return PageWrite(LaneTicket.settled(peer, 0, WriteState.DONE), nbytes)
+        if not planes and (self._landed is not None or not self._checksums):
+            done = LaneTicket.settled(peer, 0, WriteState.DONE)
+            return PageWrite(done, nbytes, self._digests_of(number))
         pages = each.src_pages, each.dst_pages
         try:
             with peer.lane.entered():
@@ -97,6 +103,11 @@ class CudaLayers(LayerWrite):
         except RuntimeError as error:
             return PageWrite(LaneTicket.failed(peer, peer.lane, left, str(error), self.sums), nbytes)
         return PageWrite(ticket, nbytes, () if sums is None else LaterDigests(sums))
+
+    def _digests_of(self, number: int) -> Sequence[int]:
+        if self._landed is None:
+            return ()
+        return LaterDigests(self._landed[self._bounds[number] : self._bounds[number + 1]])
 
     def _sums_of(self, number: int) -> Tensor | None:
         """Return a copy of the sums over the sent layers, to be continued on the other lane."""

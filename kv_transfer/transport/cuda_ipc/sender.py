@@ -40,6 +40,7 @@ class CudaIpcSender(LayerEndpoint):
     """Writes from a pool on one GPU into pools on GPUs of the same host."""
 
     takes = CudaIpcDescription
+    waits_for_stream = True
 
     def __init__(
         self,

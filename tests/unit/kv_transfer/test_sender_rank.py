@@ -61,12 +61,12 @@ def test_a_break_gets_the_orders_of_the_running_plan(nodes: Nodes) -> None:
     order(nodes, 1, 4, 0, SRC[:2])
     order(nodes, 2, 5, 0, SRC[3:4])
     service.begin(5)
-    assert [each.room for each in service.at_break()] == [2]
-    assert service.at_break() == []
+    assert [each.room for each in service.of_running()] == [2]
+    assert service.of_running() == []
     order(nodes, 1, 5, 2, SRC[2:3])  # after an order that waits for the plan before
-    assert service.at_break() == []
+    assert service.of_running() == []
     service.turn(4)
-    assert [each.first for each in service.at_break()] == [2]
+    assert [each.first for each in service.of_running()] == [2]
 
 
 def test_pages_leave_layer_by_layer_on_a_rank(nodes: Nodes) -> None:
@@ -76,7 +76,7 @@ def test_pages_leave_layer_by_layer_on_a_rank(nodes: Nodes) -> None:
     layers.add([])
     layers.stored(0)
     order(nodes, 2, 7, 0, SRC[3:4])
-    layers.add([RoomPages(each.room, each.pages, each.first) for each in service.at_break()])
+    layers.add([RoomPages(each.room, each.pages, each.first) for each in service.of_running()])
     layers.stored(1)
     layers.close()
     service.turn(6)
@@ -97,7 +97,7 @@ def test_grants_are_reported_at_breaks(nodes: Nodes) -> None:
     nodes.prefill.ranks[0].listen()
     assert nodes.prefill.node.slots(3) is None
     nodes.prefill.services[0].begin(1)
-    assert nodes.prefill.services[0].at_break() == []
+    assert nodes.prefill.services[0].of_running() == []
     assert nodes.prefill.node.slots(3) is not None
 
 

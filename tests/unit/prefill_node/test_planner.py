@@ -229,13 +229,13 @@ def test_grants_during_a_forward_become_orders_of_that_forward() -> None:
     early, late = rig.request(1, 5), rig.request(2, 8)
     slots.grant(1)
     orders.begin(6, [Chunk(early, 0, 5), Chunk(late, 0, 6)])
-    first = orders.at_break()
+    first = orders.of_running()
     assert [(each.room, each.after, each.first, len(each.pages)) for each in first] == [(1, 6, 0, 2)]
-    assert orders.at_break() == []
+    assert orders.of_running() == []
     slots.grant(2)
-    second = orders.at_break()
+    second = orders.of_running()
     assert [(each.room, each.after, each.first, len(each.pages)) for each in second] == [(2, 6, 0, 1)]
-    assert orders.at_break() == []
+    assert orders.of_running() == []
     assert len(heard) == 3
     late.computed = 6
     rest = orders.of(late)

@@ -39,11 +39,15 @@ class RecordingWorker:
     launches: list[RecordedLaunch] = field(default_factory=list)
     applied: list[PromptPlan] = field(default_factory=list)
     sent: list[SendOrder] = field(default_factory=list)
+    grants: int = 0
 
     def apply(self, plan: PromptPlan, /) -> RecordedLaunch:
         self.applied.append(plan)
         self.launches.append(RecordedLaunch(LaterCompletion()))
         return self.launches[-1]
+
+    def granted(self) -> None:
+        self.grants += 1
 
     def send(self, order: SendOrder, /) -> None:
         self.sent.append(order)
@@ -93,6 +97,8 @@ def test_all_ranks_apply_the_same_plans_and_send_orders_take_their_own_way() -> 
     order = SendOrder(room=7, generation=1, after=2, complete=1, first=0, pages=(3,))
     ranks.worker.send(order)
     assert ranks.first.sent == [order]
+    ranks.worker.granted()
+    assert (ranks.first.grants, ranks.other.grants) == (1, 0), "the others get orders on their own way"
     assert len(ranks.frames) == 2
     ranks.deliver()
     assert ranks.other.applied == ranks.first.applied == [plan(1), plan(2)]

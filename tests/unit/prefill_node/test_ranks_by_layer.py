@@ -16,7 +16,7 @@ import pytest
 from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.events import Arrived, Delivered
 from kv_transfer.send_order import SendOrder
-from prefill_node.page_sending import ByLayer, OnAllRanks, OnOneRank, PageSending, given_to_all
+from prefill_node.page_sending import ByChunk, ByLayer, OnAllRanks, OnOneRank, PageSending, given_to_all
 from prefill_node.step_plan import PromptPlan
 from tests.unit.kv_transfer.group_rig import RECORD, Nodes
 from tests.unit.kv_transfer.shares import (
@@ -68,12 +68,12 @@ class RankedPrefill:
     def __init__(self, nodes: Nodes, orders: Callable[[], Sequence[SendOrder]]) -> None:
         self.attentions = [StoringAttention(nodes, rank) for rank in range(len(nodes.prefill.ranks))]
         group, own = nodes.prefill.group, nodes.prefill.ranks[0].sender
-        at_break = orders if group is None else partial(given_to_all, group, orders)
-        first: PageSending = ByLayer(self.attentions[0], own, at_break)  # type: ignore[arg-type]
+        of_running = orders if group is None else partial(given_to_all, group, orders)
+        first: PageSending = ByLayer(self.attentions[0], own, of_running, ByChunk(own))  # type: ignore[arg-type]
         self.sending = [first if group is None else OnAllRanks(first, group)]
         pairs = zip(nodes.prefill.services, nodes.prefill.ranks[1:], self.attentions[1:], strict=True)
         for service, rank, attention in pairs:
-            by_layer = ByLayer(attention, rank.sender, service.at_break)  # type: ignore[arg-type]
+            by_layer = ByLayer(attention, rank.sender, service.of_running, ByChunk(rank.sender))  # type: ignore[arg-type]
             self.sending.append(OnOneRank(by_layer, service))
 
     def forward(self, rank: int) -> None:
