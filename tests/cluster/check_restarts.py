@@ -1,11 +1,13 @@
-"""Restarts every process of a cluster under load, one after the other: two routers, two nodes of each role.
+"""Restarts every process of a cluster under load, and changes a role: two routers, two nodes of each role.
 
     python -m tests.cluster.check_restarts [ROUNDS]
 
-CI has no time for it. Clients stream answers all the while, half of them over a connection that stays open and half
-over a new one for each request. Each process gets SIGTERM, has to end with exit code 0, and is started again; the next
-one follows when every router serves with all nodes. It prints a line of JSON per restart and one with the counts. The
-exit code is 1 if a request failed, an answer differed from an undisturbed one, or a process ended otherwise.
+CI has no time for it. One of the decode nodes is movable. Clients stream answers all the while, half of them over a
+connection that stays open and half over a new one for each request. Each process gets SIGTERM, has to end with exit
+code 0, and is started again; the next one follows when every router serves with all nodes. Then the movable node
+becomes a prefill node and a decode node again, and has to get requests in each role. It prints a line of JSON per
+restart and change, and one with the counts. The exit code is 1 if a request failed, an answer differed from an
+undisturbed one, a process ended otherwise, or a change was refused.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from tests.fakes.waiting import PATIENCE
 CLIENTS = 8
 PROMPTS = [[7 + 13 * number + 3 * at for at in range(40 + 60 * number)] for number in range(4)]
 TOKENS = (8, 60)  # short and long answers
-PAUSE = 2.0  # seconds of load between two restarts
+PAUSE = 2.0  # seconds of load between two disturbances
+MOVABLE = "flex-0"  # a decode node at first
 
 
 @dataclass
@@ -100,30 +103,62 @@ async def restart(cluster: RunningCluster, name: str) -> dict[str, object]:
     }
 
 
+async def change_role(cluster: RunningCluster, role: str) -> dict[str, object]:
+    """Change the role of the movable node, and wait until requests have been placed on it there."""
+    began = time.monotonic()
+    async with cluster.operator() as operator:
+        async with operator.session.post(f"/workers/{MOVABLE}/role", json={"role": role}) as response:
+            status, answer = response.status, await response.json()
+        changed = time.monotonic()
+        async with asyncio.timeout(PATIENCE):
+            while status == 200 and not (await operator.node(MOVABLE))["assigned"]:
+                await asyncio.sleep(0.01)
+    used = time.monotonic()
+    return {
+        "changed": MOVABLE,
+        "status": status,
+        **answer,
+        "change_s": round(changed - began, 2),
+        "used_s": round(used - changed, 2),
+    }
+
+
+async def disturb(cluster: RunningCluster, load: Load, rounds: int) -> bool:
+    """Restart everything and change a role `rounds` times; return whether each process and change ended well."""
+    well = True
+    for _ in range(rounds):
+        for name in cluster.names:
+            await asyncio.sleep(PAUSE)
+            done = await restart(cluster, name)
+            well = well and done["exit_code"] == 0
+            print(json.dumps({**done, **load.counts}), flush=True)
+        for role in ("prefill", "decode"):
+            await asyncio.sleep(PAUSE)
+            done = await change_role(cluster, role)
+            well = well and done["status"] == 200
+            print(json.dumps({**done, **load.counts}), flush=True)
+    await asyncio.sleep(PAUSE)
+    return well
+
+
 async def run(rounds: int) -> int:
-    """Restart everything `rounds` times; return the exit code of the program."""
-    exit_codes = set()
+    """Disturb a cluster under load `rounds` times; return the exit code of the program."""
     with tempfile.TemporaryDirectory() as directory:
-        async with RunningCluster(Path(directory), 2, 2, routers=2) as cluster:
+        async with RunningCluster(Path(directory), 2, 1, routers=2, movable=1) as cluster:
             load = Load(cluster.url)
             async with Client(cluster.url) as client:
                 for prompt in range(len(PROMPTS)):
                     for tokens in TOKENS:
                         load.expected[prompt, tokens] = await streamed(client, prompt, tokens)
             clients = [asyncio.create_task(load.client(number)) for number in range(CLIENTS)]
-            for name in [each for _ in range(rounds) for each in cluster.names]:
-                await asyncio.sleep(PAUSE)
-                done = await restart(cluster, name)
-                exit_codes.add(done["exit_code"])
-                print(json.dumps({**done, **load.counts}), flush=True)
-            await asyncio.sleep(PAUSE)
+            well = await disturb(cluster, load, rounds)
             load.over = True
             await asyncio.wait_for(asyncio.gather(*clients), PATIENCE)
             for name in cluster.router_names:
                 async with cluster.at(name) as client:
                     await client.wait_idle()
     print(json.dumps({**load.counts, "problems": load.problems}), flush=True)
-    return int(exit_codes != {0} or load.counts["failed"] > 0 or load.counts["wrong"] > 0)
+    return int(not well or load.counts["failed"] > 0 or load.counts["wrong"] > 0)
 
 
 if __name__ == "__main__":
