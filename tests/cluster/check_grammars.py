@@ -12,15 +12,12 @@ there is one.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import itertools
-import json
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tests.cluster.checked_clusters import ClusterCheck
 from tests.cluster.constrained_answers import Config, Questions, judged
 from tests.cluster.killed_nodes import KILLS, TREE, cluster_config, serve, small_pool
 from tests.cluster.masked_reference import shipped_reference
@@ -76,25 +73,7 @@ def names_of(first: int, schemas: int) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--schemas", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0, help="number of the first schema")
-    parser.add_argument("--only", nargs="+", help="names of cases, instead of these schemas")
-    parser.add_argument("--drafter", nargs="+", choices=list(DRAFTERS), default=list(DRAFTERS))
-    parser.add_argument("--setting", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="send nothing after that, per cluster"
-    )
-    options = parser.parse_args()
-    names = options.only or list(names_of(options.first, options.schemas))
-    failed = False
-    for drafter, setting in itertools.product(options.drafter, options.setting):
-        result = run(drafter, setting, names, options.seconds)
-        print(json.dumps(result, ensure_ascii=False), flush=True)
-        failed = failed or any(result.get(kind) for kind in ("invalid", "wrong", "errors"))
-    return 1 if failed else 0
+    return ClusterCheck(__doc__ or "", "schema", names_of, DRAFTERS, SETTINGS, run).main()
 
 
 if __name__ == "__main__":

@@ -11,15 +11,12 @@ problem.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import itertools
-import json
-import math
 import sys
 from collections.abc import Sequence
 
 from tests.cluster.asked_calls import Judge, asked_chats
+from tests.cluster.checked_clusters import ClusterCheck
 from tests.cluster.constrained_answers import Config
 from tests.cluster.harness import ROOT
 from tests.cluster.killed_nodes import KILLS, TREE, cluster_config, serve, small_pool
@@ -67,27 +64,12 @@ def run(drafter: str, setting: str, names: Sequence[str], limit: float) -> Confi
     return result
 
 
+def names_of(first: int, chats: int) -> list[str]:
+    return [f"call/{number}" for number in range(first, first + chats)]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--chats", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0, help="number of the first chat")
-    parser.add_argument("--only", nargs="+", help="names of chats, instead of these")
-    parser.add_argument("--drafter", nargs="+", choices=list(DRAFTERS), default=list(DRAFTERS))
-    parser.add_argument("--setting", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="send nothing after that, per cluster"
-    )
-    options = parser.parse_args()
-    numbers = range(options.first, options.first + options.chats)
-    names = options.only or [f"call/{number}" for number in numbers]
-    failed = False
-    for drafter, setting in itertools.product(options.drafter, options.setting):
-        result = run(drafter, setting, names, options.seconds)
-        print(json.dumps(result, ensure_ascii=False), flush=True)
-        failed = failed or any(result.get(kind) for kind in ("invalid", "wrong", "errors"))
-    return 1 if failed else 0
+    return ClusterCheck(__doc__ or "", "chat", names_of, DRAFTERS, SETTINGS, run).main()
 
 
 if __name__ == "__main__":
