@@ -17,6 +17,8 @@ from router.chat.call_formats import CallFormat
 from router.grammar.lark import ANY_TEXT, quoted
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+# The schema of a function that is declared without parameters, as at OpenAI.
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _BLANKS = r"/[ \n]{0,4}/"
 
 
@@ -120,8 +122,7 @@ class CallGrammars:
             function = tool["function"]
             begin = re.escape(form.begin.replace("{name}", function["name"])).replace("/", r"\/")
             rules.append(f"begin_{index}: /[ \\n]{{0,4}}{begin}/")
-            schema = function.get("parameters") if function["name"] in strict else None
-            schemas[f"args_{index}"] = json.dumps(schema or ANY_OBJECT)
+            schemas[f"args_{index}"] = _arguments(function, function["name"] in strict)
             end = self._literal(form.end)
             names.append(f"begin_{index} @args_{index} {end}")
         spelled_out = f"/(?s:.*){re.escape(form.marker)}(?s:.*)/"
@@ -152,13 +153,12 @@ class CallGrammars:
         """Add the rules of the calls of one tool, without their beginning `skip`. Return the name of the rule."""
         form = self._calls
         begin = form.begin.replace("{name}", function["name"]).removeprefix(skip)
-        parameters = function.get("parameters") if typed else None
         end = self._literal(form.end)
         if form.argument is None:
-            schemas[f"args_{index}"] = json.dumps(parameters or ANY_OBJECT)
+            schemas[f"args_{index}"] = _arguments(function, typed)
             arguments = f"@args_{index}"
         elif typed:
-            arguments = self._tags(index, parameters or {}, rules, schemas)
+            arguments = self._tags(index, function.get("parameters") or {}, rules, schemas)
         else:
             arguments, end = self._until(f"args_{index}", form.end, rules), ""
         rules.append(f"call_{index}: {_sequence(self._literal(begin), arguments, end)}")
@@ -210,6 +210,14 @@ class CallGrammars:
             parts += [quoted(text[start : match.start()]), f"<[{self._special[match[0]]}]>"]
             start = match.end()
         return _sequence(*parts, quoted(text[start:]))
+
+
+def _arguments(function: Mapping[str, Any], typed: bool) -> str:
+    """Return the schema of a call's arguments; `typed`: it is the declared one."""
+    if not typed:
+        return json.dumps(ANY_OBJECT)
+    declared = function.get("parameters")
+    return json.dumps(NO_ARGUMENTS if declared is None else declared or ANY_OBJECT)
 
 
 def _is_text(schema: Any) -> bool:

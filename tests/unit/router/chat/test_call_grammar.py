@@ -141,6 +141,30 @@ def test_typed_text_may_be_replaced_by_calls(family: str, compiler: GrammarCompi
     assert [each for each in wrong if accepts(compiler, made, each)] == []
 
 
+@pytest.mark.parametrize("family", CALL_FORMATS)
+def test_a_function_without_parameters_is_called_without_arguments(
+    family: str, compiler: GrammarCompiler
+) -> None:
+    form, bare = CALL_FORMATS[family], {"type": "function", "function": {"name": "ping"}}
+    given = "{}" if form.argument is None else ""
+    some = (
+        '{"a": 1}'
+        if form.argument is None
+        else form.argument[0].replace("{key}", "a") + "1" + form.argument[1]
+    )
+    forced = grammars(family, thinks=False).forced([bare], Thought.NONE, several=False)
+    strict = grammars(family, thinks=False).triggered([bare], frozenset(("ping",)), Thought.NONE)
+    for grammar in (forced, strict):
+        if grammar is not None:
+            begin, end = form.opening + form.begin.replace("{name}", "ping"), form.end + form.closing
+            assert accepts(compiler, grammar, begin + given + end)
+            assert not accepts(compiler, grammar, begin + some + end)
+    free = {"type": "function", "function": {"name": "ping", "parameters": {"type": "object"}}}
+    if form.argument is None:
+        grammar = grammars(family, thinks=False).forced([free], Thought.NONE, several=False)
+        assert accepts(compiler, grammar, begin + some + end)
+
+
 LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Paris", "days": 3}}'
 LLAMA_CLOCK = '{"name": "clock", "parameters": {"zone": "UTC"}}'
 
