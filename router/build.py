@@ -40,6 +40,7 @@ from router.requests.checks import ServedModel
 from router.requests.field_rules import UnknownFields
 from router.text.pool import TextPool
 from router.text.service import TextService
+from router.tokens.primary_eos import primary_eos
 from router.tokens.tokenizer import Tokenizer
 from router.tokens.tokenizer_info import tokenizer_info
 from router.tracing.choice import make_traces
@@ -131,6 +132,7 @@ def _served_model(resolved: Resolved, config: ModelConfig, tokenizer: Tokenizer,
         vision=config.vision,
         answers=answer_style(resolved, tokenizer, log),
         states=state_limit(section, config.hidden_size),
+        primary_eos=primary_eos(path, tokenizer, config.eos_token_ids),
     )
 
 

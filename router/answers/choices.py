@@ -15,7 +15,13 @@ from router.dispatch.generation import GenerationRequest, PromptBatch, PromptIma
 from router.dispatch.shared_prompt import shares
 from router.http.client import cache_salt, client_key, session_key
 from router.http.errors import arrived_key, request_id_key
-from router.requests.checks import ServedModel, check_logprobs, check_priority, sampling_params
+from router.requests.checks import (
+    ServedModel,
+    check_logprobs,
+    check_priority,
+    reported_stops,
+    sampling_params,
+)
 from router.requests.choice_count import choice_count, samplings
 from router.requests.hidden_states import answer_states
 from router.requests.openai_schema import CompletionRequest, SharedFields, check_stops
@@ -100,6 +106,7 @@ class ChoiceMaker:
         count = choice_count(body)
         priority = check_priority(body.priority, client.most_urgent)
         session = session_key(client, request.headers)
+        reported = reported_stops(body, model, bool(options.grammar))
         choices, trace = [], request.get(trace_key)
         drawn = zip(samplings(sampling, count), shares(count), strict=True)
         for number, (own, share) in enumerate(drawn, start=prompt.index * count):
@@ -122,9 +129,7 @@ class ChoiceMaker:
             decoder = self._tokenizer.stream(body.skip_special_tokens is not False, tokens, options.kept)
             include_stop = bool(body.include_stop_str_in_output)
             ends = own.stop_token_ids if options.grammar else None
-            answer = TextStream(
-                decoder, check_stops(body), include_stop, own.min_tokens, ends, body.stop_token_ids or ()
-            )
+            answer = TextStream(decoder, check_stops(body), include_stop, own.min_tokens, ends, reported)
             choices.append(Choice(asked, PromptOnly() if prompt_only else answer, shown))
         return choices
 

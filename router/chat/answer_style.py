@@ -12,6 +12,7 @@ from typing import Any
 from common.checkpoint.chat_template_file import find_chat_template
 from common.checkpoint.model_directory import MAX_TOKENIZER_CONFIG_BYTES
 from common.checkpoint.model_files import read_json
+from common.checkpoint.tokenizer_config import read_tokenizer_config
 from common.errors import InternalError, ModelError
 from router.chat.answer_parser import AnswerParser
 from router.chat.call_formats import CallFormat
@@ -128,9 +129,7 @@ def find_template(
 
 
 def _own_template(model: Path) -> dict[str, Any] | None:
-    file = model / "tokenizer_config.json"
-    values = read_json(file, MAX_TOKENIZER_CONFIG_BYTES) if file.is_file() else {}
-    found = values.get("response_template")
+    found = read_tokenizer_config(model).get("response_template")
     return found if isinstance(found, dict) else None
 
 

@@ -38,6 +38,7 @@ class ServedModel:
     vision: VisionConfig | None = None  # None for a text-only model
     answers: AnswerStyle = PLAIN
     states: StateLimit | None = None  # None: requests may not ask for hidden states
+    primary_eos: int | None = None  # the id that ends an answer without a stop_reason
 
     @property
     def names(self) -> tuple[str, str]:
@@ -198,6 +199,14 @@ def _stop_tokens(request: SharedFields, model: ServedModel, constrained: bool) -
     if request.ignore_eos and not constrained:
         return stop_tokens
     return stop_tokens | {token for token in model.eos_token_ids if token < model.vocab_size}
+
+
+def reported_stops(request: SharedFields, model: ServedModel, constrained: bool) -> frozenset[int]:
+    """Return the tokens that become the `stop_reason`: as in vLLM, all that end the answer but the primary one."""
+    stop_tokens = _stop_tokens(request, model, constrained)
+    if request.ignore_eos and not constrained:
+        return frozenset(stop_tokens)
+    return frozenset(stop_tokens - {model.primary_eos})
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[TokenBias, ...]:

@@ -11,8 +11,7 @@ from typing import Any
 import jinja2
 
 from common.checkpoint.chat_template_file import find_chat_template
-from common.checkpoint.model_directory import MAX_TOKENIZER_CONFIG_BYTES
-from common.checkpoint.model_files import read_json
+from common.checkpoint.tokenizer_config import read_tokenizer_config, special_token
 from common.errors import InvalidRequest, ModelError
 from router.requests.openai_schema import Message, image_parts
 from router.templates.content_form import Content, ContentForms, text_part
@@ -29,11 +28,11 @@ class ChatTemplate:
 
     def __init__(self, path: Path, given: Path | None = None) -> None:
         """Compile the template. Raises ModelError if that fails. A model without a template serves no chat."""
-        config = _read_config(path / "tokenizer_config.json")
+        config = read_tokenizer_config(path)
         source = find_chat_template(path, given)
         # A token that the model lacks stays undefined: templates test for it, and it prints as "".
         self._variables = {
-            name: text for name in SPECIAL_TOKENS if (text := _token_text(config.get(name))) is not None
+            name: text for name in SPECIAL_TOKENS if (text := special_token(config, name)) is not None
         }
         self._sandbox = TemplateSandbox()
         try:
@@ -129,13 +128,3 @@ class ChatTemplate:
             # Templates use either name.
             plain["reasoning_content"] = plain["reasoning"] = reasoning
         return plain
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    return read_json(file, MAX_TOKENIZER_CONFIG_BYTES) if file.is_file() else {}
-
-
-def _token_text(value: Any) -> str | None:
-    """Return the text of a special token, which is a string or an object with `content`."""
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None

@@ -29,7 +29,7 @@ class TextStream:
     ) -> None:
         """`stop_ids`: the stop tokens; None: the last token of an answer that stops is always one.
 
-        `reported_ids`: those that the client has listed, which become the `stop_reason`.
+        `reported_ids`: those that become the `stop_reason`.
         """
         self._step = decoder.step
         self._flush = decoder.flush
@@ -43,7 +43,7 @@ class TextStream:
         # for the last push, per counted token: characters of the answer that precede it
         self.offsets: list[int] = []
         self.finish_reason: str | None = None
-        self.stop_reason: str | int | None = None  # the stop string or the listed id that has ended the text
+        self.stop_reason: str | int | None = None  # what has ended the text: a stop string or a reported id
 
     def push(
         self, tokens: Sequence[OutputToken], finish_reason: str | None

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from common.checkpoint.chat_template_file import find_chat_template
-from common.checkpoint.model_directory import MAX_TOKENIZER_CONFIG_BYTES
-from common.checkpoint.model_files import read_json
+from common.checkpoint.tokenizer_config import read_tokenizer_config
 
 MAX_BYTES = 1 << 20  # per answer; its largest fields are left out beyond that
 UNKNOWN_CLASS = "PreTrainedTokenizerFast"  # for a model whose tokenizer_config.json names none
@@ -19,8 +18,7 @@ _PATHS = frozenset(("name_or_path", "auto_map"))
 
 def tokenizer_info(model: Path, template: Path | None) -> bytes:
     """Encode the answer; `template` is a file that replaces the model's own template. Raises ModelError."""
-    file = model / "tokenizer_config.json"
-    given = read_json(file, MAX_TOKENIZER_CONFIG_BYTES) if file.is_file() else {}
+    given = read_tokenizer_config(model)
     fields: dict[str, Any] = {
         name: value for name, value in given.items() if name not in _PATHS and not name.endswith("_file")
     }

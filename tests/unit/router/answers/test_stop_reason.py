@@ -1,4 +1,4 @@
-"""`stop_reason` of choices: the stop string or the listed token id that ended the answer, as in vLLM."""
+"""`stop_reason` of choices: the stop string or the token id that ended the answer, as in vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.unit.router.scripted_generator import delta, one_by_one
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
-END = 2  # the model's end-of-sequence id
+END = 2  # the model's primary end-of-sequence id
+OTHER_END = 3
 
 
 async def stop_reasons(rig: Rig, path: str, **fields: Any) -> list[str | int | None]:
@@ -47,6 +48,19 @@ async def test_a_stop_string_or_a_listed_id_or_nothing(rig: Rig, path: str) -> N
     assert await stop_reasons(rig, path, stop_token_ids=[END], ignore_eos=True) == [END]
     rig.generator.scripts = [one_by_one([40, 41], "length")]
     assert await stop_reasons(rig, path, stop_token_ids=[41]) == [None], "max_tokens ended it"
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_the_end_of_the_text_has_a_reason_unless_it_is_the_primary_one(serve: Serve, path: str) -> None:
+    rig = await serve(served=replace(SERVED, eos_token_ids=(END, OTHER_END)))
+    rig.generator.scripts = [one_by_one([40, OTHER_END], "stop")]
+    assert await stop_reasons(rig, path) == [OTHER_END]
+    assert await stop_reasons(rig, path, stop_token_ids=[OTHER_END]) == [OTHER_END]
+    rig.generator.scripts = [one_by_one([40, END], "stop")]
+    assert await stop_reasons(rig, path) == [None]
+    assert await stop_reasons(rig, path, stop_token_ids=[END]) == [None], "it ends the text anyway"
+    constrained = {"structured_outputs": {"regex": "a+"}, "ignore_eos": True}
+    assert await stop_reasons(rig, path, **constrained) == [None], "ignore_eos has no effect"
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
