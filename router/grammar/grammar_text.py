@@ -19,6 +19,10 @@ from router.grammar.structural_tags import Tags, tags_grammar
 _dumps = partial(json.dumps, ensure_ascii=False)
 # Strings, comments and regular expressions of Lark.
 _LITERALS = r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/'
+# Whitespace between the tokens of JSON unless a request says otherwise: what printed JSON has, and bounded, because a
+# small model may write newlines until max_tokens.
+WHITESPACE = r"[ \t]?(\r?\n[ \t]{0,24})?"
+_LAYOUT_OPTIONS = {"whitespace_flexible", "whitespace_pattern"}
 ANSWER = "constrained_answer"  # name of the grammar that follows free text
 
 
@@ -90,7 +94,10 @@ def _with_layout(schema: dict[str, Any], form: JsonSchema) -> dict[str, Any]:
     if form.whitespace_pattern is not None:
         options["whitespace_pattern"] = form.whitespace_pattern
     given = schema.get("x-guidance")
-    return {**schema, "x-guidance": {**(given if isinstance(given, dict) else {}), **options}}
+    merged = {**(given if isinstance(given, dict) else {}), **options}
+    if not _LAYOUT_OPTIONS & merged.keys():
+        merged["whitespace_pattern"] = WHITESPACE
+    return {**schema, "x-guidance": merged}
 
 
 def _closed(value: Any) -> Any:

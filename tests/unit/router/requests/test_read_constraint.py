@@ -94,6 +94,48 @@ def test_each_field_constrains(body: dict[str, Any], good: str, bad: str) -> Non
     assert not _accepts(grammar, "")
 
 
+ANY_JSON: dict[str, Any] = {"response_format": {"type": "json_object"}}
+
+
+@pytest.mark.parametrize("indent", [None, 2, 4, "\t"])
+def test_printed_json_is_accepted(indent: int | str | None) -> None:
+    value = {"a": [{"b": [1, {"c": {}}]}], "d": [], "e": " \n\n "}
+    for separators in (None, (",", ":"), (" , ", " : ")):
+        text = json.dumps(value, indent=indent, separators=separators)
+        assert _accepts(_compiled(ANY_JSON), text)
+        assert _accepts(_compiled(ANY_JSON), text.replace("\n", "\r\n"))
+
+
+LONG_RUNS = ('{\n\n"age":1}', '{"age":  1}', '{"age":1' + "\n" + 25 * " " + "}", '{"age":\t\t1}')
+
+
+@pytest.mark.parametrize("text", LONG_RUNS)
+def test_runs_of_whitespace_are_bounded(text: str) -> None:
+    bounded = {"json": AGE}, {"json_object": True}
+    for form in bounded:
+        assert not _accepts(_compiled({"structured_outputs": form}), text)
+    own = {**AGE, "x-guidance": {"coerce_one_of": True}}
+    assert not _accepts(_compiled({"json_schema": own}), text)
+    tag = {"begin": "<a>", "schema": AGE, "end": "</a>"}
+    tags = {"response_format": {"type": "structural_tag", "structures": [tag], "triggers": ["<a"]}}
+    assert not _accepts(_compiled(tags), f"<a>{text}</a>")
+    assert _accepts(_compiled(tags), '<a>{"age": 1}</a>')
+
+
+@pytest.mark.parametrize("text", LONG_RUNS)
+def test_a_request_lifts_the_bound(text: str) -> None:
+    free = {**AGE, "x-guidance": {"whitespace_flexible": True}}
+    assert _accepts(_compiled({"json_schema": free}), text)
+    own = {"json": AGE, "whitespace_pattern": r"[ \n\t]*"}
+    assert _accepts(_compiled({"structured_outputs": own}), text)
+
+
+def test_a_schema_of_one_layout_keeps_it() -> None:
+    compact = {**AGE, "x-guidance": {"whitespace_flexible": False}}
+    assert _accepts(_compiled({"json_schema": compact}), '{"age":1}')
+    assert not _accepts(_compiled({"json_schema": compact}), '{"age": 1}')
+
+
 @pytest.mark.parametrize(
     "body", [{}, {"response_format": {"type": "text"}}, {"guided_decoding_backend": "x"}]
 )
