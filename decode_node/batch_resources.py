@@ -103,6 +103,13 @@ class BatchResources:
                 batch = [request for request in batch if request is not victim]
         return StepBatch(batch, width)
 
+    def grow_ahead(self) -> None:
+        """Allocate the pages of the next usual step while there are some, so that `batch` need not."""
+        tokens = self._rules.tokens_of(0)
+        for request in self._queues.running.values():
+            if request.takes_part and not self._grow(request, tokens):
+                return
+
     def _needs_results_of(self, request: DecodeRequest) -> bool:
         """Return whether its next step needs the tokens of a step whose results are unread."""
         return self._needs_results or request.matcher is not None

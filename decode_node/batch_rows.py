@@ -49,6 +49,11 @@ class BatchRows:
         self._joins.append(join)
 
     @property
+    def joining(self) -> bool:
+        """True if a row is joined by no plan yet."""
+        return bool(self._joins)
+
+    @property
     def waiting_stores(self) -> Collection[int]:
         """The keys of stores that are in no plan yet."""
         return [each.key for each in self._stores]

@@ -188,15 +188,15 @@ class DecodeNode:
         time.sleep(WATCH_INTERVAL)
 
     def _set_rows(self) -> None:
-        """Give requests that have arrived their rows while a step runs, so that the next launch need not.
+        """Set while a step runs what the next launch would set: rows of arrived requests, and pages of the others.
 
-        These rows are in no step, and the device sets them after the running one. Retracted requests come first.
+        The device does so after the running step. Retracted requests come before arrived ones.
         """
         if self.queues.arrived and not self.queues.retracted:
             self._resources.start_arrived()
-            plan = self._planner.rows()
-            if plan is not None:
-                self._worker.apply(plan)
+        plan = self._planner.rows()
+        if plan is not None:
+            self._worker.apply(plan)
 
     def _idle(self) -> None:
         # Requests that have arrived here wait for the compilation of their grammar, retracted ones for their save, and

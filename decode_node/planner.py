@@ -92,10 +92,12 @@ class Planner:
         self._rules = rules
         self._unread: deque[Planned] = deque()
         self._generation = 0
+        self._grown = True  # no results have been read since pages were last allocated
         self._variants = LatestVariant()
 
     def next(self, now: float) -> Planned | None:
         """Return the plan of this turn; None if the device has nothing to do."""
+        self._grown = True
         batch, forced_width = self._resources.batch()
         moves = self._rows.take_moves()
         if not batch and not moves:
@@ -110,10 +112,13 @@ class Planner:
         return planned
 
     def rows(self) -> StepPlan | None:
-        """Return a plan without a step that sets rows for the next one; None if there are none to set.
+        """Return a plan without a step that sets rows and pages for the next one; None if there are none to set.
 
-        Its results are never read: the next step follows it on the device.
+        For the time in which a step runs. Its results are never read: the next step follows it on the device.
         """
+        if not self._grown or self._rows.joining:
+            self._grown = True
+            self._resources.grow_ahead()
         moves = self._rows.take_rows()
         if not moves:
             return None
@@ -130,6 +135,7 @@ class Planner:
         """Process the results of the oldest unread plan, after its completion."""
         plan, batch, forced, _ = self._unread.popleft()
         result = launched.read()
+        self._grown = False
         self._resources.read(plan.generation)
         # What pads forced tokens is no draft.
         emissions = [

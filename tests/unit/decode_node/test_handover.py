@@ -19,6 +19,7 @@ from tests.fakes.plan_wire import WireWorker
 from tests.fakes.scenarios import expect_reference, prompt_of
 from tests.fakes.tiny_grammar import GRAMMARS, HeldCompiler
 
+PAGE = 4
 STAGES = (
     "record_sent",
     "record_seen",
@@ -86,10 +87,11 @@ def _hand_over(cluster: NodeCluster, call: Call) -> None:
 
 
 def test_a_record_that_arrives_during_a_step_joins_the_next_one() -> None:
-    with _TimedCluster(Shape(completion=Deferred)) as cluster:
+    with _TimedCluster(Shape(completion=Deferred, page_size=PAGE)) as cluster:
         first = cluster.submit(prompt_of(9, 1), 40)
         cluster.run(until=lambda: len(first.output) > 4)
-        second = cluster.submit(prompt_of(7, 2), 6)
+        # Its prompt fills its pages, so that its first step needs one more.
+        second = cluster.submit(prompt_of(PAGE, 2), 6)
         cluster.turn_one(cluster.decode)  # reserves pages
         request = cluster.decode.node.queues.transferring[second.room]
 
@@ -101,10 +103,26 @@ def test_a_record_that_arrives_during_a_step_joins_the_next_one() -> None:
         assert not joining.rows
         assert [join.row for join in joining.moves.joins] == [request.row]
         assert request.row in [row.row for row in step.rows]
-        assert not step.moves, "the launch has nothing left to set, as no request needs another page"
+        assert [page for row, page, _ in joining.moves.cells if row == request.row] == [0, 1]
+        assert not step.moves, "the launch has nothing left to set"
         assert step.generation > joining.generation
         cluster.run()
         expect_reference(first, second)
+        cluster.settle()
+
+
+def test_a_launch_sets_no_pages_of_requests_that_were_running_before() -> None:
+    """Once the results of a step are read, pages for the next but one are set while the next one runs."""
+    with _TimedCluster(Shape(completion=Deferred, page_size=PAGE)) as cluster:
+        first = cluster.submit(prompt_of(9, 1), 40)
+        cluster.run(until=lambda: len(first.output) > 4)
+        launched = len(cluster.worker.plans)
+        cluster.run()
+        later = cluster.worker.plans[launched:]
+        set_by_launches = [plan.moves.cells for plan in later if plan.rows]
+        assert not any(set_by_launches)
+        assert len([plan for plan in later if not plan.rows]) == len(set_by_launches) // PAGE
+        expect_reference(first)
         cluster.settle()
 
 
