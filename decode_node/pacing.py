@@ -1,9 +1,9 @@
 """Decides when the next step is launched: as late as the device allows, so that requests still join it.
 
 A step writes marks while it runs (progress_mark.py). The main loop processes messages until the step has passed the
-mark after which just enough work is left for a plan and a launch, then launches the next step. How long these take and
-how much follows each mark is measured at every step. While that is unknown, and after short steps, the next step is
-launched at once.
+last mark after which enough work is left for a plan and a launch, and then until just enough is left. How long these
+take and how much follows each mark is measured at every step. While that is unknown, and after short steps, the next
+step is launched at once.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class PacedCompletion:
     launched: float
     seen: list[float] = field(default_factory=list)  # when each mark was seen; 0: too late to tell
     looked: float = 0.0
+    interval: float = 0.0  # between the last two looks
     ended: bool = False
 
     def due(self) -> bool:
@@ -124,12 +125,22 @@ class Pacing:
     def due(self, step: PacedCompletion) -> bool:
         """Return whether the step after this one has to be launched now."""
         self.look(step)
-        stage = self.stage
-        waiting = stage is not None and len(step.seen) <= stage and not step.inner.ready()
-        if waiting and step.looked - step.launched < PATIENCE:
+        if self._early(step) and step.looked - step.launched < PATIENCE:
             return False
         self._due_at = step.looked
         return True
+
+    def _early(self, step: PacedCompletion) -> bool:
+        """Return whether more work is left in a step than a plan and a launch take."""
+        if self.stage is None or step.inner.ready():
+            return False
+        if len(step.seen) <= self.stage:
+            return True
+        seen, left = step.seen[self.stage], self.left[self.stage]
+        if not seen or left is None:
+            return False  # the mark was seen too late to tell how much of the time after it is over
+        # The next look must not come too late.
+        return step.looked - seen + step.interval < left - self._launch - self._margin
 
     def look(self, step: PacedCompletion) -> None:
         """Note the marks that the step has passed since the last look."""
@@ -137,7 +148,7 @@ class Pacing:
         if passed > len(step.seen):
             precise = now - max(step.looked, step.launched) <= PRECISE
             step.seen += [0.0] * (passed - len(step.seen) - 1) + [now if precise else 0.0]
-        step.looked = now
+        step.interval, step.looked = now - step.looked, now
 
     def end(self, step: PacedCompletion) -> None:
         """Learn from a step that has ended, and choose the mark for the next."""
