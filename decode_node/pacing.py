@@ -1,9 +1,9 @@
 """Decides when the next step is launched: as late as the device allows, so that requests still join it.
 
 A step writes marks while it runs (progress_mark.py). The main loop processes messages until the step has passed the
-last mark after which enough work is left for a plan and a launch, and then until just enough is left. How long these
-take and how much follows each mark is measured at every step. While that is unknown, and after short steps, the next
-step is launched at once.
+last mark after which enough work is left for a plan and the launch of the target's forward, and then until just enough
+is left. How long these take and how much follows each mark is measured at every step. While that is unknown, and after
+short steps, the next step is launched at once.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class PacedCompletion:
     seen: list[float] = field(default_factory=list)  # when each mark was seen; 0: too late to tell
     looked: float = 0.0
     interval: float = 0.0  # between the last two looks
+    running: float = 0.0  # when it was last seen to run
+    over: float = 0.0  # when it was first seen to have ended; 0: never before the wait for it
     ended: bool = False
 
     def due(self) -> bool:
@@ -76,7 +78,17 @@ class PacedCompletion:
 
     def _look_and(self, meanwhile: Callable[[], None]) -> None:
         self.pacing.look(self)
+        self.running = self.looked
         meanwhile()
+
+    def look_at_end(self, now: float) -> bool:
+        """Return whether the step has ended, and note it."""
+        ready = self.inner.ready()
+        if not ready:
+            self.running = now
+        elif not self.over:
+            self.over = now
+        return ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +102,11 @@ class PacedStep:
         return self.launched.read()
 
 
+def _between(before: float, after: float) -> float:
+    """Return when something happened between two looks; 0 if they are too far apart to tell."""
+    return (before + after) / 2 if after - before <= PRECISE else 0.0
+
+
 class Pacing:
     """Owned by the main loop. `counters`, `stage` and `left` are public for reports and tests."""
 
@@ -101,18 +118,27 @@ class Pacing:
         self._count = mark.value  # after the marks of all steps launched so far
         self._newest: PacedCompletion | None = None
         self._due_at: float | None = None  # when the launch that follows became due
-        self._launch = 0.0  # seconds that a slow recent plan and launch took
+        # seconds that a slow recent plan and launch took, until the device had the forward
+        self._launch = 0.0
         self._margin = MARGIN
         self.left: list[float | None] = [None] * self._marks  # seconds from each mark to the end of a step
         self._missing_in_a_row = 0
         self.stage: int | None = None  # index of the mark after which a step is launched; None: at once
         self.counters = PacingCounters()
 
+    def begun(self) -> None:
+        """Note that the device has the target's forward of the next step: what else the launch does is not urgent."""
+        due, self._due_at = self._due_at, None
+        before, now = self._newest, self._clock()
+        if due is not None and before is not None and not before.ended:
+            self._learn_launch(now - due, before.look_at_end(now))
+
     def paced(self, launched: Launched) -> Launched:
         """Return a step that has just been launched with a paced completion."""
         now = self._clock()
+        if self._newest is not None and not self._newest.ended:
+            self._newest.look_at_end(now)
         self.counters.steps += 1
-        self._learn_launch(now)
         first, self._count = self._count, self._count + self._marks
         self._newest = PacedCompletion(self, launched.completion, first, now)
         return PacedStep(launched, self._newest)
@@ -146,8 +172,9 @@ class Pacing:
         """Note the marks that the step has passed since the last look."""
         now, passed = self._clock(), min(self._mark.value - step.first, self._marks)
         if passed > len(step.seen):
-            precise = now - max(step.looked, step.launched) <= PRECISE
-            step.seen += [0.0] * (passed - len(step.seen) - 1) + [now if precise else 0.0]
+            before = max(step.looked, step.launched)
+            at = _between(before, now)
+            step.seen += [0.0] * (passed - len(step.seen) - 1) + [at]
         step.interval, step.looked = now - step.looked, now
 
     def end(self, step: PacedCompletion) -> None:
@@ -160,7 +187,8 @@ class Pacing:
             self._miss()
             return
         self._missing_in_a_row = 0
-        self._learn_left(step, self._clock())
+        now = self._clock()
+        self._learn_left(step, _between(step.running, step.over or now), step.over or now)
         wanted = self._launch + self._margin
         stages = [index for index, left in enumerate(self.left) if left is not None and left >= wanted]
         self.stage = stages[-1] if stages else None
@@ -176,24 +204,28 @@ class Pacing:
         if newest is not None:
             newest.first = self._count - self._marks
 
-    def _learn_launch(self, now: float) -> None:
-        due, self._due_at = self._due_at, None
-        before = self._newest
-        if due is None or before is None or before.ended:
-            return
-        self._launch = max(min(now - due, MOST_LAUNCH), KEPT * self._launch)
+    def _learn_launch(self, seconds: float, over: bool) -> None:
+        """Learn from a launch that took so many seconds. `over`: the device has ended the step before."""
+        self._launch = max(min(seconds, MOST_LAUNCH), KEPT * self._launch)
         # A step that was followed at once tells nothing, but a margin that leaves no mark has to shrink all the same.
-        late = self.stage is not None and before.inner.ready()
+        late = self.stage is not None and over
         self.counters.late += late
         margin = self._margin * (RAISED if late else LOWERED)
         self._margin = min(max(margin, MARGIN), MOST_MARGIN)
 
-    def _learn_left(self, step: PacedCompletion, now: float) -> None:
-        """Update the time after each mark; those of marks that were not seen in time change in proportion."""
+    def _learn_left(self, step: PacedCompletion, end: float, latest: float) -> None:
+        """Update the time after each mark; those of marks that were not seen in time change in proportion.
+
+        Args:
+            end: of the step; 0: the host was busy then.
+            latest: a time at which the step was over.
+        """
         seen, change = [*step.seen, *[0.0] * (self._marks - len(step.seen))], 1.0
         for index, (at, before) in enumerate(zip(seen, self.left)):
             if at:
-                left = now - at
+                left = (end or latest) - at
+                if not end and (before is None or left > before):
+                    continue
                 if before is not None and left > before:
                     left = before + FOLLOWED * (left - before)
                 change = left / before if before else 1.0

@@ -24,8 +24,12 @@ from decode_node.step_rules import StepRules
 class DecodeStep(Protocol):
     """Plain decoding, or speculation of one width; the worker treats them alike."""
 
-    def launch(self, plan: StepPlan) -> Launched:
-        """Start the step over `plan.rows`, which is not empty. Page tables must be up to date."""
+    def launch(self, plan: StepPlan, begun: Callable[[], None] = lambda: None) -> Launched:
+        """Start the step over `plan.rows`, which is not empty. Page tables must be up to date.
+
+        `begun` is called once the device has the target's forward and cannot run out of work while the host starts the
+        rest; not in masked steps.
+        """
         ...
 
 
@@ -77,12 +81,13 @@ class AutoregressiveStep:
         self._device = device
         self._completion = completion
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan, begun: Callable[[], None] = lambda: None) -> Launched:
         assert plan.sampling is not None
         rows = on_device([planned.row for planned in plan.rows], self._device)
         if plan.masked:
             return self._launch_masked(plan, rows, plan.sampling)
         sampled = self._decode(rows, plan.sampling)
+        begun()
         return self._launched(plan, sampled, step_states(sampled.hidden, plan.states))
 
     def _launch_masked(self, plan: StepPlan, rows: torch.Tensor, sampling: SamplingVariant) -> MaskedStep:

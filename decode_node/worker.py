@@ -66,7 +66,7 @@ class DeviceWorker:
         self._table.write(moves.cells)
         if not plan.rows:
             return LaunchedMoves(self._completion())
-        launched = self._steps.of(plan).launch(plan)
+        launched = self._steps.of(plan).launch(plan, self.pacing.begun)
         if isinstance(launched, MaskedStep):
             self._undrawn = plan.generation, launched
             self.pacing.unpaced()

@@ -100,7 +100,7 @@ class SpeculativeStep:
         return [phase.node_graphs for phase in phases]
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan, begun: Callable[[], None] = lambda: None) -> Launched:
         drafts = self.drafter.nodes - 1
         call = self._call(plan, drafts)
         watch = self._stopwatch()
@@ -108,7 +108,9 @@ class SpeculativeStep:
         watch.lap()
         if plan.masked:
             return self._launch_masked(plan, call, watch)
-        return self._finish(plan, call, watch, self.verify(call))
+        emitted = self.verify(call)
+        begun()
+        return self._finish(plan, call, watch, emitted)
 
     def _launch_masked(self, plan: StepPlan, call: RoundCall, watch: Stopwatch) -> MaskedStep:
         """Launch the target's forward, and before it the copy of the drafts, from which the host computes masks."""

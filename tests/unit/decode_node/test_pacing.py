@@ -88,7 +88,8 @@ class _Loop:
     """The main loop: holds, launches, and reads the step before."""
 
     device: _Device = field(default_factory=_Device)
-    launch_seconds: float = 1 * MS
+    launch_seconds: float = 1 * MS  # until the device has the forward
+    rest_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.pacing = Pacing(self.device, Log("test"), self.device.clock)
@@ -104,7 +105,10 @@ class _Loop:
                 self.tick()
             self.left.append(self.device.end - self.device.now)
         self.device.now += self.launch_seconds
-        completion = self.pacing.paced(self.device.launch()).completion
+        launched = self.device.launch()
+        self.pacing.begun()
+        self.device.now += self.rest_seconds
+        completion = self.pacing.paced(launched).completion
         assert isinstance(completion, PacedCompletion)
         self.unread.append(completion)
         if len(self.unread) > 1:
@@ -145,6 +149,18 @@ def test_the_device_does_not_run_out_of_work() -> None:
     loop.steps(100)
     assert loop.device.idle == pytest.approx(0.0)
     assert loop.pacing.counters.late == 0
+
+
+@pytest.mark.parametrize("rest", [0.1 * MS, 0.3 * MS])
+def test_what_the_host_does_after_the_launch_of_the_forward_takes_no_lead(rest: float) -> None:
+    """Even if it is still at it when the step before ends."""
+    loop = _Loop(rest_seconds=rest)
+    loop.steps(200)
+    assert loop.left[-1] == pytest.approx(1.1 * MS, abs=0.2 * MS)
+    assert loop.device.idle < 200 * 0.005 * MS
+    loop.device.length = 15 * MS
+    loop.steps(200)
+    assert loop.left[-1] == pytest.approx(1.1 * MS, abs=0.2 * MS)
 
 
 def test_steps_that_are_shorter_than_a_launch_are_followed_at_once() -> None:
