@@ -162,28 +162,37 @@ class Arrivals(FakeLink):
 
 @dataclass
 class Timed:
-    """A worker that records events around each step."""
+    """A worker that records events around each plan."""
 
     inner: Worker
     device: torch.device
     steps: list[tuple[int, Any, Any]] = field(default_factory=list)  # batch, events at begin and end
-    joined: list[int] = field(default_factory=list)  # per step
+    # events around plans that set rows while a step runs
+    rows: list[tuple[Any, Any]] = field(default_factory=list)
+    rows_host: list[float] = field(default_factory=list)  # seconds of each such call that joins a request
+    joined: list[int] = field(default_factory=list)  # per step, by its own plan
     host: list[float] = field(default_factory=list)  # seconds of each call
     launches: list[float] = field(default_factory=list)  # seconds of plan and call
     due_at: float = 0.0  # when the next launch became due
 
     def clear(self) -> None:
-        for kept in (self.steps, self.joined, self.host, self.launches):
+        for kept in (self.steps, self.rows, self.rows_host, self.joined, self.host, self.launches):
             kept.clear()
 
     def apply(self, plan: StepPlan, /) -> Launched:
-        if not plan.rows or self.device.type != "cuda":
+        if self.device.type != "cuda":
             return self.inner.apply(plan)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         before = time.perf_counter()
         launched = self.inner.apply(plan)
         now = time.perf_counter()
+        if not plan.rows:
+            end.record()
+            self.rows.append((begin, end))
+            if plan.moves.joins:
+                self.rows_host.append(now - before)
+            return launched
         self.host.append(now - before)
         if self.due_at:
             self.launches.append(now - self.due_at)
@@ -215,7 +224,8 @@ class Row:
     idle_share: float  # between the events of steps
     launch_ms: tuple[float, float, float]  # plan to launch
     apply_ms: tuple[float, float, float]  # the worker's part of that
-    joining_apply_ms: tuple[float, float, float]  # the same for steps that requests join
+    joining_apply_ms: tuple[float, float, float]  # the same for plans of steps that join requests themselves
+    rows_apply_ms: tuple[float, float, float]  # the same for plans that join requests while a step runs
     late: int
     missing: int
     steps: int
@@ -426,6 +436,7 @@ class Node:
             launch_ms=quantiles(self.worker.launches),
             apply_ms=quantiles(self.worker.host),
             joining_apply_ms=quantiles(joining),
+            rows_apply_ms=quantiles(self.worker.rows_host),
             late=counters.late - before.late,
             missing=counters.missing - before.missing,
             steps=counters.steps - before.steps,
@@ -448,8 +459,9 @@ class Node:
             idle += max(gap, 0.0)
             periods.append(period)
             by_batch[batch].append(period)
+        idle -= sum(begin.elapsed_time(end) for begin, end in self.worker.rows)
         medians = {batch: round(statistics.median(each), 3) for batch, each in sorted(by_batch.items())}
-        return idle / max(sum(periods), 1e-9), statistics.median(periods), medians
+        return max(idle, 0.0) / max(sum(periods), 1e-9), statistics.median(periods), medians
 
 
 @contextmanager
@@ -471,7 +483,8 @@ def line(row: Row) -> str:
         f"{row.algorithm} {row.rate:g}/s {row.pacing}: {row.requests} requests, step {row.step_ms:.2f} ms, batch "
         f"{row.batch:.0f}; {stages}; seen to own step {row.own_step} ms = {row.own_step_in_steps} steps; gap "
         f"{row.gap_ms}; later gaps {row.token_gap_ms}; idle {100 * row.idle_share:.2f} %; launch {row.launch_ms}, "
-        f"worker {row.apply_ms}, joining {row.joining_apply_ms}; late {row.late}, missing {row.missing} of "
+        f"worker {row.apply_ms}, joining {row.joining_apply_ms}, rows "
+        f"{row.rows_apply_ms}; late {row.late}, missing {row.missing} of "
         f"{row.steps}; mark {row.stage} of {row.left_ms}"
     )
 
