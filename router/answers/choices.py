@@ -51,7 +51,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     tokens: Sequence[int]  # an array: see GenerationRequest
     index: int = 0  # among the prompts of the request
     images: tuple[PromptImage, ...] = ()
-    text: str | None = None  # as the client sent it; None: token ids or messages
+    text: str | None = None  # without special tokens; None: the client sent token ids or messages
 
 
 class AnswerOptions(msgspec.Struct, frozen=True, eq=False):

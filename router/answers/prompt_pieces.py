@@ -57,7 +57,7 @@ class ShownPrompt:
 
     @classmethod
     def echoed(cls, ids: Sequence[int], given: str | None, tokenizer: Tokenizer) -> ShownPrompt:
-        """Return a prompt that precedes the answer. `given`: the text as the client sent it; None: it sent ids."""
+        """Return a prompt that precedes the answer. `given`: its text without special tokens; None: it came as ids."""
         decoder = tokenizer.stream(given is not None)
         offsets, size, parts = [], 0, []
         for token in ids:

@@ -103,11 +103,13 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     return_hidden_states: bool | None = None  # as in SGLang
     prompt_logprobs: int | None = None  # alternatives listed with each token of the prompt
+    # as in vLLM: a longer prompt is cut to so many tokens; -1: to as many as fit
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None  # left, the default, keeps the last tokens; right keeps the first ones
     # not supported yet: see NOT_YET
     use_beam_search: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
-    truncate_prompt_tokens: Any = None
     prompt_embeds: Any = None
     lora_path: Any = None
 
@@ -155,7 +157,6 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "truncate_prompt_tokens": (),
     "prompt_embeds": (),
     "lora_path": (),
     "chat_template": (),

@@ -18,11 +18,12 @@ from router.http.messages_errors import MESSAGES
 from router.http.request_body import received
 from router.requests.chat_rules import check_chat
 from router.requests.checks import ServedModel, check_request
+from router.requests.prompt_length import PromptLength
 from router.routes.openai import OpenAiRoutes
 from router.text.chat_prompts import ChatPrompts
 from router.text.service import TextService
 
-MAX_COUNTED = 1 << 24  # tokens; text workers stop long before
+COUNTED = PromptLength(1 << 24)  # text workers stop long before
 
 
 class MessagesRoutes:
@@ -62,5 +63,5 @@ class MessagesRoutes:
                 model = self._model()
                 check_request(body, model)
                 rules = check_chat(body, model.answers)
-                rendered = await self._prompts.render(body, rules, model, request[client_key], MAX_COUNTED)
+                rendered = await self._prompts.render(body, rules, model, request[client_key], COUNTED)
                 return json_response(TokenCount(len(rendered.tokens)))

@@ -50,6 +50,7 @@ from router.requests.openai_schema import (
     prompts,
     with_packed_ids,
 )
+from router.requests.prompt_length import PromptLength, prompt_length
 from router.requests.read_constraint import read_constraint
 from router.routes.request_counter import RequestCounter
 from router.text.chat_prompts import ChatPrompts
@@ -123,7 +124,8 @@ class OpenAiRoutes:
         logprobs = top if body.logprobs else None
         max_field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         client = request[client_key]
-        rendered = await self._prompts.render(body, chat, model, client, model.max_model_len)
+        length = prompt_length(body, model.max_model_len, max_field)
+        rendered = await self._prompts.render(body, chat, model, client, length)
         memory.release()
         prompt = rendered.tokens
         check_prompt(prompt, model, "messages")
@@ -180,11 +182,14 @@ class OpenAiRoutes:
             )
         grammar = await self._texts.grammar(read_constraint(body), model)
         options = AnswerOptions("max_tokens", logprobs, grammar, await token_rules(body, model, self._texts))
-        encoded = await self._encoded(given, body, model)
+        length = prompt_length(body, model.max_model_len)
+        encoded = await self._encoded(given, body, length)
         memory.release()
         for index, (name, ids) in enumerate(encoded.items()):
             check_prompt(ids, model, name)
             text = prompt if isinstance(prompt := given[index], str) else None
+            if text is not None and body.echo and length.may_have_cut(ids):
+                text = self._tokenizer.decode(ids, skip_special_tokens=True)
             asked = Prompt(ids, index, text=text)
             choices += self._maker.make(request, body, model, options, asked, batch)
             if len(encoded) > 1:
@@ -203,19 +208,22 @@ class OpenAiRoutes:
         return self._active.count
 
     async def _encoded(
-        self, given: Sequence[str | TokenIds], body: CompletionRequest, model: ServedModel
+        self, given: Sequence[str | TokenIds], body: CompletionRequest, length: PromptLength
     ) -> dict[str, TokenIds]:
         """Map the name of each prompt to its token ids. All texts of the request are encoded together."""
         if len(given) == 1 and not isinstance(given[0], str):
-            return {"prompt": given[0]}
+            return {"prompt": length.cut(given[0])}
         names = prompt_names(len(given))
         texts = {name: prompt for name, prompt in zip(names, given) if isinstance(prompt, str)}
         if not texts:
-            return {name: prompt for name, prompt in zip(names, given) if not isinstance(prompt, str)}
+            return {name: length.cut(ids) for name, ids in zip(names, given) if not isinstance(ids, str)}
         special = body.add_special_tokens is not False
-        encoded = await self._texts.encode(list(texts.values()), special, model.max_model_len, list(texts))
+        encoded = await self._texts.encode(list(texts.values()), special, length, list(texts))
         ids = dict(zip(texts, encoded))
-        return {name: ids[name] if isinstance(prompt, str) else prompt for name, prompt in zip(names, given)}
+        return {
+            name: ids[name] if isinstance(prompt, str) else length.cut(prompt)
+            for name, prompt in zip(names, given)
+        }
 
     def _names(self, body: SharedFields) -> TokenNames:
         return IdNames(self._tokenizer) if body.return_tokens_as_token_ids else self._tokenizer

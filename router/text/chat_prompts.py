@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+from common.errors import InvalidRequest
 from router.dispatch.generation import PromptImage
 from router.http.client import Client, cache_salt
 from router.images.loader import Image, ImageLoader
@@ -12,7 +13,8 @@ from router.images.placeholders import place_images
 from router.requests.chat_input import ChatInput
 from router.requests.chat_rules import ChatRules
 from router.requests.checks import ServedModel
-from router.requests.openai_schema import ChatRequest, without_addresses
+from router.requests.openai_schema import ChatRequest, image_parts, without_addresses
+from router.requests.prompt_length import TRUNCATE, PromptLength
 from router.templates.prompt_end import prompt_end
 from router.text.service import TextService
 
@@ -34,14 +36,18 @@ class ChatPrompts:
         self._images = images
 
     async def render(
-        self, body: ChatRequest, rules: ChatRules, model: ServedModel, client: Client, max_tokens: int
+        self, body: ChatRequest, rules: ChatRules, model: ServedModel, client: Client, length: PromptLength
     ) -> ChatPrompt:
-        """Return the prompt of a chat. Raises InvalidRequest; ContextTooLong from `max_tokens` tokens on."""
+        """Return the prompt of a chat. Raises InvalidRequest, or ContextTooLong for what exceeds `length`."""
+        if length.kept is not None and next(image_parts(body.messages), None) is not None:
+            raise InvalidRequest(
+                f"{TRUNCATE} cannot be combined with images: it might cut one in half", param=TRUNCATE
+            )
         images = await self._images.load(body.messages)
         messages = without_addresses(body.messages) if images else body.messages
         given = ChatInput(list(messages), rules.calls.tools, rules.variables)
         end = prompt_end(body.add_generation_prompt, body.continue_final_message)
-        tokens = await self._texts.chat_prompt(given, bool(body.add_special_tokens), max_tokens, end)
+        tokens = await self._texts.chat_prompt(given, bool(body.add_special_tokens), length, end)
         if model.vision is None:
             return ChatPrompt(tokens, images, ())
         salt = cache_salt(client.tenant, body.cache_salt)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from common.errors import RequestError, from_code
+from router.requests.prompt_length import PromptLength
 from router.templates.prompt_end import PromptEnd
 
 
@@ -36,7 +37,7 @@ class RenderChat(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """Payload: a ChatInput as msgpack. Answer: the token ids of its prompt as int32."""
 
     add_special_tokens: bool
-    max_model_len: int
+    length: PromptLength
     end: PromptEnd = PromptEnd.GENERATION_PROMPT
 
 
@@ -44,7 +45,7 @@ class EncodeTexts(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Payload: a list of texts as msgpack. Answer: the token ids of all of them as int32, in order."""
 
     add_special_tokens: bool
-    max_model_len: int
+    length: PromptLength
     fields: tuple[str, ...]  # the name of each text in error messages
 
 

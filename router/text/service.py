@@ -12,9 +12,10 @@ from router.apis.tasks import TaskReader
 from router.grammar.constraint import Constraint
 from router.grammar.known_grammars import KnownGrammars
 from router.requests.chat_input import ChatInput
-from router.requests.checks import ServedModel, check_length
+from router.requests.checks import ServedModel
 from router.requests.field_rules import UnknownFields
 from router.requests.openai_schema import ChatRequest, CompletionRequest
+from router.requests.prompt_length import PromptLength
 from router.templates.prompt_end import PromptEnd
 from router.text.jobs import (
     CompileGrammar,
@@ -87,26 +88,27 @@ class TextService:
         self,
         given: ChatInput,
         add_special_tokens: bool,
-        max_model_len: int,
+        length: PromptLength,
         end: PromptEnd = PromptEnd.GENERATION_PROMPT,
     ) -> array[int]:
         """Render and tokenize messages. Always in a worker: the cost of a template depends on its author."""
         payload = msgspec.msgpack.encode(given)
-        [tokens] = await self._tokens(RenderChat(add_special_tokens, max_model_len, end), payload)
+        [tokens] = await self._tokens(RenderChat(add_special_tokens, length, end), payload)
         return tokens
 
     async def encode(
-        self, texts: Sequence[str], add_special_tokens: bool, max_model_len: int, fields: Sequence[str]
+        self, texts: Sequence[str], add_special_tokens: bool, length: PromptLength, fields: Sequence[str]
     ) -> list[array[int]]:
         """Tokenize texts.
 
         Raises ContextTooLong with the field of a text that is too long, early if its length shows it.
         """
         for text, field in zip(texts, fields):
-            check_length(self._tokenizer.least_tokens(text), max_model_len, field, exact=False)
+            length.check(self._tokenizer.least_tokens(text), field, exact=False)
         if sum(map(len, texts)) <= SMALL_TEXTS:
-            return [array("i", self._tokenizer.encode(text, add_special_tokens)) for text in texts]
-        job = EncodeTexts(add_special_tokens, max_model_len, tuple(fields))
+            encode = self._tokenizer.encode
+            return [array("i", length.cut(encode(text, add_special_tokens))) for text in texts]
+        job = EncodeTexts(add_special_tokens, length, tuple(fields))
         return await self._tokens(job, msgspec.msgpack.encode(texts))
 
     async def tokenize(self, raw: bytearray, model: ServedModel) -> Payload:

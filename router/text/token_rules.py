@@ -8,6 +8,7 @@ from common.errors import InvalidRequest
 from common.messages.generation import MAX_ALLOWED, MAX_BAD_WORD, MAX_BAD_WORDS, TokenRules
 from router.requests.checks import ServedModel, check_tokens_in_vocabulary
 from router.requests.openai_schema import SharedFields
+from router.requests.prompt_length import PromptLength
 from router.text.service import TextService
 
 ALLOWED, BAD_WORDS = "allowed_token_ids", "bad_words"
@@ -30,7 +31,9 @@ async def token_rules(body: SharedFields, model: ServedModel, texts: TextService
             f"bad_words takes at most {MAX_BAD_WORDS // 2} words, none of them empty", param=BAD_WORDS
         )
     written = [*plain, *(f" {word}" for word in plain)]
-    encoded = await texts.encode(written, False, model.max_model_len, [BAD_WORDS] * len(written))
+    encoded = await texts.encode(
+        written, False, PromptLength(model.max_model_len), [BAD_WORDS] * len(written)
+    )
     found = [tuple(ids) for ids in encoded]
     if not all(found):
         raise InvalidRequest("a word of bad_words has no tokens: leave it out", param=BAD_WORDS)

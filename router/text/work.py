@@ -19,7 +19,7 @@ from router.grammar.grammar_work import GrammarWork
 from router.requests.chat_fields import check_calls, check_tools, template_tools, template_variables
 from router.requests.chat_input import ChatInput
 from router.requests.chat_rules import check_chat_fields
-from router.requests.checks import check_length, check_name, check_tokens_in_vocabulary
+from router.requests.checks import check_name, check_tokens_in_vocabulary
 from router.requests.field_rules import undeclared
 from router.requests.json_body import decode_json
 from router.requests.openai_schema import (
@@ -30,6 +30,7 @@ from router.requests.openai_schema import (
     prompt_names,
     refuse_unsupported_messages,
 )
+from router.requests.prompt_length import PromptLength, prompt_length
 from router.requests.tokenize_requests import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -89,6 +90,18 @@ def _compact(request: ChatRequest) -> ChatRequest:
     return compact_chat(request)
 
 
+def _with_ids_that_fit(request: CompletionRequest, max_model_len: int) -> CompletionRequest:
+    """Cut packed token ids as the request asks, or check that they fit. Raises InvalidRequest or ContextTooLong."""
+    if not isinstance(request.prompt, list):
+        return request
+    length = prompt_length(request, max_model_len)
+    for item, field in zip(request.prompt, prompt_names(len(request.prompt))):
+        if isinstance(item, bytes):
+            length.check(len(item) // TOKEN_BYTES, field)
+    cut = [length.cut(item, TOKEN_BYTES) if isinstance(item, bytes) else item for item in request.prompt]
+    return msgspec.structs.replace(request, prompt=cut)
+
+
 class TextWork:
     """The tokenizer and the chat template of one model."""
 
@@ -130,11 +143,7 @@ class TextWork:
             case ReadCompletion():
                 self._limit(READ_SECONDS)
                 read, unknown = read_completion(payload)
-                request = compact_completion(read)
-                if isinstance(request.prompt, list):
-                    for item, field in zip(request.prompt, prompt_names(len(request.prompt))):
-                        if isinstance(item, bytes):
-                            check_length(len(item) // TOKEN_BYTES, job.max_model_len, field)
+                request = _with_ids_that_fit(compact_completion(read), job.max_model_len)
                 return JobResult(unknown_fields=unknown), msgspec.msgpack.encode(request)
             case ReadTask():
                 self._limit(READ_SECONDS)
@@ -144,10 +153,10 @@ class TextWork:
                 self._limit(RENDER_SECONDS)
                 given = _chat_input.decode(payload)
                 text = self._template.render(given.messages, job.end, given.tools, given.variables)
-                return self._encoded([text], job.add_special_tokens, job.max_model_len, ("messages",))
+                return self._encoded([text], job.add_special_tokens, job.length, ("messages",))
             case EncodeTexts():
                 texts = _texts.decode(payload)
-                return self._encoded(texts, job.add_special_tokens, job.max_model_len, job.fields)
+                return self._encoded(texts, job.add_special_tokens, job.length, job.fields)
             case Tokenize():
                 return JobResult(), self.tokenize(payload, job)
             case Detokenize():
@@ -200,23 +209,23 @@ class TextWork:
         return msgspec.json.encode(DetokenizeAnswer(text))
 
     def encode(
-        self, texts: Sequence[str], add_special_tokens: bool, max_model_len: int, fields: Sequence[str]
+        self, texts: Sequence[str], add_special_tokens: bool, length: PromptLength, fields: Sequence[str]
     ) -> list[list[int]]:
         """Tokenize texts. Raises ContextTooLong with the field of a text that leaves no room for an answer."""
         self._limit(ENCODE_SECONDS)
         for text, field in zip(texts, fields):  # check all of them before encoding the first
-            check_length(self._tokenizer.least_tokens(text), max_model_len, field, exact=False)
+            length.check(self._tokenizer.least_tokens(text), field, exact=False)
         encoded = []
         for text, field in zip(texts, fields):
             tokens = self._tokenizer.encode(text, add_special_tokens)
-            check_length(len(tokens), max_model_len, field)
-            encoded.append(tokens)
+            length.check(len(tokens), field)
+            encoded.append(length.cut(tokens))
         return encoded
 
     def _encoded(
-        self, texts: Sequence[str], add_special_tokens: bool, max_model_len: int, fields: Sequence[str]
+        self, texts: Sequence[str], add_special_tokens: bool, length: PromptLength, fields: Sequence[str]
     ) -> JobAnswer:
-        encoded = self.encode(texts, add_special_tokens, max_model_len, fields)
+        encoded = self.encode(texts, add_special_tokens, length, fields)
         packed = array("i")
         for tokens in encoded:
             packed.extend(tokens)

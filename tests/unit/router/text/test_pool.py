@@ -27,6 +27,7 @@ from router.process.spawner import Child, Spawner
 from router.requests.chat_input import ChatInput
 from router.requests.field_rules import UnknownFields
 from router.requests.openai_schema import Message
+from router.requests.prompt_length import PromptLength
 from router.text import pool as text_pool
 from router.text.channel import TextChannel, start_worker
 from router.text.jobs import (
@@ -48,8 +49,9 @@ from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.conftest import SERVED, TINY
 
 HI = [Message("user", "hi")]
-CHAT = RenderChat(False, 4096)
-TEXTS = EncodeTexts(False, 1 << 30, ("prompt",))
+LENGTH = PromptLength(4096)
+CHAT = RenderChat(False, LENGTH)
+TEXTS = EncodeTexts(False, PromptLength(1 << 30), ("prompt",))
 Open = Callable[..., Awaitable[WorkerLane]]
 
 
@@ -160,15 +162,15 @@ async def test_workers_give_the_same_tokens_and_refusals(spawned: Spawned) -> No
         here = TextService(InProcess(TextWork.load(TINY)), tokenizer, UnknownFields(Log("test")))
         there = TextService(pool, tokenizer, UnknownFields(Log("test")))
         for service in (here, there):
-            assert tokenizer.decode(await service.chat_prompt(ChatInput(HI), False, 4096), False).startswith(
-                "<|bos|>"
-            )
+            assert tokenizer.decode(
+                await service.chat_prompt(ChatInput(HI), False, LENGTH), False
+            ).startswith("<|bos|>")
             with pytest.raises(InvalidRequest, match="unknown role nobody") as found:
-                await service.chat_prompt(ChatInput([Message("nobody", "x")]), False, 4096)
+                await service.chat_prompt(ChatInput([Message("nobody", "x")]), False, LENGTH)
             assert found.value.param == "messages"
         texts = ["a b c " * 2000, "x", "é" * 50_000]
         fields = ["prompt[0]", "prompt[1]", "prompt[2]"]
-        encoded = [await each.encode(texts, True, 1 << 20, fields) for each in (here, there)]
+        encoded = [await each.encode(texts, True, PromptLength(1 << 20), fields) for each in (here, there)]
         assert encoded[0] == encoded[1] == [array("i", tokenizer.encode(text, True)) for text in texts]
         raw = bytearray(json.dumps({"prompt": [5, 700] * 50_000, "user": [[]] * 1000}).encode())
         read = [await each.read_completion(raw, 1 << 20) for each in (here, there)]

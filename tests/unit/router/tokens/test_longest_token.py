@@ -17,6 +17,7 @@ from common.errors import ContextTooLong
 from common.observability.logs import Log
 from router.requests.checks import check_length
 from router.requests.field_rules import UnknownFields
+from router.requests.prompt_length import PromptLength
 from router.templates.chat_template import ChatTemplate
 from router.text.service import TextService
 from router.text.work import TextWork
@@ -227,10 +228,10 @@ async def test_the_texts_of_a_request_count_together(tokenizer: own.Tokenizer) -
     """64 short prompts are one job, not 64 small pieces of work on the event loop."""
     workers = InProcess(TextWork(tokenizer, ChatTemplate(TINY)))
     service = TextService(workers, tokenizer, UnknownFields(Log("test")))
-    await service.encode(["a" * 1000] * 2, False, 4096, ["prompt[0]", "prompt[1]"])
+    await service.encode(["a" * 1000] * 2, False, PromptLength(4096), ["prompt[0]", "prompt[1]"])
     assert not workers.jobs
     names = [f"prompt[{index}]" for index in range(64)]
-    encoded = await service.encode(["a" * 1000] * 64, False, 4096, names)
+    encoded = await service.encode(["a" * 1000] * 64, False, PromptLength(4096), names)
     assert list(map(list, encoded)) == [tokenizer.encode("a" * 1000, False)] * 64
     assert len(workers.jobs) == 1
     with pytest.raises(ContextTooLong):
