@@ -133,7 +133,7 @@ class BatchResources:
         hopeless = self._quarantine_wait.hopeless(self._frees_pages, now)
         leaving = [(each, Preempted(QUARANTINED)) for each in hopeless]
         for request in list(self._queues.running.values()):
-            if request.retract and request.in_flight == 0 and not request.ended:
+            if request.retract and request.in_flight == 0 and not request.ended and not request.checks:
                 del self._queues.running[request.room]
                 self.retractions += 1
                 self._events.add("retracted", request.room)
@@ -175,7 +175,7 @@ class BatchResources:
         """Remove an ended request from the batch once no step in flight writes to its pages."""
         if request.in_flight == 0 and self._queues.running.pop(request.room, None) is not None:
             assert request.lease is not None
-            if request.trusted:
+            if request.trusted and not request.checks:
                 request.lease.commit(self._space.keys(request.computed()))
                 self._tier.keep(request)
             self._retraction.release(request)

@@ -34,6 +34,7 @@ from common.node.hidden_states import send_states
 from common.node.life import NodeLife
 from common.node.overlap import OverlapLoop
 from common.node.to_router import ToRouter
+from decode_node.arrived_pages import ArrivedPages
 from decode_node.batch_resources import BatchResources
 from decode_node.grammar_masks import SLOWEST_MASK, failed_grammars, follow_compiled, step_masks
 from decode_node.handed_over import take_record
@@ -88,6 +89,7 @@ class DecodeNode:
         self._report = Report(
             self.queues, self._space, self._receiver, self._resources, observation, self._tier.totals
         )
+        self._pages = ArrivedPages(self._space, self._report)
         self._reservations = Reservations(
             self.queues, scheduling, self._resources, self._receiver, self._peers, self._report, self._events
         )
@@ -117,6 +119,7 @@ class DecodeNode:
         self.life.receive(self, now)
         self._move_transfers(now)
         self.life.look_after(self, now)
+        self._fail_all(self._pages.settle())
         self._fail_all(self._resources.settle_retractions(self._worker.unsaved(), now))
         for request, intact in self._tier.settle():
             self._fetched(request, intact)
@@ -157,7 +160,9 @@ class DecodeNode:
         now = self._clock()
         began = self._step_times.ended(now)
         runs: defaultdict[ToRouter, list[TokenRun]] = defaultdict(list)
-        for emission in self._planner.read(launched):
+        emissions = self._planner.read(launched)
+        self._fail_all(self._pages.verify(each.request for each in emissions if each.request.unchecked))
+        for emission in emissions:
             if not emission.request.ended:
                 emission.request.mark("step_started", began)
                 run = self._accept(emission, now)
@@ -309,12 +314,10 @@ class DecodeNode:
         if problem is not None:
             self._fail(request, TransferFailed.code, problem)
             return
-        assert request.lease is not None
         self._report.transfers += 1
         self._events.add("accepted", request.room, id=event.record.first_token)
         self.queues.arrived.append(request)
-        if not request.fetching:
-            request.lease.commit(self._space.keys(request.contents))
+        self._pages.take(request, event.checks)
 
     def _fetched(self, request: DecodeRequest, intact: bool) -> None:
         """Go on with a request whose prefix has come from host memory."""
@@ -323,8 +326,7 @@ class DecodeNode:
         if not intact:
             self._fail(request, CacheDamaged.code, "a prefix of it in host memory has changed")
         elif request in self.queues.arrived:
-            assert request.lease is not None
-            request.lease.commit(self._space.keys(request.contents))
+            self._pages.keep(request)
 
     def _accept(self, emission: Emission, now: float) -> TokenRun | None:
         """Add the tokens of a step to their request; return None if the request failed."""

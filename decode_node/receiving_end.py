@@ -42,6 +42,7 @@ class ReceivingEnd:
             time.monotonic,
             self.limits,
             self.record_slots,
+            checks_later=layout.tp_rank == 0,  # the others report rooms that are verified
         )
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from common.node.hidden_states import StateRows
 from common.node.to_router import NO_ROUTER, ToRouter
 from decode_node.forced_choice import ForcedRow
 from decode_node.held_pages import HeldPages
+from kv_transfer.page_check import PageCheck
 
 
 class BackupSize(NamedTuple):
@@ -70,6 +71,8 @@ class DecodeRequest:
     retract: bool = False  # leaves the batch as soon as nothing is in flight
     backup: BackupSize | None = None
     fetching: int = 0  # key of the fetch whose copies to its pages have not ended; 0: nothing is fetched
+    # They compare its pages: nothing of it may leave before their outcome is known.
+    checks: Sequence[PageCheck] = ()
     compilation: PendingFollower | None = None  # its grammar's, until `matcher` is set
     matcher: Follower | None = None  # has followed the answer so far
     forced: tuple[int, ...] = ()  # the next tokens that its grammar forces, as drafts of its next step
@@ -123,6 +126,11 @@ class DecodeRequest:
     def takes_part(self) -> bool:
         """True if it has a next step."""
         return not (self.ended or self.retract or self.exhausted)
+
+    @property
+    def unchecked(self) -> bool:
+        """True while its pages are compared, unless nobody waits for it any more."""
+        return bool(self.checks) and not self.ended
 
     @property
     def exhausted(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kv_transfer.handoff_record import HandoffRecord
+from kv_transfer.page_check import PageCheck
 from kv_transfer.record_times import RecordTimes
 
 # Sender -> prefill node
@@ -40,11 +41,16 @@ SenderEvent = SlotsGranted | Delivered | TransferLost
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Pages and record have arrived and are verified. The node owns the pages now and must `close` the room."""
+    """Pages and record have arrived. The node owns the pages now and must `close` the room.
+
+    They are verified, except what `checks` compare: the device may read those pages, and write to them later, but no
+    token that comes from them may leave the node, and no cache may keep them, before `checks` have found no failure.
+    """
 
     room: int
     record: HandoffRecord
     times: RecordTimes
+    checks: tuple[PageCheck, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

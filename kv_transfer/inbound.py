@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -15,6 +16,7 @@ from kv_transfer.counters import ReceiverCounters
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import AbortTransfer, PagesWritten, RecordWritten, Slots, Welcome
+from kv_transfer.page_check import PageCheck
 from kv_transfer.pair_plan import Side, pair_plan
 from kv_transfer.record_times import NO_TIMES, RecordTimes, record_times
 from kv_transfer.state import ReceiveState, receive_step
@@ -90,6 +92,7 @@ class Inbound:
     state_slot: int = 0
     record: HandoffRecord | None = None  # set when it has arrived
     times: RecordTimes = NO_TIMES  # the record's
+    check: PageCheck | None = None  # pages that are compared later than the record
     aborted_for: tuple[str, str] = ("", "")  # code, reason; repeated while quarantined
 
     @property
@@ -142,19 +145,29 @@ class Inbound:
             return "stall", TransferFailed.code, reason
         return None
 
-    def verify(self, endpoint: ReceiverEndpoint, message: RecordWritten, checksums: bool, now: float) -> None:
+    def verify(
+        self,
+        endpoint: ReceiverEndpoint,
+        message: RecordWritten,
+        checksums: bool,
+        later: Callable[[str], object] | None,
+        now: float,
+    ) -> None:
         """Take over the record that `message` announces.
 
-        Raises RecordError unless it is complete; cause "checksum" if pages or state differ.
+        Raises RecordError unless it is complete; cause "checksum" if pages or state differ. With `later`, which counts
+        failures, the device may still be comparing them when this returns, and `check` is set.
         """
         self.times = record_times(message.sent_at, now)
         data = endpoint.record(self.record_slot)[: message.length]
         record = handoff_record.decode(data, self.room, self.generation)
         if checksums:
-            self._check_sums(endpoint, record)
+            self._check_sums(endpoint, record, later)
         self.record = record
 
-    def _check_sums(self, endpoint: ReceiverEndpoint, record: HandoffRecord) -> None:
+    def _check_sums(
+        self, endpoint: ReceiverEndpoint, record: HandoffRecord, later: Callable[[str], object] | None
+    ) -> None:
         side = self.link.side
         assert side is not None
         expected = handoff_record.unpack_checksums(record.checksums)
@@ -164,9 +177,18 @@ class Inbound:
                 f"record of room {self.room} has {len(expected)} checksums of {len(self.pages)} pages; "
                 "set the same verify_checksums on both nodes",
             )
-        for index, (want, got) in enumerate(zip(expected, endpoint.page_digests(side, self.pages))):
+        compare = partial(self._compare, expected)
+        started = None if later is None else endpoint.start_digests(side, self.pages, self.state_slot)
+        if started is not None and later is not None:
+            self.check = PageCheck(*started, compare, later)
+            return
+        found = endpoint.page_digests(side, self.pages)
+        if side.state:
+            found.append(endpoint.state_digest(side, self.state_slot))
+        compare(found)
+
+    def _compare(self, expected: Sequence[int], found: Sequence[int]) -> None:
+        for index, (want, got) in enumerate(zip(expected, found, strict=True)):
             if want != got:
-                page = self.held_pages + index
-                raise RecordError("checksum", f"page {page} of room {self.room} differs from what was sent")
-        if side.state and endpoint.state_digest(side, self.state_slot) != expected[-1]:
-            raise RecordError("checksum", f"the state of room {self.room} differs from what was sent")
+                page = f"page {self.held_pages + index}" if index < len(self.pages) else "the state"
+                raise RecordError("checksum", f"{page} of room {self.room} differs from what was sent")

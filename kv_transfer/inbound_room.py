@@ -10,6 +10,7 @@ from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.cuts import sources
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.inbound import Inbound, Link, LinkState
+from kv_transfer.page_check import PageCheck
 from kv_transfer.record_times import RecordTimes
 from kv_transfer.state import ReceiveState
 
@@ -51,6 +52,11 @@ class InboundRoom:
     def times(self) -> RecordTimes:
         """The times of the record that was seen last."""
         return max((part.times for part in self.parts), key=lambda times: times.seen)
+
+    @property
+    def checks(self) -> tuple[PageCheck, ...]:
+        """The comparisons of all parts that had not ended when the record arrived."""
+        return tuple(part.check for part in self.parts if part.check is not None)
 
     def part_of(self, link: Link) -> Inbound | None:
         return next((part for part in self.parts if part.link is link), None)

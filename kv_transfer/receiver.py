@@ -27,14 +27,7 @@ from kv_transfer.events import Arrived, PagesFree, PeerRefused, ReceiverEvent, R
 from kv_transfer.inbound import Dial, Inbound, Link, LinkState
 from kv_transfer.inbound_room import InboundRoom, InboundRooms
 from kv_transfer.limits import TransferLimits
-from kv_transfer.messages import (
-    AbortAck,
-    PagesWritten,
-    RecordWritten,
-    SenderFailed,
-    ToSender,
-    Welcome,
-)
+from kv_transfer.messages import AbortAck, PagesWritten, RecordWritten, SenderFailed, ToSender, Welcome
 from kv_transfer.rank_links import RankLinks
 from kv_transfer.receiver_signs import ReceiverSigns
 from kv_transfer.state import ReceiveState
@@ -48,6 +41,7 @@ class Receiver:
     """Receives pages and records. It is poll-driven and used from one thread.
 
     `incarnation` is the node's: that of its rank in `layout` follows. `endpoint` has allocated its KV region.
+    With `checks_later` the node takes pages that the device is still comparing, see `Arrived.checks`.
     """
 
     def __init__(
@@ -59,6 +53,7 @@ class Receiver:
         clock: Callable[[], float],
         limits: TransferLimits,
         record_slots: int,
+        checks_later: bool = False,
     ) -> None:
         endpoint.allocate(Region.RECORDS, record_slots * limits.record_bytes)
         endpoint.open(layout, limits.record_bytes)
@@ -71,6 +66,7 @@ class Receiver:
         self._clock = clock
         self._limits = limits
         self._record_slots = record_slots
+        self._later = self.counters.record_failed if checks_later else None
         self._ranks = RankLinks(layout, limits.max_peers, clock)
         self.links = self._ranks.links
         self.rooms = InboundRooms(layout, record_slots)
@@ -98,8 +94,9 @@ class Receiver:
         """
         link = self._ranks.greet(peer_incarnation, send, dial)
         where, slots = to_wire(self._endpoint.describe(peer_incarnation)), self._record_slots
-        record_bytes = self._limits.record_bytes
-        hello = messages.Hello(self._node, self._layout, where, slots, record_bytes, self._leader)
+        hello = messages.Hello(
+            self._node, self._layout, where, slots, self._limits.record_bytes, self._leader
+        )
         self._say(link, hello)
 
     def dial_ranks(self, incarnation: str) -> None:
@@ -281,10 +278,10 @@ class Receiver:
         # The sender is done: anything that arrives from now on does not belong to this transfer.
         self._endpoint.revoke(inbound.generation)
         try:
-            inbound.verify(self._endpoint, message, self._limits.verify_checksums, self._clock())
+            checksums, now = self._limits.verify_checksums, self._clock()
+            inbound.verify(self._endpoint, message, checksums, self._later, now)
         except RecordError as error:
-            code = self.counters.record_failed(error.cause)
-            self._free(inbound, code, str(error))
+            self._free(inbound, self.counters.record_failed(error.cause), str(error))
             return
         inbound.go(ReceiveState.ARRIVED)
         whole = self.rooms.of(inbound)
@@ -292,7 +289,7 @@ class Receiver:
             self.rooms.release_memory(whole)
             self.counters.arrived += 1
             self.counters.pages_received += len(whole.pages)
-            self._events.append(Arrived(whole.room, whole.record, whole.times))
+            self._events.append(Arrived(whole.room, whole.record, whole.times, whole.checks))
 
     # ---- ends
 

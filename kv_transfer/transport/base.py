@@ -21,6 +21,7 @@ from typing import ClassVar, Generic, TypeVar
 from common.kv_cache.pool_layout import PoolLayout
 from kv_transfer.copy_plan import Copy, copies, runs, state_copies
 from kv_transfer.limits import TransferLimits
+from kv_transfer.page_check import DeviceWork
 from kv_transfer.pair_plan import PairPlan, Side
 from kv_transfer.transport.description import Description
 from kv_transfer.transport.one_host.process import ProcessIdentity
@@ -139,6 +140,12 @@ class _OwnPool:
     def page_digests(self, side: Side, pages: Sequence[int]) -> list[int]:
         """Return the checksums of pages. On a GPU this waits briefly, which posted writes do not."""
         return self.digests.now(side, pages)
+
+    def start_digests(
+        self, side: Side, pages: Sequence[int], slot: int
+    ) -> tuple[Sequence[int], DeviceWork] | None:
+        """Begin to compute the checksums of pages and of a state slot; see `Digests.start`."""
+        return self.digests.start(side, pages, slot)
 
     def state_digest(self, side: Side, slot: int) -> int:
         """Return the checksum of one state slot; waits like `page_digests`."""

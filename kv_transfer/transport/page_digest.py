@@ -11,6 +11,7 @@ from typing import Protocol
 
 import xxhash
 
+from kv_transfer.page_check import DeviceWork
 from kv_transfer.pair_plan import Side, StridedRows
 from kv_transfer.transport.host_rows import gather
 
@@ -41,6 +42,16 @@ class Digests(Protocol):
         """Return the checksum of one state slot."""
         ...
 
+    def start(
+        self, side: Side, pages: Sequence[int], slot: int, /
+    ) -> tuple[Sequence[int], DeviceWork] | None:
+        """Begin to compute the checksums of pages, and last that of a state slot if there are states.
+
+        They are taken before anything that is launched later changes the pages. Returns None if they have to be
+        computed at once.
+        """
+        ...
+
 
 class HostDigests:
     """Checksums of a pool in host memory."""
@@ -51,6 +62,9 @@ class HostDigests:
 
     def now(self, side: Side, pages: Sequence[int]) -> list[int]:
         return block_digests(self._memory, side.pages, pages)
+
+    def start(self, side: Side, pages: Sequence[int], slot: int) -> None:
+        """Return None: the processor that computes checksums is that of the caller."""
 
     def state(self, side: Side, slot: int) -> int:
         return block_digests(self._memory, side.state, [slot])[0]

@@ -81,6 +81,7 @@ class FakeCuda:
         self.ordered, self.flushes = False, True  # what a network card wrote is visible; can be made visible
         self.flushed: list[int] = []
         self.events = 0
+        self.held_by: list[Any] = []  # marks that the computing stream waits for
 
     def malloc(self, device: int, nbytes: int) -> int:
         if self.full:
@@ -153,6 +154,9 @@ class FakeCuda:
         """Return the number of the current event, counted from 1."""
         self.events += 1
         return self.events
+
+    def hold(self, device: int, mark: Any) -> None:
+        self.held_by.append(mark)
 
     def lane(self, device: int) -> FakeLane:
         self.lanes.append(FakeLane())

@@ -241,6 +241,7 @@ class Shape:
     target: CausalLM | None = None  # built for `model`; None: the tiny one
     decodes: int = 1
     fencing: bool = False
+    checks_later: bool = False  # decode nodes compare the pages of a request while it takes part in steps
     max_len: int = MAX_LEN
     transfer: TransferLimits = field(
         default_factory=lambda: TransferLimits(record_bytes=record_bytes(MAX_LEN, 20), slots_timeout=1e6)
@@ -804,7 +805,16 @@ class NodeCluster:
             self.make_steps,
         )
         slots = 2 * shape.max_transferring
-        receiver = Receiver(incarnation, name, endpoint, forwards.layout, self.clock, shape.transfer, slots)
+        receiver = Receiver(
+            incarnation,
+            name,
+            endpoint,
+            forwards.layout,
+            self.clock,
+            shape.transfer,
+            slots,
+            shape.checks_later,
+        )
         space = page_space(served, "auto" if shape.decode_cache else False)
         links = [FakeLink(self.context, decode_inbox.codec) for _ in range(shape.routers)]  # type: ignore[arg-type]
         routers = FakeLinks(links, self.clock)

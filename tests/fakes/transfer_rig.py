@@ -60,6 +60,7 @@ class Rig:
         ranks: tuple[tuple[int, int], tuple[int, int]] = ((0, 1), (0, 1)),
         spec: PoolSpec | None = None,
         slots: int = 2,
+        checks_later: bool = False,
     ) -> None:
         self.directory = tempfile.mkdtemp(prefix="tandem-rig-")
         limits = TransferLimits(record_bytes=record_bytes(pages[1]), verify_checksums=checksums)
@@ -96,7 +97,9 @@ class Rig:
         self.child = start_child(self.config)
         self.endpoint = self._endpoint(transport, devices[1], limits)
         self.storage = as_storage(self.endpoint.allocate(Region.KV, self.dst.total_bytes))
-        self.receiver = Receiver(nodes[1], "decode-0", self.endpoint, self.dst, time.monotonic, limits, 8)
+        self.receiver = Receiver(
+            nodes[1], "decode-0", self.endpoint, self.dst, time.monotonic, limits, 8, checks_later
+        )
         self.events: list[ReceiverEvent] = []
         self.arrived: dict[int, float] = {}
         self.replies: list[dict[str, Any]] = []

@@ -112,6 +112,41 @@ def test_a_page_overwritten_on_arrival_is_found(rig: Rig) -> None:
     assert free == PagesFree(1, (4, 9, 6))
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("devices", PAIRS)
+def test_pages_are_compared_after_the_record(devices: tuple[str, str], damaged: bool) -> None:
+    """What the computing stream is given once the record has arrived changes pages only after they were compared."""
+    rig = Rig("cuda_ipc", devices, layers=LAYERS, checks_later=True)
+    try:
+        plane, digests = rig.dst.planes[-1], rig.endpoint.start_digests
+
+        def start(side: Side, pages: Sequence[int], slot: int) -> object:
+            if damaged:
+                rig.storage[plane.offset + pages[1] * plane.page_bytes + 17] ^= 4
+                torch.cuda.synchronize()
+            found = digests(side, pages, slot)
+            rig.storage.zero_()  # as the next step writes
+            return found
+
+        rig.endpoint.start_digests = start  # type: ignore[method-assign,assignment]
+        for room in range(1, 6):
+            rig.events.clear()
+            rig.receiver.open(room, (rig.config["sender"],), [4, 9, 6], 0)
+            rig.ask("room", room=room, src=[1, 2, 3])
+            until = time.monotonic() + 10
+            while not rig.events and time.monotonic() < until:
+                rig.turn()
+            (arrived,) = rig.events
+            assert isinstance(arrived, Arrived)
+            (check,) = arrived.checks
+            failure = check.failure()
+            assert (failure is not None) is damaged
+            rig.receiver.close(room)
+        assert rig.receiver.counters.checksum_failures == (5 if damaged else 0)
+    finally:
+        rig.close()
+
+
 def test_the_sums_of_both_gpus_and_the_reference_agree(rig: Rig) -> None:
     rig.send_room([1, 2, 3], [4, 5, 6])
     cpu = torch.device("cpu")

@@ -210,6 +210,11 @@ class CudaRuntime:
         """Return a mark after all work that the current stream of this GPU has been given."""
         return _EventMark(torch.cuda.current_stream(device))
 
+    def hold(self, device: int, mark: Mark) -> None:
+        """Make later launches on the current stream of this GPU start after a mark of another stream."""
+        assert isinstance(mark, _EventMark)
+        torch.cuda.current_stream(device).wait_event(mark.event)
+
     # ---- calling
 
     @contextmanager

@@ -51,6 +51,8 @@ class GpuDigests:
     """Computes the checksums of one pool."""
 
     def __init__(self, cuda: CudaRuntime, memory: DeviceMemory, layout: PoolLayout) -> None:
+        self._cuda = cuda
+        self._device = memory.device
         self._memory = cuda.tensor(memory.address, memory.nbytes)
         self._lane = cuda.lane(memory.device)
         self._planes = range(len(layout.planes))
@@ -61,14 +63,30 @@ class GpuDigests:
             self._whole(padding).cpu()
             compile_checksums(self._memory, layout)
 
-    def start(self, side: Side, pages: Sequence[int]) -> tuple[LaterDigests, Mark]:
-        """Return the checksums and the mark after which they can be read.
+    def beside(self, side: Side, pages: Sequence[int]) -> tuple[LaterDigests, Mark]:
+        """Return the checksums of pages that nothing writes to, and the mark after which they can be read.
 
         Raises RuntimeError once the GPU has failed.
         """
         with self._lane.entered():
             sums = to_host(self._launch(side, pages))
         return LaterDigests(sums), self._lane.mark()
+
+    @torch.inference_mode()
+    def start(self, side: Side, pages: Sequence[int], slot: int) -> tuple[LaterDigests, Mark]:
+        """Begin to compute checksums; later launches on the current stream wait until they are computed.
+
+        Raises RuntimeError once the GPU has failed.
+        """
+        with self._lane.entered():
+            sums = self._launch(side, pages)
+            if side.state:
+                state = self._parts(side.state, page_list([slot], device=self._memory.device))
+                sums = torch.cat((sums, state))
+            landing = to_host(sums)
+        mark = self._lane.mark()
+        self._cuda.hold(self._device, mark)
+        return LaterDigests(landing), mark
 
     def now(self, side: Side, pages: Sequence[int]) -> list[int]:
         """Return the checksums. Waits for the GPU, but briefly: this lane has priority over the model's stream."""

@@ -183,7 +183,7 @@ class NixlSender(SenderEndpoint):
                 name = peer.target.incarnation
                 peer.pages = (dst, self._agent.prepare(name, planes(dst, peer.kv), peer.kv))
             if checksums and self._gpu is not None:
-                digests, mark = self._gpu.start(plan.src, src_pages)
+                digests, mark = self._gpu.beside(plan.src, src_pages)
             elif checksums:
                 digests = self.page_digests(plan.src, src_pages)
         except (NixlError, HandshakeRefused, RuntimeError) as error:

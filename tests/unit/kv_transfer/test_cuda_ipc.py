@@ -42,7 +42,11 @@ class Pair:
     """A prefill and a decode end on one host, both in this process, so the decode node claims another pid."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, gpus: tuple[int, int] = (0, 0), **host: object
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        gpus: tuple[int, int] = (0, 0),
+        checks_later: bool = False,
+        **host: object,
     ) -> None:
         self.host = FakeHost()
         for name, value in host.items():
@@ -55,7 +59,9 @@ class Pair:
         pool = self.receiving.allocate(Region.KV, DST.total_bytes)
         assert isinstance(pool, DeviceMemory)
         self.pool = self.other.tensor(pool.address, pool.nbytes)
-        self.receiver = Receiver(self.peer, "decode-0", self.receiving, DST, self.clock, LIMITS, 4)
+        self.receiver = Receiver(
+            self.peer, "decode-0", self.receiving, DST, self.clock, LIMITS, 4, checks_later
+        )
         described = self.receiving.describe
         me = process.current()
 
