@@ -118,7 +118,6 @@ class DecodeNode:
         now = self._clock()
         self.life.receive(self, now)
         self._move_transfers(now)
-        self.life.look_after(self, now)
         self._fail_all(self._pages.settle())
         self._fail_all(self._resources.settle_retractions(self._worker.unsaved(), now))
         for request, intact in self._tier.settle():
@@ -133,7 +132,11 @@ class DecodeNode:
         return planned
 
     def _end_turn(self, now: float) -> None:
-        """Report the state of the node. A launch comes first, because the device may be about to run out of work."""
+        """Handle events of time and report the state of the node.
+
+        A launch comes first, because the device may be about to run out of work.
+        """
+        self.life.look_after(self, now)
         counters = self._report.counters(self._routers.refused_messages)
         self.life.publish(self._report.load(), counters, ((each.router, 0) for each in self.queues.live()))
         live = sum(1 for _ in self.queues.live())

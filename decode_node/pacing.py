@@ -19,7 +19,8 @@ from decode_node.step_result import Launched, StepResult
 
 MARGIN = 0.0001  # seconds added to the measured time of a launch: the loop sees a mark that much later
 MOST_MARGIN = 0.005
-RAISED, LOWERED = 1.5, 0.99  # factors of the margin after a launch that came too late, and in time
+# factors of the margin after a launch that came too late, and in time; one in 20 is late
+RAISED, LOWERED = 1.2, 0.99
 MOST_LAUNCH = 0.02
 KEPT = 0.95  # decay of the slowest launch with each further one
 FOLLOWED = 0.1  # share of a longer time after a mark that one step adds; a shorter time counts at once

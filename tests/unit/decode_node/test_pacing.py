@@ -253,4 +253,4 @@ def test_forwards_that_are_no_steps_do_not_confuse_the_count() -> None:
     loop.drain()
     loop.steps(5)
     assert loop.pacing.counters.missing == 0
-    assert loop.left[-1] == pytest.approx(1.15 * MS, abs=0.1 * MS)
+    assert loop.left[-1] == pytest.approx(1.1 * MS, abs=0.25 * MS)
