@@ -2,9 +2,10 @@
 
     python -m tests.bench.router [--streams 1 10 100 1000] [--nodes 1 16] [--vllm-router PATH] --json FILE
 
-All sizes, in some six minutes of an idle machine that allows 32,768 open files (ulimit -n):
+All sizes, in some six minutes of an idle machine that allows 20,000 open files (ulimit -n):
 
-    python -m tests.bench.router --streams 1 10 100 1000 10000 --nodes 1 --seconds 5 --json streams.json
+    python -m tests.bench.router --streams 1 10 100 1000 --nodes 1 --seconds 5 --json streams.json
+    python -m tests.bench.router --streams 100 1000 10000 --nodes 4 --requests-per-s 300 --json many-streams.json
     python -m tests.bench.router --streams 100 --nodes 4 16 128 --requests-per-s 500 --seconds 5 --json nodes.json
 
 Both routers run as processes of their own, in front of scripted engines in this process that answer at once. tandem's
@@ -13,10 +14,11 @@ Those of vllm-router (PyPI; measured if the command is found) are HTTP servers t
 
 For each number of streams, requests with one token each run in a closed loop, or arrive at random with
 `--requests-per-s`, so that few and many nodes have the same load; then as many streams at once receive a token per
-engine step. Steps are at least STEP_SECONDS apart, and far enough to keep all streams together at `--rate` tokens per
-second. The CPU time of the router while nothing runs, which goes to heartbeats, is shown, and left out of that of
-requests. CPU time is read from /proc, children included, so that other work on the machine has little effect; the
-latency of a token, from the step that sent it to the client, includes what this process costs.
+engine step, and with `--requests-per-s` requests arrive beside them, too. Steps are at least STEP_SECONDS apart, and
+far enough to keep all streams together at `--rate` tokens per second. The CPU time of the router while nothing runs,
+which goes to heartbeats, is shown, and left out of that of requests. CPU time is read from /proc, children included, so
+that other work on the machine has little effect; the latency of a token, from the step that sent it to the client,
+includes what this process costs.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ AT_ONCE = 64  # connections that are opened together
 START_SECONDS = 60.0
 MODEL_NAME = "tiny"
 MOST = 32_768  # connections and requests at once
+ROWS = 4096  # requests that decode on a node at once: as many as a cluster file permits
 FIRST_ID = 260  # first of the tokens that are words or parts of words
 
 
@@ -71,6 +74,7 @@ class Row:
     tokens_per_s: float
     latency_ms: float  # median over tokens
     latency_p99_ms: float
+    beside_us: float | None  # CPU per request that arrives while the streams are open, beyond theirs
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def texts() -> dict[str, int]:
 async def tandem(nodes: int) -> AsyncGenerator[Target, None]:
     limits = {"max_requests": MOST, "max_connections": MOST, "max_connections_per_client": MOST}
     config = {"router": limits | {"queue_wait": 600.0}, "prefill": {"pool_tokens": POOL_TOKENS}}
-    config["decode"] = {"pool_tokens": POOL_TOKENS, "max_running": 4096}
+    config["decode"] = {"pool_tokens": POOL_TOKENS, "max_running": ROWS}
     with tempfile.TemporaryDirectory() as directory:
         cluster = RunningCluster(Path(directory), nodes, nodes, config)
         cluster.launch("router")
@@ -182,7 +186,7 @@ async def _answers(port: int) -> bool:
 
 @dataclass(frozen=True)
 class RequestCost:
-    us: float  # CPU microseconds per request, beyond those of an idle router
+    us: float  # CPU microseconds per request, beyond what the router spends without them
     per_s: float  # requests
 
 
@@ -239,9 +243,10 @@ async def idle_cost(pid: int) -> float:
 
 
 async def request_cost(target: Target, clients: int, per_s: float | None, idle: float) -> RequestCost:
-    """Return the cost of requests with one token: of a closed loop, or of arrivals if `per_s` is given."""
-    for engine in target.engines:
-        engine.step_seconds = 0.001
+    """Return the cost of requests with one token: of a closed loop, or of arrivals if `per_s` is given.
+
+    `idle`: seconds of CPU that the router spends per second without them.
+    """
     async with Clients(target.port) as sending:
 
         async def load(seconds: float) -> None:
@@ -261,11 +266,14 @@ async def measure(
     target: Target, streams: int, rate: float, seconds: float, requests_per_s: float | None
 ) -> Row:
     idle = await idle_cost(target.pid)
+    for engine in target.engines:
+        engine.step_seconds = 0.001
     request = await request_cost(target, min(streams, AT_ONCE), requests_per_s, idle)
     step = max(STEP_SECONDS, streams / rate)
     for engine in target.engines:
         engine.step_seconds = step
-    tokens = min(int((seconds + WARM_SECONDS) / step) * 2 + 64, MAX_MODEL_LEN - 64)
+    beside_seconds = 0.0 if requests_per_s is None else WARM_SECONDS + REQUEST_SECONDS
+    tokens = min(int((seconds + WARM_SECONDS + beside_seconds) / step) * 2 + 64, MAX_MODEL_LEN - 64)
     async with contextlib.AsyncExitStack() as stack:
         opened: list[Stream] = []
         for start in range(0, streams, AT_ONCE):
@@ -284,6 +292,9 @@ async def measure(
         await asyncio.sleep(seconds)
         spent, passed = cpu_seconds(target.pid) - before, time.monotonic() - begun
         delays = sorted(1e3 * delay for each in opened for delay in each.delays)
+        beside = None
+        if requests_per_s is not None:
+            beside = (await request_cost(target, 0, requests_per_s, spent / passed)).us
         assert not any(each.ended.done() for each in opened), "a stream ended during the measurement"
     return Row(
         target.name,
@@ -296,6 +307,7 @@ async def measure(
         len(delays) / passed,
         statistics.median(delays),
         delays[int(0.99 * (len(delays) - 1))],
+        beside,
     )
 
 
@@ -334,6 +346,10 @@ def main() -> None:
     parser.add_argument("--vllm-router", default="vllm-router", metavar="PATH")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if max(options.streams) > ROWS * min(options.nodes):
+        parser.error(
+            f"--streams: a node takes at most {ROWS}; the others would wait for room: use more --nodes"
+        )
     rows = asyncio.run(run(options))
     if options.json is not None:
         written = {"environment": describe(), "options": vars(options), "rows": [asdict(row) for row in rows]}
