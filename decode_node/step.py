@@ -80,10 +80,16 @@ class AutoregressiveStep:
         self._decode = decode
         self._device = device
         self._completion = completion
+        # The rows of the latest step are kept, because most steps have the same ones as the step before.
+        self._rows: list[int] = []
+        self._sent = on_device([], device)
 
     def launch(self, plan: StepPlan, begun: Callable[[], None] = lambda: None) -> Launched:
         assert plan.sampling is not None
-        rows = on_device([planned.row for planned in plan.rows], self._device)
+        wanted = [planned.row for planned in plan.rows]
+        if wanted != self._rows:
+            self._rows, self._sent = wanted, on_device(wanted, self._device)
+        rows = self._sent
         if plan.masked:
             return self._launch_masked(plan, rows, plan.sampling)
         sampled = self._decode(rows, plan.sampling)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
+import torch
 import zmq
 
 import decode_node.node
+import decode_node.step
+from common.engine.host_copies import on_device
 from common.node.completion import Deferred
 from decode_node.step_plan import StepPlan
 from decode_node.step_result import Launched, StepResult, Worker
@@ -124,6 +128,26 @@ def test_a_launch_sets_no_pages_of_requests_that_were_running_before() -> None:
         assert len([plan for plan in later if not plan.rows]) == len(set_by_launches) // PAGE
         expect_reference(first)
         cluster.settle()
+
+
+def test_the_rows_of_a_step_are_sent_to_the_device_only_if_they_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[list[int]] = []
+
+    def recorded(values: list[int], device: torch.device) -> torch.Tensor:
+        sent.append(values)
+        return on_device(values, device)
+
+    monkeypatch.setattr(decode_node.step, "on_device", recorded)
+    with NodeCluster(Shape(completion=Deferred)) as cluster:
+        calls = [cluster.submit(prompt_of(9, n), count) for n, count in ((1, 9), (2, 30))]
+        cluster.run()
+        expect_reference(*calls)
+        cluster.settle()
+    rows = [each for each in sent if each]
+    assert len(rows) <= 4
+    assert all(before != after for before, after in pairwise(rows))
 
 
 def test_a_request_that_ends_between_its_row_and_its_step_leaves_its_row_to_another() -> None:
