@@ -10,6 +10,8 @@ from kv_transfer.handshake import Peer
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import Slots
 
+NO_PROMPT = "no prompt arrived for this room in time"
+
 
 @dataclass(frozen=True, slots=True)
 class Early:
@@ -37,7 +39,10 @@ class EarlySlots:
 
     def take_all(self, room: int) -> list[Early]:
         """Remove and return the entries of a room from all decode nodes."""
-        taken = [self.take(room, decode) for decode in list(self._decodes.get(room, ()))]
+        decodes = self._decodes.get(room)
+        if decodes is None:
+            return []
+        taken = [self.take(room, decode) for decode in list(decodes)]
         return [early for early in taken if early is not None]
 
     def take(self, room: int, decode: str) -> Early | None:

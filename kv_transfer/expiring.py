@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+EXPIRE_INTERVAL = 0.05  # seconds between two looks at entries that expire after seconds
 K = TypeVar("K")
 V = TypeVar("V")
 

@@ -98,7 +98,10 @@ class PeerTable:
         return self._peers.get(identity)
 
     def find(self, incarnation: str) -> Peer | None:
-        return next((peer for peer in self._peers.values() if peer.incarnation == incarnation), None)
+        for peer in self._peers.values():
+            if peer.incarnation == incarnation:
+                return peer
+        return None
 
     def outlived(self, identity: bytes, incarnation: str, hello: Hello) -> list[Peer]:
         """Return the peers that this Hello replaces.

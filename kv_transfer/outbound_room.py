@@ -28,7 +28,10 @@ class OutboundRoom:
     @property
     def failure(self) -> tuple[str, str] | None:
         """Code and reason of the first part that failed; None if none has."""
-        return next((part.failure for part in self.parts if part.failure is not None), None)
+        for part in self.parts:
+            if part.failure is not None:
+                return part.failure
+        return None
 
     @property
     def ended(self) -> bool:
@@ -47,7 +50,10 @@ class OutboundRoom:
     @property
     def alarm(self) -> float:
         """Time at which a part has waited for too long, if nothing happens before."""
-        return min(part.alarm for part in self.parts)
+        earliest = float("inf")
+        for part in self.parts:
+            earliest = min(earliest, part.alarm)
+        return earliest
 
     @property
     def settled(self) -> bool:
@@ -62,8 +68,9 @@ class OutboundRoom:
     def granted(self) -> GrantedSlots | None:
         """The grant; None until every decode rank has granted, and for a room that is lost."""
         first = self.parts[0]
-        if self.failure is not None or any(part.slots is None for part in self.parts):
-            return None
+        for part in self.parts:
+            if part.slots is None or part.failure is not None:
+                return None
         assert first.slots is not None
         assert first.peer is not None
         held, count = first.slots.held_pages, len(first.slots.pages)

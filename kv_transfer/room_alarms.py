@@ -21,9 +21,10 @@ class RoomAlarms:
 
     def add(self, room: OutboundRoom) -> None:
         """Set the alarm of a room, if there is anything that it waits for."""
-        if room.alarm == float("inf"):
+        when = room.alarm
+        if when == float("inf"):
             return
-        heapq.heappush(self._heap, (room.alarm, room.room))
+        heapq.heappush(self._heap, (when, room.room))
         if len(self._heap) > 4 * len(self._rooms) + 64:
             alive = [(each.alarm, each.room) for each in self._rooms.values()]
             self._heap = [alarm for alarm in alive if alarm[0] < float("inf")]

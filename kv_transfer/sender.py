@@ -17,9 +17,9 @@ from common.kv_cache.pool_layout import PoolLayout
 from common.messages.identity import rank_incarnation
 from kv_transfer import messages
 from kv_transfer.counters import SenderCounters
-from kv_transfer.early_slots import EarlySlots
+from kv_transfer.early_slots import NO_PROMPT, EarlySlots
 from kv_transfer.events import Delivered, SenderEvent, SlotsGranted, TransferLost
-from kv_transfer.expiring import ExpiringMap
+from kv_transfer.expiring import EXPIRE_INTERVAL, ExpiringMap
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.handshake import Peer, PeerTable, Refusal
 from kv_transfer.layer_send import LayerSend
@@ -70,15 +70,13 @@ class Sender:
         self.alarms = RoomAlarms(self.rooms)  # of the other rooms
         self._events: list[SenderEvent] = []
         self.early = EarlySlots(limits, clock)
-        self.ended: ExpiringMap[int, tuple[str, str]] = ExpiringMap(
-            limits.early_slots, limits.early_ttl, clock
-        )
-        self.aborted: ExpiringMap[int, tuple[str, AbortTransfer]] = ExpiringMap(  # incarnation, its abort
-            limits.early_slots, limits.early_ttl, clock
-        )
+        bounds = limits.early_slots, limits.early_ttl, clock
+        self.ended: ExpiringMap[int, tuple[str, str]] = ExpiringMap(*bounds)
+        self.aborted: ExpiringMap[int, tuple[str, AbortTransfer]] = ExpiringMap(*bounds)  # incarnation
         self._retired: ExpiringMap[str, str] = ExpiringMap(limits.max_peers, 3600.0, clock)
         self.peers = PeerTable(endpoint, limits, self._retired, keeps_name)
         self.signs = SenderSigns(self.rooms, self.peers.all, self._say, clock)
+        self._expired_at = clock()  # when what expires was last looked at
 
     @property
     def active(self) -> int:
@@ -182,19 +180,21 @@ class Sender:
         self.signs.tell()
         for room in list(self._busy):
             self._advance(room)
-        for due in self.alarms.due(self._clock()):
+        for due in self.alarms.due(now := self._clock()):
             self._advance(due.room)
             self._watch(due)
-        for early in self.early.expire():
-            self.counters.early_evicted += 1
-            self._decline(
-                early.peer, early.slots, TransferFailed.code, "no prompt arrived for this room in time"
-            )
-        self.ended.expire()
-        self.aborted.expire()
-        self._retired.expire()
+        if now - self._expired_at >= EXPIRE_INTERVAL:
+            self._expired_at = now
+            self._expire()
         events, self._events = self._events, []
         return events
+
+    def _expire(self) -> None:
+        for early in self.early.expire():
+            self.counters.early_evicted += 1
+            self._decline(early.peer, early.slots, TransferFailed.code, NO_PROMPT)
+        for entries in (self.ended, self.aborted, self._retired):
+            entries.expire()
 
     def close(self) -> None:
         """End all rooms and detach all peers; the node shuts down."""

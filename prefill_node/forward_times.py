@@ -35,10 +35,12 @@ class ForwardTimes:
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
         """Record that a forward over these chunks is launched."""
-        tokens = sum(chunk.length for chunk in chunks)
-        contexts = sum(chunk.start * chunk.length for chunk in chunks)
+        tokens, contexts, images = 0, 0, False
+        for chunk in chunks:
+            tokens += chunk.length
+            contexts += chunk.start * chunk.length
+            images = images or bool(chunk.request.images)
         predicted = self.curve.ms(tokens, contexts) if tokens else 0.0
-        images = any(chunk.request.images for chunk in chunks)
         self._begun.append(_Running(tokens, contexts, images, predicted))
 
     @property

@@ -106,6 +106,7 @@ class PrefillNode:
             self.life.stopping,
             self._watch_transfers,
             AnnouncedWork(self._announce, self._planner.work, self._clock),
+            self._end_turn,
         )
 
     def run(self) -> None:
@@ -128,15 +129,19 @@ class PrefillNode:
         self._claim_grammars(now)
         self.life.look_after(self, now)
         for request in self._admission.admit(now):
-            self._send_pages(request)  # send the cached prefix before anything is computed
+            if request.computed:
+                self._send_pages(request)  # send the cached prefix before anything is computed
         for request in self._tier.settle():
             self._release_if_settled(request)
+        return self._planner.next(now)
+
+    def _end_turn(self) -> None:
+        """Report the state of the node. Launches and first tokens come first, because somebody waits for them."""
         refused = self._routers.refused_messages + self._images.refused_messages
         held = ((each.router, each.remaining) for each in self.queues.live())
         self.life.publish(self._report.load(), self._report.counters(refused), held)
-        self.life.end_turn(len(self.queues), now)
+        self.life.end_turn(len(self.queues), self._clock())
         self._events.flush()
-        return self._planner.next(now)
 
     def _launch(self, planned: Planned) -> Launched:
         self._planner.begin(planned, self._clock())

@@ -39,13 +39,13 @@ def share(queue: Sequence[Waiting], curve: CostCurve, others: int = 0, passing: 
     if not queue:
         return Share(0)
     divided = queue[:MOST_DIVIDED]
-    whole = _whole(divided, curve, len(queue) - len(divided) + others)
+    whole = 1 if len(queue) == 1 else _whole(divided, curve, len(queue) - len(divided) + others)
     if whole == 1:
         after = 0 if passing is None else len(queue) - 1 + others
         cut = curve.cut(queue[0].remaining, passing, after)
         if cut < queue[0].remaining:
             return Share(0, cut)
-    return Share(whole, _part(queue, whole, curve, others))
+    return Share(whole, _part(queue, whole, curve, others) if whole < len(queue) else 0)
 
 
 def _whole(queue: Sequence[Waiting], curve: CostCurve, others: int) -> int:
@@ -75,8 +75,6 @@ def _part(queue: Sequence[Waiting], whole: int, curve: CostCurve, others: int) -
 
     The forward becomes longer for all, and the next prompt's own shorter for all after it.
     """
-    if whole == len(queue):
-        return 0
     tokens = sum(each.remaining for each in queue[:whole])
     nearest, following = queue[whole], len(queue) - whole + others
     ms, alone = curve.ms(tokens), curve.prompt_ms(nearest.remaining, nearest.start)

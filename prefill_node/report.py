@@ -42,7 +42,7 @@ class Report:
     def forward_launched(self, chunks: Sequence[Chunk]) -> None:
         """Count a forward over these chunks; without chunks there was none."""
         if chunks:
-            self._step_tokens.observe(sum(chunk.length for chunk in chunks))
+            self._step_tokens.observe(sum([chunk.length for chunk in chunks]))
 
     def load(self) -> NodeLoad:
         queues, computing = self._queues, self._queues.computing

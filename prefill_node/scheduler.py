@@ -35,14 +35,15 @@ IMAGE_WEIGHT = 8  # encoding one image token takes as long as computing up to th
 
 def chunk_work(chunks: Sequence[Chunk]) -> Work:
     """Return the amount of work of one forward over these chunks. An image is encoded whole with its first rows."""
-    images = 0
+    tokens = contexts = images = 0
     for chunk in chunks:
         end = chunk.start + chunk.length
+        tokens += chunk.length
+        contexts += chunk.length * end
         for image in chunk.request.images:
             first, last = image.overlap(chunk.start, end)
             images += image.length if first < last else 0
-    contexts = sum(chunk.length * (chunk.start + chunk.length) for chunk in chunks)
-    return Work.of(sum(chunk.length for chunk in chunks), contexts, IMAGE_WEIGHT * images)
+    return Work.of(tokens, contexts, IMAGE_WEIGHT * images)
 
 
 def cost(request: PrefillRequest, now: float) -> float:
@@ -57,6 +58,9 @@ def in_order(requests: Iterable[PrefillRequest], now: float) -> Iterator[Prefill
     Takes O(n), plus O(log n) for each prompt that is read.
     """
     given = list(requests)
+    if len(given) < 2:
+        yield from given
+        return
     most_urgent = min((request.priority for request in given), default=0)
     heap = [(*_rank(request, now, most_urgent), index, request) for index, request in enumerate(given)]
     heapq.heapify(heap)

@@ -294,7 +294,8 @@ class RouterSocket(Channel):
 
     def flush_log(self) -> None:
         """Log the summary of refused frames that is due."""
-        self._filter.bad.flush()
+        if self._filter.bad.total:
+            self._filter.bad.flush()
 
     def close(self) -> None:
         if self._guard is not None:

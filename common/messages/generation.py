@@ -132,7 +132,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """Return whether every token that is used as an index on the device is in the vocabulary."""
         rules = () if self.token_rules is None else self.token_rules.tokens
         named = (*self.withheld, *(token for token, _ in self.logit_bias), *rules)
-        return all(0 <= token < vocab_size for token in named)
+        return not named or (min(named) >= 0 and max(named) < vocab_size)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

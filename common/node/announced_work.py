@@ -132,7 +132,10 @@ class AnnouncedWork(Generic[Plan]):
         self.wait()
 
     def wait(self) -> None:
-        self._announce(sum(each.allowance for each in self._in_flight))
+        allowed = 0.0
+        for each in self._in_flight:
+            allowed += each.allowance
+        self._announce(allowed)
 
     def end(self) -> None:
         begun = self._in_flight.popleft()

@@ -4,12 +4,14 @@
     prepare  drain messages, schedule; returns the work to run, or None
     launch   start it on the device; returns a Launched, whose results may not be readable yet
     finish   read the results of one launch: emit tokens, end requests
+    after    what nobody waits for: reports of the turn
     idle     nothing to launch and nothing in flight: wait for a message, with a deadline
 
 On a device that runs asynchronously, at most one launch is unread while the next is started. Results that are ready
 at once (CPU) are read at once: waiting one step would only delay them.
 
-Before a launch and before a wait for results the loop announces how long that may take (announced_work.py).
+Before a launch, and before a wait for results that are not ready, the loop announces how long that may take
+(announced_work.py).
 """
 
 from __future__ import annotations
@@ -59,9 +61,10 @@ class OverlapLoop(Generic[Plan, Launched]):
         stop: Callable[[], bool],
         meanwhile: Callable[[], None] | None = None,
         announcer: Announcer[Plan] | None = None,
+        after: Callable[[], None] = lambda: None,
     ) -> None:
         """`meanwhile` is called while the loop waits for the device or until a launch is due, for work that cannot
-        wait for the end of a forward. Without it launches are due at once.
+        wait for the end of a forward. Without it launches are due at once. `after` is called once per turn.
         """
         self._prepare = prepare
         self._launch = launch
@@ -70,6 +73,7 @@ class OverlapLoop(Generic[Plan, Launched]):
         self._stop = stop
         self._meanwhile = meanwhile
         self._announcer: Announcer[Plan] = announcer or Unannounced()
+        self._after = after
         self._in_flight: deque[Launched] = deque()
 
     def run(self) -> None:
@@ -91,6 +95,7 @@ class OverlapLoop(Generic[Plan, Launched]):
         while self._in_flight and (len(self._in_flight) > keep or self._in_flight[0].completion.ready()):
             self._finish_oldest()
             finished = True
+        self._after()
         if plan is None and not finished:
             self._idle()
 
@@ -102,8 +107,9 @@ class OverlapLoop(Generic[Plan, Launched]):
             self._meanwhile()
 
     def _finish_oldest(self) -> None:
-        self._announcer.wait()
         launched = self._in_flight.popleft()
-        launched.completion.wait(self._meanwhile)
+        if not launched.completion.ready():
+            self._announcer.wait()
+            launched.completion.wait(self._meanwhile)
         self._finish(launched)
         self._announcer.end()

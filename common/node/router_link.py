@@ -51,6 +51,8 @@ def control_first(messages: list[AnyNodeMessage | M]) -> list[AnyNodeMessage | M
 
     Work that is aborted by one of these messages is left out, because the abort would overtake it.
     """
+    if len(messages) < 2:
+        return messages
     aborted = {message.room for message in messages if isinstance(message, Abort)}
     kept = [m for m in messages if isinstance(m, _CONTROL) or getattr(m, "room", None) not in aborted]
     return sorted(kept, key=lambda message: not isinstance(message, _CONTROL))
@@ -80,6 +82,13 @@ class HeartbeatContent:
     ) -> HeartbeatContent:
         """Return the content of a main loop that turns at the monotonic time `now`."""
         return cls(state, load, counters, now, now, time.time(), others)
+
+    def busy(self, until: float) -> HeartbeatContent:
+        """Return the same content of a main loop that may also be busy up to the monotonic time `until`."""
+        until = max(self.busy_until, until)
+        return HeartbeatContent(
+            self.state, self.load, self.counters, self.turned_at, until, self.as_of, self.others
+        )
 
 
 class RouterLink(Generic[M]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Generic, TypeVar
 
 import zmq
@@ -77,8 +76,7 @@ class RouterLinks(Generic[M]):
 
     def announce(self, seconds: float) -> None:
         """Announce that the main loop may not turn for `seconds`, because of work that it is about to begin."""
-        until = max(self._content.busy_until, self._clock() + seconds)
-        self._content = replace(self._content, busy_until=until)
+        self._content = self._content.busy(self._clock() + seconds)
         self._publish()
 
     def overdue(self) -> float:

@@ -98,10 +98,10 @@ class Answering:
             try:
                 async for piece in pieces:
                     events = sink.events(piece)
-                    if not writer.started:
-                        await writer.start()
-                        events = form.opening(len(choices), sink.reported()) + events
-                    await writer.send(events)
+                    if writer.started:
+                        await writer.send(events)
+                    else:
+                        await writer.start(form.opening(len(choices), sink.reported()) + events)
                 for part in form.ending(usage, sink.at_end):
                     ready, last = last, part
                     if ready:

@@ -1,7 +1,8 @@
-"""A small JSON answer that is written with its head in one piece.
+"""Answers whose head is made at once: a small JSON answer, written in one piece, and a stream of events.
 
-aiohttp builds the head of a response from objects, which costs as much as a tenth of a small request. This one is for
-the case of almost all requests: HTTP/1.1, status 200, and the connection stays open.
+aiohttp builds the head of a response from objects, which costs as much as a tenth of a small request, and delays the
+first token of a stream. These are for the case of almost all requests: HTTP/1.1, status 200, and the connection stays
+open.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import HttpVersion11, web
+from aiohttp.abc import AbstractStreamWriter
 from aiohttp.helpers import rfc822_formatted_time
 from aiohttp.http import SERVER_SOFTWARE
+from multidict import CIMultiDict
 
 from router.http.errors import REQUEST_ID, request_id_key
 from router.http.media_types import JSON
@@ -19,6 +22,8 @@ from router.http.media_types import JSON
 Headers = Callable[[web.Request], Mapping[str, str]]
 # What the listener adds to every answer, where it adds anything.
 listener_headers_key: web.RequestKey[Headers] = web.RequestKey("listener_headers")
+# Returns whether connections of the listener end with their next answer.
+leaving_key: web.AppKey[Callable[[], bool]] = web.AppKey("leaving")
 _HEAD = (
     "HTTP/1.1 200 OK\r\n"
     f"Content-Type: {JSON}\r\n"
@@ -73,6 +78,52 @@ class DirectAnswer(web.StreamResponse):
         """Do nothing: `prepare` has written everything."""
 
 
+class DirectStream(web.StreamResponse):
+    """A stream of status 200 without a declared length, for a request that fits. Its head leaves with the first bytes.
+
+    Written and ended as any stream of aiohttp.
+    """
+
+    _status, _reason = 200, "OK"
+    _chunked = True
+
+    def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
+        # Not that of the superclass, as in DirectAnswer.
+        self._asked = request
+        self._own_headers = headers
+
+    @property
+    def prepared(self) -> bool:
+        """True: nobody can change its head."""
+        return True
+
+    @property
+    def keep_alive(self) -> bool | None:
+        return True
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        """Make the head; the next write sends it, also one of no bytes. The quota is charged as in DirectAnswer."""
+        if self._eof_sent or self._payload_writer is not None:
+            return self._payload_writer
+        headers = CIMultiDict(self._own_headers)
+        headers["Transfer-Encoding"] = "chunked"
+        headers["Date"] = rfc822_formatted_time()
+        headers["Server"] = SERVER_SOFTWARE
+        extra = self._asked.get(listener_headers_key)
+        if extra is not None:
+            headers.update(extra(self._asked))
+        writer = self._payload_writer = request.writer
+        writer.enable_chunking()
+        await writer.write_headers("HTTP/1.1 200 OK", headers)
+        return writer
+
+
 def fits(request: web.Request) -> bool:
     """Return whether a request may be answered by a DirectAnswer."""
     return request.version == HttpVersion11 and request.keep_alive and request.method != "HEAD"
+
+
+def stream_fits(request: web.Request) -> bool:
+    """Return whether a request may be answered by a DirectStream."""
+    leaving = request.app.get(leaving_key)
+    return fits(request) and not (leaving is not None and leaving())

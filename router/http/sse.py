@@ -7,6 +7,7 @@ import asyncio
 from aiohttp import HttpVersion11, web
 
 from common.errors import ClientGone
+from router.http.direct_answer import DirectStream, stream_fits
 from router.http.errors import REQUEST_ID, request_id_key
 from router.http.media_types import EVENTS
 
@@ -26,21 +27,32 @@ class SseWriter:
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
-        self.response = web.StreamResponse(headers={**HEADERS, REQUEST_ID: request[request_id_key]})
+        self.response: web.StreamResponse | None = None  # once its head was made
         self.started = False
         self._chunked = False
         self._gathered: list[bytes] = []  # events that wait for the end of this turn
         self._transport: asyncio.Transport | None = None  # once the head of the answer was sent
 
-    async def start(self) -> None:
+    async def start(self, events: bytes) -> None:
+        """Send the head of the answer and its first events, if there are any."""
         self.started = True
-        if self._request.version == HttpVersion11:
-            self.response.enable_chunked_encoding()
+        request = self._request
+        headers = {**HEADERS, REQUEST_ID: request[request_id_key]}
+        response: web.StreamResponse
+        if stream_fits(request):
+            response = DirectStream(request, headers)
+        else:
+            response = web.StreamResponse(headers=headers)
+            if request.version == HttpVersion11:
+                response.enable_chunked_encoding()
+        self.response = response
         try:
-            await self.response.prepare(self._request)
+            await response.prepare(request)
+            await response.write(events)
         except ConnectionError as error:
             raise _gone(error) from None
-        self._chunked = self.response.chunked
+        self._transport = request.transport
+        self._chunked = response.chunked
 
     def has_room(self) -> bool:
         """Return whether `write_now` may be called: events have been sent, and the client keeps up with them."""
@@ -85,7 +97,7 @@ class SseWriter:
         events = self._after_gathered(events)
         if not events:
             return
-        self._transport = self._request.transport
+        assert self.response is not None
         try:
             await self.response.write(events)
         except ConnectionError as error:
@@ -93,9 +105,9 @@ class SseWriter:
 
     async def finish(self, events: bytes) -> web.StreamResponse:
         """Send the last events and end the body."""
+        assert self.response is not None
         try:
-            await self.response.write(self._after_gathered(events))
-            await self.response.write_eof()
+            await self.response.write_eof(self._after_gathered(events))
         except ConnectionError as error:
             raise _gone(error) from None
         return self.response
@@ -104,7 +116,7 @@ class SseWriter:
         """Abort the connection, so that the client does not take a partial answer for a complete one."""
         if self._request.transport is not None:
             self._request.transport.abort()
-        return self.response
+        return web.StreamResponse() if self.response is None else self.response
 
 
 def _gone(error: ConnectionError) -> ClientGone:

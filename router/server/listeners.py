@@ -22,6 +22,7 @@ from router.auth.gates import Entrance, Gate, OwnerGate
 from router.auth.keys import KeyFile
 from router.auth.ledger import SharedLedger
 from router.auth.origin import Cors
+from router.http.direct_answer import leaving_key
 from router.http.errors import Answered, error_middleware
 from router.server.accepting import ConnectionAcceptor, listening_sockets
 from router.server.admin_socket import AdminSocket
@@ -97,6 +98,7 @@ class HttpListeners:
         self._leaving = False
         for runner in self._on_ports:
             runner.app.on_response_prepare.append(self._close_when_leaving)
+            runner.app[leaving_key] = lambda: self._leaving
         self._watcher: asyncio.Task[None] | None = None
         self._admin_socket = AdminSocket(plan.admin_socket, plan.own_socket is not None, log)
 

@@ -40,13 +40,19 @@ class SamplingVariant:
 def sampling_variant(params: Iterable[SamplingParams]) -> SamplingVariant:
     """Return the variant with the least work that serves every request of the batch."""
     params = list(params)
-    wanted = [p.logprobs for p in params if p.logprobs is not None]
+    all_greedy, any_filter, masked, logprobs = True, False, False, -1
+    for each in params:
+        all_greedy = all_greedy and each.greedy
+        any_filter = any_filter or each.filtered
+        masked = masked or bool(each.grammar or each.token_rules)
+        if each.logprobs is not None:
+            logprobs = max(logprobs, each.logprobs)
     return SamplingVariant(
-        all_greedy=all(p.greedy for p in params),
-        any_filter=any(p.filtered for p in params),
-        num_logprobs=max(wanted) if wanted else None,
+        all_greedy=all_greedy,
+        any_filter=any_filter,
+        num_logprobs=None if logprobs < 0 else logprobs,
         adjust=adjustment_facts(params),
-        masked=any(p.grammar or p.token_rules for p in params),
+        masked=masked,
     )
 
 

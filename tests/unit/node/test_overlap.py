@@ -129,6 +129,54 @@ def test_stop_ends_a_loop_that_always_has_work() -> None:
     assert rig.events[-1] == "F2"
 
 
+def test_the_end_of_a_turn_follows_its_results_and_precedes_idling() -> None:
+    """What a turn reports may wait, what it has computed may not."""
+    events: list[str] = []
+    plans = [1, None]
+
+    def launch(plan: int) -> Launch:
+        events.append("launch")
+        return Launch(plan, Immediate())
+
+    def note(event: str) -> Callable[..., None]:
+        return lambda *arguments: events.append(event)
+
+    loop: OverlapLoop[int, Launch] = OverlapLoop(
+        lambda: plans.pop(0), launch, note("finish"), note("idle"), lambda: False, after=note("after")
+    )
+    for _ in range(2):
+        loop.turn()
+    assert events == ["launch", "finish", "after", "after", "idle"]
+
+
+@pytest.mark.parametrize(("completion", "waits"), [(Immediate, 0), (Deferred, 1)])
+def test_only_a_wait_for_results_is_announced(completion: Callable[[], Completion], waits: int) -> None:
+    announced: list[str] = []
+
+    class Announcing:
+        def begin(self, plan: int) -> None:
+            announced.append("begin")
+
+        def wait(self) -> None:
+            announced.append("wait")
+
+        def end(self) -> None:
+            announced.append("end")
+
+    plans = [1, None]
+    loop: OverlapLoop[int, Launch] = OverlapLoop(
+        lambda: plans.pop(0),
+        lambda plan: Launch(plan, completion()),
+        lambda launched: None,
+        lambda: None,
+        lambda: False,
+        announcer=Announcing(),
+    )
+    for _ in range(2):
+        loop.turn()
+    assert announced == ["begin", *["wait"] * waits, "end"]
+
+
 def test_a_loop_that_is_stopped_does_nothing() -> None:
     rig = Rig([1], Immediate)
     rig.stop_after = 0

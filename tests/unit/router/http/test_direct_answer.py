@@ -13,7 +13,7 @@ from router.auth.gates import KeyGate
 from router.auth.keys import KeyRing
 from router.auth.origin import Cors
 from router.auth.quotas import Quotas
-from router.http.direct_answer import DirectAnswer
+from router.http.direct_answer import DirectAnswer, leaving_key, stream_fits
 from tests.fakes.api_keys import api_key, bearer
 from tests.fakes.clock import Clock
 from tests.fakes.waiting import PATIENCE
@@ -47,6 +47,44 @@ async def test_the_head_is_that_of_an_ordinary_response(serve: Serve, keys: bool
     assert direct == ordinary
     assert direct["x-request-id"] == "an-id"
     assert ("access-control-allow-origin" in direct) == ("x-ratelimit-limit-requests" in direct) == keys
+
+
+async def test_the_head_of_a_stream_is_that_of_an_ordinary_one_and_arrives_with_its_first_events(
+    serve: Serve,
+) -> None:
+    gate = KeyGate(KeyRing([api_key("secret", "a")], lambda: 0.0), Quotas(Clock()), None, False, False)
+    rig = await serve(gate=gate, cors=Cors((PAGE,)))
+    data, heads = json.dumps({**BODY, "stream": True}).encode(), []
+    for connection in ("keep-alive", "close"):
+        rig.generator.will(*one_by_one([50]))
+        reader, writer = await asyncio.open_connection(rig.host, rig.port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-Request-Id: an-id\r\n"
+            b"Authorization: Bearer secret\r\nOrigin: %b\r\nConnection: %b\r\nContent-Length: %d\r\n\r\n%b"
+            % (PAGE.encode(), connection.encode(), len(data), data)
+        )
+        async with asyncio.timeout(PATIENCE):
+            received = await reader.readuntil(b"\r\n0\r\n\r\n")
+        writer.close()
+        head, _, body = received.decode().partition("\r\n\r\n")
+        status, *lines = head.split("\r\n")
+        assert status == "HTTP/1.1 200 OK"
+        assert "data: {" in body
+        heads.append({name.lower(): value for name, value in (line.split(": ", 1) for line in lines)})
+    direct, ordinary = heads
+    assert ordinary.pop("connection") == "close"
+    assert direct.pop("date")[:16] == ordinary.pop("date")[:16]
+    assert direct == ordinary
+    assert direct["access-control-allow-origin"] == PAGE
+
+
+def test_a_listener_that_others_replace_ends_its_connections() -> None:
+    leaving, app = [False], web.Application()
+    app[leaving_key] = lambda: leaving[0]
+    request = make_mocked_request("POST", "/", app=app)
+    assert stream_fits(request)
+    leaving[0] = True
+    assert not stream_fits(request)
 
 
 async def test_pipelined_requests_are_answered_in_order_on_one_connection(serve: Serve) -> None:
