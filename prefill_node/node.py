@@ -104,7 +104,7 @@ class PrefillNode:
             self._finish,
             self._idle,
             self.life.stopping,
-            self._watch_transfers,
+            self._watch,
             AnnouncedWork(self._announce, self._planner.work, self._clock),
             self._end_turn,
         )
@@ -119,7 +119,7 @@ class PrefillNode:
     # -- one turn ----------------------------------------------------------------------------------------------
 
     def _prepare(self) -> Planned | None:
-        self._pacing.hold(self._watch_transfers)
+        self._pacing.hold(self._watch)
         now = self._clock()
         self.life.receive(self, now)
         take_peer_frames(self._peers, self._sender)
@@ -178,8 +178,9 @@ class PrefillNode:
             for event in events:
                 self._on_transfer(event)
 
-    def _watch_transfers(self) -> None:
-        """Process grants, deliveries and images while a forward runs, rather than when it ends."""
+    def _watch(self) -> None:
+        """Process prompts, grants, deliveries and images while a forward runs, rather than when it ends."""
+        self.life.receive(self, self._clock())
         take_peer_frames(self._peers, self._sender)
         self._move_transfers()
         self._images.receive()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from unittest import mock
+
 import pytest
 
 from common.messages.router_inbox import FirstToken, PrefillDone
@@ -65,4 +68,27 @@ def test_an_idle_node_looks_often_whether_a_write_has_ended(monkeypatch: pytest.
         cluster.fabric.plan = lambda n: Fault()
         cluster.clock.now += 6.0
         cluster.run()
+        cluster.settle()
+
+
+def test_prompts_are_taken_while_a_forward_runs() -> None:
+    """The time since which a prompt waits begins with its message, not with the end of a forward."""
+    with NodeCluster(Shape(completion=Watched)) as cluster:
+        waiting: list[int] = []
+        node = cluster.prefill.node
+        wait = Watched.wait
+
+        def waited(self: Watched, meanwhile: Callable[[], None] | None = None) -> None:
+            cluster.send_leg(late, "p")
+            wait(self, meanwhile)
+            waiting.append(len(node.queues.waiting))
+
+        first, late = cluster.submit(prompt_of(22)), cluster.submit(prompt_of(9), legs="d")
+        cluster.turn_one(cluster.prefill)
+        with mock.patch.object(Watched, "wait", waited):
+            cluster.turn_one(cluster.prefill)
+        assert waiting == [1]
+        cluster.run()
+        for call in (first, late):
+            assert (call.ids, call.finish) == reference(tuple(call.prompt), call.sampling)
         cluster.settle()
