@@ -184,7 +184,7 @@ class GenerateForm:
             "weight_version": "default",
         }
         if choice.finish is not None:
-            meta["e2e_latency"] = choice.seconds
+            meta["e2e_latency"] = round(choice.seconds, 6)
         parts = [
             b'{"text":',
             _encode("".join(choice.text)),

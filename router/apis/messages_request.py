@@ -22,6 +22,7 @@ NAMES = {
     "reasoning_effort": "thinking",
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format.schema",
+    "tool_choice.function": "tool_choice",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 

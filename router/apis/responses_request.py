@@ -25,6 +25,7 @@ NAMES = {
     "response_format.json_schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
     "tool_choice.allowed_tools": "tool_choice",
+    "tool_choice.function": "tool_choice",
 }
 # Fields that have the same name and meaning in chats.
 SAME = (

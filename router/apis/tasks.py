@@ -9,10 +9,10 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from common.errors import InvalidRequest
-from router.apis.generate_request import GenerateRequest, GenerateTask, read_generate
+from router.apis.generate_request import GenerateRequest, GenerateSampling, GenerateTask, read_generate
 from router.apis.messages_request import MessagesRequest, MessagesTask, read_count, read_messages
 from router.apis.responses_request import ResponsesRequest, ResponsesTask, read_responses
-from router.requests.field_rules import undeclared
+from router.requests.field_rules import undeclared, undeclared_inside
 from router.requests.openai_schema import compact_chat, compact_completion
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -26,6 +26,7 @@ class TaskReader(Generic[T]):
     Attributes:
         api: its name in jobs of text workers.
         fields: the fields of a body.
+        inner: a field that is an object, and the fields of that.
         read: parses a body. Raises InvalidRequest.
         compact: makes the same task of a large body cheap to decode, see `compact_chat`. Raises InvalidRequest.
     """
@@ -35,10 +36,12 @@ class TaskReader(Generic[T]):
     fields: frozenset[str]
     read: Callable[[bytes | bytearray], T]
     compact: Callable[[T], T]
+    inner: tuple[str, frozenset[str]] | None = None
 
     def unknown(self, raw: bytes | bytearray) -> tuple[str, ...]:
         """Return the unknown names in a body. Raises InvalidRequest for those that are known but not served."""
-        return undeclared(raw, self.fields)
+        found = undeclared(raw, self.fields)
+        return found if self.inner is None else (*found, *undeclared_inside(raw, *self.inner))
 
     def packed(self, raw: bytes | bytearray) -> bytes:
         """Read a body in a text worker. Raises InvalidRequest."""
@@ -62,7 +65,12 @@ def _compact_chat(task: ChatTask) -> ChatTask:
 
 
 GENERATE = TaskReader(
-    "generate", GenerateTask, frozenset(GenerateRequest.__struct_fields__), read_generate, _compact_generate
+    "generate",
+    GenerateTask,
+    frozenset(GenerateRequest.__struct_fields__),
+    read_generate,
+    _compact_generate,
+    ("sampling_params", frozenset(GenerateSampling.__struct_fields__)),
 )
 RESPONSES: TaskReader[ResponsesTask] = TaskReader(
     "responses",

@@ -17,8 +17,13 @@ from router.chat.call_formats import CallFormat
 from router.grammar.lark import ANY_TEXT, quoted
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
-# The schema of a function that is declared without parameters, as at OpenAI.
-NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+# The schema of a function that is declared without parameters, as at OpenAI: exactly {}.
+NO_ARGUMENTS: dict[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
 _BLANKS = r"/[ \n]{0,4}/"
 
 

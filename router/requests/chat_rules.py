@@ -151,9 +151,11 @@ def _check_choice(
     choice: str, functions: Sequence[Function], request: ChatRequest, style: AnswerStyle
 ) -> None:
     """Raise InvalidRequest for what the model's format of calls cannot enforce."""
-    if choice not in ("none", "auto") and (not functions or style.calls is None):
+    if choice not in ("none", "auto") and not functions:
+        raise InvalidRequest("tool_choice forces a call, but there are no tools", param="tool_choice")
+    if choice not in ("none", "auto") and style.calls is None:
         raise InvalidRequest(
-            "tool_choice can force a call only with tools, and with a model whose format of calls is known; send auto",
+            "tool_choice can force a call only of a model whose format of calls is known; send auto",
             param="tool_choice",
         )
     if choice == "auto" and (style.calls is None or not style.calls.told_apart):

@@ -98,10 +98,11 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def undeclared(raw: bytes | bytearray, declared: frozenset[str]) -> tuple[str, ...]:
+def undeclared(raw: bytes | bytearray, declared: frozenset[str], where: str = "") -> tuple[str, ...]:
     """Return the unknown names in the JSON object `raw`, at most the first MAX_REPORTED of them.
 
-    `declared`: the names of the schema. Raises InvalidRequest for a field that is known but not served.
+    `declared`: the names of the schema; `where`: the path of the object, which precedes each name. Raises
+    InvalidRequest for a field that is known but not served.
     """
     try:
         fields = _fields.decode(raw)
@@ -112,10 +113,19 @@ def undeclared(raw: bytes | bytearray, declared: frozenset[str]) -> tuple[str, .
     unknown: list[str] = []
     for name in fields.keys() - declared - IGNORED:
         if name in NOT_SERVED:
-            refuse_unless_neutral(name, msgspec.json.decode(fields[name]), NOT_SERVED[name])
+            refuse_unless_neutral(f"{where}{name}", msgspec.json.decode(fields[name]), NOT_SERVED[name])
         elif len(unknown) < MAX_REPORTED:
-            unknown.append(name[:MAX_NAME])
+            unknown.append(f"{where}{name[:MAX_NAME]}")
     return tuple(unknown)
+
+
+def undeclared_inside(raw: bytes | bytearray, field: str, declared: frozenset[str]) -> tuple[str, ...]:
+    """Return the unknown names, as `undeclared` does, inside the object that is `field` of the JSON object `raw`.
+
+    There are none if it is not an object, which the schema refuses.
+    """
+    inner = bytes(_fields.decode(raw).get(field, b""))
+    return undeclared(inner, declared, f"{field}.") if inner.startswith(b"{") else ()
 
 
 def refuse_fields(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:

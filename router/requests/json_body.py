@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 def decode_json(raw: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
     """Decode a JSON body. Raises InvalidRequest, which names the field."""
+    if not raw:
+        raise InvalidRequest("the body is empty; send a JSON object")
     check_depth(raw)
     try:
         return decoder.decode(raw)

@@ -51,9 +51,10 @@ def prompt_length(body: SharedFields, max_model_len: int, max_field: str = "max_
     asked = getattr(body, max_field)
     most = max_model_len - max(asked or 0, 0)
     if not (1 <= given <= max(most, 1) or given == -1):
+        less = f" less {max_field}" if asked else ""
         raise InvalidRequest(
-            f"{TRUNCATE} must be -1 for as many as fit, or from 1 to {max(most, 1)}: the context has {max_model_len} "
-            f"tokens, of which the completion may take {asked or 0}",
+            f"{TRUNCATE} must be -1 for as many tokens as fit, or from 1 to {max(most, 1)}, the length of the "
+            f"context{less}",
             param=TRUNCATE,
         )
     # Without max_tokens there is room for the default, but at least for one token.

@@ -148,7 +148,8 @@ class TextWork:
             case ReadTask():
                 self._limit(READ_SECONDS)
                 reader = READERS[job.api]
-                return JobResult(unknown_fields=reader.unknown(payload)), reader.packed(payload)
+                packed = reader.packed(payload)
+                return JobResult(unknown_fields=reader.unknown(payload)), packed
             case RenderChat():
                 self._limit(RENDER_SECONDS)
                 given = _chat_input.decode(payload)

@@ -144,6 +144,10 @@ def test_effort_and_strict_tools() -> None:
         ({"max_tokens": 9, "messages": [USER], "stop_sequences": [""]}, "stop_sequences"),
         ({"max_tokens": 9, "messages": [USER], "mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"max_tokens": 9, "messages": [USER], "tool_choice": {"type": "x"}}, "tool_choice"),
+        (
+            {"max_tokens": 9, "messages": [USER], "tool_choice": {"type": "tool", "name": "f"}},
+            "tool_choice.name",
+        ),
         ({"max_tokens": 9, "messages": [USER], "thinking": {"type": "x"}}, "thinking"),
         ({"max_tokens": 9, "messages": [USER], "output_config": {"effort": "x"}}, "output_config.effort"),
         (

@@ -159,6 +159,8 @@ def test_a_function_without_parameters_is_called_without_arguments(
             begin, end = form.opening + form.begin.replace("{name}", "ping"), form.end + form.closing
             assert accepts(compiler, grammar, begin + given + end)
             assert not accepts(compiler, grammar, begin + some + end)
+            if form.argument is None:
+                assert not accepts(compiler, grammar, begin + "{ }" + end)
     free = {"type": "function", "function": {"name": "ping", "parameters": {"type": "object"}}}
     if form.argument is None:
         grammar = grammars(family, thinks=False).forced([free], Thought.NONE, several=False)

@@ -396,6 +396,14 @@ async def test_choices_that_cannot_be_forced(rig: Rig, fields: dict[str, Any], p
     assert (status, answer["error"]["param"]) == (400, param)
 
 
+async def test_why_a_call_cannot_be_forced(rig: Rig) -> None:
+    """Either there are no tools, or this model's format of calls is not known."""
+    for tools, why in ({}, "there are no tools"), ({"tools": TOOLS}, "whose format of calls is known"):
+        status, answer, _ = await rig.post(CHAT, ASK | tools | {"tool_choice": "required"})
+        assert status == 400
+        assert why in answer["error"]["message"]
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 async def test_allowed_tools_are_the_only_ones(serve: Serve, tokenizer: Tokenizer, mode: str) -> None:
     """The answer is that to a request with these tools and this mode; strict tools that are left out do not count."""

@@ -50,6 +50,22 @@ async def test_an_unknown_name_is_ignored_with_one_warning(
     assert warned(caplog) == ["temprature", "messages"], "a field of the other endpoint"
 
 
+async def test_names_inside_sampling_params(rig: Rig, serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    rig.generator.will(*one_by_one([10]))
+    body = {"text": "x", "sampling_params": {"max_tokens": 5, "max_new_tokens": 2}}
+    with caplog.at_level(logging.WARNING):
+        assert (await rig.post("/generate", body))[0] == 200
+    assert warned(caplog) == ["sampling_params.max_tokens"]
+    for none in list[dict[str, Any] | None]((None, {})):
+        assert (await rig.post("/generate", {"text": "x", "sampling_params": none}))[0] == 200
+    wrong = {"text": "x", "sampling_params": {"thinking_token_budget": 5}}
+    status, answer, _ = await rig.post("/generate", wrong)
+    assert (status, answer["error"]["param"]) == (400, "sampling_params.thinking_token_budget")
+    strict = await serve(strict_fields=True)
+    status, answer, _ = await strict.post("/generate", body)
+    assert (status, answer["error"]["param"]) == (400, "sampling_params.max_tokens")
+
+
 async def test_strict_fields_refuse_an_unknown_name(serve: Serve) -> None:
     rig = await serve(strict_fields=True)
     rig.generator.will(*one_by_one([10]))

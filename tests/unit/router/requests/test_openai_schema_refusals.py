@@ -322,6 +322,12 @@ async def test_refused_bytes(rig: Rig) -> None:
         assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
+async def test_an_empty_body_is_called_empty(rig: Rig) -> None:
+    for path in (*BOTH, "/generate", "/v1/responses", "/v1/messages"):
+        status, answer, _ = await rig.post(path, b"")
+        assert (status, answer["error"]["message"]) == (400, "the body is empty; send a JSON object")
+
+
 async def test_json_may_nest_64_deep_and_no_deeper(rig: Rig) -> None:
     """Brackets inside strings do not count, however they are escaped; neither do many next to each other."""
     rig.generator.will(*one_by_one([10]))
