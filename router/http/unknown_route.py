@@ -27,8 +27,16 @@ OTHER_APIS = {
     "fine_tuning": "fine-tuning",
     "assistants": "assistants; keep the conversation at the client",
     "threads": "assistants; keep the conversation at the client",
+    "conversations": "conversations; keep them at the client",
     "load_lora_adapter": "LoRA adapters",
     "unload_lora_adapter": "LoRA adapters",
+}
+
+# Beginning of a path, without /v1 -> what OpenAI does there.
+BELOW = {
+    "/responses/input_tokens": "count of a response's tokens; send its messages to /tokenize",
+    "/responses/": "stored responses; send the whole conversation with every request",
+    "/chat/completions/": "stored answers; send the whole conversation with every request",
 }
 
 
@@ -68,4 +76,5 @@ def _is_served(app: web.Application, path: str) -> bool:
 
 def _of_other_servers(path: str) -> str | None:
     """Return what other servers of the OpenAI API do at this path; None if nothing is known."""
-    return OTHER_APIS.get(path.lstrip("/").partition("/")[0])
+    below = next((found for beginning, found in BELOW.items() if path.startswith(beginning)), None)
+    return OTHER_APIS.get(path.lstrip("/").partition("/")[0]) if below is None else below

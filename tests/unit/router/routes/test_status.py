@@ -139,6 +139,35 @@ async def test_timeline_by_the_id_of_the_answer(rig: Rig, prefix: str) -> None:
             "there is no route POST /v1/completions/; did you mean /v1/completions?",
         ),
         ("GET", "/v1/metrics", "there is no route GET /v1/metrics; did you mean /metrics?"),
+        (
+            "GET",
+            "/v1/responses/resp_1",
+            "/v1/responses/resp_1 is not served: tandem generates text and has no stored responses; "
+            "send the whole conversation with every request",
+        ),
+        (
+            "POST",
+            "/v1/responses/input_tokens",
+            "/v1/responses/input_tokens is not served: tandem generates text and has no count of a "
+            "response's tokens; send its messages to /tokenize",
+        ),
+        (
+            "GET",
+            "/v1/chat/completions/chatcmpl-1",
+            "/v1/chat/completions/chatcmpl-1 is not served: tandem generates text and has no stored answers; "
+            "send the whole conversation with every request",
+        ),
+        (
+            "POST",
+            "/v1/chat/completions/",
+            "there is no route POST /v1/chat/completions/; did you mean /v1/chat/completions?",
+        ),
+        (
+            "POST",
+            "/v1/conversations",
+            "/v1/conversations is not served: tandem generates text and has no conversations; keep them at "
+            "the client",
+        ),
         ("POST", "/v1/unknown", "there is no route POST /v1/unknown"),
         ("GET", "/start", "there is no route GET /start"),
         ("GET", "/" + "x" * 500, f"there is no route GET /{'x' * 199}..."),
