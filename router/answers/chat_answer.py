@@ -56,7 +56,8 @@ class ChatAnswer:
             raise InvalidRequest(
                 f"{field} and {asked.field} both constrain the answer; send only one", param=asked.field
             )
-        return Constraint(field, Lark(grammar.lark, grammar.schemas))
+        # What may not compile is the schema of a tool.
+        return Constraint("tools", Lark(grammar.lark, grammar.schemas))
 
     def _calls_or_json(self, field: str, form: JsonSchema) -> Constraint:
         """Allow calls or JSON, in a format of calls whose marker tells them from JSON."""

@@ -203,6 +203,8 @@ def _add_message(chat: ChatBuilder, message: InputMessage, where: str) -> None:
     if isinstance(message.content, str):
         chat.add_message(message.role, [text_part(message.content)])
         return
+    if not message.content and message.role != "assistant":
+        raise InvalidRequest(f"{where}.content is empty; send a text or blocks", param=f"{where}.content")
     # Results of tools become messages of their own: the texts between them stay in their order.
     parts: list[ChatPart] = []
     for index, block in enumerate(message.content):

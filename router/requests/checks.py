@@ -233,7 +233,8 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[TokenBias, ..
 def _min_tokens(given: int, max_tokens: int, stop_tokens: int, vocab_size: int) -> int:
     if not 0 <= given <= max_tokens:
         raise InvalidRequest(
-            f"min_tokens must be at least 0 and at most max_tokens ({max_tokens})", param="min_tokens"
+            f"min_tokens must be from 0 to {max_tokens}, which the answer may have at most",
+            param="min_tokens",
         )
     if stop_tokens >= vocab_size:
         raise InvalidRequest("min_tokens cannot be met: every token is a stop token", param="min_tokens")

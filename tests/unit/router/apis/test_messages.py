@@ -141,6 +141,7 @@ def test_effort_and_strict_tools() -> None:
         ({"max_tokens": 9999, "messages": [USER]}, "max_tokens"),
         ({"max_tokens": 9, "messages": []}, "messages"),
         ({"max_tokens": 9, "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"max_tokens": 9, "messages": [USER, {"role": "user", "content": []}]}, "messages[1].content"),
         ({"max_tokens": 9, "messages": [USER], "stop_sequences": [""]}, "stop_sequences"),
         ({"max_tokens": 9, "messages": [USER], "mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"max_tokens": 9, "messages": [USER], "tool_choice": {"type": "x"}}, "tool_choice"),

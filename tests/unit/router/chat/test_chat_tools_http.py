@@ -396,6 +396,19 @@ async def test_choices_that_cannot_be_forced(rig: Rig, fields: dict[str, Any], p
     assert (status, answer["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {}])
+async def test_a_schema_that_cannot_be_compiled_is_one_of_the_tools(
+    serve: Serve, fields: dict[str, Any]
+) -> None:
+    rig = await serve(served=replace(SERVED, answers=replace(STYLE, calls=CALL_FORMATS["qwen3"])))
+    wrong = {"name": "a", "strict": True, "parameters": {"type": "strin"}}
+    status, answer, _ = await rig.post(
+        CHAT, ASK | fields | {"tools": [{"type": "function", "function": wrong}]}
+    )
+    assert (status, answer["error"]["param"]) == (400, "tools")
+    assert "Invalid type: strin" in answer["error"]["message"]
+
+
 async def test_why_a_call_cannot_be_forced(rig: Rig) -> None:
     """Either there are no tools, or this model's format of calls is not known."""
     for tools, why in ({}, "there are no tools"), ({"tools": TOOLS}, "whose format of calls is known"):
