@@ -327,6 +327,7 @@ async def run(options: argparse.Namespace) -> list[Row]:
                     shown = "  ".join(
                         f"{name} {value:.4g}" if isinstance(value, float) else str(value)
                         for name, value in asdict(rows[-1]).items()
+                        if value is not None
                     )
                     print(shown, flush=True)
     return rows
