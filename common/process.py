@@ -20,6 +20,7 @@ import typer
 from common.config import Resolved, load_cluster
 from common.config.run_directory import run_directory
 from common.errors import ConfigError, ModelError, RankFailed
+from common.huge_pages import use_huge_pages
 from common.launch_record import launch_record
 from common.observability import logs
 from common.observability.logs import Log
@@ -152,6 +153,7 @@ def run_node(
             # Models and graphs live as long as the process: a full collection would halt steps for a tenth of a second.
             gc.collect()
             gc.freeze()
+            log.info("start-up memory on huge pages", mib=use_huge_pages() >> 20)
             built.start()
             reporter.report("ready")
             ready.set()

@@ -12,6 +12,7 @@ import uvloop
 
 from common.config import Resolved
 from common.config.router_processes import RouterProcess, router_name, router_process
+from common.huge_pages import use_huge_pages
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
 from common.process import ClusterOption, SetOption, StatusOption, run_command, run_process
@@ -34,6 +35,7 @@ async def _serve(resolved: Resolved, process: RouterProcess, reporter: StartupRe
         loop.add_signal_handler(signal.SIGHUP, app.http.reload)
     await app.start()
     prepare_heap()
+    log.info("start-up memory on huge pages", mib=use_huge_pages() >> 20)
     # The loop would keep each async generator in a set of weak references, to close it when the loop ends. Handlers
     # close theirs themselves; an abandoned one is still closed, by the other hook.
     sys.set_asyncgen_hooks(firstiter=None)

@@ -21,6 +21,7 @@ from common.engine.sampling.logit_adjustments import AdjustmentRows
 from common.engine.sampling.sampling_plan import sampling_variant
 from common.engine.state.relay_state import RelayState
 from common.grammar.model_tokenizer import has_tokenizer
+from common.huge_pages import use_huge_pages
 from common.kv_cache.page_space import as_keys
 from common.messages.generation import SamplingParams
 from common.node import graph_start
@@ -109,6 +110,7 @@ class ClusterEngine:
         self._steps: Forwards = step_forwards(step, decode, self._relay, lambda nbytes: storage[:nbytes])
         graph_start.capture(decode, self._steps.graphs, LOG)
         self._space = page_space(self._prefill, False)
+        use_huge_pages()  # as the nodes do
 
     @torch.inference_mode()
     def answer(self, prompt: Sequence[int], output: int) -> Times:
