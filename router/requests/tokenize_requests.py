@@ -32,7 +32,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True):
 
     tokens: list[int]
     model: str | None = None
-    skip_special_tokens: bool = False
+    skip_special_tokens: bool | None = None
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True):

@@ -206,7 +206,7 @@ class TextWork:
             raise InvalidRequest(f"at most {MAX_DETOKENIZE} tokens in one request", param="tokens")
         check_tokens_in_vocabulary(body.tokens, job.vocab_size, "tokens")
         self._limit(ENCODE_SECONDS)
-        text = self._tokenizer.decode(body.tokens, body.skip_special_tokens)
+        text = self._tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
         return msgspec.json.encode(DetokenizeAnswer(text))
 
     def encode(

@@ -42,7 +42,7 @@ def schema_case(seed: int) -> Case:
     """Return a random JSON schema in one of the fields that clients send it in."""
     draw = random.Random(f"schema/{seed}")
     schema = Schemas(draw).root()
-    # The tiny models can write whitespace for ever.
+    # The tiny models write as much whitespace as they may.
     compact = {**schema, "x-guidance": {"whitespace_flexible": False}} if draw.random() < 0.8 else schema
     options = draw.choice(({"disable_any_whitespace": True}, {"whitespace_pattern": " ?"}))
     fields: dict[str, Any] = draw.choice(

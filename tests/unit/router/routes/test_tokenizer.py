@@ -26,6 +26,8 @@ async def test_tokenize_and_back(rig: Rig) -> None:
         assert back == {"prompt": shown}
     _, back, _ = await rig.post("/detokenize", {"tokens": []})
     assert back == {"prompt": ""}
+    _, back, _ = await rig.post("/detokenize", {"tokens": found["tokens"], "skip_special_tokens": None})
+    assert back == {"prompt": "<|bos|>" + text}
 
 
 async def test_another_model_is_not_found(rig: Rig) -> None:
