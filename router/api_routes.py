@@ -55,11 +55,12 @@ class ApiRoutes:
             parts.max_requests,
             log,
         )
+        prompts = ChatPrompts(texts, images)
         self._routes = (
             openai,
             GenerateRoutes(openai, texts, tokenizer),
-            ResponsesRoutes(openai, texts, served().name),
-            MessagesRoutes(openai, texts, ChatPrompts(texts, images), models.admitting),
+            ResponsesRoutes(openai, texts, prompts, models.admitting),
+            MessagesRoutes(openai, texts, prompts, models.admitting),
             OpenApiRoutes(VERSION),
             PageRoutes(),
             StatusRoutes(view, served, peers),

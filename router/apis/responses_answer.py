@@ -19,6 +19,13 @@ _encode = msgspec.json.Encoder().encode
 _PREFIXES = {ItemKind.TEXT: "msg_", ItemKind.REASONING: "rs_", ItemKind.CALL: "fc_"}
 
 
+class InputTokens(msgspec.Struct, frozen=True):
+    """The answer of /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 class ResponsesForm:
     """An `AnswerForm`, and the collector of its own complete answers."""
 

@@ -34,7 +34,6 @@ OTHER_APIS = {
 
 # Beginning of a path, without /v1 -> what OpenAI does there.
 BELOW = {
-    "/responses/input_tokens": "count of a response's tokens; send its messages to /tokenize",
     "/responses/": "stored responses; send the whole conversation with every request",
     "/chat/completions/": "stored answers; send the whole conversation with every request",
 }

@@ -8,6 +8,7 @@ from typing import Any
 from router.apis.generate_request import GenerateRequest
 from router.apis.messages_answer import TokenCount
 from router.apis.messages_request import CountRequest, MessagesRequest
+from router.apis.responses_answer import InputTokens
 from router.apis.responses_request import ResponsesRequest
 from router.http.media_types import JSON, TEXT
 from router.openapi.answers import (
@@ -69,6 +70,13 @@ OPERATIONS = (
     Operation("post", "/v1/completions", "Continue texts", CompletionRequest, TextCompletion, streams=True),
     Operation(
         "post", "/v1/responses", "Answer a conversation", ResponsesRequest, ResponsesAnswer, streams=True
+    ),
+    Operation(
+        "post",
+        "/v1/responses/input_tokens",
+        "Count the tokens of a conversation",
+        ResponsesRequest,
+        InputTokens,
     ),
     Operation("post", "/v1/messages", "Answer a conversation", MessagesRequest, MessagesAnswer, streams=True),
     Operation(

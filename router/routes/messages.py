@@ -16,14 +16,10 @@ from router.http.client import client_key
 from router.http.errors import json_response, request_id_key
 from router.http.messages_errors import MESSAGES
 from router.http.request_body import received
-from router.requests.chat_rules import check_chat
-from router.requests.checks import ServedModel, check_request
-from router.requests.prompt_length import PromptLength
+from router.requests.checks import ServedModel
 from router.routes.openai import OpenAiRoutes
 from router.text.chat_prompts import ChatPrompts
 from router.text.service import TextService
-
-COUNTED = PromptLength(1 << 24)  # text workers stop long before
 
 
 class MessagesRoutes:
@@ -60,8 +56,5 @@ class MessagesRoutes:
         async with received(request) as memory:
             with renamed_fields(NAMES):
                 body = (await self._texts.read_task(COUNT, memory.take())).chat
-                model = self._model()
-                check_request(body, model)
-                rules = check_chat(body, model.answers)
-                rendered = await self._prompts.render(body, rules, model, request[client_key], COUNTED)
-                return json_response(TokenCount(len(rendered.tokens)))
+                found = await self._prompts.count(body, self._model(), request[client_key])
+                return json_response(TokenCount(found))

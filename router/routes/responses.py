@@ -1,37 +1,60 @@
-"""The handler of /v1/responses."""
+"""The handlers of /v1/responses and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from aiohttp import web
 
 from router.apis.renamed_fields import renamed_fields
-from router.apis.responses_answer import ResponsesForm
+from router.apis.responses_answer import InputTokens, ResponsesForm
 from router.apis.responses_request import NAMES
-from router.apis.tasks import RESPONSES
-from router.http.errors import request_id_key
+from router.apis.tasks import RESPONSES as READER
+from router.http.client import client_key
+from router.http.errors import json_response, request_id_key
 from router.http.request_body import received
+from router.requests.checks import ServedModel
 from router.routes.openai import OpenAiRoutes
+from router.text.chat_prompts import ChatPrompts
 from router.text.service import TextService
+
+RESPONSES = "/v1/responses"
 
 
 class ResponsesRoutes:
-    """The handler: requests run as chats do, under the same limits."""
+    """The handlers: requests run as chats do, under the same limits."""
 
-    def __init__(self, openai: OpenAiRoutes, texts: TextService, model: str) -> None:
-        """`model`: name of the served model, in answers."""
+    def __init__(
+        self,
+        openai: OpenAiRoutes,
+        texts: TextService,
+        prompts: ChatPrompts,
+        model: Callable[[], ServedModel],
+    ) -> None:
+        """`model` raises Unavailable while no requests are accepted."""
         self._openai = openai
         self._texts = texts
+        self._prompts = prompts
         self._model = model
 
     def add_to(self, app: web.Application) -> None:
-        app.router.add_post("/v1/responses", self.respond)
+        app.router.add_post(RESPONSES, self.respond)
+        app.router.add_post(RESPONSES + "/input_tokens", self.count_tokens)
 
     async def respond(self, request: web.Request) -> web.StreamResponse:
         await self._openai.turn()
         async with received(request) as memory:
             with renamed_fields(NAMES):
-                task = await self._texts.read_task(RESPONSES, memory.take())
-                show = partial(ResponsesForm, task, request[request_id_key], self._model)
+                task = await self._texts.read_task(READER, memory.take())
+                show = partial(ResponsesForm, task, request[request_id_key], self._model().name)
                 return await self._openai.answer_chat(request, task.chat, memory, show)
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        """Count the tokens of a prompt, which may exceed the context."""
+        await self._openai.turn()
+        async with received(request) as memory:
+            with renamed_fields(NAMES):
+                body = (await self._texts.read_task(READER, memory.take())).chat
+                found = await self._prompts.count(body, self._model(), request[client_key])
+                return json_response(InputTokens(found))

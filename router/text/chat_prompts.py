@@ -11,12 +11,14 @@ from router.http.client import Client, cache_salt
 from router.images.loader import Image, ImageLoader
 from router.images.placeholders import place_images
 from router.requests.chat_input import ChatInput
-from router.requests.chat_rules import ChatRules
-from router.requests.checks import ServedModel
+from router.requests.chat_rules import ChatRules, check_chat
+from router.requests.checks import ServedModel, check_request
 from router.requests.openai_schema import ChatRequest, image_parts, without_addresses
 from router.requests.prompt_length import TRUNCATE, PromptLength
 from router.templates.prompt_end import prompt_end
 from router.text.service import TextService
+
+COUNTED = PromptLength(1 << 24)  # text workers stop long before
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,12 @@ class ChatPrompts:
     def __init__(self, texts: TextService, images: ImageLoader) -> None:
         self._texts = texts
         self._images = images
+
+    async def count(self, body: ChatRequest, model: ServedModel, client: Client) -> int:
+        """Return the number of tokens of a chat's prompt, which may exceed the context. Raises InvalidRequest."""
+        check_request(body, model)
+        rules = check_chat(body, model.answers)
+        return len((await self.render(body, rules, model, client, COUNTED)).tokens)
 
     async def render(
         self, body: ChatRequest, rules: ChatRules, model: ServedModel, client: Client, length: PromptLength

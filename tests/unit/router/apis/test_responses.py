@@ -218,3 +218,16 @@ async def test_integers_that_no_message_can_hold_are_refused(rig: Rig, padding: 
     tools = b'[{"type":"function","name":"f","parameters":' + schema + b"}]"
     raw = b'{"input":"x","tools":' + tools + b',"tool_choice":"none"}' + b" " * padding
     assert (await rig.post(PATH, raw))[0] == 400
+
+
+async def test_input_tokens_are_counted(rig: Rig) -> None:
+    body = {"instructions": "Be brief.", "input": "Hi"}
+    status, answer, _ = await rig.post(PATH + "/input_tokens", body)
+    told = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    expected = {"input_tokens": len(await prompt_of(rig, told)), "object": "response.input_tokens"}
+    assert (status, answer) == (200, expected)
+    # more than the context holds
+    _, answer, _ = await rig.post(PATH + "/input_tokens", {"input": "x " * 5000})
+    assert answer["input_tokens"] > 4096
+    status, answer, _ = await rig.post(PATH + "/input_tokens", {"input": []})
+    assert (status, answer["error"]["param"]) == (400, "input")

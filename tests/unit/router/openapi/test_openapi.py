@@ -81,6 +81,7 @@ BODIES = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": "Hello", "logprobs": 1},
     "/v1/responses": {"input": "Hello"},
+    "/v1/responses/input_tokens": {"input": "Hello"},
     "/v1/messages": CHAT,
     "/v1/messages/count_tokens": CHAT,
     "/generate": {"text": "Hello"},

@@ -146,12 +146,6 @@ async def test_timeline_by_the_id_of_the_answer(rig: Rig, prefix: str) -> None:
             "send the whole conversation with every request",
         ),
         (
-            "POST",
-            "/v1/responses/input_tokens",
-            "/v1/responses/input_tokens is not served: tandem generates text and has no count of a "
-            "response's tokens; send its messages to /tokenize",
-        ),
-        (
             "GET",
             "/v1/chat/completions/chatcmpl-1",
             "/v1/chat/completions/chatcmpl-1 is not served: tandem generates text and has no stored answers; "
