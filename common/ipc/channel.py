@@ -43,6 +43,7 @@ KEEPALIVE = {
 }
 # Flags of the parts of a message. As integers: arithmetic on ZMQ's enums costs more than sending a part.
 NOT_LAST, LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
+NOBLOCK = LAST
 READABLE, EVENTS = int(zmq.POLLIN), int(zmq.EVENTS)
 # Interval at which `drain` sends acknowledgements and probes that are due. An answer for which a peer waits is sent at
 # once.
@@ -91,12 +92,15 @@ class Channel:
         return int(self._socket.getsockopt(zmq.FD))
 
     def _receive(self, most: int = DRAIN_LIMIT) -> list[list[bytes]]:
-        messages: list[list[bytes]] = []
-        while len(messages) < most:
-            try:
-                messages.append(self._socket.recv_multipart(zmq.NOBLOCK))
-            except zmq.Again:
-                break
+        socket, messages = self._socket, list[list[bytes]]()
+        # As InboundFilter reads: without an exception at the end, and by frames that know whether more follow.
+        while len(messages) < most and int(socket.getsockopt(EVENTS)) & READABLE:
+            frame = socket.recv(NOBLOCK, copy=False)
+            parts = [frame.bytes]
+            while frame.more:
+                frame = socket.recv(NOBLOCK, copy=False)
+                parts.append(frame.bytes)
+            messages.append(parts)
         return messages
 
     def _send(self, frames: Sequence[bytes | zmq.Frame]) -> bool:

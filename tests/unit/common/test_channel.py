@@ -55,6 +55,23 @@ def pair(context: Context, address: str, identity: bytes = b"peer") -> tuple[Rou
     return router, dealer
 
 
+def test_nothing_is_read_in_vain(context: Context, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a read raises an exception, in every turn of a node's loop and while a client waits for a first token."""
+    router, dealer = pair(context, f"ipc://{directory}/r.sock")
+    failed: list[int] = []
+    made = zmq.Again.__init__
+
+    def note(error: zmq.Again, *arguments: object, **named: object) -> None:
+        failed.append(1)
+        made(error, *arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(zmq.Again, "__init__", note)
+    assert dealer.drain() == []
+    assert router.send(b"peer", b"one")
+    assert until(dealer.drain) == [b"one"]
+    assert not failed
+
+
 def test_a_flood_of_bad_frames_does_not_keep_the_loop(context: Context, address: str) -> None:
     router, dealer = pair(context, address)
     peer = routing_id(router, dealer)
