@@ -9,6 +9,7 @@ short steps, the next step is launched at once.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,7 +23,8 @@ MOST_MARGIN = 0.005
 # factors of the margin after a launch that came too late, and in time; one in 20 is late
 RAISED, LOWERED = 1.2, 0.99
 MOST_LAUNCH = 0.02
-KEPT = 0.95  # decay of the slowest launch with each further one
+LAUNCHES = 64  # latest ones that are remembered
+SLOWER = 12  # one launch in so many may take longer than expected
 FOLLOWED = 0.1  # share of a longer time after a mark that one step adds; a shorter time counts at once
 PRECISE = 0.0004  # seconds between two looks at the count; times of marks between others are not taken
 MOST_MISSING = 3  # steps in a row without their marks, after which steps are launched at once
@@ -119,8 +121,10 @@ class Pacing:
         self._count = mark.value  # after the marks of all steps launched so far
         self._newest: PacedCompletion | None = None
         self._due_at: float | None = None  # when the launch that follows became due
-        # seconds that a slow recent plan and launch took, until the device had the forward
-        self._launch = 0.0
+        # Seconds of plans and launches, until the device had the forward. The slowest ones must not count: each would
+        # let the steps that follow be launched at once, so that requests which arrive meanwhile miss a step.
+        self._launches: deque[float] = deque(maxlen=LAUNCHES)
+        self._launch = 0.0  # expected
         self._margin = MARGIN
         self.left: list[float | None] = [None] * self._marks  # seconds from each mark to the end of a step
         self._missing_in_a_row = 0
@@ -207,7 +211,8 @@ class Pacing:
 
     def _learn_launch(self, seconds: float, over: bool) -> None:
         """Learn from a launch that took so many seconds. `over`: the device has ended the step before."""
-        self._launch = max(min(seconds, MOST_LAUNCH), KEPT * self._launch)
+        self._launches.append(min(seconds, MOST_LAUNCH))
+        self._launch = sorted(self._launches)[-1 - len(self._launches) // SLOWER]
         # A step that was followed at once tells nothing, but a margin that leaves no mark has to shrink all the same.
         late = self.stage is not None and over
         self.counters.late += late

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from common.observability.logs import Log
-from decode_node.pacing import MOST_MISSING, PATIENCE, PacedCompletion, Pacing
+from decode_node.pacing import LAUNCHES, MOST_MISSING, PATIENCE, SLOWER, PacedCompletion, Pacing
 from decode_node.step_result import StepResult
 
 MS = 0.001
@@ -169,19 +169,30 @@ def test_steps_that_are_shorter_than_a_launch_are_followed_at_once() -> None:
     assert loop.pacing.stage is None
 
 
-def test_a_launch_that_came_too_late_makes_the_next_ones_earlier() -> None:
+def test_one_slow_launch_does_not_make_the_next_ones_earlier() -> None:
+    """They would be launched at once if it took longer than what follows the first mark."""
     loop = _Loop()
-    loop.steps(20)
+    loop.steps(LAUNCHES)
+    for _ in range(4):
+        loop.launch_seconds = 9.5 * MS
+        loop.step()
+        loop.launch_seconds = 1 * MS
+        loop.steps(SLOWER + 2)
+        assert max(loop.left[-SLOWER:]) < 1.6 * MS
+    assert loop.pacing.counters.late == 4
+
+
+def test_several_slow_launches_make_the_next_ones_earlier() -> None:
+    loop = _Loop()
+    loop.steps(LAUNCHES)
     loop.launch_seconds = 4.5 * MS
-    loop.step()
+    loop.steps(1 + LAUNCHES // SLOWER)
     loop.launch_seconds = 1 * MS
-    assert loop.pacing.counters.late == 1
-    loop.step()
-    loop.step()
+    loop.steps(2)
     assert loop.pacing.stage is not None
     assert LAYERS[loop.pacing.stage] < 6
-    loop.steps(150)
-    assert loop.pacing.stage == LAYERS.index(8), "the slow launch is forgotten"
+    loop.steps(2 * LAUNCHES)
+    assert loop.pacing.stage == LAYERS.index(8), "the slow launches are forgotten"
 
 
 def test_launches_are_paced_again_after_a_time_of_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
