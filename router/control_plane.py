@@ -101,10 +101,10 @@ class ControlPlane:
         self._dispatcher = dispatcher
         self._orders = orders
         loop = asyncio.get_running_loop()
-        loop.add_reader(self._socket.fileno(), self._on_readable)
+        loop.add_reader(self._socket.fileno(), self._read, True)
         loop.add_reader(self._disconnects.fileno(), self._on_disconnect)
         self._sweeper = loop.create_task(self._sweep())
-        self._on_readable()
+        self._read()
         # The monitor's edge-triggered descriptor signals only after a read that found it empty.
         self._on_disconnect()
 
@@ -165,17 +165,16 @@ class ControlPlane:
             return
         self._read()
 
-    def _on_readable(self) -> None:
-        """Read now, unless a look is due anyway: two in one turn would do twice what one turn should."""
-        if not self._look_due:
-            self._read()
+    def _read(self, signalled: bool = False) -> None:
+        """Read now, unless a look is due anyway: two in one turn would do twice what one turn should.
 
-    def _read(self) -> None:
+        `signalled`: the socket's descriptor has just become readable.
+        """
         # A read was scheduled before `close`.
-        if self._closed:
+        if self._closed or self._look_due:
             return
         if not self._unhandled:
-            self._unhandled.extend(self._socket.drain(FRAMES_PER_TURN))
+            self._unhandled.extend(self._socket.drain(FRAMES_PER_TURN, signalled))
         self._handle_some()
         refused = self._socket.refused
         if refused != self._refused:
@@ -387,7 +386,7 @@ class ControlPlane:
             # A stall of this process or host must not count as silence of a node.
             late = max(loop.time() - due, 0.0)
             try:
-                self._on_readable()
+                self._read()
                 self._socket.flush_log()
                 self._refused_nodes.flush()
                 self._registry.sweep(late)

@@ -40,7 +40,7 @@ class InboundFilter:
     def receive(self, most: int, readable: bool = False) -> list[list[bytes]]:
         """Return at most `most` messages as [peer, part ...]; one that is not allowed keeps only its peer.
 
-        `readable`: the socket has said that there is one.
+        `readable`: there is probably one. To be wrong costs an exception.
         """
         router, check = self._router, self._check
         received: list[list[bytes]] = []
@@ -49,7 +49,10 @@ class InboundFilter:
             readable = False
             # A frame that is not copied knows whether more follow: `recv_multipart` asks the socket, at twice the cost
             # of the whole message. Only such a frame says whose key its connection has proved.
-            frame = first = router.recv(NOBLOCK, copy=False)
+            try:
+                frame = first = router.recv(NOBLOCK, copy=False)
+            except zmq.Again:
+                break
             parts = [first.bytes]
             while frame.more:
                 frame = router.recv(NOBLOCK, copy=False)

@@ -106,7 +106,7 @@ class ChoiceMaker:
         count = choice_count(body)
         priority = check_priority(body.priority, client.most_urgent)
         session = session_key(client, request.headers)
-        reported = reported_stops(body, model, bool(options.grammar))
+        reported = reported_stops(body, sampling, model)
         choices, trace = [], request.get(trace_key)
         drawn = zip(samplings(sampling, count), shares(count), strict=True)
         for number, (own, share) in enumerate(drawn, start=prompt.index * count):

@@ -27,7 +27,9 @@ def runs_within(runs: Sequence[TokenRun], left: int) -> tuple[int, int]:
     for count, run in enumerate(runs):
         if steps >= left:
             return count, steps
-        steps += _steps_of_run(run)
+        # A token of an answer that goes on: almost every run.
+        plain = run.finish_reason is None and len(run.tokens) == 1
+        steps += 1 if plain else _steps_of_run(run)
     return len(runs), steps
 
 

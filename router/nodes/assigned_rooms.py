@@ -68,6 +68,7 @@ class AssignedRooms:
         self._reported = load.running + load.transferring + load.queued
         self._others_ms = load.queued_ms * others.tokens / load.queued_tokens if load.queued_tokens else 0.0
         self._placed, self._placed_ms = 0, 0.0
+        self._count()
         self._add_up()
 
     def add(self, room: int, tokens: int, time: PromptTime = NO_TIME) -> None:
@@ -75,11 +76,13 @@ class AssignedRooms:
         left = self._left[room] = _Left(tokens, time)
         self.tokens += tokens
         self._placed += 1
-        self._placed_ms += time.shared
         if tokens:
             self._computing[room] = left
             self._shared += time.shared
-        self._add_up()
+        if time is not NO_TIME:
+            self._placed_ms += time.shared
+            self._add_up()
+        self._count()
 
     def computed(self, room: int) -> None:
         """Note that the node has computed the prompt of a room."""
@@ -92,16 +95,19 @@ class AssignedRooms:
         """Note that the node no longer holds anything of the room. May be called repeatedly."""
         if room in self._computing:
             self._settle(room)
-        if self._left.pop(room, None) is not None:
             self._add_up()
+        if self._left.pop(room, None) is not None:
+            self._count()
+
+    def _count(self) -> None:
+        others = self._others
+        expected = self.expected = len(self._left) + others.requests + others.routers * self._placed
+        self.requests = expected if expected > self._reported else self._reported
 
     def _add_up(self) -> None:
-        others = self._others
         oldest = next(iter(self._computing.values()), NOTHING_LEFT).time
-        ms = self._others_ms + others.routers * self._placed_ms
+        ms = self._others_ms + self._others.routers * self._placed_ms
         self.ms = self._shared + (oldest.alone - oldest.shared) + ms
-        self.expected = len(self._left) + others.requests + others.routers * self._placed
-        self.requests = max(self.expected, self._reported)
 
     def _settle(self, room: int) -> None:
         left = self._computing.pop(room)

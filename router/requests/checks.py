@@ -201,12 +201,12 @@ def _stop_tokens(request: SharedFields, model: ServedModel, constrained: bool) -
     return stop_tokens | {token for token in model.eos_token_ids if token < model.vocab_size}
 
 
-def reported_stops(request: SharedFields, model: ServedModel, constrained: bool) -> frozenset[int]:
+def reported_stops(request: SharedFields, sampling: SamplingParams, model: ServedModel) -> frozenset[int]:
     """Return the tokens that become the `stop_reason`: as in vLLM, all that end the answer but the primary one."""
-    stop_tokens = _stop_tokens(request, model, constrained)
-    if request.ignore_eos and not constrained:
-        return frozenset(stop_tokens)
-    return frozenset(stop_tokens - {model.primary_eos})
+    stop_tokens = frozenset(sampling.stop_token_ids)
+    if request.ignore_eos and not sampling.grammar:
+        return stop_tokens
+    return stop_tokens - {model.primary_eos}
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> tuple[TokenBias, ...]:

@@ -249,6 +249,9 @@ def with_packed_ids(request: Completion) -> Completion:
     They are packed as int32; -1 replaces out-of-range ids. Raises InvalidRequest("prompt").
     """
     prompt: str | list[Any] = request.prompt
+    if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
+        _check_ids(prompt, len(prompt))
+        return msgspec.structs.replace(request, prompt=[_packed(prompt)])
     if isinstance(prompt, str) or all(isinstance(item, str | bytes) for item in prompt):
         return request
     given = prompts(request, len(prompt))

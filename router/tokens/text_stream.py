@@ -53,7 +53,11 @@ class TextStream:
             # One token that is not the last one: most pushes.
             self.completion_tokens += 1
             self.offsets = [self._decoded]
-            return self._advance(self._step(tokens[0].id)), tokens
+            piece = self._step(tokens[0].id)
+            if self._stops is None:
+                self._decoded += len(piece)
+                return piece, tokens
+            return self._advance(piece), tokens
         text = ""
         self.offsets = []
         last = len(tokens) - 1 if finish_reason is not None else -1

@@ -176,6 +176,13 @@ def test_drain_is_bounded(context: Context, address: str) -> None:
     assert got == [str(number).encode() for number in range(total)]  # in order
 
 
+def test_a_signal_without_a_message_is_harmless(context: Context, address: str) -> None:
+    router, dealer = pair(context, address)
+    assert router.drain(signalled=True) == []
+    assert dealer.send(b"more")
+    assert until(lambda: router.drain(signalled=True)) == [(b"peer", b"more")]
+
+
 def test_sending_to_an_unknown_peer_fails(context: Context, address: str) -> None:
     router = RouterSocket(context, address, Keyless())
     assert router.send(b"nobody", b"x") is False

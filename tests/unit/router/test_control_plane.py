@@ -664,8 +664,8 @@ async def test_a_flood_leaves_the_loop_its_turns(monkeypatch: pytest.MonkeyPatch
         read: list[int] = []
         drain = rig.control.socket.drain
 
-        def counted(most: int) -> list[tuple[bytes, bytes]]:
-            batch = drain(most)
+        def counted(most: int, signalled: bool) -> list[tuple[bytes, bytes]]:
+            batch = drain(most, signalled)
             read.append(len(batch))
             return batch
 

@@ -1,6 +1,6 @@
-"""How many Python functions the router calls for an ordinary request: a count that other work does not change.
+"""How many Python functions the router calls for a request and for a step of a stream: other work does not change it.
 
-Most of the CPU time of a request is spent in the interpreter, so the calls hold the cost (tests/bench/NOTES.md).
+Most of the CPU time of both is spent in the interpreter, so the calls hold the cost (tests/bench/NOTES.md).
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,7 +27,7 @@ from common.config.router_processes import RouterProcess
 from common.messages.generation import OutputToken
 from common.messages.node_inbox import Registered
 from common.messages.prefill_inbox import Prefill
-from common.messages.router_inbox import FirstToken, PrefillDone
+from common.messages.router_inbox import FinishReason, FirstToken, PrefillDone, TokenRun, Tokens
 from common.observability.logs import Log, configure
 from router.app import RouterApp
 from router.build import build
@@ -37,15 +38,17 @@ from tests.unit.router.test_app import node_of
 
 WARM, COUNTED = 20, 20
 COMPLETION = {"prompt": [*range(300, 364)], "max_tokens": 1, "temperature": 0}
-MOST_CALLS = 450  # of a completion of one token
-MOST_STREAM_CALLS = 470  # of the same as a stream
+STREAM = {**COMPLETION, "stream": True}
+MOST_CALLS = 435  # of a completion of one token
+MOST_STREAM_CALLS = 445  # of the same as a stream
+MOST_STEP_CALLS = 30  # of a step that brings the only stream one token
 
 
 class Profile:
     """Counts the calls of Python functions in the thread that enters it. Awaiting again counts as a call, too."""
 
     def __init__(self) -> None:
-        self.requests: list[Counter[str]] = []  # the calls of each request
+        self.requests: list[Counter[str]] = []  # the calls of each request or step
         self.counting = False
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
@@ -70,8 +73,31 @@ def logging_to_stderr() -> Iterator[None]:
         logging.logThreads, logging.logProcesses, logging.logMultiprocessing = flags
 
 
-def calls_of_a_request(directory: Path, body: dict[str, Any]) -> Counter[str]:
-    """Return the calls of each function for one request on a connection that stays open.
+@dataclass
+class Client:
+    """A connection to the router that stays open, and the nodes behind it."""
+
+    prefill: FakeNode
+    decode: FakeNode
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    host: str
+
+    def send(self, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {self.host}\r\nContent-Type: application/json\r\n"
+        self.writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+
+    async def until(self, end: bytes) -> bytes:
+        return await asyncio.wait_for(self.reader.readuntil(end), PATIENCE)
+
+
+# Sends requests, and begins a counter for each of them or for each step.
+Drive = Callable[[Client, Profile], Awaitable[None]]
+
+
+def least_calls(directory: Path, drive: Drive) -> Counter[str]:
+    """Return the calls of each function for one request or step.
 
     It is the cheapest of several: what the router does from time to time falls into some of them.
     """
@@ -94,7 +120,7 @@ decode: {{nodes: [{{name: d0}}]}}
         sys.set_asyncgen_hooks(firstiter=None)  # as in router/__main__.py
         sys.setprofile(profile)
         try:
-            await asyncio.to_thread(asyncio.run, _drive(app, body, profile))
+            await asyncio.to_thread(asyncio.run, _connected(app, drive, profile))
         finally:
             sys.setprofile(None)
             await asyncio.wait_for(app.drain(), PATIENCE)
@@ -105,29 +131,15 @@ decode: {{nodes: [{{name: d0}}]}}
     return min(profile.requests, key=Counter.total)
 
 
-async def _drive(app: RouterApp, body: dict[str, Any], profile: Profile) -> None:
+async def _connected(app: RouterApp, drive: Drive, profile: Profile) -> None:
     context = zmq.Context[zmq.Socket[bytes]]()
     prefill, decode = node_of(context, app, "p0"), node_of(context, app, "d0")
     for node in (prefill, decode):
         assert isinstance(await node.register(), Registered)
     host, port = app.http.public.addresses[0][:2]
     reader, writer = await asyncio.open_connection(host, port)
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     try:
-        for number in range(WARM + COUNTED):
-            if number >= WARM:
-                profile.requests.append(Counter())
-                profile.counting = True
-            writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-            await _serve(prefill)
-            if "stream" in body:
-                await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), PATIENCE)
-                continue
-            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)
-            assert answer.startswith(b"HTTP/1.1 200 ")
-            length = int(answer.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-            await reader.readexactly(length)
+        await drive(Client(prefill, decode, reader, writer, host), profile)
     finally:
         profile.counting = False
         writer.close()
@@ -136,21 +148,60 @@ async def _drive(app: RouterApp, body: dict[str, Any], profile: Profile) -> None
         context.term()
 
 
-async def _serve(prefill: FakeNode) -> None:
-    """Answer one request with one token."""
+async def _first_token(prefill: FakeNode, finish_reason: FinishReason | None) -> int:
+    """Send the first token of the next request, and return its room."""
     room = (await prefill.expect(Prefill)).room
     prefill.say(
-        FirstToken(room=room, token=OutputToken(300), finish_reason="length", cached_tokens=0),
+        FirstToken(room=room, token=OutputToken(300), finish_reason=finish_reason, cached_tokens=0),
         PrefillDone(room=room, stages={"computed": 0.001}),
     )
+    return room
+
+
+async def completions(client: Client, profile: Profile) -> None:
+    for number in range(WARM + COUNTED):
+        if number >= WARM:
+            profile.requests.append(Counter())
+            profile.counting = True
+        client.send(COMPLETION)
+        await _first_token(client.prefill, "length")
+        answer = await client.until(b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        length = int(answer.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        await client.reader.readexactly(length)
+
+
+async def streams(client: Client, profile: Profile) -> None:
+    for number in range(WARM + COUNTED):
+        if number >= WARM:
+            profile.requests.append(Counter())
+            profile.counting = True
+        client.send(STREAM)
+        await _first_token(client.prefill, "length")
+        await client.until(b"\r\n0\r\n\r\n")
+
+
+async def steps(client: Client, profile: Profile) -> None:
+    client.send(STREAM | {"max_tokens": 2 * (WARM + COUNTED)})
+    room = await _first_token(client.prefill, None)
+    await client.until(b"\r\n\r\n")
+    await client.until(b"\n\n")  # the event of the first token
+    for number in range(1, WARM + COUNTED):
+        await asyncio.sleep(0.005)  # what the step before has scheduled is over
+        if number >= WARM:
+            profile.requests.append(Counter())
+            profile.counting = True
+        client.decode.say(Tokens(runs=[TokenRun(room, number, [OutputToken(300)])]))
+        await client.until(b"\n\n")
+        profile.counting = False
 
 
 @pytest.mark.parametrize(
-    ("body", "bound"), [(COMPLETION, MOST_CALLS), ({**COMPLETION, "stream": True}, MOST_STREAM_CALLS)]
+    ("drive", "bound"), [(completions, MOST_CALLS), (streams, MOST_STREAM_CALLS), (steps, MOST_STEP_CALLS)]
 )
-def test_the_calls_of_an_ordinary_request_are_bounded(
-    tmp_path: Path, body: dict[str, Any], bound: int
+def test_the_calls_of_ordinary_requests_and_steps_are_bounded(
+    tmp_path: Path, drive: Drive, bound: int
 ) -> None:
-    calls = calls_of_a_request(tmp_path, body)
+    calls = least_calls(tmp_path, drive)
     most = "\n".join(f"{count:4} {name}" for name, count in calls.most_common())
-    assert calls.total() <= bound, f"{calls.total()} calls of a request:\n{most}"
+    assert 20 < calls.total() <= bound, f"{calls.total()} calls of {drive.__name__}:\n{most}"
