@@ -176,7 +176,7 @@ class ControlPlane:
         if not self._unhandled:
             self._unhandled.extend(self._socket.drain(FRAMES_PER_TURN, signalled))
         self._handle_some()
-        refused = self._socket.refused
+        refused = self._socket.bad.total
         if refused != self._refused:
             self.refused_messages += refused - self._refused
             self._refused = refused

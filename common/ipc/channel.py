@@ -129,7 +129,13 @@ def as_part(payload: bytes) -> bytes | zmq.Frame:
 
 
 class RouterSocket(Channel):
-    """Bound socket with many peers, each addressed by the identity of its Dealer."""
+    """Bound socket with many peers, each addressed by the identity of its Dealer.
+
+    Attributes:
+        more: True if `drain` has to be called again before the loop waits. That is so after a send, too: it may consume
+            the edge of the descriptor that announces the next frame.
+        bad: the bad frames: not allowed by their key, damaged, or refused by their reader.
+    """
 
     def __init__(
         self,
@@ -145,7 +151,7 @@ class RouterSocket(Channel):
         super().__init__(context, zmq.ROUTER)
         self._readable = False  # ZMQ has just said so
         self._unread = False  # the latest `drain` read as many frames as it may
-        self._sent = False  # since the latest read
+        self.more = False
         self._tend_at = 0.0  # when sessions are looked after again
         self._bound_file: Path | None = None
         self._guard: HandshakeGuard | None = None
@@ -158,6 +164,7 @@ class RouterSocket(Channel):
             # A peer may reconnect before its disconnection was noticed.
             self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
             self._filter = InboundFilter(self._socket, identity_check)
+            self.bad = self._filter.bad
             if is_tcp(address):
                 self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
                 self._guard = HandshakeGuard(context, self._socket)
@@ -208,7 +215,7 @@ class RouterSocket(Channel):
 
     def datagram(self, peer: bytes, payload: bytes) -> bool:
         """Send once, without any guarantee of delivery."""
-        self._sent = True
+        self.more = True
         return len(payload) <= MAX_MESSAGE_BYTES and self._send((self._filter.routes.to(peer), payload))
 
     def reachable(self, peer: bytes) -> bool:
@@ -249,7 +256,7 @@ class RouterSocket(Channel):
         if self._sessions.urgent or now >= self._tend_at:
             self._sessions.tend(now)
             self._tend_at = now + TEND_SECONDS
-        self._sent = False
+        self.more = False
         received = self._filter.receive(most, self._readable or signalled)
         self._readable = False
         self._unread = len(received) >= most
@@ -270,28 +277,17 @@ class RouterSocket(Channel):
                 messages.append((peer, parts[1]))
             elif len(parts) > 3:
                 self.refuse(peer, f"a message of {len(parts) - 1} parts")
+        if self._unread or self._sessions.urgent:
+            self.more = True
         return messages
-
-    @property
-    def more(self) -> bool:
-        """True if `drain` has to be called again before the loop waits.
-
-        That is so after a send, too: it may consume the edge of the descriptor that announces the next frame.
-        """
-        return self._unread or self._sent or self._sessions.urgent
 
     def has_work(self) -> bool:
         """Return whether `drain` has something to do now, which costs less than a `drain` that finds nothing."""
         if self._unread or self._sessions.urgent:
             return True
-        self._sent = False
+        self.more = False
         self._readable = bool(int(self._socket.getsockopt(EVENTS)) & READABLE)
         return self._readable
-
-    @property
-    def refused(self) -> int:
-        """Number of bad frames: not allowed by their key, damaged, or refused by their reader."""
-        return self._filter.bad.total
 
     def refuse(self, peer: bytes, reason: str) -> None:
         """Count a bad frame of `peer`, log it at a bounded rate, and cut the peer off after too many."""
@@ -304,7 +300,7 @@ class RouterSocket(Channel):
     def flush_log(self) -> None:
         """Log the summary of refused frames that is due."""
         if self._filter.bad.total:
-            self._filter.bad.flush()
+            self.bad.flush()
 
     def close(self) -> None:
         if self._guard is not None:
@@ -342,7 +338,7 @@ class RouterSocket(Channel):
 
     def _send_frame(self, peer: bytes, frame: Frame) -> bool:
         header, payload = frame
-        self._sent = True
+        self.more = True
         part = payload if len(payload) < SMALL else as_part(payload)
         return self._send((self._filter.routes.to(peer), header, part))
 

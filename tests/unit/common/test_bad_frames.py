@@ -116,7 +116,7 @@ def test_garbage_cuts_its_sender_off_and_others_are_heard(context: Context, tmp_
     for number in range(LIMIT):
         parts = [os.urandom(48), os.urandom(20)] if number % 2 else [b"a", b"b", b"c"]
         liar.send_multipart(parts)
-    until(lambda: server.drain() or server.refused == LIMIT)
+    until(lambda: server.drain() or server.bad.total == LIMIT)
     assert server.take_cut_off() == ["decode-1/1"]
     assert server.take_cut_off() == []
     liar.send_multipart([b"a datagram, which is no bad frame"])
@@ -142,7 +142,7 @@ def test_a_key_that_claims_other_names_is_banned_for_a_while(tmp_path: Path) -> 
         forger = Dealer(contexts[1], server.address, b"prefill-0/1", "router", theirs, opens=False)
         for _ in range(LIMIT):
             assert forger.datagram(b"I am prefill-0")
-        until(lambda: server.drain() or server.refused == LIMIT)
+        until(lambda: server.drain() or server.bad.total == LIMIT)
         assert server.take_cut_off() == ["decode-0"]
         own = Dealer(contexts[1], server.address, b"decode-0/1", "router", theirs)
         own.send(b"refused during the ban")
@@ -182,4 +182,4 @@ def test_thousands_of_unknown_routing_ids_leave_no_sessions(context: Context, tm
 
 def reads(server: RouterSocket, refused: int) -> bool:
     server.drain()
-    return server.refused >= refused
+    return server.bad.total >= refused

@@ -140,7 +140,7 @@ def test_a_frame_that_packs_no_messages_is_refused(
     for each in (*frames, frame(FrameKind.DATA, 7, 2, 0, b"later")):
         stranger.send_multipart(each)
     assert until(router.drain) == [(b"stranger", b"later")]
-    assert router.refused == 1
+    assert router.bad.total == 1
 
 
 def test_peers_are_distinguished(context: Context, address: str) -> None:

@@ -91,7 +91,7 @@ def test_a_node_with_its_own_key_is_served(wire: Wire) -> None:
     assert until(wire.server.drain) == [(b"prefill-0/abc", b"hello")]
     assert wire.server.send(b"prefill-0/abc", b"welcome")
     assert until(dealer.drain) == [b"welcome"]
-    assert wire.server.refused == 0
+    assert wire.server.bad.total == 0
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_a_key_cannot_speak_under_another_name(wire: Wire, claimed: str) -> None
     """A decode node's key cannot pose as a prefill node, as another decode node, or without a name."""
     forger = wire.client(claimed, "decode-0")
     assert forger.send(b"I am somebody else")
-    until(lambda: wire.server.drain() or wire.server.refused)
-    assert wire.server.refused
+    until(lambda: wire.server.drain() or wire.server.bad.total)
+    assert wire.server.bad.total
     wire.hears_only("decode-0/abc", "decode-0")
 
 
@@ -127,7 +127,7 @@ def test_a_node_whose_connection_is_made_anew_before_it_was_read_is_not_blamed(w
 
     until(heard)
     assert wire.server.take_cut_off() == []
-    assert wire.server.refused == 0
+    assert wire.server.bad.total == 0
     assert wire.server.send(b"decode-0/abc", b"still welcome")
     assert until(later.drain) == [b"still welcome"]
     wire.server.socket.disable_monitor()
@@ -141,7 +141,7 @@ def test_a_key_that_this_socket_does_not_admit_is_refused(keys: Path) -> None:
         for name in ("router", "prefill-0"):
             wire.client(f"{name}/abc", name).send(b"x")
         wire.hears_only("decode-1/abc", "decode-1")
-        assert wire.server.refused == 0, "they never got as far as a message"
+        assert wire.server.bad.total == 0, "they never got as far as a message"
         assert not wire.server.send(b"prefill-0/abc", b"x")
     finally:
         wire.close()
@@ -175,7 +175,7 @@ def test_a_revoked_key_is_no_longer_accepted(wire: Wire, keys: Path, monkeypatch
     assert not wire.security.allowed.admits("decode-0")
     dealer.send(b"after")
     wire.client("decode-0/new", "decode-0").send(b"after")
-    until(lambda: wire.server.drain() or wire.server.refused)
+    until(lambda: wire.server.drain() or wire.server.bad.total)
     wire.hears_only("decode-1/abc", "decode-1")
     (keys / "decode-0.gone").rename(keys / "decode-0.key")
     dealer.send(b"again")
@@ -227,7 +227,7 @@ def test_several_nodes_speak_with_the_key_of_their_pattern(shared: Wire) -> None
         assert until(shared.server.drain) == [(f"{name}/abc/secret".encode(), b"hello")]
         assert shared.server.send(f"{name}/abc/secret".encode(), b"welcome")
         assert until(dealer.drain) == [b"welcome"]
-    assert shared.server.refused == 0
+    assert shared.server.bad.total == 0
 
 
 @pytest.mark.parametrize(
@@ -238,14 +238,14 @@ def test_the_key_of_a_pattern_cannot_speak_under_a_listed_or_other_name(shared: 
     """A listed node has its own key, whatever pattern its name matches."""
     forger = shared.client(f"{claimed}/abc", "decode-*")
     assert forger.send(b"I am somebody else")
-    until(lambda: shared.server.drain() or shared.server.refused)
-    assert shared.server.refused
+    until(lambda: shared.server.drain() or shared.server.bad.total)
+    assert shared.server.bad.total
     shared.hears_only("decode-9/abc", "decode-*")
 
 
 def test_the_key_of_a_node_does_not_stand_for_its_pattern(shared: Wire) -> None:
     assert shared.client("decode-1/abc", "decode-0").send(b"I join")
-    until(lambda: shared.server.drain() or shared.server.refused)
+    until(lambda: shared.server.drain() or shared.server.bad.total)
     shared.hears_only("decode-0/abc", "decode-0")
 
 
@@ -256,14 +256,14 @@ def test_bad_frames_of_one_node_cost_no_other_node_of_its_pattern_the_link(share
     assert until(shared.server.drain) == [(b"decode-1/abc/secret", b"first")]
     for claimed in ("decode-0/abc/x", "decode-1/abc/guessed"):
         forger = shared.client(claimed, "decode-*")
-        refused = shared.server.refused
+        refused = shared.server.bad.total
         for _ in range(LIMIT):
             assert forger.datagram(b"bad")
 
         def read(refused: int = refused) -> bool:
             for peer, _ in shared.server.drain():
                 shared.server.refuse(peer, "not a message of tandem")
-            return shared.server.refused >= refused + LIMIT
+            return shared.server.bad.total >= refused + LIMIT
 
         until(read)
     assert shared.server.take_cut_off() == ["decode-*/decode-0/abc/x", "decode-1/abc/guessed"]

@@ -32,7 +32,7 @@ def test_garbage_of_a_decode_node_is_counted_until_it_is_cut_off(tmp_path: Path)
         honest = Dealer(context, peers.address, b"decode-1/1/p", opens=False)
         for _ in range(LIMIT):
             assert liar.datagram(b"garbage")
-        until(lambda: take_peer_frames(peers, sender) or peers.refused == LIMIT)
+        until(lambda: take_peer_frames(peers, sender) or peers.bad.total == LIMIT)
         assert liar.datagram(b"ignored")
         assert honest.datagram(b"hello")
         until(lambda: take_peer_frames(peers, sender) or (b"decode-1/1/p", b"hello") in handled)
