@@ -57,8 +57,13 @@ def test_steps_of_one_gpu_are_the_measured_ones(kind: str) -> None:
     assert f"| {' | '.join(cells)} |" in (ROOT / "docs/performance.md").read_text()
 
 
-@pytest.mark.parametrize("case", ["plain", "EAGLE-3", "FP8"])
-@pytest.mark.parametrize("tree", ["8dbc1362", "7ed48a2f"])
+@pytest.mark.parametrize(
+    ("case", "tree"),
+    [
+        *((case, tree) for case in ("plain", "EAGLE-3", "FP8") for tree in ("8dbc1362", "7ed48a2f")),
+        *(("EAGLE-3", tree) for tree in ("1f7f366c", "62e74922")),
+    ],
+)
 def test_our_own_loads_are_the_measured_ones(case: str, tree: str) -> None:
     name = f"loads-h200-x2-{tree}-{case.lower().replace('-', '')}.json"
     loads = json.loads((ROOT / "tests/bench/results" / name).read_text())["loads"]
