@@ -223,3 +223,13 @@ async def legs(prefill: FakeNode, decode: FakeNode) -> tuple[Reserve, Prefill]:
     )
     assert (reserve.prefill, prompt.decode) == (prefill.ref, decode.ref.incarnation)
     return reserve, prompt
+
+
+async def legs_after_losses(prefill: FakeNode, decode: FakeNode) -> tuple[Reserve, Prefill]:
+    """Receive the halves of the attempt that both nodes have. Attempts before it may name a node that was lost next."""
+    while (reserve := await decode.expect(Reserve)).prefill != prefill.ref:
+        pass
+    while (prompt := await prefill.expect(Prefill)).decode != decode.ref.incarnation:
+        pass
+    assert reserve.room == prompt.room
+    return reserve, prompt

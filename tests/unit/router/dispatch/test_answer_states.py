@@ -17,7 +17,7 @@ from router.dispatch import answer_states
 from router.dispatch.answer_states import AnswerStates
 from router.dispatch.generation import GenerationRequest, TakeNow, TokenDelta, take_nothing
 from router.requests.hidden_states import StateLimit, StateMemory
-from tests.fakes.router_rig import legs, router_rig
+from tests.fakes.router_rig import legs, legs_after_losses, router_rig
 from tests.unit.router.conftest import SERVED, Rig, Serve
 from tests.unit.router.dispatch.test_dispatcher import first_token
 from tests.unit.router.scripted_generator import delta, one_by_one
@@ -52,7 +52,7 @@ async def test_a_lost_node_repeats_and_loses_none() -> None:
         other = await rig.pair(1)
         prefill.say(Goodbye(incarnation=prefill.ref.incarnation))
         decode.say(Goodbye(incarnation=decode.ref.incarnation))
-        reserve, again = await legs(*other)
+        reserve, again = await legs_after_losses(*other)
         assert (again.token_ids, again.sampling.hidden_states_from) == ([1, 2, 3, 50, 51], 4)
         other[0].say(HiddenStates(room=again.room, start=4, states=rows(40)))
         first_token(other[0], again.room, 52)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from common.messages.generation import PromptLogprob
 from common.messages.node_inbox import Abort
 from common.messages.router_inbox import Goodbye, PromptScores
-from tests.fakes.router_rig import legs, router_rig
+from tests.fakes.router_rig import legs, legs_after_losses, router_rig
 from tests.unit.router.dispatch.test_dispatcher import first_token
 
 SCORES = [PromptLogprob(-0.5, 1, (7,), (-0.5,)), PromptLogprob(-1.5, 4, (8,), (-0.25,))]
@@ -52,7 +52,7 @@ async def test_another_attempt_does_not_ask_for_them_again() -> None:
         other = await rig.pair(1)
         prefill.say(Goodbye(incarnation=prefill.ref.incarnation))
         decode.say(Goodbye(incarnation=decode.ref.incarnation))
-        _, again = await legs(*other)
+        _, again = await legs_after_losses(*other)
         assert (again.token_ids, again.sampling.prompt_logprobs) == ([1, 2, 3, 50], None)
         first_token(other[0], again.room, 51, "stop")
         await client.done()
