@@ -36,7 +36,10 @@ class Completion(Protocol):
         ...
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Wait until the results may be read. `meanwhile` is called repeatedly until then."""
+        """Wait until the results may be read. `meanwhile` is called repeatedly until then.
+
+        The loop calls this once for every launch, even if it is ready: pacing learns from it when steps end.
+        """
         ...
 
 
@@ -110,6 +113,6 @@ class OverlapLoop(Generic[Plan, Launched]):
         launched = self._in_flight.popleft()
         if not launched.completion.ready():
             self._announcer.wait()
-            launched.completion.wait(self._meanwhile)
+        launched.completion.wait(self._meanwhile)
         self._finish(launched)
         self._announcer.end()

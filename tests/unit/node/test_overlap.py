@@ -103,8 +103,16 @@ def test_there_is_never_more_than_one_unread_launch_before_the_next() -> None:
         assert launched - finished == 1
 
 
-def test_every_launch_is_waited_for_before_it_is_read() -> None:
-    rig = Rig([1, 2, None], Scripted)
+@pytest.mark.parametrize("early", [False, True])
+def test_every_launch_is_waited_for_before_it_is_read(early: bool) -> None:
+    """Completions of decode steps learn from this how long steps take, also from steps that ended early."""
+
+    def completion() -> Scripted:
+        made = Scripted()
+        made.is_ready = early
+        return made
+
+    rig = Rig([1, 2, None], completion)
     rig.turns(3)
     assert [
         launch.completion.waited for launch in rig.launches if isinstance(launch.completion, Scripted)
