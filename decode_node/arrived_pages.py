@@ -1,4 +1,4 @@
-"""Offers the pages of prompts that have arrived to other requests, once they are complete and as they were sent."""
+"""Offers the pages of arrived prompts to other requests, once they are complete and found to be what was sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kv_transfer.page_check import PageCheck
 
 
 class ArrivedPages:
-    """Owned by the main loop. A request may take part in steps while its pages are compared, but emits nothing then."""
+    """Owned by the main loop.
+
+    A request may take part in steps while its pages are compared, but emits nothing before that has ended.
+    """
 
     def __init__(self, space: PageSpace, report: Report) -> None:
         self._space = space

@@ -20,7 +20,7 @@ from decode_node.step_result import Launched, StepResult
 
 MARGIN = 0.0001  # seconds added to the measured time of a launch: the loop sees a mark that much later
 MOST_MARGIN = 0.005
-# factors of the margin after a launch that came too late, and in time; one in 20 is late
+# Factors of the margin after a launch that came too late, and in time: they balance if one in 20 is late.
 RAISED, LOWERED = 1.2, 0.99
 MOST_LAUNCH = 0.02
 LAUNCHES = 64  # latest ones that are remembered

@@ -72,7 +72,7 @@ class Sender:
         self.early = EarlySlots(limits, clock)
         bounds = limits.early_slots, limits.early_ttl, clock
         self.ended: ExpiringMap[int, tuple[str, str]] = ExpiringMap(*bounds)
-        self.aborted: ExpiringMap[int, tuple[str, AbortTransfer]] = ExpiringMap(*bounds)  # incarnation
+        self.aborted: ExpiringMap[int, tuple[str, AbortTransfer]] = ExpiringMap(*bounds)  # incarnation, abort
         self._retired: ExpiringMap[str, str] = ExpiringMap(limits.max_peers, 3600.0, clock)
         self.peers = PeerTable(endpoint, limits, self._retired, keeps_name)
         self.signs = SenderSigns(self.rooms, self.peers.all, self._say, clock)

@@ -43,7 +43,7 @@ class SendOrders:
         self._running, self._waiting = generation, list(chunks)
 
     def of_running(self) -> list[SendOrder]:
-        """Return the orders for pages of the forward that was begun last that became possible since the last call."""
+        """Return the orders that became possible since the last call, for pages of the forward that was begun last."""
         found: list[SendOrder] = []
         if not self._waiting:
             return found

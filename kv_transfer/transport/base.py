@@ -157,7 +157,7 @@ class SenderEndpoint(_OwnPool, ABC):
 
     takes: ClassVar[type[Description]]  # the transport's own description, which `attach` accepts
     kv: memoryview  # the pool, if it is in host memory
-    # Its copies wait for the computing stream, so layers (layers.py) can be launched while their forward runs.
+    # Its copies of layers (layers.py) wait for the computing stream, so they can be launched while the forward runs.
     waits_for_stream: ClassVar[bool] = False
 
     def register(self, layout: PoolLayout, kv: Memory) -> None:
