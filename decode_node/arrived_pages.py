@@ -22,6 +22,11 @@ class ArrivedPages:
         self._report = report
         self._checked: list[DecodeRequest] = []  # that had checks when they arrived
 
+    @property
+    def comparing(self) -> bool:
+        """True while pages are compared, whose end no message announces."""
+        return bool(self._checked)
+
     def take(self, request: DecodeRequest, checks: Sequence[PageCheck]) -> None:
         """Take a request whose record has arrived."""
         request.checks = checks

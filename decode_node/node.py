@@ -208,10 +208,10 @@ class DecodeNode:
 
     def _idle(self) -> None:
         # Requests that have arrived here wait for the compilation of their grammar, retracted ones for their save, and
-        # others for copies from and to host memory.
+        # others for copies from and to host memory or the comparison of their pages.
         # Everything else is announced by messages. More turns than needed would take the processor from the forward of
         # a prefill node on the same host.
-        busy = self.queues.arrived or self.queues.retracted or self._tier.busy
+        busy = self.queues.arrived or self.queues.retracted or self._tier.busy or self._pages.comparing
         self._poller.poll(BUSY_WAIT_MS if busy else IDLE_WAIT_MS)
 
     # -- duties ----------------------------------------------------------------------------------------------

@@ -68,9 +68,11 @@ class QueuedByChunk(ByChunk):
     def granted(self) -> None:
         if orders := self._orders():
             send = self._sender.follow()
-            send.add(_room_pages(orders))
-            send.queue_rest()
-            send.close()
+            try:
+                send.add(_room_pages(orders))
+                send.queue_rest()
+            finally:
+                send.close()
 
 
 class ByLayer:

@@ -7,7 +7,7 @@ messages. Tokens are merged by offset; a gap or a differing repetition is an err
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -574,7 +574,7 @@ class NodeCluster:
             {
                 name: [r.room for r in _requests(getattr(side.node.queues, name))]
                 for name, queue in vars(side.node.queues).items()
-                if not isinstance(queue, int)
+                if isinstance(queue, Iterable)
             }
             for side in self._sides()
         ]
