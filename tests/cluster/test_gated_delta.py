@@ -18,6 +18,7 @@ from tests.unit.engine import families
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 
 TOKENS = 60
+MOST_ROUNDS = 5
 LIKELY = slice(100, 112)  # ids that texts consist of: so few that they repeat, and drafts are found in them
 CONFIG: dict[str, Any] = {
     # rounded to 64
@@ -63,11 +64,16 @@ async def test_texts_equal_those_of_transformers(
     asked = [text[at : at + count] for at, count in ((0, 65), (70, 129), (200, 200), (410, 1))] * 2
     config = {**CONFIG, "model": {"path": str(tmp_path / "model"), "served_name": "tiny"}}
     async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
-        answers = await client.complete_all(asked, 8, TOKENS)
-        await client.wait_idle()
-        counters = (await client.node("decode-0"))["counters"]
+        counters: dict[str, Any] = {"retractions": 0}
+        answers, rounds = [], 0
+        # On a busy machine answers may end before others begin, so that all pages suffice.
+        while not counters["retractions"] and rounds < MOST_ROUNDS:
+            answers += await client.complete_all(asked, 8, TOKENS)
+            rounds += 1
+            await client.wait_idle()
+            counters = (await client.node("decode-0"))["counters"]
         log = cluster.log("prefill-0")
-    expected = [generated(model, prompt) for prompt in asked[:4]] * 2
+    expected = [generated(model, prompt) for prompt in asked[:4]] * 2 * rounds
     assert [each.tokens for each in answers] == [[tokenizer.token_text(id) for id in ids] for ids in expected]
     assert "chunk size rounded" in log
     assert counters["spec_accepted_tokens"] > TOKENS
