@@ -30,6 +30,8 @@ pytestmark = [
 PROMPTS = [[random.Random(seed).randrange(3, 700) for _ in range(30 + 43 * seed)] for seed in range(6)]
 TOKENS = 40
 SECOND = os.environ.get("TANDEM_TEST_SECOND_GPU", "cuda:0")  # of the second rank; cuda:1 where there is one
+TRANSPORT = os.environ.get("TANDEM_TEST_TRANSPORT", "auto")  # cuda_ipc; or nixl, where it is installed
+CHOSEN = TRANSPORT.replace("auto", "cuda_ipc")
 
 
 def nodes(role: str) -> list[dict[str, Any]]:
@@ -48,6 +50,8 @@ def ranked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]
         },
         "prefill": {"nodes": nodes("prefill"), "pool_tokens": 8192, "chunk_tokens": 128, "max_batch": 8},
         "decode": {"nodes": nodes("decode"), "pool_tokens": 8192, "max_running": 8},
+        "transfer": {"transport": TRANSPORT},
+        "security": {"isolated_network": TRANSPORT == "nixl"},
         "health": {"loop_timeout": Health().loop_timeout, "hang_timeout": 60.0},
     }
     with RunningCluster(tmp_path_factory.mktemp("ranked"), 2, 2, config, start=start_new) as cluster:
@@ -76,7 +80,7 @@ def test_two_ranks_answer_like_one_and_every_forward_is_a_replay(ranked: Running
     found = {node["name"]: node for node in info["nodes"]}
     for name, node in found.items():
         ranks = 2 if name.endswith("-0") else 1
-        assert (node["config"]["tensor_parallel"], node["config"]["transport"]) == (ranks, "cuda_ipc")
+        assert (node["config"]["tensor_parallel"], node["config"]["transport"]) == (ranks, CHOSEN)
         assert node["counters"]["transfers"]
         assert not node["counters"]["transfer_failures"]
         assert all(total["captured"] for total in node["counters"]["graphs"])
