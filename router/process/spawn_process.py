@@ -20,6 +20,9 @@ import msgspec
 
 from router.process.child_process import START_BYTES
 
+# Each process does one thing at a time within a limited address space, of which OpenBLAS would reserve 40 MiB per core.
+ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+
 
 class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Run this Python program with the channel as its standard input."""
@@ -70,7 +73,7 @@ class _Processes:
                 stdin=channel,
                 stdout=channel if asked.answers else subprocess.DEVNULL if asked.discard_output else None,
                 stderr=subprocess.DEVNULL if asked.discard_output else None,
-                env=os.environ | asked.environment,
+                env=os.environ | ONE_THREAD | asked.environment,
             )
         except (OSError, ValueError) as error:
             self._router.send(_encode(Started(asked.number, problem=str(error))))

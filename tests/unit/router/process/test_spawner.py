@@ -46,6 +46,17 @@ async def test_it_prints_into_the_channel_with_the_environment_that_it_is_given(
         assert channel.recv(99) == b"b True\n"
 
 
+async def test_libraries_have_one_thread_in_it_on_a_machine_with_many_cores(spawner: Spawner) -> None:
+    """OpenBLAS keeps 40 MiB per thread, so 64 cores would use up the address space that such a process may have."""
+    program = (
+        "import numpy, os; print(len(os.listdir('/proc/self/task')), os.environ['OPENBLAS_NUM_THREADS'])"
+    )
+    child, channel = await started(spawner, program, answers=True)
+    with channel:
+        assert await child.wait() == 0
+        assert channel.recv(99) == b"1 1\n"
+
+
 async def test_the_event_loop_starts_nothing_itself(
     spawner: Spawner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
