@@ -1,9 +1,10 @@
 """Tiles of FP8 products of few rows: each product of a layer by itself, in all divisions that fit.
 
-    python -m tests.bench.fp8_tiles [--rows 1 16 32 64 256] [--seconds 60] [--json FILE]
+    python -m tests.bench.fp8_tiles [--shape llama-3.1-70b --ranks 2] [--rows 1 16 32 64 256] [--channels] [--json FILE]
 
-Kernels are compiled by processes of their own first. A product is measured in a graph of 24 launches over weights that
-exceed the L2 cache together; the output projection and the down projection include the norm that adds up their parts.
+The matrices are those of one of the ranks that share a layer. Kernels are compiled by processes of their own first. A
+product is measured in a graph of 24 launches over weights that exceed the L2 cache together; the output projection and
+the down projection include the norm that adds up their parts.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from common.engine.ops.fp8_rows import quantize_rows_triton
 from common.engine.ops.fp8_tiles import Fp8Tiles
 from common.engine.ops.triton_kernel import cdiv, multiprocessors, next_power_of_2
 from tests.bench.environment import describe
+from tests.bench.shapes import LLAMA, LLAMAS
 from tests.bench.timing import copy_bandwidth, graph_us, sets_for, wake
 
-MATRICES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 SUMMED, GATED = ("o", "down"), "gate_up"
 SHARED = 225 << 10
 MOST_SUMS = 128 * 256  # limit per program, in registers
@@ -51,6 +52,22 @@ LARGE = [(128, 128, 8, 4), (128, 128, 8, 3), (128, 128, 4, 4), (64, 128, 4, 4), 
 BF16 = torch.bfloat16
 
 
+Matrices = dict[str, tuple[int, int]]
+
+
+def matrices_of(shape: str, ranks: int) -> Matrices:
+    """Return the sizes and depths of one rank's matrices of a layer."""
+    whole = LLAMAS[shape]
+    hidden, inter, heads = whole.hidden, whole.inter // ranks, whole.heads // ranks
+    kv_heads, head = whole.kv_heads // ranks, whole.head_dim
+    return {
+        "qkv": ((heads + 2 * kv_heads) * head, hidden),
+        "o": (hidden, heads * head),
+        "gate_up": (2 * inter, hidden),
+        "down": (hidden, inter),
+    }
+
+
 @dataclass(frozen=True)
 class Case:
     """A product in one division."""
@@ -61,13 +78,14 @@ class Case:
     tiles: Fp8Tiles
 
 
-def cases(rows: int, processors: int) -> Iterator[Case]:
+def cases(matrices: Matrices, rows: int, processors: int) -> Iterator[Case]:
     room = max(16, next_power_of_2(rows))
-    for name, (size, _) in MATRICES.items():
+    for name, (size, _) in matrices.items():
         for kind in KINDS if rows <= 64 else LARGE:
             for room_of_tile in sorted({min(room, 128), min(room, 256)}):
-                tiles = Fp8Tiles(*kind, room_of_tile, bulk=rows > 16)
-                yield from _cases(name, size, rows, tiles, processors)
+                for bulk in (True,) if rows > 16 else (False, True):
+                    tiles = Fp8Tiles(*kind, room_of_tile, bulk=bulk)
+                    yield from _cases(name, size, rows, tiles, processors)
 
 
 def _cases(name: str, size: int, rows: int, tiles: Fp8Tiles, processors: int) -> Iterator[Case]:
@@ -91,13 +109,14 @@ def made(size: int, depth: int) -> Tensor:
 class Inputs:
     """Weights and rows that all cases share."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, matrices: Matrices, most: int) -> None:
+        self._matrices = matrices
         self._weights = {
             name: [made(*shape) for _ in range(min(sets_for(shape[0] * shape[1]), most))]
-            for name, shape in MATRICES.items()
+            for name, shape in matrices.items()
         }
         self._given: dict[tuple[str, int, bool], tuple[Tensor, Tensor, Tensor]] = {}
-        self._gain = torch.randn(4096, device="cuda").to(BF16)
+        self._gain = torch.randn(matrices["o"][0], device="cuda").to(BF16)
 
     def calls(self, case: Case) -> list[partial[tuple[Tensor, ...]]]:
         codes, row_scales, scales = self._inputs(case)
@@ -108,7 +127,7 @@ class Inputs:
     def _inputs(self, case: Case) -> tuple[Tensor, Tensor, Tensor]:
         key = case.name, case.rows, case.blocks
         if key not in self._given:
-            size, depth = MATRICES[case.name]
+            size, depth = self._matrices[case.name]
             x = torch.randn(case.rows, depth, device="cuda").to(BF16)
             shape = (cdiv(size, GROUP), cdiv(depth, GROUP)) if case.blocks else (size,)
             scales = torch.rand(shape, device="cuda") / depth**0.5
@@ -128,8 +147,8 @@ class Inputs:
         return fp8_add_parts_rms_norm_triton(fp8_product_parts(*given), *rest)
 
 
-def compile_cases(wanted: list[Case], share: int, count: int, seconds: float) -> None:
-    inputs, end = Inputs(1), time.monotonic() + seconds
+def compile_cases(matrices: Matrices, wanted: list[Case], share: int, count: int, seconds: float) -> None:
+    inputs, end = Inputs(matrices, 1), time.monotonic() + seconds
     for case in wanted[share::count]:
         if time.monotonic() > end:
             print("not everything was compiled early")
@@ -145,6 +164,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--shape", default=LLAMA, choices=LLAMAS)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--channels", action="store_true", help="leave out scales per block")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 256])
     parser.add_argument("--seconds", type=float, default=60.0, help="to compile, and to measure")
     parser.add_argument("--processes", type=int, default=max((os.cpu_count() or 2) - 2, 1))
@@ -152,10 +174,18 @@ def main() -> None:
     options = parser.parse_args()
     begun = time.monotonic()
     processors = multiprocessors(torch.device("cuda"))
-    wanted = [case for rows in options.rows for case in cases(rows, processors)]
+    matrices = matrices_of(options.shape, options.ranks)
+    wanted = [
+        case
+        for rows in options.rows
+        for case in cases(matrices, rows, processors)
+        if not (options.channels and case.blocks)
+    ]
     context = multiprocessing.get_context("spawn")
     workers = [
-        context.Process(target=compile_cases, args=(wanted, share, options.processes, options.seconds))
+        context.Process(
+            target=compile_cases, args=(matrices, wanted, share, options.processes, options.seconds)
+        )
         for share in range(options.processes)
     ]
     for worker in workers:
@@ -163,14 +193,14 @@ def main() -> None:
     for worker in workers:
         worker.join()
     print(f"{len(wanted)} cases compiled after {time.monotonic() - begun:.0f} s", flush=True)
-    inputs, bandwidth, begun = Inputs(8), copy_bandwidth(), time.monotonic()
+    inputs, bandwidth, begun = Inputs(matrices, 8), copy_bandwidth(), time.monotonic()
     found: list[dict[str, Any]] = []
     wake()
     for case in wanted:
         if time.monotonic() - begun > options.seconds:
             print(f"{len(wanted) - len(found)} cases left out")
             break
-        size, depth = MATRICES[case.name]
+        size, depth = matrices[case.name]
         try:
             us = graph_us(inputs.calls(case))
         except Exception as error:
@@ -178,7 +208,7 @@ def main() -> None:
             continue
         found.append({**asdict(case), "us": us, "floor_us": 1e6 * size * depth / bandwidth})
     for rows in options.rows:
-        for name in MATRICES:
+        for name in matrices:
             for blocks in (False, True):
                 best = sorted(
                     (
