@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from common.errors import InternalError, InvalidRequest, Overloaded, ProtocolError
+from common.errors import InvalidRequest, Overloaded, ProtocolError
 from router.images.fetch import UNREACHABLE, ImageFetcher
 from router.process.child_process import START_SECONDS, confine, framed, read_frame
 from router.process.spawner import Child, Spawner
@@ -171,8 +171,9 @@ class _Child:
 
 
 async def _start(spawner: Spawner, program: tuple[str, ...], settings: FetchSettings) -> _Child:
-    """Start a process and wait until it is ready. Raises InternalError."""
+    """Start a process and wait until it is ready. Raises RuntimeError, for the log, if it is not."""
     ours, theirs = socket.socketpair()
+    process: Child | None = None
     async with contextlib.AsyncExitStack() as undo:
         undo.callback(ours.close)
         try:
@@ -185,7 +186,8 @@ async def _start(spawner: Spawner, program: tuple[str, ...], settings: FetchSett
             async with asyncio.timeout(START_SECONDS):
                 await read_frame(reader, HEAD)
         except (OSError, EOFError, TimeoutError, ProtocolError) as error:
-            raise InternalError(f"cannot start the image fetch process: {error}") from error
+            reason = str(error) if process is None else await process.failure(error)
+            raise RuntimeError(f"cannot start the image fetch process: {reason}") from error
         undo.pop_all()
     return _Child(process, reader, writer, settings.max_bytes + HEAD)
 

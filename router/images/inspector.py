@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common.errors import InternalError, InvalidRequest, Overloaded, ProtocolError
+from common.errors import InvalidRequest, Overloaded, ProtocolError
 from common.image_files import decode_image
 from router.process.child_process import START_SECONDS, confine, framed, read_frame
 from router.process.spawner import Child, Spawner
@@ -63,6 +63,13 @@ class InspectorProcess:
 
     async def verdict(self) -> ImageVerdict:
         return _verdicts.decode(await read_frame(self.reader, VERDICT_BYTES))
+
+    async def failure(self, error: Exception) -> str:
+        """Return why it was not ready; it has ended then."""
+        try:
+            return await asyncio.shield(self.child.failure(error))
+        finally:
+            self.writer.close()
 
 
 class ImageInspector:
@@ -126,7 +133,7 @@ class ImageInspector:
             await self._end()
 
     async def _running(self) -> InspectorProcess:
-        """Return a process that is ready for an image. Raises InternalError."""
+        """Return a process that is ready for an image. Raises RuntimeError, for the log, if none can be started."""
         if self._process is None or self._process.child.returncode is not None:
             await self._end()
             try:
@@ -134,8 +141,9 @@ class ImageInspector:
                 async with asyncio.timeout(START_SECONDS):
                     await self._process.verdict()
             except (OSError, EOFError, TimeoutError, ProtocolError, msgspec.DecodeError) as error:
-                await self._end()
-                raise InternalError(f"cannot start the image inspection process: {error}") from error
+                process, self._process = self._process, None
+                reason = str(error) if process is None else await process.failure(error)
+                raise RuntimeError(f"cannot start the image inspection process: {reason}") from error
             except BaseException:
                 # Cancelled: its initial verdict must not be taken for that on an image.
                 await self._end()

@@ -6,10 +6,13 @@ Its standard input is the router's socket (SOCK_SEQPACKET); it runs until that c
 
 A `Start` carries one file descriptor: the channel between the router and the new process. It is answered by a
 `Started` and, when the process has ended, by an `Ended`. The processes see from their channels when the router ends.
+
+What a process prints is read here, so that the router can tell why one has failed to start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -23,6 +26,10 @@ from router.process.child_process import START_BYTES
 # Each process does one thing at a time within a limited address space, of which OpenBLAS would reserve 40 MiB per core.
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
+MOST_PRINTED = 2000
+PIECE = 1 << 16  # bytes read at once
+OUTPUT_SECONDS = 1.0  # how long to wait for the end of the output once a process has ended
+
 
 class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Run this Python program with the channel as its standard input."""
@@ -31,7 +38,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, array_like=True):
     arguments: tuple[str, ...]  # for the Python interpreter
     environment: dict[str, str]  # in addition to the router's own
     answers: bool  # the channel is also standard output
-    discard_output: bool  # its output goes to /dev/null
+    discard_output: bool  # what it prints is not copied to the standard error of the spawn process
 
 
 class Kill(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -53,14 +60,42 @@ class Ended(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     number: int
     code: int
+    printed: str  # the last characters that it printed, at most MOST_PRINTED
 
 
 _requests: msgspec.msgpack.Decoder[Start | Kill] = msgspec.msgpack.Decoder(Start | Kill)
 _encode = msgspec.msgpack.encode
 
 
+class _Output:
+    """Reads what a process prints, in a thread, and keeps the end of it."""
+
+    def __init__(self, pipe: int, discard: bool) -> None:
+        """Read from the descriptor `pipe` until it ends. Copies everything to standard error unless `discard`."""
+        self._pipe = pipe
+        self._discard = discard
+        self._kept = b""
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def last(self) -> str:
+        """Return the end of the output of a process that has ended."""
+        # It lasts if the process has left its output to another one.
+        self._thread.join(OUTPUT_SECONDS)
+        return self._kept.decode(errors="replace")[-MOST_PRINTED:]
+
+    def _read(self) -> None:
+        while piece := os.read(self._pipe, PIECE):
+            # A character of UTF-8 has up to four bytes.
+            self._kept = (self._kept + piece)[-4 * MOST_PRINTED :]
+            if not self._discard:
+                with contextlib.suppress(OSError):
+                    os.write(2, piece)
+        os.close(self._pipe)
+
+
 class _Processes:
-    """The processes that run. One thread per process waits for its end."""
+    """The processes that run. Of two threads per process, one waits for its end and one reads what it prints."""
 
     def __init__(self, router: socket.socket) -> None:
         self._router = router
@@ -68,29 +103,42 @@ class _Processes:
 
     def start(self, asked: Start, channel: int) -> None:
         try:
-            process = subprocess.Popen(
-                [sys.executable, *asked.arguments],
-                stdin=channel,
-                stdout=channel if asked.answers else subprocess.DEVNULL if asked.discard_output else None,
-                stderr=subprocess.DEVNULL if asked.discard_output else None,
-                env=os.environ | ONE_THREAD | asked.environment,
-            )
+            process, output = _run(asked, channel)
         except (OSError, ValueError) as error:
             self._router.send(_encode(Started(asked.number, problem=str(error))))
             return
         self._running[asked.number] = process
         self._router.send(_encode(Started(asked.number, process.pid)))
-        threading.Thread(target=self._await_end, args=(asked.number, process), daemon=True).start()
+        threading.Thread(target=self._await_end, args=(asked.number, process, output), daemon=True).start()
 
     def kill(self, number: int) -> None:
         process = self._running.get(number)
         if process is not None:
             process.kill()
 
-    def _await_end(self, number: int, process: subprocess.Popen[bytes]) -> None:
+    def _await_end(self, number: int, process: subprocess.Popen[bytes], output: _Output) -> None:
         code = process.wait()
         self._running.pop(number, None)
-        self._router.send(_encode(Ended(number, code)))
+        self._router.send(_encode(Ended(number, code, output.last())))
+
+
+def _run(asked: Start, channel: int) -> tuple[subprocess.Popen[bytes], _Output]:
+    """Start a process. Raises OSError or ValueError."""
+    pipe, end = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, *asked.arguments],
+            stdin=channel,
+            stdout=channel if asked.answers else end,
+            stderr=end,
+            env=os.environ | ONE_THREAD | asked.environment,
+        )
+    except BaseException:
+        os.close(pipe)
+        raise
+    finally:
+        os.close(end)
+    return process, _Output(pipe, asked.discard_output)
 
 
 def serve(router: socket.socket) -> None:

@@ -20,8 +20,22 @@ from router.process.spawn_process import Ended, Kill, Start, Started
 
 PROGRAM = ("-m", "router.process.spawn_process")
 END_SECONDS = 10.0  # how long to wait for the end of a process that was killed or closed its channel
+OWN_END_SECONDS = 0.5  # how long a process that has closed its channel may take to end before it is killed
 _answers: msgspec.msgpack.Decoder[Started | Ended] = msgspec.msgpack.Decoder(Started | Ended)
 _encode = msgspec.msgpack.encode
+
+
+def ending(code: int) -> str:
+    """Say how a process has ended that nobody here has killed, and where to look."""
+    if code >= 0:
+        return f"it ended with exit code {code}"
+    if code == -signal.SIGKILL:
+        return "it was killed (SIGKILL), as the kernel does where memory runs out: see `dmesg`"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"it was ended by {name}; libraries end so, too, if they need more memory than such a process may have"
 
 
 class Child:
@@ -30,6 +44,8 @@ class Child:
     def __init__(self, spawner: Spawner, number: int) -> None:
         self._spawner = spawner
         self._number = number
+        self._killed = False
+        self._printed = ""
         self.started: Future[int] = asyncio.get_running_loop().create_future()
         self._ended: Future[int] = asyncio.get_running_loop().create_future()
 
@@ -44,6 +60,7 @@ class Child:
 
     def kill(self) -> None:
         """Send SIGKILL; does nothing if the process has ended."""
+        self._killed = True
         self._spawner.tell(Kill(self._number))
 
     async def wait(self) -> int:
@@ -54,8 +71,23 @@ class Child:
         except TimeoutError:
             return -signal.SIGKILL
 
-    def end(self, code: int, problem: str = "it has ended") -> None:
+    async def failure(self, error: Exception) -> str:
+        """Return why the process was not ready in time, in words for an operator; it has ended then.
+
+        That is how it has ended by itself and what it printed, or `error` if it had to be killed.
+        """
+        try:
+            async with asyncio.timeout(OWN_END_SECONDS):
+                await asyncio.shield(self._ended)
+        except TimeoutError:
+            self.kill()
+        code = await self.wait()
+        how = (str(error) or "it was not ready in time") if self._killed else ending(code)
+        return f"{how}; {f'it printed: {self._printed.strip()}' if self._printed else 'it printed nothing'}"
+
+    def end(self, code: int, problem: str = "it has ended", printed: str = "") -> None:
         """Record that the process has ended, or that it could not be started because of `problem`."""
+        self._printed = printed
         if not self.started.done():
             self.started.set_exception(OSError(problem))
             # Marks it as retrieved: the caller that awaited it may have been cancelled.
@@ -109,7 +141,7 @@ class Spawner:
         Args:
             environment: variables in addition to those of this process.
             answers: make `channel` standard output, too.
-            discard_output: send the output of the process to /dev/null.
+            discard_output: keep what the process prints out of the log; it is then seen only in `Child.failure`.
         """
         await self.open()
         number = next(self._numbers)
@@ -166,7 +198,7 @@ class Spawner:
         child = self._children[answer.number]
         if isinstance(answer, Ended):
             del self._children[answer.number]
-            child.end(answer.code)
+            child.end(answer.code, printed=answer.printed)
         elif answer.problem:
             del self._children[answer.number]
             child.end(-signal.SIGKILL, answer.problem)

@@ -12,7 +12,7 @@ import msgspec
 
 from common.errors import InternalError, ModelError
 from router.process.child_process import START_SECONDS, frame_head
-from router.process.spawner import Child, Spawner
+from router.process.spawner import OWN_END_SECONDS, Child, Spawner
 from router.text.jobs import Job, JobAnswer, JobResult, Payload, WorkerSettings
 
 PROGRAM = ("-m", "router.text.process")
@@ -26,9 +26,15 @@ _answers = msgspec.msgpack.Decoder(JobResult)
 class WorkerEnded(Exception):
     """The process ended before it answered."""
 
+    def __init__(self) -> None:
+        super().__init__("it closed its channel before it answered")
+
 
 class WorkerStuck(Exception):
     """The process did not answer in time and was killed."""
+
+    def __init__(self) -> None:
+        super().__init__("it did not answer in time")
 
 
 class TextChannel(asyncio.Protocol):
@@ -105,7 +111,8 @@ class TextChannel(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.ended = True
-        self._kill()  # it may have closed its socket without ending
+        # It may have closed its socket without ending. Killed at once, it could not show how it ends by itself.
+        self._loop.call_later(OWN_END_SECONDS, self._kill)
         self._settle(WorkerEnded())
         self._on_end()
 
@@ -152,9 +159,12 @@ async def start_worker(
         await asyncio.get_running_loop().create_connection(lambda: channel, sock=ours)
         answer, _ = await channel.ask(settings, b"", START_SECONDS)
     except (OSError, WorkerEnded, WorkerStuck) as error:
-        ours.close()
-        await channel.end()
-        raise InternalError(f"a text worker cannot be started: {error!r}") from error
+        try:
+            reason = str(error) if channel._process is None else await channel._process.failure(error)
+        finally:
+            ours.close()
+            await channel.end()
+        raise InternalError(f"a text worker cannot be started: {reason}") from error
     except BaseException:
         ours.close()
         await channel.end()

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from common.errors import InternalError, InvalidRequest, Overloaded
+from common.errors import InvalidRequest, Overloaded
 from router.images import fetch_process
 from router.images.fetch_process import FetchProcess, FetchSettings, Wanted
 from router.process.child_process import framed
@@ -129,5 +129,8 @@ def test_it_ends_with_the_router_whatever_is_on_its_way() -> None:
 
 
 async def test_a_process_that_does_not_start_is_an_error_of_ours(spawner: Spawner) -> None:
-    with pytest.raises(InternalError, match="cannot start the image"):
-        await FetchProcess(spawner, ["images.example"], 1_000, PATIENCE, ("-c", "")).fetch(f"{HOST}/a.png")
+    program = ("-c", "import sys; sys.exit('no memory for threads')")
+    with pytest.raises(
+        RuntimeError, match="fetch process: .* exit code 1; it printed: no memory for threads"
+    ):
+        await FetchProcess(spawner, ["images.example"], 1_000, PATIENCE, program).fetch(f"{HOST}/a.png")

@@ -17,7 +17,7 @@ from PIL import Image as Pil
 
 from common.checkpoint.llava_config import LlavaVision
 from common.checkpoint.qwen_vl_config import QwenVision
-from common.errors import InternalError, InvalidRequest, Overloaded
+from common.errors import InvalidRequest, Overloaded
 from common.image_files import decode_image
 from router.images import inspector as image_inspector
 from router.images import loader as images
@@ -295,7 +295,11 @@ async def test_a_decoder_that_does_not_start_is_an_error_of_ours(
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     inspector = ImageInspector(spawner, max_pixels=1_000)
-    with pytest.raises(InternalError, match="cannot start the image"):
+    with pytest.raises(RuntimeError, match="cannot start the image"):
+        await inspector.check(file(), None)
+    monkeypatch.undo()
+    monkeypatch.setattr(image_inspector, "PROGRAM", ("-c", "import sys; print(1); sys.exit('no memory')"))
+    with pytest.raises(RuntimeError, match="inspection process: .* exit code 1; it printed: no memory"):
         await inspector.check(file(), None)
     monkeypatch.undo()
     await inspector.check(file(), None)

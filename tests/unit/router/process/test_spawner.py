@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 from typing import Any, Never
@@ -11,6 +12,7 @@ from typing import Any, Never
 import pytest
 
 from router.process import spawner as spawner_module
+from router.process.spawn_process import MOST_PRINTED
 from router.process.spawner import Child, Spawner
 from tests.fakes.waiting import PATIENCE, eventually
 
@@ -127,3 +129,46 @@ async def test_it_ends_with_the_router() -> None:
     assert not os.path.exists(f"/proc/{process}")
     channel.close()
     await eventually(lambda: not os.path.exists(f"/proc/{child.pid}/exe"))
+
+
+LONG = f"import os, sys; print('x' * {1 << 20}, flush=True); print('no memory for threads', file=sys.stderr)"
+
+
+@pytest.mark.parametrize(
+    ("ends", "how"),
+    [
+        ("sys.exit(3)", "it ended with exit code 3; it printed: xxx"),
+        ("os.abort()", "it was ended by SIGABRT; .* more memory .*; it printed: xxx"),
+        ("os.kill(os.getpid(), 9)", "it was killed .* see `dmesg`; it printed: xxx"),
+    ],
+)
+async def test_one_that_ends_while_it_starts_shows_how_and_the_end_of_what_it_printed(
+    spawner: Spawner, ends: str, how: str
+) -> None:
+    child, channel = await started(spawner, f"{LONG}; {ends}", discard_output=True)
+    with channel:
+        failure = await child.failure(EOFError("closed"))
+    assert re.match(how, failure)
+    assert failure.endswith("x\nno memory for threads")
+    assert MOST_PRINTED - 10 < len(failure) < MOST_PRINTED + 200
+
+
+async def test_one_that_hangs_while_it_starts_is_killed_and_shows_what_it_printed(spawner: Spawner) -> None:
+    hangs = "import os, time; os.write(1, b'loading'); os.close(0); time.sleep(3600)"
+    child, channel = await started(spawner, hangs, discard_output=True)
+    with channel:
+        assert await asyncio.to_thread(channel.recv, 1) == b""
+        assert await child.failure(TimeoutError()) == "it was not ready in time; it printed: loading"
+    child, channel = await started(spawner, "pass", discard_output=True)
+    channel.close()
+    assert await child.failure(EOFError()) == "it ended with exit code 0; it printed nothing"
+
+
+async def test_only_output_that_is_not_discarded_reaches_the_log(
+    spawner: Spawner, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for discard in (True, False):
+        child, channel = await started(spawner, f"print({discard})", discard_output=discard)
+        channel.close()
+        assert await child.wait() == 0
+    assert capfd.readouterr().err == "False\n"

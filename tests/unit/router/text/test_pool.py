@@ -21,7 +21,7 @@ from typing import Never
 import msgspec
 import pytest
 
-from common.errors import InvalidRequest, ModelError, Overloaded
+from common.errors import InternalError, InvalidRequest, ModelError, Overloaded
 from common.observability.logs import Log
 from router.process.spawner import Child, Spawner
 from router.requests.chat_input import ChatInput
@@ -372,6 +372,16 @@ async def test_models_that_no_worker_can_read_are_refused_at_the_start(
         await pool.start()
     assert spawned.pids
     assert not any(Path(f"/proc/{pid}").exists() for pid in spawned.pids)
+
+
+async def test_one_that_ends_while_it_starts_says_how_and_what_it_printed(spawned: Spawned) -> None:
+    """So does one whose libraries cannot be loaded, which holds its channel until it has printed that."""
+    settings = WorkerSettings(str(TINY), 1 << 20)
+    for lines in ("import nothing", program(_settings=0)[1]):
+        with pytest.raises(
+            InternalError, match=r"cannot be started: it ended with exit code 1; it printed: (?s:.*)Error:"
+        ):
+            await start_worker(spawned, settings, ("-c", lines))
 
 
 async def test_workers_take_the_template_that_is_given(spawned: Spawned, tmp_path: Path) -> None:
