@@ -58,6 +58,7 @@ class Family:
     window: int | None = None
     window_switch: bool = False  # windows only if `use_sliding_window` is true
     windows_by_layer: bool = False  # a switch, and max_window_layers or layer_types (Qwen)
+    window_types: bool = False  # layer_types, if the file has it, names the layers with a window (Mistral)
     # Default of `sliding_window_pattern`: each layer of that number has no window (Gemma).
     window_interval: int | None = None
     # Layers with a window have a rope of their own, with this default theta; None: all layers have the same.
@@ -121,7 +122,7 @@ GEMMA3 = Family(
 PHI3_DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
 FAMILIES: Mapping[str, Family] = {
     LLAMA: Family("attention_bias", "attention_bias", "mlp_bias"),
-    "MistralForCausalLM": Family(window=4096),
+    "MistralForCausalLM": Family(window=4096, window_types=True),
     "Qwen2ForCausalLM": Family(qkv_bias=True, window=4096, windows_by_layer=True),
     # The layers are Qwen2's; one more is a module of multi-token prediction (mtp_format.py).
     "MiMoForCausalLM": Family(qkv_bias=True, window=4096, windows_by_layer=True),
@@ -136,9 +137,15 @@ FAMILIES: Mapping[str, Family] = {
         window_switch=True,
         experts=QWEN,
     ),
-    "MixtralForCausalLM": Family(window=0, experts=MIXTRAL),
+    "MixtralForCausalLM": Family(
+        window=0, experts=MIXTRAL, defaults={"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
+    ),
     "Glm4MoeForCausalLM": Family(
-        "attention_bias", qk_norm="use_qk_norm", partial_rotary=0.5, experts=DEEPSEEK_V3
+        "attention_bias",
+        qk_norm="use_qk_norm",
+        partial_rotary=0.5,
+        defaults={"rms_norm_eps": 1e-5},
+        experts=DEEPSEEK_V3,
     ),
     "Qwen3NextForCausalLM": replace(QWEN_HYBRID, text_part=False, gated_delta=True, experts=QWEN_SHARED),
     **dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), QWEN_HYBRID),

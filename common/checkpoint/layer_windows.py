@@ -14,7 +14,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 def windows_from(raw: Mapping[str, Any], window: int, layers: int, where: str) -> tuple[int | None, ...]:
     """Return the windows of Qwen's keys: layer_types, or all layers from max_window_layers on. Raises ModelError."""
     if raw.get("layer_types") is not None:
-        return _by_type(raw, window, layers, where)
+        return windows_by_type(raw, window, layers, where)
     first = raw.get("max_window_layers", 28)
     if type(first) is not int or first < 0:
         raise ModelError(f"{where}: max_window_layers must be a number of layers, found {shown(first)}")
@@ -30,12 +30,13 @@ def windows_every(
         interval: default of sliding_window_pattern.
     """
     if raw.get("layer_types") is not None:
-        return _by_type(raw, window, layers, where)
+        return windows_by_type(raw, window, layers, where)
     interval = positive(raw, "sliding_window_pattern", where, interval)
     return tuple(window if (layer + 1) % interval else None for layer in range(layers))
 
 
-def _by_type(raw: Mapping[str, Any], window: int, layers: int, where: str) -> tuple[int | None, ...]:
+def windows_by_type(raw: Mapping[str, Any], window: int, layers: int, where: str) -> tuple[int | None, ...]:
+    """Return a window for each layer that layer_types calls sliding. Raises ModelError."""
     types, known = raw["layer_types"], {SLIDING: window, FULL: None}
     if (
         not isinstance(types, list)

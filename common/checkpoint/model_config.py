@@ -42,7 +42,7 @@ from common.checkpoint.json_fields import (
     word,
 )
 from common.checkpoint.layer_norms import PRE_NORM, LayerNorms
-from common.checkpoint.layer_windows import windows_every, windows_from
+from common.checkpoint.layer_windows import windows_by_type, windows_every, windows_from
 from common.checkpoint.model_mistakes import explain_directory
 from common.checkpoint.modelopt import with_modelopt_file
 from common.checkpoint.rope_config import LONGROPE, RopeConfig, by_layer_type, parse_rope, with_sections
@@ -283,7 +283,9 @@ def _refuse(raw: Raw, family: Family, where: str) -> None:
 def _activation(raw: Raw, family: Family, where: str) -> Activation:
     key, default = family.activation
     found = raw.get(key, default)
-    known = ("silu",) if family.experts is not None else tuple(ACTIVATIONS)
+    # Kernels of experts and of gated delta layers, which transformers gives the same activation, have silu.
+    only_silu = family.experts is not None or family.gated_delta is not None
+    known = ("silu",) if only_silu else tuple(ACTIVATIONS)
     if found not in known:
         raise ModelError(f"{where}: {key} {shown(found)} is not supported; supported are {', '.join(known)}")
     return ACTIVATIONS[found]
@@ -335,6 +337,8 @@ def _windows(raw: Raw, family: Family, num_layers: int, where: str) -> tuple[int
     if switched and not flag(raw, "use_sliding_window", where):
         return full
     window = positive({"sliding_window": value}, "sliding_window", where)
+    if family.window_types and raw.get("layer_types") is not None:
+        return windows_by_type(raw, window, num_layers, where)
     if family.windows_by_layer:
         return windows_from(raw, window, num_layers, where)
     if family.window_interval is not None:

@@ -142,6 +142,24 @@ def test_defaults_of_a_sparse_config(tmp_path: Path) -> None:
     assert load(tmp_path, **qwen, use_sliding_window=True, max_window_layers=1).sliding_windows == (None, 9)
 
 
+def test_windows_of_mistral_models_are_for_the_layers_that_layer_types_names(tmp_path: Path) -> None:
+    """transformers reads such files of MistralForCausalLM as those of Ministral."""
+    types = ["sliding_attention", "full_attention"]
+    mistral = {"architectures": ["MistralForCausalLM"], "layer_types": types}
+    assert load(tmp_path, **mistral, sliding_window=9).sliding_windows == (9, None)
+    assert load(tmp_path, **mistral, sliding_window=None).sliding_windows == (None, None)
+    with pytest.raises(ModelError, match="layer_types must name sliding_attention, full_attention"):
+        load(tmp_path, **{**mistral, "layer_types": ["full_attention"]}, sliding_window=9)
+
+
+def test_values_that_a_file_may_leave_out_are_those_of_transformers(tmp_path: Path) -> None:
+    mixture = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    mixtral = load(tmp_path, architectures=["MixtralForCausalLM"], **mixture)
+    assert (mixtral.rms_norm_eps, mixtral.rope.theta) == (1e-5, 1e6)
+    glm = load(tmp_path, architectures=["Glm4MoeForCausalLM"], **mixture)
+    assert (glm.rms_norm_eps, glm.rope.theta) == (1e-5, 10_000.0)
+
+
 def test_generation_config_gives_eos_ids_and_sampling_defaults(tmp_path: Path) -> None:
     generation = {
         "eos_token_id": [5, 2, 5],
@@ -217,6 +235,11 @@ def test_generation_config_gives_eos_ids_and_sampling_defaults(tmp_path: Path) -
         (
             {"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu"},
             ["hidden_activation 'gelu'", "silu, gelu_pytorch_tanh"],
+        ),
+        (
+            # It would also be the activation of gated delta layers, which have silu.
+            {"architectures": ["Qwen3_5ForCausalLM"], "hidden_act": "gelu_pytorch_tanh"},
+            ["hidden_act 'gelu_pytorch_tanh'", "silu"],
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, ["'linear'", "factor"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": 1e-300}}, ["factor", "at least 0.001"]),
