@@ -83,8 +83,7 @@ class Int8Linear(Linear):
             end = start + block.rows
             yield block.weight(self.codes[start:end])
             yield block.per_row("weight_scale", self.scales[start:end])
-            if self.bias is not None:
-                yield block.per_row("bias", self.bias[start:end])
+            yield from block.bias(None if self.bias is None else self.bias[start:end], self.scales.device)
             start = end
 
 

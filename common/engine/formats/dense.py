@@ -58,10 +58,10 @@ class DenseLinear(Linear):
     def pieces(self) -> Iterator[Piece]:
         start = 0
         for block in self._blocks:
-            yield block.weight(self.weight[start : start + block.rows])
-            if self.bias is not None:
-                yield block.per_row("bias", self.bias[start : start + block.rows])
-            start += block.rows
+            end = start + block.rows
+            yield block.weight(self.weight[start:end])
+            yield from block.bias(None if self.bias is None else self.bias[start:end], self.weight.device)
+            start = end
 
 
 class LibraryLinear(DenseLinear):

@@ -110,8 +110,7 @@ class Fp8Linear(Linear):
         for block in self._blocks:
             end = start + block.rows
             yield from self._weight_pieces(block, start, end)
-            if self.bias is not None:
-                yield block.per_row("bias", self.bias[start:end])
+            yield from block.bias(None if self.bias is None else self.bias[start:end], self.scales.device)
             if self.input_scale is not None:
                 yield input_scale(f"{block.name}.input_scale", self.input_scale)
             start = end

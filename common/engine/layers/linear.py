@@ -127,10 +127,10 @@ class WeightFormat(ABC):
         """
         shard = self.placement.shard
         columns = input_columns(inputs, shard, next(declared_runs(parts)).name)
-        # the bias of a sum is added once
-        made = self.make_linear(
-            rank_blocks(parts, columns, shard), bias and not (columns.divided and shard.rank)
-        )
+        blocks = rank_blocks(parts, columns, shard)
+        if bias and columns.divided and shard.rank:  # rank 0 adds the bias of a sum
+            blocks, bias = tuple(block._replace(bias_elsewhere=True) for block in blocks), False
+        made = self.make_linear(blocks, bias)
         return made if head_group(inputs).heads == 1 else self.placement.ranks.summed(made)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from common.engine.layers.piece import Piece
@@ -83,6 +84,7 @@ class WeightBlock(NamedTuple):
     begin: int  # index of the first row in the matrix
     whole: int  # number of rows of the matrix
     columns: Columns
+    bias_elsewhere: bool = False  # the checkpoint has a bias for it, which another rank adds
 
     def weight(self, into: Tensor) -> Piece:
         """Return the read of this block of `NAME.weight` into [rows, columns]."""
@@ -92,6 +94,14 @@ class WeightBlock(NamedTuple):
     def per_row(self, suffix: str, into: Tensor) -> Piece:
         """Return the read of values per row, such as biases or scales, from `NAME.suffix`; `into` has `rows` rows."""
         return Piece.rows_of(f"{self.name}.{suffix}", into, self.begin, self.whole)
+
+    def bias(self, into: Tensor | None, device: torch.device) -> Iterator[Piece]:
+        """Yield the read of the bias into `rows` values; with None what the checkpoint has for another rank, if so."""
+        if into is not None:
+            yield self.per_row("bias", into)
+        elif self.bias_elsewhere:
+            nothing = torch.empty(0, device=device)
+            yield Piece(f"{self.name}.bias", nothing, (self.whole,), (self.begin,), elsewhere=True)
 
 
 def input_columns(inputs: Features, shard: Shard, what: str) -> Columns:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import common.engine.weights
 from common.checkpoint.model_files import read_weight_files
 from common.engine.forward.model_runner import load_model
 from common.engine.layers.ranks import OneRank, divide_by_expert
+from common.errors import ModelError
 from common.kv_cache.shard import Shard
 from tests.unit.engine import families
 
@@ -76,6 +78,29 @@ def test_ranks_read_their_share(model: str, size: int, monkeypatch: pytest.Monke
         assert (count == times).all(), (
             f"{name} is read {sorted(set(count.flatten().tolist()))} times, not {times}"
         )
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_one_rank_reads_the_biases_of_sums(
+    quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks expect them in the file, and name one that is missing."""
+    families.save(families.build("llama-yarn-biases"), tmp_path)
+    counts: dict[str, Tensor] = {}
+    monkeypatch.setattr(CountedFile, "counts", counts, raising=False)
+    monkeypatch.setattr(common.engine.weights, "safe_open", CountedFile)
+    for rank in range(2):
+        load_model(tmp_path, "float32", ranks=OneRank(Shard(rank, 2)), quantization=quantization)
+    biases = {name: count for name, count in counts.items() if name.endswith(".bias")}
+    assert len(biases) == 2 * 7
+    assert all((count == 1).all() for count in biases.values())
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    missing = "model.layers.1.self_attn.o_proj.bias"
+    del tensors[missing]
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=f"missing tensors: {missing}"):
+        load_model(tmp_path, "float32", ranks=OneRank(Shard(1, 2)), quantization=quantization)
 
 
 def test_ranks_with_whole_experts_read_a_checkpoint_with_a_matrix_per_expert(tmp_path: Path) -> None:
