@@ -8,6 +8,8 @@ Prints microseconds per call, from graphs of many calls that all ranks replay at
     fused    the one-shot kernel over peer memory, with the norm
     apart    the one-shot kernel, then the norm
     nccl     NCCL, then the norm
+    codes    the one-shot kernel with the norm, whose results it quantises to FP8
+    codes_2  the one-shot kernel, then the norm that quantises to FP8
     added    fused less norm: the time that a sum adds to a step
 
 With one rank the kernel waits for nobody: the time of its own work. Ranks have to be on GPUs of their own.
@@ -30,6 +32,7 @@ from common.engine.collectives.group import CollectiveGroup
 from common.engine.collectives.peer_memory_group import PeerMemoryGroup
 from common.engine.collectives.process_group import ProcessGroupCollectives, nccl
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
+from common.engine.ops.fp8_fused import fp8_add_rms_norm
 from common.engine.ops.rms_norm import add_rms_norm
 from kv_transfer.transport.cuda.cudart import CudaRuntime
 from tests.bench.bench_ranks import start_ranks
@@ -72,11 +75,19 @@ def calls(peers: CollectiveGroup, large: CollectiveGroup) -> dict[str, Call]:
     def norm(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, weight, 1e-5)
 
+    def codes(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return x, peers.all_reduce_fp8_norm(x, residual, weight, 1e-5, False)[2]
+
+    def codes_apart(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return x, fp8_add_rms_norm(peers.all_reduce(x), residual, weight, 1e-5, False)[2]
+
     return {
         "norm": norm,
         "fused": lambda x, residual: peers.all_reduce_norm(x, residual, weight, 1e-5),
         "apart": lambda x, residual: norm(peers.all_reduce(x), residual),
         "nccl": lambda x, residual: norm(large.all_reduce(x), residual),
+        "codes": codes,
+        "codes_2": codes_apart,
     }
 
 

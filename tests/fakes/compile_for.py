@@ -38,7 +38,7 @@ from common.engine.ops.expert_tiles import ExpertTiles
 from common.engine.ops.extend_attention import extend_triton
 from common.engine.ops.few_experts import add_experts_triton
 from common.engine.ops.filter_floor import filter_floor_triton
-from common.engine.ops.fp8_codes import FP8
+from common.engine.ops.fp8_codes import FP8, empty_scales
 from common.engine.ops.fp8_fused import fp8_add_rms_norm_triton, fp8_rms_norm_triton
 from common.engine.ops.fp8_grouped import fp8_expert_parts_triton
 from common.engine.ops.fp8_joined import fp8_gated_cuda, fp8_product_norm_quantized_cuda
@@ -53,6 +53,7 @@ from common.engine.ops.page_values import page_values_triton
 from common.engine.ops.peer_reduce import (
     RankMemories,
     peer_gather_triton,
+    peer_sum_fp8_rms_norm_triton,
     peer_sum_rms_norm_triton,
     peer_sum_triton,
 )
@@ -267,6 +268,7 @@ def body(dtype: torch.dtype) -> None:
         peer_gather_triton(x, memory)
         peer_sum_triton(x, memory)
         peer_sum_rms_norm_triton(x, x, gain, 1e-5, memory)
+        peer_sum_fp8_rms_norm_triton(x, x, gain, 1e-5, ranks > 2, memory)
     for activate in (silu_mul_triton, gelu_mul_triton):
         activate(torch.zeros(4, 2 * INNER, dtype=dtype))
     sigmoid_gate_triton(x, torch.zeros(4, 3 * HIDDEN, dtype=dtype)[:, HIDDEN : 2 * HIDDEN])
@@ -320,7 +322,9 @@ def eight_bits() -> None:
         )
         of_gates, of_qkv, of_down = (weight_scales(weight, blocks) for weight in (gate_up, qkv, down))
         fp8_gated_cuda(codes, scales, gate_up, of_gates, None, "silu", BF16)
-        fp8_product_cuda(codes, scales, qkv, of_qkv, None, BF16)
+        for many in (codes, torch.zeros(64, HIDDEN, dtype=FP8)):
+            of_rows = scales if many is codes else empty_scales(many, HIDDEN, blocks)
+            fp8_product_cuda(many, of_rows, qkv, of_qkv, None, BF16)
         given = *quantize_rows_triton(inner, blocks), down, of_down, None
         fp8_product_norm_quantized_cuda(*given, stream, stream[0], 1e-5, blocks)
         fp8_gated_cuda(codes[:1], scales[:1], gate_up, of_gates, None, "silu", BF16)

@@ -28,6 +28,7 @@ from common.engine.collectives.group import (
     DeviceGroup,
     all_gather,
     all_reduce,
+    all_reduce_fp8_norm,
     all_reduce_norm,
     broadcast,
     rehearsing,
@@ -36,6 +37,7 @@ from common.engine.collectives.peer_memory_group import PeerMemoryGroup
 from common.engine.collectives.process_group import ProcessGroupCollectives
 from common.engine.collectives.shared_memory_group import SharedMemoryGroup
 from common.engine.collectives.sized_group import SizedGroup
+from common.engine.ops.fp8_rows import quantize_rows_reference
 from common.engine.ops.peer_reduce import peer_sum_reference, peer_sum_rms_norm_reference
 from common.errors import RankFailed
 from common.kv_cache.shard import Shard
@@ -102,10 +104,24 @@ def check_calls(
             expected = peer_sum_rms_norm_reference(parts, residual, weight, 1e-5)
             torch.testing.assert_close(normed, expected[0], atol=2e-2, rtol=1e-2)
             assert torch.equal(total, expected[1])
+            for blocks in (False, True):
+                codes, scales, total = all_reduce_fp8_norm(parts[own], residual, weight, 1e-5, blocks, number)
+                assert torch.equal(total, expected[1])
+                check_codes(codes, scales, expected[0], blocks)
             joined = torch.cat(parts, dim=-1)
             assert torch.equal(all_gather(parts[own], number, joined.shape[-1]), joined)
             assert torch.equal(broadcast(parts[own], number, 1), parts[1])
     group.check()
+
+
+def check_codes(codes: Tensor, scales: Tensor, normed: Tensor, blocks: bool) -> None:
+    """Compare codes with those of normed rows, which may be rounded in the other direction here and there."""
+    expected = quantize_rows_reference(normed, blocks)
+    assert scales.stride() == expected[1].stride()
+    torch.testing.assert_close(scales, expected[1], rtol=1e-2, atol=0.0)
+    steps = (codes.float() - expected[0].float()).abs() / expected[0].float().abs().clamp(min=2**-6)
+    assert steps.max() <= 0.126
+    assert (steps > 0).float().mean() < 0.15
 
 
 def check_large(group: CollectiveGroup, device: torch.device) -> None:

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.ops.fp8_codes import FP8, empty_scales
+from common.engine.ops.fp8_fused import fp8_add_rms_norm
 from common.engine.ops.registration import register_op
 from common.engine.ops.rms_norm import add_rms_norm
 from common.errors import RankFailed
@@ -71,6 +73,12 @@ class CollectiveGroup(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Return (rms_norm(y + residual), y + residual) for the sum y of x over all ranks; all [T, H]."""
         return add_rms_norm(self.all_reduce(x), residual, weight, eps)
+
+    def all_reduce_fp8_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, blocks: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `fp8_add_rms_norm` of the sum of x over all ranks: (codes, scales, y + residual), x is [T, H]."""
+        return fp8_add_rms_norm(self.all_reduce(x), residual, weight, eps, blocks)
 
     @abstractmethod
     def all_gather(self, x: Tensor, columns: int) -> Tensor:
@@ -146,6 +154,12 @@ def _all_reduce_norm(
     return _group(group).all_reduce_norm(x, residual, weight, eps)
 
 
+def _all_reduce_fp8_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, blocks: bool, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _group(group).all_reduce_fp8_norm(x, residual, weight, eps, blocks)
+
+
 def _all_gather(x: Tensor, group: int, columns: int) -> Tensor:
     return _group(group).all_gather(x, columns)
 
@@ -162,11 +176,21 @@ def _fake_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: i
     return _fake_same(x, group), _fake_same(x, group)
 
 
+def _fake_fp8_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, blocks: bool, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = _fake_same(x, group)
+    return torch.empty_like(total, dtype=FP8), empty_scales(x, x.shape[-1], blocks), total
+
+
 def _fake_gather(x: Tensor, group: int, columns: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], columns))
 
 
 all_reduce = register_op("all_reduce", _all_reduce, mutates=(), fake=_fake_same, inlined=False)
 all_reduce_norm = register_op("all_reduce_norm", _all_reduce_norm, mutates=(), fake=_fake_norm, inlined=False)
+all_reduce_fp8_norm = register_op(
+    "all_reduce_fp8_norm", _all_reduce_fp8_norm, mutates=(), fake=_fake_fp8_norm, inlined=False
+)
 all_gather = register_op("all_gather", _all_gather, mutates=(), fake=_fake_gather, inlined=False)
 broadcast = register_op("broadcast", _broadcast, mutates=(), fake=_fake_same, inlined=False)

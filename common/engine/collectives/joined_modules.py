@@ -9,9 +9,15 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.model_config import Activation
-from common.engine.collectives.group import CollectiveGroup, all_gather, all_reduce, all_reduce_norm
-from common.engine.formats.fp8_forms import FORMS, gate_in_forms, norm_in_forms
-from common.engine.layers.activations import Activations, Reads
+from common.engine.collectives.group import (
+    CollectiveGroup,
+    all_gather,
+    all_reduce,
+    all_reduce_fp8_norm,
+    all_reduce_norm,
+)
+from common.engine.formats.fp8_forms import BLOCKS, FORMS, gate_in_forms, norm_in_forms
+from common.engine.layers.activations import Activations, Quantised, Reads
 from common.engine.layers.expert_products import ExpertProducts
 from common.engine.layers.linear import Embedding, Linear
 from common.engine.layers.logit_rows import LogitRows
@@ -159,7 +165,9 @@ class SummedEmbedding(Embedding):
 
 def summed_norm(y: Tensor, stream: Tensor, norm: RmsNorm, group: int) -> tuple[Activations, Tensor]:
     """Return (norm(z + stream), z + stream), the first in the forms of `norm.reads`, for the sum z of all ranks' y."""
-    if not norm.reads.dense and norm.reads.form in FORMS:
-        return norm_in_forms(all_reduce(y, group), stream, norm)
-    normed, total = all_reduce_norm(y, stream, norm.scale, norm.eps, group)
-    return Activations(normed), total
+    form = norm.reads.form
+    if norm.reads.dense or form not in FORMS:
+        normed, total = all_reduce_norm(y, stream, norm.scale, norm.eps, group)
+        return Activations(normed), total
+    codes, scales, total = all_reduce_fp8_norm(y, stream, norm.scale, norm.eps, form == BLOCKS, group)
+    return Activations(None, Quantised(form, codes, scales)), total

@@ -13,6 +13,7 @@ from common.engine.ops.peer_reduce import (
     RankMemories,
     peer_bytes,
     peer_gather_triton,
+    peer_sum_fp8_rms_norm_triton,
     peer_sum_rms_norm_triton,
     peer_sum_triton,
 )
@@ -95,6 +96,13 @@ class PeerMemoryGroup(DeviceGroup):
         if not self._memory.holds(x.flatten(0, -2)):
             return super().all_reduce_norm(x, residual, weight, eps)
         return peer_sum_rms_norm_triton(x, residual, weight, eps, self._memory)
+
+    def all_reduce_fp8_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, blocks: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not self._memory.holds(x.flatten(0, -2)):
+            return super().all_reduce_fp8_norm(x, residual, weight, eps, blocks)
+        return peer_sum_fp8_rms_norm_triton(x, residual, weight, eps, blocks, self._memory)
 
     def all_gather(self, x: Tensor, columns: int) -> Tensor:
         return gather_columns(x, self.shard, columns, self._gather)

@@ -35,6 +35,11 @@ class BySize(CollectiveGroup):
     ) -> tuple[Tensor, Tensor]:
         return self._of(x).all_reduce_norm(x, residual, weight, eps)
 
+    def all_reduce_fp8_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, blocks: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._of(x).all_reduce_fp8_norm(x, residual, weight, eps, blocks)
+
     def all_gather(self, x: Tensor, columns: int) -> Tensor:
         """Return the x of all ranks; the choice depends on `columns`, since the widths of ranks may differ."""
         widest = x.numel() // max(x.shape[-1], 1) * -(-columns // self.shard.size) * x.itemsize

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.engine.ops.fp8_codes import FP8, GROUP, empty_scales, has_fp8, store_codes
 from common.engine.ops.peer_words import (
     first_half,
     joined_halves,
@@ -90,23 +91,29 @@ def peer_sum_rms_norm_reference(
     return add_rms_norm_reference(peer_sum_reference(parts), residual, weight, eps)
 
 
-@kernel_with_varying("rank", "polls")
+@kernel_with_varying("rank", "polls", "scale_stride", "group_stride")
 def _peer_sum_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [rows, size] of this rank
     residual_ptr,  # [rows, size]; read if NORM
     weight_ptr,  # [size]; read if NORM
-    out_ptr,  # [rows, size]: the sum, or if NORM the normed rows
+    out_ptr,  # [rows, size]: the sum, or if NORM the normed rows, or if QUANTISED their codes
+    scales_ptr,  # of the codes; written if QUANTISED
     total_ptr,  # [rows, size]; written if NORM
     addresses_ptr,  # [RANKS] int64
     host_ptr,  # [2] int32
     x_stride,  # in units of 4 bytes, as `words`
     residual_stride,
+    scale_stride,
+    group_stride,
     words,  # of a row
     eps,
     rank,
     polls,
     RANKS: tl.constexpr,
     NORM: tl.constexpr,
+    QUANTISED: tl.constexpr,  # as FP8 codes, which takes NORM
+    BLOCKS: tl.constexpr,  # a scale per 128 values, else one per row
+    HARDWARE: tl.constexpr,
     PAIRS: tl.constexpr,  # numbers have 16 bits
     ROWS: tl.constexpr,  # MAX_ROWS
     PLACE: tl.constexpr,  # bytes of a row's words
@@ -173,7 +180,15 @@ def _peer_sum_kernel(  # type: ignore[no-untyped-def]
         first = (first * scale).to(ROUNDED).to(tl.float32) * first_weight
         second = (second * scale).to(ROUNDED).to(tl.float32) * second_weight
         found = joined_halves(first, second, PAIRS, TYPE)
-    tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + row * words + word, found, mask=live)
+    if QUANTISED:
+        wide = first_half(found, PAIRS, TYPE)
+        if PAIRS:
+            wide = tl.interleave(wide, second_half(found, TYPE))
+        size = each * words
+        codes, line = out_ptr + row.to(tl.int64) * size, scales_ptr + row.to(tl.int64) * scale_stride
+        store_codes(wide, codes, line, group_stride, 0, size, BLOCKS, HARDWARE, each * BLOCK)
+    else:
+        tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + row * words + word, found, mask=live)
 
 
 @kernel_with_varying("rank", "polls", "words")
@@ -227,7 +242,7 @@ def peer_sum_triton(x: Tensor, memory: RankMemories) -> Tensor:
     rows = _whole_words(x.flatten(0, -2))
     if memory.holds(rows):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        _launch(rows, rows, rows, out, out, 0.0, memory, norm=False)
+        _launch(rows, out, memory)
         return out
     size, count = ROW_BYTES // x.itemsize, x.numel()
     given = F.pad(x.reshape(-1), (0, count * x.itemsize % DATA_BYTES // x.itemsize))
@@ -239,7 +254,7 @@ def peer_sum_triton(x: Tensor, memory: RankMemories) -> Tensor:
             if end > begin:
                 part = given[begin:end].view(-1, width)
                 # One kernel for all widths, since prompts of any length are embedded.
-                _launch(part, part, part, sums[begin:end], sums, 0.0, memory, norm=False, widest=size)
+                _launch(part, sums[begin:end], memory, widest=size)
     return sums[:count].view(x.shape)
 
 
@@ -269,64 +284,88 @@ def _pieces(total: int, most: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + most, total)
 
 
+class _Norm(NamedTuple):
+    """The norm of sums [rows, size], and where a kernel writes what it computes."""
+
+    residual: Tensor  # [rows, size]
+    gain: Tensor  # [size], by which normed values are multiplied
+    total: Tensor  # [..., size], to be written
+    eps: float
+    scales: Tensor | None = None  # to be written; None: the normed rows are not quantised
+    blocks: bool = False
+
+
 def peer_sum_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, memory: RankMemories
 ) -> tuple[Tensor, Tensor]:
     """Return (rms_norm(y + residual), y + residual) for the sum y of x over the ranks; all [..., H]."""
+    out, norm = torch.empty_like(x, memory_format=torch.contiguous_format), _norm(x, residual, weight, eps)
+    _launch(_whole_words(x.flatten(0, -2)), out, memory, norm)
+    return out, norm.total
+
+
+def peer_sum_fp8_rms_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, blocks: bool, memory: RankMemories
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `fp8_add_rms_norm` of the sum of x [..., H] over the ranks: (codes, scales, total)."""
+    codes = torch.empty_like(x, dtype=FP8, memory_format=torch.contiguous_format)
+    scales, norm = empty_scales(x, x.shape[-1], blocks), _norm(x, residual, weight, eps)
+    _launch(_whole_words(x.flatten(0, -2)), codes, memory, norm._replace(scales=scales, blocks=blocks))
+    return codes, scales, norm.total
+
+
+def _norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> _Norm:
     assert x.shape == residual.shape, f"{tuple(x.shape)} + {tuple(residual.shape)}"
     assert x.dtype == residual.dtype, f"{x.dtype} + {residual.dtype}"
     assert weight.shape == (x.shape[-1],), f"weight {tuple(weight.shape)} for rows of {x.shape[-1]}"
     assert weight.is_contiguous(), "the weight must be contiguous"
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    total = torch.empty_like(out)
-    rows, residuals = (_whole_words(each.flatten(0, -2)) for each in (x, residual))
-    _launch(rows, residuals, weight, out, total, eps, memory, norm=True)
-    return out, total
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _Norm(_whole_words(residual.flatten(0, -2)), weight, total, eps)
 
 
 def _launch(
-    rows: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    total: Tensor,
-    eps: float,
-    memory: RankMemories,
-    norm: bool,
-    widest: int = 0,
+    rows: Tensor, out: Tensor, memory: RankMemories, norm: _Norm | None = None, widest: int = 0
 ) -> None:
     """Sum rows [count, size] by a kernel for rows of up to `widest` values; 0: for rows of this size."""
     count, size = rows.shape
     ranks = len(memory.addresses)
     assert memory.holds(rows), f"{count} rows of {size} do not fit into the ranks' memory"
     assert 0 <= memory.rank < ranks <= MAX_RANKS, f"rank {memory.rank} of {ranks}"
-    assert rows.stride(1) == residual.stride(1) == 1, "the elements of a row must be adjacent"
+    given = norm or _Norm(rows, rows, out, 0.0)
+    assert rows.stride(1) == given.residual.stride(1) == 1, "the elements of a row must be adjacent"
     if count == 0:
         return
     per_word = DATA_BYTES // rows.itemsize
     words, block = size // per_word, next_power_of_2((widest or size) // per_word)
+    lines = None if given.scales is None else given.scales.flatten(0, -2)
     _peer_sum_kernel[(count,)](
         rows,
-        residual,
-        weight,
-        out,
-        total,
+        given.residual,
+        given.gain,
+        out if lines is None else out.view(torch.uint8),
+        out if lines is None else lines,
+        given.total,
         memory.addresses,
         memory.host,
         rows.stride(0) // per_word,
-        residual.stride(0) // per_word,
+        given.residual.stride(0) // per_word,
+        0 if lines is None else lines.stride(0),
+        0 if lines is None else lines.stride(1),
         words,
-        eps,
+        given.eps,
         memory.rank,
         memory.polls,
         RANKS=ranks,
-        NORM=norm,
+        NORM=norm is not None,
+        QUANTISED=lines is not None,
+        BLOCKS=given.blocks,
+        HARDWARE=has_fp8(rows.device),
         PAIRS=per_word == 2,
         ROWS=MAX_ROWS,
         PLACE=PLACE_BYTES,
         DATA=DATA_OFFSET,
         LOOK=POLLS_PER_LOOK,
-        BLOCK=block,
+        BLOCK=block if lines is None else max(block, GROUP // per_word),
         num_warps=row_warps(per_word * block),
         **chained(rows.device),
     )

@@ -37,6 +37,12 @@ class Recording(Unaccompanied, DeviceGroup):
         self.calls.append("all_reduce_norm")
         return x, residual
 
+    def all_reduce_fp8_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, blocks: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.calls.append("all_reduce_fp8_norm")
+        return x, x, residual
+
     def all_gather(self, x: Tensor, columns: int) -> Tensor:
         self.calls.append("all_gather")
         return super().all_gather(x, columns)
@@ -64,6 +70,7 @@ def ways(rank: int = 0, size: int = 2) -> tuple[Recording, Recording, SizedGroup
 def call_all(group: CollectiveGroup, x: Tensor) -> None:
     group.all_reduce(x)
     group.all_reduce_norm(x, x, x[0], 1e-5)
+    group.all_reduce_fp8_norm(x, x, x[0], 1e-5, False)
     group.broadcast(x, 1)
 
 
@@ -72,7 +79,7 @@ def test_the_bytes_of_a_tensor_decide(values: int, is_small: bool) -> None:
     small, large, group = ways()
     call_all(group, torch.zeros(1, values))
     taken, other = (small, large) if is_small else (large, small)
-    assert taken.calls == ["all_reduce", "all_reduce_norm", "broadcast"]
+    assert taken.calls == ["all_reduce", "all_reduce_norm", "all_reduce_fp8_norm", "broadcast"]
     assert not other.calls
 
 
