@@ -22,6 +22,7 @@ from common.checkpoint.model_directory import MIB, real_path
 from common.checkpoint.model_files import INDEX, MAX_INDEX_BYTES, MAX_INDEX_VALUES, PICKLED, SINGLE, read_json
 from common.checkpoint.safetensors_header import WeightFile, read_header
 from common.errors import ModelError
+from common.one_thread import ONE_THREAD
 from deploy.pickled_weights import ISOLATED
 
 PICKLED_INDEX, PICKLED_SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -109,6 +110,7 @@ def _converted(source: Path, target: Path, say: Say) -> WeightFile:
         try:
             status = subprocess.run(
                 [*command, *map(str, limits)],
+                env=os.environ | ONE_THREAD,
                 stdin=subprocess.DEVNULL,
                 stdout=printed,
                 stderr=complaints,

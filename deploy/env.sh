@@ -7,3 +7,4 @@ fi
 python="${TANDEM_PYTHON:-$root/.venv/bin/python}"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 export OMP_WAIT_POLICY=PASSIVE  # several processes share the cores: a spinning OpenMP worker takes the others' time
+export OPENBLAS_NUM_THREADS=1  # numpy, with which nothing is multiplied, would start a thread per core in every process

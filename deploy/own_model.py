@@ -18,6 +18,7 @@ from common.checkpoint.model_files import weight_paths
 from common.config.schema import DecodeSection, PrefillSection
 from common.errors import ConfigError, ModelError
 from common.speculation.directory import algorithm_of, most_steps
+from deploy.cores import usable_cores
 from deploy.gpus import Gpu
 
 GIB = 1 << 30
@@ -51,7 +52,7 @@ class Machine:
     @classmethod
     def of_this_host(cls, gpus: list[Gpu]) -> Machine:
         shared = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
-        return cls(tuple(gpus), len(os.sched_getaffinity(0)), _available_memory(), shared)
+        return cls(tuple(gpus), usable_cores(), _available_memory(), shared)
 
     def __str__(self) -> str:
         if not self.gpus:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated
 
 import typer
@@ -23,11 +24,15 @@ ProcessOption = Annotated[
     int, typer.Option("--process", metavar="N", help="Number of this process, from 0 on, of several routers")
 ]
 
+# They compete with the event loop for the interpreter. Python's default, up to 32, depends on the number of cores.
+THREADS = 6
+
 
 async def _serve(resolved: Resolved, process: RouterProcess, reporter: StartupReporter, log: Log) -> None:
     app = build(resolved, process, log)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(THREADS, "router"))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     # nohup sets SIGHUP to be ignored: keep it so.

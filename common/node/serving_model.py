@@ -41,6 +41,7 @@ from common.node.memory import (
     plan_pool,
 )
 from common.node.serving_draft import ServingDraft, load_serving_draft
+from common.node.torch_threads import limit_threads
 from common.node_plan import NodePlan, PoolBudget
 from common.observability.logs import Log
 from common.observability.startup import Progressing
@@ -224,8 +225,7 @@ def load_serving_model(
     check_kv_dtype(spec, device)
     window = _check_state(plan, device, ranks.shard, log)
     memory, others = check_memory_before_loading(plan, device, ranks.shard)
-    if device.type == "cpu" and plan.threads:
-        torch.set_num_threads(plan.threads)
+    limit_threads(device, plan.threads)
     wanted = plan.model.max_model_len
     before = 0
     if loaded is None:

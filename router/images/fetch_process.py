@@ -16,6 +16,7 @@ import socket
 import traceback
 from asyncio import Future, StreamReader, StreamWriter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -26,7 +27,7 @@ from router.process.spawner import Child, Spawner
 
 ADDRESS_SPACE = 2 << 30  # bytes
 OPEN_FILES = 256
-AT_ONCE = 32  # images being fetched; further requests are refused
+AT_ONCE = 32  # images being fetched, each with a thread to look up its host; further requests are refused
 GRACE_SECONDS = 5.0  # added to the timeout of an image before the process counts as hung
 HEAD = 1 << 16  # bytes of a frame besides the image
 PROGRAM = ("-m", "router.images.fetch_process")
@@ -203,6 +204,8 @@ async def serve(channel: socket.socket) -> None:
     settings = _settings.decode(await read_frame(reader, 1 << 20))
     fetcher = ImageFetcher(settings.hosts, settings.max_bytes, settings.timeout)
     turn = asyncio.Lock()
+    # The default has as many as there are cores and four: on few cores one slow lookup would hold up other images.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(AT_ONCE, "lookup"))
 
     async def say(fetched: Fetched) -> None:
         async with turn:  # holds at most one image besides the socket's buffer

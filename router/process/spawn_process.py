@@ -21,10 +21,8 @@ import threading
 
 import msgspec
 
+from common.one_thread import ONE_THREAD
 from router.process.child_process import START_BYTES
-
-# Each process does one thing at a time within a limited address space, of which OpenBLAS would reserve 40 MiB per core.
-ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
 MOST_PRINTED = 2000
 PIECE = 1 << 16  # bytes read at once

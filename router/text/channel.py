@@ -16,7 +16,7 @@ from router.process.spawner import OWN_END_SECONDS, Child, Spawner
 from router.text.jobs import Job, JobAnswer, JobResult, Payload, WorkerSettings
 
 PROGRAM = ("-m", "router.text.process")
-ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"}  # a worker has one thread
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false"}  # a worker has one thread
 JOIN = 1 << 16  # bytes; the head and a payload up to this size are written at once
 MAX_HEAD = 1 << 20
 GRACE_SECONDS = 0.5

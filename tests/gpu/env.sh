@@ -14,7 +14,7 @@ trap 'failed=1; echo "FAILED, line $LINENO: $BASH_COMMAND"' ERR
 trap 'status=$?; test "$failed" = 0 || status=1; exit "$status"' EXIT
 out="${OUT:-/tmp/out}"
 mkdir -p "$out"
-export TANDEM_PYTHON PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE
+export TANDEM_PYTHON PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=PASSIVE OPENBLAS_NUM_THREADS=1
 TANDEM_PYTHON="$(command -v python3)"
 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONPATH

@@ -90,6 +90,17 @@ def test_a_small_file_with_a_large_tensor_ends_at_the_limit_of_memory(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
 
 
+def test_the_number_of_cores_takes_nothing_of_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy by the threads of 192 cores, for whose stacks the limit has no room."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "192")
+    monkeypatch.setenv("MKL_DYNAMIC", "FALSE")
+    torch.save({"x": torch.ones(1000, 200).t()}, tmp_path / "pytorch_model.bin")
+    convert(tmp_path, lambda line: None)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["x"], torch.ones(200, 1000))
+
+
 def test_a_directory_in_which_the_index_cannot_be_written_stays_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from router.process.spawner import Spawner
 from tests.fakes.waiting import PATIENCE, eventually
 
 PLAYED = """
-import asyncio, os, resource
+import asyncio, os, resource, threading
 from common.errors import InvalidRequest
 from router.images import fetch_process
 
@@ -36,6 +36,8 @@ class Played:
             os._exit(3)
         if what == "refused":
             raise InvalidRequest("the image cannot be fetched: its host answered 404")
+        if what == "lookup":
+            return repr(await asyncio.to_thread(together.wait, 30) >= 0).encode()
         if what == "defect":
             raise KeyError("a defect")
         if what == "large":
@@ -45,6 +47,7 @@ class Played:
             return repr([resource.getrlimit(getattr(resource, "RLIMIT_" + each))[1] for each in kinds]).encode()
         return repr((self.settings, os.getpgrp() == os.getpid())).encode()
 
+together = threading.Barrier(fetch_process.AT_ONCE)
 fetch_process.ImageFetcher = Played
 fetch_process.main()
 """
@@ -68,6 +71,11 @@ async def test_the_rules_are_those_of_the_router_and_the_limits_hold(played: Fet
         await played.fetch(f"{HOST}/refused")
     with pytest.raises(RuntimeError, match="KeyError: 'a defect'"):  # a 500, with details in the log
         await played.fetch(f"{HOST}/defect")
+
+
+async def test_no_lookup_waits_for_others_however_few_cores_there_are(played: FetchProcess) -> None:
+    fetches = [played.fetch(f"{HOST}/lookup") for _ in range(fetch_process.AT_ONCE)]
+    assert set(await asyncio.gather(*fetches)) == {b"True"}
 
 
 async def test_the_real_process_applies_every_rule(spawner: Spawner) -> None:
