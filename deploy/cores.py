@@ -1,4 +1,4 @@
-"""How many cores of this machine its processes may use."""
+"""Counts the cores that the processes of this machine may use."""
 
 from __future__ import annotations
 

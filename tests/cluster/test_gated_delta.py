@@ -13,12 +13,12 @@ import transformers
 
 from router.tokens.tokenizer import Tokenizer
 from tests.cluster.harness import MODEL, Client, RunningCluster
+from tests.cluster.retracted_answers import complete_until_retracted
 from tests.unit.engine import families
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 
 TOKENS = 60
-MOST_ROUNDS = 5
 LIKELY = slice(100, 112)  # ids that texts consist of: so few that they repeat, and drafts are found in them
 CONFIG: dict[str, Any] = {
     # rounded to 64
@@ -64,14 +64,7 @@ async def test_texts_equal_those_of_transformers(
     asked = [text[at : at + count] for at, count in ((0, 65), (70, 129), (200, 200), (410, 1))] * 2
     config = {**CONFIG, "model": {"path": str(tmp_path / "model"), "served_name": "tiny"}}
     async with RunningCluster(tmp_path, config=config) as cluster, Client(cluster.url) as client:
-        counters: dict[str, Any] = {"retractions": 0}
-        answers, rounds = [], 0
-        # On a busy machine answers may end before others begin, so that all pages suffice.
-        while not counters["retractions"] and rounds < MOST_ROUNDS:
-            answers += await client.complete_all(asked, 8, TOKENS)
-            rounds += 1
-            await client.wait_idle()
-            counters = (await client.node("decode-0"))["counters"]
+        answers, rounds, counters = await complete_until_retracted(client, asked, TOKENS)
         log = cluster.log("prefill-0")
     expected = [generated(model, prompt) for prompt in asked[:4]] * 2 * rounds
     assert [each.tokens for each in answers] == [[tokenizer.token_text(id) for id in ids] for ids in expected]

@@ -15,6 +15,7 @@ from common.kv_cache.layer_kinds import MIXERS
 from common.named import named
 from router.tokens.tokenizer import Tokenizer
 from tests.cluster.harness import MODEL, Client, RunningCluster
+from tests.cluster.retracted_answers import complete_until_retracted
 from tests.fakes.toy_state.checkpoint import write_checkpoint
 from tests.fakes.toy_state.record import ARCHITECTURE, ROWS
 from tests.fakes.toy_state.reference import continuation
@@ -72,17 +73,20 @@ async def test_a_model_with_request_state_is_served(
         RunningCluster(tmp_path, config=config, rows=ROWS) as cluster,
         Client(cluster.url) as client,
     ):
-        answers = await client.complete_all(asked, 8, TOKENS)
-        await client.wait_idle()
-        counters = (await client.node("decode-0"))["counters"]
+        if "pool_tokens" in section["decode"]:
+            answers, rounds, counters = await complete_until_retracted(client, asked, TOKENS)
+        else:
+            answers, rounds = await client.complete_all(asked, 8, TOKENS), 1
+            await client.wait_idle()
+            counters = (await client.node("decode-0"))["counters"]
         logs = cluster.log("prefill-0"), cluster.log("decode-0")
     toy = ModelConfig.load(path)
-    expected = [continuation(tensors, toy, prompt, TOKENS) for prompt in asked[:2]] * 4
+    expected = [continuation(tensors, toy, prompt, TOKENS) for prompt in asked[:2]] * 4 * rounds
     texts = [[tokenizer.token_text(token) for token in ids] for ids in expected]
     assert [answer.tokens for answer in answers] == texts
     # Only prefill nodes save states for it.
     assert ["prefix cache off" in log for log in logs] == [False, True]
-    assert counters["transfers"] == len(asked) + counters["transfer_failures"]
+    assert counters["transfers"] == rounds * len(asked) + counters["transfer_failures"]
     if "speculation" in section:
         assert counters["spec_accepted_tokens"] > TOKENS
     if "pool_tokens" in section["decode"]:
