@@ -10,6 +10,7 @@ from random import Random
 import zmq
 
 from common.checkpoint.chat_template_file import find_chat_template
+from common.checkpoint.end_tokens import end_tokens
 from common.checkpoint.model_config import ModelConfig, model_fingerprint
 from common.checkpoint.model_manifest import check_manifests
 from common.checkpoint.vision_config import VisionConfig
@@ -40,7 +41,6 @@ from router.requests.checks import ServedModel
 from router.requests.field_rules import UnknownFields
 from router.text.pool import TextPool
 from router.text.service import TextService
-from router.tokens.primary_eos import primary_eos
 from router.tokens.tokenizer import Tokenizer
 from router.tokens.tokenizer_info import tokenizer_info
 from router.tracing.choice import make_traces
@@ -127,12 +127,11 @@ def _served_model(resolved: Resolved, config: ModelConfig, tokenizer: Tokenizer,
         created=int(time.time()),
         vocab_size=config.vocab_size,
         max_model_len=section.max_model_len or config.max_position_embeddings,
-        eos_token_ids=config.eos_token_ids,
+        eos_token_ids=end_tokens(path, config, tokenizer.token_to_id),
         defaults=config.default_sampling,
         vision=config.vision,
         answers=answer_style(resolved, tokenizer, log),
         states=state_limit(section, config.hidden_size),
-        primary_eos=primary_eos(path, tokenizer, config.eos_token_ids),
     )
 
 

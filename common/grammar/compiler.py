@@ -60,7 +60,12 @@ class GrammarCompiler:
         eos_ids: Sequence[int],
         limits: GrammarLimits | None = None,
     ) -> None:
-        """`vocab_size`: width of the model's logits. Raises ModelError if llguidance cannot read the tokenizer."""
+        """Read the tokenizer. Raises ModelError if llguidance cannot.
+
+        Args:
+            vocab_size: width of the model's logits.
+            eos_ids: tokens that end a text, the most likely one first.
+        """
         self.vocab_size = vocab_size
         self.compiled = 0
         self._limits = GrammarLimits() if limits is None else limits
@@ -71,7 +76,7 @@ class GrammarCompiler:
             )
         except Exception as error:  # the library raises plain exceptions of several types
             raise ModelError(f"tokenizer.json cannot constrain answers: {error}") from error
-        self._eos = frozenset(eos_ids)
+        self._eos = dict.fromkeys(eos_ids)
         self._cache: OrderedDict[bytes, Matcher | InvalidGrammar] = OrderedDict()
         self._sizes: dict[bytes, int] = {}
         self._lock = Lock()

@@ -47,8 +47,8 @@ class Matcher:
 
     @property
     def end_token(self) -> int:
-        """A token that ends the text."""
-        return min(self._eos)
+        """The first of the tokens that end the text."""
+        return next(iter(self._eos))
 
     @property
     def stopped(self) -> bool:

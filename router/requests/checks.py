@@ -33,17 +33,21 @@ class ServedModel:
     created: int  # Unix seconds
     vocab_size: int
     max_model_len: int
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # the primary one first
     defaults: DefaultSampling
     vision: VisionConfig | None = None  # None for a text-only model
     answers: AnswerStyle = PLAIN
     states: StateLimit | None = None  # None: requests may not ask for hidden states
-    primary_eos: int | None = None  # the id that ends an answer without a stop_reason
 
     @property
     def names(self) -> tuple[str, str]:
         """The names under which requests may ask for the model."""
         return self.name, self.path
+
+    @property
+    def primary_eos(self) -> int | None:
+        """The id that ends an answer without a `stop_reason`."""
+        return next(iter(self.eos_token_ids), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from llguidance import LLMatcher
 
 from common.checkpoint.model_config import ModelConfig
 from common.errors import ModelError
@@ -29,3 +31,17 @@ def test_a_tokenizer_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe{}")
     with pytest.raises(ModelError, match="is not UTF-8"):
         compiler_for(tmp_path, ModelConfig.load(MODEL))
+
+
+def test_a_constrained_answer_may_end_with_the_token_of_the_tokenizer(tmp_path: Path) -> None:
+    """It ends a text, too, where the model names other tokens for that."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((MODEL / name).read_bytes())
+    compiler = compiler_for(tmp_path, replace(ModelConfig.load(MODEL), eos_token_ids=(1,)))
+    matcher = compiler.matcher(LLMatcher.grammar_from_regex("ab?"))
+    assert matcher.accept(compiler.tokenize("a"))
+    assert matcher.end_token == 2
+    for token in (2, 1):
+        other = matcher.fork()
+        assert other.accept([token])
+        assert other.ended

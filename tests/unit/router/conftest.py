@@ -42,9 +42,7 @@ from tests.unit.router.scripted_generator import ScriptedGenerator
 
 TINY = Path(__file__).parents[3] / "deploy/tiny_models/tiny-target"
 MAX_BODY = 600_000
-SERVED = ServedModel(
-    "tiny-target", str(TINY), 1_700_000_000, 704, 4096, (2,), DefaultSampling(), primary_eos=2
-)
+SERVED = ServedModel("tiny-target", str(TINY), 1_700_000_000, 704, 4096, (2,), DefaultSampling())
 
 
 @dataclass
