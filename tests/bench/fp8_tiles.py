@@ -42,13 +42,18 @@ KINDS = [  # (columns, depth, warps, stages)
     (64, 128, 4, 8),
     (64, 256, 4, 3),
     (64, 256, 4, 4),
-    (64, 256, 4, 6),
-    (128, 128, 4, 4),
     (128, 128, 8, 4),
     (128, 128, 8, 6),
     (128, 256, 8, 3),
 ]
-LARGE = [(128, 128, 8, 4), (128, 128, 8, 3), (128, 128, 4, 4), (64, 128, 4, 4), (256, 128, 8, 3)]
+LARGE = [
+    (64, 128, 4, 8),
+    (128, 128, 8, 4),
+    (128, 128, 8, 3),
+    (128, 128, 4, 4),
+    (64, 128, 4, 4),
+    (256, 128, 8, 3),
+]
 BF16 = torch.bfloat16
 
 
@@ -78,14 +83,14 @@ class Case:
     tiles: Fp8Tiles
 
 
-def cases(matrices: Matrices, rows: int, processors: int) -> Iterator[Case]:
+def cases(matrices: Matrices, rows: int, together: list[int], processors: int) -> Iterator[Case]:
     room = max(16, next_power_of_2(rows))
     for name, (size, _) in matrices.items():
         for kind in KINDS if rows <= 64 else LARGE:
             for room_of_tile in sorted({min(room, 128), min(room, 256)}):
-                for bulk in (True,) if rows > 16 else (False, True):
-                    tiles = Fp8Tiles(*kind, room_of_tile, bulk=bulk)
-                    yield from _cases(name, size, rows, tiles, processors)
+                tiles = Fp8Tiles(*kind, room_of_tile, bulk=rows > 16)
+                for sums in [1] if name == GATED else together:
+                    yield from _cases(name, size, rows, tiles._replace(together=sums), processors)
 
 
 def _cases(name: str, size: int, rows: int, tiles: Fp8Tiles, processors: int) -> Iterator[Case]:
@@ -98,7 +103,7 @@ def _cases(name: str, size: int, rows: int, tiles: Fp8Tiles, processors: int) ->
     wanted = {max(processors // programs, 1), max(2 * processors // programs, 1)} if divided else {1}
     for parts in sorted(wanted):
         for blocks in (False, True):
-            if (not blocks or tiles.depth == GROUP) and parts <= 8:
+            if (not blocks or (tiles.depth, tiles.together) == (GROUP, 1)) and parts <= 8:
                 yield Case(name, rows, blocks, tiles._replace(parts=parts))
 
 
@@ -109,14 +114,14 @@ def made(size: int, depth: int) -> Tensor:
 class Inputs:
     """Weights and rows that all cases share."""
 
-    def __init__(self, matrices: Matrices, most: int) -> None:
+    def __init__(self, matrices: Matrices, hidden: int, most: int) -> None:
         self._matrices = matrices
         self._weights = {
             name: [made(*shape) for _ in range(min(sets_for(shape[0] * shape[1]), most))]
             for name, shape in matrices.items()
         }
         self._given: dict[tuple[str, int, bool], tuple[Tensor, Tensor, Tensor]] = {}
-        self._gain = torch.randn(matrices["o"][0], device="cuda").to(BF16)
+        self._gain = torch.randn(hidden, device="cuda").to(BF16)
 
     def calls(self, case: Case) -> list[partial[tuple[Tensor, ...]]]:
         codes, row_scales, scales = self._inputs(case)
@@ -147,8 +152,10 @@ class Inputs:
         return fp8_add_parts_rms_norm_triton(fp8_product_parts(*given), *rest)
 
 
-def compile_cases(matrices: Matrices, wanted: list[Case], share: int, count: int, seconds: float) -> None:
-    inputs, end = Inputs(matrices, 1), time.monotonic() + seconds
+def compile_cases(
+    matrices: Matrices, hidden: int, wanted: list[Case], share: int, count: int, seconds: float
+) -> None:
+    inputs, end = Inputs(matrices, hidden, 1), time.monotonic() + seconds
     for case in wanted[share::count]:
         if time.monotonic() > end:
             print("not everything was compiled early")
@@ -166,6 +173,8 @@ def main() -> None:
     )
     parser.add_argument("--shape", default=LLAMA, choices=LLAMAS)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--matrices", nargs="+", default=["qkv", "o", "gate_up", "down"])
+    parser.add_argument("--together", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--channels", action="store_true", help="leave out scales per block")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 256])
     parser.add_argument("--seconds", type=float, default=60.0, help="to compile, and to measure")
@@ -174,17 +183,18 @@ def main() -> None:
     options = parser.parse_args()
     begun = time.monotonic()
     processors = multiprocessors(torch.device("cuda"))
-    matrices = matrices_of(options.shape, options.ranks)
+    matrices = {name: matrices_of(options.shape, options.ranks)[name] for name in options.matrices}
+    hidden = LLAMAS[options.shape].hidden
     wanted = [
         case
         for rows in options.rows
-        for case in cases(matrices, rows, processors)
+        for case in cases(matrices, rows, options.together, processors)
         if not (options.channels and case.blocks)
     ]
     context = multiprocessing.get_context("spawn")
     workers = [
         context.Process(
-            target=compile_cases, args=(matrices, wanted, share, options.processes, options.seconds)
+            target=compile_cases, args=(matrices, hidden, wanted, share, options.processes, options.seconds)
         )
         for share in range(options.processes)
     ]
@@ -193,7 +203,7 @@ def main() -> None:
     for worker in workers:
         worker.join()
     print(f"{len(wanted)} cases compiled after {time.monotonic() - begun:.0f} s", flush=True)
-    inputs, bandwidth, begun = Inputs(matrices, 8), copy_bandwidth(), time.monotonic()
+    inputs, bandwidth, begun = Inputs(matrices, hidden, 8), copy_bandwidth(), time.monotonic()
     found: list[dict[str, Any]] = []
     wake()
     for case in wanted:

@@ -2,7 +2,8 @@
 
 The weight's rows are the rows of the matrix units and the rows of x are the columns, as in `linear`. Products of two
 e4m3 values are exact in float32. The matrix units of a Hopper GPU add them up with some 14 bits, so after every 128
-values (`EXACT_EVERY`) the sum is added to one in float32.
+values (`EXACT_EVERY`) the sum is added to one in float32. That waits for the matrix units in every step, so products
+with a scale per output column and without an activation add up several steps first (`Fp8Tiles.together`).
 
 A weight has a scale per output column, by which the complete sum is multiplied, or per block of 128 by 128 values:
 then x has a scale per 128 values, and each partial sum is multiplied before it is added.
@@ -111,6 +112,7 @@ def _fp8_product_kernel(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr,
     GELU: tl.constexpr,  # of the gates; else silu
     EVERY: tl.constexpr,  # at most BLOCK_K
+    TOGETHER: tl.constexpr,  # steps that the matrix units add up; 1 if BLOCKS or GATED
     CHAINED: tl.constexpr,
 ):
     """Each program computes BLOCK_N columns of ROWS rows over one part of the depth."""
@@ -129,6 +131,7 @@ def _fp8_product_kernel(  # type: ignore[no-untyped-def]
         up_line = scales_ptr + (size + column) // BLOCK_K * groups
     out = tl.zeros((BLOCK_N, ROWS), tl.float32)
     up = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    some = tl.zeros((BLOCK_N, ROWS), tl.float32)  # the sum of the last steps, if they are added up together
     row_scale, gate_scale, up_scale = _step_scales(
         line, gate_line, up_line, begin, group_stride, real_row, real, DEPTH, BLOCKS, GATED, BLOCK_K
     )
@@ -151,7 +154,13 @@ def _fp8_product_kernel(  # type: ignore[no-untyped-def]
         tile = _load_codes(
             weight, first, start, weight_rows, DEPTH, DEPTH, CUT, BULK, DECODED, BLOCK_N, BLOCK_K
         )
-        out = add_scaled(out, tile, few, gate_scale, row_scale, BLOCKS, EVERY)
+        if TOGETHER == 1:
+            out = add_scaled(out, tile, few, gate_scale, row_scale, BLOCKS, EVERY)
+        else:
+            some = tl.dot(tile, few, some)
+            if (start // BLOCK_K) % TOGETHER == TOGETHER - 1:
+                out += some
+                some = tl.zeros((BLOCK_N, ROWS), tl.float32)
         if GATED:
             tile = _load_codes(
                 weight, size + first, start, weight_rows, DEPTH, DEPTH, CUT, BULK, DECODED, BLOCK_N, BLOCK_K
@@ -161,6 +170,8 @@ def _fp8_product_kernel(  # type: ignore[no-untyped-def]
             row_scale, gate_scale = next_row, next_gate
             if GATED:
                 up_scale = next_up
+    if TOGETHER > 1:
+        out += some
     # Not before the wait: the next kernel may read what is older than this one before it waits. After the last step,
     # because layers were up to 6 % slower if later kernels waited beside the steps (tests/bench/NOTES.md).
     launch_next(CHAINED)
@@ -242,6 +253,7 @@ def _launch(
     assert scales.shape == expected, f"weight scales {tuple(scales.shape)}"
     assert scales.is_contiguous(), "the scales of the weight must be contiguous"
     assert not blocks or tiles.depth == GROUP, "a step has the depth of a block"
+    assert tiles.together == 1 or not (blocks or activation), "these add up every step by itself"
     assert bias is None or (bias.shape == (size,) and bias.is_contiguous()), "one bias per output"
     if activation:
         assert bias is None and size % 2 == 0, "gate and up have one width and no bias"  # noqa: PT018
@@ -278,6 +290,7 @@ def _launch(
         GATED=activation is not None,
         GELU=activation == "gelu_tanh",
         EVERY=min(EXACT_EVERY, tiles.depth),
+        TOGETHER=tiles.together,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **chained(codes.device),

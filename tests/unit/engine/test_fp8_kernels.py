@@ -164,6 +164,11 @@ def test_products(rows: int, size: int, depth: int, blocks: bool) -> None:
     parts = fp8_product_parts(*given, None, tiles._replace(parts=5))
     assert parts.shape == (5, rows, size)
     torch.testing.assert_close(parts.double().sum(0), expected, atol=1e-5, rtol=1e-5)
+    if not blocks:
+        found = fp8_product_triton(*given, bias, tiles._replace(together=2), torch.float32)
+        torch.testing.assert_close(found.double(), expected + bias.double(), atol=1e-5, rtol=1e-5)
+        parts = fp8_product_parts(*given, None, tiles._replace(parts=2, together=2))
+        torch.testing.assert_close(parts.double().sum(0), expected, atol=1e-5, rtol=1e-5)
     activation = "gelu_tanh" if rows == 5 else "silu"
     found = fp8_product_triton(*given, None, tiles, torch.float32, activation)
     torch.testing.assert_close(found.double(), GATED_REFERENCES[activation](expected), atol=1e-4, rtol=1e-4)

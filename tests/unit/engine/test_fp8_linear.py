@@ -112,7 +112,7 @@ def test_tiles_hold_their_rows_and_fit_the_shared_memory(rows: int, blocks: bool
         assert tiles.rows >= rows
         assert tiles.stages >= 2
         assert tiles.shared_bytes() <= shared
-        assert tiles.depth == 128 or not blocks
+        assert (tiles.depth, tiles.together) == (128, 1) or not blocks
     gated, divided = (
         choose_fp8_gated_tiles(rows, blocks, shared),
         divide_fp8_depth(rows, 4096, 14336, blocks, 132, shared),
@@ -120,6 +120,8 @@ def test_tiles_hold_their_rows_and_fit_the_shared_memory(rows: int, blocks: bool
     assert (gated is None) == (divided is None) == (blocks and rows > 64)
     if gated is not None and divided is not None:
         assert gated.shared_bytes(2) <= shared
+        assert gated.together == 1
+        assert divided.together == (1 if blocks or rows <= 16 else 512 // divided.depth)
         assert divided.parts >= 2
         assert 3 * divided.parts * 4096 // divided.columns >= 2 * 132
 
