@@ -91,6 +91,7 @@ class Row:
     ms: float  # median
     ms_p90: float
     device_ms: float
+    launch_ms: float  # of the host, which a full queue of launches delays
     floor_ms: float
     experts: float = 0.0  # that one forward reads, over all layers
 
@@ -128,7 +129,9 @@ def constructed_runner(
     )
 
 
-Figures = tuple[float, float, float]  # (median, 90th percentile, the device's median) in ms
+Figures = tuple[
+    float, float, float, float
+]  # ms: median, 90th percentile, medians of the device and of the launch
 
 
 class Clock:
@@ -137,27 +140,31 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._launches: list[float] = []
         self.times: list[float] = []
 
     @contextmanager
     def launching(self) -> Iterator[None]:
+        began = time.perf_counter()
         if not self._cuda:
             yield
+            self._launches.append(time.perf_counter() - began)
             return
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         yield
+        self._launches.append(time.perf_counter() - began)
         stop.record()
         self._spans.append((start, stop))
 
     def result(self, warmup: int) -> Figures:
-        """Return (median, 90th percentile, the device's median) in ms."""
         times = sorted(self.times[warmup:])
         device = [1e-3 * start.elapsed_time(stop) for start, stop in self._spans[warmup:]] or [0.0]
         return (
             1e3 * statistics.median(times),
             1e3 * times[int(0.9 * len(times))],
             1e3 * statistics.median(device),
+            1e3 * statistics.median(self._launches[warmup:]),
         )
 
 
@@ -355,7 +362,9 @@ def run(options: argparse.Namespace, here: bench_ranks.Here) -> None:
     print(f"model made in {built:.1f} s", flush=True)
     floors = Floors(runner.model, runner.pool, options.context + options.steps / 2)
     rows, slowest, captures, environment = [], {}, {}, describe()
-    print(f"{'':8} {'graphs':>18} {'size':>6} {'ms':>8} {'p90':>8} {'device':>8} {'floor':>8} ratio")
+    print(
+        f"{'':8} {'graphs':>18} {'size':>6} {'ms':>8} {'p90':>8} {'device':>8} {'launch':>8} {'floor':>8} ratio"
+    )
     prompts = [("prefill", wanted) for wanted in options.prompt_graphs]
     used_experts = count_experts(runner, chunk, options)
     for what, wanted in (("decode", "full"), ("decode", "none"), *prompts):
@@ -379,13 +388,13 @@ def run(options: argparse.Namespace, here: bench_ranks.Here) -> None:
         if cuda:
             wake()
         for size in sizes:
-            ms, p90, busy = steps.measure(size, 9 if what == "prefill" else options.steps)
+            ms, p90, busy, launch = steps.measure(size, 9 if what == "prefill" else options.steps)
             used = used_experts[what, size]
             floor = floors.prompt(size, used) if what == "prefill" else floors.step(size, used)
-            rows.append(Row(what, wanted, size, ms, p90, busy, floor, used))
+            rows.append(Row(what, wanted, size, ms, p90, busy, launch, floor, used))
             ratio = f"{ms / floor:5.2f}" if floor else "    -"
             print(
-                f"{what:8} {wanted:>18} {size:6d} {ms:8.2f} {p90:8.2f} {busy:8.2f} {floor:8.2f} {ratio}",
+                f"{what:8} {wanted:>18} {size:6d} {ms:8.2f} {p90:8.2f} {busy:8.2f} {launch:8.2f} {floor:8.2f} {ratio}",
                 flush=True,
             )
             if size in options.kernels and wanted != "none":

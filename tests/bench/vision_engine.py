@@ -176,8 +176,8 @@ def main() -> None:
             images = new_images(pixels, prompts)
             for text in options.text:
                 tokens = pixels.tokens + text
-                alone, _, _ = steps.measure(tokens, REPEATS)
-                ms, _, _ = steps.measure(tokens, REPEATS, images.__next__)
+                alone = steps.measure(tokens, REPEATS)[0]
+                ms = steps.measure(tokens, REPEATS, images.__next__)[0]
                 rows.append(Row(name, wanted, pixels.tokens, text, ms, alone, encoder))
                 print(
                     f"{name:>12} {wanted:>10} {pixels.tokens:6d} {text:6d} {ms:8.2f} {alone:10.2f} {encoder:8.2f}",
