@@ -129,9 +129,8 @@ def constructed_runner(
     )
 
 
-Figures = tuple[
-    float, float, float, float
-]  # ms: median, 90th percentile, medians of the device and of the launch
+# ms: median, 90th percentile, medians of the device and of the launch
+Figures = tuple[float, float, float, float]
 
 
 class Clock:
