@@ -12,6 +12,7 @@ The first line of its output says whether it has no network. If it fails, stderr
 from __future__ import annotations
 
 import ctypes
+import errno
 import resource
 import sys
 import zipfile
@@ -79,13 +80,20 @@ def tensors_of(content: Any, kind: type[Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def reason_of(error: Exception) -> str:
+    """Return one line for whatever the file made torch raise."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if first.startswith(REFUSED):
+        return "it contains more than tensors, which is not loaded because it might run code"
+    # How torch reads past the end of a file.
+    if isinstance(error, EOFError) or (isinstance(error, OSError) and error.errno == errno.EINVAL):
+        return "it ends too early: it is no file of torch.save, or truncated"
+    return first[:500]
+
+
 if __name__ == "__main__":
     try:
         main(Path(sys.argv[1]), Path(sys.argv[2]), *(int(each) for each in sys.argv[3:6]))
     except Exception as error:
-        # Whatever the file makes torch raise: the parent shows the first line.
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if first.startswith(REFUSED):
-            first = "it contains more than tensors, which is not loaded because it might run code"
-        print(first[:500], file=sys.stderr)
+        print(reason_of(error), file=sys.stderr)
         sys.exit(1)

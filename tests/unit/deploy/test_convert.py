@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from common.checkpoint.model_files import read_weight_files, weight_paths
 from common.errors import ModelError
 from deploy.convert import PICKLED_INDEX, convert, pickled_files
-from deploy.pickled_weights import Unreadable, tensors_of
+from deploy.pickled_weights import Unreadable, reason_of, tensors_of
 from tests.architecture.source_tree import ROOT, modules
 from tests.fakes.published_heads import FORMS
 from tests.fakes.published_heads import tensors_of as head_tensors
@@ -131,6 +132,17 @@ def test_a_directory_in_which_the_index_cannot_be_written_stays_as_it_was(
 def test_other_content_is_refused(content: Any, sentence: str) -> None:
     with pytest.raises(Unreadable, match=sentence):
         tensors_of(content, torch.Tensor)
+
+
+@pytest.mark.parametrize("kept", [0, 10, 5000])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_truncated_file_is_called_so(kept: int, zipped: bool, tmp_path: Path) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"x": torch.zeros(10_000)}, file, _use_new_zipfile_serialization=zipped)
+    os.truncate(file, kept)
+    with pytest.raises((EOFError, OSError, RuntimeError)) as failure:
+        torch.load(file, weights_only=True)  # noqa: TID251
+    assert re.search("ends too early|corrupted", reason_of(failure.value))
 
 
 def test_the_child_has_no_network() -> None:
