@@ -18,10 +18,11 @@ from common.config import Resolved
 from common.config.router_processes import CONTROL, RouterProcess
 from common.config.run_directory import control_addresses, event_directory, profile_directory
 from common.config.schema import Cluster, DecodeSection, PrefillSection, RouterSection
-from common.config.unread import refuse_unread, unread_by_text_models
+from common.config.unread import refuse_unread, unread_by_models_without_state, unread_by_text_models
 from common.errors import ConfigError, ModelError
 from common.ipc import check_bind
 from common.ipc.from_config import link_security
+from common.kv_cache.layer_kinds import window_widths
 from common.messages.identity import ROUTER_NAME, Role, new_incarnation
 from common.node_names import FOUND
 from common.observability.event_log import event_log
@@ -104,6 +105,8 @@ def _model_config(resolved: Resolved) -> ModelConfig:
     config = ModelConfig.load(path)
     if config.vision is None:
         refuse_unread(unread_by_text_models(resolved.cluster), resolved.origins)
+    if not window_widths(config):
+        refuse_unread(unread_by_models_without_state(resolved.cluster), resolved.origins)
     return config
 
 

@@ -70,8 +70,8 @@ def unread_keys(cluster: Cluster) -> Iterator[Unread]:
         yield Unread(
             "speculation",
             cluster.speculation,
-            ("draft_manifest",),
-            "without speculation.draft_model_path there is no draft to check; name it, or leave it out",
+            ("draft_manifest", "draft_quantization"),
+            "without speculation.draft_model_path there is no draft; name it, or leave it out",
         )
     images = cluster.router.images
     if not images.fetch_hosts:
@@ -92,8 +92,8 @@ def unread_keys(cluster: Cluster) -> Iterator[Unread]:
         yield Unread("router", cluster.router, ("allowed_hosts",), reason)
     yield from _of_movable(cluster)
     yield from _of_placement(cluster)
-    yield from _of_host_memory("prefill", cluster.prefill)
-    yield from _of_host_memory("decode", cluster.decode)
+    yield from _of_prefixes("prefill", cluster.prefill)
+    yield from _of_prefixes("decode", cluster.decode)
     yield from _of_devices(cluster)
     yield from _of_transports(cluster)
     if not cluster.kv_events.enabled:
@@ -146,10 +146,16 @@ def unread_by_text_models(cluster: Cluster) -> Iterator[Unread]:
     yield Unread("prefill", cluster.prefill, ("image_cache_mib",), reason)
 
 
-def _of_host_memory(name: str, section: PrefillSection | DecodeSection) -> Iterator[Unread]:
+def unread_by_models_without_state(cluster: Cluster) -> Iterator[Unread]:
+    """Yield the keys that have no effect for a model whose requests have nothing but pages."""
+    reason = "this model keeps no state per request, which snapshots save; serve one that does, or leave it out"
+    yield Unread("prefill", cluster.prefill, ("state_snapshots",), reason)
+
+
+def _of_prefixes(name: str, section: PrefillSection | DecodeSection) -> Iterator[Unread]:
     if not section.prefix_cache:
         reason = f"{name}.prefix_cache is false, so there are no prefixes to keep; leave out one of the two"
-        yield Unread(name, section, ("host_mib",), reason)
+        yield Unread(name, section, ("host_mib", "state_snapshots"), reason)
 
 
 def _of_devices(cluster: Cluster) -> Iterator[Unread]:

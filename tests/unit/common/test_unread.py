@@ -32,6 +32,7 @@ def load(
         ("speculation.topk=2", "speculation.algorithm is none"),
         ("speculation.draft_tokens=4", "speculation.algorithm is none"),
         ("speculation.adaptive=auto", "speculation.algorithm is none"),
+        ("speculation.draft_quantization=fp8", "without speculation.draft_model_path there is no draft"),
         (
             "router.images.fetch_timeout=5",
             "without router.images.fetch_hosts no image is fetched; name hosts",
@@ -66,6 +67,11 @@ def test_values_that_nothing_reads_are_refused(tmp_path: Path, override: str, re
         ((*GPUS, "transfer.max_inflight_mib=8"), "transfer.max_inflight_mib"),
         (("prefill.prefix_cache=false", "prefill.host_mib=64"), "prefill.host_mib"),
         (("decode.prefix_cache=false", "decode.host_mib=64"), "decode.host_mib"),
+        (("prefill.prefix_cache=false", "prefill.state_snapshots=9"), "prefill.state_snapshots"),
+        (
+            ("speculation.algorithm=ngram", "speculation.draft_quantization=fp8"),
+            "speculation.draft_quantization",
+        ),
         (("transfer.transport=tcp", "transfer.nixl_devices=eth0"), "transfer.nixl_devices"),
         ((*TURNS, "router.placement.session_ms=9"), "router.placement.session_ms"),
         ((*TURNS, "router.placement.block_tokens=32"), "router.placement.block_tokens"),

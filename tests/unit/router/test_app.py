@@ -340,6 +340,13 @@ def test_settings_of_images_are_refused_where_the_model_takes_none(cluster: Path
         build(load_cluster(cluster, [key]), ONLY, Log("test"))
 
 
+def test_snapshots_are_refused_where_the_model_keeps_no_state(cluster: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"prefill\.state_snapshots: 9 would have no effect: this model keeps no state"
+    ):
+        build(load_cluster(cluster, ["prefill.state_snapshots=9"]), ONLY, Log("test"))
+
+
 async def test_a_router_that_leaves_its_port_to_others_answers_on_connections_that_are_idle_for_a_moment(
     cluster: Path,
 ) -> None:
