@@ -148,7 +148,9 @@ def unread_by_text_models(cluster: Cluster) -> Iterator[Unread]:
 
 def unread_by_models_without_state(cluster: Cluster) -> Iterator[Unread]:
     """Yield the keys that have no effect for a model whose requests have nothing but pages."""
-    reason = "this model keeps no state per request, which snapshots save; serve one that does, or leave it out"
+    reason = (
+        "this model keeps no state per request, which snapshots save; serve one that does, or leave it out"
+    )
     yield Unread("prefill", cluster.prefill, ("state_snapshots",), reason)
 
 
