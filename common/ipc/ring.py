@@ -93,6 +93,7 @@ class RingWriter:
         self._readers = len(ring.spec.bells)
         self._most = ring.spec.capacity // 4 - HEADER.size  # payload of a fragment
         self._number = 0
+        self._taken = 0  # bytes that all readers had taken when the writer last looked
 
     def send(self, frame: bytes | bytearray | memoryview, patience: float) -> None:
         """Publish a frame of any size. Raises RankFailed if a reader makes no room for `patience` seconds.
@@ -123,6 +124,8 @@ class RingWriter:
 
     def _wait_for_room(self, oldest: int, patience: float) -> None:
         """Wait until all readers have taken the bytes before `oldest`."""
+        if oldest <= self._taken:
+            return
         waited, looked = 0.0, monotonic()
         while (slowest := self._slowest())[0] < oldest:
             now = monotonic()
@@ -136,6 +139,7 @@ class RingWriter:
                     f"{self._ring.spec.capacity} bytes is full",
                 )
             sleep(FULL_WAIT)
+        self._taken = slowest[0]
 
     def _slowest(self) -> tuple[int, int]:
         """Return (bytes taken, index) of the reader that has taken the fewest."""
@@ -217,13 +221,16 @@ def _checksum(number: int, part: bytes | memoryview) -> int:
 
 
 def _write(data: memoryview, at: int, part: bytes | memoryview) -> None:
-    first = min(len(part), len(data) - at)
-    data[at : at + first] = part[:first]
-    data[: len(part) - first] = part[first:]
+    end, size = at + len(part), len(data)
+    if end <= size:
+        data[at:end] = part
+    else:
+        data[at:] = part[: size - at]
+        data[: end - size] = part[size - at :]
 
 
 def _read(data: memoryview, at: int, nbytes: int) -> bytes:
-    first = min(nbytes, len(data) - at)
-    if first == nbytes:
-        return bytes(data[at : at + nbytes])
-    return bytes(data[at : at + first]) + bytes(data[: nbytes - first])
+    end, size = at + nbytes, len(data)
+    if end <= size:
+        return bytes(data[at:end])
+    return bytes(data[at:]) + bytes(data[: end - size])

@@ -2,8 +2,8 @@
 
     python -m tests.bench.plan_ring --ranks 8 --plans 2000
 
-Prints microseconds from before the write until the last rank has decoded the plan. Processes of one host share the
-clock. There has to be a core for every rank.
+Prints microseconds from before the write until the last rank has taken the plan, and from before the plan is made
+until the last rank has decoded it. Processes of one host share the clock. There has to be a core for every rank.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ class ReaderPlan(msgspec.Struct):
 def read(plan: ReaderPlan) -> None:
     """Decode plans as they come, then report when each has arrived."""
     reader = RingReader(Ring(plan.plans), plan.index, "the plans", 0)
-    decoder, arrived = msgspec.msgpack.Decoder(StepPlan), list[int]()
+    decoder, arrived = msgspec.msgpack.Decoder(StepPlan), list[tuple[int, int]]()
     while len(arrived) < plan.count:
         if (frame := reader.take()) is not None:
+            taken = monotonic_ns()
             decoder.decode(frame)
-            arrived.append(monotonic_ns())
+            arrived.append((taken, monotonic_ns()))
     RingWriter(Ring(plan.arrivals), "arrivals", [0]).send(msgspec.msgpack.encode(arrived), PATIENCE)
 
 
-def measure(readers: int, count: int) -> list[float]:
-    """Return the microseconds of each plan, ascending."""
+def measure(readers: int, count: int) -> tuple[list[float], list[float]]:
+    """Return the microseconds of each plan from its write until it was taken, and of everything; each ascending."""
     plans = Ring.create(8 << 20, readers)
     arrivals = [Ring.create(1 << 20, 1) for _ in range(readers)]
     children = [
@@ -60,24 +61,31 @@ def measure(readers: int, count: int) -> list[float]:
         for text in [msgspec.json.encode(ReaderPlan(plans.spec, index, ring.spec, count))]
     ]
     writer, encoder = RingWriter(plans, "the plans", range(1, readers + 1)), msgspec.msgpack.Encoder()
-    rows, sent = tuple(PlannedRow(row, 100, None) for row in range(ROWS)), list[int]()
+    rows, sent = tuple(PlannedRow(row, 100, None) for row in range(ROWS)), list[tuple[int, int]]()
     for generation in range(count):
         # The first plans wait for the readers to start.
         time.sleep(GAP if generation else 5.0)
-        sent.append(monotonic_ns())
-        plan = StepPlan(generation=generation, rows=rows, sampling=GREEDY)
-        writer.send(encoder.encode(plan), PATIENCE)
+        began = monotonic_ns()
+        encoded = encoder.encode(StepPlan(generation=generation, rows=rows, sampling=GREEDY))
+        sent.append((monotonic_ns(), began))
+        writer.send(encoded, PATIENCE)
     found = []
     for ring in arrivals:
         reader = RingReader(ring, 0, "arrivals", 1)
         while (frame := reader.take()) is None:
             assert select.select([reader], [], [], PATIENCE)[0], "a reader does not answer"
             reader.clear()
-        found.append(msgspec.msgpack.decode(frame, type=list[int]))
+        found.append(msgspec.msgpack.decode(frame, type=list[tuple[int, int]]))
     for child in children:
         child.wait(PATIENCE)
-    last = [max(each) for each in zip(*found, strict=True)]
-    return sorted((end - start) / 1000 for start, end in zip(sent, last, strict=True))
+    taken, decoded = (
+        sorted(
+            (max(each) - start) / 1000
+            for start, *each in zip(starts, *([times[part] for times in one] for one in found), strict=True)
+        )
+        for part, starts in enumerate(zip(*sent, strict=True))
+    )
+    return taken, decoded
 
 
 def main() -> None:
@@ -89,12 +97,12 @@ def main() -> None:
     if given.reader is not None:
         read(msgspec.json.decode(given.reader, type=ReaderPlan))
         return
-    times = measure(given.ranks - 1, given.plans)
-    shown = {
-        name: round(times[int(share * (len(times) - 1))], 1)
-        for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
-    }
-    print(f"ranks {given.ranks} rows {ROWS} plans {given.plans} us {shown}")
+    for what, times in zip(("taken", "decoded"), measure(given.ranks - 1, given.plans), strict=True):
+        shown = {
+            name: round(times[int(share * (len(times) - 1))], 1)
+            for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
+        }
+        print(f"ranks {given.ranks} rows {ROWS} plans {given.plans} {what} us {shown}")
 
 
 if __name__ == "__main__":
