@@ -122,7 +122,12 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),
     "mcp_servers": ([],),
-    "context_management": (),
+    # The whole conversation is read at each request: nothing that the model has thought is taken out.
+    "context_management": (
+        {},
+        {"edits": []},
+        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    ),
     "output_format": (),
 }
 _KNOWN_BLOCKS = "text, image, tool_use, tool_result and thinking"

@@ -124,6 +124,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     tool_choice: str | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: Any = None  # labels, which the answer repeats
+    max_tool_calls: int | None = None  # a limit of calls of OpenAI's own tools, which are refused
     # as in chats
     seed: int | None = None
     min_tokens: int | None = None
@@ -140,7 +141,6 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     prompt: Any = None
     truncation: Any = None
     top_logprobs: Any = None
-    max_tool_calls: Any = None
     enable_response_messages: Any = None
     previous_input_messages: Any = None
     include: list[str] | None = None
@@ -153,7 +153,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "truncation": ("disabled",),
     "top_logprobs": (0,),
-    "max_tool_calls": (),
     "enable_response_messages": (False,),
     "previous_input_messages": (),
 }
@@ -304,6 +303,7 @@ def _shown(request: ResponsesRequest) -> dict[str, Any]:
     return {
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
         "metadata": request.metadata or {},
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},

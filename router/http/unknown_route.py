@@ -32,8 +32,10 @@ OTHER_APIS = {
     "unload_lora_adapter": "LoRA adapters",
 }
 
-# Beginning of a path, without /v1 -> what OpenAI does there.
+# Beginning of a path, without /v1 -> what OpenAI, or vLLM at `render`, does there. The first that fits counts.
 BELOW = {
+    "/chat/completions/render": "rendering apart from answers; /tokenize returns the tokens of a prompt",
+    "/completions/render": "rendering apart from answers; /tokenize returns the tokens of a prompt",
     "/responses/": "stored responses; send the whole conversation with every request",
     "/chat/completions/": "stored answers; send the whole conversation with every request",
 }

@@ -39,7 +39,7 @@ class Function(msgspec.Struct, frozen=True):
 class Tool(msgspec.Struct, frozen=True):
     """A tool; functions are the only type."""
 
-    type: str
+    type: str = "function"
     function: Function | None = None
 
 
@@ -50,7 +50,7 @@ class ChosenFunction(msgspec.Struct, frozen=True):
 class ChosenTool(msgspec.Struct, frozen=True):
     """One of the tools, by its name."""
 
-    type: str
+    type: str = "function"
     function: ChosenFunction | None = None
 
 
@@ -64,7 +64,7 @@ class AllowedTools(msgspec.Struct, frozen=True):
 class ChatToolChoice(msgspec.Struct, frozen=True):
     """A tool_choice of type `function`, which names one, or of type `allowed_tools`."""
 
-    type: str
+    type: str = "function"
     function: ChosenFunction | None = None
     allowed_tools: AllowedTools | None = None
 

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from common.errors import InvalidRequest
 
 MAX_DEPTH = 64  # levels of nested arrays and objects
+MAX_EXACT = 1 << 53  # integers below it are exact as floats
 PIECE = 1 << 16  # bytes per step of the depth check
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_MARK = bytes(set(range(256)) - set(b'[]{}"'))
 _QUOTE, _OPENS = b'"['
+# A number with a fraction or an exponent.
+_NOT_PLAIN = re.compile(rb"-?\d{1,16}(?:\.\d{1,16}|(?=[eE]))(?:[eE][+-]?\d\d?)?")
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 T = TypeVar("T")
 
 
@@ -27,11 +31,41 @@ def decode_json(raw: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
         raise InvalidRequest("the body is empty; send a JSON object")
     check_depth(raw)
     try:
-        return decoder.decode(raw)
+        try:
+            return decoder.decode(raw)
+        except msgspec.ValidationError as error:
+            whole = _with_whole_numbers(raw) if "got `float`" in str(error) else None
+            if whole is None:
+                raise
+            return decoder.decode(whole)
     except msgspec.MsgspecError as error:
         raise invalid_body(error) from error
     except (UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+
+
+def _with_whole_numbers(raw: bytes | bytearray) -> bytes | None:
+    """Return a body with integers where its fields, or those of objects in it, have numbers like 16.0 or 1e+05.
+
+    Some languages print integers so, and other servers take them. None if there are none.
+    """
+    changed = _whole_numbers(raw, levels=2)
+    return None if changed is None else msgspec.json.encode(changed)
+
+
+def _whole_numbers(raw: bytes | bytearray | msgspec.Raw, levels: int) -> dict[str, Any] | None:
+    try:
+        fields: dict[str, Any] = _fields.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    changed: dict[str, Any] = {}
+    for name, value in fields.items():
+        number = _NOT_PLAIN.fullmatch(value)
+        if number is not None and (exact := float(number[0])).is_integer() and abs(exact) < MAX_EXACT:
+            changed[name] = int(exact)
+        elif levels > 1 and (inner := _whole_numbers(value, levels - 1)) is not None:
+            changed[name] = inner
+    return fields | changed if changed else None
 
 
 def check_depth(raw: bytes | bytearray) -> None:

@@ -89,7 +89,8 @@ def tools_auto() -> None:
 def tools_required() -> None:
     answer = litellm.completion(**asked, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     [call] = answer.choices[0].message.tool_calls
-    is_call(call.function.name, call.function.arguments)
+    # The provider leaves `additionalProperties` out.
+    is_call(call.function.name, call.function.arguments, closed=False)
     assert answer.choices[0].finish_reason == "tool_calls"
 
 
@@ -97,7 +98,7 @@ def tools_required() -> None:
 def tools_streamed() -> None:
     chunks = list(litellm.completion(**asked, tools=TOOLS, tool_choice=NAMED, stream=True))
     [call] = litellm.stream_chunk_builder(chunks, messages=MESSAGES).choices[0].message.tool_calls
-    is_weather(call.function.arguments)
+    is_weather(call.function.arguments, closed=False)
 
 
 @case("tool messages")

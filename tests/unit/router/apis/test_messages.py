@@ -95,6 +95,17 @@ async def test_a_stream_that_fails_ends_with_an_error(rig: Rig) -> None:
     assert (found[-1]["type"], found[-1]["error"]["message"]) == ("error", "the node is gone")
 
 
+@pytest.mark.parametrize("edits", [None, [], [{"type": "clear_thinking_20251015", "keep": "all"}]])
+async def test_context_management_that_removes_nothing_is_taken(rig: Rig, edits: Any) -> None:
+    """Coding agents send this field with every request."""
+    rig.generator.will(*one_by_one(HELLO))
+    managed = {} if edits is None else {"edits": edits}
+    status, answer, _ = await rig.post(
+        PATH, {"max_tokens": 9, "messages": [USER], "context_management": managed}
+    )
+    assert status == 200, answer
+
+
 async def test_typed_output(rig: Rig) -> None:
     rig.generator.will(*one_by_one(HELLO))
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -144,6 +155,14 @@ def test_effort_and_strict_tools() -> None:
         ({"max_tokens": 9, "messages": [USER, {"role": "user", "content": []}]}, "messages[1].content"),
         ({"max_tokens": 9, "messages": [USER], "stop_sequences": [""]}, "stop_sequences"),
         ({"max_tokens": 9, "messages": [USER], "mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        (
+            {
+                "max_tokens": 9,
+                "messages": [USER],
+                "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+            },
+            "context_management",
+        ),
         ({"max_tokens": 9, "messages": [USER], "tool_choice": {"type": "x"}}, "tool_choice"),
         (
             {"max_tokens": 9, "messages": [USER], "tool_choice": {"type": "tool", "name": "f"}},

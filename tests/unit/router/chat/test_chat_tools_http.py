@@ -417,6 +417,23 @@ async def test_why_a_call_cannot_be_forced(rig: Rig) -> None:
         assert why in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("fields", [{}, {"tool_choice": {"function": {"name": "clock"}}}])
+async def test_a_tool_without_a_type_is_a_function(
+    serve: Serve, tokenizer: Tokenizer, fields: dict[str, Any]
+) -> None:
+    """As in vLLM and SGLang, where the type may be left out."""
+    rig = await serve(served=replace(SERVED, answers=replace(STYLE, calls=CALL_FORMATS["qwen3"])))
+    answers(rig, tokenizer, '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>', "stop")
+    untyped = [{"function": tool["function"]} for tool in TOOLS]
+    status, answer, _ = await rig.post(CHAT, ASK | {"tools": untyped} | fields)
+    assert status == 200, answer
+    typed = {name: {"type": "function"} | value for name, value in fields.items()}
+    await rig.post(CHAT, ASK | {"tools": TOOLS} | typed)
+    first, second = rig.generator.requests
+    assert first.token_ids == second.token_ids
+    assert first.sampling.grammar == second.sampling.grammar
+
+
 @pytest.mark.parametrize("mode", ["auto", "required"])
 async def test_allowed_tools_are_the_only_ones(serve: Serve, tokenizer: Tokenizer, mode: str) -> None:
     """The answer is that to a request with these tools and this mode; strict tools that are left out do not count."""

@@ -1,4 +1,4 @@
-"""The nesting depth of a body is found in one pass, whatever it contains."""
+"""Bodies: how deep they nest is found in one pass, and whole numbers are integers however they are written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
 from router.requests import json_body
-from router.requests.json_body import MAX_DEPTH, check_depth
+from router.requests.json_body import MAX_DEPTH, check_depth, decode_json
 
 NASTY = st.text(alphabet='[]{}"\\/a', max_size=12)
 VALUES = st.recursive(
@@ -63,3 +63,27 @@ def test_deep_bodies_are_refused_wherever_that_shows() -> None:
         for body in (raw, bytearray(raw)):
             with pytest.raises(InvalidRequest, match="more than 64"):
                 check_depth(body)
+
+
+class Inner(msgspec.Struct):
+    limit: int
+
+
+class Body(msgspec.Struct):
+    count: int
+    inner: Inner | None = None
+    share: float = 0.0
+
+
+@pytest.mark.parametrize(("text", "count"), [("16.0", 16), ("-3.00", -3), ("1e+05", 100_000), ("1.5E1", 15)])
+def test_a_whole_number_is_an_integer_however_it_is_written(text: str, count: int) -> None:
+    """Programs in Lua, PHP and R write 16.0 and 1e+05, and other servers take them."""
+    raw = f' {{"count" : {text} , "inner": {{"limit": {text}}}, "share": 0.5}}'.encode()
+    assert decode_json(raw, msgspec.json.Decoder(Body)) == Body(count, Inner(count), 0.5)
+
+
+@pytest.mark.parametrize("text", ["1.5", "1e-3", "1e99", "9007199254740993.0", "true"])
+def test_other_numbers_are_refused_where_integers_belong(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="count: Expected `int`") as refusal:
+        decode_json(f'{{"count": {text}, "share": 2.0}}'.encode(), msgspec.json.Decoder(Body))
+    assert refusal.value.param == "count"

@@ -124,7 +124,7 @@ RESPONSES = {
     "include": refused(["file_search_call.results"]),
     "instructions": served("Be short."),
     "max_output_tokens": served(3),
-    "max_tool_calls": refused(1),
+    "max_tool_calls": served(1),  # the answer repeats it
     "moderation": refused({"model": "m"}),
     "parallel_tool_calls": served(False, tools=[FUNCTION]),
     "previous_response_id": refused("resp_1"),

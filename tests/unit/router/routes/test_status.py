@@ -153,6 +153,12 @@ async def test_timeline_by_the_id_of_the_answer(rig: Rig, prefix: str) -> None:
         ),
         (
             "POST",
+            "/v1/chat/completions/render",
+            "/v1/chat/completions/render is not served: tandem generates text and has no rendering apart from "
+            "answers; /tokenize returns the tokens of a prompt",
+        ),
+        (
+            "POST",
             "/v1/chat/completions/",
             "there is no route POST /v1/chat/completions/; did you mean /v1/chat/completions?",
         ),
