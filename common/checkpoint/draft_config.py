@@ -39,6 +39,11 @@ class DraftConfig:
         return 0 if self.mtp is None or self.repeats else self.model.num_layers
 
     @property
+    def reduced_vocab(self) -> bool:
+        """True if the draft proposes only some of the tokens, by an LM head of its own."""
+        return self.draft_vocab not in (None, self.model.vocab_size)
+
+    @property
     def aux_layers(self) -> tuple[int, ...]:
         """Boundaries of the target whose streams the draft reads; () for the normed output."""
         return self.aux.boundaries

@@ -60,6 +60,7 @@ class Form:
     hidden: int = HIDDEN
     draft_vocab: int | None = 40
     own_embedding: bool = False
+    own_head: bool = True
     qk_norm: bool = False
     bias: bool = False  # for queries, keys and values
     fc_bias: bool = False
@@ -113,7 +114,8 @@ def tensors_of(form: Form, seed: int = 3) -> dict[str, Tensor]:
             add(f"{name}.{norm}.weight", size)
     if form.eagle3:
         add("norm.weight", size)
-        add("lm_head.weight", form.draft_vocab or VOCAB, size)
+        if form.own_head:
+            add("lm_head.weight", form.draft_vocab or VOCAB, size)
     if form.own_embedding:
         add("embed_tokens.weight", VOCAB, size)
     if form.draft_vocab and form.eagle3:
@@ -197,7 +199,11 @@ def reference(
     if not form.eagle3:
         return x, x, F.linear(x, lm_head)
     last = _norm(x, named["norm.weight"])
-    return last, last if form.config.get("norm_output") else x, F.linear(last, named["lm_head.weight"])
+    return (
+        last,
+        last if form.config.get("norm_output") else x,
+        F.linear(last, named.get("lm_head.weight", lm_head)),
+    )
 
 
 def _attention(form: Form, layer: int, own: Mapping[str, Tensor], x: Tensor) -> Tensor:
@@ -305,6 +311,12 @@ FORMS: dict[str, Form] = {
         own_embedding=True,
         draft_vocab=None,
         states=5,
+    ),
+    # SpecForge, configs/gemma3-27b-eagle3.json: reuse_target_lm_head
+    "eagle3-head-of-the-target": Form(
+        {"architectures": ["LlamaForCausalLMEagle3"], **EAGLE3_KEYS, "draft_vocab_size": VOCAB},
+        draft_vocab=None,
+        own_head=False,
     ),
     "speculators-llama": Form(
         {**SPECULATORS, "transformer_layer_config": {"model_type": "llama", "head_dim": 16}},

@@ -95,7 +95,7 @@ def load_eagle3(path: Path, draft: DraftConfig, target: CausalLM, placement: Pla
     check_draft_size(path, draft)
     _check_shared(path, draft, target, own)
     head = Eagle3Head(draft, target, placement, own)
-    if draft.draft_vocab not in (None, draft.model.vocab_size) and D2T not in own:
+    if draft.reduced_vocab and D2T not in own:
         raise ModelError(f"{path}: draft_vocab_size is set, but the checkpoint has no d2t")
     _fill(path, head, names)
     _check_d2t(path, head.d2t, draft)
@@ -134,7 +134,7 @@ def _check_shared(path: Path, draft: DraftConfig, target: CausalLM, own: Collect
     `own` are the parts that the head has of its own. Raises ModelError.
     """
     ours, theirs = draft.model.hidden_size, target.config.hidden_size
-    own_head = draft.draft_vocab is not None or LM_HEAD in own
+    own_head = draft.reduced_vocab or LM_HEAD in own
     parts = (("embedding", EMBEDDING in own), ("LM head", own_head))
     for part, is_own in parts:
         if ours != theirs and not is_own:

@@ -173,7 +173,7 @@ class Eagle3Head(DraftModule):
         weights = weight_format(config, placement)
         self.placement = placement
         self._own_embedding = EMBEDDING in own
-        self._own_head = draft.draft_vocab is not None or LM_HEAD in own
+        self._own_head = draft.reduced_vocab or LM_HEAD in own
         self._own_ids = draft.draft_vocab is not None and D2T in own
         self.embed_tokens = target.embed_tokens
         if self._own_embedding:

@@ -39,7 +39,8 @@ def check_model_size(path: Path, config: ModelConfig, dtype: torch.dtype, device
 def check_draft_size(path: Path, draft: DraftConfig) -> None:
     """Check a head or modules that may share embedding and LM head with the target. Raises ModelError."""
     model = draft.model
-    values = _layers(model) + (draft.draft_vocab or 0) * model.hidden_size
+    own = draft.draft_vocab if draft.draft_vocab is not None and draft.reduced_vocab else 0
+    values = _layers(model) + own * model.hidden_size
     _check(path, values, f"{_sizes(model)} and draft_vocab_size {draft.draft_vocab}")
 
 

@@ -6,6 +6,7 @@ Each form is a replica of the config keys and tensor names of public checkpoints
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from common.checkpoint.model_config import ModelConfig
+from common.engine.models.model_size import check_draft_size
 from common.errors import ModelError
 from common.speculation.directory import algorithm_of, load_draft_config
 from tests.fakes.published_heads import (
@@ -34,6 +36,17 @@ def kind(form: Form) -> str:
 @pytest.mark.parametrize("name", FORMS)
 def test_logits_equal_those_of_transformers_layers(name: str, tmp_path: Path) -> None:
     compare_logits(FORMS[name], tmp_path, kind(FORMS[name]))
+
+
+def test_only_an_lm_head_of_its_own_counts_in_the_size_of_a_head(tmp_path: Path) -> None:
+    """A head that drafts every token may share the target's, which may be larger than the rest of it."""
+    target = ModelConfig.load(write_target(tmp_path / "target"))
+    path = write_head(FORMS["eagle3-head-of-the-target"], tmp_path / "head")
+    draft = load_draft_config(path, "eagle3", target)
+    large = replace(draft, model=replace(draft.model, vocab_size=1 << 24), draft_vocab=1 << 24)
+    check_draft_size(path, large)
+    with pytest.raises(ModelError, match="draft_vocab_size 16777215 make a model of at least"):
+        check_draft_size(path, replace(large, draft_vocab=(1 << 24) - 1))
 
 
 @pytest.mark.parametrize("name", FORMS)
