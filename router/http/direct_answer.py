@@ -1,8 +1,8 @@
 """Answers whose head is made at once: a small JSON answer, written in one piece, and a stream of events.
 
 aiohttp builds the head of a response from objects, which costs as much as a tenth of a small request, and delays the
-first token of a stream. These are for the case of almost all requests: HTTP/1.1, status 200, and the connection stays
-open.
+first token of a stream. These are for the case of almost all requests: HTTP/1.1, status 200, and the client lets the
+connection stay open.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from router.http.media_types import JSON
 Headers = Callable[[web.Request], Mapping[str, str]]
 # What the listener adds to every answer, where it adds anything.
 listener_headers_key: web.RequestKey[Headers] = web.RequestKey("listener_headers")
-# Returns whether connections of the listener end with their next answer.
-leaving_key: web.AppKey[Callable[[], bool]] = web.AppKey("leaving")
 _HEAD = (
     "HTTP/1.1 200 OK\r\n"
     f"Content-Type: {JSON}\r\n"
@@ -36,24 +34,35 @@ _HEAD = (
 )
 
 
-class DirectAnswer(web.StreamResponse):
-    """An answer of status 200 with a JSON body, for a request that `fits`."""
+class ClientConnection(web.RequestHandler):
+    """The server's end of a connection, as far as answers depend on it."""
 
-    _status = 200
+    __slots__ = ("leaving",)
+    leaving: bool  # it ends with its next answer: other processes have taken over the port
 
-    def __init__(self, request: web.Request, body: bytes) -> None:
-        # Not that of the superclass: it makes headers and cookies, which nobody reads.
-        self._asked = request
-        self._json = body
+
+class _Direct(web.StreamResponse):
+    """An answer of status 200 whose head its own `prepare` makes.
+
+    Subclasses do not call the constructor of this class: it makes headers and cookies, which nobody reads.
+    """
+
+    _status, _reason = 200, "OK"
+    _keep_alive = True
+    _asked: web.Request
 
     @property
     def prepared(self) -> bool:
         """True: nobody can change its head."""
         return True
 
-    @property
-    def keep_alive(self) -> bool | None:
-        return True
+
+class DirectAnswer(_Direct):
+    """An answer of status 200 with a JSON body, for a request that `fits`."""
+
+    def __init__(self, request: web.Request, body: bytes) -> None:
+        self._asked = request
+        self._json = body
 
     async def prepare(self, request: web.BaseRequest) -> None:
         """Write the answer. Raises ConnectionResetError if the client has disconnected or does not read.
@@ -67,10 +76,14 @@ class DirectAnswer(web.StreamResponse):
         lines = ""
         if extra is not None:
             lines = "".join([f"{name}: {value}\r\n" for name, value in extra(self._asked).items()])
+        connection = request.protocol
+        if isinstance(connection, ClientConnection) and connection.leaving:
+            self._keep_alive = False
+            lines += "Connection: close\r\n"
         identity = self._asked[request_id_key]
         head = _HEAD % (identity, lines, len(self._json), rfc822_formatted_time())
         transport.write(head.encode("ascii") + self._json)
-        if request.protocol.writing_paused:
+        if connection.writing_paused:
             # aiohttp handles the next request of the connection after this: without it, answers would pile up.
             await request.writer.drain()
 
@@ -78,28 +91,17 @@ class DirectAnswer(web.StreamResponse):
         """Do nothing: `prepare` has written everything."""
 
 
-class DirectStream(web.StreamResponse):
+class DirectStream(_Direct):
     """A stream of status 200 without a declared length, for a request that fits. Its head leaves with the first bytes.
 
     Written and ended as any stream of aiohttp.
     """
 
-    _status, _reason = 200, "OK"
     _chunked = True
 
     def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
-        # Not that of the superclass, as in DirectAnswer.
         self._asked = request
         self._own_headers = headers
-
-    @property
-    def prepared(self) -> bool:
-        """True: nobody can change its head."""
-        return True
-
-    @property
-    def keep_alive(self) -> bool | None:
-        return True
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         """Make the head; the next write sends it, also one of no bytes. The quota is charged as in DirectAnswer."""
@@ -109,6 +111,10 @@ class DirectStream(web.StreamResponse):
         headers["Transfer-Encoding"] = "chunked"
         headers["Date"] = rfc822_formatted_time()
         headers["Server"] = SERVER_SOFTWARE
+        connection = request.protocol
+        if isinstance(connection, ClientConnection) and connection.leaving:
+            self._keep_alive = False
+            headers["Connection"] = "close"
         extra = self._asked.get(listener_headers_key)
         if extra is not None:
             headers.update(extra(self._asked))
@@ -119,11 +125,5 @@ class DirectStream(web.StreamResponse):
 
 
 def fits(request: web.Request) -> bool:
-    """Return whether a request may be answered by a DirectAnswer."""
+    """Return whether a request may be answered by a DirectAnswer or DirectStream."""
     return request.version == HttpVersion11 and request.keep_alive and request.method != "HEAD"
-
-
-def stream_fits(request: web.Request) -> bool:
-    """Return whether a request may be answered by a DirectStream."""
-    leaving = request.app.get(leaving_key)
-    return fits(request) and not (leaving is not None and leaving())

@@ -7,7 +7,7 @@ import asyncio
 from aiohttp import HttpVersion11, web
 
 from common.errors import ClientGone
-from router.http.direct_answer import DirectStream, stream_fits
+from router.http.direct_answer import DirectStream, fits
 from router.http.errors import REQUEST_ID, request_id_key
 from router.http.media_types import EVENTS
 
@@ -39,7 +39,7 @@ class SseWriter:
         request = self._request
         headers = {**HEADERS, REQUEST_ID: request[request_id_key]}
         response: web.StreamResponse
-        if stream_fits(request):
+        if fits(request):
             response = DirectStream(request, headers)
         else:
             response = web.StreamResponse(headers=headers)

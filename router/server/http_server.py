@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import HttpVersion10, hdrs, web
 
 from router.http.body_memory import BodyMemory
+from router.http.direct_answer import ClientConnection
 from router.http.errors import broken_request, refused_connection
 from router.http.request_body import PIECES_PER_TURN, memory_key, pieces_key
 from router.process.turns import Turns
@@ -62,14 +63,27 @@ def http_runner(
     )
 
 
-class _Protocol(web.RequestHandler):
+def leave(runner: web.AppRunner) -> None:
+    """End the connections of a runner, made by `http_runner`, with their next answers. Direct answers say so."""
+    assert isinstance(runner.server, _Server)
+    runner.server.leave()
+
+
+class _Protocol(ClientConnection):
     __slots__ = ("_broken", "_deferred", "_held", "_stopped", "_turns", "_write_timeout", "limit")
 
     def __init__(
-        self, *args: Any, limit: ConnectionLimit | None, turns: Turns, write_timeout: float, **kwargs: Any
+        self,
+        *args: Any,
+        limit: ConnectionLimit | None,
+        turns: Turns,
+        write_timeout: float,
+        leaving: bool,
+        **kwargs: Any,
     ) -> None:
         """`turns` spreads received data and closed connections over turns of the event loop."""
         super().__init__(*args, **kwargs)
+        self.leaving = leaving
         self.limit = limit
         self._turns = turns
         self._write_timeout = write_timeout
@@ -196,6 +210,13 @@ class _Server(web.Server):
     limit: ConnectionLimit | None = None
     turns: Turns
     write_timeout: float
+    leaving = False
+
+    def leave(self) -> None:
+        self.leaving = True
+        for connection in self.connections:
+            assert isinstance(connection, ClientConnection)
+            connection.leaving = True
 
     def __call__(self) -> web.RequestHandler:
         return _Protocol(
@@ -204,6 +225,7 @@ class _Server(web.Server):
             limit=self.limit,
             turns=self.turns,
             write_timeout=self.write_timeout,
+            leaving=self.leaving,
             **self._kwargs,
         )
 

@@ -22,12 +22,11 @@ from router.auth.gates import Entrance, Gate, OwnerGate
 from router.auth.keys import KeyFile
 from router.auth.ledger import SharedLedger
 from router.auth.origin import Cors
-from router.http.direct_answer import leaving_key
 from router.http.errors import Answered, error_middleware
 from router.server.accepting import ConnectionAcceptor, listening_sockets
 from router.server.admin_socket import AdminSocket
 from router.server.connections import ConnectionLimit
-from router.server.http_server import http_runner
+from router.server.http_server import http_runner, leave
 from router.server.sockets import BACKLOG, TlsFiles, owner_socket
 
 AddRoutes = Callable[[web.Application], None]
@@ -98,7 +97,6 @@ class HttpListeners:
         self._leaving = False
         for runner in self._on_ports:
             runner.app.on_response_prepare.append(self._close_when_leaving)
-            runner.app[leaving_key] = lambda: self._leaving
         self._watcher: asyncio.Task[None] | None = None
         self._admin_socket = AdminSocket(plan.admin_socket, plan.own_socket is not None, log)
 
@@ -141,6 +139,8 @@ class HttpListeners:
         if self._leaving:
             for site in self._sites:
                 site.stop_listening()
+            for runner in self._on_ports:
+                leave(runner)
         return self._leaving
 
     async def _close_when_leaving(self, request: web.Request, response: web.StreamResponse) -> None:

@@ -41,7 +41,7 @@ QUIET = 0.005  # seconds after which everything that a request or step has cause
 COMPLETION = {"prompt": [*range(300, 364)], "max_tokens": 1, "temperature": 0}
 STREAM = {**COMPLETION, "stream": True}
 MOST_CALLS = 450  # of a completion of one token
-MOST_STREAM_CALLS = 460  # of the same as a stream
+MOST_STREAM_CALLS = 456  # of the same as a stream
 MOST_STEP_CALLS = 28  # of a step that brings the only stream one token
 
 

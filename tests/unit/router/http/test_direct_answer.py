@@ -13,7 +13,11 @@ from router.auth.gates import KeyGate
 from router.auth.keys import KeyRing
 from router.auth.origin import Cors
 from router.auth.quotas import Quotas
-from router.http.direct_answer import DirectAnswer, leaving_key, stream_fits
+from router.http.direct_answer import DirectAnswer
+from router.http.errors import request_id_key
+from router.http.json_answer import send_json
+from router.http.sse import SseWriter
+from router.server.http_server import http_runner, leave
 from tests.fakes.api_keys import api_key, bearer
 from tests.fakes.clock import Clock
 from tests.fakes.waiting import PATIENCE
@@ -78,13 +82,45 @@ async def test_the_head_of_a_stream_is_that_of_an_ordinary_one_and_arrives_with_
     assert direct["access-control-allow-origin"] == PAGE
 
 
-def test_a_listener_that_others_replace_ends_its_connections() -> None:
-    leaving, app = [False], web.Application()
-    app[leaving_key] = lambda: leaving[0]
-    request = make_mocked_request("POST", "/", app=app)
-    assert stream_fits(request)
-    leaving[0] = True
-    assert not stream_fits(request)
+async def json_answer(request: web.Request) -> web.StreamResponse:
+    request[request_id_key] = "an-id"
+    return await send_json(request, [b"{}"])
+
+
+async def stream(request: web.Request) -> web.StreamResponse:
+    request[request_id_key] = "an-id"
+    writer = SseWriter(request)
+    await writer.start(b"data: {}\n\n")
+    return await writer.finish(b"")
+
+
+@pytest.mark.parametrize("path", ["/json", "/stream"])
+async def test_connections_of_a_listener_that_others_replace_end_with_their_next_answers(path: str) -> None:
+    """Otherwise a client that keeps one busy would hold up the drain until its timeout."""
+    app = web.Application()
+    app.router.add_get("/json", json_answer)
+    app.router.add_get("/stream", stream)
+    runner = http_runner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    asked = f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+    opened = [await asyncio.open_connection(*runner.addresses[0][:2]) for _ in range(2)]
+    try:
+        async with asyncio.timeout(PATIENCE):
+            for reader, writer in opened:
+                writer.write(asked)
+                assert b"Connection: close" not in await reader.readuntil(b"\r\n\r\n")
+                await reader.readuntil(b"{}" if path == "/json" else b"\r\n0\r\n\r\n")
+            leave(runner)
+            opened.append(await asyncio.open_connection(*runner.addresses[0][:2]))
+            for reader, writer in opened:
+                writer.write(asked)
+                assert b"Connection: close\r\n" in await reader.readuntil(b"\r\n\r\n")
+                assert b"{}" in await reader.read()
+    finally:
+        for _, writer in opened:
+            writer.close()
+        await runner.cleanup()
 
 
 async def test_pipelined_requests_are_answered_in_order_on_one_connection(serve: Serve) -> None:
