@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from aiohttp import web
@@ -11,32 +10,15 @@ from router.apis.renamed_fields import renamed_fields
 from router.apis.responses_answer import InputTokens, ResponsesForm
 from router.apis.responses_request import NAMES
 from router.apis.tasks import RESPONSES as READER
-from router.http.client import client_key
-from router.http.errors import json_response, request_id_key
+from router.http.errors import request_id_key
 from router.http.request_body import received
-from router.requests.checks import ServedModel
-from router.routes.openai import OpenAiRoutes
-from router.text.chat_prompts import ChatPrompts
-from router.text.service import TextService
+from router.routes.translated import TranslatedRoutes
 
 RESPONSES = "/v1/responses"
 
 
-class ResponsesRoutes:
+class ResponsesRoutes(TranslatedRoutes):
     """The handlers: requests run as chats do, under the same limits."""
-
-    def __init__(
-        self,
-        openai: OpenAiRoutes,
-        texts: TextService,
-        prompts: ChatPrompts,
-        model: Callable[[], ServedModel],
-    ) -> None:
-        """`model` raises Unavailable while no requests are accepted."""
-        self._openai = openai
-        self._texts = texts
-        self._prompts = prompts
-        self._model = model
 
     def add_to(self, app: web.Application) -> None:
         app.router.add_post(RESPONSES, self.respond)
@@ -51,10 +33,4 @@ class ResponsesRoutes:
                 return await self._openai.answer_chat(request, task.chat, memory, show)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
-        """Count the tokens of a prompt, which may exceed the context."""
-        await self._openai.turn()
-        async with received(request) as memory:
-            with renamed_fields(NAMES):
-                body = (await self._texts.read_task(READER, memory.take())).chat
-                found = await self._prompts.count(body, self._model(), request[client_key])
-                return json_response(InputTokens(found))
+        return await self.count(request, READER, NAMES, InputTokens)
