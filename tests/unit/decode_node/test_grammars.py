@@ -205,7 +205,7 @@ def test_plain_decoding_verifies_forced_tokens(completion: type[Completion]) -> 
         cluster.settle()
         counters = cluster.decode.link.counters
     assert verify.replays.total() > 0
-    assert verify.fallbacks == {"too_large": verify.fallbacks["too_large"]}
+    assert set(verify.fallbacks) <= {"too_large"}
     assert decode.replays.total() > 20
     assert alone.steps - 19 < max(len(call.ids) for call in calls[:2]) - 10
     assert counters.phase_seconds["verify"] > 0
