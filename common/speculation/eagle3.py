@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.checkpoint.aux_layers import aux_layers
 from common.checkpoint.draft_config import DraftConfig
-from common.checkpoint.json_fields import flag, positive, shown
+from common.checkpoint.json_fields import flag, optional_section, positive, shown
 from common.checkpoint.model_config import ModelConfig
 from common.errors import ModelError
 from common.speculation.algorithm import Algorithm, DraftDirectory, Json
@@ -33,15 +33,21 @@ def _read(raw: Json, file: Path, target: ModelConfig) -> DraftConfig:
         width,
         aux,
         vocab,
-        flag(raw, "norm_before_residual", str(file)),
+        _switch(raw, str(file), "norm_before_residual"),
         fc_norms=_fc_norms(raw, len(aux.boundaries) or 1, str(file)),
-        norm_output=flag(raw, "norm_output", str(file)),
+        norm_output=_switch(raw, str(file), "norm_output", "return_hidden_post_norm"),
     )
+
+
+def _switch(raw: Json, where: str, *names: str) -> bool:
+    """Return whether a switch is on under one of its names; NVIDIA's files have it in `eagle_config`."""
+    section = optional_section(raw, "eagle_config", where)
+    return any(flag(section if section.get(name) is not None else raw, name, where) for name in names)
 
 
 def _fc_norms(raw: Json, parts: int, where: str) -> tuple[str, ...]:
     """Return the names of the norms' tensors: one norm over all of the target's states, or one per state."""
-    whole, apart = flag(raw, "norm_before_fc", where), flag(raw, "fc_norm", where)
+    whole, apart = (_switch(raw, where, name) for name in ("norm_before_fc", "fc_norm"))
     if whole and apart:
         raise ModelError(f"{where}: norm_before_fc and fc_norm norm the same values: set one of them")
     if apart:

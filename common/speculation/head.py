@@ -35,7 +35,9 @@ def head_model(raw: Json, file: Path, target: ModelConfig) -> tuple[ModelConfig,
         model,
         rope=rope,
         qk_norm=_some_end_with("self_attn.q_norm.weight", names),
-        qkv_bias=model.qkv_bias or _some_end_with("self_attn.q_proj.bias", names),
+        qkv_bias=_some_end_with("self_attn.q_proj.bias", names),
+        output_bias=_some_end_with("self_attn.o_proj.bias", names),
+        mlp_bias=_some_end_with("mlp.down_proj.bias", names),
         sliding_windows=_windows(raw, model.num_layers, str(file)),
     )
     check_positions(file, model, target)

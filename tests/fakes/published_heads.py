@@ -312,6 +312,10 @@ FORMS: dict[str, Form] = {
         draft_vocab=None,
         states=5,
     ),
+    # A config.json with the biases of a target, which the file of the head does not have
+    "eagle3-without-biases-of-the-target": Form(
+        {**LLAMA_NAME, **EAGLE3_KEYS, "attention_bias": True, "mlp_bias": True}
+    ),
     # SpecForge, configs/gemma3-27b-eagle3.json: reuse_target_lm_head
     "eagle3-head-of-the-target": Form(
         {"architectures": ["LlamaForCausalLMEagle3"], **EAGLE3_KEYS, "draft_vocab_size": VOCAB},

@@ -243,6 +243,17 @@ def test_an_embedding_of_its_own_reads_no_images(target: Any, tmp_path: Path) ->
         load_eagle3(path, config_of(path), vision_model, PLACEMENT)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["norm_output", "return_hidden_post_norm"])
+def test_switches_of_nvidia_heads_are_in_eagle_config(name: str, tmp_path: Path) -> None:
+    """Those of https://github.com/vllm-project/vllm/pull/42143. Unread, they would only lower the accept length."""
+    section = {"norm_before_fc": True, "norm_before_residual": True, name: True}
+    config = config_of(copy_of(tmp_path, "tiny-eagle3", eagle_config=section))
+    assert config.fc_norms == ("input_norm",)
+    assert (config.norm_before_residual, config.norm_output) == (True, True)
+    off = copy_of(tmp_path / "off", "tiny-eagle3", eagle_config={"norm_output": False}, norm_output=True)
+    assert not config_of(off).norm_output
+
+
 @pytest.mark.parametrize(
     ("switch", "names"),
     [
