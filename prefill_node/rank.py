@@ -28,7 +28,7 @@ from prefill_node.build import compiled_bodies, open_sockets, prompt_sizes, send
 from prefill_node.forwards import Forwards
 from prefill_node.host_share import host_share
 from prefill_node.loaded_rank import MakeStage, load_prompt_rank
-from prefill_node.page_sending import ByChunk, OnOneRank, page_sending
+from prefill_node.page_sending import ByChunk, OnOneRank, PageSending, page_sending
 from prefill_node.peer_frames import take_peer_frames
 from prefill_node.rank_work import PromptRankWork
 from prefill_node.ranked_host import NoStore, RankHost, RankStore
@@ -40,8 +40,12 @@ from prefill_node.worker import DeviceWorker
 class SendingService:
     """Sends the pages of this rank; implements `RankService`."""
 
-    def __init__(self, rank: SenderRank, end: SendingEnd, sockets: Sockets, host: HostCopies) -> None:
+    def __init__(
+        self, rank: SenderRank, sending: PageSending, end: SendingEnd, sockets: Sockets, host: HostCopies
+    ) -> None:
+        """Send what `rank` is told; `sending` has launched copies of pages of the running forward, or can."""
         self._rank = rank
+        self._sending = sending
         self._end = end
         self._sockets = sockets
         self._host = host
@@ -51,7 +55,10 @@ class SendingService:
         return (self._end.peers.socket,)
 
     def turn(self, completed: int, /) -> bool:
-        return self._rank.turn(completed) or self._rank.busy
+        moved = self._rank.turn(completed)
+        if self._rank.ordered:
+            self._sending.granted()
+        return moved or self._rank.busy
 
     def close(self) -> None:
         self._host.close()
@@ -95,7 +102,7 @@ def build(member: Member, log: Log) -> BuiltRank:
         PromptRankWork(
             worker, RankHost(host, functools.partial(member.board.write, rank)), member.group.check
         ),
-        SendingService(transfers, end, sockets, host),
+        SendingService(transfers, sending, end, sockets, host),
         SPIN_SECONDS if loaded.served.placement.device.type == "cuda" else 0.0,
     )
 

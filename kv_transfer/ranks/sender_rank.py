@@ -55,7 +55,12 @@ class SenderRank:
     @property
     def busy(self) -> bool:
         """True while writes or orders wait for something that no frame announces."""
-        return bool(self._orders) or self._sender.writing
+        return self.ordered or self._sender.writing
+
+    @property
+    def ordered(self) -> bool:
+        """True while orders wait for the end of their forward, unless they are taken by `of_running`."""
+        return bool(self._orders)
 
     def begin(self, generation: int) -> None:
         """Record that the forward of this plan is about to be launched."""
@@ -78,11 +83,14 @@ class SenderRank:
         return moved
 
     def of_running(self) -> list[SendOrder]:
-        """Return the orders for pages of the running forward that have arrived since the last call."""
+        """Return the orders for pages of the running forward that have arrived since the last call.
+
+        An order with a record stays, for `turn`: rank 0 may know of the forward's end before this rank does.
+        """
         self._listen()
         self._take_commands()
         self._report_grants()
-        return self._take_orders(lambda order: order.after == self._running)
+        return self._take_orders(lambda order: order.after == self._running and order.record is None)
 
     def close(self) -> None:
         """End all rooms and detach all peers; the rank ends."""

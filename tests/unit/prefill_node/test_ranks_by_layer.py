@@ -10,13 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from unittest.mock import Mock, patch
 
+import msgspec
 import pytest
 
 from common.kv_cache.pool_spec import PoolSpec
 from kv_transfer.events import Arrived, Delivered
 from kv_transfer.send_order import SendOrder
-from prefill_node.page_sending import ByChunk, ByLayer, OnAllRanks, OnOneRank, PageSending, given_to_all
+from kv_transfer.transport.loopback.endpoints import LoopbackSender
+from prefill_node.page_sending import (
+    ByChunk,
+    ByLayer,
+    OnAllRanks,
+    OnOneRank,
+    PageSending,
+    QueuedByChunk,
+    given_to_all,
+)
+from prefill_node.rank import SendingService
 from prefill_node.step_plan import PromptPlan
 from tests.unit.kv_transfer.group_rig import RECORD, Nodes
 from tests.unit.kv_transfer.shares import (
@@ -157,4 +169,36 @@ def test_a_rank_carries_out_orders_itself_too() -> None:
     nodes.turns()
     assert nodes.prefill.ranks[1].sender.active == 0
     assert nodes.prefill.ranks[0].sender.active == 1
+    nodes.close()
+
+
+def test_a_rank_queues_pages_of_a_forward_that_runs_already() -> None:
+    """The decode node's grant came after the launch: the copies leave with the end of the forward on the device."""
+    nodes = Nodes(SPEC, (2, 2), "loopback", SOURCE)
+    nodes.prefill.gives_orders = False
+    nodes.prefill.expect(ROOM, nodes.decode.leader)
+    nodes.decode.open(ROOM, DST, held=0)
+    nodes.turns()
+    slots = nodes.prefill.node.slots(ROOM)
+    assert slots is not None
+    (transfers,), rank = nodes.prefill.services, nodes.prefill.ranks[1]
+    queued = OnOneRank(QueuedByChunk(rank.sender, transfers.of_running), transfers)
+    service = SendingService(transfers, queued, Mock(), Mock(), Mock())
+    with queued.during(PromptPlan(generation=GENERATION)):
+        pass
+    given = SendOrder(
+        room=ROOM, generation=slots.generation, after=GENERATION, complete=5, first=0, pages=tuple(SRC)
+    )
+    assert nodes.prefill.group is not None
+    with patch.object(LoopbackSender, "waits_for_stream", True):
+        service.turn(GENERATION - 1)
+        nodes.prefill.group.order(given)
+        service.turn(GENERATION - 1)
+        assert not transfers.ordered
+        nodes.prefill.group.order(msgspec.structs.replace(given, first=5, pages=(), record=RECORD))
+        service.turn(GENERATION - 1)
+        assert transfers.ordered, "the record follows the forward"
+        service.turn(GENERATION)
+    nodes.turns(3)
+    assert (rank.sender.counters.pages_written, rank.sender.counters.records_written) == (len(SRC), 1)
     nodes.close()
