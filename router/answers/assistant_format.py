@@ -27,12 +27,14 @@ class Shown:
         parallel: False passes on only the first call.
         calls_finish: finish_reason of an answer with calls that ended by itself.
         streams_reasoning: False sends the reasoning of a stream in one piece, once it is complete.
+        separates_reasoning: False leaves the reasoning in the content, where its tokens are not counted.
     """
 
     reasoning: tuple[str, ...]
     parallel: bool
     calls_finish: str = "tool_calls"
     streams_reasoning: bool = True
+    separates_reasoning: bool = True
 
 
 @dataclass(slots=True)
@@ -52,6 +54,8 @@ class AssistantFormat(ChatFormat):
         self._parsers = parsers
         self._shown = shown
         self._messages = [_Message() for _ in parsers]
+        self._reasons = [False] * len(parsers)  # the answer has reached its reasoning and nothing after it
+        self.reasoning_tokens = 0 if shown.separates_reasoning else None
 
     def text_of(self, piece: AnswerPiece) -> str:
         message, text = self._messages[piece.index], []
@@ -116,6 +120,11 @@ class AssistantFormat(ChatFormat):
         events = parser.feed(piece.text)
         if piece.finish_reason is not None:
             events += parser.finish()
+        if self.reasoning_tokens is not None:
+            if events:
+                self._reasons[piece.index] = isinstance(events[-1], Reasoning)
+            if self._reasons[piece.index]:
+                self.reasoning_tokens += len(piece.tokens)
         if not self._shown.reasoning:
             events = [each for each in events if not isinstance(each, Reasoning)]
         if not self._shown.parallel:

@@ -81,6 +81,7 @@ class ChatAnswer:
             rules.calls.parallel,
             "stop" if rules.calls.named else "tool_calls",
             rules.reasoning.streamed,
+            rules.reasoning.separated,
         )
         return AssistantFormat(head, parsers, shown)
 

@@ -124,6 +124,7 @@ class AnswerWithDetails:
         chat: bool,
         names: TokenNames,
     ) -> None:
+        self._form = form
         self._head = form.before_choices()
         self._choices: list[AnswerChoice] = [WholeChoice(form, index) for index in range(len(prompts))]
         self._chat_scores: ScoreList | None = None
@@ -152,7 +153,7 @@ class AnswerWithDetails:
             self._chat_scores.add(piece)
 
     async def parts(self, usage: Usage) -> list[bytes]:
-        parts = await whole_answer(self._head, self._choices, usage)
+        parts = await whole_answer(self._head, self._choices, self._form.counted(usage))
         return parts if self._chat_scores is None else extended(parts, self._chat_scores.member())
 
 

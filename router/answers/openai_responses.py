@@ -30,14 +30,18 @@ class Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # see `Format.reasoning_tokens`; known at the end of the answer
 
     def report(self) -> dict[str, Any]:
-        return {
+        found: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            found["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return found
 
 
 class AnswerPiece(msgspec.Struct):
@@ -79,6 +83,8 @@ class Format(ABC):
         # Keys of `logprobs` in a choice of the complete answer; empty without log-probabilities.
         self.columns: tuple[str, ...] = self.lists if logprobs is not None else ()
         self._before: dict[int, bytes] = {}  # choice -> an event with text only, up to the text
+        # Tokens that arrived while an answer was reasoning; None where reasoning is not told from the rest.
+        self.reasoning_tokens: int | None = None
 
     @cached_property
     def _open(self) -> bytes:
@@ -128,7 +134,12 @@ class Format(ABC):
 
     def last_event(self, usage: Usage) -> bytes:
         """Return the final event that stream_options.include_usage requests."""
-        return self._event(b"", usage_field(usage))
+        return self._event(b"", b',"usage":' + _encode(self.counted(usage).report()))
+
+    def counted(self, usage: Usage) -> Usage:
+        """Add what only the format knows to the counts of a complete answer; return them."""
+        usage.reasoning_tokens = self.reasoning_tokens
+        return usage
 
     def _event(self, choice: bytes, usage: bytes) -> bytes:
         return self._open + choice + b"]" + usage + b"}\n\n"

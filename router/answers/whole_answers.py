@@ -88,7 +88,7 @@ class WholeAnswer:
 
     async def parts(self, usage: Usage) -> list[bytes]:
         """Return the body as consecutive parts."""
-        return await whole_answer(self._form.before_choices(), self._choices, usage)
+        return await whole_answer(self._form.before_choices(), self._choices, self._form.counted(usage))
 
 
 async def whole_answer(head: bytes, choices: Sequence[AnswerChoice], usage: Usage) -> list[bytes]:

@@ -62,9 +62,13 @@ class AnswerItems:
         self._open = False  # the last item
         self.prompt_cached = 0  # prompt tokens found in the prefix cache
         self.completion_tokens = 0
-        self.reasoning_tokens = 0  # those that arrived while the answer was reasoning
         self.finish_reason: str | None = None
         self.stop_string: str | None = None
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Number of tokens that arrived while the answer was reasoning."""
+        return self._form.reasoning_tokens or 0
 
     def follow(self, piece: AnswerPiece) -> list[Change]:
         """Return what a piece changes. The last piece closes the last item."""
@@ -81,8 +85,6 @@ class AnswerItems:
                     self._begin(changes, Item(ItemKind.CALL, identity, name))
                 case CallArguments(_, text):
                     self._add(changes, ItemKind.CALL, text)
-        if self.items and self.items[-1].kind is ItemKind.REASONING:
-            self.reasoning_tokens += len(piece.tokens)
         if piece.finish_reason is not None:
             self.finish_reason = self._form.finish_reason(piece.index, piece.finish_reason)
             self.stop_string = piece.stop_reason if isinstance(piece.stop_reason, str) else None

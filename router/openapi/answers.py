@@ -38,11 +38,16 @@ class CachedTokens(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class ReasoningTokens(msgspec.Struct, frozen=True, kw_only=True):
+    reasoning_tokens: int
+
+
 class TokenUsage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):

@@ -142,6 +142,21 @@ async def test_fields_of_reasoning(rig: Rig, tokenizer: Tokenizer) -> None:
     assert answer["choices"][0]["message"]["content"] == THOUGHT + "It rains."
 
 
+async def test_tokens_of_reasoning_are_counted(rig: Rig, tokenizer: Tokenizer) -> None:
+    """As at OpenAI, whether the client sees the reasoning or not. Where it is part of the content it is not counted."""
+    answers(rig, tokenizer, THOUGHT + "It rains.", "stop")
+    _, answer, _ = await rig.post(CHAT, ASK)
+    details = answer["usage"]["completion_tokens_details"]
+    assert 5 < details["reasoning_tokens"] < answer["usage"]["completion_tokens"] - 3
+    for fields in {"include_reasoning": False}, {"return_token_ids": True}:
+        _, answer, _ = await rig.post(CHAT, ASK | fields)
+        assert answer["usage"]["completion_tokens_details"] == details
+    chunks = await chunks_of(rig, ASK | {"stream_options": {"include_usage": True}})
+    assert chunks[-1]["usage"] == answer["usage"]
+    _, answer, _ = await rig.post(CHAT, ASK | {"separate_reasoning": False})
+    assert "completion_tokens_details" not in answer["usage"]
+
+
 async def test_reasoning_in_one_piece(rig: Rig, tokenizer: Tokenizer) -> None:
     for text, content in ((THOUGHT + "It rains.", "It rains."), (THOUGHT.split("</think>")[0], "")):
         answers(rig, tokenizer, text)
