@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from common.ipc import Dealer, RouterSocket
+from common.ipc import dealer as dealer_module
 from common.ipc.curve import Curve
 from common.ipc.host_lookup import MOST_ADDRESSES, FixedHost, HostLookup, host_of, resolve
 from common.ipc.key_files import make_key_pairs
@@ -140,8 +141,11 @@ def test_this_host_is_found() -> None:
     assert "127.0.0.1" in resolve("localhost")
 
 
-def test_a_router_is_found_again_where_its_name_leads_now(names: Names, tmp_path: Path) -> None:
+def test_a_router_is_found_again_where_its_name_leads_now(
+    names: Names, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The name leads nowhere at first, then to an address where nobody listens, then to the router."""
+    monkeypatch.setattr(dealer_module, "REDIAL_SECONDS", 0.1)
     keys = tmp_path / "keys"
     make_key_pairs(keys, ["router", "decode-0"])
     contexts = Context(), Context()
