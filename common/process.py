@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import resource
 import signal
 import sys
@@ -22,7 +21,6 @@ from common.config import Resolved, load_cluster
 from common.config.run_directory import run_directory
 from common.errors import ConfigError, ModelError, RankFailed
 from common.huge_pages import use_huge_pages
-from common.launch_queue import deepen_launch_queue
 from common.launch_record import launch_record
 from common.observability import logs
 from common.observability.logs import Log
@@ -137,7 +135,6 @@ def run_node(
 
     def body(resolved: Resolved, reporter: StartupReporter, log: Log) -> None:
         reporter.report("importing")
-        deepen_launch_queue(os.environ)
         with _ready_file(resolved, name) as ready:
             build = import_build(resolved, name)
             with reporter.times.counting():

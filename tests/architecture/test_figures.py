@@ -62,6 +62,7 @@ def test_steps_of_one_gpu_are_the_measured_ones(kind: str) -> None:
     [
         *((case, tree) for case in ("plain", "EAGLE-3", "FP8") for tree in ("8dbc1362", "7ed48a2f")),
         *(("EAGLE-3", tree) for tree in ("1f7f366c", "62e74922")),
+        ("plain", "c0763543"),
     ],
 )
 def test_our_own_loads_are_the_measured_ones(case: str, tree: str) -> None:

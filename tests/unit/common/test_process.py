@@ -35,34 +35,3 @@ def test_crashes_write_no_core_dump_unless_that_is_configured(tmp_path: Path, al
     )
     most = resource.getrlimit(resource.RLIMIT_CORE)[1]
     assert done.stdout.strip() == (repr((most, most)) if allowed else "(0, 0)")
-
-
-NODE = """
-import os, sys
-from pathlib import Path
-from common.errors import ConfigError
-from common.process import run_node
-
-def build(resolved, name):
-    print(os.environ["CUDA_SCALE_LAUNCH_QUEUES"])
-    raise ConfigError("model.path", "this is enough")
-
-run_node(build, Path(sys.argv[1]), "prefill-0", [], None)
-"""
-
-
-@pytest.mark.parametrize(("given", "found"), [({}, "4x"), ({"CUDA_SCALE_LAUNCH_QUEUES": "1x"}, "1x")])
-def test_nodes_queue_many_launches_before_cuda_is_in_use(
-    tmp_path: Path, given: dict[str, str], found: str
-) -> None:
-    file = tmp_path / "cluster.yaml"
-    file.write_text(f'model: {{path: "{MODEL}"}}\nprocess: {{run_dir: "{tmp_path}/r"}}\n')
-    done = subprocess.run(
-        [sys.executable, "-c", NODE, str(file)],
-        env={**ENV, **given},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.strip() == found
-    assert "this is enough" in done.stderr
