@@ -22,7 +22,14 @@ from common.node.ranks.device_group import PeerRuntime, RankCollectives
 from common.node.ranks.member import READY, START_SECONDS
 from common.node.ranks.messages import Gathered, Loading, StartFailed
 from common.node.ranks.processes import END_SECONDS, RankProcesses
-from common.node.ranks.watchdog import RankWatch, rank_watchdog
+from common.node.ranks.watchdog import (
+    LOOK_SECONDS,
+    STOPPED_SECONDS,
+    RankMeter,
+    RankWatch,
+    rank_watchdog,
+    stopped,
+)
 from common.observability.logs import Log
 from common.observability.startup import Phase
 
@@ -81,13 +88,18 @@ class RankGroup:
     def exchange(self, own: bytes) -> Sequence[bytes]:
         """Give `own`, and return what all ranks give, in their order. Every rank calls it as often as the others.
 
-        Raises ConfigError or ModelError if that is why a rank cannot start, and RankFailed if it has ended.
+        Raises ConfigError or ModelError if that is why a rank cannot start, and RankFailed if one has ended or is
+        stopped.
         """
         self._given[0] = own
-        until = time.monotonic() + START_SECONDS
+        beats = [RankMeter(STOPPED_SECONDS) for _ in self.processes]
+        looked = time.monotonic()
+        until = looked + START_SECONDS
         while len(self._given) < self.size:
-            self._take(1.0)
-            if time.monotonic() > until:
+            self._take(LOOK_SECONDS)
+            passed, looked = time.monotonic() - looked, time.monotonic()
+            self._check_running(beats, passed)
+            if looked > until:
                 late = next(rank for rank in range(self.size) if rank not in self._given)
                 raise RankFailed(late, f"rank {late} did not start within {START_SECONDS:.0f} s")
         contents = tuple(self._given[rank] for rank in range(self.size))
@@ -95,6 +107,13 @@ class RankGroup:
         for channel in self._channels:
             channel.send(Gathered(contents))
         return contents
+
+    def _check_running(self, beats: Sequence[RankMeter], passed: float) -> None:
+        """Raise RankFailed for a rank whose beat has begun and then stopped. `passed`: seconds since the last check."""
+        for rank, meter in enumerate(beats, start=1):
+            beat = self.board.read(rank, Told.BEAT)
+            if beat and meter.exceeded(beat, passed):
+                raise RankFailed(rank, stopped(rank))
 
     def serve(self) -> None:
         """Wait until all ranks are ready to apply plans."""

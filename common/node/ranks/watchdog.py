@@ -19,6 +19,8 @@ from common.observability.logs import Log
 from common.process import EXIT_RANK_FAILED
 
 LOOK_SECONDS = 0.1
+# Without a beat, for a rank that starts: it may be kept from showing one while it compiles or allocates.
+STOPPED_SECONDS = 120.0
 # For the main thread to end the node by itself, with the better reason, after a collective has failed.
 GRACE_SECONDS = 0.3
 
@@ -27,6 +29,11 @@ class RankProcess(Protocol):
     """The part of subprocess.Popen that is used here."""
 
     def poll(self) -> int | None: ...
+
+
+def stopped(rank: int) -> str:
+    """Return the problem of a rank without a beat."""
+    return f"rank {rank} does not run: it is stopped, or its machine is overloaded"
 
 
 class RankMeter:
@@ -84,7 +91,7 @@ class RankWatch:
             if code is not None:
                 return f"rank {rank} has ended with {code}"
             if self._beats[rank - 1].exceeded(self._board.read(rank, Told.BEAT), passed):
-                return f"rank {rank} does not run: it is stopped, or its machine is overloaded"
+                return stopped(rank)
             working = self._overdue() < 0
             turns = self._board.read(rank, Told.TURNS)
             if self._turns[rank - 1].exceeded(turns, 0.0 if working else passed):

@@ -159,10 +159,18 @@ def test_ranks_that_end_stop_or_hang_are_noticed(started: Started) -> None:
     assert problem(watch(), 1, 0.0) == "rank 1 has ended with -9"
 
 
-def test_a_rank_that_fails_while_others_start(started: Started) -> None:
-    os.kill(started.group.processes[1].pid, signal.SIGKILL)
+def test_a_rank_that_fails_while_others_start(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is stopped, and rank 0 waits for it less long than for one that reads a slow disk; another one is killed."""
+    monkeypatch.setattr("common.node.ranks.group.STOPPED_SECONDS", 0.3)
+    group = started.group
+    one, two = group.processes
+    until(lambda: group.board.read(1, Told.BEAT) > 0)
+    os.kill(one.pid, signal.SIGSTOP)
+    with pytest.raises(RankFailed, match="rank 1 does not run: it is stopped"):
+        started.serve()
+    os.kill(two.pid, signal.SIGKILL)
     with pytest.raises(RankFailed, match="rank 2 has ended") as caught:
-        started.group.exchange(b"of rank 0")
+        group.exchange(b"of rank 0")
     assert caught.value.rank == 2
 
 
