@@ -40,7 +40,8 @@ TOKENS = 24
 
 def runs_on_cpu(sections: dict[str, Any]) -> bool:
     nodes = [*sections.get("prefill", {}).get("nodes", []), *sections.get("decode", {}).get("nodes", [])]
-    return all(node.get("device", "cpu") == "cpu" for node in nodes)
+    devices = [each for node in nodes for each in node.get("devices", [node.get("device", "cpu")])]
+    return all(each == "cpu" for each in devices)
 
 
 def cluster_files() -> dict[str, dict[str, Any]]:
@@ -120,17 +121,29 @@ def node_facts(node: dict[str, Any]) -> dict[str, Any]:
     return {"graphs": graphs, "total_pages": node["load"]["total_pages"], **counters}
 
 
+def cluster_of(directory: Path, sections: dict[str, Any]) -> RunningCluster:
+    """Return a cluster, not running yet, with the nodes and ranks of a file and the ports of the harness."""
+    rest = {name: dict(values) for name, values in sections.items()}
+    for key in ("port", "control_address"):
+        rest.get("router", {}).pop(key, None)
+    movable = {node["name"] for node in rest.pop("movable", {}).get("nodes", [])}
+    counts, ranks = dict[str, int](), dict[str, int]()
+    for role in ("prefill", "decode"):
+        nodes = rest.get(role, {}).pop("nodes", [{"name": f"{role}-0"}])
+        counts[role] = sum(node["name"] not in movable for node in nodes)
+        ranks |= {node["name"]: node.get("tensor_parallel", 1) for node in nodes}
+    return RunningCluster(
+        directory, counts["prefill"], counts["decode"], rest, ranks=ranks, movable=len(movable)
+    )
+
+
 async def record(sections: dict[str, Any]) -> dict[str, Any]:
     """Start the cluster, record its answers, stop it."""
-    prefill, decode = (len(sections.get(role, {}).get("nodes", [1])) for role in ("prefill", "decode"))
-    rest = {name: dict(values) for name, values in sections.items() if name != "router"}
-    for role in ("prefill", "decode"):
-        rest.get(role, {}).pop("nodes", None)
     vision = "vision" in sections["model"]["path"]
     vocab_size = ModelConfig.load(Path(sections["model"]["path"])).vocab_size
     with tempfile.TemporaryDirectory() as directory:
         async with (
-            RunningCluster(Path(directory), prefill, decode, rest) as cluster,
+            cluster_of(Path(directory), sections) as cluster,
             Client(cluster.url) as client,
         ):
             found = await answers(client, vocab_size, vision)
