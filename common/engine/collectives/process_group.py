@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 from common.engine.collectives.group import CollectiveGroup, DeviceGroup, gather_columns, rank_ended
 from common.engine.collectives.unaccompanied import Unaccompanied
@@ -27,11 +28,16 @@ class TorchWork(Protocol):
 
 
 class TorchGroup(Protocol):
-    """The calls of `ProcessGroupNCCL` and `ProcessGroupGloo` that groups use."""
+    """The calls of `ProcessGroupNCCL` and `ProcessGroupGloo` that groups use.
 
-    def allreduce(self, tensors: list[Tensor], /) -> TorchWork: ...
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> TorchWork: ...
-    def broadcast(self, tensors: list[Tensor], options: Any, /) -> TorchWork: ...
+    A call returns None if it runs on the current stream, as NCCL's do without `asyncOp`.
+    """
+
+    def allreduce(self, tensors: list[Tensor], options: Any, /) -> TorchWork | None: ...
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any, /
+    ) -> TorchWork | None: ...
+    def broadcast(self, tensors: list[Tensor], options: Any, /) -> TorchWork | None: ...
     def abort(self) -> None: ...
 
 
@@ -66,7 +72,7 @@ class ProcessGroupCollectives(DeviceGroup):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
-        self._group.allreduce([total]).wait()
+        _finish(self._group.allreduce([total], _on_the_current_stream(AllreduceOptions())))
         return total
 
     def all_gather(self, x: Tensor, columns: int) -> Tensor:
@@ -74,9 +80,9 @@ class ProcessGroupCollectives(DeviceGroup):
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         sent = x.clone(memory_format=torch.contiguous_format)
-        options = dist.BroadcastOptions()
+        options = _on_the_current_stream(BroadcastOptions())
         options.rootRank = source
-        self._group.broadcast([sent], options).wait()
+        _finish(self._group.broadcast([sent], options))
         return sent
 
     def check(self) -> None:
@@ -94,8 +100,19 @@ class ProcessGroupCollectives(DeviceGroup):
 
     def _gather(self, x: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(x) for _ in range(self.shard.size)]
-        self._group.allgather([parts], [x]).wait()
+        _finish(self._group.allgather([parts], [x], _on_the_current_stream(AllgatherOptions())))
         return parts
+
+
+def _on_the_current_stream(options: Any) -> Any:
+    """Return the options of a call that uses no stream of its own: a graph would fork and join for each of them."""
+    options.asyncOp = False
+    return options
+
+
+def _finish(work: TorchWork | None) -> None:
+    if work is not None:
+        work.wait()
 
 
 def nccl(timeout: float, device: torch.device) -> MakeTorchGroup:

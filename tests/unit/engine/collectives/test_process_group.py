@@ -84,3 +84,36 @@ def test_an_abandoned_group_is_aborted_once_and_names_the_rank() -> None:
 
     assert run_groups(thread_groups(2), run) == [None, None]
     assert made.aborts == 1
+
+
+class OnTheCurrentStream:
+    """Stands for NCCL, whose calls without a stream of their own return nothing to wait for."""
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> None:
+        assert not options.asyncOp
+        tensors[0].mul_(2)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any) -> None:
+        assert not options.asyncOp
+        for each in outputs[0]:
+            each.copy_(inputs[0])
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> None:
+        assert not options.asyncOp
+        tensors[0].fill_(options.rootRank)
+
+    def abort(self) -> None: ...
+
+
+def test_calls_use_no_stream_of_their_own() -> None:
+    def run(host: SharedMemoryGroup) -> list[Tensor]:
+        group = ProcessGroupCollectives(host, lambda *_: OnTheCurrentStream())
+        x = torch.ones(2, 3)
+        found = [group.all_reduce(x), group.all_gather(x, 6), group.broadcast(x, 1)]
+        host.all_reduce(torch.zeros(1))
+        group.close()
+        return found
+
+    for found in run_groups(thread_groups(2), run):
+        assert isinstance(found, list), found
+        assert [each.tolist() for each in found] == [[[2.0] * 3] * 2, [[1.0] * 6] * 2, [[1.0] * 3] * 2]
