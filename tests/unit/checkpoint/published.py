@@ -154,6 +154,15 @@ PUBLISHED = (
         sizes(4096, 14336, 32, 32, 8, 32768, 32768, sliding_window=None, rope_theta=1e6),
     ),
     Published(
+        "mistralai/Ministral-8B-Instruct-2410",
+        "MistralForCausalLM",
+        "sizes in public source, the order of windows by transformers' page on it; the keys not seen",
+        sizes(
+            4096, 12288, 36, 32, 8, 131_072, 32768, head_dim=128, sliding_window=32768,
+            layer_types=["full_attention", *["sliding_attention"] * 3] * 9,
+        ),
+    ),
+    Published(
         "mistralai/Mixtral-8x7B-v0.1",
         "MixtralForCausalLM",
         defaults("it"),

@@ -33,7 +33,9 @@ def shrink(raw: dict[str, Any]) -> dict[str, Any]:
     if "text_config" in raw:
         return {**raw, "text_config": shrink(raw["text_config"])}
     small = {key: SMALL.get(key, value) for key, value in raw.items()}
-    small["num_hidden_layers"] = min(LAYERS, raw["num_hidden_layers"])
+    layers = small["num_hidden_layers"] = min(LAYERS, raw["num_hidden_layers"])
+    if "layer_types" in raw:
+        small["layer_types"] = raw["layer_types"][:layers]
     if "num_attention_heads" in raw:
         small["num_attention_heads"] = HEADS
         small["num_key_value_heads"] = max(
