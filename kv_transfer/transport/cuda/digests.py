@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import overload
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,38 +12,12 @@ from kv_transfer.pair_plan import RowsPair, Side, StridedRows
 from kv_transfer.transport.base import DeviceMemory
 from kv_transfer.transport.cuda.blocks import compile_checksums, move_parts
 from kv_transfer.transport.cuda.cudart import CudaRuntime, Mark
+from kv_transfer.transport.cuda.digest_buffers import BufferedDigests, DigestBuffers
+from kv_transfer.transport.cuda.later_digests import LandingDigests, LaterDigests, to_host
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 from kv_transfer.transport.page_digest import as_digests
 
 _BLOCKS = 1056  # eight per multiprocessor: too short to delay a decode step
-
-
-class LaterDigests(Sequence[int]):
-    """Checksums that are being copied to host memory; readable once their lane has reached the copy."""
-
-    def __init__(self, sums: Tensor) -> None:
-        self._sums = sums
-
-    def __len__(self) -> int:
-        return self._sums.numel()
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        return as_digests(self._sums.tolist())[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(as_digests(self._sums.tolist()))
-
-
-def to_host(sums: Tensor) -> Tensor:
-    """Return [n] int64 in pinned memory, valid once the current stream has reached this point."""
-    if not sums.is_cuda:
-        return sums
-    landing = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True)
-    return landing.copy_(sums, non_blocking=True)
 
 
 class GpuDigests:
@@ -60,8 +33,11 @@ class GpuDigests:
             self._pages = PagedMemory(layout, self._memory, self._memory.device)
             # This compiles the kernels before the first request.
             padding = page_list([0], device=self._memory.device)
-            self._whole(padding).cpu()
+            sums = self._zeros(padding)
+            move_pages(self._pages, None, padding, sums, self._planes, _BLOCKS)
+            sums.cpu()
             compile_checksums(self._memory, layout)
+            self._buffers = DigestBuffers(layout.num_pages, self._memory.device)
 
     def beside(self, side: Side, pages: Sequence[int]) -> tuple[LaterDigests, Mark]:
         """Return the checksums of pages that nothing writes to, and the mark after which they can be read.
@@ -70,7 +46,7 @@ class GpuDigests:
         """
         with self._lane.entered():
             sums = to_host(self._launch(side, pages))
-        return LaterDigests(sums), self._lane.mark()
+        return LandingDigests(sums), self._lane.mark()
 
     @torch.inference_mode()
     def start(self, side: Side, pages: Sequence[int], slot: int) -> tuple[LaterDigests, Mark]:
@@ -78,15 +54,17 @@ class GpuDigests:
 
         Raises RuntimeError once the GPU has failed.
         """
+        count = len(pages)
         with self._lane.entered():
-            sums = self._launch(side, pages)
+            buffer = self._buffers.take(count)
+            buffer.load(pages, slot)
+            self._add(side, *buffer.pages(count))
             if side.state:
-                state = self._parts(side.state, page_list([slot], device=self._memory.device))
-                sums = torch.cat((sums, state))
-            landing = to_host(sums)
+                self._add_parts(side.state, *buffer.state())
+            buffer.land()
         mark = self._lane.mark()
         self._cuda.hold(self._device, mark)
-        return LaterDigests(landing), mark
+        return BufferedDigests(self._buffers, buffer, count, bool(side.state)), mark
 
     def now(self, side: Side, pages: Sequence[int]) -> list[int]:
         """Return the checksums. Waits for the GPU, but briefly: this lane has priority over the model's stream."""
@@ -101,14 +79,24 @@ class GpuDigests:
 
     def _launch(self, side: Side, pages: Sequence[int]) -> Tensor:
         index = page_list(pages, device=self._memory.device)
-        return self._whole(index) if side.whole else self._parts(side.pages, index)
-
-    def _whole(self, index: Tensor) -> Tensor:
-        sums = torch.zeros(index.size(1), dtype=torch.int64, device=self._memory.device)
-        move_pages(self._pages, None, index, sums, self._planes, _BLOCKS)
+        sums = self._zeros(index)
+        self._add(side, index, sums)
         return sums
 
     def _parts(self, blocks: Sequence[StridedRows], index: Tensor) -> Tensor:
-        sums = torch.zeros(index.size(1), dtype=torch.int64, device=self._memory.device)
-        move_parts(self._memory, None, [RowsPair(block, block) for block in blocks], index, sums, _BLOCKS)
+        sums = self._zeros(index)
+        self._add_parts(blocks, index, sums)
         return sums
+
+    def _zeros(self, index: Tensor) -> Tensor:
+        return torch.zeros(index.size(1), dtype=torch.int64, device=self._memory.device)
+
+    def _add(self, side: Side, index: Tensor, sums: Tensor) -> None:
+        """Add the checksums of pages `index` [1, n] int32 to `sums` [n] int64."""
+        if side.whole:
+            move_pages(self._pages, None, index, sums, self._planes, _BLOCKS)
+        else:
+            self._add_parts(side.pages, index, sums)
+
+    def _add_parts(self, blocks: Sequence[StridedRows], index: Tensor, sums: Tensor) -> None:
+        move_parts(self._memory, None, [RowsPair(block, block) for block in blocks], index, sums, _BLOCKS)

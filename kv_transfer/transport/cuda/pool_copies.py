@@ -21,7 +21,7 @@ from kv_transfer.transport.cuda.batch_copy import Addresses
 from kv_transfer.transport.cuda.batch_trial import try_batches
 from kv_transfer.transport.cuda.blocks import move_parts, words
 from kv_transfer.transport.cuda.cudart import CudaRuntime
-from kv_transfer.transport.cuda.digests import to_host
+from kv_transfer.transport.cuda.later_digests import to_host
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 
 # Two per multiprocessor: a forward runs beside them, and the device reads its memory fast enough.

@@ -15,7 +15,7 @@ from torch import Tensor
 from kv_transfer.pair_plan import PairPlan
 from kv_transfer.transport.base import PageList, PageWrite, Ticket, WriteState
 from kv_transfer.transport.cuda.cudart import Mark
-from kv_transfer.transport.cuda.digests import LaterDigests, to_host
+from kv_transfer.transport.cuda.later_digests import LandingDigests, to_host
 from kv_transfer.transport.cuda_ipc.writes import LaneTicket, Mapped, PageWriter
 from kv_transfer.transport.layers import LayerWrite
 
@@ -102,12 +102,12 @@ class CudaLayers(LayerWrite):
             ticket = LaneTicket.on(peer, peer.lane, left, keep=self.sums)
         except RuntimeError as error:
             return PageWrite(LaneTicket.failed(peer, peer.lane, left, str(error), self.sums), nbytes)
-        return PageWrite(ticket, nbytes, () if sums is None else LaterDigests(sums))
+        return PageWrite(ticket, nbytes, () if sums is None else LandingDigests(sums))
 
     def _digests_of(self, number: int) -> Sequence[int]:
         if self._landed is None:
             return ()
-        return LaterDigests(self._landed[self._bounds[number] : self._bounds[number + 1]])
+        return LandingDigests(self._landed[self._bounds[number] : self._bounds[number + 1]])
 
     def _sums_of(self, number: int) -> Tensor | None:
         """Return a copy of the sums over the sent layers, to be continued on the other lane."""

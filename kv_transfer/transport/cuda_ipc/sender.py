@@ -23,7 +23,8 @@ from kv_transfer.transport.base import (
 )
 from kv_transfer.transport.cuda.blocks import compile_moves
 from kv_transfer.transport.cuda.cudart import CudaError, CudaRuntime
-from kv_transfer.transport.cuda.digests import GpuDigests, LaterDigests
+from kv_transfer.transport.cuda.digests import GpuDigests
+from kv_transfer.transport.cuda.later_digests import LandingDigests
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages
 from kv_transfer.transport.cuda_ipc.kind import CudaIpcDescription
 from kv_transfer.transport.cuda_ipc.layers import CudaLayers
@@ -185,7 +186,7 @@ class CudaIpcSender(LayerEndpoint):
         except RuntimeError as error:
             failed = LaneTicket.failed(peer, peer.lane, plan.state_bytes, str(error))
             return PageWrite(failed, plan.state_bytes)
-        return PageWrite(ticket, plan.state_bytes, () if sums is None else LaterDigests(sums))
+        return PageWrite(ticket, plan.state_bytes, () if sums is None else LandingDigests(sums))
 
     def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
         """Execute copies of any shape, one driver call per row; `write_pages` is the fast path."""

@@ -15,7 +15,7 @@ from kv_transfer.pair_plan import PairPlan, RowsPair
 from kv_transfer.transport.base import DeviceMemory, PeerMemory, Target, Ticket, WriteState
 from kv_transfer.transport.cuda.blocks import move_parts, words
 from kv_transfer.transport.cuda.cudart import CudaRuntime, Lane, Mark
-from kv_transfer.transport.cuda.digests import to_host
+from kv_transfer.transport.cuda.later_digests import to_host
 from kv_transfer.transport.cuda.pages import PagedMemory, move_pages, page_list
 
 
