@@ -81,8 +81,11 @@ def picture() -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-async def answers(client: Client, vocab_size: int, vision: bool) -> dict[str, Any]:
-    """Send one request at a time and return the answers: greedy, seeded, and about a picture if the model sees."""
+async def answers(client: Client, vocab_size: int, vision: bool, scored: bool) -> dict[str, Any]:
+    """Send one request at a time and return the answers: greedy, seeded, and about a picture if the model sees.
+
+    `scored`: with the log-probability of each token.
+    """
     found: dict[str, Any] = {}
     for index, prompt in enumerate(prompts(vocab_size)):
         for name, fields in (("greedy", dict[str, Any]()), ("seeded", SEEDED)):
@@ -97,7 +100,7 @@ async def answers(client: Client, vocab_size: int, vision: bool) -> dict[str, An
             async with client.session.post("/v1/completions", json=body, raise_for_status=True) as response:
                 answer = await response.json()
             chosen = answer["choices"][0]["logprobs"]
-            found[f"{name} {index}"] = [chosen["tokens"], chosen["token_logprobs"]]
+            found[f"{name} {index}"] = [chosen["tokens"], chosen["token_logprobs"] if scored else None]
     if vision:
         parts = [
             {"type": "image_url", "image_url": {"url": picture()}},
@@ -140,21 +143,21 @@ def cluster_of(directory: Path, sections: dict[str, Any]) -> RunningCluster:
 async def record(sections: dict[str, Any]) -> dict[str, Any]:
     """Start the cluster, record its answers, stop it.
 
-    Which of a decode node and a movable one gets a request depends on the time, so there counters are left out.
+    Which of a decode node and a movable one gets a request depends on the time, and with it the part of the prompt that
+    is cached there: counters and the last digits of log-probabilities differ between runs, so both are left out.
     """
-    vision = "vision" in sections["model"]["path"]
+    vision, reproducible = "vision" in sections["model"]["path"], "movable" not in sections
     vocab_size = ModelConfig.load(Path(sections["model"]["path"])).vocab_size
     with tempfile.TemporaryDirectory() as directory:
         async with (
             cluster_of(Path(directory), sections) as cluster,
             Client(cluster.url) as client,
         ):
-            found = await answers(client, vocab_size, vision)
+            found = await answers(client, vocab_size, vision, reproducible)
             async with cluster.operator() as operator:
                 await operator.wait_idle()
                 nodes = (await operator.info())["nodes"]
-    counted = "movable" not in sections
-    return {"answers": found, "nodes": {node["name"]: node_facts(node, counted) for node in nodes}}
+    return {"answers": found, "nodes": {node["name"]: node_facts(node, reproducible) for node in nodes}}
 
 
 async def record_all(only: list[str]) -> dict[str, Any]:
