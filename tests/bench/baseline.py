@@ -143,10 +143,11 @@ def cluster_of(directory: Path, sections: dict[str, Any]) -> RunningCluster:
 async def record(sections: dict[str, Any]) -> dict[str, Any]:
     """Start the cluster, record its answers, stop it.
 
-    Which of a decode node and a movable one gets a request depends on the time, and with it the part of the prompt that
-    is cached there: counters and the last digits of log-probabilities differ between runs, so both are left out.
+    Which of several nodes gets a request depends on the time, and with it the part of the prompt that is cached there:
+    counters and the last digits of log-probabilities differ between runs, so both are left out.
     """
-    vision, reproducible = "vision" in sections["model"]["path"], "movable" not in sections
+    vision = "vision" in sections["model"]["path"]
+    reproducible = all(len(sections.get(role, {}).get("nodes", ())) <= 1 for role in ("prefill", "decode"))
     vocab_size = ModelConfig.load(Path(sections["model"]["path"])).vocab_size
     with tempfile.TemporaryDirectory() as directory:
         async with (
