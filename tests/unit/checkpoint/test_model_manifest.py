@@ -137,7 +137,7 @@ def test_the_cluster_file_names_manifests_relative_to_itself() -> None:
         (resolved.draft_path, Path("/b")),
     )
     assert load_cluster(CLUSTERS / "local.yaml", environ={}).manifests == ()
-    with pytest.raises(ConfigError, match=r"draft_manifest.*no draft to check"):
+    with pytest.raises(ConfigError, match=r"draft_manifest.*there is no draft"):
         load_cluster(CLUSTERS / "local-plain.yaml", ["speculation.draft_manifest=/b"], environ={})
 
 

@@ -214,7 +214,7 @@ class Closed:
             "end.sender.close",
         ),
         (ReceivingService, "rank peers poller end host", "store.", "end.close"),
-        (SendingService, "rank end sockets host", "", "rank.close"),
+        (SendingService, "rank sending end sockets host", "", "rank.close"),
     ],
 )
 def test_nodes_and_ranks_wait_for_copies_before_their_pools_go(
