@@ -43,7 +43,7 @@ class SendingService:
     def __init__(
         self, rank: SenderRank, sending: PageSending, end: SendingEnd, sockets: Sockets, host: HostCopies
     ) -> None:
-        """Send what `rank` is told; `sending` has launched copies of pages of the running forward, or can."""
+        """Send what `rank` is told. `sending` launches copies of pages of the running forward."""
         self._rank = rank
         self._sending = sending
         self._end = end

@@ -59,7 +59,7 @@ class SenderRank:
 
     @property
     def ordered(self) -> bool:
-        """True while orders wait for the end of their forward, unless they are taken by `of_running`."""
+        """True while there are orders that were not carried out: their forward has not ended, as far as is known."""
         return bool(self._orders)
 
     def begin(self, generation: int) -> None:

@@ -91,7 +91,7 @@ class Row:
     ms: float  # median
     ms_p90: float
     device_ms: float
-    launch_ms: float  # of the host, which a full queue of launches delays
+    launch_ms: float  # until the host has launched everything
     floor_ms: float
     experts: float = 0.0  # that one forward reads, over all layers
 

@@ -93,6 +93,17 @@ class RankedPrefill:
             self.attentions[rank].forward()
 
 
+def granted(nodes: Nodes) -> int:
+    """Let the decode node grant pages, for which this test gives the orders; return the grant's generation."""
+    nodes.prefill.gives_orders = False
+    nodes.prefill.expect(ROOM, nodes.decode.leader)
+    nodes.decode.open(ROOM, DST, held=0)
+    nodes.turns()
+    slots = nodes.prefill.node.slots(ROOM)
+    assert slots is not None
+    return slots.generation
+
+
 def empty(source: Pools) -> Pools:
     return [plane * 0 for plane in source]
 
@@ -101,16 +112,11 @@ def empty(source: Pools) -> Pools:
 @pytest.mark.parametrize("sizes", PAIRS, ids=[f"{a}to{b}" for a, b in PAIRS])
 def test_every_rank_sends_its_own_layers(sizes: tuple[int, int], rank_0_last: bool) -> None:
     nodes = Nodes(SPEC, sizes, "loopback", empty(SOURCE), before=empty(whole_planes(SPEC, False, 2)))
-    nodes.prefill.gives_orders = False
-    nodes.prefill.expect(ROOM, nodes.decode.leader)
-    nodes.decode.open(ROOM, DST, held=0)
-    nodes.turns()
-    slots = nodes.prefill.node.slots(ROOM)
-    assert slots is not None
+    generation = granted(nodes)
     waiting = [
         SendOrder(
             room=ROOM,
-            generation=slots.generation,
+            generation=generation,
             after=GENERATION,
             complete=len(SRC),
             first=0,
@@ -131,7 +137,7 @@ def test_every_rank_sends_its_own_layers(sizes: tuple[int, int], rank_0_last: bo
     assert nodes.decode_count(Arrived) == 0
     last = SendOrder(
         room=ROOM,
-        generation=slots.generation,
+        generation=generation,
         after=GENERATION,
         complete=len(SRC),
         first=len(SRC),
@@ -154,18 +160,17 @@ def test_every_rank_sends_its_own_layers(sizes: tuple[int, int], rank_0_last: bo
 def test_a_rank_carries_out_orders_itself_too() -> None:
     """The worker's `send` of a rank does the same as an order of rank 0 whose plan is complete."""
     nodes = Nodes(SPEC, (2, 2), "loopback", SOURCE)
-    nodes.prefill.gives_orders = False
-    nodes.prefill.expect(ROOM, nodes.decode.leader)
-    nodes.decode.open(ROOM, DST, held=0)
-    nodes.turns()
+    generation = granted(nodes)
     sending = RankedPrefill(nodes, list).sending
     for rank in range(2):
-        order = SendOrder(room=ROOM, generation=1, after=0, complete=5, first=0, pages=tuple(SRC))
+        order = SendOrder(room=ROOM, generation=generation, after=0, complete=5, first=0, pages=tuple(SRC))
         if rank == 0:  # gives it to rank 1 as well
             sending[0].send(order)
         nodes.turns(2)
     assert [rank.sender.counters.pages_written for rank in nodes.prefill.ranks] == [len(SRC)] * 2
-    sending[1].send(SendOrder(room=ROOM, generation=1, after=0, complete=5, first=5, pages=(), record=RECORD))
+    sending[1].send(
+        SendOrder(room=ROOM, generation=generation, after=0, complete=5, first=5, pages=(), record=RECORD)
+    )
     nodes.turns()
     assert nodes.prefill.ranks[1].sender.active == 0
     assert nodes.prefill.ranks[0].sender.active == 1
@@ -175,19 +180,14 @@ def test_a_rank_carries_out_orders_itself_too() -> None:
 def test_a_rank_queues_pages_of_a_forward_that_runs_already() -> None:
     """The decode node's grant came after the launch: the copies leave with the end of the forward on the device."""
     nodes = Nodes(SPEC, (2, 2), "loopback", SOURCE)
-    nodes.prefill.gives_orders = False
-    nodes.prefill.expect(ROOM, nodes.decode.leader)
-    nodes.decode.open(ROOM, DST, held=0)
-    nodes.turns()
-    slots = nodes.prefill.node.slots(ROOM)
-    assert slots is not None
+    generation = granted(nodes)
     (transfers,), rank = nodes.prefill.services, nodes.prefill.ranks[1]
     queued = OnOneRank(QueuedByChunk(rank.sender, transfers.of_running), transfers)
     service = SendingService(transfers, queued, Mock(), Mock(), Mock())
     with queued.during(PromptPlan(generation=GENERATION)):
         pass
     given = SendOrder(
-        room=ROOM, generation=slots.generation, after=GENERATION, complete=5, first=0, pages=tuple(SRC)
+        room=ROOM, generation=generation, after=GENERATION, complete=5, first=0, pages=tuple(SRC)
     )
     assert nodes.prefill.group is not None
     with patch.object(LoopbackSender, "waits_for_stream", True):
