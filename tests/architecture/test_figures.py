@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-INDEPENDENT = json.loads((ROOT / "tests/bench/results/independent-h200.json").read_text())
+RESULTS = ROOT / "tests/bench/results"
+PERFORMANCE = (ROOT / "docs/performance.md").read_text()
+INDEPENDENT = json.loads((RESULTS / "independent-h200.json").read_text())
 MEASURED = INDEPENDENT["two_gpus"]["rows"]
 
 
@@ -44,7 +47,7 @@ def test_the_source_is_named() -> None:
 def test_tables_of_loads_hold_the_measured_rows(load: str) -> None:
     """docs/performance.md has all rows; the README has a selection that compares vLLM with tandem."""
     wanted = [load_row(row) for row in MEASURED if row["load"] == load]
-    assert _table_rows((ROOT / "docs/performance.md").read_text(), load) == wanted
+    assert _table_rows(PERFORMANCE, load) == wanted
     shown = _table_rows((ROOT / "README.md").read_text(), load)
     assert set(shown) <= set(wanted)
     assert shown == [] or {row.split(" | ")[1].split(" ")[0] for row in shown} == {"tandem", "vLLM"}
@@ -54,21 +57,23 @@ def test_tables_of_loads_hold_the_measured_rows(load: str) -> None:
 def test_steps_of_one_gpu_are_the_measured_ones(kind: str) -> None:
     found = INDEPENDENT["one_gpu"][kind]
     cells = [_list(*found[system]) for system in ("tandem", "vllm", "floor") if system in found]
-    assert f"| {' | '.join(cells)} |" in (ROOT / "docs/performance.md").read_text()
+    assert f"| {' | '.join(cells)} |" in PERFORMANCE
 
 
 @pytest.mark.parametrize(
-    ("case", "tree"),
+    ("case", "rate", "tree"),
     [
-        *((case, tree) for case in ("plain", "EAGLE-3", "FP8") for tree in ("8dbc1362", "7ed48a2f")),
-        *(("EAGLE-3", tree) for tree in ("1f7f366c", "62e74922")),
-        ("plain", "c0763543"),
+        ("plain", "16/s", "c0763543"),
+        ("EAGLE-3", "16/s", "62e74922"),
+        ("plain", "32/s", "8dbc1362"),
+        ("EAGLE-3", "32/s", "8dbc1362"),
+        ("FP8", "32/s", "7ed48a2f"),
     ],
 )
-def test_our_own_loads_are_the_measured_ones(case: str, tree: str) -> None:
+def test_our_own_loads_are_the_measured_ones(case: str, rate: str, tree: str) -> None:
+    """The rows of the newest tree that was measured at each load, one per seed where the file has them."""
     name = f"loads-h200-x2-{tree}-{case.lower().replace('-', '')}.json"
-    loads = json.loads((ROOT / "tests/bench/results" / name).read_text())["loads"]
-    text = (ROOT / "docs/performance.md").read_text()
+    loads = [each for each in _result(name)["loads"] if each["load"].startswith(rate)]
     for load in loads:
         found = load["summary"]
         cells = (
@@ -79,8 +84,67 @@ def test_our_own_loads_are_the_measured_ones(case: str, tree: str) -> None:
             _rounded(found["second_ms_p50"], found["second_ms_p99"]),
             f"{100 * found['goodput']:.0f} %",
         )
-        assert f"| {' | '.join(cells)} |" in text
+        assert f"| {' | '.join(cells)} |" in PERFORMANCE
     assert loads
+
+
+@pytest.mark.parametrize(
+    ("row", "file", "what", "graphs", "value"),
+    [
+        ("first token, graphs", "engine-h200.json", "prefill", "breakable", "ms"),
+        (
+            "graphs off (a slow host; others take 13 ms up to 512 tokens)",
+            "engine-h200.json",
+            "prefill",
+            "none",
+            "ms",
+        ),
+        ("floor: the layers' matrix products, by cuBLAS", "engine-h200.json", "prefill", "none", "floor_ms"),
+        ("another H200", "few-rows-engine-after-h200.json", "prefill", "breakable", "ms"),
+        ("decode step, one graph", "engine-h200.json", "decode", "full", "ms"),
+        ("graphs off", "engine-h200.json", "decode", "none", "ms"),
+        ("floor: weights and KV over the copy bandwidth", "engine-h200.json", "decode", "full", "floor_ms"),
+        ("another H200", "few-rows-engine-after-h200.json", "decode", "full", "ms"),
+    ],
+)
+def test_prompts_and_steps_are_the_measured_ones(
+    row: str, file: str, what: str, graphs: str, value: str
+) -> None:
+    measured = [each for each in _result(file)["rows"] if each["what"] == what and each["graphs"] == graphs]
+    assert f"| {row} | {_digits(each[value] for each in measured)} |" in PERFORMANCE
+
+
+def test_rounds_are_the_measured_ones() -> None:
+    rounds = _result("rounds-h200.json")["rows"]
+    row = "EAGLE-3 round: draft + verify + draft-extend"
+    assert f"| {row} | {_digits(each['round_ms'] for each in rounds)} |" in PERFORMANCE
+    assert f"| floor | {_digits(each['floor_ms'] for each in rounds)} |" in PERFORMANCE
+    other = _result("few-rows-rounds-after-h200.json")["rows"]
+    assert f"| another H200 | {_digits(each['round_ms'] for each in other)} | - |" in PERFORMANCE
+
+
+def test_the_cost_of_the_router_is_the_measured_one() -> None:
+    rows = _result("router-idle-beside-vllm-router.json")["rows"]
+    ours, theirs = ([each for each in rows if each["router"] == name] for name in ("tandem", "vllm-router"))
+    assert len(ours) == len(theirs) == 4
+    for mine, other in zip(ours, theirs, strict=True):
+        request, token = (mine[key] / other[key] for key in ("request_us", "token_us"))
+        cells = (
+            f"{mine['streams']:,}",
+            f"{mine['request_us']:,.0f} | {other['request_us']:.0f} | {request:.1f}",
+            f"{mine['token_us']:.3g} | {other['token_us']:.3g} | {token:.1f}",
+        )
+        assert f"| {' | '.join(cells)} |" in PERFORMANCE
+
+
+def _result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return found
+
+
+def _digits(values: Iterable[float]) -> str:
+    """Return cells with three significant digits, closing zeros included."""
+    return " | ".join(f"{value:#.3g}".removesuffix(".") for value in values)
 
 
 def _rounded(*values: float) -> str:
