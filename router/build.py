@@ -187,6 +187,7 @@ def _dispatching(cluster: Cluster) -> Dispatching:
         queue_wait=router.queue_wait,
         max_crashes=router.max_crashes,
         reserved_tokens=decode.reserved_tokens,
+        first_token_hold=router.first_token_hold_ms / 1000,
         requests_per_node=decode.max_running + decode.max_transferring,
     )
     placement, rng = router.placement, Random()

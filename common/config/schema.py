@@ -130,6 +130,8 @@ class RouterSection(Section, frozen=True, kw_only=True):
     # Most routers to which a node has links, if they are found.
     found_routers: Annotated[int, Meta(ge=1, le=64)] = 4
     placement: PlacementSection = PlacementSection()
+    # Longest time that the first token of a stream is kept back, to leave with the second one if that comes sooner.
+    first_token_hold_ms: Annotated[float, Meta(ge=0, le=200)] = 0.0
     # Failed placements of one request before the client gets an error.
     max_attempts: Annotated[int, Meta(ge=1, le=10)] = 3
     # Uncached tokens of a prompt that a movable decode node may compute itself, where that is predicted to be faster.

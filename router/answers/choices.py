@@ -114,6 +114,7 @@ class ChoiceMaker:
                 request[request_id_key] if number == 0 else f"{request[request_id_key]}-{number}",
                 tokens,
                 own,
+                streamed=bool(body.stream),
                 images=prompt.images,
                 client=client.name,
                 weight=client.weight,

@@ -11,6 +11,7 @@ from common.errors import DeadlineExceeded, InternalError, NodeLost, RequestErro
 from common.messages.generation import OutputToken, PromptLogprob
 from common.messages.router_inbox import FirstToken, HiddenStates, PromptScores, TokenRun
 from router.dispatch.answer_states import AnswerStates
+from router.dispatch.first_token_hold import FirstTokenHold
 from router.dispatch.generation import TakeNow, TokenDelta
 from router.dispatch.wakeup import Wakeup
 from router.nodes.history import NOTHING_CACHED, ExpectedCache
@@ -50,6 +51,8 @@ class Attempt(msgspec.Struct, eq=False):
     woken: Wakeup = field(default_factory=Wakeup)
     # Takes the tokens of a run at once; None unless the reader's task waits and has nothing to do.
     direct: TakeNow | None = None
+    # Delays the wake-up for the first token; None once the reader was woken, and where nothing delays it.
+    hold: FirstTokenHold | None = None
 
     @property
     def said(self) -> int:
@@ -82,7 +85,12 @@ class Attempt(msgspec.Struct, eq=False):
 
     def on_first_token(self, message: FirstToken) -> None:
         self.cached_tokens = message.cached_tokens
-        self.on_run(TokenRun(self.room, 0, [message.token], message.finish_reason))
+        run = TokenRun(self.room, 0, [message.token], message.finish_reason)
+        if self.hold is None or self.next_offset or self.early or run.finish_reason is not None:
+            self.on_run(run)
+        else:
+            self._append(run)
+            self.hold.begin(self._wake)
 
     def on_run(self, run: TokenRun) -> None:
         """Add tokens from either node. Duplicates are dropped; a run that arrives early waits in `early`."""
@@ -151,6 +159,9 @@ class Attempt(msgspec.Struct, eq=False):
     def _wake(self) -> None:
         """Let the reader's task run. Until it waits again, later tokens have to queue up after those in `pending`."""
         self.direct = None
+        if self.hold is not None:
+            self.hold.release()
+            self.hold = None
         self.woken.set()
 
     def _append(self, run: TokenRun) -> None:

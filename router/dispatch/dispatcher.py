@@ -28,6 +28,7 @@ from common.observability.logs import Log
 from router.dispatch.admission import Admission, NodeRoom
 from router.dispatch.attempt import Attempt
 from router.dispatch.delivery import Delivery
+from router.dispatch.first_token_hold import FirstTokenHold
 from router.dispatch.generation import (
     FINISH_ABORT,
     AnswerComplete,
@@ -331,6 +332,8 @@ class Dispatcher:
             prefill, decode = pair
             check_length(flight.request, self._registry.max_model_len)
             attempt = Attempt(new_room(), prefill, decode, emitted=len(flight.said))
+            if self._limits.first_token_hold and flight.request.streamed and not flight.said:
+                attempt.hold = FirstTokenHold(self._limits.first_token_hold, loop.call_later)
             self._open.open(attempt, flight)
             remaining_ms = max(int((flight.deadline - loop.time()) * 1000), 1)
             if flight.queued is None:

@@ -39,6 +39,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, eq=False):
     token_ids: Sequence[int]
     sampling: SamplingParams
     timeout_s: float | None = None
+    streamed: bool = False  # its client gets tokens as they arrive
     images: tuple[PromptImage, ...] = ()
     client: str = ""  # API key id, or the client's address where the cluster has no keys
     weight: int = 1  # the client's share while clients wait for room

@@ -17,4 +17,5 @@ class DispatchLimits:
     queue_wait: float = 30.0
     max_crashes: int = 2
     reserved_tokens: int = 256  # answer tokens that a decode node reserves for a request
+    first_token_hold: float = 0.0  # seconds for which the first token of a stream is kept back at most
     requests_per_node: int = 1 << 20  # requests that a decode node may have in its batch or in transfer

@@ -64,6 +64,8 @@ class OpenAttempts:
         room = attempt.room
         if attempt.deadline is not None:
             attempt.deadline.cancel()
+        if attempt.hold is not None:
+            attempt.hold.release()
         del self.by_room[room]
         flight = self._flights.pop(room)
         flight.attempt = None

@@ -142,12 +142,20 @@ class RouterRig:
         batch: PromptBatch | None = None,
         states: AnswerStates | None = None,
         session: bytes = b"",
+        streamed: bool = False,
         **sampling: Any,
     ) -> Client:
         params = SamplingParams(**{"max_tokens": 10, "temperature": 0.0, **sampling})
         ids = prompt or [1, 2, 3]
         asked = GenerationRequest(
-            "r1", ids, params, timeout_s, session=session, batch=batch or PromptBatch(), states=states
+            "r1",
+            ids,
+            params,
+            timeout_s,
+            streamed,
+            session=session,
+            batch=batch or PromptBatch(),
+            states=states,
         )
         return Client(self.dispatcher.generate(asked))
 

@@ -4,10 +4,16 @@
 # RATES, LOAD_SECONDS and SEEDS say how much is measured. A line for each rate and seed is printed as soon as the rate is
 # done; a rate that would not be done within LIMIT seconds (550) of the script's start fails without being begun. One rate
 # of one case with three seeds takes 250 to 300 s. With SEARCH=1 a search for the highest rate at which 99 % of requests keep
-# 200 ms and 15 ms takes their place: it begins with the first one of RATES and has as many probes as fit in LIMIT. Results go to $OUT; env.sh explains GPUS and PORT.
+# 200 ms and 15 ms takes their place: it begins with the first one of RATES and has as many probes as fit in LIMIT. SET:
+# further settings of the clusters, as in SET="router.first_token_hold_ms=10 prefill.chunk_tokens=4096"; values have no
+# spaces. Results go to $OUT; env.sh explains GPUS and PORT.
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 file=deploy/clusters/h200-x2.yaml
 common=(--set "model.path=$models/m8b" --set model.served_name=m8b)
+read -ra further <<<"${SET:-}"
+for setting in "${further[@]}"; do
+    common+=(--set "$setting")
+done
 eagle3=(--set speculation.algorithm=eagle3 --set "speculation.draft_model_path=$models/m8b-eagle3" --set speculation.steps=3)
 fp8=(--set model.quantization=fp8 --set kv.dtype=fp8)
 declare -A cases=(
@@ -54,7 +60,7 @@ write_m8b
 # shellcheck disable=SC2086
 for name in ${CASES:-plain eagle3 fp8}; do
     settings="${cases[$name]}"
-    echo "$SECONDS s: $name"
+    echo "$SECONDS s: $name ${further[*]}"
     start_cluster "$name" 120 "$file" "${common[@]}" $settings
     for rate in ${RATES:-16 32}; do
         if test "${SEARCH:-0}" = 1; then

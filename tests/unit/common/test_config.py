@@ -276,6 +276,8 @@ def test_bad_overrides_are_refused_by_name(tmp_path: Path, override: str, path: 
         (MINIMAL + "router: {request_timeout: .inf}\n", "router.request_timeout"),
         (MINIMAL + "router: {request_timeout: .nan}\n", "router.request_timeout"),
         (MINIMAL + "router: {max_attempts: 0}\n", "router.max_attempts"),
+        (MINIMAL + "router: {first_token_hold_ms: -1}\n", "router.first_token_hold_ms"),
+        (MINIMAL + "router: {first_token_hold_ms: 200.5}\n", "router.first_token_hold_ms"),
         (MINIMAL + "kv: {page_size: 0}\n", "kv.page_size"),
         (MINIMAL + "kv: {page_size: 2048}\n", "kv.page_size"),
         (MINIMAL + "prefill: {nodes: []}\n", "prefill.nodes"),

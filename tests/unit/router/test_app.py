@@ -205,6 +205,33 @@ async def test_what_is_not_done_in_time_ends_with_an_error(
     context.term()
 
 
+async def test_the_first_token_of_a_stream_is_held_as_the_cluster_file_says(cluster: Path) -> None:
+    app = build(
+        load_cluster(cluster, ["router.first_token_hold_ms=60", "health.node_timeout=600"]), ONLY, Log("test")
+    )
+    await app.start()
+    host, port = app.http.public.addresses[0][:2]
+    context = zmq.Context[zmq.Socket[bytes]]()
+    prefill, decode = node_of(context, app, "p0"), node_of(context, app, "d0")
+    body = {"prompt": "hi", "max_tokens": 5, "stream": True}
+    loop = asyncio.get_running_loop()
+    async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
+        for node in (prefill, decode):
+            assert isinstance(await node.register(), Registered)
+        begun = asyncio.create_task(session.post("/v1/completions", json=body))
+        _, prompt = await legs(prefill, decode)
+        sent = loop.time()
+        prefill.say(FirstToken(room=prompt.room, token=OutputToken(50), finish_reason=None, cached_tokens=0))
+        stream = await asyncio.wait_for(begun, PATIENCE)
+        assert loop.time() - sent >= 0.059, "the event loop counts whole milliseconds"
+        decode.tokens(prompt.room, 1, [51], "length")
+        assert (await stream.read()).endswith(b"data: [DONE]\n\n")
+    await asyncio.wait_for(app.drain(), PATIENCE)
+    for node in (prefill, decode):
+        node.close()
+    context.term()
+
+
 async def test_a_request_whose_text_is_worked_on_is_finished_before_the_router_ends(cluster: Path) -> None:
     """It was accepted although no node has it yet."""
     drain = f"health.drain_timeout={PATIENCE}"
