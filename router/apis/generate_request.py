@@ -11,7 +11,7 @@ from common.errors import InvalidRequest
 from router.requests.constraint_fields import StructuredOutputs
 from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
-from router.requests.openai_schema import CompletionRequest, Text
+from router.requests.openai_schema import CompletionRequest, RequestId, Text
 from router.requests.sampling_fields import SamplingFields
 
 DEFAULT_TOKENS = 128  # as in SGLang, or what the context leaves
@@ -69,7 +69,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = None
     return_text_in_logprobs: bool | None = None
-    rid: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    rid: RequestId | None = None
     priority: int | None = None  # higher first
     extra_key: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     model: str | None = None

@@ -13,7 +13,7 @@ from router.apis.chat_builder import ChatBuilder, ChatPart, image_part, required
 from router.requests.chat_fields import CUSTOM_REMEDY
 from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
-from router.requests.openai_schema import MAX_MESSAGES, MAX_PARTS, ChatRequest, Text
+from router.requests.openai_schema import MAX_MESSAGES, MAX_PARTS, ChatRequest, RequestId, Text
 from router.requests.sampling_fields import SamplingFields
 
 # Names in refusals: field of the chat -> field of the client's request.
@@ -31,6 +31,7 @@ NAMES = {
 SAME = (
     *SamplingFields.__struct_fields__,
     "model",
+    "request_id",
     "stream",
     "seed",
     "min_tokens",
@@ -116,6 +117,7 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     input: Text | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: Text | None = None
     model: str | None = None
+    request_id: RequestId | None = None  # as in chats
     max_output_tokens: int | None = None
     stream: bool | None = None
     text: TextOptions | None = None

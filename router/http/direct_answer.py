@@ -13,10 +13,9 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.helpers import rfc822_formatted_time
-from aiohttp.http import SERVER_SOFTWARE
 from multidict import CIMultiDict
 
-from router.http.errors import REQUEST_ID, request_id_key
+from router.http.errors import REQUEST_ID, SERVER, request_id_key
 from router.http.media_types import JSON
 
 Headers = Callable[[web.Request], Mapping[str, str]]
@@ -29,7 +28,7 @@ _HEAD = (
     "%s"
     "Content-Length: %d\r\n"
     "Date: %s\r\n"
-    f"Server: {SERVER_SOFTWARE}\r\n"
+    f"Server: {SERVER}\r\n"
     "\r\n"
 )
 
@@ -110,7 +109,7 @@ class DirectStream(_Direct):
         headers = CIMultiDict(self._own_headers)
         headers["Transfer-Encoding"] = "chunked"
         headers["Date"] = rfc822_formatted_time()
-        headers["Server"] = SERVER_SOFTWARE
+        headers["Server"] = SERVER
         connection = request.protocol
         if isinstance(connection, ClientConnection) and connection.leaving:
             self._keep_alive = False

@@ -28,6 +28,7 @@ from router.http.messages_errors import is_messages, messages_error
 from router.http.unknown_route import not_allowed, not_found
 
 REQUEST_ID = "X-Request-Id"
+SERVER = "tandem"  # the header Server of every answer; aiohttp would send its version
 MAX_REQUEST_ID = 128
 MAX_MESSAGE = 1000  # characters of an error message: long client input is not echoed
 SHOULD_RETRY = "x-should-retry"
@@ -79,9 +80,8 @@ def refused_connection(status: int, message: str) -> web.Response:
 
 
 def _closing(status: int, body: dict[str, Any]) -> web.Response:
-    response = json_response(
-        body, status, {SHOULD_RETRY: "false", REQUEST_ID: random_hex(12), "Connection": "close"}
-    )
+    headers = {SHOULD_RETRY: "false", REQUEST_ID: random_hex(12), "Connection": "close", "Server": SERVER}
+    response = json_response(body, status, headers)
     response.force_close()
     return response
 
@@ -106,6 +106,15 @@ def request_id(request: web.Request) -> str:
 def clean_request_id(given: str) -> str:
     """Return a request id of a client, truncated and without characters that do not belong in logs and headers."""
     return _UNSAFE.sub("", given[: 8 * MAX_REQUEST_ID])[:MAX_REQUEST_ID]
+
+
+def use_request_id(request: web.Request, rid: str | None, request_id: str | None = None) -> None:
+    """Replace the id of a request by one in its body: SGLang's `rid`, or vLLM's `request_id` if no header has one."""
+    given = clean_request_id(rid or "")
+    if not given and not clean_request_id(request.headers.get(REQUEST_ID, "")):
+        given = clean_request_id(request_id or "")
+    if given:
+        request[request_id_key] = given
 
 
 def _http_text(request: web.Request, error: web.HTTPException) -> str:

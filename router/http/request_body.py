@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from codecs import BOM_UTF8
 from types import TracebackType
 
 from aiohttp import web
@@ -75,8 +76,13 @@ class Received:
             self._reserved.revocable = False
 
     def take(self) -> bytearray:
-        """Return the body. Its bytes are the caller's from here on; the memory stays reserved until `release`."""
+        """Return the body, without a byte order mark, which some clients write before JSON.
+
+        Its bytes are the caller's from here on; the memory stays reserved until `release`.
+        """
         raw, self._raw = self._raw, bytearray()
+        if raw.startswith(BOM_UTF8):
+            del raw[: len(BOM_UTF8)]
         return raw
 
     def release(self) -> None:

@@ -69,7 +69,8 @@ class _Range:
         return value
 
 
-_TEMPERATURE = _Range("temperature", 0.0, 2.0)
+# vLLM and SGLang take any, OpenAI up to 2. The largest makes all tokens that are left equally likely.
+_TEMPERATURE = _Range("temperature", 0.0, 1e6)
 _TOP_P = _Range("top_p", 0.0, 1.0, low_open=True)
 _MIN_P = _Range("min_p", 0.0, 1.0)
 _REPETITION = _Range("repetition_penalty", 0.01, 2.0)  # logits are divided by it and must stay finite

@@ -35,6 +35,7 @@ TOP_LOGPROBS = 20
 MAX_TEXT = 8 << 20  # characters
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 TokenIds: TypeAlias = "list[int] | array[int]"
+RequestId = Annotated[str, Meta(min_length=1, max_length=128)]
 Completion = TypeVar("Completion", bound="CompletionRequest")
 
 
@@ -85,6 +86,8 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     native: ClassVar[bool] = False
 
     model: str | None = None
+    request_id: RequestId | None = None  # vLLM: the request's id, unless a header has one
+    rid: RequestId | None = None  # SGLang: the request's id
     max_tokens: int | None = None
     min_tokens: int | None = None
     seed: int | None = None

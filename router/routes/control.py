@@ -17,7 +17,7 @@ from router.dispatch.running_requests import RunningRequests
 from router.exchange.host_peers import HostPeers
 from router.exchange.orders import AbortOrder
 from router.http.client import Client, View, client_key
-from router.http.errors import json_response
+from router.http.errors import clean_request_id, json_response
 from router.http.request_body import received
 from router.requests.json_body import decode_json
 from router.routes.status import without_prefix
@@ -88,7 +88,9 @@ class ControlRoutes:
             count = self._requests.running.abort_all() + await self._peers.abort(AbortOrder(None))
             self._log.info("aborted all requests", client=client.name, prompts=count)
         elif asked.rid:
-            order = AbortOrder(client.name, (asked.rid, without_prefix(asked.rid)))
+            # As the request was given the id: without characters that ids do not have.
+            rid = clean_request_id(asked.rid)
+            order = AbortOrder(client.name, (rid, without_prefix(rid)))
             if not self._requests.running.abort(client.name, order.ids):
                 await self._peers.abort(order)
         else:

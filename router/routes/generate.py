@@ -11,7 +11,7 @@ from router.apis.generate_answer import GenerateForm
 from router.apis.generate_request import NAMES, GenerateTask
 from router.apis.renamed_fields import renamed_fields
 from router.apis.tasks import GENERATE
-from router.http.errors import clean_request_id, request_id_key
+from router.http.errors import request_id_key, use_request_id
 from router.http.request_body import received
 from router.routes.openai import OpenAiRoutes
 from router.text.service import TextService
@@ -33,8 +33,7 @@ class GenerateRoutes:
         await self._openai.turn()
         async with received(request) as memory:
             task = await self._texts.read_task(GENERATE, memory.take())
-            if task.rid is not None:
-                request[request_id_key] = clean_request_id(task.rid) or request[request_id_key]
+            use_request_id(request, task.rid)
             names = NAMES if isinstance(task.completion.prompt, str) else {**NAMES, "prompt": _field_of(task)}
             show = partial(self._form, task, request[request_id_key])
             with renamed_fields(names):

@@ -28,7 +28,7 @@ from router.auth.gates import quota_claim_key
 from router.dispatch.answer_states import AnswerStates
 from router.dispatch.generation import Generator, PromptBatch
 from router.http.client import client_key
-from router.http.errors import request_id_key
+from router.http.errors import request_id_key, use_request_id
 from router.http.request_body import Received, received
 from router.images.loader import ImageLoader
 from router.process.turns import Turns
@@ -116,6 +116,8 @@ class OpenAiRoutes:
     async def _chat(
         self, request: web.Request, body: ChatRequest, model: ServedModel, memory: Received, show: ShowChat
     ) -> web.StreamResponse:
+        if body.rid is not None or body.request_id is not None:
+            use_request_id(request, body.rid, body.request_id)
         check_request(body, model)
         chat = check_chat(body, model.answers)
         if body.top_logprobs and not body.logprobs:
@@ -168,6 +170,8 @@ class OpenAiRoutes:
         memory: Received,
         show: ShowCompletion,
     ) -> web.StreamResponse:
+        if body.rid is not None or body.request_id is not None:
+            use_request_id(request, body.rid, body.request_id)
         check_request(body, model)
         logprobs = check_logprobs(body.logprobs, "logprobs")
         choices, batch = list[Choice](), PromptBatch()

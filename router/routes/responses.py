@@ -10,7 +10,7 @@ from router.apis.renamed_fields import renamed_fields
 from router.apis.responses_answer import InputTokens, ResponsesForm
 from router.apis.responses_request import NAMES
 from router.apis.tasks import RESPONSES as READER
-from router.http.errors import request_id_key
+from router.http.errors import request_id_key, use_request_id
 from router.http.request_body import received
 from router.routes.translated import TranslatedRoutes
 
@@ -29,6 +29,7 @@ class ResponsesRoutes(TranslatedRoutes):
         async with received(request) as memory:
             with renamed_fields(NAMES):
                 task = await self._texts.read_task(READER, memory.take())
+                use_request_id(request, None, task.chat.request_id)
                 show = partial(ResponsesForm, task, request[request_id_key], self._model().name)
                 return await self._openai.answer_chat(request, task.chat, memory, show)
 

@@ -157,7 +157,7 @@ async def test_an_error_in_the_stream_ends_it_without_done(rig: Rig) -> None:
         ({"text": ["x"] * 65}, "text"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 9999}}, "sampling_params.max_new_tokens"),
-        ({"text": "a", "sampling_params": {"temperature": 3}}, "sampling_params.temperature"),
+        ({"text": "a", "sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
         ({"text": "a", "sampling_params": {"stop": [""]}}, "sampling_params.stop"),
         ({"text": "a", "sampling_params": {"stop_regex": "x"}}, "sampling_params.stop_regex"),
         ({"text": "a", "sampling_params": [{}]}, "sampling_params"),

@@ -300,6 +300,8 @@ async def test_every_error_of_the_http_library_has_openais_shape(rig: Rig, case:
     assert lines[0].split(b" ")[1] == str(status).encode(), (sent[:200], answer[:300])
     assert b"Content-Type: application/json" in lines
     assert b"x-should-retry: false" in lines
+    # Nothing tells which library serves, let alone its version.
+    assert [line for line in lines if line.startswith(b"Server: ")] == [b"Server: tandem"]
     assert [line for line in lines if line.startswith(b"X-Request-Id: ")]
     told = json.loads(body)["error"]  # nothing follows it: smuggled bytes get no second answer
     assert set(told) == {"message", "type", "param", "code"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -60,6 +61,19 @@ async def ask(address: tuple[str, int], request: bytes) -> tuple[int, dict[str, 
 
 def post(size: int) -> bytes:
     return HEAD % size + b"x" * size
+
+
+async def test_a_byte_order_mark_before_a_body_is_dropped() -> None:
+    """As Python's json does with bytes, and so vLLM: editors of Windows and PowerShell write one."""
+
+    async def handler(request: web.Request) -> web.Response:
+        async with received(request) as memory:
+            return web.Response(body=bytes(memory.take()), content_type="application/json")
+
+    async with serving(handler, 2 * SMALL_BODY) as (_, address):
+        for sent in (b'{"a": 1}', b'{"a": "\xef\xbb\xbf%b"}' % (b"x" * SMALL_BODY)):
+            body = codecs.BOM_UTF8 + sent
+            assert (await ask(address, HEAD % len(body) + body))[:2] == (200, json.loads(sent))
 
 
 async def test_small_bodies_on_their_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:

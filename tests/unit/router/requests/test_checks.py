@@ -27,6 +27,8 @@ def test_defaults_of_the_model_and_of_the_request() -> None:
     assert (found.temperature, found.top_p, found.top_k, found.max_tokens, found.logprobs) == (0, 1, 0, 7, 2)
     found = sampling_params(request(), 10, SERVED, None, "max_tokens", None)
     assert (found.temperature, found.top_p, found.top_k) == (1.0, 1.0, 0)
+    # Above OpenAI's limit, as in vLLM.
+    assert sampling_params(request(temperature=7.5), 10, SERVED, None, "max_tokens", None).temperature == 7.5
 
 
 def test_penalties_biases_and_the_least_length() -> None:

@@ -62,7 +62,7 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
         (path, field, value, SAME)
         for path in BOTH
         for field, values in {
-            "temperature": (-0.1, 2.1, True, "1", [], 10**400),
+            "temperature": (-0.1, 1_000_001, True, "1", [], 10**400),
             "top_p": (0, 0.0, -1, 1.01, False, "x"),
             "top_k": (-2, 1.5, True, 2**63, HUGE, "5"),
             "max_tokens": (0, -1, 1.5, True, "5", HUGE, 4096),
@@ -107,7 +107,8 @@ REFUSED: list[tuple[str, str, Any, Any]] = [  # (path, field, value, param; SAME
             "lora_path": ("x",),
             "kv_transfer_params": ({"a": 1}, 5),
             "return_hidden_states": (True, "last", 0),
-            "rid": ("x",),
+            "request_id": ("", "x" * 129, 5),
+            "rid": ("", "x" * 129, ["x"]),
             "routed_experts_start_len": (1, False),
             "stop_regex": ("a+", ["a+"]),
             "vllm_xargs": ({"a": 1},),
@@ -286,7 +287,7 @@ RAW: list[tuple[bytes, Any]] = [  # (body of a chat request, param)
     (b"[]", None),
     (b"{", None),
     (b"\xff\xfe{}", None),
-    (b"\xef\xbb\xbf{}", None),
+    (b"\xef\xbb\xbf{}", "messages"),
     (MESSAGES + b'"n":1} {}', None),
     (b"{}", "messages"),
     (MESSAGES + b'"temperature":NaN}', None),

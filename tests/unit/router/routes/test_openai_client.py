@@ -216,7 +216,7 @@ async def test_errors_reach_the_client_as_its_own(rig: Rig) -> None:
     rig.generator.will(Unavailable("no node"))
     async with client_of(rig) as client:
         with pytest.raises(openai.BadRequestError) as bad:
-            await client.chat.completions.create(model="tiny-target", messages=MESSAGES, temperature=3)
+            await client.chat.completions.create(model="tiny-target", messages=MESSAGES, temperature=-1)
         assert (bad.value.param, bad.value.code) == ("temperature", "400")
         assert bad.value.request_id
         with pytest.raises(openai.NotFoundError):
