@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from tests.chaos.disk import Disk
+from tests.chaos.ending import end_tasks
 from tests.chaos.namespaces import Host, Namespace
 from tests.chaos.proxy import Link
 from tests.chaos.timeline import Timeline
@@ -21,6 +22,7 @@ from tests.cluster.harness import ENV, ROOT, RunningCluster
 
 MODELS = ROOT / "deploy" / "tiny_models"
 POLL_SECONDS = 0.1
+ANSWER_SECONDS = 2.0  # for the router to say which nodes it lists
 PEER_PORT = 20_000
 BULK_PORT = 21_000
 HOST_MIB = 24  # of each node, for cached prefixes and retracted requests
@@ -198,14 +200,13 @@ class ChaosCluster(RunningCluster):
         except BaseException:
             self._take_down()
             raise
-        self._watcher = asyncio.create_task(self._watch())
+        self._watcher = asyncio.create_task(self.watch())
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        if self._watcher is not None:
-            self._watcher.cancel()
-        for recovery in self._recoveries:
-            recovery.cancel()
+        watching = [] if self._watcher is None else [self._watcher]
+        # Those that do not end are named when the run ends (run.py).
+        await end_tasks([*watching, *self._recoveries])
         self.disk.free()
         for link in self.links.values():
             link.heal()
@@ -235,14 +236,16 @@ class ChaosCluster(RunningCluster):
         while self.listed.get(name) == pid or self._asked < since:
             await asyncio.sleep(POLL_SECONDS / 4)
 
-    async def _watch(self) -> None:
-        """Keep `incarnations` up to date, and restart processes that end by themselves."""
+    async def watch(self) -> None:
+        """Keep `listed` up to date, and restart processes that end by themselves, until cancelled."""
         while True:
             try:
                 async with self.operator() as client:
                     while True:
                         asked = time.monotonic()
-                        info = await asyncio.wait_for(client.info(), 2.0)
+                        # asyncio.wait_for of Python 3.11 loses a cancellation that meets the answer.
+                        async with asyncio.timeout(ANSWER_SECONDS):
+                            info = await client.info()
                         self._learn(info, asked)
                         await asyncio.sleep(POLL_SECONDS)
             except Exception as error:  # the router may be dead, stopped or starting

@@ -7,7 +7,6 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tests.chaos import answers_rules, leaks, namespaces, progress_rules, starva
 from tests.chaos.cases import Expected, learn_answers, make_cases, picture_cases, with_stop_strings
 from tests.chaos.cluster import ChaosCluster, Setup
 from tests.chaos.drawing import Drawer
+from tests.chaos.ending import end_tasks
 from tests.chaos.event_tail import EventTail
 from tests.chaos.faults import KINDS, minimums
 from tests.chaos.history import History
@@ -76,10 +76,8 @@ class Experiment:
                 self._orderly = [process.pid for process in cluster.processes.values()]
             finally:
                 if self._load is not None:
-                    self._load.cancel()
-                watch.cancel()
-                with suppress(asyncio.CancelledError):
-                    await watch
+                    await self._load.abandon()
+                await end_tasks([watch])
                 tail.close()
 
     async def _undisturbed(self) -> Load:
@@ -131,9 +129,9 @@ class Experiment:
                     return True
             return False
         finally:
-            working.cancel()
-            with suppress(asyncio.CancelledError):
-                await working
+            await end_tasks([working])
+            if working.done() and not working.cancelled():
+                working.result()  # raises what it raised
 
     def _violates(self, rules: Callable[[History], list[Violation]]) -> bool:
         """Whether the requests that have ended violate the rules.

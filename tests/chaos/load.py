@@ -13,6 +13,7 @@ from typing import Any, Literal
 import aiohttp
 
 from tests.chaos.cases import Case, said
+from tests.chaos.ending import end_tasks
 from tests.cluster.harness import Client
 
 Behaviour = Literal["stays", "leaves", "slow"]
@@ -123,10 +124,9 @@ class Load:
         self._stopping = True
         await asyncio.gather(*self._tasks)
 
-    def cancel(self) -> None:
+    async def abandon(self) -> None:
         """Abandon requests in flight, whose outcome remains unknown."""
-        for task in self._tasks:
-            task.cancel()
+        await end_tasks(self._tasks)
         self.exchanges = [each for each in self.exchanges if each.ended]
 
     async def _client(self, index: int) -> None:

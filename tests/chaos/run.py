@@ -1,7 +1,8 @@
 """`python -m tests.chaos.run`: runs a cluster under load with faults from a seed, and judges the recording.
 
 Exit code 0 if every invariant holds, 1 if one is violated or too few faults of a kind were made, 2 if the run itself
-failed. SIGINT and SIGTERM end it in order; what happened until then is written and judged.
+failed, also if it leaves something behind that does not end. SIGINT and SIGTERM end it in order; what happened until
+then is written and judged.
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ from pathlib import Path
 
 from tests.chaos import check, history
 from tests.chaos.cluster import new_run_directory
+from tests.chaos.ending import EXIT_FAILED, end_tasks, exit_within
 from tests.chaos.experiment import Experiment
 from tests.chaos.faults import KINDS
 from tests.chaos.load import GIVE_UP
 from tests.chaos.report import summary, too_few
+
+EXIT_SECONDS = 30.0  # for threads that are left when all is written
+
+
+class LeftBehind(Exception):
+    """Tasks of the run ignore their cancellation."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -64,7 +72,10 @@ def _kinds(text: str) -> list[str]:
 
 
 async def until_signal(experiment: Experiment) -> None:
-    """Run the experiment. The first SIGINT or SIGTERM cancels it; later ones do not interrupt the cleanup."""
+    """Run the experiment. The first SIGINT or SIGTERM cancels it; later ones do not interrupt the cleanup.
+
+    Raises LeftBehind if a task that it started cannot be ended.
+    """
     loop, task = asyncio.get_running_loop(), asyncio.create_task(experiment.run())
 
     def end(number: signal.Signals) -> None:
@@ -75,7 +86,12 @@ async def until_signal(experiment: Experiment) -> None:
 
     for each in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(each, end, each)
-    await task
+    try:
+        await task
+    finally:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if left := await end_tasks(others):
+            raise LeftBehind(f"tasks that ignore their cancellation: {'; '.join(left)}")
 
 
 def main(arguments: list[str]) -> int:
@@ -87,8 +103,10 @@ def main(arguments: list[str]) -> int:
     print(f"seed {options.seed}", flush=True)
     experiment = Experiment(options, directory)
     failed = None
+    # Closed at the end, when all is written: that can take for ever.
+    runner = asyncio.Runner()
     try:
-        asyncio.run(until_signal(experiment))
+        runner.run(until_signal(experiment))
     except (Exception, asyncio.CancelledError) as error:
         traceback.print_exc()
         failed = repr(error)
@@ -101,9 +119,11 @@ def main(arguments: list[str]) -> int:
     (directory / "result.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result, indent=1))
     complaints = "\n".join([*too_few(recorded), check.report(violations)]).strip()
-    print(complaints or "clean")
+    print(complaints or "clean", flush=True)
+    exit_within(EXIT_SECONDS)
+    runner.close()
     if failed is not None:
-        return 2
+        return EXIT_FAILED
     return 1 if complaints else 0
 
 

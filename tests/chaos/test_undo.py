@@ -8,9 +8,6 @@ the processes that the run starts.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +15,14 @@ import pytest
 
 from tests.chaos import namespaces
 from tests.chaos.cases import UndisturbedHang
-from tests.cluster.harness import ROOT
+from tests.chaos.programs import run_harness
 
 SMALL = ["--prefill", "1", "--decode", "1", "--no-images", "--no-batches", "--until-hang"]
 DIRECTED = {
     "R1": ["--kinds", "restart", "--faults", "3", "--minutes", "0.3", "--clients", "1"],
     "R2": ["--kinds", "reset,cut,swallow", "--links", "peer", "--faults", "30", "--minutes", "0.4"],
 }
+SECONDS = 450.0  # for one run, beside other tests
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -34,16 +32,12 @@ def run(directory: Path, *arguments: str) -> tuple[bool, dict[str, Any], str]:
     reason = namespaces.missing()
     if reason is not None:
         pytest.skip(f"the links between prefill and decode nodes cannot be disturbed: {reason}")
-    command = [sys.executable, "-m", "tests.chaos.run", *SMALL, *arguments, "--directory", str(directory)]
-    ended = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
-    )
-    said = ended.stdout.decode() + ended.stderr.decode()[-4000:]
+    code, said = run_harness(directory, [*SMALL, *arguments], SECONDS)
     result = json.loads((directory / "result.json").read_text())
     # Connections break without faults, too, when the machine is busy: without a fix the first requests may hang then.
     hung_early = UndisturbedHang.__name__ in result.get("failed", "")
-    assert ended.returncode in (0, 1) or hung_early, said
-    return hung_early or ended.returncode == 1, result, said
+    assert code in (0, 1) or hung_early, said
+    return hung_early or code == 1, result, said
 
 
 @pytest.mark.parametrize("fix", DIRECTED)

@@ -1,0 +1,50 @@
+"""A program that does not end is ended, with everything that it started, and its output is shown."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import programs
+from tests.fakes.waiting import until
+
+# Ignores SIGTERM. Its child prints its process id and would outlive it.
+PROGRAM = """
+import signal, subprocess, time
+
+def stuck():
+    child = subprocess.Popen(["sleep", "60"])
+    print(child.pid, flush=True)
+    time.sleep(60)
+
+signal.signal(signal.SIGTERM, lambda *signal: print("told to end", flush=True))
+stuck()
+"""
+
+
+def has_ended(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_output_and_exit_code_of_a_program(tmp_path: Path) -> None:
+    program = "import sys; print('said'); sys.exit(3)"
+    assert programs.run_program(["-c", program], tmp_path / "output.txt", 60.0) == (3, "said\n")
+
+
+def test_a_program_that_does_not_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(programs, "LATE", ((signal.SIGTERM, 0.2), (signal.SIGABRT, 20.0)))
+    with pytest.raises(subprocess.TimeoutExpired):
+        programs.run_program(["-c", PROGRAM], tmp_path / "output.txt", 0.5)
+    said = capsys.readouterr().out
+    assert "told to end" in said
+    assert "Aborted" in said
+    assert "in stuck" in said
+    until(lambda: has_ended(said.split()[0]))
