@@ -21,6 +21,8 @@ _PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None, use_errno=True).prctl
 TAIL_BYTES = 2000
 LINE_CHARACTERS = 300  # limit for a log line in a report
+# SIGKILL leaves a process no time for a line, so the last one of its log is about something else.
+KILLED = "killed from outside, by hand or by the kernel because memory ran out, which dmesg would say"
 KILLED_SECONDS = 30.0  # wait after SIGKILL; a process that takes longer hangs in the kernel
 
 
@@ -155,9 +157,14 @@ class Child:
         return _tail(self.log_path) or _tail(self._old_log)  # the log may just have been rotated
 
     def last_words(self) -> str:
-        """Return one line that says why it ended: the reason reported at start-up, or the last line of its log."""
+        """Return one line that says why it ended: the reason reported at start-up, or the last line of its log.
+
+        After SIGKILL it says who may have sent it.
+        """
         if self.read_progress().phase == "failed" and self.progress.message:
             return _shorten(self.progress.message)
+        if self._process is not None and self.exit_code == -signal.SIGKILL:
+            return KILLED
         events = (_event(line.strip()) for line in reversed(self.log_tail().split("\n")))
         return _shorten(next((event for event in events if event), "no log line"))
 

@@ -18,6 +18,7 @@ from common.errors import ConfigError
 ENV_PREFIX = "TANDEM_"
 # read by deploy/setup and deploy/env.sh
 ENV_OF_SCRIPTS = ("TANDEM_PYTHON", "TANDEM_TORCH", "TANDEM_TORCH_INDEX")
+ROLES = ("prefill", "decode")
 SURE = 0.8  # similarity, up to 1, from which a name of another section is suggested
 SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)")
 
@@ -137,13 +138,23 @@ def _keys_below(schema: type[Cluster], section: str) -> list[str]:
 
 def _remedy(schema: type[Cluster], path: str, here: list[str], value: str = "") -> str:
     """Return what to write instead. `here` are the keys of its section, with their paths."""
-    last = path.rpartition(".")[2]
+    section, _, last = path.rpartition(".")
     elsewhere = [each for each in cluster_keys(schema).values() if each.rpartition(".")[2] == last]
+    if elsewhere and section in ROLES:
+        # The key of the other role is about something else.
+        return f"; only {elsewhere[0]} exists; known here: {', '.join(here)}"
     if elsewhere:
         return f"; write {' or '.join(each + value for each in elsewhere)}"
     foreign = foreign_answer(last)
     if foreign is not None:
         return f": {foreign}"
+    of_nodes = [role for role in ROLES if last in _node_keys(schema, role)]
+    if of_nodes and "[" not in section:
+        roles = [section] if section in of_nodes else of_nodes
+        lists = " or ".join(
+            f"{role}.nodes=[{{name: {role}-0, {last}{value.replace('=', ': ')}}}]" for role in roles
+        )
+        return f"; it is a key of each node, as in {lists}"
     close = _closest(last, here) or difflib.get_close_matches(path, cluster_keys(schema).values(), 1, SURE)
     if close:
         return f"; did you mean {close[0]!r}?"
@@ -151,6 +162,14 @@ def _remedy(schema: type[Cluster], path: str, here: list[str], value: str = "") 
         return f"; known here: {', '.join(here)}"
     sections = ", ".join(field.name for field in msgspec.structs.fields(Cluster))
     return f"; the sections are {sections}, and deploy/config shows every key"
+
+
+def _node_keys(schema: type[Cluster], role: str) -> tuple[str, ...]:
+    """Return the keys of an entry in the list of nodes of a role."""
+    sections = {field.name: field.type for field in msgspec.structs.fields(schema)}
+    entry = element_struct(sections[role], "nodes")
+    assert entry is not None
+    return entry.__struct_fields__
 
 
 def _closest(last: str, paths: list[str]) -> list[str]:

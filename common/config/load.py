@@ -194,7 +194,7 @@ def _check_lengths(cluster: Cluster) -> None:
         if tokens == "auto":
             if any(node.on_gpu for node in section.nodes):
                 continue
-            tokens, auto = section.CPU_POOL_TOKENS, "auto is "
+            tokens, auto = section.CPU_POOL_TOKENS, "auto: "
         _check_length(f"{role}.pool_tokens", tokens, cluster, auto)
     for role in ("prefill", "decode"):
         own = cluster.movable.tokens_of(role)

@@ -214,7 +214,7 @@ class PrefillSection(Section, frozen=True, kw_only=True):
     memory_fraction: Fraction = 0.9  # share of its GPU that a node takes if pool_tokens is auto
     # Most tokens of one forward; rounded for models that compute prompts on a grid. Forwards are smaller where first
     # tokens come sooner by that.
-    chunk_tokens: Positive = 2048
+    chunk_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
     max_batch: Positive = 64  # prompts in one forward
     max_queue: Positive = 1024  # waiting requests; more are refused
     # Graphs of the prompt forward; auto: breakable on GPUs, none on CPUs.

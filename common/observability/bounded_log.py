@@ -17,6 +17,8 @@ MAX_PEERS = 8  # listed in the summary
 class BoundedLog:
     """Logs one kind of event: the first few of a window at once, the others as a count in one line at its end.
 
+    `warning` or `info`, whichever is called, is also the level of that line.
+
     Thread-safe. A window ends at the first event or `flush` after WINDOW seconds.
     """
 
@@ -27,17 +29,26 @@ class BoundedLog:
         self._lock = threading.Lock()
         self._since = -WINDOW
         self._written = 0
+        self._say = log.warning
         self._suppressed: Counter[str] = Counter()  # by peer, the most frequent ones
         self.total = 0
 
-    def warning(self, peer: str, reason: str) -> None:
+    def warning(self, peer: str, reason: str, **fields: object) -> None:
         """Log that `peer` was refused for `reason`."""
+        self._add(self._log.warning, peer, reason, fields)
+
+    def info(self, peer: str, reason: str, **fields: object) -> None:
+        """Log that `peer` was refused for `reason`, where that is its own fault."""
+        self._add(self._log.info, peer, reason, fields)
+
+    def _add(self, say: Callable[..., None], peer: str, reason: str, fields: dict[str, object]) -> None:
         with self._lock:
+            self._say = say
             self.total += 1
             self._end_window()
             if self._written < FIRST:
                 self._written += 1
-                self._log.warning(self._event, peer=peer, reason=reason)
+                say(self._event, peer=peer, reason=reason, **fields)
             elif peer in self._suppressed or len(self._suppressed) < MAX_PEERS:
                 self._suppressed[peer] += 1
             else:
@@ -53,7 +64,7 @@ class BoundedLog:
         if now - self._since < WINDOW:
             return
         if self._suppressed:
-            self._log.warning(
+            self._say(
                 f"{self._event}: not logged individually",
                 count=self._suppressed.total(),
                 seconds=round(now - self._since, 1),

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.typedefs import Handler, Middleware
 
 from common.errors import (
@@ -23,6 +24,7 @@ from common.errors import (
 )
 from common.observability.logs import Log
 from common.random_bytes import random_hex
+from router.http.error_log import ErrorLog
 from router.http.media_types import JSON
 from router.http.messages_errors import is_messages, messages_error
 from router.http.unknown_route import not_allowed, not_found
@@ -33,6 +35,7 @@ MAX_REQUEST_ID = 128
 MAX_MESSAGE = 1000  # characters of an error message: long client input is not echoed
 SHOULD_RETRY = "x-should-retry"
 RETRY_AFTER_SECONDS = 1
+TOO_MANY_HEADERS = "Too many headers received"  # as aiohttp's parser says it
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=-]")
 request_id_key: web.RequestKey[str] = web.RequestKey("request_id", str)
 arrived_key: web.RequestKey[float] = web.RequestKey("arrived", float)  # monotonic seconds
@@ -67,8 +70,17 @@ def response_of(error: RequestError) -> web.Response:
     return json_response(body_of(error), error.status, headers)
 
 
-def broken_request(status: int) -> web.Response:
-    """Answer bytes that are not a valid HTTP request, or a failure of the server itself."""
+def broken_request(status: int, error: BaseException | None, line_bytes: int, headers: int) -> web.Response:
+    """Answer bytes that are not a valid HTTP request, or a failure of the server itself.
+
+    `error` is what the parser raised; `line_bytes` and `headers` are its limits for a line and for their number.
+    """
+    if isinstance(error, LineTooLong):
+        return refused_connection(
+            431, f"the URL or a header of the request is longer than {line_bytes} bytes; send a shorter one"
+        )
+    if isinstance(error, BadHttpMessage) and error.message == TOO_MANY_HEADERS:
+        return refused_connection(431, f"the request has more than {headers} headers; send fewer")
     if status < 500:
         return refused_connection(status, "this is not a valid HTTP request")
     return _closing(status, error_body("internal error", "server_error", None, InternalError.code))
@@ -130,6 +142,7 @@ def error_middleware(log: Log, answered: Answered = lambda request, response: No
 
     `answered` is called with every request and its response, after the last byte of a stream.
     """
+    errors = ErrorLog(log)
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -138,7 +151,7 @@ def error_middleware(log: Log, answered: Answered = lambda request, response: No
         try:
             response = await handler(request)
         except Exception as error:
-            response = _refusal(error, request, log)
+            response = _refusal(error, request, log, errors)
         if not response.prepared:
             response.headers[REQUEST_ID] = request[request_id_key]
         answered(request, response)
@@ -147,20 +160,23 @@ def error_middleware(log: Log, answered: Answered = lambda request, response: No
     return handle
 
 
-def _refusal(error: Exception, request: web.Request, log: Log) -> web.Response:
+def _refusal(error: Exception, request: web.Request, log: Log, errors: ErrorLog) -> web.Response:
     """Return the answer to a request whose handler has raised `error`, in the form of the path's API."""
+    identity = request[request_id_key]
     if isinstance(error, RequestError):
         response = response_of(error)
+        errors.note(request, identity, error.status, error.param, str(error))
     elif isinstance(error, web.HTTPException):
         text = _http_text(request, error)
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
         headers = {SHOULD_RETRY: "false", **allow}
         response = json_response(error_body(text, kind, None, error.status), error.status, headers)
+        errors.note(request, identity, error.status, None, text)
     else:
         response = response_of(defect(log, request))
     if is_messages(request.path):
         assert isinstance(response.body, bytes)
         given = msgspec.json.decode(response.body)["error"]
-        response.body = msgspec.json.encode(messages_error(given, response.status, request[request_id_key]))
+        response.body = msgspec.json.encode(messages_error(given, response.status, identity))
     return response

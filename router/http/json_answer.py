@@ -34,8 +34,12 @@ async def send_json(request: web.Request, parts: Sequence[BodyPart]) -> web.Stre
             )
     response = web.StreamResponse(headers={REQUEST_ID: request[request_id_key]})
     response.content_type, response.content_length = JSON, size
-    if size is None and request.version == HttpVersion11:
-        response.enable_chunked_encoding()
+    if size is None:
+        if request.version == HttpVersion11:
+            response.enable_chunked_encoding()
+        else:
+            # Only the end of the connection tells such a client that the answer is complete.
+            response.force_close()
     try:
         await response.prepare(request)
         for piece in _pieces(parts):

@@ -45,6 +45,9 @@ class SseWriter:
             response = web.StreamResponse(headers=headers)
             if request.version == HttpVersion11:
                 response.enable_chunked_encoding()
+            else:
+                # Only the end of the connection tells such a client that the stream is complete.
+                response.force_close()
         self.response = response
         try:
             await response.prepare(request)

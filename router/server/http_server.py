@@ -208,7 +208,7 @@ class _Protocol(ClientConnection):
         elif request.writer.output_size > 0:
             raise ConnectionError("the answer has started: an error cannot be sent any more")
         # Not logged: anybody can send invalid bytes.
-        return broken_request(status)
+        return broken_request(status, exc, MAX_HEADER_BYTES, MAX_HEADERS)
 
 
 class _Server(web.Server):

@@ -249,6 +249,17 @@ def test_unknown_keys_in_a_list_from_outside(tmp_path: Path) -> None:
         ("router=1", "router", "it is a section; set one of its keys: router.host, router.port"),
         ("router.zzz=1", "router.zzz", "router.request_timeout"),
         ("health.zzz=1", "health.zzz", "known here: health.heartbeat_interval"),
+        ("decode.max_batch=8", "decode.max_batch", "only prefill.max_batch exists; known here: decode.nodes"),
+        (
+            "prefill.tensor_parallel=2",
+            "prefill.tensor_parallel",
+            "a key of each node, as in prefill.nodes=[{name: prefill-0, tensor_parallel: 2}]",
+        ),
+        (
+            "bulk_port=7",
+            "bulk_port",
+            "a key of each node, as in decode.nodes=[{name: decode-0, bulk_port: 7}]",
+        ),
         ("zzz=1", "zzz", "the sections are model, kv, router"),
         ("", "", "KEY=VALUE"),
         ("=1", "", "KEY=VALUE"),
@@ -286,6 +297,7 @@ def test_bad_overrides_are_refused_by_name(tmp_path: Path, override: str, path: 
         (MINIMAL + "decode: {nodes: [{name: a}, {device: cpu}]}\n", "decode.nodes[1]"),
         (MINIMAL + "decode: {nodes: [{name: 7}]}\n", "decode.nodes[0].name"),
         (MINIMAL + "decode: {backup_mib: -1}\n", "decode.backup_mib"),
+        (MINIMAL + "prefill: {chunk_tokens: 100000000}\n", "prefill.chunk_tokens"),
         (MINIMAL + "process: {log_level: loud}\n", "process.log_level"),
         ("model: {path: m, dtype: int8}\n", "model.dtype"),
         ("model: {path: m, max_model_len: 1}\n", "model.max_model_len"),
@@ -453,7 +465,11 @@ def test_a_wrong_value_names_the_variable_that_it_came_from(tmp_path: Path) -> N
         (["decode.pool_tokens=2048"], "decode.pool_tokens", "2048 tokens in pages of 16 hold no request"),
         (["prefill.pool_tokens=4000"], "prefill.pool_tokens", "write at least 4096"),
         (["decode.pool_tokens=4096", "kv.page_size=1000"], "decode.pool_tokens", "to at most 4000"),
-        (["model.max_model_len=40000"], "prefill.pool_tokens", "auto is 32768 tokens"),
+        (
+            ["model.max_model_len=40000"],
+            "prefill.pool_tokens",
+            "auto: 32768 tokens in pages of 16 hold no request",
+        ),
     ],
 )
 def test_a_pool_that_holds_no_request_of_the_given_length_is_refused(

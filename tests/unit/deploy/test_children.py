@@ -189,6 +189,15 @@ def test_last_words_are_the_reason_given_at_start_up(make: Callable[[str], Child
     assert child.last_words() == "no such model"
 
 
+def test_what_a_killed_process_logged_last_is_not_taken_for_the_reason(make: Callable[[str], Child]) -> None:
+    child = make("""print('{"event": "throughput"}', flush=True); __import__("time").sleep(60)""")
+    child.start()
+    until(lambda: "throughput" in child.log_tail())
+    child.signal(signal.SIGKILL)
+    until(lambda: child.exit_code is not None)
+    assert child.last_words().startswith("killed from outside")
+
+
 def test_the_tail_of_a_log_that_was_just_rotated(tmp_path: Path) -> None:
     (tmp_path / "n.log").write_text("")
     (tmp_path / "n.log.1").write_text("before\n")

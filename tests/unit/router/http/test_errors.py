@@ -203,29 +203,31 @@ LENGTH = f"Content-Length: {len(RAW)}\r\n"
 
 
 @pytest.mark.parametrize(
-    "head",
+    ("status", "head"),
     [
-        f"{HEAD}{LENGTH}Transfer-Encoding: chunked\r\n\r\n",
-        f"{HEAD}{LENGTH}Content-Length: 5\r\n\r\n",
-        f"{HEAD}Content-Length: -1\r\n\r\n",
-        f"{HEAD}Content-Length: +5\r\n\r\n",
-        f"{HEAD}Transfer-Encoding: chunked, gzip\r\n\r\n",
-        f"{HEAD}{LENGTH}A: {'x' * 20_000}\r\n\r\n",
-        f"{HEAD}{LENGTH}" + "".join(f"A{i}: x\r\n" for i in range(150)) + "\r\n",
-        f"{HEAD}{LENGTH}A b: x\r\n\r\n",
-        f"{HEAD}{LENGTH}A: x\0y\r\n\r\n",
-        f"POST /{'x' * 20_000} HTTP/1.1\r\nHost: x\r\n{LENGTH}\r\n",
-        f"POST {CHAT} HTTP/9.9\r\n{LENGTH}\r\n",
-        "\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03",
+        (400, f"{HEAD}{LENGTH}Transfer-Encoding: chunked\r\n\r\n"),
+        (400, f"{HEAD}{LENGTH}Content-Length: 5\r\n\r\n"),
+        (400, f"{HEAD}Content-Length: -1\r\n\r\n"),
+        (400, f"{HEAD}Content-Length: +5\r\n\r\n"),
+        (400, f"{HEAD}Transfer-Encoding: chunked, gzip\r\n\r\n"),
+        (431, f"{HEAD}{LENGTH}A: {'x' * 20_000}\r\n\r\n"),
+        (431, f"{HEAD}{LENGTH}" + "".join(f"A{i}: x\r\n" for i in range(150)) + "\r\n"),
+        (400, f"{HEAD}{LENGTH}A b: x\r\n\r\n"),
+        (400, f"{HEAD}{LENGTH}A: x\0y\r\n\r\n"),
+        (431, f"POST /{'x' * 20_000} HTTP/1.1\r\nHost: x\r\n{LENGTH}\r\n"),
+        (400, f"POST {CHAT} HTTP/9.9\r\n{LENGTH}\r\n"),
+        (400, "\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03"),
     ],
 )
-async def test_broken_http_is_refused(rig: Rig, head: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_broken_http_is_refused(
+    rig: Rig, status: int, head: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Nobody can fill the log with such requests."""
     rig.generator.will(*one_by_one([10]))
     answer = await exchange(rig, head.encode("latin-1") + RAW)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     lines, _, body = answer.partition(b"\r\n\r\n")
-    assert b" 400 " in lines.split(b"\r\n")[0], answer[:200]
+    assert f" {status} ".encode() in lines.split(b"\r\n")[0], answer[:200]
     for line in (
         b"Content-Type: application/json",
         b"X-Request-Id: ",
@@ -234,7 +236,7 @@ async def test_broken_http_is_refused(rig: Rig, head: str, caplog: pytest.LogCap
     ):
         assert line in lines
     told = json.loads(body)["error"]
-    assert (told["type"], told["code"], told["param"]) == ("invalid_request_error", 400, None)
+    assert (told["type"], told["code"], told["param"]) == ("invalid_request_error", status, None)
     assert not rig.generator.requests
     assert (await rig.post(CHAT, BODY))[0] == 200  # other clients are served
 
@@ -255,7 +257,7 @@ REFUSED_BY_THE_SERVER: list[tuple[int, str]] = [
     (400, f"{HEAD}Transfer-Encoding:\r\n\r\n{CHUNKS}"),
     (400, f"{HEAD}Transfer-Encoding: chunked\r\n{LENGTH}\r\n{CHUNKS}"),
     (400, f"{HEAD}Transfer-Encoding: chunked\r\n\r\nzz\r\n"),
-    (400, f"{HEAD}Transfer-Encoding: chunked\r\n\r\n0\r\n" + "A: b\r\n" * 3000 + "\r\n"),
+    (431, f"{HEAD}Transfer-Encoding: chunked\r\n\r\n0\r\n" + "A: b\r\n" * 3000 + "\r\n"),
     (400, f"{HEAD}Content-Length: 99999999999999999999999\r\n\r\n"),
     (413, f"{HEAD}Connection: close\r\nContent-Length: {LARGE}\r\n\r\n" + "x" * LARGE),
     (
@@ -277,9 +279,9 @@ REFUSED_BY_THE_SERVER: list[tuple[int, str]] = [
     (400, "GET /live HTTP/1.1\nHost: x\n\n"),
     (400, "GET /live\x01 HTTP/1.1\r\nHost: x\r\n\r\n"),
     (400, "GET http://[::1/live HTTP/1.1\r\nHost: x\r\n\r\n"),
-    (400, f"{GET}A: {'x' * 20_000}\r\n\r\n"),
-    (400, GET + "A: b\r\n" * 200 + "\r\n"),
-    (400, f"GET /{'x' * 20_000} HTTP/1.1\r\nHost: x\r\n\r\n"),
+    (431, f"{GET}A: {'x' * 20_000}\r\n\r\n"),
+    (431, GET + "A: b\r\n" * 200 + "\r\n"),
+    (431, f"GET /{'x' * 20_000} HTTP/1.1\r\nHost: x\r\n\r\n"),
     (404, "GET /nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"),
     (404, "OPTIONS * HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"),
     (404, "CONNECT x:80 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"),
@@ -307,6 +309,26 @@ async def test_every_error_of_the_http_library_has_openais_shape(rig: Rig, case:
     assert set(told) == {"message", "type", "param", "code"}
     assert (told["type"], told["code"]) == ("invalid_request_error", status)
     assert not rig.generator.requests
+
+
+async def test_a_head_that_is_too_large_is_told_its_limits(rig: Rig) -> None:
+    """A long token or many cookies are no broken HTTP: the client has to learn what to shorten."""
+    for sent, limit in (
+        (f"{GET}Authorization: Bearer {'x' * 20_000}\r\n\r\n", "longer than 16384 bytes"),
+        (f"GET /{'x' * 20_000} HTTP/1.1\r\nHost: x\r\n\r\n", "longer than 16384 bytes"),
+        (GET + "A: b\r\n" * 200 + "\r\n", "more than 100 headers"),
+    ):
+        _, _, body = (await exchange(rig, sent.encode())).partition(b"\r\n\r\n")
+        assert limit in json.loads(body)["error"]["message"]
+
+
+async def test_a_stream_over_http_1_0_ends_with_its_connection(rig: Rig) -> None:
+    """Such a client knows no chunks: if it asked to keep the connection, it would wait for more until it times out."""
+    rig.generator.will(*one_by_one([10]))
+    body = json.dumps({**BODY, "stream": True}).encode()
+    head = f"POST {CHAT} HTTP/1.0\r\nConnection: keep-alive\r\nContent-Type: application/json\r\n"
+    answer = await exchange(rig, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    assert answer.endswith(b"data: [DONE]\n\n")
 
 
 async def test_chunked_bodies_and_expectations_are_taken(rig: Rig) -> None:

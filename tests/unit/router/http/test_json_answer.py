@@ -12,14 +12,14 @@ import pytest
 from aiohttp import web
 
 from router.http.errors import REQUEST_ID, request_id_key
-from router.http.json_answer import PIECE, send_json
+from router.http.json_answer import PIECE, BodyPart, send_json
 from router.server.http_server import http_runner
 from tests.fakes.waiting import PATIENCE
 
 
 @asynccontextmanager
 async def answering(
-    parts: Sequence[bytes], write_timeout: float = PATIENCE, ended: asyncio.Event | None = None
+    parts: Sequence[BodyPart], write_timeout: float = PATIENCE, ended: asyncio.Event | None = None
 ) -> AsyncIterator[tuple[str, int]]:
     """Yield the address of a server that answers every GET with `parts` and sets `ended` afterwards."""
 
@@ -118,3 +118,13 @@ async def test_a_client_that_does_not_read_is_cut_off() -> None:
             with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
                 await reader.readexactly(size)
         writer.transport.abort()
+
+
+async def test_an_answer_of_unknown_size_over_http_1_0_ends_with_its_connection() -> None:
+    """Such a client knows no chunks: if it asked to keep the connection, it would wait for more until it times out."""
+    async with answering([b"[1", iter([b",2", b"]"])]) as (host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+        async with asyncio.timeout(PATIENCE):
+            assert (await reader.read()).endswith(b"[1,2]")
+        writer.close()

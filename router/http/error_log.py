@@ -1,0 +1,50 @@
+"""Log lines about requests that are answered with an error, at a bounded rate."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from common.errors import ClientGone
+from common.observability.bounded_log import WINDOW, BoundedLog
+from common.observability.logs import Log
+from router.http.client import client_key
+from router.http.matched_route import matched_route
+
+MAX_REASON = 300  # characters of an error message
+
+
+class ErrorLog:
+    """Logs errors of clients and those of the server, each at its own rate: the former must not displace the latter."""
+
+    def __init__(self, log: Log) -> None:
+        self._refused = BoundedLog(log, "refused a request")
+        self._failed = BoundedLog(log, "failed a request")
+        self._flush: asyncio.TimerHandle | None = None
+
+    def note(
+        self, request: web.Request, request_id: str, status: int, param: str | None, reason: str
+    ) -> None:
+        """Log one error, except of a client that has left, and of a request that the gate refuses and logs itself."""
+        client = request.get(client_key)
+        if client is None or status == ClientGone.status:
+            return
+        about: dict[str, object] = {
+            "request_id": request_id,
+            "route": matched_route(request),
+            "status": status,
+        }
+        if param is not None:
+            about["param"] = param
+        if status < 500:
+            self._refused.info(client.name, reason[:MAX_REASON], **about)
+        else:
+            self._failed.warning(client.name, reason[:MAX_REASON], **about)
+        if self._flush is None:
+            self._flush = asyncio.get_running_loop().call_later(WINDOW, self._end_window)
+
+    def _end_window(self) -> None:
+        self._flush = None
+        self._refused.flush()
+        self._failed.flush()
