@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -48,14 +49,17 @@ _SAMPLING = {
     "seed": "sampling_seed",
     "include_stop_str_in_output": "no_stop_trim",
 }
-# Names in refusals: field of the completions request -> field of the client's request.
-NAMES = {
-    "prompt": "text",
-    "logprobs": "top_logprobs_num",
-    "cache_salt": "extra_key",
-    "structured_outputs": "sampling_params",
-    **{name: f"sampling_params.{own}" for name, own in _SAMPLING.items()},
-}
+
+
+def sampling_place(index: int | None) -> str:
+    """Return where the client has sent the sampling fields of all prompts, or of the one with this index."""
+    return "sampling_params" if index is None else f"sampling_params[{index}]"
+
+
+def sampling_names(index: int | None) -> dict[str, str]:
+    """Return the names of the sampling fields in refusals, see NAMES."""
+    where = sampling_place(index)
+    return {"structured_outputs": where, **{name: f"{where}.{own}" for name, own in _SAMPLING.items()}}
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +67,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     text: Text | list[Text] | None = None
     input_ids: list[int | list[int]] | None = None
-    sampling_params: GenerateSampling | None = None
+    sampling_params: GenerateSampling | list[GenerateSampling] | None = None  # of all prompts, or of each
     stream: bool | None = None
     return_logprob: bool | None = None
     logprob_start_len: int | None = None
@@ -124,6 +128,8 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     """A request after its translation."""
 
     completion: PromptsOfGenerate
+    # What each prompt is answered with, if sampling_params is a list: `completion` without its prompts.
+    own: tuple[PromptsOfGenerate, ...] = ()
     listed: bool  # the answer is a list, because the request has several prompts or choices
     rid: str | None
     logprobs: bool
@@ -132,20 +138,54 @@ class GenerateTask(msgspec.Struct, frozen=True, kw_only=True):
     start: int | None = None
 
 
+_NAMES = {
+    "prompt": "text",
+    "logprobs": "top_logprobs_num",
+    "cache_salt": "extra_key",
+    **sampling_names(None),
+}
+
+
+def names_of(task: GenerateTask) -> dict[str, str]:
+    """Return the names in refusals: field of the completions request -> field of the client's request."""
+    prompt = task.completion.prompt
+    listed_ids = not isinstance(prompt, str) and not isinstance(prompt[0], str)
+    return {**_NAMES, "prompt": "input_ids"} if listed_ids else _NAMES
+
+
 _decoder = msgspec.json.Decoder(GenerateRequest)
 
 
 def read_generate(raw: bytes | bytearray) -> GenerateTask:
     """Parse and translate a body. Raises InvalidRequest, which names the field."""
     request = decode_json(raw, _decoder)
-    sampling = request.sampling_params or GenerateSampling()
+    given = request.sampling_params
+    own = isinstance(given, list)
+    samplings = given if isinstance(given, list) else [given or GenerateSampling()]
     refuse_fields(request, _NEUTRAL)
-    refuse_fields(sampling, _SAMPLING_NEUTRAL, "sampling_params.")
+    for index, sampling in enumerate(samplings):
+        refuse_fields(sampling, _SAMPLING_NEUTRAL, f"{sampling_place(index if own else None)}.")
     prompt, listed = _prompt(request)
+    if own:
+        _check_list(samplings, len(prompt) if listed else None)
     if not request.return_logprob and request.top_logprobs_num:
         raise InvalidRequest("top_logprobs_num needs return_logprob: true", param="top_logprobs_num")
     start = _first_scored(request)
-    completion = PromptsOfGenerate(
+    return GenerateTask(
+        completion=_completion(request, samplings[0], prompt, start),
+        own=tuple(_completion(request, each, "", start) for each in samplings) if own else (),
+        listed=listed or (samplings[0].n or 1) > 1,
+        rid=request.rid,
+        logprobs=bool(request.return_logprob),
+        with_text=bool(request.return_text_in_logprobs),
+        start=start,
+    )
+
+
+def _completion(
+    request: GenerateRequest, sampling: GenerateSampling, prompt: str | list[Any], start: int | None
+) -> PromptsOfGenerate:
+    return PromptsOfGenerate(
         model=request.model,
         return_hidden_states=request.return_hidden_states,
         prompt=prompt,
@@ -161,14 +201,21 @@ def read_generate(raw: bytes | bytearray) -> GenerateTask:
         # completions take lower priorities first
         priority=None if request.priority is None else -request.priority,
     )
-    return GenerateTask(
-        completion=completion,
-        listed=listed or (sampling.n or 1) > 1,
-        rid=request.rid,
-        logprobs=bool(request.return_logprob),
-        with_text=bool(request.return_text_in_logprobs),
-        start=start,
-    )
+
+
+def _check_list(samplings: Sequence[GenerateSampling], prompts: int | None) -> None:
+    """Require one item for each prompt, all with the same number of answers. `prompts`: None for one, not in a list."""
+    if len(samplings) != prompts:
+        listed = "one prompt that is not in a list" if prompts is None else f"{prompts} prompts"
+        raise InvalidRequest(
+            f"sampling_params lists {len(samplings)} objects for {listed}; send one for each, or an object for all",
+            param="sampling_params",
+        )
+    for index, each in enumerate(samplings):
+        if each.n != samplings[0].n:
+            raise InvalidRequest(
+                "n must be the same in all items of sampling_params", param=f"{sampling_place(index)}.n"
+            )
 
 
 def _first_scored(request: GenerateRequest) -> int | None:

@@ -15,12 +15,20 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        renamed = _renamed(error.param or "", names)
-        if renamed is None:
+        renamed = renamed_refusal(error, names)
+        if renamed is error:
             raise
-        inner, outer = renamed
-        message = re.sub(rf"(?<![\w.]){re.escape(inner)}(?!\w)", lambda _: outer, str(error))
-        raise type(error)(message, param=outer + (error.param or "").removeprefix(inner)) from error
+        raise renamed from error
+
+
+def renamed_refusal(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
+    """Return a refusal under the client's name of its field, or the same one if `names` lacks the field."""
+    renamed = _renamed(error.param or "", names)
+    if renamed is None:
+        return error
+    inner, outer = renamed
+    message = re.sub(rf"(?<![\w.]){re.escape(inner)}(?!\w)", lambda _: outer, str(error))
+    return type(error)(message, param=outer + (error.param or "").removeprefix(inner))
 
 
 def _renamed(param: str, names: Mapping[str, str]) -> tuple[str, str] | None:

@@ -9,8 +9,16 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from common.errors import InvalidRequest
-from router.apis.generate_request import GenerateRequest, GenerateSampling, GenerateTask, read_generate
+from router.apis.generate_request import (
+    GenerateRequest,
+    GenerateSampling,
+    GenerateTask,
+    names_of,
+    read_generate,
+    sampling_names,
+)
 from router.apis.messages_request import MessagesRequest, MessagesTask, read_count, read_messages
+from router.apis.renamed_fields import renamed_fields
 from router.apis.responses_request import ResponsesRequest, ResponsesTask, read_responses
 from router.requests.field_rules import undeclared, undeclared_inside
 from router.requests.openai_schema import compact_chat, compact_completion
@@ -26,7 +34,7 @@ class TaskReader(Generic[T]):
     Attributes:
         api: its name in jobs of text workers.
         fields: the fields of a body.
-        inner: a field that is an object, and the fields of that.
+        inner: a field that is an object, or a list of objects, and the fields of each.
         read: parses a body. Raises InvalidRequest.
         compact: makes the same task of a large body cheap to decode, see `compact_chat`. Raises InvalidRequest.
     """
@@ -56,8 +64,13 @@ class TaskReader(Generic[T]):
 
 
 def _compact_generate(task: GenerateTask) -> GenerateTask:
-    compact = compact_completion(task.completion)
-    return msgspec.structs.replace(task, completion=compact)
+    own = []
+    for index, each in enumerate(task.own):
+        with renamed_fields(sampling_names(index)):
+            own.append(compact_completion(each))
+    with renamed_fields(names_of(task)):
+        completion = compact_completion(task.completion)
+    return msgspec.structs.replace(task, completion=completion, own=tuple(own))
 
 
 def _compact_chat(task: ChatTask) -> ChatTask:

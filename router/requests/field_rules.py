@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
 
@@ -118,12 +119,16 @@ def undeclared(raw: bytes | bytearray, declared: frozenset[str], where: str = ""
 
 
 def undeclared_inside(raw: bytes | bytearray, field: str, declared: frozenset[str]) -> tuple[str, ...]:
-    """Return the unknown names, as `undeclared` does, inside the object that is `field` of the JSON object `raw`.
+    """Return the unknown names, as `undeclared` does, in the object or objects that are `field` of the object `raw`.
 
-    There are none if it is not an object, which the schema refuses.
+    There are none in anything else, which the schema refuses.
     """
     inner = bytes(_fields.decode(raw).get(field, b""))
-    return undeclared(inner, declared, f"{field}.") if inner.startswith(b"{") else ()
+    if not inner.startswith(b"["):
+        return undeclared(inner, declared, f"{field}.") if inner.startswith(b"{") else ()
+    items = msgspec.json.decode(inner, type=list[msgspec.Raw])
+    found = (undeclared(bytes(item), declared, f"{field}[{index}].") for index, item in enumerate(items))
+    return tuple(islice(chain.from_iterable(found), MAX_REPORTED))
 
 
 def refuse_fields(request: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]], where: str = "") -> None:

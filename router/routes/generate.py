@@ -8,12 +8,12 @@ from aiohttp import web
 
 from router.answers.openai_responses import CompletionFormat
 from router.apis.generate_answer import GenerateForm
-from router.apis.generate_request import NAMES, GenerateTask
+from router.apis.generate_request import GenerateTask, names_of, sampling_names
 from router.apis.renamed_fields import renamed_fields
 from router.apis.tasks import GENERATE
 from router.http.errors import request_id_key, use_request_id
 from router.http.request_body import received
-from router.routes.openai import OpenAiRoutes
+from router.routes.openai import OpenAiRoutes, OwnFields
 from router.text.service import TextService
 from router.tokens.tokenizer import Tokenizer
 
@@ -34,17 +34,12 @@ class GenerateRoutes:
         async with received(request) as memory:
             task = await self._texts.read_task(GENERATE, memory.take())
             use_request_id(request, task.rid)
-            names = NAMES if isinstance(task.completion.prompt, str) else {**NAMES, "prompt": _field_of(task)}
             show = partial(self._form, task, request[request_id_key])
-            with renamed_fields(names):
-                return await self._openai.answer_completion(request, task.completion, memory, show)
+            own = OwnFields(task.own, sampling_names) if task.own else None
+            with renamed_fields(names_of(task)):
+                return await self._openai.answer_completion(request, task.completion, memory, show, own)
 
     def _form(
         self, task: GenerateTask, identity: str, _: CompletionFormat, prompt_tokens: list[int]
     ) -> GenerateForm:
         return GenerateForm(task, identity, self._tokenizer, prompt_tokens)
-
-
-def _field_of(task: GenerateTask) -> str:
-    """Return the field that holds a list of prompts."""
-    return "text" if isinstance(task.completion.prompt[0], str) else "input_ids"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -24,6 +25,7 @@ from router.answers.openai_responses import (
     Usage,
 )
 from router.answers.prompt_pieces import EchoFormat
+from router.apis.renamed_fields import renamed_refusal
 from router.auth.gates import quota_claim_key
 from router.dispatch.answer_states import AnswerStates
 from router.dispatch.generation import Generator, PromptBatch
@@ -60,6 +62,14 @@ from router.tokens.names import IdNames, TokenNames
 from router.tokens.tokenizer import Tokenizer
 
 NOTHING_HELD = nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFields:
+    """The fields of each prompt of a completions request whose prompts are answered differently."""
+
+    bodies: Sequence[CompletionRequest]  # one for each prompt, without it
+    names: Callable[[int], Mapping[str, str]]  # of the fields of one prompt in refusals
 
 
 class OpenAiRoutes:
@@ -155,12 +165,20 @@ class OpenAiRoutes:
                 return await self._complete(request, await read, model, memory, OpenAiForm)
 
     async def answer_completion(
-        self, request: web.Request, body: CompletionRequest, memory: Received, show: ShowCompletion
+        self,
+        request: web.Request,
+        body: CompletionRequest,
+        memory: Received,
+        show: ShowCompletion,
+        own: OwnFields | None = None,
     ) -> web.StreamResponse:
-        """Answer prompts of an API other than OpenAI's completions; `show` makes the form of the answer."""
+        """Answer prompts of an API other than OpenAI's completions.
+
+        `show` makes the form of the answer; `own` are the fields of each prompt, if they differ.
+        """
         model = self._model()
         with self._active:
-            return await self._complete(request, body, model, memory, show)
+            return await self._complete(request, body, model, memory, show, own)
 
     async def _complete(
         self,
@@ -169,6 +187,7 @@ class OpenAiRoutes:
         model: ServedModel,
         memory: Received,
         show: ShowCompletion,
+        own: OwnFields | None = None,
     ) -> web.StreamResponse:
         if body.rid is not None or body.request_id is not None:
             use_request_id(request, body.rid, body.request_id)
@@ -184,18 +203,27 @@ class OpenAiRoutes:
                 "prompts in several requests",
                 param="prompt",
             )
-        grammar = await self._texts.grammar(read_constraint(body), model)
-        options = AnswerOptions("max_tokens", logprobs, grammar, await token_rules(body, model, self._texts))
+        options: AnswerOptions | None = None
         length = prompt_length(body, model.max_model_len)
         encoded = await self._encoded(given, body, length)
         memory.release()
         for index, (name, ids) in enumerate(encoded.items()):
             check_prompt(ids, model, name)
+            fields = body if own is None else own.bodies[index]
             text = prompt if isinstance(prompt := given[index], str) else None
-            if text is not None and body.echo and length.may_have_cut(ids):
+            if text is not None and fields.echo and length.may_have_cut(ids):
                 text = self._tokenizer.decode(ids, skip_special_tokens=True)
             asked = Prompt(ids, index, text=text)
-            choices += self._maker.make(request, body, model, options, asked, batch)
+            try:
+                if options is None or own is not None:
+                    grammar = await self._texts.grammar(read_constraint(fields), model)
+                    rules = await token_rules(fields, model, self._texts)
+                    options = AnswerOptions("max_tokens", logprobs, grammar, rules)
+                choices += self._maker.make(request, fields, model, options, asked, batch)
+            except InvalidRequest as error:
+                if own is None:
+                    raise
+                raise renamed_refusal(error, own.names(index)) from error
             if len(encoded) > 1:
                 # Other requests run between many prompts.
                 await asyncio.sleep(0)

@@ -10,7 +10,7 @@ import pytest
 from common.errors import NodeLost
 from common.messages.generation import PromptLogprob
 from router.dispatch.generation import TokenDelta
-from tests.unit.router.conftest import Rig
+from tests.unit.router.conftest import Rig, Serve
 from tests.unit.router.scripted_generator import delta, one_by_one
 
 HELLO = [331, 300, 301]
@@ -84,6 +84,54 @@ async def test_several_prompts_give_a_list(rig: Rig, prompts: dict[str, Any]) ->
     assert [each["output_ids"] for each in answer] == [HELLO, HELLO]
     streamed = events(await rig.raw("/generate", {**prompts, "stream": True}))
     assert {event["index"] for event in streamed} == {0, 1}
+
+
+@pytest.mark.parametrize("padding", [0, 1 << 16])
+async def test_sampling_params_of_each_prompt(rig: Rig, padding: int) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    items = [
+        {"max_new_tokens": 3, "temperature": 0.5, "stop": ["x"], "n": 2, "sampling_seed": 5},
+        {"temperature": 1, "regex": "a+", "n": 2},
+        {"max_new_tokens": 7, "stop_token_ids": [9], "n": 2, "spaces_between_special_tokens": False},
+    ]
+    body = {"text": ["a", "b", "c"], "sampling_params": items, "extra_key": "k", "priority": 2}
+    status, answer, _ = await rig.post("/generate", json.dumps(body).encode() + b" " * padding)
+    assert status == 200, answer
+    assert [each["meta_info"]["id"][-2:] for each in answer[1:]] == [f"-{n}" for n in range(1, 6)]
+    asked = sorted(rig.generator.requests, key=lambda each: (len(each.request_id), each.request_id))
+    assert [each.sampling.max_tokens for each in asked] == [3, 3, 128, 128, 7, 7]
+    assert [each.sampling.temperature for each in asked] == [0.5, 0.5, 1, 1, 1, 1]
+    assert [each.sampling.seed for each in asked[:2]] == [5, 6]
+    assert ["a+" in each.sampling.grammar for each in asked] == [False, False, True, True, False, False]
+    assert [each.sampling.stop_token_ids for each in asked[4:]] == [(2, 9)] * 2
+    assert {(each.salt, each.priority) for each in asked} == {(asked[0].salt, -2)}
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        ([{}], "sampling_params"),
+        ([], "sampling_params"),
+        ([{}, {}, {}], "sampling_params"),
+        ([{}, {"n": 2}], "sampling_params[1].n"),
+        ([{}, {"temperature": -1}], "sampling_params[1].temperature"),
+        ([{}, {"max_new_tokens": 0}], "sampling_params[1].max_new_tokens"),
+        ([{"stop": [""]}, {}], "sampling_params[0].stop"),
+        ([{}, {"stop_regex": "x"}], "sampling_params[1].stop_regex"),
+        ([{}, {"regex": "("}], "sampling_params[1].regex"),
+        ([{}, {"misspelt": 1}], "sampling_params[1].misspelt"),
+        ([{}, {"logit_bias": {"x": 1}}], "sampling_params[1].logit_bias"),
+    ],
+)
+async def test_refusals_name_the_prompts_own_field(
+    serve: Serve, items: list[dict[str, Any]], param: str
+) -> None:
+    rig = await serve(strict_fields=True)
+    rig.generator.will(*one_by_one(HELLO))
+    for padding in (b"", b" " * (1 << 16)):
+        raw = json.dumps({"text": ["a", "b"], "sampling_params": items}).encode() + padding
+        status, answer, _ = await rig.post("/generate", raw)
+        assert (status, answer["error"]["param"]) == (400, param), answer
 
 
 async def test_a_stream_repeats_the_text_so_far(rig: Rig) -> None:
@@ -170,9 +218,10 @@ async def test_an_error_in_the_stream_ends_it_without_done(rig: Rig) -> None:
 )
 async def test_refusals_name_the_clients_field(rig: Rig, body: dict[str, Any], param: str) -> None:
     rig.generator.will(*one_by_one(HELLO))
-    status, answer, _ = await rig.post("/generate", body)
-    assert (status, answer["error"]["param"]) == (404 if param == "model" else 400, param)
-    assert "max_tokens" not in answer["error"]["message"]
+    for padding in (b"", b" " * (1 << 16)):
+        status, answer, _ = await rig.post("/generate", json.dumps(body).encode() + padding)
+        assert (status, answer["error"]["param"]) == (404 if param == "model" else 400, param)
+        assert "max_tokens" not in answer["error"]["message"]
 
 
 async def test_large_bodies_are_read_by_text_workers_with_the_same_result(rig: Rig) -> None:
