@@ -22,14 +22,9 @@ from common.node.ranks.device_group import PeerRuntime, RankCollectives
 from common.node.ranks.member import READY, START_SECONDS
 from common.node.ranks.messages import Gathered, Loading, StartFailed
 from common.node.ranks.processes import END_SECONDS, RankProcesses
-from common.node.ranks.watchdog import (
-    LOOK_SECONDS,
-    STOPPED_SECONDS,
-    RankMeter,
-    RankWatch,
-    rank_watchdog,
-    stopped,
-)
+from common.node.ranks.start_channel import SEND_SECONDS
+from common.node.ranks.start_watch import StartWatch
+from common.node.ranks.watchdog import LOOK_SECONDS, RankWatch, rank_watchdog
 from common.observability.logs import Log
 from common.observability.startup import Phase
 
@@ -59,6 +54,7 @@ class RankGroup:
         self._report = report
         self._serving = False
         self._sent = 0  # plans
+        self._watch = StartWatch([process.pid for process in self.processes], self.board)
 
     @property
     def group(self) -> CollectiveGroup:
@@ -77,12 +73,13 @@ class RankGroup:
         self._started.begin(self._node, works, log_level)
 
     def report(self, phase: Phase, done: int = 0, total: int = 0, message: str = "") -> None:
-        """Report the phase of rank 0; loading is that of all ranks."""
+        """Report the phase of rank 0; loading is that of all ranks. Raises what `exchange` does."""
         if phase != "loading":
             self._report(phase, done, total)
             return
         self._loading[0] = done, total
         self._take(0.0)
+        self._watch.check()
         self._show()
 
     def exchange(self, own: bytes) -> Sequence[bytes]:
@@ -92,14 +89,11 @@ class RankGroup:
         stopped.
         """
         self._given[0] = own
-        beats = [RankMeter(STOPPED_SECONDS) for _ in self.processes]
-        looked = time.monotonic()
-        until = looked + START_SECONDS
+        until = time.monotonic() + START_SECONDS
         while len(self._given) < self.size:
             self._take(LOOK_SECONDS)
-            passed, looked = time.monotonic() - looked, time.monotonic()
-            self._check_running(beats, passed)
-            if looked > until:
+            self._watch.check()
+            if time.monotonic() > until:
                 late = next(rank for rank in range(self.size) if rank not in self._given)
                 raise RankFailed(late, f"rank {late} did not start within {START_SECONDS:.0f} s")
         contents = tuple(self._given[rank] for rank in range(self.size))
@@ -107,13 +101,6 @@ class RankGroup:
         for channel in self._channels:
             channel.send(Gathered(contents))
         return contents
-
-    def _check_running(self, beats: Sequence[RankMeter], passed: float) -> None:
-        """Raise RankFailed for a rank whose beat has begun and then stopped. `passed`: seconds since the last check."""
-        for rank, meter in enumerate(beats, start=1):
-            beat = self.board.read(rank, Told.BEAT)
-            if beat and meter.exceeded(beat, passed):
-                raise RankFailed(rank, stopped(rank))
 
     def serve(self) -> None:
         """Wait until all ranks are ready to apply plans."""
@@ -196,7 +183,8 @@ class RankGroup:
         ready, _, _ = select.select(channels, [], [], timeout)
         for channel in ready:
             rank = 1 + self._channels.index(channel)
-            message = channel.receive(START_SECONDS)
+            # The message has begun to arrive.
+            message = channel.receive(SEND_SECONDS)
             if isinstance(message, Loading):
                 self._loading[rank] = message.done, message.total
                 self._show()

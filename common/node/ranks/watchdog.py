@@ -19,8 +19,6 @@ from common.observability.logs import Log
 from common.process import EXIT_RANK_FAILED
 
 LOOK_SECONDS = 0.1
-# Without a beat, for a rank that starts: it may be kept from showing one while it compiles or allocates.
-STOPPED_SECONDS = 120.0
 # For the main thread to end the node by itself, with the better reason, after a collective has failed.
 GRACE_SECONDS = 0.3
 

@@ -159,9 +159,10 @@ def test_ranks_that_end_stop_or_hang_are_noticed(started: Started) -> None:
     assert problem(watch(), 1, 0.0) == "rank 1 has ended with -9"
 
 
-def test_a_rank_that_fails_while_others_start(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails_while_others_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is stopped, and rank 0 waits for it less long than for one that reads a slow disk; another one is killed."""
-    monkeypatch.setattr("common.node.ranks.group.STOPPED_SECONDS", 0.3)
+    monkeypatch.setattr("common.node.ranks.start_watch.STOPPED_SECONDS", 0.3)
+    started = Started(tmp_path)
     group = started.group
     one, two = group.processes
     until(lambda: group.board.read(1, Told.BEAT) > 0)
@@ -172,6 +173,39 @@ def test_a_rank_that_fails_while_others_start(started: Started, monkeypatch: pyt
     with pytest.raises(RankFailed, match="rank 2 has ended") as caught:
         group.exchange(b"of rank 0")
     assert caught.value.rank == 2
+    group.close()
+
+
+def test_a_rank_that_is_stopped_before_its_first_beat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is noticed whether rank 0 waits for it or loads its own share of the model."""
+    monkeypatch.setattr("common.node.ranks.start_watch.FIRST_BEAT_SECONDS", 0.3)
+    started = start_ranks(ENTRY, ["cpu"] * 2)
+    assert started is not None
+    (process,) = started.processes
+    os.kill(process.pid, signal.SIGSTOP)
+    group = RankGroup("decode-0", started, lambda *report: None)
+    problem = rf"rank 1 \(process {process.pid}\) has shown no sign of life in 0 s: let it continue if it is stopped"
+    with pytest.raises(RankFailed, match=problem):
+        group.exchange(b"of rank 0")
+    with pytest.raises(RankFailed, match=problem):
+        group.report("loading", 1, 10)
+    group.close()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_rank_that_is_stopped_in_the_middle_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.node.ranks.group.SEND_SECONDS", 0.1)
+    ranks = RankProcesses(2)
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ranks.channels.append(StartChannel(near, FromRank, 1))
+    group = RankGroup("decode-0", ranks, lambda *report: None)
+    with far:
+        far.send(b"\x10\x00")
+        with pytest.raises(RankFailed, match="rank 1 has sent no message in time"):
+            group.exchange(b"of rank 0")
+    group.close()
 
 
 PARENT = """

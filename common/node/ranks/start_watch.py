@@ -1,0 +1,50 @@
+"""Notices a rank that is stopped or hangs while the ranks of a node start.
+
+How long a rank loads has no such bound: its first beat comes before it builds its model, and its beats go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from common.errors import RankFailed
+from common.node.ranks.board import Board, Told
+from common.node.ranks.watchdog import RankMeter, stopped
+
+# Until the first beat: for the imports of a rank, from a slow disk.
+FIRST_BEAT_SECONDS = 300.0
+# Without a further beat: a rank may be kept from showing one while it compiles or allocates.
+STOPPED_SECONDS = 120.0
+
+
+class StartWatch:
+    """Looks at ranks 1 and up while they start. It counts only time in which rank 0 itself ran."""
+
+    def __init__(
+        self, pids: Sequence[int], board: Board, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Watch the processes `pids`, in the order of their ranks."""
+        self._pids = pids
+        self._board = board
+        self._firsts = [RankMeter(FIRST_BEAT_SECONDS) for _ in pids]
+        self._beats = [RankMeter(STOPPED_SECONDS) for _ in pids]
+        self._clock = clock
+        self._looked = clock()
+
+    def check(self) -> None:
+        """Raise RankFailed for a rank without a sign of life. Call it often: at most 0.2 s count per call."""
+        now = self._clock()
+        passed, self._looked = now - self._looked, now
+        for rank, pid in enumerate(self._pids, start=1):
+            beat = self._board.read(rank, Told.BEAT)
+            if beat:
+                if self._beats[rank - 1].exceeded(beat, passed):
+                    raise RankFailed(rank, stopped(rank))
+            elif self._firsts[rank - 1].exceeded(beat, passed):
+                raise RankFailed(
+                    rank,
+                    f"rank {rank} (process {pid}) has shown no sign of life in {FIRST_BEAT_SECONDS:.0f} s: let it"
+                    " continue if it is stopped, see whether the disk with its Python packages is slow, and start the"
+                    " node again",
+                )
