@@ -158,6 +158,15 @@ class ChatFormat(Format):
     def before_text(self, index: int) -> bytes:
         return b'{"index":%d,"message":{"role":"assistant","content":' % index
 
+    @property
+    def lists_logprobs(self) -> bool:
+        """True if the answer has the log-probabilities of its tokens."""
+        return self._logprobs is not None
+
+    def encoded_logprobs(self, tokens: Sequence[OutputToken]) -> list[bytes]:
+        """Return the log-probabilities of tokens, each as JSON."""
+        return [_encode(self._entry(token)) for token in tokens if token.logprob is not None]
+
     def parsed(self, piece: AnswerPiece) -> list[Event]:
         """Return what a piece adds to the answer's parts. Each piece is parsed once: here, or where it is encoded."""
         return [Content(piece.text)] if piece.text else []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from router.answers.openai_responses import AnswerPiece, ChatFormat
-from router.chat.answer_events import CallArguments, CallOpened, Content, Reasoning
+from router.apis.text_tokens import TextTokens
+from router.chat.answer_events import CallArguments, CallOpened, Content, Event, Reasoning
 
 
 class ItemKind(Enum):
@@ -17,12 +19,16 @@ class ItemKind(Enum):
 
 @dataclass(slots=True)
 class Item:
-    """One item. `added` holds its text, or the JSON text of a call's arguments, in pieces."""
+    """One item. `added` holds its text, or the JSON text of a call's arguments, in pieces.
+
+    `logprobs`: of the tokens of a text, each as JSON; empty if the request does not ask for them.
+    """
 
     kind: ItemKind
     identity: str = ""  # the id of a call; "" for other items
     name: str = ""  # the called function
     added: list[str] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -42,6 +48,7 @@ class Added:
     index: int
     item: Item
     text: str
+    logprobs: list[bytes]  # of the tokens of `text`, as in Item
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,7 @@ class AnswerItems:
 
     def __init__(self, form: ChatFormat) -> None:
         self._form = form
+        self._tokens = TextTokens() if form.lists_logprobs else None
         self.items: list[Item] = []
         self._open = False  # the last item
         self.prompt_cached = 0  # prompt tokens found in the prefix cache
@@ -75,10 +83,12 @@ class AnswerItems:
         changes: list[Change] = []
         self.prompt_cached += piece.cached_tokens or 0
         self.completion_tokens += len(piece.tokens)
-        for event in self._form.parsed(piece):
+        events = self._form.parsed(piece)
+        listed = iter(self._logprobs(piece, events))
+        for event in events:
             match event:
                 case Content(text):
-                    self._add(changes, ItemKind.TEXT, text)
+                    self._add(changes, ItemKind.TEXT, text, next(listed, []))
                 case Reasoning(text):
                     self._add(changes, ItemKind.REASONING, text)
                 case CallOpened(_, identity, name):
@@ -91,11 +101,21 @@ class AnswerItems:
             self._close(changes)
         return changes
 
-    def _add(self, changes: list[Change], kind: ItemKind, text: str) -> None:
+    def _logprobs(self, piece: AnswerPiece, events: Sequence[Event]) -> list[list[bytes]]:
+        """Return the log-probabilities of each piece of content among the events; [] if the answer has none."""
+        if self._tokens is None:
+            return []
+        self._tokens.add(piece)
+        parts = [event for event in events if not isinstance(event, CallOpened)]
+        found = zip(parts, self._tokens.of([part.text for part in parts]), strict=True)
+        return [self._form.encoded_logprobs(tokens) for part, tokens in found if isinstance(part, Content)]
+
+    def _add(self, changes: list[Change], kind: ItemKind, text: str, logprobs: Sequence[bytes] = ()) -> None:
         if not self._open or self.items[-1].kind is not kind:
             self._begin(changes, Item(kind))
         self.items[-1].added.append(text)
-        changes.append(Added(len(self.items) - 1, self.items[-1], text))
+        self.items[-1].logprobs += logprobs
+        changes.append(Added(len(self.items) - 1, self.items[-1], text, [*logprobs]))
 
     def _begin(self, changes: list[Change], item: Item) -> None:
         self._close(changes)

@@ -46,7 +46,6 @@ class ResponsesForm:
             "previous_response_id": None,
             "service_tier": "default",
             "store": False,
-            "top_logprobs": 0,
             "truncation": "disabled",
             **task.shown,
         }
@@ -131,7 +130,7 @@ class ResponsesForm:
                 "name": item.name,
                 "arguments": arguments,
             }
-        content = [_part(item.kind, item.text)] if done else []
+        content = [_part(item)] if done else []
         if item.kind is ItemKind.REASONING:
             return found | {"type": "reasoning", "summary": [], "content": content}
         return found | {"type": "message", "role": "assistant", "content": content}
@@ -140,35 +139,36 @@ class ResponsesForm:
         match change:
             case Opened(index, item):
                 return self._begin(index, item)
-            case Added(index, item, text):
-                return self._event(
-                    f"response.{_STREAMED[item.kind]}.delta", **self._place(index, item), delta=text
-                )
+            case Added(index, item, text, logprobs):
+                place = self._place(index, item, logprobs)
+                return self._event(f"response.{_STREAMED[item.kind]}.delta", **place, delta=text)
             case Closed(index, item):
                 return self._end(index, item)
 
-    def _place(self, index: int, item: Item) -> dict[str, Any]:
+    def _place(self, index: int, item: Item, logprobs: Sequence[bytes]) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": self._item_id(index, item), "output_index": index}
         if item.kind is not ItemKind.CALL:
             place["content_index"] = 0
         if item.kind is ItemKind.TEXT:
-            place["logprobs"] = []
+            place["logprobs"] = _list(logprobs)
         return place
 
     def _begin(self, index: int, item: Item) -> bytes:
         added = self._item(index, item, "in_progress")
         events = self._event("response.output_item.added", output_index=index, item=added)
         if item.kind is not ItemKind.CALL:
-            part = _part(item.kind, "")
+            part = _part(Item(item.kind))
             events += self._event("response.content_part.added", **self._part_place(index, item), part=part)
         return events
 
     def _end(self, index: int, item: Item) -> bytes:
         text = item.text
         named = {"arguments": text, "name": item.name} if item.kind is ItemKind.CALL else {"text": text}
-        events = self._event(f"response.{_STREAMED[item.kind]}.done", **self._place(index, item), **named)
+        events = self._event(
+            f"response.{_STREAMED[item.kind]}.done", **self._place(index, item, item.logprobs), **named
+        )
         if item.kind is not ItemKind.CALL:
-            part = _part(item.kind, text)
+            part = _part(item)
             events += self._event("response.content_part.done", **self._part_place(index, item), part=part)
         last = self._items.finish_reason is not None and self._status() != "completed"
         done = self._item(index, item, "incomplete" if last else "completed")
@@ -190,7 +190,12 @@ _STREAMED = {
 }
 
 
-def _part(kind: ItemKind, text: str) -> dict[str, Any]:
-    if kind is ItemKind.REASONING:
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(item: Item) -> dict[str, Any]:
+    if item.kind is ItemKind.REASONING:
+        return {"type": "reasoning_text", "text": item.text}
+    return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": _list(item.logprobs)}
+
+
+def _list(items: Sequence[bytes]) -> msgspec.Raw:
+    """Return a JSON list of encoded items."""
+    return msgspec.Raw(b"[%b]" % b",".join(items))

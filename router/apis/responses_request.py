@@ -11,6 +11,7 @@ from msgspec import Meta
 from common.errors import InvalidRequest
 from router.apis.chat_builder import ChatBuilder, ChatPart, image_part, required, text_part, unsupported_part
 from router.requests.chat_fields import CUSTOM_REMEDY
+from router.requests.checks import check_logprobs
 from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
 from router.requests.openai_schema import MAX_MESSAGES, MAX_PARTS, ChatRequest, RequestId, Text
@@ -126,6 +127,8 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     tool_choice: str | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     metadata: Any = None  # labels, which the answer repeats
+    include: list[str] | None = None  # see _LOGPROBS and _THOUGHTS
+    top_logprobs: int | None = None  # counts only if log-probabilities are included, as in vLLM
     max_tool_calls: int | None = None  # a limit of calls of OpenAI's own tools, which are refused
     # as in chats
     seed: int | None = None
@@ -142,10 +145,8 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
     conversation: Any = None
     prompt: Any = None
     truncation: Any = None
-    top_logprobs: Any = None
     enable_response_messages: Any = None
     previous_input_messages: Any = None
-    include: list[str] | None = None
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -154,12 +155,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "conversation": (),
     "prompt": (),
     "truncation": ("disabled",),
-    "top_logprobs": (0,),
     "enable_response_messages": (False,),
     "previous_input_messages": (),
 }
-# ChatPart of `include` without effect: reasoning is returned as text.
-_INCLUDED = "reasoning.encrypted_content"
+# What `include` may name: the log-probabilities of the text; and what has no effect, because reasoning is text.
+_LOGPROBS, _THOUGHTS = "message.output_text.logprobs", "reasoning.encrypted_content"
 _ROLES = ("user", "assistant", "system", "developer")
 _KNOWN_ITEMS = "message, function_call, function_call_output and reasoning items"
 _KNOWN_PARTS = "input_text, output_text, refusal and input_image"
@@ -179,9 +179,13 @@ def read_responses(raw: bytes | bytearray) -> ResponsesTask:
     """Parse and translate a body. Raises InvalidRequest, which names the field."""
     request = decode_json(raw, _decoder)
     refuse_fields(request, _NEUTRAL)
-    for index, name in enumerate(request.include or ()):
-        if name != _INCLUDED:
-            raise InvalidRequest(f"{name[:100]!r} cannot be included", param=f"include[{index}]")
+    included = request.include or ()
+    for index, name in enumerate(included):
+        if name not in (_LOGPROBS, _THOUGHTS):
+            raise InvalidRequest(
+                f"{name[:100]!r} cannot be included; {_LOGPROBS} can", param=f"include[{index}]"
+            )
+    top = check_logprobs(request.top_logprobs, "top_logprobs")
     chat = ChatBuilder()
     if request.instructions:
         chat.add_message("system", [text_part(request.instructions)])
@@ -199,6 +203,8 @@ def read_responses(raw: bytes | bytearray) -> ResponsesTask:
         "tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or ())] or None,
         "tool_choice": _tool_choice(request.tool_choice),
     }
+    if _LOGPROBS in included:
+        fields |= {"logprobs": True, "top_logprobs": top}
     return ResponsesTask(chat=chat.build(fields), shown=_shown(request))
 
 
@@ -313,6 +319,7 @@ def _shown(request: ResponsesRequest) -> dict[str, Any]:
         "text": plain if request.text is None else {**plain, **_given(request.text)},
         "tool_choice": "auto" if request.tool_choice is None else msgspec.to_builtins(request.tool_choice),
         "tools": tools,
+        "top_logprobs": request.top_logprobs or 0,
         "top_p": request.top_p,
     }
 

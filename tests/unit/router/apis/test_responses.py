@@ -152,6 +152,39 @@ async def test_a_stream(rig: Rig) -> None:
     assert {each["item_id"] for each in found if "item_id" in each} == {last["output"][0]["id"]}
 
 
+async def test_log_probabilities_of_the_text(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO, "stop", 3))
+    body = {"input": "Hello", "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    _, answer, _ = await rig.post(PATH, body)
+    name = rig.tokenizer.token_text
+    assert answer["top_logprobs"] == 2
+    [part] = answer["output"][0]["content"]
+    # The stop token yields no text.
+    assert [each["token"] for each in part["logprobs"]] == [name(token) for token in HELLO[:2]]
+    entry = {"token": name(331), "logprob": -0.5, "bytes": list(rig.tokenizer.token_bytes(331))}
+    assert {**part["logprobs"][0], "top_logprobs": None} == {**entry, "top_logprobs": None}
+    assert part["logprobs"][0]["top_logprobs"] == [
+        entry,
+        {"token": name(332), "logprob": -1.5, "bytes": list(rig.tokenizer.token_bytes(332))},
+    ]
+    assert [asked.sampling.logprobs for asked in rig.generator.requests] == [2]
+
+    found = events(await rig.raw(PATH, {**body, "stream": True}))
+    deltas = [each for each in found if each["type"] == "response.output_text.delta"]
+    assert [[each["token"] for each in delta["logprobs"]] for delta in deltas] == [
+        [delta["delta"]] for delta in deltas
+    ]
+    [done] = [each for each in found if each["type"] == "response.output_text.done"]
+    assert done["logprobs"] == part["logprobs"] == [each for delta in deltas for each in delta["logprobs"]]
+    assert found[-1]["response"]["output"][0]["content"] == [part]
+    # Without the name in `include`, as at OpenAI, or without alternatives.
+    _, answer, _ = await rig.post(PATH, {"input": "Hello", "top_logprobs": 2})
+    assert answer["output"][0]["content"][0]["logprobs"] == []
+    _, answer, _ = await rig.post(PATH, {**body, "top_logprobs": None})
+    assert [each["top_logprobs"] for each in answer["output"][0]["content"][0]["logprobs"]] == [[], []]
+    assert [asked.sampling.logprobs for asked in rig.generator.requests[2:]] == [None, 0]
+
+
 async def test_a_stream_that_fails_says_so(rig: Rig) -> None:
     rig.generator.will(delta([331], None, 0), NodeLost("the node is gone"))
     found = events(await rig.raw(PATH, {"input": "Hello", "stream": True}))
@@ -180,6 +213,8 @@ async def test_an_aborted_answer_is_cancelled(rig: Rig) -> None:
         ({"input": "x", "logit_bias": {"x": 1}}, "logit_bias"),
         ({"input": "x", "structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         ({"input": "x", "include": ["file_search_call.results"]}, "include[0]"),
+        ({"input": "x", "top_logprobs": 21}, "top_logprobs"),
+        ({"input": "x", "top_logprobs": "2"}, "top_logprobs"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "x", "max_output_tokens": 9999}, "max_output_tokens"),
         ({"input": "x " * 5000}, "input"),

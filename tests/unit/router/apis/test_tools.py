@@ -18,6 +18,7 @@ from tests.unit.router.apis import test_messages, test_responses
 from tests.unit.router.chat.test_chat_tools_http import STYLE, answers
 from tests.unit.router.chat.wire_formats import OBJECT_CALLS, THOUGHT, TOOLS
 from tests.unit.router.conftest import SERVED, Rig, Serve
+from tests.unit.router.scripted_generator import one_by_one
 
 FUNCTIONS = [tool["function"] for tool in TOOLS]
 THINKING = "They want {the} weather."
@@ -50,6 +51,19 @@ async def test_calls_in_responses(rig: Rig) -> None:
     assert [each["type"] for each in done] == ["reasoning", "function_call", "function_call"]
     assert found[-1]["type"] == "response.completed"
     assert found[-1]["response"]["output"] == done
+
+
+@pytest.mark.parametrize("reasoning", [True, False])
+async def test_log_probabilities_of_a_text_after_reasoning(
+    serve: Serve, tokenizer: Tokenizer, reasoning: bool
+) -> None:
+    rig = await serve(served=replace(SERVED, answers=STYLE))
+    rig.generator.will(*one_by_one(tokenizer.encode(THOUGHT + "It rains.", False), "length", 1))
+    body = {"input": "Hello", "include": ["message.output_text.logprobs"], "include_reasoning": reasoning}
+    _, answer, _ = await rig.post(test_responses.PATH, body)
+    [part] = answer["output"][-1]["content"]
+    assert "".join(each["token"] for each in part["logprobs"]) == part["text"] == "It rains."
+    assert len(answer["output"]) == 1 + reasoning
 
 
 async def test_a_named_call_in_messages_ends_like_any_call(serve: Serve, tokenizer: Tokenizer) -> None:

@@ -134,7 +134,7 @@ RESPONSES = {
     "text": served({"format": {"type": "json_object"}}),
     "tool_choice": served("none", tools=[FUNCTION]),
     "tools": served([FUNCTION]),
-    "top_logprobs": refused(2),
+    "top_logprobs": served(2, include=["message.output_text.logprobs"]),
     "truncation": refused("auto"),
 }
 APIS = {"chat.completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES}
