@@ -36,7 +36,7 @@
 
 `code` is sent between nodes and router (`Failed.code`); over HTTP it is `error.code` if OpenAI has a name for it, or
 has no status of its own. `retryable` means that the router may place the request again after such a failure of an
-attempt. `Overloaded` is not `retryable`: a full queue is no failed attempt, and the router has a rule of its own for it
+attempt. `Overloaded` is not `retryable`: a full queue is not a failed attempt, and the router has its own rule for it
 (`Retries` in router/dispatch/retries.py tries other nodes, and lets requests that were accepted before wait for room).
 """
 
@@ -248,7 +248,7 @@ class NodeLost(RequestError):
 
 
 class Moved(RequestError):
-    """The prompt has not begun, and its decode node drains: another pair takes it. That is no failure of an attempt."""
+    """The prompt has not begun, and its decode node drains: another pair takes it. This is not a failed attempt."""
 
     status = 503
     code = "moved"

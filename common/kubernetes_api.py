@@ -68,6 +68,6 @@ def _server(environ: Mapping[str, str], key: str) -> str:
     host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
         raise ConfigError(
-            key, "this is no pod of Kubernetes (KUBERNETES_SERVICE_HOST is not set): write another address"
+            key, "this is not a pod of Kubernetes (KUBERNETES_SERVICE_HOST is not set): write another address"
         )
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"

@@ -21,7 +21,7 @@ def is_pattern(entry: str) -> bool:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a node may have `name` by `pattern`. The pattern itself is no name."""
+    """Return whether a node may have `name` by `pattern`. The pattern itself is not a name."""
     start = pattern.removesuffix(ANY)
     return name.startswith(start) and name != start and NODE_NAME.fullmatch(name) is not None
 

@@ -76,7 +76,7 @@ class Backups:
         return sum(allocated(tensor.nbytes, self._pinned) for tensor in tensors)
 
     def size_of(self, num_pages: int) -> int:
-        """Return the host memory that a backup of so many pages takes, in bytes."""
+        """Return the host memory that a backup of this many pages takes, in bytes."""
         parts = [num_pages * each for pool in self._pools for each in pool.page_copies]
         parts += self._relay.draft_copies
         if self._relay.state is not None:

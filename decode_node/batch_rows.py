@@ -91,7 +91,7 @@ class BatchRows:
         return moves
 
     def take_rows(self) -> Moves:
-        """Return and clear joins and cells, which nothing else that waits for a plan has to precede."""
+        """Return and clear joins and cells, which need not wait for other pending changes."""
         cells = tuple((row, logical, page) for (row, logical), page in self._cells.items())
         moves = Moves(joins=tuple(self._joins), cells=cells)
         self._joins.clear()

@@ -26,7 +26,7 @@ class DraftWatch(Protocol):
 
 
 class NoWatch:
-    """Checks nothing: without a draft model, few accepted drafts are no fault, because texts may not repeat."""
+    """Checks nothing: without a draft model, few accepted drafts are not a fault, because texts may not repeat."""
 
     def look(self, counters: AcceptCounters) -> None:
         pass

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from decode_node.speculative.width_policy import Acceptance
 
-# A step for forced tokens gains at least one token for so many requests: it takes up to a tenth more time than one of
+# A step for forced tokens gains at least one token for this many requests: it takes up to a tenth more time than one of
 # plain decoding.
 FORCED_SHARE = 8
 # The time of one forward of a draft model, as a share of the rest of a round. Measured: a head of an 8B model on an

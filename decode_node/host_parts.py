@@ -17,14 +17,14 @@ from decode_node.host_tier import DecodePrefixes, DecodeTier, NoDecodeTier
 from kv_transfer.transport.cuda.pool_copies import MovedPool
 
 KEY = "decode.host_mib"
-# At most so much of the memory is left to retracted requests by prefixes that are being stored.
+# The largest share of the memory that prefixes in the course of being stored leave to retracted requests.
 SPARE_SHARE = 0.5
 
 Tap = Callable[[int], CacheObserver]
 
 
 def untapped(block_tokens: int) -> CacheObserver:
-    """Let nothing hear which blocks are known."""
+    """Return an observer that ignores which blocks are known."""
     return NO_OBSERVER
 
 
@@ -72,7 +72,7 @@ def host_tier(
     Args:
         backup_bytes: bound of what retracted requests take of it. Prefixes that are being stored leave room for that.
         rows: copies are added to its moves.
-        tap: returns what hears which blocks, of so many tokens, are known.
+        tap: given the tokens of a block, returns the listener that is told which blocks are known.
     """
     if memory is None:
         return NoDecodeTier()

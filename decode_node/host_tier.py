@@ -9,7 +9,7 @@ store   ended     -> in a plan -> [copies to the host] -> known; the pages are f
 fetch   admitted, or resumed -> in a plan -> [copies, compared] -> the request may take part in a step
 
 Nothing waits for what stands in brackets: `settle` looks after it in every turn of the main loop. Pages that are being
-copied are not free, also if their request has ended meanwhile.
+copied are not free, even if their request has ended meanwhile.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DecodeTier(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Return whether something goes on whose end no message announces."""
+        """Return whether work is in progress whose end no message announces."""
         ...
 
     @property
@@ -104,7 +104,7 @@ class DecodeTier(Protocol):
         ...
 
     def settle(self) -> Sequence[EndedFetch]:
-        """Go on with what has ended; return the requests whose `fetching` was cleared."""
+        """Process copies that have ended; return the requests whose `fetching` was cleared."""
         ...
 
     def flush(self) -> None: ...

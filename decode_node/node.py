@@ -196,7 +196,7 @@ class DecodeNode:
         time.sleep(WATCH_INTERVAL)
 
     def _set_rows(self) -> None:
-        """Set while a step runs what the next launch would set: rows of arrived requests, and pages of the others.
+        """Set, while a step runs, what the next launch would otherwise set: rows of arrived requests, pages of others.
 
         The device does so after the running step. Retracted requests come before arrived ones.
         """

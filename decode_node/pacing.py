@@ -24,7 +24,7 @@ MOST_MARGIN = 0.005
 RAISED, LOWERED = 1.2, 0.99
 MOST_LAUNCH = 0.02
 LAUNCHES = 64  # latest ones that are remembered
-SLOWER = 12  # one launch in so many may take longer than expected
+SLOWER = 12  # one launch in this many may take longer than expected
 FOLLOWED = 0.1  # share of a longer time after a mark that one step adds; a shorter time counts at once
 PRECISE = 0.0004  # seconds between two looks at the count; times of marks between others are not taken
 MOST_MISSING = 3  # steps in a row without their marks, after which steps are launched at once
@@ -199,7 +199,7 @@ class Pacing:
         self.stage = stages[-1] if stages else None
 
     def _synchronize(self, step: PacedCompletion, value: int, missing: int) -> None:
-        """Correct the count after missing marks. Forwards that were no steps are noticed when nothing is in flight."""
+        """Correct the count after missing marks. Forwards that were not steps are noticed when nothing is in flight."""
         newest = self._newest
         if newest is step:
             self._count = value
@@ -210,7 +210,7 @@ class Pacing:
             newest.first = self._count - self._marks
 
     def _learn_launch(self, seconds: float, over: bool) -> None:
-        """Learn from a launch that took so many seconds. `over`: the device has ended the step before."""
+        """Learn from a launch that took this many seconds. `over`: the device has ended the step before."""
         self._launches.append(min(seconds, MOST_LAUNCH))
         self._launch = sorted(self._launches)[-1 - len(self._launches) // SLOWER]
         # A step that was followed at once tells nothing, but a margin that leaves no mark has to shrink all the same.

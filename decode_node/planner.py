@@ -137,7 +137,7 @@ class Planner:
         result = launched.read()
         self._grown = False
         self._resources.read(plan.generation)
-        # What pads forced tokens is no draft.
+        # Tokens that pad forced ones are not drafts.
         emissions = [
             Emission(
                 request,

@@ -39,7 +39,7 @@ class Retraction:
         size_of: Callable[[int], int],
         tier: DecodeTier = NO_TIER,
     ) -> None:
-        """`size_of` returns the host memory of a backup of so many pages, in bytes; `tier` may hold pages instead."""
+        """`size_of` returns the host memory of a backup of this many pages, in bytes; `tier` may hold pages instead."""
         self._space = space
         self._rows = rows
         self._rotary = rotary

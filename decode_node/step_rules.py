@@ -90,7 +90,7 @@ class StepRules:
         return max(self.tokens_per_step, width + 1)
 
     def most_forced(self, batch: int) -> int:
-        """Return how many forced tokens per request a step of so many requests can verify."""
+        """Return how many forced tokens per request a step of this many requests can verify."""
         return max(self._forced_step(batch), self.forced_drafts)
 
     def forced_width(self, rows: Sequence[ForcedRow]) -> int:
@@ -116,5 +116,5 @@ class StepRules:
                 self.forced_choice.observe(constrained, drafts, [len(each.tokens) - 1 for each in alike])
 
     def _forced_step(self, batch: int) -> int:
-        """Return the width of the step for forced tokens that takes so many requests; 0: there is none."""
+        """Return the width of the step for forced tokens that takes this many requests; 0: there is none."""
         return next((step.width for step in self.forced_steps if batch <= step.batch), 0)

@@ -155,7 +155,7 @@ def run(
     --search finds the highest rate of Poisson arrivals at which a share of requests keeps --ttft-ms and --gap-ms.
 
     Prompts are random token ids, sent to /v1/completions; answers are streamed and never end early. Times count from
-    when a request was due, also if it was sent later.
+    when a request was due, even if it was sent later.
     """
     search_values = {
         "--share": share,

@@ -35,7 +35,7 @@ def search_bounds(values: Mapping[str, float | None], rates: Sequence[float], se
     `values`: of the options in FIELDS; None: the default. By default, each run has about `LEAST_ARRIVALS` or more.
     """
     if len(rates) > 1:
-        raise ConfigError("--rate", "is the first rate of a search: give one")
+        raise ConfigError("--rate", "is the first rate of a search: give only one")
     given = {FIELDS[option]: value for option, value in values.items() if value is not None}
     lowest = given.get("lowest", min([LEAST_ARRIVALS / seconds, *rates]))
     highest = given.get("highest", max([HIGHEST_RATE, *rates]))

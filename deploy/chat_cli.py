@@ -178,7 +178,7 @@ def command(chat: Chat, line: str) -> None:
         chat.conversation.reset()
     else:
         if name != "/help":
-            complain(f"{name} is no command")
+            complain(f"{name} is not a command")
         chat.out.print(HELP, markup=False, highlight=False)
 
 
@@ -262,7 +262,7 @@ def read_text() -> str:
     """Return standard input. Raises ConfigError if it is not UTF-8, in whatever locale."""
     try:
         question = sys.stdin.read(MAX_QUESTION_BYTES + 1)
-        question.encode()  # in the locale C, bytes that are no text were read as surrogates
+        question.encode()  # in the locale C, bytes that are not text were read as surrogates
     except UnicodeError:
         raise ConfigError("standard input", "is not UTF-8 text; convert it first, as with iconv") from None
     return question

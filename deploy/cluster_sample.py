@@ -67,11 +67,11 @@ class ClusterSample:
 
 
 def read_sample(fetch: Fetch, at: float) -> ClusterSample:
-    """Read a sample. Raises what `fetch` raises, and ValueError for answers of something else than a router."""
+    """Read a sample. Raises what `fetch` raises, and ValueError if the answers are not those of a router."""
     try:
         info = msgspec.json.decode(fetch("/server_info"), type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        raise ValueError(f"/server_info is no JSON object: {error}") from None
+        raise ValueError(f"/server_info is not a JSON object: {error}") from None
     if not all("load" in node for node in info.get("nodes", [{}])):
         raise ValueError("/server_info lists no nodes: use a key with the scope admin, or a cluster file")
     lines = list(_lines(fetch("/metrics").decode(errors="replace")))

@@ -135,7 +135,7 @@ class Conversation:
         self._images.clear()
 
     def attach(self, path: Path) -> None:
-        """Send an image with the next question. Raises ConfigError for files that are no images."""
+        """Send an image with the next question. Raises ConfigError for files that are not images."""
         self._images.append(image_url(path))
 
     def ask(self, text: str) -> None:
@@ -175,7 +175,7 @@ def image_url(path: Path) -> str:
         with Image.open(path.expanduser()) as image:
             kind = Image.MIME[image.format or ""]
     except (UnidentifiedImageError, KeyError):
-        raise ConfigError(str(path), "is no image") from None
+        raise ConfigError(str(path), "is not an image") from None
     except (OSError, Image.DecompressionBombError) as error:
         raise ConfigError(str(path), f"cannot be read: {error}") from None
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
@@ -190,7 +190,7 @@ async def stream_reply(
 ) -> None:
     """Send a chat request; add each part of the answer to `reply` and show it. Raises BadAnswer.
 
-    `reply` holds what has arrived, also if this is cancelled.
+    `reply` holds what has arrived, even if this is cancelled.
     """
     stream = {**body, "stream": True, "stream_options": {"include_usage": True}}
     try:
@@ -221,5 +221,5 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[ChatEvent]:
                     return
                 yield _decoder.decode(data)
     except (msgspec.MsgspecError, EventTooLong) as error:
-        raise BadAnswer(f"the answer is no stream of chat events: {error}") from None
+        raise BadAnswer(f"the answer is not a stream of chat events: {error}") from None
     raise BadAnswer("the answer ended without [DONE]")

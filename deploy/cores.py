@@ -14,8 +14,8 @@ UNIFIED = "0::/"  # how the line of version 2 begins
 def usable_cores(own: Path = OWN_GROUP, groups: Path = GROUPS) -> int:
     """Return the cores of this process's affinity, or fewer if a control group (version 2) limits its CPU time.
 
-    So it is in a container with a CPU limit. Its threads run on all cores of the host, and are halted together once
-    they have used up the time of a period.
+    Containers with a CPU limit have such a group: their threads run on all cores of the host, and are halted together
+    once they have used up the time of a period.
     """
     cores = len(os.sched_getaffinity(0))
     try:
@@ -35,5 +35,5 @@ def _quota(file: Path) -> float:
     try:
         quota, period = file.read_text().split()
         return int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):  # "max" is no number; the root group has no file
+    except (OSError, ValueError, ZeroDivisionError):  # "max" is not a number; the root group has no file
         return math.inf

@@ -32,7 +32,7 @@ def api_base(url: str) -> str:
 def require_http(url: str) -> None:
     """Raise ConfigError for a URL of another scheme than http and https, or of none."""
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(url, "is no http or https URL, such as http://127.0.0.1:8000")
+        raise ConfigError(url, "is not an http or https URL, such as http://127.0.0.1:8000")
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
@@ -58,7 +58,7 @@ def error_sentence(raw: bytes) -> str:
 
 
 def message_of(error: Any) -> str:
-    """Return the sentence of an error object; of another value, its JSON."""
+    """Return the message of an error object; for any other value, its JSON."""
     found = error
     if isinstance(error, dict):
         found = error.get("message") or error.get("detail")  # FastAPI's name

@@ -87,7 +87,7 @@ def reason_of(error: Exception) -> str:
         return "it contains more than tensors, which is not loaded because it might run code"
     # How torch reads past the end of a file.
     if isinstance(error, EOFError) or (isinstance(error, OSError) and error.errno == errno.EINVAL):
-        return "it ends too early: it is no file of torch.save, or truncated"
+        return "it ends too early: it is not a file of torch.save, or it is truncated"
     return first[:500]
 
 

@@ -52,7 +52,7 @@ def over_http(url: str, api_key: str | None, path: str) -> bytes:
     """Ask a router for a path. Raises ConfigError if it refuses the key, OSError if it does not answer."""
     address = api_base(url).removesuffix("/v1") + path
     if not address.startswith(("http://", "https://")):
-        raise ConfigError(url, "is no http or https URL")
+        raise ConfigError(url, "is not an http or https URL")
     request = urllib.request.Request(address, headers=authorization(api_key))
     try:
         with _opener.open(request, timeout=ANSWER_SECONDS) as response:

@@ -169,7 +169,7 @@ class PeerTable:
         if rank_incarnation(leader, rank) != incarnation:
             raise Refusal(
                 "ranks",
-                f"{who} has incarnation {incarnation}, which is no rank {rank} of the node {leader}; "
+                f"{who} has incarnation {incarnation}, which is not rank {rank} of the node {leader}; "
                 "start all ranks of a node together",
             )
         known = [each.hello for each in self._peers.values() if each.leader == leader]

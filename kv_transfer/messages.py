@@ -56,7 +56,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     transport: WireDescription
     record_slots: U32
     record_bytes: U32  # per slot
-    # Incarnation of the node's tensor-parallel rank 0, which those of the other ranks follow from; "": the own one.
+    # Incarnation of the node's tensor-parallel rank 0, from which those of the other ranks follow; "": its own.
     leader: Leader = ""
 
 
@@ -89,7 +89,7 @@ class Queued(msgspec.Struct, frozen=True, tag="queued"):
     """
 
     rooms: Rooms
-    busy_ms: Milliseconds  # the loop of the message's sender may be silent for so long
+    busy_ms: Milliseconds  # the loop of the message's sender may be silent for this long
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -147,7 +147,7 @@ class Working(msgspec.Struct, frozen=True, tag="working"):
     """prefill -> decode, periodically: these rooms have slots and are being processed or are queued."""
 
     rooms: Rooms
-    busy_ms: Milliseconds  # the loop of the message's sender may be silent for so long
+    busy_ms: Milliseconds  # the loop of the message's sender may be silent for this long
 
 
 ToSender = Hello | Slots | AbortTransfer | Queued

@@ -15,7 +15,7 @@ class RankLinks:
     """Holds all links and finds those that a room needs."""
 
     def __init__(self, layout: PoolLayout, max_peers: int, clock: Callable[[], float]) -> None:
-        """`layout` is that of the own rank."""
+        """`layout` is that of this rank."""
         self.links: dict[str, Link] = {}  # by incarnation
         self._layout = layout
         self._max_peers = max_peers

@@ -50,7 +50,7 @@ class ArrivingAttention(AroundAttention):
     """Attention of the target. Where a graph has breaks at attention, a layer waits for its own copies only."""
 
     def __init__(self, inner: AttentionBackend, arriving: ArrivingLayers, unbroken_tokens: int) -> None:
-        """`unbroken_tokens`: forwards of up to so many tokens, padding included, may be graphs without breaks."""
+        """`unbroken_tokens`: forwards of up to this many tokens, padding included, may be graphs without breaks."""
         super().__init__(inner)
         self._arriving = arriving
         self._unbroken_tokens = unbroken_tokens

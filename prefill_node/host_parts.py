@@ -46,7 +46,7 @@ def make_host_parts(
     Args:
         nbytes, grid, exchange: as in `host_share`, which the other ranks call.
         of_all: makes what stores on all ranks from the memory of rank 0.
-        tap: returns what hears which blocks, of so many tokens, are known.
+        tap: given the tokens of a block, returns the listener that is told which blocks are known.
     """
     if not nbytes:
         return HostParts()

@@ -34,7 +34,7 @@ class HostTier(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Return whether something goes on whose end no message announces."""
+        """Return whether work is in progress whose end no message announces."""
         ...
 
     def begin(self, request: PrefillRequest, keys: Keys) -> None:
@@ -46,7 +46,7 @@ class HostTier(Protocol):
         ...
 
     def settle(self) -> Sequence[PrefillRequest]:
-        """Go on with what has ended; return requests whose `storing` was cleared."""
+        """Process copies that have ended; return the requests whose `storing` was cleared."""
         ...
 
     def planned(self) -> Sequence[Store]:

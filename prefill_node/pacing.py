@@ -20,7 +20,7 @@ class PromptPacing(Protocol):
         ...
 
     def launched(self, completion: Completion, seconds: float) -> None:
-        """Note a launch whose forward is predicted to take so long on the device."""
+        """Note a launch whose forward is predicted to take this long on the device."""
         ...
 
 

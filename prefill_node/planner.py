@@ -144,7 +144,7 @@ class Planner:
         """Apply the results of the oldest unread plan, which must be complete."""
         plan, chunks = self._unread.popleft()
         result = launched.read()
-        # A forward that waits for copies says nothing about its tokens.
+        # The time of a forward that waits for copies says nothing about its tokens.
         self._times.end(None if any(each.load for each in plan.chunks) else result.ms)
         drawn = iter(result.drawn)
         progress = []

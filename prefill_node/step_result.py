@@ -51,7 +51,7 @@ class Worker(Protocol):
         ...
 
     def granted(self) -> None:
-        """Ask once more for send orders for pages of the plan that was launched last."""
+        """Ask again for send orders for pages of the plan that was launched last."""
         ...
 
     def send(self, order: SendOrder, /) -> None:

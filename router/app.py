@@ -12,7 +12,7 @@ from router.core import Core
 from router.parts import ChildProcesses, ControlLink, Observation
 from router.server.listeners import HttpListeners
 
-# Once other processes have taken over the port, open connections are closed when they have been idle for so long. A
+# Once other processes have taken over the port, open connections are closed when they have been idle for this long. A
 # client that uses one at the same instant gets no answer.
 LINGER_SECONDS = 1.0
 

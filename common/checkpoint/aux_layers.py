@@ -42,7 +42,7 @@ class AuxLayers:
 
 
 def aux_layers(raw: Raw, num_layers: int, where: str) -> AuxLayers:
-    """Read `raw`, a head's config.json, for a target of so many layers. Raises ModelError that begins with `where`.
+    """Read `raw`, a head's config.json, for a target of this many layers. Raises ModelError that begins with `where`.
 
     Aux states are used unless the file turns them off.
     """

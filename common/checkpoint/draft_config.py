@@ -50,7 +50,7 @@ class DraftConfig:
 
 
 def with_steps(draft: DraftConfig, steps: int) -> DraftConfig:
-    """Return the draft for so many steps: of several MTP modules the first ones, one per step.
+    """Return the draft for this many steps: of several MTP modules the first ones, one per step.
 
     Most MTP checkpoints have one module, which runs at every step. Of several, each has the KV of its own step and does
     not run at others. Raises ModelError if there are several, but fewer than steps.

@@ -36,7 +36,7 @@ def kv_scales(directory: Path) -> dict[tuple[int, str], float]:
     One scale serves all heads of a layer, the largest of them: values of e4m3 are floating-point numbers, so a larger
     scale costs no precision, except for values far below the others.
 
-    Raises ModelError for a scale that is no positive number.
+    Raises ModelError for a scale that is not a positive number.
     """
     scales: dict[tuple[int, str], float] = {}
     for file in read_weight_files(directory):

@@ -86,7 +86,7 @@ def mimo_v2_layers(raw: Mapping[str, Any], directory: Path, count: int) -> Model
             f"{where}: {PARTIAL} {rope.partial} rotates {dims} of {head_dim} dimensions of a head; an even "
             "number is needed"
         )
-    # A query sees its own key and so many before it.
+    # A query sees its own key and this many keys before it.
     window = positive(raw, "sliding_window_size", where, most=MAX_POSITIONS) + 1
     return replace(
         model,

@@ -113,7 +113,7 @@ class ModelConfig:
         return self.layer_kinds[layer] if self.layer_kinds else LayerKind()
 
     def for_length(self, max_tokens: int | None) -> ModelConfig:
-        """Return the config for a server whose requests have at most so many tokens; None: as many as the model has."""
+        """Return the config for a server whose requests have at most this many tokens; None: as many as the model's."""
         length = self.max_position_embeddings if max_tokens is None else max_tokens
         return replace(self, rope=self.rope.for_length(length))
 

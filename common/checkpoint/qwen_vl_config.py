@@ -103,7 +103,7 @@ class QwenVision:
         return across, down
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return (rows, columns) of the tokens of an image of so many pixels. Raises InvalidRequest."""
+        """Return (rows, columns) of the tokens of an image of this many pixels. Raises InvalidRequest."""
         across, down = self.size(width, height)
         unit = self.patch_size * self.merge_size
         return down // unit, across // unit

@@ -75,7 +75,7 @@ class RopeConfig:
         )
 
     def for_length(self, max_tokens: int) -> RopeConfig:
-        """Return the rope of a server whose requests have at most so many tokens."""
+        """Return the rope of a server whose requests have at most this many tokens."""
         return replace(self, long=self.kind == LONGROPE and max_tokens > self.original_max_positions)
 
     def rotated_dims(self, head_dim: int) -> int:

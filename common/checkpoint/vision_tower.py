@@ -47,7 +47,7 @@ class VisionConfig(Protocol):
         ...
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """Return (rows, columns) of the tokens of an image of so many pixels. Raises InvalidRequest."""
+        """Return (rows, columns) of the tokens of an image of this many pixels. Raises InvalidRequest."""
         ...
 
     def tower_size(self, hidden: int) -> TowerSize:

@@ -1,4 +1,4 @@
-"""Checks the names of nodes in a cluster file, patterns of names included, and resolves addresses on the own host."""
+"""Checks the names of nodes in a cluster file, patterns of names included, and resolves addresses on this host."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _check_pattern(name: str, count: int | None, path: str, names: dict[str, str
 
 
 def check_own_address(cluster: Cluster) -> None:
-    """Raise ConfigError if `process.address` is no IP address that other hosts can use."""
+    """Raise ConfigError unless `process.address` is an IP address that other hosts can use."""
     if cluster.process.address is None:
         return
     try:
@@ -80,7 +80,7 @@ def uses_own_address(cluster: Cluster) -> bool:
 
 
 def own_host(cluster: Cluster, host: str, path: str) -> str:
-    """Return a host with `own` replaced. Raises ConfigError if the file does not say what the own address is."""
+    """Return a host with `own` replaced. Raises ConfigError if the file does not say what this address is."""
     if host != OWN:
         return host
     if cluster.process.address is None:

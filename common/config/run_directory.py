@@ -66,7 +66,7 @@ def runtime_base() -> Path:
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or "/nonexistent")
     if runtime.is_dir() and runtime.stat().st_uid == os.getuid() and not runtime.stat().st_mode & 0o022:
         return runtime
-    base = Path(f"/tmp/tandem-{os.getuid()}")  # also if sudo or su kept another user's XDG_RUNTIME_DIR
+    base = Path(f"/tmp/tandem-{os.getuid()}")  # even if sudo or su kept another user's XDG_RUNTIME_DIR
     _own(base, follow=False)
     return base
 

@@ -71,17 +71,17 @@ class PlacementSection(Section, frozen=True, kw_only=True):
     # names from the table of policies (common/placements.py)
     prefill: str = "cache_aware"
     decode: str = "cache_aware"
-    # A node whose cost is so many milliseconds higher is chosen e times less often; 0: the lowest cost always is.
+    # A node whose cost is this many milliseconds higher is chosen e times less often; 0: the lowest cost always is.
     temperature_ms: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     # How a client's session (header X-Session-Id) keeps its nodes: for how long after its last request, and while a
-    # first token comes at most so much later than elsewhere.
+    # first token comes at most this much later than elsewhere.
     session_ttl: Seconds = 300.0
     session_ms: Annotated[float, Meta(ge=0, le=1e6)] = 500.0
     # cache_aware, cache_events: tokens of a block, the memory of both indexes, and the life of an unused block.
     block_tokens: Annotated[int, Meta(ge=16, le=4096)] = 64
     index_mib: Annotated[int, Meta(ge=1, le=65_536)] = 256
     prefix_ttl: Seconds = 600.0
-    # Cached prefixes and sessions draw no prompt to a node whose queue is so much longer than the shortest one.
+    # Cached prefixes and sessions attract no prompt to a node whose queue is this much longer than the shortest one.
     max_imbalance_ms: Annotated[float, Meta(ge=0, le=1e6)] = 5000.0
     # New requests are answered 503 while all nodes of a role are busy; null: never. A prefill node is busy if it
     # predicts a later first token, a decode node if requests use a larger share of its pool.
@@ -308,7 +308,7 @@ class Health(Section, frozen=True, kw_only=True):
     """The deadlines by which the cluster notices failures."""
 
     heartbeat_interval: Seconds = 0.25
-    node_timeout: Seconds = 2.5  # a node without a heartbeat for so long is lost
+    node_timeout: Seconds = 2.5  # a node without a heartbeat for this long is lost
     # Time past its announced work after which a main loop counts as hung; idle loops turn every 100 ms.
     loop_timeout: Annotated[float, Meta(ge=1, le=86_400)] = 3.0
     # Time after which a hung node ends its process, with stacks in its log, to be restarted; 0: never.

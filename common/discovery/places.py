@@ -30,7 +30,7 @@ class RouterPlaces:
 def router_places(plan: RouterPlan, log: Log) -> RouterPlaces:
     """Return the places of a node's links, and begin to look for routers that are not listed.
 
-    Raises ConfigError if they are to be found by EndpointSlices, and this is no pod with a service account token.
+    Raises ConfigError if they are to be found by EndpointSlices, and this is not a pod with a service account token.
     """
     address = plan.addresses[0]
     source: DnsRouters | SliceRouters

@@ -21,7 +21,7 @@ from common.observability.logs import Log
 
 LIST_SECONDS = 10.0
 WATCH_SECONDS = 60  # the server ends a watch then
-OVERDUE_SECONDS = 15.0  # a watch that has not ended so much later is a dead connection
+OVERDUE_SECONDS = 15.0  # a watch that has not ended this much later is a dead connection
 SOONEST = 1.0  # seconds between two requests, at least
 LATEST = 30.0  # the same after failures, at most
 MOST_BYTES = 4 << 20  # of a list, and of one event
@@ -49,7 +49,7 @@ class SliceRouters:
     def __init__(self, address: str, slots: int, api: ApiServer, log: Log) -> None:
         """`address` is endpointslices://SERVICE:PORT in the namespace of the pod; `slots` is the number of links.
 
-        Raises ConfigError if this is no pod with a service account token.
+        Raises ConfigError if this is not a pod with a service account token.
         """
         service, _, self._port = address.removeprefix(SLICES).rpartition(":")
         namespace = api.read("namespace")
@@ -93,7 +93,9 @@ class SliceRouters:
                 self._version = ""
             except FAILURES as error:
                 self._version = ""
-                self._log.warning("the API server does not tell of routers", error=str(error) or repr(error))
+                self._log.warning(
+                    "cannot read the routers from the API server", error=str(error) or repr(error)
+                )
                 pause = min(2 * pause, LATEST)
             # Not all nodes of a cluster at the same time.
             await asyncio.sleep(pause * random.uniform(1.0, 1.5))

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-# A slot dials an address that is no longer listed for so long, because a draining router is not listed either.
+# A slot dials an address that is no longer listed for this long, because a draining router is not listed either.
 HOLD_SECONDS = 30.0
 EPISODE_SECONDS = 10.0  # a dial later than this after the one before is not about the same failure
 

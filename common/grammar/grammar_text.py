@@ -37,7 +37,7 @@ _decoder = msgspec.json.Decoder(Text)
 
 
 def check_text(text: str, limits: GrammarLimits) -> None:
-    """Raise InvalidGrammar for a text that is no grammar or costs too much to compile."""
+    """Raise InvalidGrammar for a text that is not a grammar or costs too much to compile."""
     if len(text) > MAX_GRAMMAR:
         raise InvalidGrammar(f"the grammar has {len(text)} characters; the limit is {MAX_GRAMMAR}")
     parts = _parts(text, limits)

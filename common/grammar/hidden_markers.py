@@ -16,13 +16,13 @@ from common.checkpoint.added_tokens import is_marker
 def hide_markers(tokenizer_json: str) -> str:
     """Return tokenizer.json with other names for markers. Their ids, and all other tokens, stay as they are.
 
-    Raises ValueError, KeyError, TypeError or AttributeError for a file that is no tokenizer.
+    Raises ValueError, KeyError, TypeError or AttributeError for a file that is not a tokenizer.
     """
     raw = json.loads(tokenizer_json)
     renamed: dict[str, str] = {}
     for token in raw.get("added_tokens") or ():
         if is_marker(token["content"], token["special"]):
-            # A noncharacter of Unicode, which no text that is exchanged has; the brackets mark what is no text.
+            # A noncharacter of Unicode, which exchanged text never contains; the brackets mark what is not text.
             renamed[token["content"]] = token["content"] = f"<\U0010fffe{token['id']}>"
     model = raw["model"]
     model["vocab"] = _renamed(model["vocab"], renamed)

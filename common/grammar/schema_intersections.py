@@ -80,7 +80,7 @@ class _Intersections:
             return self._known.get(key, UNKNOWN)
         self._visits += 1
         if self._visits > self._limits.max_values:
-            raise InvalidGrammar("the references of the schema form too many circles; use fewer")
+            raise InvalidGrammar("the references of the schema form too many cycles; use fewer")
         self._visited.add(key)
         self._open.add(key)
         outer, self._unsure = self._unsure, False
@@ -140,7 +140,7 @@ class _Intersections:
     def _target(self, reference: str) -> Bounds:
         """Return bounds of what a reference adds.
 
-        llguidance refuses one that is no path, or resolves it in other ways: it may then add everything.
+        llguidance refuses one that is not a path, or resolves it in other ways: it may then add everything.
         """
         if reference != "#" and not reference.startswith("#/"):
             return self._everything()

@@ -26,7 +26,7 @@ class ConnectionWatch:
     def reconnected(self, now: float) -> bool:
         """Process all events and return whether a connection was made since the last call."""
         made = False
-        # To read in vain would raise an exception, which costs three times as much as to ask.
+        # Reading without a message would raise an exception, which costs three times as much as asking.
         while self._monitor is not None and int(self._monitor.getsockopt(EVENTS)) & READABLE:
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
             made = event == zmq.EVENT_HANDSHAKE_SUCCEEDED

@@ -44,7 +44,7 @@ class InboundFilter:
         """
         router, check = self._router, self._check
         received: list[list[bytes]] = []
-        # To read in vain raises an exception, which costs three times as much as to ask the socket.
+        # Reading without a message raises an exception, which costs three times as much as asking the socket.
         while len(received) < most and (readable or int(router.getsockopt(EVENTS)) & POLLIN):
             readable = False
             # A frame that is not copied knows whether more follow: `recv_multipart` asks the socket, at twice the cost

@@ -5,10 +5,10 @@ same keys, same salts, least recently used blocks are replaced first, and what i
 models that keep a state per request, a node of the tree may have a snapshot of the state in a slot of host memory.
 
 A block or snapshot whose bytes are not those that were written is never read again: it counts as missing until the same
-prefix, computed anew, is written over it.
+prefix, computed again, is written over it.
 
-Blocks enter the tree only in `HostCache.commit` and leave it only in `HostCache._evict`. The tree tells its observer;
-that a block is damaged it does not tell.
+Blocks enter the tree only in `HostCache.commit` and leave it only in `HostCache._evict`. The tree tells its observer of
+both, but not of damage.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class HostCache:
             num_blocks: without block 0, which is never used.
             num_slots: of snapshots, without slot 0; 0 for a model that keeps no state per request.
             observer: hears which blocks are known.
-            spare_blocks: of which writes in progress leave so many to `hold`, apart from those that it has given away.
+            spare_blocks: how many of them writes in progress leave to `hold`, besides those that it has given away.
         """
         self.block_tokens = block_tokens
         self.total_blocks = num_blocks

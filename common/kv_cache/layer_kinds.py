@@ -27,7 +27,7 @@ class MixerRecord:
     # accepted, in the model's dtype, as heads that ranks divide; (): none. A mixer with a per-request plane needs
     # them (docs/extending.md).
     window: Callable[[ModelConfig, int], tuple[HeadGroup, ...]] = lambda config, layer: ()
-    chunk: int = 1  # prompts may be cut only at multiples of so many tokens
+    chunk: int = 1  # prompts may be cut only at multiples of this many tokens
 
 
 def _attention(owner: Owner, config: ModelConfig, layer: int, dtype: str) -> tuple[Plane, ...]:

@@ -47,7 +47,7 @@ def as_window_keys(token_ids: Sequence[int] | Keys, lookahead: int) -> Keys:
 
 
 def keys_with_lookahead(lookahead: int) -> Callable[[Sequence[int] | Keys], Keys]:
-    """Return the keys for pages whose KV of a position depends on so many following tokens."""
+    """Return the keys for pages whose KV of a position depends on this many following tokens."""
     if lookahead > 1:
         return partial(as_window_keys, lookahead=lookahead)
     return as_bigram_keys if lookahead else as_keys
@@ -137,7 +137,7 @@ class PageSpace:
         return self.total_slots - self.free_slots
 
     def has_room(self, pages: int) -> bool:
-        """Return whether a lease of so many fresh pages would succeed now."""
+        """Return whether a lease of this many fresh pages would succeed now."""
         return self.available_pages >= pages and (self._slots is None or self._slots.free_pages > 0)
 
     def pages_for(self, tokens: int) -> int:

@@ -115,7 +115,7 @@ class StateLease:
         return 0 if self._from is None else self._from.slot
 
     def set_aside(self, borders: Iterable[int]) -> None:
-        """Allocate slots to save the states after so many tokens, as far as there are any."""
+        """Allocate slots to save the states after these numbers of tokens, as far as slots are left."""
         for tokens in borders:
             if slot := self._snapshots.allocate():
                 self.saves.append((tokens, slot))
@@ -127,13 +127,13 @@ class StateLease:
             self._from = None
 
     def skip(self, tokens: int) -> None:
-        """Give up what depends on the first so many tokens, whose state comes from elsewhere."""
+        """Give up what depends on the first `tokens` tokens, whose state comes from elsewhere."""
         self.restored()
         self._snapshots.free(slot for at, slot in self.saves if at <= tokens)
         self.saves = [each for each in self.saves if each[0] > tokens]
 
     def saved(self, tokens: int) -> list[tuple[int, int]]:
-        """Return `saves` of the first so many tokens, which are computed; their slots are the caller's."""
+        """Return `saves` of the first `tokens` tokens, which are computed; their slots are the caller's."""
         done = [each for each in self.saves if each[0] <= tokens]
         self.saves = [each for each in self.saves if each[0] > tokens]
         return done

@@ -30,7 +30,7 @@ class Adopted:
     page_tokens: int
     salt: bytes
     tokens: bytes  # int32 in little-endian order, from the start of the prompt
-    plain: int  # so many of them, from the start, are token ids: those before the first image
+    plain: int  # this many of them, from the start, are token ids: those before the first image
     first: int  # pages of the prompt before `pages`
     pages: tuple[int, ...]
 

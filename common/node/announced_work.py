@@ -119,7 +119,7 @@ class AnnouncedWork(Generic[Plan]):
         work: Callable[[Plan], Work],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`announce(seconds)` says that the loop may be busy for so long from now on."""
+        """`announce(seconds)` says that the loop may be busy for this long from now on."""
         self._announce = announce
         self._work = work
         self._clock = clock

@@ -46,14 +46,14 @@ class HostBytes:
                 f"CUDA could not pin {nbytes} bytes of host memory for cached prefixes (error {status}); write a "
                 "lower host_mib of its section, or raise the limit of locked memory (ulimit -l)"
             )
-        # Memory that is freed while it is pinned cannot be pinned again, and who gets its address next fails. At the
+        # Memory that is freed while it is pinned cannot be pinned again by whatever is allocated at its address. At the
         # exit of the process the runtime may be gone, and the driver unpins everything.
         finalizer = weakref.finalize(self, _unpin, runtime, self.tensor, self._ends)
         finalizer.atexit = False
         self._unpin = finalizer
 
     def starting(self, lane: str) -> None:
-        """Note that copies are about to be started. If their start fails half-way, nobody knows when they end."""
+        """Note that copies are about to be started. If their start fails half-way, it is unknown when they end."""
         self._ends[lane] = _unknown
 
     def started(self, lane: str, ended: Ended) -> None:

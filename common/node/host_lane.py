@@ -41,7 +41,7 @@ class LoadLane(Protocol):
     """Starts copies to memory of the device that no launched work uses."""
 
     def load(self, copies: Iterable[Callable[[], None]]) -> Sequence[Stage]:
-        """Start all copies in this order, at once, also while earlier work runs; each is a stage."""
+        """Start all copies in this order, at once, even while earlier work runs; each is a stage."""
         ...
 
 

@@ -200,7 +200,7 @@ class NodeLife(Generic[Work]):
         elif now > self._drain_until and not self._stopping:
             self._stopping = True
             self._log.warning(
-                "the time to drain is over: routers place what is left again",
+                "the drain timeout has passed: routers place the remaining requests again",
                 requests=requests,
                 quarantined=quarantined,
                 seconds=self._drain_timeout,

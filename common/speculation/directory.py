@@ -40,7 +40,7 @@ def algorithm_of(path: str | Path, target: str | Path) -> str:
     """Return the algorithm that drafts with the model in `path`. Raises ModelError.
 
     It is judged by its config.json and, where the weights are there already, by the names of its tensors. A model that
-    could be served by itself drafts standalone, also if its checkpoint contains prediction modules, unless it is the
+    could be served by itself drafts standalone, even if its checkpoint contains prediction modules, unless it is the
     target itself: then its modules draft.
     """
     file, raw = _read(path)

@@ -76,7 +76,7 @@ def no_collections() -> Iterator[None]:
 class Patience:
     """Ends an open loop whose server does not keep up, so that it does not run until the last answer."""
 
-    # A request that is unanswered so many seconds after its due time is overdue: it has missed a limit for certain.
+    # A request that is unanswered this many seconds after its due time is overdue: it has missed a limit for certain.
     overdue: float
     most_overdue: int  # with more of them at a time, nothing more is sent and nothing awaited
     drain: float  # seconds after the last arrival for which answers are awaited

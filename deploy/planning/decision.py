@@ -29,9 +29,9 @@ OPPOSITE: dict[str, str] = {
 QUEUE_SHARE = 0.1
 # The share of a gap that grows in proportion to the requests of a node, until that was measured.
 ASSUMED_GROWTH = 0.5
-# It counts as measured once the most requests that were seen on a node are so many times the fewest.
+# It counts as measured once the most requests that were seen on a node are this many times the fewest.
 SPREAD = 2.0
-# A change that is taken back within so many cool-downs was a mistake: the next one needs a window twice as long.
+# A change that is taken back within this many cool-downs was a mistake: the next one needs a window twice as long.
 REGRET = 10.0
 MOST_CAUTION = 16
 

@@ -43,7 +43,7 @@ class Routers:
             return
         self._base = URL(api_base(target).removesuffix("/v1"))
         if self._base.scheme not in ("http", "https") or not self._base.host:
-            raise ConfigError(target, "is no http or https URL")
+            raise ConfigError(target, "is not an http or https URL")
 
     async def read(self) -> dict[str, ClusterSample]:
         """Return a reading of each router that answers, by address.

@@ -131,7 +131,7 @@ def main() -> None:
     drafting = Drafting(given.pop("acceptance"), given.pop("second"))
     sizes = {name: value for name, value in given.items() if value is not None}
     if draft is not None and module:
-        parser.error("--draft and --module exclude each other: a module needs marks in the embedding")
+        parser.error("--draft and --module cannot be combined: a module needs marks in the embedding")
     if file is not None and sizes.keys() - {"draft_vocab"}:
         parser.error("--config already says the sizes")
     raw = json.loads(file.read_text()) if file is not None else Shape(**sizes).config()

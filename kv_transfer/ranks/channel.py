@@ -11,7 +11,7 @@ PATIENCE = 5.0  # seconds until a channel without room is an error
 
 
 class AnnounceWork(msgspec.Struct, frozen=True, tag=True):
-    """rank 0 -> ranks: this node's loops may be silent for so long, as the peers must be told now."""
+    """rank 0 -> ranks: tell the peers now that this node's loops may be silent for this long."""
 
     seconds: float
 

@@ -19,7 +19,7 @@ class ExpectRoom(msgspec.Struct, frozen=True, tag=True):
 
 
 class SendPages(msgspec.Struct, frozen=True, tag=True):
-    """rank 0 -> ranks: send the own part of these pages once the own plan `after` is complete."""
+    """rank 0 -> ranks: send your part of these pages once plan `after` is complete on your device."""
 
     order: SendOrder
 

@@ -109,7 +109,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class PageList:
-    """Pages of one room: src_pages[i] of the own pool is dst_pages[i] of the peer's."""
+    """Pages of one room: src_pages[i] of this rank's pool is dst_pages[i] of the peer's."""
 
     src_pages: Sequence[int]
     dst_pages: Sequence[int]
@@ -132,7 +132,7 @@ def check_size(what: str, memory: Memory, layout: PoolLayout) -> None:
 
 
 class _OwnPool:
-    """The checksums of the own pool, for either side."""
+    """The checksums of an endpoint's own pool, for either side."""
 
     layout: PoolLayout
     digests: Digests  # set once the layout is known
@@ -175,7 +175,7 @@ class SenderEndpoint(_OwnPool, ABC):
 
     @abstractmethod
     def write(self, peer: PeerMemory, copies: Sequence[Copy], generation: int) -> Ticket:
-        """Start copying from the own pool into the peer's. Writes to one peer are executed in order."""
+        """Start copying from this rank's pool into the peer's. Writes to one peer are executed in order."""
 
     def write_pages(self, peer: PeerMemory, plan: PairPlan, pages: PageList, checksums: bool) -> PageWrite:
         """Write pages over all planes."""
@@ -186,7 +186,7 @@ class SenderEndpoint(_OwnPool, ABC):
     def write_state(
         self, peer: PeerMemory, plan: PairPlan, slots: tuple[int, int], generation: int, checksums: bool
     ) -> PageWrite:
-        """Write the state of one request over all planes: from the own slot (first) to the peer's slot (second)."""
+        """Write the state of one request over all planes: from this rank's slot (first) to the peer's slot (second)."""
         digests = [self.state_digest(plan.src, slots[0])] if checksums else ()
         ticket = self.write(peer, state_copies(plan, *slots), generation)
         return PageWrite(ticket, plan.state_bytes, digests)

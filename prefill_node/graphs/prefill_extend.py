@@ -35,7 +35,7 @@ from prefill_node.graphs.backends.break_point import break_point
 from prefill_node.graphs.static_extend import BROKEN, StaticExtend
 
 MAX_PADDING = 2.0  # with more padding than this, an eager run is cheaper
-# A forward that has so many tokens of its prefixes copied from host memory, for each token of the smallest graph with
+# A forward that has this many tokens of its prefixes copied from host memory, for each token of the smallest graph with
 # breaks, runs in that graph, where each layer waits for its own copies only. For an 8B model on an H200, 9,216 tokens
 # take 23 ms to copy, and its 576 tokens 9 ms longer than 128 in a graph without breaks, which would wait for all.
 LOADED_PER_TOKEN = 16

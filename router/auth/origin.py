@@ -88,7 +88,7 @@ class HostRule:
         given = request.headers.getall("Host", [])
         if len(given) > 1:
             raise Forbidden("the request has several Host headers")
-        # Browsers always send a Host header; a client without one is no web page.
+        # Browsers always send a Host header; a client without one is not a web page.
         host = _host_of(given[0]) if given else None
         if host is not None and not self._is_ours(host, request):
             raise Forbidden(
@@ -129,7 +129,7 @@ def _parsed_host(header: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _is_loopback(host: str) -> bool | None:
-    """Return whether an address is a loopback address; None for what is no address."""
+    """Return whether an address is a loopback address; None if it is not an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

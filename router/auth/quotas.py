@@ -58,7 +58,7 @@ class QuotaClaim:
     def begin(self, prompts: int, usage: Answered) -> None:
         """Claim the prompts of the request, once its body is read. `usage` keeps counting until the request ends.
 
-        Raises RateLimited if the key may not have so many prompts in flight.
+        Raises RateLimited if the key may not have that many prompts in flight.
         """
         self._quota.occupy(prompts - self._prompts)
         self._prompts = prompts

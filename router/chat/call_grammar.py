@@ -136,7 +136,7 @@ class CallGrammars:
             f"call: {' | '.join(names)}",
         ]
         marker = self._literal(form.marker)
-        # The lexer could not tell where text before a marker ends that is no special token.
+        # The lexer could not tell where the text before a marker ends if the marker is not a special token.
         parts = f"part? ({marker} part)*" if form.marker in self._special else f"{marker}? part?"
         rules.append(f"part: OTHER | call ({self._literal(form.between)} call)*")
         start = _sequence(self._thought(thought, rules), parts)

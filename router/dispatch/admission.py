@@ -41,7 +41,7 @@ class VersionedNodes(Protocol):
 
     @property
     def version(self) -> int:
-        """A number that changes whenever a node comes, leaves or changes its state."""
+        """A number that changes whenever a node joins, leaves or changes its state."""
         ...
 
     @property
@@ -135,7 +135,7 @@ class SlidingSum:
 class ServiceRate:
     """The tokens per second of requests that ended while others waited.
 
-    What ends while nobody waits says how much was asked for, not how much the nodes can do.
+    Requests that end while none wait show the demand, not what the nodes can do.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -152,7 +152,7 @@ class ServiceRate:
         self._ended.add(tokens)
 
     def seconds_for(self, tokens: int) -> float:
-        """Return how long so many tokens take; 0 while no request has ended."""
+        """Return the seconds that this many tokens take; 0 while no request has ended."""
         ended = self._ended.total()
         return tokens * min(self._clock() - self._since, RATE_SECONDS) / ended if ended else 0.0
 

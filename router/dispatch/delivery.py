@@ -16,7 +16,7 @@ from router.nodes.health import NodeHealth
 
 
 class Delivery:
-    """Every token of the attempt goes to the reader once: yielded by the dispatcher, or through `take_now`."""
+    """Passes each token of the attempt to the reader once: yielded by the dispatcher, or through `take_now`."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ CallLater = Callable[[float, Callable[[], None]], Timer]
 
 
 class FirstTokenHold:
-    """One attempt's hold of its first token: a late wake-up of the reader. Whatever else wakes it ends the hold."""
+    """Delays the wake-up of the reader for the first token of one attempt; any other wake-up ends the delay."""
 
     def __init__(self, seconds: float, call_later: CallLater) -> None:
         """`seconds`: the longest hold. `call_later`: the event loop's."""

@@ -39,7 +39,7 @@ class InFlight(msgspec.Struct, eq=False):
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The tokens to prefill: the prompt and the answer so far. Nobody may change them."""
+        """The tokens to prefill: the prompt and the answer so far. Not to be changed."""
         return [*self.request.token_ids, *self.said] if self.said else self.request.token_ids
 
     @property

@@ -1,4 +1,4 @@
-"""The attempts that nodes are working on, by room, and everything that counts them while they are open."""
+"""The attempts that nodes are working on, by room; tells everything that counts open attempts."""
 
 from __future__ import annotations
 

@@ -41,11 +41,11 @@ class PromptShare(Protocol):
         ...
 
     def longest(self, tokens: int) -> int | None:
-        """Note that a choice ended with so many tokens; return the longest choice once all have ended."""
+        """Note that a choice ended with this many tokens; return the longest choice once all have ended."""
         ...
 
     async def wait(self, seconds: float) -> None:
-        """Wait until the prompt is computed or no request computes it any more, at most so many seconds."""
+        """Wait until the prompt is computed or no request computes it any more, at most this many seconds."""
         ...
 
     def placed(self, prefill: str, decode: str) -> None:

@@ -40,7 +40,7 @@ def grammar_text(constraint: Constraint, special: Mapping[str, int] = MappingPro
         text = _text(form)
         if constraint.after is not None:
             text = _after(constraint.after, text)
-        text.encode()  # lone surrogates are no text
+        text.encode()  # lone surrogates are not text
         return text
     except (ValueError, RecursionError) as error:
         raise InvalidGrammar(

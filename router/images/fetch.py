@@ -25,7 +25,7 @@ AS_IT_IS = {"Accept-Encoding": "identity"}  # no compression: a few bytes could 
 
 
 def public(address: str) -> bool:
-    """Return whether an address belongs to the public internet, also if it embeds an IPv4 address."""
+    """Return whether an address belongs to the public internet, even if it embeds an IPv4 address."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         teredo = ip.teredo

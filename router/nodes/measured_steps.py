@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 KEPT = 0.998  # share of its weight that a measurement keeps when another one arrives
 LONGEST_MS = 60_000.0  # longer ones count as this: one node must not spoil the line of all
-# A further request costs something, whatever was measured: equal nodes share their load.
+# A further request costs something, whatever was measured, so that equal nodes share the load.
 LEAST_SLOPE_MS = 0.02
 
 
@@ -38,7 +38,7 @@ class MeasuredSteps:
         self._time: StepTime | None = None
 
     def measured(self, requests: int, ms: float) -> None:
-        """Record that a step with so many requests took `ms`."""
+        """Record that a step with this many requests took `ms`."""
         if ms > 0:
             self._add(requests, min(ms, LONGEST_MS))
             self._time = None

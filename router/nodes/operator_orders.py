@@ -12,7 +12,7 @@ from router.nodes.role_changes import RoleChanges
 
 @dataclass(frozen=True, slots=True)
 class OperatorOrders:
-    """Passes answers of nodes to whoever waits for them."""
+    """Passes answers of nodes to the operators who wait for them."""
 
     profiles: NodeProfiles
     roles: RoleChanges

@@ -18,7 +18,7 @@ from router.nodes.measured_steps import UNMEASURED, StepTime
 _NAME = attrgetter("name")
 LEAST_WEIGHT = 0.05  # relative to the heaviest candidate, so that no node starves
 MOST_REDUCED = 4096  # nodes of reduced weight that a policy remembers
-ANSWER_TOKENS = 256  # of an answer: the cost of a decode node is the time that so many take
+ANSWER_TOKENS = 256  # length of the answer whose predicted time is the cost of a decode node
 KEPT_FREE = 0.2  # share of a pool that running requests will still need
 
 
@@ -33,7 +33,7 @@ class Candidate(msgspec.Struct, frozen=True):
     # assigned.
     ready_ms: float
     weight: float = 1.0  # share of requests relative to the other candidates; all may be below 1
-    # Milliseconds that a first token may come later for a request to stay with its session; 0 on all other nodes.
+    # Milliseconds by which a first token may come later if the request stays with its session; 0 on other nodes.
     session_ms: float = 0.0
     # Decode nodes:
     moved: int = 0  # tokens of the prompt that the node is not believed to hold
@@ -60,21 +60,21 @@ class SamplingPolicy(PlacementPolicy, Protocol):
 
 @runtime_checkable
 class PredictingPolicy(SamplingPolicy, Protocol):
-    """A policy that may choose what is predicted to cost the least, by the cost of its role and by nothing else."""
+    """A policy that chooses by the predicted cost of its role and by nothing else."""
 
     predicts: bool
 
 
 @runtime_checkable
 class PrefixPolicy(PlacementPolicy, Protocol):
-    """A policy whose candidates have costs that count what they hold of the prompt."""
+    """A policy whose costs take into account which part of the prompt a candidate holds."""
 
     reads_prefixes: Literal[True]
 
 
 @runtime_checkable
 class EventPolicy(PrefixPolicy, Protocol):
-    """A policy for which nodes say themselves what they hold."""
+    """A policy that relies on what nodes themselves say that they hold."""
 
     reads_events: Literal[True]
 
@@ -162,7 +162,7 @@ class DrawnTurns:
 class LeastLoaded:
     """Chooses the least `cost` per weight; among equals the node with the fewest requests, then by `DrawnTurns`.
 
-    The least loaded of some nodes is hardly more loaded than that of all, so many nodes are sampled.
+    The least loaded node of a sample is hardly more loaded than that of all, so large roles are sampled.
     """
 
     most_candidates = 16
@@ -300,7 +300,7 @@ def decode_cost(candidate: Candidate) -> float:
 
 
 def missing_pages(load: NodeLoad, pages: float) -> float:
-    """Return how many used pages of a decode node have to become free before so many have room; 0 or less: none."""
+    """Return how many used pages of a decode node must become free before `pages` fit; 0 or less: none."""
     spare = load.free_pages + load.cached_pages
     missing = pages + KEPT_FREE * load.total_pages - spare
     return missing if load.total_pages > spare else 0.0

@@ -54,7 +54,7 @@ class Node:
     rooms: AssignedRooms = field(default_factory=AssignedRooms)
     # For rough estimates, from its last heartbeat:
     token_ms: float = UNKNOWN_MS  # of a prompt's token in large forwards (prefill nodes)
-    answer_steps: float = ANSWER_TOKENS  # of an answer of so many tokens (decode nodes)
+    answer_steps: float = ANSWER_TOKENS  # of an answer of this many tokens (decode nodes)
     reachable: bool = True  # False from a failed send to its next heartbeat or registration
     lost_by: LossCause | None = None  # set when it is lost
     pattern: str = ""  # of the cluster file, by which it joined; "" for a listed node

@@ -20,7 +20,8 @@ from router.nodes.registry import Node, NodeRegistry
 LONGEST_MATCHES = 4  # nodes with the longest cached prefixes that are estimated beside a sample
 # Whether a node that is not in the sample may get the request.
 Takes = Callable[[Node], bool]
-CLEARLY = 0.8  # times the estimate of another node: so much less is no error of the estimates
+# Share of another node's estimate below which the difference is more than an error of estimates.
+CLEARLY = 0.8
 
 
 def anyone(node: Node) -> bool:

@@ -30,4 +30,4 @@ class Speaker:
     def check(self, node: Node) -> None:
         """Raise ProtocolError if `node`, which has this incarnation, is another process, perhaps with the same key."""
         if not (node.name == self.name and node.register.owns_link(self.link)):
-            raise ProtocolError("its link is none of those of the process for which it speaks")
+            raise ProtocolError("its link is not one of those of the process for which it speaks")

@@ -25,7 +25,7 @@ YOUNG, MIDDLE = 3_500, 2
 # Python never starts a full collection by itself.
 NEVER = 1 << 30
 # Memory blocks of Python, some 70 bytes each, by which the process may grow before a full collection runs even in a
-# crowd, and the blocks of a live request, which are no garbage.
+# crowd, and the blocks of a live request, which are not garbage.
 MOST_GROWN, BLOCKS_PER_REQUEST = 2_000_000, 400
 # Connections, and requests in flight, up to which a full collection takes a few milliseconds.
 QUIET = 64

@@ -106,7 +106,7 @@ class SharedFields(ConstraintFields, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     return_hidden_states: bool | None = None  # as in SGLang
     prompt_logprobs: int | None = None  # alternatives listed with each token of the prompt
-    # as in vLLM: a longer prompt is cut to so many tokens; -1: to as many as fit
+    # as in vLLM: a longer prompt is cut to this many tokens; -1: to as many as fit
     truncate_prompt_tokens: int | None = None
     truncation_side: str | None = None  # left, the default, keeps the last tokens; right keeps the first ones
     # not supported yet: see NOT_YET

@@ -62,7 +62,7 @@ class AdminSocket:
                     await self._bind(serve)
                     return
             except (ConfigError, OSError) as error:
-                # It may pass, as a lack of descriptors does, and nobody else would take the socket over.
+                # The reason may pass, such as a lack of descriptors, and no other process would take the socket over.
                 if str(error) != logged:
                     logged = str(error)
                     self._log.warning("cannot take over the admin socket; trying again", reason=logged)

@@ -52,7 +52,7 @@ class TlsHandshakes:
     async def turn(self, connection: socket.socket, client: str) -> AsyncIterator[None]:
         """Wait for the turn of a connection; inside the context its handshake may compute.
 
-        Raises ConnectionError as `client_hello` does. The task is cancelled if the connection has to end for others.
+        Raises ConnectionError as `client_hello` does. The task is cancelled if the connection has to make room.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -108,7 +108,7 @@ class TlsHandshakes:
         self._taken -= 1
 
     def _watch(self) -> None:
-        """See to it that handshakes are ended that have had their time while another client waits."""
+        """End handshakes that have used up their time while another client waits."""
         if self._look is None and self._waiting:
             self._look = asyncio.get_running_loop().call_later(SLOT_SECONDS, self._end_old)
 

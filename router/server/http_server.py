@@ -246,7 +246,7 @@ def _checked(routes: PlainRoutes) -> Callable[[web.BaseRequest], Awaitable[web.S
             # aiohttp would pass the encoded bytes on as the body.
             return refused_connection(501, "the only supported Transfer-Encoding is chunked")
         if codings and hdrs.CONTENT_LENGTH in request.headers:
-            return refused_connection(400, "Transfer-Encoding and Content-Length exclude each other")
+            return refused_connection(400, "Transfer-Encoding and Content-Length cannot be combined")
         expected = request.headers.get(hdrs.EXPECT)
         if expected is not None and expected.lower() != "100-continue":
             return refused_connection(417, "the only supported Expect is 100-continue")

@@ -86,7 +86,7 @@ class TextChannel(asyncio.Protocol):
             await asyncio.shield(self._process.wait())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
 
     def data_received(self, data: bytes) -> None:
         received = self._received

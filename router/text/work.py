@@ -186,7 +186,7 @@ class TextWork:
                 raise InvalidRequest("send a text as prompt, or a chat as messages", param="prompt")
             return body.prompt, body.add_special_tokens is not False
         if body.prompt is not None:
-            raise InvalidRequest("prompt and messages exclude each other", param="messages")
+            raise InvalidRequest("prompt and messages cannot be combined; send one of them", param="messages")
         refuse_unsupported_messages(body.messages)
         functions = check_tools(body.tools or [])
         for index, message in enumerate(body.messages):

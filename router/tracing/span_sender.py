@@ -43,7 +43,7 @@ class SpanSender:
             self._awake.set()
 
     def close(self, seconds: float) -> None:
-        """Export what is left, for at most so many seconds; then drop it. An export in progress goes on by itself."""
+        """Export what is left, for at most this many seconds; then drop it. An export in progress goes on by itself."""
         self._until = time.monotonic() + seconds
         self._closed = True
         self._awake.set()
@@ -63,7 +63,9 @@ class SpanSender:
                 self._log.warning("dropped traces: the collector is too slow", requests=self._dropped)
                 self._dropped = 0
         if self._queue:
-            self._log.warning("dropped spans: the collector is too slow to end", spans=len(self._queue))
+            self._log.warning(
+                "dropped spans: the collector did not take them before the end", spans=len(self._queue)
+            )
         self._exporter.shutdown()
 
     def _export(self, spans: Sequence[ReadableSpan]) -> None:

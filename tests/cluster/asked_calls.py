@@ -38,7 +38,7 @@ Called = tuple[str, Any]  # name and arguments
 
 @dataclass(frozen=True)
 class AskedChat:
-    """A request and what it is called: `call/17`, which `--only` takes."""
+    """A request and its name, such as `call/17`, which `--only` takes."""
 
     name: str
     choice: str  # one of CHOICES
@@ -179,7 +179,7 @@ class Judge:
         return asked.defect(calls, self._written(ids))
 
     def _written(self, ids: Sequence[int]) -> list[Called] | None:
-        """Return the calls in the text of tokens; None if what a call holds is none, which a free answer may have."""
+        """Return the calls in the text of tokens; None if one cannot be parsed, as may happen in free answers."""
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         try:
             found = [json.loads(each) for each in _CALL.findall(text.rpartition(THINK_END)[2])]

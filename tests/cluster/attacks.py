@@ -161,5 +161,5 @@ class Thief:
 
 
 def raw(dealer: Dealer, parts: list[bytes]) -> None:
-    """Send message parts that are no frame of a session."""
+    """Send message parts that are not a frame of a session."""
     dealer.socket.send_multipart(parts)

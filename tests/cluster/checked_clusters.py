@@ -20,7 +20,7 @@ class ClusterCheck:
 
     description: str
     case: str  # what the cases are, for --help
-    names: Callable[[int, int], Iterable[str]]  # of so many cases from a number on
+    names: Callable[[int, int], Iterable[str]]  # (first, count) -> the names of that many cases
     drafters: Collection[str]
     settings: Collection[str]
     # Returns the results of one cluster: drafter, setting, names of cases, seconds after which nothing more is sent.

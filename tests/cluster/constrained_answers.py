@@ -41,7 +41,7 @@ PostedT = TypeVar("PostedT", bound=Posted)
 
 @dataclass(frozen=True)
 class Asked:
-    """A request and what it is called: `schema/17` or `text/3`, which `--only` takes; "" without a constraint."""
+    """A request and its name, `schema/17` or `text/3`, which `--only` takes; "" without a constraint."""
 
     name: str
     question: Question

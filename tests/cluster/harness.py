@@ -224,7 +224,7 @@ class RunningCluster:
         inodes = set()
         for process in with_children(directory):
             for each in (process / "fd").iterdir():
-                # What a process closes meanwhile is no socket that it listens on.
+                # A socket that a process closes meanwhile is not one that it listens on.
                 with contextlib.suppress(FileNotFoundError):
                     inodes.add(os.readlink(each))
         found = set()

@@ -48,7 +48,7 @@ class Told:
     forwards: float = 0.0  # that these took, per request
 
     def add(self, node: Config) -> None:
-        """Add the totals of a decode node that counts no more."""
+        """Add the totals of a decode node whose counters have ended."""
         counters = node["counters"]
         self.counters.update({name: counters[name] for name in SHOWN})
         self.tokens += counters["generated_tokens"]

@@ -107,7 +107,7 @@ class MaskedReference:
         return torch.from_numpy(bits.astype(bool)), matcher.stopped
 
     def _scores(self, logits: Tensor, asked: Question) -> Tensor:
-        """Return what the drawn token has most of: the logit, or the perturbed logit of a random draw."""
+        """Return the values whose maximum is drawn: logits, or the perturbed logits of a random draw."""
         if asked.temperature == 0:
             return logits
         first = len(asked.prompt)

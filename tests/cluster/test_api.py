@@ -116,7 +116,7 @@ async def test_choices_share_one_computed_prompt(cluster: RunningCluster, stream
 
 
 async def test_log_probabilities_of_prompts_equal_transformers(cluster: RunningCluster) -> None:
-    """The request with which lm-eval measures likelihoods, for several prompts at once; also when they are cached."""
+    """The request with which lm-eval measures likelihoods, for several prompts at once, and once more when cached."""
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     prompts = [
         [5 + (7 * i + number) % 600 for i in range(length)] for number, length in enumerate((2, 40, 300))

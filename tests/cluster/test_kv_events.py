@@ -44,7 +44,7 @@ async def series(client: Client) -> dict[str, float]:
 
 
 async def followed(client: Client, nodes: int, blocks: int) -> None:
-    """Wait until the router has heard all nodes and knows at least so many blocks."""
+    """Wait until the router has heard all nodes and knows at least this many blocks."""
     deadline = time.monotonic() + PATIENCE
     while True:
         found = await series(client)

@@ -19,7 +19,7 @@ class LateCopy:
     target: Backup
     source: list[torch.Tensor]  # at the start
     again: Callable[[], Backup]
-    asks: int | None  # after so many it ends by itself
+    asks: int | None  # number of questions after which it ends by itself
     done: bool = False
     asked: int = 0
 
@@ -46,7 +46,7 @@ class LateCopy:
 
 
 class LateLane:
-    """See the module docstring. With `asks`, a copy ends by itself once the node has asked for it so many times."""
+    """See the module docstring. With `asks`, a copy ends by itself once the node has asked for it this many times."""
 
     def __init__(self, asks: int | None = None) -> None:
         self.asks = asks

@@ -67,7 +67,7 @@ def mtp_modules(name: str, steps: int) -> MtpModules:
 
 
 def first_modules(directory: Path, modules: int) -> Path:
-    """Write the shipped draft with only so many modules to a new directory; most published checkpoints have one."""
+    """Write the shipped draft with only this many modules to a new directory; most published checkpoints have one."""
     directory.mkdir()
     config = json.loads((SHIPPED / "config.json").read_text())
     first = config["num_hidden_layers"]

@@ -35,7 +35,7 @@ class OpenAiServer:
 
     events: Sequence[Event] = ()
     status: int = 200
-    hold: int = 0  # answer nobody before so many requests are there
+    hold: int = 0  # answer nobody until this many requests have arrived
     url: str = ""
     asked: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)

@@ -92,6 +92,6 @@ class AttentionBackend(Protocol):
         """Return the slots of the batch's rows; None in a trace, which has no batch."""
 
 
-# Makes the attention of a model over its pool, whose layers see so many keys (None: all).
+# Makes the attention of a model over its pool, whose layers see this many keys (None: all).
 # (pool, windows, scale), as for PagedAttention
 MakeAttention = Callable[[KvPool, Sequence[int | None], float | None], AttentionBackend]

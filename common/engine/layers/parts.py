@@ -49,7 +49,7 @@ def runs_of(name: str, *groups: HeadGroup, bundles: int = 1) -> list[RowRun]:
     """Return the rows of a tensor that holds these groups one after the other.
 
     Args:
-        bundles: the tensor has so many such sequences, each with an equal share of the heads of every group.
+        bundles: the tensor has this many such sequences, each with an equal share of the heads of every group.
     """
     stride = sum(group.heads * group.width for group in groups) // bundles
     runs, begin = [], 0
@@ -134,7 +134,7 @@ def declared_runs(parts: Parts) -> Iterator[RowRun]:
 
 
 def rows_of_parameter(parts: Parts, shard: Shard, suffix: str, into: Tensor) -> Iterator[Piece]:
-    """Yield the reads of a rank's rows of a parameter that is no matrix, from `NAME.suffix`."""
+    """Yield the reads of a rank's rows of a parameter that is not a matrix, from `NAME.suffix`."""
     start = 0
     for block in rank_blocks(parts, Columns(1, 0, 1), shard):
         yield block.per_row(suffix, into[start : start + block.rows])

@@ -19,12 +19,12 @@ from common.checkpoint.vision_config import VisionConfig
 from common.engine.host_memory import GIB, host_memory
 from common.errors import ModelError
 
-# A model may have up to twice the values that are stored, and so many more in any case.
+# A model may have up to twice the values that are stored, and this many more in any case.
 PROPORTION, ALWAYS = 2, 1 << 20
 
 
 def check_model_size(path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    """Check a complete model. Raises ModelError, also if the memory of a CPU cannot hold it."""
+    """Check a complete model. Raises ModelError, even if the memory of a CPU cannot hold it."""
     values = _layers(config) + config.vocab_size * config.hidden_size * (2 - config.tie_word_embeddings)
     said = f"{_sizes(config)} and vocab_size {config.vocab_size}"
     _check(path, values, said)

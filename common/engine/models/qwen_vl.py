@@ -48,7 +48,7 @@ class PatchOrder:
 
     @classmethod
     def of(cls, grids: Sequence[tuple[int, int]], merge: int, window: int) -> PatchOrder:
-        """Return the order for images with so many (rows, columns) of groups, in windows of `window` by `window`
+        """Return the order for images with this many (rows, columns) of groups, in windows of `window` by `window`
         groups.
         """
         owners, rows, columns = [], [], []

@@ -17,7 +17,7 @@ from common.engine.ops.delta_tiles import choose_chunks
 from common.engine.ops.shared_memory import room_of
 from common.engine.ops.triton_kernel import cdiv, chained, multiprocessors, next_power_of_2
 
-REQUESTS = 64  # a kernel is compiled once for batches of up to so many requests
+REQUESTS = 64  # a kernel is compiled once for batches of up to this many requests
 RUN = 8  # tokens that a thread of the convolution takes one after another
 
 

@@ -36,7 +36,7 @@ def choose_experts(  # type: ignore[no-untyped-def]
     left = scores
     if CORRECTED:
         left += tl.load(correction_ptr + expert, mask=real, other=0.0)
-    # The experts of a row are different ones also if scores are NaN or a correction is -inf: a taken expert is -inf.
+    # The experts of a row differ even if scores are NaN or a correction is -inf: a taken expert is -inf.
     left = tl.where(left >= -1.0e38, left, -1.0e38)
     left = tl.where(real, left, float("-inf"))
     if GROUPS > 1:

@@ -59,7 +59,7 @@ def _search(row_ptr, vocab, low, high, target, peak, slope, MASS: tl.constexpr, 
     """
     while low < high:
         middle = low + 0.5 * (high - low)
-        middle = tl.where(middle > low, tl.minimum(middle, high), high)  # also if the width overflows
+        middle = tl.where(middle > low, tl.minimum(middle, high), high)  # even if the width overflows
         weights = tl.zeros((BLOCK,), tl.float32)
         above = tl.full((BLOCK,), float("inf"), tl.float32)
         below = tl.full((BLOCK,), float("-inf"), tl.float32)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # the library takes depths and outputs that are multiples of it
-BLOCK_COLUMNS = 4  # it takes so many blocks of a row's depth, or multiples of it
+BLOCK_COLUMNS = 4  # it takes this many blocks of a row's depth, or multiples of it
 BLOCK_ROWS = 4  # the same for rows of products with blocks
 LEAST = (9, 0)  # compute capability of the first GPU with products of blocks
 BLOCKS_CUDA = (12, 9)  # the first CUDA with them

@@ -51,7 +51,7 @@ class Fp8Tiles(NamedTuple):
 
 
 def library_is_faster(rows: int, blocks: bool) -> bool:
-    """Return whether the library's product is faster for so many rows.
+    """Return whether the library's product is faster for this many rows.
 
     Args:
         blocks: the weight has scales per block.

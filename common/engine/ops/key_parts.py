@@ -17,7 +17,7 @@ from common.engine.ops.triton_kernel import (
 )
 
 BLOCK_KEYS = 64  # keys per step of a part
-GRANULE = 16  # parts are multiples of so many keys
+GRANULE = 16  # parts are multiples of this many keys
 MAX_SPLITS = 32
 MEASURED_HEAD_BYTES = 256  # one head of one token: bf16, D 128
 PROGRAMS_PER_PROCESSOR = 3

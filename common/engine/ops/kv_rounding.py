@@ -25,7 +25,7 @@ def as_read(stored: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
 
 
 def selected(plane: Tensor, index: Tensor) -> Tensor:
-    """Return plane[index] along the first axis, also where torch cannot select eight-bit floats."""
+    """Return plane[index] along the first axis, even where torch cannot select eight-bit floats."""
     if plane.dtype is not FP8:
         return plane.index_select(0, index)
     return plane.view(torch.uint8).index_select(0, index).view(FP8)

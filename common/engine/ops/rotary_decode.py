@@ -130,7 +130,7 @@ def _rotary_decode_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # query heads of one KV head, padded for the matrix units
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    GRANULE: tl.constexpr,  # parts are multiples of so many keys
+    GRANULE: tl.constexpr,  # parts are multiples of this many keys
     CHAINED: tl.constexpr,
 ):
     """Each program computes one part of one request's keys, for all query heads of one KV head.

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-# Raised when a kernel does not compile or does not fit the GPU; unlike torch's, Triton's errors are no RuntimeError.
+# Raised when a kernel does not compile or does not fit the GPU; unlike torch's, Triton's errors are not RuntimeErrors.
 COMPILE_ERRORS: tuple[type[Exception], ...] = (RuntimeError,)
 if triton is not None:
     COMPILE_ERRORS = (RuntimeError, triton.TritonError)

@@ -44,7 +44,7 @@ class StartChannel(Generic[Message]):
         until = time.monotonic() + timeout
         (length,) = LENGTH.unpack(self._exactly(LENGTH.size, until))
         if length > MOST_BYTES:
-            raise self._failed(f"announces a message of {length} bytes, which none has")
+            raise self._failed(f"announces a message of {length} bytes, which no message has")
         return self._decoder.decode(self._exactly(length, until))
 
     def close(self) -> None:

@@ -105,7 +105,7 @@ def _possible_peers(layout: PoolLayout) -> Iterator[PoolLayout]:
             try:
                 other = msgspec.structs.replace(layout, tp_rank=rank, tp_size=size)
             except ValueError:
-                continue  # no node has this model on so many ranks
+                continue  # no node has this model on that many ranks
             yield other
 
 

@@ -106,7 +106,7 @@ class CudaIpcSender(LayerEndpoint):
         return peer
 
     def _open(self, target: Target, description: CudaIpcDescription, records: mmap.mmap) -> Mapped:
-        """Map the pool for the own GPU if it can access the other, else for the other one and let the driver copy."""
+        """Map the pool for this GPU if it can access the other one, else for the other one and let the driver copy."""
         own = self._pool.device
         theirs = self._cuda.find(description.device)
         direct = theirs is None or self._cuda.reaches(own, theirs)

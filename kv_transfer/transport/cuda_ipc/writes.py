@@ -40,7 +40,7 @@ class Mapped(PeerMemory):
         self.records = memoryview(records)
         self.lane = lane  # for complete pages
         self.layers = layers  # for copies that wait for a forward: nothing else may queue after them
-        # The pool, if kernels of the own GPU can write it; None: the driver copies.
+        # The pool, if kernels of this rank's GPU can write it; None: the driver copies.
         self.memory: Tensor | None = None
         self.pages: tuple[PoolLayout, PagedMemory] | None = None
         self.moved = 0
@@ -108,15 +108,15 @@ class LaneTicket(Ticket):
 
 @dataclass(slots=True)
 class PageWriter:
-    """Writes from the own pool into peers' pools.
+    """Writes from this rank's pool into peers' pools.
 
-    `source` is the own pool as kernels address it; `local_blocks` and `remote_blocks` are max_blocks of move_pages.
+    `source` is this rank's pool as kernels address it; `local_blocks` and `remote_blocks` are max_blocks of move_pages.
     """
 
     cuda: CudaRuntime
     layout: PoolLayout
     pool: DeviceMemory
-    memory: Tensor  # the own pool as flat uint8
+    memory: Tensor  # this rank's pool as flat uint8
     source: PagedMemory
     local_blocks: int
     remote_blocks: int

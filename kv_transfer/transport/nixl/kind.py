@@ -46,7 +46,7 @@ def _allow(topology: Topology, options: NixlOptions) -> None:
     if not topology.isolated_network:
         raise ConfigError(
             "security.isolated_network",
-            f"pages are sent by nixl, and whoever reaches its devices ({options.nixl_devices}) can write into the "
+            f"pages are sent by nixl, and anyone who reaches its devices ({options.nixl_devices}) can write into the "
             "nodes' memory, since UCX neither authenticates nor encrypts: set it to true if only these nodes reach "
             "them (for lo: if this host has no other users), or choose another transport",
         )

@@ -79,7 +79,7 @@ def attach(name: str, nbytes: int) -> mmap.mmap:
 
 
 def attach_owned(name: str, owner: process.ProcessIdentity, incarnation: str, nbytes: int) -> mmap.mmap:
-    """Map a segment like `attach`. Raises HandshakeRefused also if `owner` does not name its segments like this."""
+    """Map a segment like `attach`. Raises HandshakeRefused even if `owner` does not name its segments like this."""
     if not is_of(name, owner, incarnation):
         raise HandshakeRefused(f"{name!r} is not the name of a segment that it created")
     return attach(name, nbytes)

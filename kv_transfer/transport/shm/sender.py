@@ -43,7 +43,7 @@ _FAILED = _Settled(WriteState.FAILED)
 
 
 class ShmSender(HostEndpoint):
-    """Copies from the own pool, in any host memory, into mapped segments."""
+    """Copies from this node's pool, in any host memory, into mapped segments."""
 
     takes = ShmDescription
 

@@ -66,7 +66,7 @@ class CompiledBodies:
     def run_body(
         self, model: CausalLM, embeds: Tensor, positions: Tensor, attention: AttentionBackend
     ) -> BodyOutput:
-        """Run a body. Raises CaptureError if it cannot be compiled, or not for so many tokens."""
+        """Run a body. Raises CaptureError if it cannot be compiled, or not for this many tokens."""
         if model not in self._bodies:
             self._bodies[model] = CompiledBody(model, self._compiler)
         return self._bodies[model](embeds, positions, attention)

@@ -87,7 +87,7 @@ def test_images_go_with_the_next_question_only(tmp_path: Path) -> None:
     assert conversation.messages == [system]
 
 
-@pytest.mark.parametrize(("content", "problem"), [(b"text", "is no image"), (b"", "is empty")])
+@pytest.mark.parametrize(("content", "problem"), [(b"text", "is not an image"), (b"", "is empty")])
 def test_files_that_are_no_images_are_refused(tmp_path: Path, content: bytes, problem: str) -> None:
     path = tmp_path / "a.png"
     path.write_bytes(content)
@@ -172,7 +172,7 @@ async def test_a_question_that_fails_is_taken_back(capsys: pytest.CaptureFixture
     said = capsys.readouterr().err
     assert "answered 503" in said
     assert "/none: cannot be read" in said
-    assert "/nothing is no command" in said
+    assert "/nothing is not a command" in said
 
 
 ONLY_REASONING: list[Event] = [
@@ -247,7 +247,7 @@ async def test_a_piped_question_is_answered_with_text_only() -> None:
             "the answer broke off: no ␛[2J\n",
         ),
         (OpenAiServer([part(content="a")]), "x", 1, "ended without [DONE]"),
-        (OpenAiServer(["{"]), "x", 1, "no stream of chat events"),
+        (OpenAiServer(["{"]), "x", 1, "not a stream of chat events"),
         (OpenAiServer(), "  ", 2, "is empty"),
         (OpenAiServer(), b"\xff\xfe", 2, "is not UTF-8"),
     ],
@@ -287,4 +287,4 @@ def test_without_a_server_it_says_so() -> None:
 def test_other_urls_are_refused_by_name() -> None:
     result = piped("ftp://127.0.0.1", "x")
     assert result.exit_code == 2
-    assert "ftp://127.0.0.1: is no http or https URL" in result.stderr
+    assert "ftp://127.0.0.1: is not an http or https URL" in result.stderr

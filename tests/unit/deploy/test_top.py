@@ -251,7 +251,7 @@ def test_without_a_terminal_it_prints_one_snapshot(monkeypatch: pytest.MonkeyPat
     ("target", "code", "said"),
     [
         ("http://127.0.0.1:1", 1, "does not answer"),
-        ("ftp://127.0.0.1", 2, "is no http or https URL"),
+        ("ftp://127.0.0.1", 2, "is not an http or https URL"),
         ("127.0.0.1:8000", 2, "or a URL that begins with http://"),
         ("/none.yaml", 2, "/none.yaml"),
         ("/none", 2, "/none: no such file or directory"),

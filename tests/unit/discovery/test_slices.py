@@ -182,7 +182,7 @@ def test_more_slices_and_routers_than_are_used(
 def test_a_node_outside_of_a_pod_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     plan = RouterPlan(addresses=(ADDRESS,), heartbeat_interval=1.0, timeout=2.0)
-    with pytest.raises(ConfigError, match=r"router\.control_address: this is no pod"):
+    with pytest.raises(ConfigError, match=r"router\.control_address: this is not a pod"):
         router_places(plan, Log("node"))
     with pytest.raises(ConfigError, match="the pod needs a service account token"):
         SliceRouters(ADDRESS, 1, ApiServer("http://127.0.0.1:1", tmp_path), Log("node"))

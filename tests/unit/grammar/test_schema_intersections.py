@@ -169,5 +169,5 @@ def syntax_tree(size: int) -> dict[str, Any]:
 
 def test_definitions_that_refer_to_each_other_are_checked_in_a_few_passes() -> None:
     check_intersections([syntax_tree(40)], GrammarLimits(max_values=20_000))
-    with pytest.raises(InvalidGrammar, match="too many circles"):
+    with pytest.raises(InvalidGrammar, match="too many cycles"):
         check_intersections([syntax_tree(40)], GrammarLimits(max_values=2000))

@@ -170,4 +170,4 @@ def test_a_node_that_ends_before_its_requests_says_why(caplog: pytest.LogCapture
     clock.now += 0.1
     life.end_turn(2, clock())
     assert life.stopping()
-    assert "the time to drain is over" in caplog.text
+    assert "the drain timeout has passed" in caplog.text
