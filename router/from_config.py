@@ -5,6 +5,7 @@ Also how answers of the model are read.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from common.config.kv_events import event_addresses
 from common.config.resolve_node import movable_section, pool_budget
 from common.config.router_processes import RouterProcess, router_name
 from common.config.run_directory import entry_peer_address, own_socket, use_file
-from common.config.schema import Model, NodeEntry
+from common.config.schema import Cluster, Model, NodeEntry
 from common.messages.identity import Role
 from common.observability.logs import Log
 from router.auth.gates import Gate, KeyGate, OpenGate
@@ -31,7 +32,7 @@ from router.chat.call_formats import CALL_FORMATS
 from router.http.client import View
 from router.nodes.registration import ExpectedNode, RegistrationRules
 from router.requests.hidden_states import StateLimit
-from router.server.connections import ConnectionLimit
+from router.server.connections import ConnectionLimit, affordable_connections
 from router.server.listeners import HttpPlan, TcpEntry
 from router.server.sockets import TlsFiles
 from router.tokens.tokenizer import Tokenizer
@@ -118,13 +119,30 @@ def http_plan(
         admin,
         places.socket,
         keys,
-        ConnectionLimit(router.max_connections_per_client, router.max_connections),
+        ConnectionLimit(router.max_connections_per_client, _connections(cluster, log)),
         body_bytes,
         process.name,
         own_socket(resolved, process.index) if process.host_peers else None,
         {router_name(index): own_socket(resolved, index) for index in process.host_peers},
         ledger,
     )
+
+
+def _connections(cluster: Cluster, log: Log) -> int:
+    """Return the limit of open HTTP connections: that of the file, unless this process may open fewer files."""
+    asked, nodes = cluster.router.max_connections, len(cluster.prefill.nodes) + len(cluster.decode.nodes)
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return asked
+    found = affordable_connections(asked, descriptors, nodes)
+    if found < asked:
+        log.warning(
+            "the limit of open files allows fewer HTTP connections than router.max_connections; raise it (ulimit -n)",
+            connections=found,
+            max_connections=asked,
+            open_files=descriptors,
+        )
+    return found
 
 
 def state_limit(section: Model, hidden_size: int) -> StateLimit | None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Protocol
 
+# Descriptors of a router for everything else: its links to nodes, its workers, sockets and files.
+RESERVED, RESERVED_PER_NODE = 128, 4
+LEAST = 16  # connections that it has however few descriptors there are
+
 
 class Connection(Protocol):
     """An open connection."""
@@ -21,7 +25,7 @@ class ConnectionLimit:
 
     def __init__(self, per_client: int, total: int) -> None:
         self._per_client = per_client
-        self._total = total
+        self.total = total
         self._clients: dict[Connection, str] = {}
         self._open: Counter[str] = Counter()
         self._idle: dict[Connection, None] = {}  # the longest idle first
@@ -42,7 +46,7 @@ class ConnectionLimit:
         """Count a connection, which is idle. Return False if it must be closed; then it is not counted."""
         if not self.has_room(client, 0):
             return False
-        if len(self._clients) >= self._total:
+        if len(self._clients) >= self.total:
             idle = next(iter(self._idle), None)
             if idle is None:
                 return False
@@ -71,3 +75,11 @@ class ConnectionLimit:
         """Note that the request has been answered."""
         if connection in self._clients:
             self._idle[connection] = None
+
+
+def affordable_connections(asked: int, descriptors: int, nodes: int) -> int:
+    """Return how many connections a router may have: `asked`, or fewer if a process may open only `descriptors` files.
+
+    Beyond its descriptors it could accept nobody, however many connections are idle.
+    """
+    return min(asked, max(descriptors - RESERVED - nodes * RESERVED_PER_NODE, LEAST))

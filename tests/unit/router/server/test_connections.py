@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from router.server.connections import ConnectionLimit
+import pytest
+
+from router.server.connections import ConnectionLimit, affordable_connections
 from tests.fakes.waiting import PATIENCE, eventually
 from tests.unit.router.conftest import Serve
 
@@ -99,3 +101,19 @@ async def test_silent_clients_and_incomplete_heads_make_room_for_others(serve: S
     for _, writer in (used, silent, partial, working, *others):
         writer.close()
     await eventually(lambda: len(limit) == 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "descriptors", "nodes", "found"),
+    [
+        (4352, 65_536, 2, 4352),
+        (4352, 4096, 2, 3960),
+        (4352, 1024, 128, 384),
+        (4352, 64, 2, 16),
+        (8, 64, 2, 8),
+    ],
+)
+def test_connections_leave_descriptors_for_the_rest(
+    asked: int, descriptors: int, nodes: int, found: int
+) -> None:
+    assert affordable_connections(asked, descriptors, nodes) == found

@@ -271,6 +271,17 @@ def test_keys_that_cannot_be_read_are_refused_at_start_up(tmp_path: Path) -> Non
         )
 
 
+def test_a_low_limit_of_open_files_lowers_that_of_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise idle clients could take all descriptors, and no probe would be answered any more."""
+    monkeypatch.setattr("resource.getrlimit", lambda limit: (1024, 1024))
+    plan = http_plan(config(tmp_path), RouterProcess(0, ()), 1 << 20, lambda: 0.0, Log("test"))
+    assert plan.limit.total == 888
+    [line] = [vars(each)["fields"] for each in caplog.records if "ulimit -n" in each.getMessage()]
+    assert line == {"connections": 888, "max_connections": 4352, "open_files": 1024}
+
+
 async def test_without_keys_the_api_hides_processes_on_loopback(tmp_path: Path) -> None:
     app = router(tmp_path)
     await app.start()
