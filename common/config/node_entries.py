@@ -53,10 +53,10 @@ def _check_pattern(name: str, count: int | None, path: str, names: dict[str, str
     if other is not None:
         raise ConfigError(
             f"{path}.name",
-            f"{name!r} and {other!r} ({names[other]}) match the same names; choose other beginnings",
+            f"{name!r} and {other!r} ({names[other]}) match the same names; choose other prefixes",
         )
     if overlap(name, ROUTER_NAME + ANY):
-        raise ConfigError(f"{path}.name", f"{name!r} looks like a router; choose another beginning")
+        raise ConfigError(f"{path}.name", f"{name!r} looks like a router; choose another prefix")
 
 
 def check_own_address(cluster: Cluster) -> None:

@@ -1,7 +1,8 @@
 """Decides when a node ends because routers refuse it.
 
-A router that refuses a node may be the odd one: during a rolling upgrade it has another protocol version or another
-cluster file. Requests of routers that serve the node must not end for that, and the node asks the other one again.
+A router that refuses a node may be the exception: during a rolling upgrade it has another protocol version or another
+cluster file. Requests of routers that serve the node must not end because of that, and the node asks the refusing one
+again.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class PublicResolver(AbstractResolver):
         found = await self._lookup(host, port)
         addresses = [(entry[0], str(entry[4][0])) for entry in found]
         if not addresses or not all(public(address) for _, address in addresses):
-            raise OSError(f"{host} has no public address, or also a private one")
+            raise OSError(f"{host} has no public address, or has a private one as well")
         return [
             ResolveResult(
                 hostname=host,

@@ -99,7 +99,7 @@ class RoleChanges:
         busy = self._asked or next(iter(draining), "")
         if busy:
             raise Conflict(
-                f"{busy} is changing its role, or ends; one node at a time changes it: try again later"
+                f"{busy} is changing its role or ending; only one node changes its role at a time: try again later"
             )
         others = [node for node in self._registry.eligible() if node.role == serving.role]
         if not [node for node in others if node is not serving]:

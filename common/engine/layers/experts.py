@@ -28,7 +28,7 @@ class Experts(FeedForward):
         self.experts = weights.experts(name, config.hidden_size, config.experts)
 
     def forward(self, x: Activations, slots: TokenSlots | None = None) -> Tensor:
-        """Return [T, H]. Padding rows get no expert, so that they read no weights, and zeros."""
+        """Return [T, H]. Padding rows get no expert, so they read no weights, and their output is zero."""
         experts, shares = self.router(x.tensor(), slots)
         return self.experts.product(x, experts, shares)
 

@@ -60,7 +60,7 @@ class RankProcesses:
                         preexec_fn=_die_with_parent,
                     )
                 )
-            # Or this process would keep the sockets of a rank that has ended open.
+            # Otherwise this process would keep open the sockets of a rank that has ended.
             endpoint.close()
 
     def begin(self, node: str, works: Sequence[bytes], log_level: str) -> None:

@@ -1,6 +1,6 @@
 """Notices a rank that is stopped or hangs while the ranks of a node start.
 
-How long a rank loads has no such bound: its first beat comes before it builds its model, and its beats go on meanwhile.
+Loading has no such bound: a rank shows its first beat before it builds its model, and its beats go on meanwhile.
 """
 
 from __future__ import annotations

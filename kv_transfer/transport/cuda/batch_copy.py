@@ -14,7 +14,7 @@ Addresses = npt.NDArray[np.int64]
 _NAME: Final = "cudaMemcpyBatchAsync"
 _IN_STREAM_ORDER: Final = 1  # cudaMemcpySrcAccessOrderStream
 _BESIDE_KERNELS: Final = 1  # cudaMemcpyFlagPreferOverlapWithCompute
-# cudaErrorCallRequiresNewerDriver, cudaErrorNotSupported: the library has the call, the driver has not
+# cudaErrorCallRequiresNewerDriver, cudaErrorNotSupported: the library has the call, the driver does not
 _WITHOUT: Final = frozenset({36, 801})
 _FAILED_INDEX_UNTIL: Final = 12  # major versions whose call also returns the index of the copy that failed
 

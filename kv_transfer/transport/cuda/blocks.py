@@ -99,7 +99,7 @@ def compile_checksums(memory: Tensor, layout: PoolLayout) -> None:
 
 
 def _possible_peers(layout: PoolLayout) -> Iterator[PoolLayout]:
-    """Yield layouts of all ranks that a peer may have; the sizes of its pool make no other kernels."""
+    """Yield layouts of all ranks that a peer may have; the sizes of its pool do not change the kernels."""
     for size in RANKS:
         for rank in range(size):
             try:
