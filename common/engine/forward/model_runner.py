@@ -13,6 +13,7 @@ from common.checkpoint.model_files import read_json
 from common.checkpoint.mtp_format import module_prefixes
 from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardOutput
+from common.engine.forward.own_head import with_own_head
 from common.engine.layers.placement import Placement
 from common.engine.layers.ranks import ONE_RANK, Ranks
 from common.engine.models.causal_lm import BodyOutput, CausalLM
@@ -76,12 +77,13 @@ def load_model(
         quantization: as for `ModelConfig.quantized`.
     """
     config = ModelConfig.load(path).for_length(max_tokens).quantized(quantization)
+    layout = checkpoint_layout(config, path)
+    config = with_own_head(Path(path), config, layout)
     target = torch.device(device)
     placement = Placement(resolve_dtype(dtype, config.dtype, target), target, ranks)
     check_model_size(Path(path), config, placement.dtype, target)
     model = build_model(config, placement, aux_layers).eval()
     tied = ("lm_head.weight",) if config.tie_word_embeddings else ()
-    layout = checkpoint_layout(config, path)
     pieces = (piece._replace(name=layout.language(piece.name)) for piece in model.pieces())
     file = Path(path) / "config.json"
     modules = module_prefixes(read_json(file), str(file))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from common.checkpoint.draft_config import DraftConfig
 from common.checkpoint.model_files import read_weight_files
+from common.checkpoint.unlisted_products import with_unlisted
 from common.engine.attention.backend import AttentionBackend
 from common.engine.forward.batch import ForwardBatch
 from common.engine.forward.draft_inputs import DraftInput
@@ -47,27 +49,28 @@ def load_mtp(path: Path, draft: DraftConfig, target: CausalLM, placement: Placem
     """Load the modules that are used; the checkpoint may contain more, or the target too.
 
     Modules that are as wide as the target share its embedding and LM head. Most files repeat them; where a file has
-    others, the module uses its own. Raises ModelError.
+    others, the module uses its own. Products that the file of a model in FP8 has as floats stay so. Raises ModelError.
     """
     assert draft.mtp is not None
     check_draft_size(path, draft)
-    model = build_mtp(draft, target, placement)
     used = range(draft.model.num_layers)
     prefixes = tuple(f"{draft.mtp.prefix(index)}." for index in used)
+    tensors = {name: entry for file in read_weight_files(path) for name, entry in file.tensors.items()}
+    weights = with_unlisted(draft.model.weights, tensors, prefixes)
+    model = build_mtp(replace(draft, model=replace(draft.model, weights=weights)), target, placement)
     layers = tuple(f"{draft.mtp.layer_prefix(index)}." for index in used)
     copies = tuple(f"{prefix}{part}.weight" for prefix in prefixes for part in (EMBEDDING, HEAD))
-    names = {name for file in read_weight_files(path) for name in file.tensors}
     # Modules that share all but their layers have one prefix, which the layers of unused modules have, too.
     unused = tuple(
         name
-        for name in names
+        for name in tensors
         if draft.mtp.shared and name.startswith(f"{draft.mtp.module}.layers.") and not name.startswith(layers)
     )
     load_weights(path, model.pieces(), ignore=copies, aside=unused, within=prefixes)
     for prefix, head in zip(prefixes, model.heads, strict=True):
-        if head.embed_tokens is target.embed_tokens and f"{prefix}{EMBEDDING}.weight" in names:
+        if head.embed_tokens is target.embed_tokens and f"{prefix}{EMBEDDING}.weight" in tensors:
             take_embedding(path, head, target)
-        if head.lm_head is target.lm_head and f"{prefix}{HEAD}.weight" in names:
+        if head.lm_head is target.lm_head and f"{prefix}{HEAD}.weight" in tensors:
             _take_head(path, head, target)
     return model.eval()
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from common.engine.forward.model_runner import load_model
 from common.engine.models.causal_lm import CausalLM
@@ -100,11 +101,30 @@ def test_harmless_tensors_are_ignored(tmp_path: Path) -> None:
     rewrite(
         path,
         model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(6),
-        lm_head__weight=torch.zeros(96, 48),  # tied: the embedding is used instead
+        # A copy, as files of torch have it.
+        lm_head__weight=expected["model.embed_tokens.weight"].clone(),
     )
     model = load_model(path)[0]
     assert all(torch.equal(value, expected[name]) for name, value in tensors(model).items())
     assert model.lm_head.dense() is model.embed_tokens.weight
+
+
+def test_a_head_that_is_not_the_embedding_is_used_although_the_config_ties_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As transformers does since version 5; vLLM and SGLang ignore it."""
+    path = families.save(families.build("llama3-scaling-tied"), tmp_path)
+    head = torch.randn(96, 48, generator=torch.Generator().manual_seed(1))
+    content = {**load_file(path / "model.safetensors"), "lm_head.weight": head}
+    save_file(content, path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(path).lm_head.weight, head)
+    caplog.clear()
+    with caplog.at_level("WARNING", "tandem.weights"):
+        model, config = load_model(path)
+    assert not config.tie_word_embeddings
+    assert torch.equal(model.lm_head.dense(), head)
+    [record] = caplog.records
+    assert record.fields == {"path": str(path), "tensor": "lm_head.weight"}  # type: ignore[attr-defined]
 
 
 def test_missing_unexpected_and_wrongly_shaped_tensors_are_named_together(path: Path) -> None:
