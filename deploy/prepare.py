@@ -16,6 +16,8 @@ from deploy.own_model import Machine, cluster_sections, write_cluster_file
 from deploy.process_table import read_table
 from deploy.targets import ModelTarget, read_target
 
+DRAFTS = "the directory of a draft model, or ORG/NAME"
+
 
 def cluster_file_of(text: str) -> Path:
     """Return the cluster file of a target; for a model it may not exist yet. Raises ConfigError."""
@@ -60,14 +62,16 @@ def prepare(text: str, draft: str | None, revision: str | None, overrides: Seque
 
 def _find_draft(text: str, target: Path, say: Say) -> Path:
     try:
-        found = read_target(text)
+        found = read_target(text, DRAFTS)
         if isinstance(found, Path):
             raise ConfigError("", f"{text} is a file")
         if found.directory is not None:
             return found.directory
         return find_snapshot(text, None, say, lambda directory: algorithm_of(directory, target)).directory
     except (ConfigError, ModelError) as error:
-        raise ConfigError("--draft", f"{error}; use the directory of a draft model, or ORG/NAME") from error
+        problem = str(error)
+        remedy = "" if problem.endswith(DRAFTS) else f"; use {DRAFTS}"
+        raise ConfigError("--draft", problem + remedy) from error
 
 
 def _is_running(file: Path, overrides: Sequence[str]) -> bool:

@@ -19,6 +19,10 @@ from common.errors import ConfigError
 from deploy.hub import NAME
 
 CLUSTERS = "models"  # folder of the cluster files that `deploy/up MODEL_DIR` writes
+TARGETS = (
+    "a cluster file (deploy/clusters/example.yaml shows every key), a model directory, or a model of the Hugging Face "
+    "hub as ORG/NAME"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,8 @@ class ModelTarget:
             raise ConfigError("", f"cannot create {error.filename}: {error.strerror}") from error
 
 
-def read_target(text: str) -> Path | ModelTarget:
-    """Return the cluster file or the model that `text` names. Raises ConfigError if it is neither."""
+def read_target(text: str, remedy: str = TARGETS) -> Path | ModelTarget:
+    """Return the cluster file or the model that `text` names. Raises ConfigError, with `remedy`, if it is neither."""
     path = Path(text).expanduser()
     if path.is_dir():
         return _of_directory(text, path)
@@ -50,11 +54,7 @@ def read_target(text: str) -> Path | ModelTarget:
         return path
     if NAME.fullmatch(text):
         return ModelTarget(text, text, f"hub:{text}", None)
-    raise ConfigError(
-        "",
-        "no such file or directory; use a cluster file (deploy/clusters/example.yaml shows every key), a "
-        "model directory, or a model of the Hugging Face hub as ORG/NAME",
-    )
+    raise ConfigError("", f"no such file or directory; use {remedy}")
 
 
 def _of_directory(text: str, path: Path) -> ModelTarget:

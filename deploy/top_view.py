@@ -68,7 +68,7 @@ def render(samples: Sequence[ClusterSample], table: Table | None) -> RenderableT
 def _head(before: ClusterSample, now: ClusterSample, generated: float) -> list[Text]:
     info = now.info
     state = "ready" if info.get("ready") else "not ready"
-    requests = f"{info.get('active_requests', 0)} requests, {now.waiting_for_room} of them wait for room"
+    requests = f"{info.get('active_requests', 0)} requests, {now.waiting_for_room} of them waiting for room"
     first, gap = _percentiles(before.first_tokens, now.first_tokens), _percentiles(before.gaps, now.gaps)
     return [
         Text(f"{info.get('served_model_name', '')}: {state}; {requests}; {generated:,.0f} tokens/s"),
@@ -86,7 +86,9 @@ def _percentiles(before: Buckets, now: Buckets) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return "-" if math.isnan(seconds) else f"{1e3 * seconds:.3g}"
+    if math.isnan(seconds):
+        return "-"
+    return f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
 
 
 def _add(view: NodeTable, node: dict[str, Any], rates: NodeRates) -> None:

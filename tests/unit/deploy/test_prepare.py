@@ -81,7 +81,9 @@ def test_a_draft_directory_is_taken(place: Path) -> None:
 
 @pytest.mark.parametrize("draft", ["none", "mine/config.json"])
 def test_a_draft_that_is_none_is_refused(place: Path, draft: str) -> None:
-    with pytest.raises(ConfigError, match="^--draft: .*use the directory of a draft model"):
+    with pytest.raises(
+        ConfigError, match="^--draft: [^;]*; use the directory of a draft model, or ORG/NAME$"
+    ):
         run("mine", draft=draft)
 
 

@@ -159,7 +159,7 @@ def test_each_node_has_a_row() -> None:
         sample(3.0, later, node("prefill-0"), first=first),
     ]
     lines = [" ".join(line.replace("│", " ").split()) for line in shown(render(samples, None)).splitlines()]
-    assert lines[0] == "tiny: ready; 7 requests, 2 of them wait for room; 500 tokens/s"
+    assert lines[0] == "tiny: ready; 7 requests, 2 of them waiting for room; 500 tokens/s"
     assert lines[1] == "p50 / p90 / p99: first token 100 / 180 / 198 ms; gap -"
     rows = [line for line in lines if line.startswith(("prefill", "decode"))]
     assert rows[0] == "prefill-0 prefill up 3 2 1 75 / 100 25% 0 - 90%"
@@ -190,6 +190,8 @@ def test_without_new_observations_percentiles_are_those_since_the_start() -> Non
     one = sample(1.0, first=Buckets({0.1: 10, INF: 10}))
     assert "first token 50 / 90 / 99 ms since the start" in shown(render([one], None))
     assert "first token 50 / 90 / 99 ms since the start" in shown(render([one, one], None))
+    slow = sample(1.0, first=Buckets({2.0: 10, INF: 10}))
+    assert "first token 1,000 / 1,800 / 1,980 ms since the start" in shown(render([slow], None))
 
 
 def test_nodes_that_are_not_there_are_shown() -> None:

@@ -95,7 +95,7 @@ async def test_what_it_refuses() -> None:
             await change(rig, "flex-0", "prefill", 1.0)
         await rig.node("decode", "decode-0")
         await shows(rig, halves, "decode", "draining")
-        with pytest.raises(Conflict, match="flex-0 is changing its role, or ends"):
+        with pytest.raises(Conflict, match="flex-0 is changing its role or ending"):
             await change(rig, "flex-0", "prefill", 1.0)
 
 
