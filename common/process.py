@@ -1,12 +1,14 @@
 """The frame of every process of the cluster: command line, logs, start-up report, signals, exit codes.
 
-Exit codes: 0 drained, 1 a defect (traceback in the log), 2 the configuration or the model cannot be served, 3 the
-main loop of a node hung (stacks in the log), 4 a rank of a node has failed (the reason is in the log).
+Exit codes: 0 drained, 1 a defect (in the log is a traceback, or the stacks of a process that did not end), 2 the
+configuration or the model cannot be served, 3 the main loop of a node hung (stacks in the log), 4 a rank of a node has
+failed (the reason is in the log).
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import resource
 import signal
@@ -33,6 +35,8 @@ EXIT_DEFECT = 1
 EXIT_REFUSED = 2
 EXIT_RANK_FAILED = 4
 MOST_DESCRIPTORS = 65_536
+# For a process to close what it holds, and again for the interpreter to end. Freeing pinned memory takes a while.
+END_SECONDS = 120.0
 
 ClusterOption = Annotated[Path, typer.Option("--cluster", help="Cluster file")]
 NameOption = Annotated[str, typer.Option("--name", help="Name of this process among the file's nodes")]
@@ -67,10 +71,25 @@ Build = Callable[[Resolved, str, StartupReporter, Log], BuiltNode]
 
 
 def run_command(main: Callable[..., None], script: str) -> None:
-    """Run `main` as the command line of a script in deploy/; usage errors speak of the script."""
+    """Run `main` as the command line of a script in deploy/; usage errors speak of the script.
+
+    This process ends afterwards.
+    """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(main)
-    app(prog_name=f"deploy/{script}")
+    try:
+        app(prog_name=f"deploy/{script}")
+    finally:
+        # The interpreter waits for threads, and so would whoever waits for this process.
+        end_within(END_SECONDS)
+
+
+def end_within(seconds: float) -> None:
+    """Let this process end in so many seconds at the latest: with the stacks of all threads, and EXIT_DEFECT.
+
+    A later call replaces the bound of an earlier one. The timer needs no Python thread and no interpreter lock.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 def run_process(
@@ -160,6 +179,7 @@ def run_node(
             with loop_watchdog(built.overdue, resolved.cluster.health.hung_limit, log):
                 built.run()
         finally:
+            end_within(END_SECONDS)
             gc.unfreeze()
             built.close()
 

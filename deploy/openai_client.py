@@ -85,7 +85,8 @@ async def call(session: aiohttp.ClientSession, method: str, url: str, body: dict
 async def first_model(session: aiohttp.ClientSession, base: str) -> str:
     """Return the first model that the server lists. `base` ends with /v1. Raises Unreachable."""
     try:
-        reply = await asyncio.wait_for(call(session, "GET", f"{base}/models", None), 4 * CONNECT_SECONDS)
+        async with asyncio.timeout(4 * CONNECT_SECONDS):
+            reply = await call(session, "GET", f"{base}/models", None)
         return str(reply["data"][0]["id"])
     except TimeoutError:
         raise Unreachable(f"{base}/models did not answer within {4 * CONNECT_SECONDS:.0f} s") from None

@@ -16,7 +16,15 @@ from common.config.router_processes import RouterProcess, router_name, router_pr
 from common.huge_pages import use_huge_pages
 from common.observability.logs import Log
 from common.observability.startup import StartupReporter
-from common.process import ClusterOption, SetOption, StatusOption, run_command, run_process
+from common.process import (
+    END_SECONDS,
+    ClusterOption,
+    SetOption,
+    StatusOption,
+    end_within,
+    run_command,
+    run_process,
+)
 from router.build import build
 from router.process.garbage import collect_when_quiet, collect_young, prepare_heap
 
@@ -38,18 +46,22 @@ async def _serve(resolved: Resolved, process: RouterProcess, reporter: StartupRe
     # nohup sets SIGHUP to be ignored: keep it so.
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         loop.add_signal_handler(signal.SIGHUP, app.http.reload)
-    await app.start()
-    prepare_heap()
-    log.info("start-up memory on huge pages", mib=use_huge_pages() >> 20)
-    # The loop would keep each async generator in a set of weak references, to close it when the loop ends. Handlers
-    # close theirs themselves; an abandoned one is still closed, by the other hook.
-    sys.set_asyncgen_hooks(firstiter=None)
-    collectors = [
-        loop.create_task(collect_when_quiet(lambda: app.http.connections, lambda: app.generating)),
-        loop.create_task(collect_young(lambda: app.generating)),
-    ]
-    reporter.report("ready")
-    await stop.wait()
+    try:
+        await app.start()
+        prepare_heap()
+        log.info("start-up memory on huge pages", mib=use_huge_pages() >> 20)
+        # The loop would keep each async generator in a set of weak references, to close it when the loop ends. Handlers
+        # close theirs themselves; an abandoned one is still closed, by the other hook.
+        sys.set_asyncgen_hooks(firstiter=None)
+        collectors = [
+            loop.create_task(collect_when_quiet(lambda: app.http.connections, lambda: app.generating)),
+            loop.create_task(collect_young(lambda: app.generating)),
+        ]
+        reporter.report("ready")
+        await stop.wait()
+    finally:
+        # Closing waits for child processes, and the event loop for every thread of its pool.
+        end_within(resolved.cluster.health.drain_timeout + END_SECONDS)
     for each in collectors:
         each.cancel()
     await app.drain()

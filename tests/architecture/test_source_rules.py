@@ -330,6 +330,12 @@ def test_no_test_is_decided_by_how_fast_something_was() -> None:
     assert not wrong, "measures wall time: " + ", ".join(wrong)
 
 
+def test_no_cancellation_is_lost() -> None:
+    """asyncio.wait_for of Python 3.11 returns a result, or raises an error, that a cancellation meets: use timeout."""
+    wrong = [module.place for module in MODULES if "asyncio.wait_for(" in module.text]
+    assert not wrong, "use asyncio.timeout: " + ", ".join(wrong)
+
+
 def test_wall_clock_time_is_only_shown_to_people() -> None:
     """The wall clock jumps, so deadlines use the monotonic clock. These places show wall-clock time to a person."""
     shown = {
