@@ -60,7 +60,17 @@ class Connection:
         for task in self.tasks:
             task.cancel()
         for end in self.ends:
-            end.close()
+            _close(end)
+
+
+def _close(watched: socket.socket) -> None:
+    """Close a socket that tasks may wait for. The loop has to forget it before another one gets its number."""
+    if watched.fileno() < 0:
+        return
+    loop = asyncio.get_running_loop()
+    loop.remove_reader(watched)
+    loop.remove_writer(watched)
+    watched.close()
 
 
 class Link:
@@ -94,7 +104,7 @@ class Link:
         if self._task is not None:
             self._task.cancel()
         if self._listener is not None:
-            self._listener.close()
+            _close(self._listener)
         for connection in list(self._connections):
             connection.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from tests.chaos import namespaces
 from tests.chaos.namespaces import Host, Namespace
 from tests.chaos.proxy import Link
 from tests.cluster.harness import hold_port
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE, eventually
 
 SENT = bytes(range(256)) * 4
 
@@ -65,6 +66,21 @@ async def rig() -> AsyncIterator[Rig]:
             await eventually(ended.is_set)
             server.close()
             await server.wait_closed()
+
+
+async def test_a_socket_with_the_number_of_one_that_was_reset_is_heard() -> None:
+    async with rig() as made:
+        await made.send(SENT)
+        await eventually(lambda: len(made.received) == len(SENT))
+        made.link.reset()
+        # Lowest free numbers first: those of the sockets that were just closed.
+        one, other = socket.socketpair()
+        with one, other:
+            one.setblocking(False)
+            loop = asyncio.get_running_loop()
+            loop.call_later(0.01, other.send, b"x")
+            async with asyncio.timeout(PATIENCE / 12):
+                assert await loop.sock_recv(one, 1) == b"x"
 
 
 async def dial_and_read(port: int) -> bytes:
