@@ -238,12 +238,17 @@ class DecodeNode:
             self._drop(request, reason)
 
     def pair_lost(self, router: ToRouter, incarnation: str) -> None:
+        self._move_transfers(self._clock())
         for request in (*self.queues.waiting, *self.queues.transferring.values()):
             if request.router is router and request.prefill.incarnation == incarnation:
                 self._fail(request, NodeLost.code, "the prefill node of this request was lost")
 
     def peer_lost(self, incarnation: str) -> None:
-        """Fail reservations that wait for pages. The receiver's events fail transfers in progress."""
+        """Fail reservations that wait for pages. The receiver's events fail transfers in progress.
+
+        Records that the prefill node has sent are read first: one that drains ends right after the last of them.
+        """
+        self._move_transfers(self._clock())
         self._peers.lost(incarnation)
         for request in list(self.queues.waiting):
             if request.prefill.incarnation == incarnation:

@@ -117,6 +117,33 @@ def test_a_prefill_node_dies_in_the_middle() -> None:
         cluster.settle()
 
 
+@pytest.mark.parametrize("routers", ["all", "one"])
+def test_a_record_that_a_prefill_node_has_sent_before_its_end_counts(
+    routers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that drains ends right after its last record, and the router may say so before the record is read."""
+    with NodeCluster(SMALL, resubmit=False) as cluster:
+        call = cluster.submit(prompt_of(30), 6)
+        cluster.run(
+            until=lambda: any(
+                each.state.value == "awaiting" for each in cluster.decode.receiver.rooms.parts()
+            )
+        )
+        for _ in range(1000):
+            cluster.turn_one(cluster.prefill)
+            if not len(cluster.prefill.node.queues):
+                break
+        assert call.prefill_stages is not None, "the prefill node has not sent the record"
+        assert len(cluster.decode.node.queues.transferring) == 1
+        if routers == "one":
+            monkeypatch.setattr("common.node.lost_peers.LostPeers.report", lambda *_: False)
+        cluster.decode.link.deliver(PeerLost(incarnation=cluster.prefill.ref.incarnation))
+        cluster.run()
+        expect_reference(call)
+        assert call.attempts == 1
+        cluster.settle()
+
+
 def test_a_prefill_node_that_was_declared_lost_but_lives() -> None:
     """Its pages stay in quarantine until it acknowledges the abort, over the existing connection."""
     with NodeCluster(SMALL, resubmit=False) as cluster:
