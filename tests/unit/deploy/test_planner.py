@@ -201,7 +201,7 @@ async def test_what_cannot_be_changed_is_refused_at_the_start() -> None:
             await run_until(router, url, lambda: False)
         with pytest.raises(ConfigError, match="scope admin"):
             await Routers(url, "wrong").read()
-    with pytest.raises(ConfigError, match="no http or https URL"):
+    with pytest.raises(ConfigError, match="is not an http or https URL"):
         Routers("ftp://host", None)
 
 
