@@ -12,14 +12,16 @@ from router.requests.json_body import invalid_body
 from router.requests.openai_schema import ChatRequest
 
 ChatPart = dict[str, Any]
+_WHERE = "where"  # key of a part, until the chat is built
 
 
 def text_part(text: str) -> ChatPart:
     return {"type": "text", "text": text}
 
 
-def image_part(url: str) -> ChatPart:
-    return {"type": "image_url", "image_url": {"url": url}}
+def image_part(url: str, where: str) -> ChatPart:
+    """Return an image; `where` is the client's field that has it."""
+    return {"type": "image_url", "image_url": {"url": url}, _WHERE: where}
 
 
 class ChatBuilder:
@@ -27,6 +29,8 @@ class ChatBuilder:
 
     def __init__(self) -> None:
         self._messages: list[dict[str, Any]] = []
+        # Field of the chat with an image -> the client's field. Messages are joined, so their numbers differ.
+        self.places: dict[str, str] = {}
 
     @property
     def ends_with_assistant(self) -> bool:
@@ -62,6 +66,12 @@ class ChatBuilder:
         """Return the request with these other fields; None leaves one out. Raises InvalidRequest."""
         given = {name: value for name, value in fields.items() if value is not None}
         messages = [_plain(message) for message in self._messages]
+        self.places = {
+            f"messages[{index}].content[{position}].image_url": part.pop(_WHERE)
+            for index, message in enumerate(messages)
+            for position, part in enumerate(message["content"])
+            if isinstance(part, dict) and _WHERE in part
+        }
         try:
             return msgspec.convert({**given, "messages": messages}, ChatRequest)
         except msgspec.ValidationError as error:

@@ -23,6 +23,8 @@ NAMES = {
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format.schema",
     "tool_choice.function": "tool_choice",
+    "tools[].function": "tools[]",
+    "tools[].function.parameters": "tools[].input_schema",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 
@@ -140,6 +142,7 @@ class MessagesTask(msgspec.Struct, frozen=True, kw_only=True):
     """A request after its translation."""
 
     chat: ChatRequest
+    places: dict[str, str]  # names in refusals besides NAMES, see ChatBuilder
 
 
 _decoder = msgspec.json.Decoder(MessagesRequest)
@@ -160,15 +163,15 @@ def read_messages(raw: bytes | bytearray) -> MessagesTask:
         "top_k": request.top_k,
         "cache_salt": request.cache_salt,
     }
-    return MessagesTask(chat=_chat(request, fields))
+    return _task(request, fields)
 
 
 def read_count(raw: bytes | bytearray) -> MessagesTask:
     """Parse and translate a body of /count_tokens. Raises InvalidRequest, which names the field."""
-    return MessagesTask(chat=_chat(decode_json(raw, _count_decoder), {}))
+    return _task(decode_json(raw, _count_decoder), {})
 
 
-def _chat(request: CountRequest, fields: dict[str, Any]) -> ChatRequest:
+def _task(request: CountRequest, fields: dict[str, Any]) -> MessagesTask:
     parts = sum(len(each.content) for each in request.messages if isinstance(each.content, list))
     if parts > MAX_PARTS:
         raise InvalidRequest(f"the messages have {parts} blocks; the limit is {MAX_PARTS}", param="messages")
@@ -199,7 +202,7 @@ def _chat(request: CountRequest, fields: dict[str, Any]) -> ChatRequest:
         "tool_choice": None if choice is None else _tool_choice(choice),
         "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
     }
-    return chat.build(fields)
+    return MessagesTask(chat=chat.build(fields), places=chat.places)
 
 
 def _add_message(chat: ChatBuilder, message: InputMessage, where: str) -> None:
@@ -263,9 +266,9 @@ def _part(block: ContentBlock, where: str) -> ChatPart:
     source = block.source
     if block.type == "image" and source is not None:
         if source.type == "url" and source.url is not None:
-            return image_part(source.url)
+            return image_part(source.url, f"{where}.source")
         if source.type == "base64" and source.data is not None:
-            return image_part(f"data:{source.media_type};base64,{source.data}")
+            return image_part(f"data:{source.media_type};base64,{source.data}", f"{where}.source")
     raise unsupported_part(block.type, where, "text with `text`, and image with a base64 or url `source`")
 
 

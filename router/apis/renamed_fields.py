@@ -32,7 +32,13 @@ def renamed_refusal(error: InvalidRequest, names: Mapping[str, str]) -> InvalidR
 
 
 def _renamed(param: str, names: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return (translated name, client's name) of the field that `param` names, or the field that contains it."""
-    found = [name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))]
-    inner = max(found, key=len, default=None)
-    return None if inner is None else (inner, names[inner])
+    """Return (translated name, client's name) of the field that `param` names, or the field that contains it.
+
+    `[]` in a name stands for the number of any item.
+    """
+    for name in sorted(names, key=len, reverse=True):
+        pattern = re.escape(name).replace(re.escape("[]"), r"\[(\d+)\]")
+        found = re.match(rf"{pattern}(?=[.\[]|$)", param)
+        if found is not None:
+            return found[0], names[name].replace("[]", "[{}]").format(*found.groups())
+    return None

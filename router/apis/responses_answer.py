@@ -102,7 +102,7 @@ class ResponsesForm:
         total = self._prompt_tokens + items.completion_tokens
         usage = {
             "input_tokens": self._prompt_tokens,
-            "input_tokens_details": {"cached_tokens": items.prompt_cached},
+            "input_tokens_details": {"cached_tokens": items.prompt_cached, "cache_write_tokens": 0},
             "output_tokens": items.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": items.reasoning_tokens},
             "total_tokens": total,

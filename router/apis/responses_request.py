@@ -16,6 +16,7 @@ from router.requests.field_rules import refuse_fields
 from router.requests.json_body import decode_json
 from router.requests.openai_schema import MAX_MESSAGES, MAX_PARTS, ChatRequest, RequestId, Text
 from router.requests.sampling_fields import SamplingFields
+from router.templates.message_calls import call_arguments
 
 # Names in refusals: field of the chat -> field of the client's request.
 NAMES = {
@@ -27,6 +28,7 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
     "tool_choice.allowed_tools": "tool_choice",
     "tool_choice.function": "tool_choice",
+    "tools[].function": "tools[]",
 }
 # Fields that have the same name and meaning in chats.
 SAME = (
@@ -169,6 +171,7 @@ class ResponsesTask(msgspec.Struct, frozen=True, kw_only=True):
     """A request after its translation."""
 
     chat: ChatRequest
+    places: dict[str, str]  # names in refusals besides NAMES, see ChatBuilder
     shown: dict[str, Any]  # fields of the request that the answer repeats
 
 
@@ -205,7 +208,7 @@ def read_responses(raw: bytes | bytearray) -> ResponsesTask:
     }
     if _LOGPROBS in included:
         fields |= {"logprobs": True, "top_logprobs": top}
-    return ResponsesTask(chat=chat.build(fields), shown=_shown(request))
+    return ResponsesTask(chat=chat.build(fields), places=chat.places, shown=_shown(request))
 
 
 def _check_parts(items: Iterable[InputItem]) -> None:
@@ -227,7 +230,9 @@ def _add_item(chat: ChatBuilder, item: InputItem, where: str) -> None:
             chat.add_message(role, _parts(item.content, f"{where}.content"))
         case "function_call":
             name = required(item.name, f"{where}.name")
-            chat.add_call(required(item.call_id, f"{where}.call_id"), name, item.arguments or "{}")
+            identity = required(item.call_id, f"{where}.call_id")
+            call_arguments(item.arguments, f"{where}.arguments")
+            chat.add_call(identity, name, item.arguments or "{}")
         case "function_call_output":
             parts = _parts(item.output, f"{where}.output")
             chat.add_result(required(item.call_id, f"{where}.call_id"), parts)
@@ -250,7 +255,7 @@ def _parts(content: str | list[InputPart] | None, where: str) -> list[ChatPart]:
         elif part.type == "refusal" and part.refusal is not None:
             parts.append(text_part(part.refusal))
         elif part.type == "input_image" and part.image_url is not None:
-            parts.append(image_part(part.image_url))
+            parts.append(image_part(part.image_url, f"{where}[{index}].image_url"))
         else:
             raise unsupported_part(part.type, f"{where}[{index}]", _KNOWN_PARTS)
     return parts

@@ -14,6 +14,7 @@ from router.chat.answer_style import PLAIN, AnswerStyle
 from router.requests.hidden_states import StateLimit
 from router.requests.openai_schema import (
     MAX_STOP_TOKENS,
+    NO_OPTIONS,
     TOP_LOGPROBS,
     SharedFields,
     TokenIds,
@@ -82,7 +83,7 @@ def check_request(body: SharedFields, model: ServedModel) -> None:
     """Apply the checks that need no prompt."""
     refuse_unsupported(body)
     check_model(body, model)
-    if body.stream_options is not None and not body.stream:
+    if body.stream_options is not None and not body.stream and body.stream_options != NO_OPTIONS:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
 
 

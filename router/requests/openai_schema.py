@@ -44,6 +44,9 @@ class StreamOptions(msgspec.Struct, frozen=True):
     continuous_usage_stats: bool | None = None  # vLLM: usage in every chunk
 
 
+NO_OPTIONS = StreamOptions()
+
+
 class ImageUrl(msgspec.Struct, frozen=True):
     """An image, as a data: URL or an https URL. `detail` has no effect: every image is scaled to the model's size."""
 

@@ -30,7 +30,8 @@ class MessagesRoutes(TranslatedRoutes):
             with renamed_fields(NAMES):
                 task = await self._texts.read_task(READER, memory.take())
                 show = partial(MessagesForm, request[request_id_key], self._model().name)
-                return await self._openai.answer_chat(request, task.chat, memory, show)
+                with renamed_fields(task.places):
+                    return await self._openai.answer_chat(request, task.chat, memory, show)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         return await self.count(request, COUNT, NAMES, TokenCount)

@@ -31,7 +31,8 @@ class ResponsesRoutes(TranslatedRoutes):
                 task = await self._texts.read_task(READER, memory.take())
                 use_request_id(request, None, task.chat.request_id)
                 show = partial(ResponsesForm, task, request[request_id_key], self._model().name)
-                return await self._openai.answer_chat(request, task.chat, memory, show)
+                with renamed_fields(task.places):
+                    return await self._openai.answer_chat(request, task.chat, memory, show)
 
     async def count_tokens(self, request: web.Request) -> web.Response:
         return await self.count(request, READER, NAMES, InputTokens)

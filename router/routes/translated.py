@@ -50,6 +50,7 @@ class TranslatedRoutes:
         await self._openai.turn()
         async with received(request) as memory:
             with renamed_fields(names):
-                body = (await self._texts.read_task(reader, memory.take())).chat
-                found = await self._prompts.count(body, self._model(), request[client_key])
+                task = await self._texts.read_task(reader, memory.take())
+                with renamed_fields(task.places):
+                    found = await self._prompts.count(task.chat, self._model(), request[client_key])
                 return json_response(answer(found))

@@ -22,7 +22,7 @@ def template_calls(calls: Sequence[ToolCall], where: str) -> list[dict[str, Any]
             "type": "function",
             "function": {
                 "name": call.function.name,
-                "arguments": _arguments(
+                "arguments": call_arguments(
                     call.function.arguments, f"{where}.tool_calls[{index}].function.arguments"
                 ),
             },
@@ -31,7 +31,8 @@ def template_calls(calls: Sequence[ToolCall], where: str) -> list[dict[str, Any]
     ]
 
 
-def _arguments(given: str | dict[str, Any] | None, where: str) -> dict[str, Any]:
+def call_arguments(given: str | dict[str, Any] | None, where: str) -> dict[str, Any]:
+    """Return the arguments of a call, which `where` names. Raises InvalidRequest if they are not a JSON object."""
     if not isinstance(given, str):
         return given or {}
     if not given.strip():

@@ -5,12 +5,17 @@ The test of Anthropic's client runs where it is installed: pip install anthropic
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import openai
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel
 
 from router.tokens.tokenizer import Tokenizer
 from tests.unit.router.apis.test_responses import HELLO
@@ -21,6 +26,18 @@ from tests.unit.router.scripted_generator import one_by_one
 
 FUNCTIONS = [tool["function"] for tool in TOOLS]
 USER: Any = {"role": "user", "content": "Hello"}
+
+
+# Events by their `type`.
+KINDS: dict[str, type[BaseModel]] = {
+    get_args(each.model_fields["type"].annotation)[0]: each
+    for each in get_args(get_args(ResponseStreamEvent)[0])
+}
+
+
+def data_of(stream: bytes) -> list[dict[str, Any]]:
+    lines = stream.decode().split("\n")
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
 
 
 @pytest.fixture
@@ -60,6 +77,31 @@ async def test_openai_responses_with_tools(
         final = await stream.get_final_response()
     assert [event.arguments for event in done] == ['{"city": "Paris", "days": 3}', "{}"]
     assert [item.type for item in final.output] == ["reasoning", "function_call", "function_call"]
+
+
+@pytest.mark.parametrize("text", [THOUGHT + "It rains." + OBJECT_CALLS, "It", ""])
+async def test_answers_have_the_types_of_the_client(rig: Rig, tokenizer: Tokenizer, text: str) -> None:
+    """The client itself checks nothing, but programs around it do."""
+    rig.generator.will(*one_by_one([*tokenizer.encode(text, False), 2], "stop", 1))
+    tools = [{"type": "function", **each} for each in FUNCTIONS]
+    chat = {"messages": [USER], "tools": TOOLS, "logprobs": True, "top_logprobs": 1}
+    response = {
+        "input": "Hello",
+        "tools": tools,
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 1,
+    }
+    ChatCompletion.model_validate((await rig.post("/v1/chat/completions", chat))[1])
+    Completion.model_validate((await rig.post("/v1/completions", {"prompt": "Hello", "logprobs": 1}))[1])
+    Response.model_validate((await rig.post("/v1/responses", response))[1])
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    for event in data_of(await rig.raw("/v1/chat/completions", chat | usage)):
+        ChatCompletionChunk.model_validate(event)
+    events = data_of(await rig.raw("/v1/responses", response | {"stream": True}))
+    for kind in {event["type"] for event in events}:
+        # All events of a kind have the same form.
+        for event in [each for each in events if each["type"] == kind][:2]:
+            KINDS[kind].model_validate(event)
 
 
 async def test_anthropic(rig: Rig, tokenizer: Tokenizer) -> None:

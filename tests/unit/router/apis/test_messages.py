@@ -11,13 +11,15 @@ import pytest
 from common.errors import NodeLost
 from router.apis.messages_request import read_messages
 from tests.fakes.api_keys import bearer
-from tests.unit.router.apis.test_responses import HELLO, prompt_of
+from tests.unit.router.apis.test_responses import DEEP, HELLO, prompt_of
 from tests.unit.router.auth.test_gates import key_gate
 from tests.unit.router.conftest import Rig, Serve
 from tests.unit.router.scripted_generator import delta, one_by_one
 
 PATH = "/v1/messages"
 USER = {"role": "user", "content": "Hello"}
+TEXT = {"type": "text", "text": "a"}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:
@@ -198,6 +200,16 @@ def test_effort_and_strict_tools() -> None:
         (
             {"max_tokens": 9, "messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
             "messages[0].content[0].tool_use_id",
+        ),
+        # Fields of the chat that the request becomes have other names and places.
+        (
+            {"max_tokens": 9, "system": "x", "messages": [{"role": "user", "content": [TEXT, IMAGE]}]},
+            "messages[0].content[1].source",
+        ),
+        ({"max_tokens": 9, "messages": [USER], "tools": [{"name": "f"}, {"name": "f f"}]}, "tools[1].name"),
+        (
+            {"max_tokens": 9, "messages": [USER], "tools": [{"name": "f", "input_schema": DEEP}]},
+            "tools[0].input_schema",
         ),
     ],
 )

@@ -13,6 +13,21 @@ from tests.unit.router.scripted_generator import delta, one_by_one
 
 HELLO = [331, 300, 301]
 PATH = "/v1/responses"
+IMAGE: dict[str, Any] = {
+    "role": "user",
+    "content": [
+        {"type": "input_text", "text": "a"},
+        {"type": "input_image", "image_url": "data:image/png;base64,"},
+    ],
+}
+CALL: list[dict[str, Any]] = [
+    {"role": "assistant", "content": "b"},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "d"},
+]
+DEEP: dict[str, Any] = {}  # a schema that nests too deep
+for _ in range(40):
+    DEEP = {"a": DEEP}
 
 
 def events(raw: bytes) -> list[dict[str, Any]]:
@@ -67,7 +82,7 @@ async def test_a_text(rig: Rig) -> None:
     count = len(asked.token_ids)
     assert answer["usage"] == {
         "input_tokens": count,
-        "input_tokens_details": {"cached_tokens": 3},
+        "input_tokens_details": {"cached_tokens": 3, "cache_write_tokens": 0},
         "output_tokens": 3,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": count + 3,
@@ -229,6 +244,19 @@ async def test_an_aborted_answer_is_cancelled(rig: Rig) -> None:
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0]"),
+        # Fields of the chat that the request becomes have other names and places.
+        ({"instructions": "x", "input": [IMAGE]}, "input[0].content[1].image_url"),
+        ({"input": [*CALL, IMAGE]}, "input[3].content[1].image_url"),
+        ({"input": [{**CALL[1], "arguments": "[]"}]}, "input[0].arguments"),
+        ({"input": [CALL[0], CALL[1], {**CALL[1], "arguments": "{"}]}, "input[2].arguments"),
+        (
+            {"input": "x", "tools": [{"type": "function", "name": "f"}, {"type": "function", "name": "f f"}]},
+            "tools[1].name",
+        ),
+        (
+            {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": DEEP}]},
+            "tools[0].parameters",
+        ),
     ],
 )
 async def test_refusals_name_the_clients_field(rig: Rig, body: dict[str, Any], param: str) -> None:

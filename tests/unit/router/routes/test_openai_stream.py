@@ -96,6 +96,14 @@ async def test_no_usage_without_being_asked(rig: Rig) -> None:
         assert not any("usage" in chunk for chunk in chunks)
 
 
+async def test_options_of_a_stream_need_one_unless_they_say_nothing(rig: Rig) -> None:
+    rig.generator.will(*one_by_one([10, 11]))
+    whole = {**CHAT, "stream": False}
+    for options, status in (({}, 200), ({"include_usage": False}, 400), ({"include_usage": True}, 400)):
+        found, answer, _ = await rig.post("/v1/chat/completions", {**whole, "stream_options": options})
+        assert found == status, answer
+
+
 async def test_error_in_mid_stream_has_no_done(rig: Rig) -> None:
     rig.generator.will(delta([10]), NodeLost("decode node d0 was lost"))
     found = await events(rig, "/v1/chat/completions", CHAT)
