@@ -198,8 +198,9 @@ class _Server:
         """Return the order in a fork, and None in the server when the test process has ended."""
         signal.set_wakeup_fd(self._waking.fileno())
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        # Ctrl-C in a terminal reaches the server, too, which must outlive its forks.
+        # Ctrl-C in a terminal, and its end, reach the server, too, which must outlive its forks.
         self._on_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         selector = selectors.DefaultSelector()
         selector.register(self._orders, selectors.EVENT_READ)
         selector.register(self._ended, selectors.EVENT_READ)
@@ -234,6 +235,8 @@ class _Server:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, self._on_interrupt)
+        # The default even for tests under nohup: a router lets a signal be that it was started to ignore.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         for each in (self._orders, self._ended, self._waking, report, *self._forks.values()):
             each.close()
         os.dup2(log, 1)

@@ -235,7 +235,9 @@ async def test_requests_leak_no_descriptor(cluster: RunningCluster) -> None:
 
     await some()
     before, last = open_ones(), None
+    deadline = time.monotonic() + PATIENCE
     while before != last:  # connections of other clients may still close
+        assert time.monotonic() < deadline, (before, last)
         await asyncio.sleep(0.2)
         before, last = open_ones(), before
     await some()

@@ -238,7 +238,9 @@ def test_crash_loops_end_nothing(cluster_file: Path, port: socket.socket) -> Non
         in_the_way.unlink()
         in_the_way.write_text("not a socket")
         answered = 0
+        deadline = time.monotonic() + 4 * PATIENCE
         while record_of(file, "prefill-1")["restarts"] < 2:
+            assert time.monotonic() < deadline, "it was not started again"
             body = {"prompt": [5, 6, answered], "max_tokens": 3, "ignore_eos": True}
             assert ask(file, "/v1/completions", body)["usage"]["completion_tokens"] == 3
             answered += 1

@@ -10,6 +10,7 @@ import pytest
 from tests.cluster.conftest import Reference
 from tests.cluster.harness import Client, RunningCluster
 from tests.cluster.test_faults import prompt_of
+from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 LONG, MANY = 900, 40
@@ -38,8 +39,9 @@ async def test_a_short_request_does_not_wait_for_long_ones(tmp_path: Path, refer
 
         tasks = [asyncio.create_task(long(number)) for number in range(MANY)]
         # Send it at once: waiting lowers costs, so on a slow machine the long requests would soon be served first.
-        while not done and await waiting_for_room(client) < MANY // 2:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE):
+            while not done and await waiting_for_room(client) < MANY // 2:
+                await asyncio.sleep(0.01)
         before = len(done)
         answer = await client.complete(prompt_of(20, 999), 8)
         assert answer.tokens == reference(prompt_of(20, 999), 8)

@@ -47,6 +47,17 @@ def test_a_fork_is_signalled_and_waited_for(tmp_path: Path) -> None:
     assert not Path(f"/proc/{fork.pid}").exists()
 
 
+def test_a_fork_does_not_ignore_a_hangup(tmp_path: Path) -> None:
+    """Unlike a test process under nohup: the router reloads its files on SIGHUP only if it is not ignored."""
+    fork = started(tmp_path / "log", "http.server", "0", "--bind", "127.0.0.1")
+
+    def after_a_hangup() -> int | None:
+        fork.send_signal(signal.SIGHUP)
+        return fork.poll()
+
+    assert until(after_a_hangup) == -signal.SIGHUP
+
+
 def test_threads_may_wait_for_one_fork(tmp_path: Path) -> None:
     fork = started(tmp_path / "log", "http.server", "0", "--bind", "127.0.0.1")
     with ThreadPoolExecutor() as threads:

@@ -7,6 +7,7 @@ import json
 import resource
 import socket
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -185,7 +186,9 @@ async def test_nobody_without_the_key_of_its_name_is_a_node(
         answering = asyncio.create_task(client.complete_all(chosen, 8, OUTPUT_TOKENS))
         heard: dict[str, list[msgspec.Struct]] = {case: [] for case in impostors}
         misused = cluster.processes["decode-1"]
+        deadline = time.monotonic() + 4 * PATIENCE
         while not answering.done() or misused.poll() is None:
+            assert time.monotonic() < deadline, (answering, misused.returncode)
             for case, impostor in impostors.items():
                 name = "decode-1" if case == "another role" else "prefill-0"
                 impostor.say(

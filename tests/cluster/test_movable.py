@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import Reference
-from tests.cluster.harness import MODEL, Client, RunningCluster
+from tests.cluster.harness import MODEL, Answer, Client, RunningCluster
 from tests.cluster.test_faults import prompt_of
+from tests.fakes.waiting import PATIENCE
 
 pytestmark = pytest.mark.timeout(900)  # two busy cores
 ROUND_ROBIN = {"prefill": "round_robin", "decode": "round_robin"}
 TOKENS = 24
+ROUNDS = 5
 
 
 async def ask(operator: Client, name: str, role: str, **body: Any) -> tuple[int, dict[str, Any]]:
@@ -33,11 +35,29 @@ async def load(client: Client, prompt: list[int], expected: list[str], over: asy
 
 async def used(client: Client, name: str, role: str) -> None:
     """Wait until the node has served a request in this role."""
-    while True:
-        node = await client.node(name)
-        if node["role"] == role and node["counters"]["generated_tokens"]:
-            return
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(2 * PATIENCE):
+        while True:
+            node = await client.node(name)
+            if node["role"] == role and node["counters"]["generated_tokens"]:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def occupied(client: Client, name: str, requests: int) -> list[asyncio.Task[Answer]]:
+    """Send long prompts until the node has so many at once, and return what answers them.
+
+    On a busy machine all may have been answered before that is seen.
+    """
+    for number in range(ROUNDS):
+        # Cached prompts would occupy it for a moment only.
+        prompts = [prompt_of(1400, 40 + number * requests + i) for i in range(requests)]
+        running = [asyncio.create_task(client.complete(prompt, 2)) for prompt in prompts]
+        while not all(task.done() for task in running):
+            if (await client.node(name))["assigned"] >= requests:
+                return running
+            await asyncio.sleep(0.005)
+        await asyncio.gather(*running)
+    raise AssertionError(f"{name} was never seen with {requests} requests")
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +116,10 @@ async def test_short_prompts_are_computed_where_they_are_decoded(
     cluster: RunningCluster, reference: Reference
 ) -> None:
     """They do not wait for long ones on the prefill node, and their answers are those of any other pair of nodes."""
-    long, short = (
-        [prompt_of(1400, 40 + i) for i in range(4)],
-        [prompt_of(20 + 30 * i, 70 + i) for i in range(4)],
-    )
+    short = [prompt_of(20 + 30 * i, 70 + i) for i in range(4)]
     expected = [reference(prompt, TOKENS) for prompt in short]
     async with Client(cluster.url) as client, cluster.operator() as operator:
-        busy = [asyncio.create_task(client.complete(prompt, 2)) for prompt in long]
-        while (await client.node("prefill-0"))["assigned"] < len(long):
-            await asyncio.sleep(0.005)
+        busy = await occupied(client, "prefill-0", 4)
         answers = await client.complete_all(short, 4, TOKENS)
         await asyncio.gather(*busy)
         assert [each.tokens for each in answers] == expected
@@ -124,8 +139,9 @@ async def test_a_killed_node_costs_no_request_and_returns_in_its_first_role(
         assert (await ask(operator, "flex-0", role))[0] == 200
         before = (await client.node("flex-0"))["counters"]["requests"]
         running = [asyncio.create_task(client.complete(prompt, TOKENS)) for prompt in prompts]
-        while (await client.node("flex-0"))["counters"]["requests"] == before:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(PATIENCE):
+            while (await client.node("flex-0"))["counters"]["requests"] == before:
+                await asyncio.sleep(0.01)
         cluster.kill("flex-0")
         assert [(await task).tokens for task in running] == expected
         await client.gone("flex-0")
