@@ -55,7 +55,10 @@ def test_a_fork_does_not_ignore_a_hangup(tmp_path: Path) -> None:
         fork.send_signal(signal.SIGHUP)
         return fork.poll()
 
-    assert until(after_a_hangup) == -signal.SIGHUP
+    try:
+        assert until(after_a_hangup) == -signal.SIGHUP
+    finally:
+        fork.kill()
 
 
 def test_threads_may_wait_for_one_fork(tmp_path: Path) -> None:
