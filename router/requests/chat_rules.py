@@ -87,7 +87,7 @@ class ChatRules:
 def check_chat(request: ChatRequest, style: AnswerStyle) -> ChatRules:
     """Return the rules of a request. Raises InvalidRequest, which names the field."""
     functions: Sequence[Function] = check_chat_fields(request)
-    choice, functions = _choice(request.tool_choice, functions)
+    choice, functions = tool_choice(request.tool_choice, functions)
     _check_choice(choice, functions, request, style)
     if functions and choice != "none":
         if style.template is None or not style.template.calls:
@@ -125,7 +125,7 @@ def check_chat_fields(request: ChatRequest) -> list[Function]:
     return functions
 
 
-def _choice(
+def tool_choice(
     given: str | ChatToolChoice | None, functions: Sequence[Function]
 ) -> tuple[str, Sequence[Function]]:
     """Return the choice and the functions that it leaves. Raises InvalidRequest.

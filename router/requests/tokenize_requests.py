@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from router.requests.chat_fields import Tool
+from router.requests.chat_fields import ChatToolChoice, Tool
 from router.requests.openai_schema import MAX_MESSAGES, Message, Text
 
 
@@ -24,7 +24,12 @@ class TokenizeRequest(msgspec.Struct, frozen=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: list[Tool] | None = None
+    tool_choice: str | ChatToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    # refused unless they have no effect, as in a chat
+    chat_template: Any = None
+    documents: Any = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True):

@@ -18,11 +18,12 @@ from router.grammar.constraint import Constraint
 from router.grammar.grammar_work import GrammarWork
 from router.requests.chat_fields import check_calls, check_tools, template_tools, template_variables
 from router.requests.chat_input import ChatInput
-from router.requests.chat_rules import check_chat_fields
+from router.requests.chat_rules import check_chat_fields, tool_choice
 from router.requests.checks import check_name, check_tokens_in_vocabulary
-from router.requests.field_rules import undeclared
+from router.requests.field_rules import refuse_fields, undeclared
 from router.requests.json_body import decode_json
 from router.requests.openai_schema import (
+    NOT_YET,
     ChatRequest,
     CompletionRequest,
     compact_chat,
@@ -69,6 +70,8 @@ _CHAT_FIELDS = frozenset(ChatRequest.__struct_fields__)
 _COMPLETION_FIELDS = frozenset(CompletionRequest.__struct_fields__)
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
 _detokenize = msgspec.json.Decoder(DetokenizeRequest)
+_TOKENIZE_FIELDS = frozenset(TokenizeRequest.__struct_fields__)
+_DETOKENIZE_FIELDS = frozenset(DetokenizeRequest.__struct_fields__)
 _chat_input = msgspec.msgpack.Decoder(ChatInput)
 _constraint = msgspec.msgpack.Decoder(Constraint)
 _texts = msgspec.msgpack.Decoder(list[str])
@@ -159,9 +162,11 @@ class TextWork:
                 texts = _texts.decode(payload)
                 return self._encoded(texts, job.add_special_tokens, job.length, job.fields)
             case Tokenize():
-                return JobResult(), self.tokenize(payload, job)
+                answer = self.tokenize(payload, job)
+                return JobResult(unknown_fields=undeclared(payload, _TOKENIZE_FIELDS)), answer
             case Detokenize():
-                return JobResult(), self.detokenize(payload, job)
+                answer = self.detokenize(payload, job)
+                return JobResult(unknown_fields=undeclared(payload, _DETOKENIZE_FIELDS)), answer
             case CompileGrammar():
                 self._grammars.prepare(job.vocab_size, job.eos_ids)
                 self._limit(COMPILE_SECONDS)
@@ -187,14 +192,16 @@ class TextWork:
             return body.prompt, body.add_special_tokens is not False
         if body.prompt is not None:
             raise InvalidRequest("prompt and messages cannot be combined; send one of them", param="messages")
+        refuse_fields(body, NOT_YET)
         refuse_unsupported_messages(body.messages)
-        functions = check_tools(body.tools or [])
+        choice, functions = tool_choice(body.tool_choice, check_tools(body.tools or []))
         for index, message in enumerate(body.messages):
             check_calls(message.tool_calls or [], f"messages[{index}].tool_calls")
-        variables = template_variables(body.chat_template_kwargs, None, allowed)
+        tools = [] if choice == "none" else template_tools(functions)
+        variables = template_variables(body.chat_template_kwargs, body.reasoning_effort, allowed)
         end = prompt_end(body.add_generation_prompt, body.continue_final_message)
         self._limit(RENDER_SECONDS)
-        text = self._template.render(body.messages, end, template_tools(functions), variables)
+        text = self._template.render(body.messages, end, tools, variables)
         return text, bool(body.add_special_tokens)
 
     def detokenize(self, raw: Payload, job: Detokenize) -> bytes:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from router.tokens.tokenizer import Tokenizer
 from router.tokens.tokenizer_info import MAX_BYTES, tokenizer_info
-from tests.unit.router.conftest import SERVED, TINY, Rig
+from tests.unit.router.conftest import SERVED, TINY, Rig, Serve
 from tests.unit.router.scripted_generator import one_by_one
+
+USER = [{"role": "user", "content": "x"}]
 
 
 async def test_tokenize_and_back(rig: Rig) -> None:
@@ -57,6 +62,12 @@ async def test_another_model_is_not_found(rig: Rig) -> None:
         ),
         ("/tokenize", {"messages": [{"role": "user", "content": "x", "audio": {}}]}, "messages[0].audio"),
         ("/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
+        # What changes the prompt of a chat, or would.
+        ("/tokenize", {"messages": USER, "chat_template": "{{ 1 }}"}, "chat_template"),
+        ("/tokenize", {"messages": USER, "documents": [{"text": "x"}]}, "documents"),
+        ("/tokenize", {"messages": USER, "mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
+        ("/tokenize", {"messages": USER, "reasoning_effort": "x"}, "reasoning_effort"),
+        ("/tokenize", {"messages": USER, "tool_choice": "x"}, "tool_choice"),
         ("/tokenize", b'{"prompt":"\\ud800"}', None),
         ("/tokenize", b'{"prompt":"\xff"}', None),
         ("/tokenize", b"[" * 100_000, None),
@@ -87,6 +98,34 @@ async def test_messages_give_the_prompt_of_a_chat(rig: Rig) -> None:
         assert ended["tokens"] == list(rig.generator.requests[-1].token_ids)
     _, special, _ = await rig.post("/tokenize", {"messages": messages, "add_special_tokens": True})
     assert special["tokens"] == [1, *found["tokens"]]
+
+
+async def test_tools_and_reasoning_change_the_prompt_as_in_a_chat(
+    serve: Serve, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    shutil.copytree(TINY, tmp_path / "model")
+    shown = "{{ tools | length if tools else 0 }} {{ reasoning_effort }} {{ enable_thinking }}"
+    (tmp_path / "model/chat_template.jinja").write_text(shown)
+    rig = await serve(served=replace(SERVED, path=str(tmp_path / "model")))
+    tool = {"type": "function", "function": {"name": "f"}}
+    other = {"type": "function", "function": {"name": "g"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [tool]}}
+    for fields, expected in (
+        ({}, "2  "),
+        ({"tool_choice": "none"}, "0  "),
+        ({"tool_choice": allowed}, "1  "),
+        ({"reasoning_effort": "none"}, "2 none False"),
+    ):
+        _, found, _ = await rig.post("/tokenize", {"messages": USER, "tools": [tool, other], **fields})
+        assert tokenizer.decode(found["tokens"], True) == expected
+
+
+async def test_unknown_fields_are_told_from_known_ones(serve: Serve) -> None:
+    rig = await serve(strict_fields=True)
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})):
+        assert (await rig.post(path, {**body, "user": "me"}))[0] == 200
+        status, answer, _ = await rig.post(path, {**body, "misspelt": 1})
+        assert (status, answer["error"]["param"]) == (400, "misspelt")
 
 
 async def test_token_strings_are_entries_of_the_vocabulary(rig: Rig) -> None:
