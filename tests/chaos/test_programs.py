@@ -40,9 +40,9 @@ def test_output_and_exit_code_of_a_program(tmp_path: Path) -> None:
 def test_a_program_that_does_not_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(programs, "LATE", ((signal.SIGTERM, 0.2), (signal.SIGABRT, 20.0)))
+    monkeypatch.setattr(programs, "LATE", ((signal.SIGTERM, 0.5), (signal.SIGABRT, 20.0)))
     with pytest.raises(subprocess.TimeoutExpired):
-        programs.run_program(["-c", PROGRAM], tmp_path / "output.txt", 0.5)
+        programs.run_program(["-c", PROGRAM], tmp_path / "output.txt", 1.5)
     said = capsys.readouterr().out
     assert "told to end" in said
     assert "Aborted" in said
