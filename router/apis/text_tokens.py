@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from common.messages.generation import OutputToken
 from router.answers.openai_responses import AnswerPiece
 
+# Characters after the last part that are kept at least: more than a parser holds back. What comes before is what the
+# client does not get.
+KEPT = 1 << 16
+
 
 class TextTokens:
     """Follows one answer: `add` a piece, then ask for the tokens of the parts that were read from it."""
@@ -20,6 +24,8 @@ class TextTokens:
     def add(self, piece: AnswerPiece) -> None:
         self._text += piece.text
         self._tokens += zip(piece.offsets, piece.tokens)
+        if len(self._text) > 2 * KEPT:
+            self._drop(len(self._text) - KEPT)
 
     def of(self, parts: Sequence[str]) -> list[list[OutputToken]]:
         """Return the tokens of each of these texts, which follow each other. One that is not found has none.
@@ -33,7 +39,8 @@ class TextTokens:
             if size:
                 last, end = max(last, at + size), at
             found.append(self._within(self._start + at, self._start + at + size) if size else [])
-        self._drop(last)
+        if last:
+            self._drop(last)
         return found[::-1]
 
     def _place_of(self, part: str, end: int) -> tuple[int, int]:

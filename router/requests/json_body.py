@@ -5,6 +5,7 @@ Independent of HTTP.
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ MAX_EXACT = 1 << 53  # integers below it are exact as floats
 PIECE = 1 << 16  # bytes per step of the depth check
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_MARK = bytes(set(range(256)) - set(b'[]{}"'))
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _QUOTE, _OPENS = b'"['
 # A number with a fraction or an exponent.
 _NOT_PLAIN = re.compile(rb"-?\d{1,16}(?:\.\d{1,16}|(?=[eE]))(?:[eE][+-]?\d\d?)?")
@@ -39,6 +41,8 @@ def decode_json(raw: bytes | bytearray, decoder: msgspec.json.Decoder[T]) -> T:
                 raise
             return decoder.decode(whole)
     except msgspec.MsgspecError as error:
+        if raw.startswith(_UTF_16):
+            raise InvalidRequest("the body is encoded in UTF-16; send JSON in UTF-8") from error
         raise invalid_body(error) from error
     except (UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from common.messages.generation import OutputToken
 from router.answers.openai_responses import AnswerPiece
+from router.apis import text_tokens
 from router.apis.text_tokens import TextTokens
 
 
@@ -64,6 +67,14 @@ def test_blanks_from_the_other_side_of_a_marker() -> None:
     assert answer.of(["Yes", "\n", "<tool>"], ["Yes"]) == [["Yes"]]
     assert answer.of(["x", "</tool>", "No"], ["\nNo"]) == [["No"]]
     assert answer.of(["<tool>"], ["  "]) == [[]]
+
+
+def test_hidden_text_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer may have a hundred thousand tokens of reasoning that the client does not get."""
+    monkeypatch.setattr(text_tokens, "KEPT", 8)
+    answer = Answer()
+    assert answer.of(["early", *["x"] * 16], []) == []
+    assert answer.of(["Yes", "!"], ["early", "Yes!"]) == [[], ["Yes", "!"]]
 
 
 def test_tokens_arrive_before_text_that_a_stop_string_may_cut() -> None:

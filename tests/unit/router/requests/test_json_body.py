@@ -87,3 +87,11 @@ def test_other_numbers_are_refused_where_integers_belong(text: str) -> None:
     with pytest.raises(InvalidRequest, match="count: Expected `int`") as refusal:
         decode_json(f'{{"count": {text}, "share": 2.0}}'.encode(), msgspec.json.Decoder(Body))
     assert refusal.value.param == "count"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_utf_16_is_refused_by_its_name(encoding: str) -> None:
+    """Older versions of PowerShell write files so."""
+    raw = "\ufeff{}".encode(encoding) if encoding == "utf-16-be" else "{}".encode(encoding)
+    with pytest.raises(InvalidRequest, match="UTF-16; send JSON in UTF-8"):
+        decode_json(raw, msgspec.json.Decoder(dict[str, int]))
