@@ -111,8 +111,11 @@ class AssistantFormat(ChatFormat):
         return events
 
     def finish_reason(self, index: int, reason: str | None) -> str | None:
-        called = reason == "stop" and self._parsers[index].calls
-        return self._shown.calls_finish if called else reason
+        """Return the reason that the client is told. Calls that nobody can run, since one is cut off, are none."""
+        parser = self._parsers[index]
+        whole = parser.calls - parser.cut_off
+        called = reason == "stop" and (whole == parser.calls if self._shown.parallel else whole > 0)
+        return self._shown.calls_finish if called and whole else reason
 
     def parsed(self, piece: AnswerPiece) -> list[Event]:
         """Return the events of a piece that the client gets."""

@@ -92,6 +92,7 @@ class AnswerParser:
         # Text whose meaning is open, after one character (if any precedes it) that is no longer open.
         self._buffer, self._at = "", 0
         self.calls = 0  # calls opened so far
+        self.cut_off = False  # the answer has ended inside the last of them
         if prefix:
             self._skip(prefix)
 
@@ -112,6 +113,7 @@ class AnswerParser:
         """Return what is still open at the end of the answer."""
         self._follow(final=True)
         if self._reader is not None:
+            self.cut_off = self._reader.in_call
             self._end_reader(None)
         self._content.end()
         return self._taken()

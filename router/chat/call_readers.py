@@ -41,6 +41,11 @@ class CallReader(ABC):
         """True if the text so far ends inside a JSON string: a closing marker there is part of it."""
         return False
 
+    @property
+    def in_call(self) -> bool:
+        """True if the text so far ends inside a call that has been reported."""
+        return False
+
     @abstractmethod
     def take(self, text: str) -> int:
         """Read on. Return how many characters belong to the region: all of them unless it is `over`."""
@@ -67,6 +72,10 @@ class ObjectReader(CallReader):
     @property
     def in_string(self) -> bool:
         return self._object is not None and self._object.in_string
+
+    @property
+    def in_call(self) -> bool:
+        return self._object is not None and self._object.in_call
 
     def take(self, text: str) -> int:
         position = 0
@@ -152,6 +161,10 @@ class JsonReader(CallReader):
     def in_string(self) -> bool:
         return self._value is not None and self._value.in_string
 
+    @property
+    def in_call(self) -> bool:
+        return self._value is not None and not self._value.done
+
     def take(self, text: str) -> int:
         position = 0
         if self._value is None:
@@ -193,6 +206,10 @@ class TagReader(CallReader):
         self._tail = ""  # where the end of a tag may be divided between two pieces
         self._keys: set[str] = set()
         calls.open(name)
+
+    @property
+    def in_call(self) -> bool:
+        return not self.over
 
     def take(self, text: str) -> int:
         self._held.append(text)

@@ -106,6 +106,11 @@ class CallObject:
     def in_string(self) -> bool:
         return self._value is not None and self._value.in_string
 
+    @property
+    def in_call(self) -> bool:
+        """True if the text so far has the name and not all of the arguments."""
+        return self.named and not self.done and (self._value is not None or not self._has_arguments)
+
     def advance(self, text: str, start: int) -> int:
         """Read on. Return the end of what belongs to the object, or where it is `malformed`."""
         position = start

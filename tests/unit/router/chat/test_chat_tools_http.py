@@ -115,6 +115,39 @@ async def test_an_answer_without_calls(rig: Rig, tokenizer: Tokenizer) -> None:
     assert (streamed["content"], reason) == ("It rains.", "stop")
 
 
+@pytest.mark.parametrize(
+    ("stop", "parallel", "reason", "arguments"),
+    [
+        ("Paris", True, "stop", ['{"city": "']),
+        ("Paris", False, "stop", ['{"city": "']),
+        ("</tool_call>", True, "tool_calls", ['{"city": "Paris"}']),
+    ],
+)
+async def test_a_call_that_a_stop_string_cuts_off_is_not_to_be_run(
+    rig: Rig, tokenizer: Tokenizer, stop: str, parallel: bool, reason: str, arguments: list[str]
+) -> None:
+    """A client that sees `tool_calls` runs them, and these arguments are no JSON."""
+    answers(
+        rig, tokenizer, '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>', "stop"
+    )
+    body = ASK | {"tools": TOOLS, "stop": stop, "parallel_tool_calls": parallel}
+    _, answer, _ = await rig.post(CHAT, body)
+    [choice] = answer["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == (reason, stop)
+    assert [each["function"]["arguments"] for each in choice["message"]["tool_calls"]] == arguments
+    _, streamed = joined(await chunks_of(rig, body))
+    assert streamed == reason
+
+
+async def test_a_cut_call_after_the_only_one_that_is_shown_changes_nothing(
+    rig: Rig, tokenizer: Tokenizer
+) -> None:
+    answers(rig, tokenizer, OBJECT_CALLS[: OBJECT_CALLS.rindex("{}}")], "stop")
+    for parallel, reason in ((False, "tool_calls"), (True, "stop")):
+        _, answer, _ = await rig.post(CHAT, ASK | {"tools": TOOLS, "parallel_tool_calls": parallel})
+        assert answer["choices"][0]["finish_reason"] == reason
+
+
 async def test_calls_without_tools_are_text(rig: Rig, tokenizer: Tokenizer) -> None:
     answers(rig, tokenizer, OBJECT_CALLS)
     for body in (ASK, ASK | {"tools": TOOLS, "tool_choice": "none"}):

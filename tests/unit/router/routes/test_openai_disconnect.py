@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from typing import Any
 
@@ -83,8 +84,12 @@ async def test_a_whole_answer_closes_nothing_early(rig: Rig) -> None:
     assert rig.generator.closed == []
 
 
-async def test_only_the_slow_reader_is_dropped(serve: Serve) -> None:
-    """One client never reads; its stream is cut after the timeout while another one gets every token."""
+async def test_only_the_slow_reader_is_dropped(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    """One client never reads; its stream is cut after the timeout while another one gets every token.
+
+    The log says so: to the client it looks like a fault of the server.
+    """
+    caplog.set_level(logging.INFO)
     rig = await serve(write_timeout=0.3, send_buffer=1 << 14)
     ids = rig.tokenizer.encode(" hello" * 20, add_special_tokens=False)
     flood = [step for _ in range(50_000) for step in (delta(ids), 0.0)]
@@ -104,6 +109,9 @@ async def test_only_the_slow_reader_is_dropped(serve: Serve) -> None:
     assert (await other).endswith(b"data: [DONE]\n\n")
     assert len(rig.generator.requests) == 2
     asleep.close()
+    assert [each.getMessage() for each in caplog.records if "does not read" in each.getMessage()] == [
+        "the connection to the client has ended: the client does not read"
+    ]
 
 
 async def test_a_reader_that_pauses_is_served(serve: Serve) -> None:
