@@ -16,6 +16,7 @@ from common.errors import InvalidRequest
 
 MAX_DEPTH = 64  # levels of nested arrays and objects
 MAX_EXACT = 1 << 53  # integers below it are exact as floats
+MAX_ITEMS = 128  # of a list in which whole numbers are looked for
 PIECE = 1 << 16  # bytes per step of the depth check
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_MARK = bytes(set(range(256)) - set(b'[]{}"'))
@@ -24,6 +25,7 @@ _QUOTE, _OPENS = b'"['
 # A number with a fraction or an exponent.
 _NOT_PLAIN = re.compile(rb"-?\d{1,16}(?:\.\d{1,16}|(?=[eE]))(?:[eE][+-]?\d\d?)?")
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_items = msgspec.json.Decoder(list[msgspec.Raw])
 T = TypeVar("T")
 
 
@@ -58,18 +60,29 @@ def _with_whole_numbers(raw: bytes | bytearray) -> bytes | None:
 
 
 def _whole_numbers(raw: bytes | bytearray | msgspec.Raw, levels: int) -> dict[str, Any] | None:
+    """Return an object with such integers, down to so many levels of objects; None if it has none."""
     try:
         fields: dict[str, Any] = _fields.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    changed: dict[str, Any] = {}
-    for name, value in fields.items():
-        number = _NOT_PLAIN.fullmatch(value)
-        if number is not None and (exact := float(number[0])).is_integer() and abs(exact) < MAX_EXACT:
-            changed[name] = int(exact)
-        elif levels > 1 and (inner := _whole_numbers(value, levels - 1)) is not None:
-            changed[name] = inner
+    found = {name: _whole(value, levels) for name, value in fields.items()}
+    changed = {name: value for name, value in found.items() if value is not None}
     return fields | changed if changed else None
+
+
+def _whole(value: msgspec.Raw, levels: int) -> Any:
+    """Return the value of a field, or of an item in a short list, with such integers; None if it has none."""
+    number = _NOT_PLAIN.fullmatch(value)
+    if number is not None:
+        exact = float(number[0])
+        return int(exact) if exact.is_integer() and abs(exact) < MAX_EXACT else None
+    if bytes(memoryview(value)[:1]) != b"[":
+        return _whole_numbers(value, levels - 1) if levels > 1 else None
+    items = _items.decode(value)
+    found = [_whole(item, levels) for item in items] if len(items) <= MAX_ITEMS else []
+    if all(each is None for each in found):
+        return None
+    return [item if each is None else each for item, each in zip(items, found, strict=True)]
 
 
 def check_depth(raw: bytes | bytearray) -> None:

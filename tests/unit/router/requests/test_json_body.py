@@ -71,7 +71,8 @@ class Inner(msgspec.Struct):
 
 class Body(msgspec.Struct):
     count: int
-    inner: Inner | None = None
+    inner: Inner | list[Inner] | None = None
+    ids: list[int] = []
     share: float = 0.0
 
 
@@ -79,7 +80,15 @@ class Body(msgspec.Struct):
 def test_a_whole_number_is_an_integer_however_it_is_written(text: str, count: int) -> None:
     """Programs in Lua, PHP and R write 16.0 and 1e+05, and other servers take them."""
     raw = f' {{"count" : {text} , "inner": {{"limit": {text}}}, "share": 0.5}}'.encode()
-    assert decode_json(raw, msgspec.json.Decoder(Body)) == Body(count, Inner(count), 0.5)
+    assert decode_json(raw, msgspec.json.Decoder(Body)) == Body(count, Inner(count), share=0.5)
+    raw = f'{{"count": 1, "inner": [{{"limit": 7}}, {{"limit": {text}}}], "ids": [{text},2]}}'.encode()
+    expected = Body(1, [Inner(7), Inner(count)], [count, 2])
+    assert decode_json(raw, msgspec.json.Decoder(Body)) == expected
+
+
+def test_long_lists_are_not_searched_for_whole_numbers() -> None:
+    with pytest.raises(InvalidRequest, match="Expected `int`, got `float`"):
+        decode_json(b'{"count": 1, "ids": [%b2.0]}' % (b"1," * 128), msgspec.json.Decoder(Body))
 
 
 @pytest.mark.parametrize("text", ["1.5", "1e-3", "1e99", "9007199254740993.0", "true"])
