@@ -69,8 +69,9 @@ class ChatBuilder:
         self.places = {
             f"messages[{index}].content[{position}].image_url": part.pop(_WHERE)
             for index, message in enumerate(messages)
+            if isinstance(message["content"], list)
             for position, part in enumerate(message["content"])
-            if isinstance(part, dict) and _WHERE in part
+            if _WHERE in part
         }
         try:
             return msgspec.convert({**given, "messages": messages}, ChatRequest)

@@ -84,7 +84,7 @@ feature("token count", async () => {
 
 feature("errors", async () => {
   await assert.rejects(client.messages.create({ ...asked, model: "other" }), Anthropic.NotFoundError);
-  await assert.rejects(client.messages.create({ ...asked, temperature: 9 }), Anthropic.BadRequestError);
+  await assert.rejects(client.messages.create({ ...asked, temperature: -1 }), Anthropic.BadRequestError);
 });
 
 await runAll();

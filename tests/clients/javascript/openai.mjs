@@ -183,7 +183,7 @@ feature("responses typed output", async () => {
 
 feature("errors", async () => {
   await assert.rejects(client.chat.completions.create({ ...asked, model: "other" }), OpenAI.NotFoundError);
-  await assert.rejects(client.chat.completions.create({ ...asked, temperature: 9 }), OpenAI.BadRequestError);
+  await assert.rejects(client.chat.completions.create({ ...asked, temperature: -1 }), OpenAI.BadRequestError);
 });
 
 feature(`${STREAMS} parallel streams equal to sequential`, async () => {

@@ -146,7 +146,7 @@ def models() -> None:
 def errors() -> None:
     for wrong, kind in (
         ({"model": "other"}, anthropic.NotFoundError),
-        ({"extra_body": {"temperature": 9}}, anthropic.BadRequestError),
+        ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError),
     ):
         try:
             client.messages.create(**asked | wrong)

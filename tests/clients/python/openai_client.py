@@ -261,7 +261,7 @@ def responses_typed() -> None:
 def errors() -> None:
     for wrong, kind in (
         ({"model": "other"}, openai.NotFoundError),
-        ({"temperature": 9}, openai.BadRequestError),
+        ({"temperature": -1}, openai.BadRequestError),
     ):
         try:
             client.chat.completions.create(**asked | wrong)

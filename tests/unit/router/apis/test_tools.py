@@ -102,24 +102,27 @@ async def test_calls_in_messages(rig: Rig) -> None:
     assert found[-2]["delta"]["stop_reason"] == "tool_use"
 
 
-def test_calls_and_their_results_become_the_messages_of_a_chat() -> None:
+@pytest.mark.parametrize("said", ["I look.", None])
+def test_calls_and_their_results_become_the_messages_of_a_chat(said: str | None) -> None:
+    """Models that call a tool mostly say nothing else."""
     call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     chat = [
         {"role": "user", "content": "Time?"},
-        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "assistant", "content": said, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
     ]
     items = [
         {"role": "user", "content": "Time?"},
-        {"role": "assistant", "content": "I look."},
+        *([{"role": "assistant", "content": said}] if said else []),
         {"type": "function_call", "call_id": "call_1", "name": "clock", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "call_1", "output": "noon"},
     ]
     use = {"type": "tool_use", "id": "call_1", "name": "clock", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "noon"}]}
+    text = [{"type": "text", "text": said}] if said else []
     messages = [
         {"role": "user", "content": "Time?"},
-        {"role": "assistant", "content": [{"type": "text", "text": "I look."}, use]},
+        {"role": "assistant", "content": [*text, use]},
         {"role": "user", "content": [result]},
     ]
     expected = msgspec.convert({"messages": chat}, ChatRequest).messages
