@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import socket
 import sys
 import traceback
@@ -72,6 +73,10 @@ class InspectorProcess:
             self.writer.close()
 
 
+class _Killed(InvalidRequest):
+    """SIGKILL has ended the process, which no image causes by itself."""
+
+
 class ImageInspector:
     """The router's end. It handles one image at a time and starts the process when needed, and again if it died."""
 
@@ -95,26 +100,35 @@ class ImageInspector:
         """
         frame = framed(Inspection(media_type, self._max_pixels, data))
         async with self._next():
-            process = await self._running()
             try:
-                async with asyncio.timeout(self.seconds):
-                    process.writer.write(frame)
-                    await process.writer.drain()
-                    verdict = await process.verdict()
-            except (OSError, EOFError, TimeoutError, ProtocolError, msgspec.DecodeError) as error:
-                await self._end()
-                raise InvalidRequest(
-                    "the image cannot be decoded: it took too much time or memory"
-                ) from error
-            except BaseException:
-                # Cancelled: the verdict on this image must not be taken for that on the next one.
-                await self._end()
-                raise
+                verdict = await self._ask(frame)
+            except _Killed:
+                # Perhaps because the host ran out of memory: once more, before the image is taken for the cause.
+                verdict = await self._ask(frame)
         if verdict.defect:
             raise RuntimeError(f"the image inspection process failed:\n{verdict.defect}")
         if verdict.problem:
             raise InvalidRequest(verdict.problem)
         return verdict.width, verdict.height
+
+    async def _ask(self, frame: bytes) -> ImageVerdict:
+        """Return the verdict on one image. Raises InvalidRequest; _Killed if somebody killed the process meanwhile."""
+        process = await self._running()
+        try:
+            async with asyncio.timeout(self.seconds):
+                process.writer.write(frame)
+                await process.writer.drain()
+                return await process.verdict()
+        except (OSError, EOFError, TimeoutError, ProtocolError, msgspec.DecodeError) as error:
+            ended = isinstance(error, OSError | EOFError) and not isinstance(error, TimeoutError)
+            code = await self._end()
+            raise (_Killed if ended and code == -signal.SIGKILL else InvalidRequest)(
+                "the image cannot be decoded: it took too much time or memory"
+            ) from error
+        except BaseException:
+            # Cancelled: the verdict on this image must not be taken for that on the next one.
+            await self._end()
+            raise
 
     @contextlib.asynccontextmanager
     async def _next(self) -> AsyncIterator[None]:
@@ -162,12 +176,14 @@ class ImageInspector:
             raise
         return InspectorProcess(child, reader, writer)
 
-    async def _end(self) -> None:
+    async def _end(self) -> int:
+        """End the process if there is one. Return its exit code; -N if signal N has ended it."""
         process, self._process = self._process, None
-        if process is not None:
-            process.child.kill()
-            process.writer.close()
-            await asyncio.shield(process.child.wait())
+        if process is None:
+            return 0
+        process.child.kill()
+        process.writer.close()
+        return await asyncio.shield(process.child.wait())
 
 
 def serve() -> None:

@@ -230,7 +230,7 @@ async def test_a_decoder_that_dies_or_hangs_costs_one_image(spawner: Spawner) ->
     try:
         await inspector.check(file(), "image/png")
         assert inspector.pid is not None
-        os.kill(inspector.pid, signal.SIGKILL)
+        os.kill(inspector.pid, signal.SIGSEGV)
         with pytest.raises(InvalidRequest, match="too much time or memory"):
             await inspector.check(file(), "image/png")
         await inspector.check(file(), "image/png")
@@ -242,6 +242,36 @@ async def test_a_decoder_that_dies_or_hangs_costs_one_image(spawner: Spawner) ->
         await inspector.check(file(), "image/png")
     finally:
         await inspector.close()
+
+
+async def test_a_decoder_that_somebody_kills_costs_no_image(spawner: Spawner) -> None:
+    """The kernel may kill it because the host has no memory left. Only an image that loses two of them is refused."""
+    inspector = ImageInspector(spawner, max_pixels=1_000, seconds=PATIENCE)
+    answer = image_inspector.InspectorProcess.verdict
+    known: set[int] = set()
+    deaths = 1
+
+    async def dying(self: image_inspector.InspectorProcess) -> image_inspector.ImageVerdict:
+        nonlocal deaths
+        found = await answer(self)
+        if deaths and self.child.pid not in known:
+            deaths -= 1
+            os.kill(self.child.pid, signal.SIGKILL)
+        known.add(self.child.pid)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_inspector.InspectorProcess, "verdict", dying)
+        try:
+            await inspector.check(file(), "image/png")
+            assert (deaths, len(known)) == (0, 2)
+            await inspector.close()
+            deaths = 2
+            with pytest.raises(InvalidRequest, match="too much time or memory"):
+                await inspector.check(file(), "image/png")
+            await inspector.check(file(), "image/png")
+        finally:
+            await inspector.close()
 
 
 async def test_how_long_an_image_waits_for_others_is_bounded(
