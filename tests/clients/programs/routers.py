@@ -129,5 +129,5 @@ def add_features(features: Features, url: str) -> None:
     @case("errors")
     def errors() -> None:
         with contextlib.suppress(BadRequestError):
-            client.chat.completions.create(**asked | {"temperature": 9})
-            raise AssertionError("temperature 9 is accepted")
+            client.chat.completions.create(**asked | {"temperature": -1})
+            raise AssertionError("temperature -1 is accepted")

@@ -28,8 +28,9 @@ from tests.clients.features import (
 features = Features()
 case = features.case
 client: Any = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
-# The SDK has no temperature any more; the checkpoint's own default is greedy.
-asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 400}
+# The SDK has no temperature any more, and without one the model draws at temperature 1.
+greedy = {"extra_body": {"temperature": 0}}
+asked: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 400, **greedy}
 tool = {"name": "weather", "description": "Weather of a city", "input_schema": COMPACT}
 forced = {
     **asked,
@@ -80,7 +81,7 @@ async def asynchronous() -> None:
 
 @case("tools auto, and their result")
 def tools_auto() -> None:
-    product: dict[str, Any] = {"model": MODEL, "max_tokens": 400}
+    product: dict[str, Any] = {"model": MODEL, "max_tokens": 400, **greedy}
     product["tools"] = [{"name": "calculator", "description": ABOUT, "input_schema": EXPRESSION}]
     question: list[Any] = [{"role": "user", "content": PRODUCT}]
     first = client.messages.create(**product, messages=question)
