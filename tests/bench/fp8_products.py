@@ -26,14 +26,14 @@ from torch.nn.functional import ScalingType
 from common.engine.ops import fp8_tiles
 from common.engine.ops.fp8_codes import FP8, GROUP
 from common.engine.ops.fp8_fused import fp8_add_rms_norm, fp8_gate
+from common.engine.ops.fp8_gated import fp8_gated_triton
 from common.engine.ops.fp8_joined import fp8_gated, fp8_product_norm_quantized
 from common.engine.ops.fp8_library import library_product
 from common.engine.ops.fp8_linear import fp8_product
-from common.engine.ops.fp8_product import fp8_product_triton
 from common.engine.ops.fp8_rows import quantize_rows
 from common.engine.ops.linear import gated_linear, linear
 from common.engine.ops.linear_norm import linear_add_rms_norm
-from common.engine.ops.triton_kernel import COMPILE_ERRORS, cdiv
+from common.engine.ops.triton_kernel import COMPILE_ERRORS, cdiv, multiprocessors
 from tests.bench.environment import describe
 from tests.bench.timing import copy_bandwidth, graph_us, wake
 
@@ -111,11 +111,10 @@ class Stack:
             fp8_product(codes, scales, layer["qkv"], self._scales["qkv"], None, BF16)
             given = *first, layer["o"], self._scales["o"], None
             codes, scales, stream = fp8_product_norm_quantized(*given, stream, self._gain, EPS, blocks)
-            tiles = fp8_tiles.choose_fp8_gated_tiles(rows, blocks)
+            gpu = multiprocessors(x.device)
+            tiles = fp8_tiles.choose_fp8_gated_tiles(rows, *MATRICES["gate_up"], blocks, gpu)
             assert tiles is not None, "too many rows"
-            fp8_product_triton(
-                codes, scales, layer["gate_up"], self._scales["gate_up"], None, tiles, BF16, "silu"
-            )
+            fp8_gated_triton(codes, scales, layer["gate_up"], self._scales["gate_up"], tiles, BF16, "silu")
             given = *wide, layer["down"], self._scales["down"], None
             codes, scales, stream = fp8_product_norm_quantized(*given, stream, self._gain, EPS, blocks)
         return codes

@@ -4,7 +4,8 @@
 
 The matrices are those of one of the ranks that share a layer. Kernels are compiled by processes of their own first. A
 product is measured in a graph of 24 launches over weights that exceed the L2 cache together; the output projection and
-the down projection include the norm that adds up their parts.
+the down projection include the norm that adds up their parts. Gates and up projections have one accumulator if several
+steps are added up together (`fp8_gated_triton`), else one each.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from common.engine.ops.fp8_codes import FP8, GROUP
 from common.engine.ops.fp8_fused import fp8_add_parts_rms_norm_triton, fp8_add_rms_norm_triton
+from common.engine.ops.fp8_gated import fp8_gated_triton
 from common.engine.ops.fp8_product import fp8_product_parts, fp8_product_triton
 from common.engine.ops.fp8_rows import quantize_rows_triton
 from common.engine.ops.fp8_tiles import Fp8Tiles
@@ -85,17 +87,21 @@ class Case:
 
 def cases(matrices: Matrices, rows: int, together: list[int], processors: int) -> Iterator[Case]:
     room = max(16, next_power_of_2(rows))
-    for name, (size, _) in matrices.items():
+    for name, (size, depth) in matrices.items():
         for kind in KINDS if rows <= 64 else LARGE:
             for room_of_tile in sorted({min(room, 128), min(room, 256)}):
                 tiles = Fp8Tiles(*kind, room_of_tile, bulk=rows > 16)
-                for sums in [1] if name == GATED else together:
-                    yield from _cases(name, size, rows, tiles._replace(together=sums), processors)
+                for sums in together:
+                    if name != GATED or sums == 1 or depth % (sums * tiles.depth) == 0:
+                        yield from _cases(name, size, rows, tiles._replace(together=sums), processors)
 
 
 def _cases(name: str, size: int, rows: int, tiles: Fp8Tiles, processors: int) -> Iterator[Case]:
     weights = 2 if name == GATED else 1
-    if tiles.shared_bytes(weights) > SHARED or weights * tiles.rows * tiles.columns > MOST_SUMS:
+    if (
+        tiles.shared_bytes(weights if tiles.together == 1 else 1) > SHARED
+        or weights * tiles.rows * tiles.columns > MOST_SUMS
+    ):
         return
     programs = cdiv(size // weights, tiles.columns) * cdiv(rows, tiles.rows)
     divided = name in SUMMED and rows <= 64
@@ -142,9 +148,11 @@ class Inputs:
     def _run(
         self, case: Case, codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor
     ) -> tuple[Tensor, ...]:
+        if case.name == GATED:
+            return (fp8_gated_triton(codes, row_scales, weight, scales, case.tiles, BF16, "silu"),)
         given = codes, row_scales, weight, scales, None, case.tiles
         if case.name not in SUMMED:
-            return (fp8_product_triton(*given, BF16, "silu" if case.name == GATED else None),)
+            return (fp8_product_triton(*given, BF16),)
         stream = self._gain.expand(case.rows, -1)
         rest = stream.contiguous(), self._gain, 1e-5, case.blocks
         if case.tiles.parts == 1:

@@ -27,7 +27,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 import common.engine.ops
-from common.engine.ops import expert_weights, fp8_product, linear, linear_norm
+from common.engine.ops import expert_weights, fp8_gated, fp8_product, linear, linear_norm
 from common.engine.ops.best_tokens import best_tokens_triton
 from common.engine.ops.decode_attention import decode_triton
 from common.engine.ops.delta_chunks import delta_extend_triton
@@ -142,7 +142,7 @@ def become(capability: int) -> None:
         "has_fp8": capability >= 89,
     }
     driver.set_active(NoGpu(capability))
-    for product in (linear, expert_weights, fp8_product):
+    for product in (linear, expert_weights, fp8_product, fp8_gated):
         setattr(product, "copies_in_bulk", lambda *matrices: capability >= 90)  # noqa: B010
     for module in kernel_modules():
         for name, answer in answers.items():
@@ -155,11 +155,11 @@ def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: Sh
     if kernel == "_linear_kernel":
         tiles = (options[name] for name in ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROWS"))
         return Tiles(*tiles).shared_bytes(matrices=2 if options["GATED"] else 1)
-    if kernel == "_fp8_product_kernel":
-        if options["DECODED"]:
+    if kernel in ("_fp8_product_kernel", "_fp8_gated_kernel"):
+        if options.get("DECODED"):
             return None
         sizes = (options[name] for name in ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROWS"))
-        return Fp8Tiles(*sizes).shared_bytes(matrices=2 if options["GATED"] else 1)
+        return Fp8Tiles(*sizes).shared_bytes(matrices=2 if options.get("GATED") else 1)
     if kernel in ("_few_pairs_kernel", "_grouped_product_kernel"):
         rows = options["TOKENS" if kernel == "_few_pairs_kernel" else "ROWS"]
         tile = (options["COLUMNS"], options["BLOCK_K"], rows, options["num_warps"], options["num_stages"])
@@ -321,10 +321,12 @@ def eight_bits() -> None:
             for size, depth in ((2 * INNER, HIDDEN), (6144, HIDDEN), (HIDDEN, INNER))
         )
         of_gates, of_qkv, of_down = (weight_scales(weight, blocks) for weight in (gate_up, qkv, down))
-        fp8_gated_cuda(codes, scales, gate_up, of_gates, None, "silu", BF16)
         for many in (codes, torch.zeros(64, HIDDEN, dtype=FP8)):
             of_rows = scales if many is codes else empty_scales(many, HIDDEN, blocks)
             fp8_product_cuda(many, of_rows, qkv, of_qkv, None, BF16)
+            fp8_gated_cuda(many, of_rows, gate_up, of_gates, None, "silu", BF16)
+        narrow = gate_up[: 2 * HIDDEN]
+        fp8_gated_cuda(codes, scales, narrow, weight_scales(narrow, blocks), None, "silu", BF16)
         given = *quantize_rows_triton(inner, blocks), down, of_down, None
         fp8_product_norm_quantized_cuda(*given, stream, stream[0], 1e-5, blocks)
         fp8_gated_cuda(codes[:1], scales[:1], gate_up, of_gates, None, "silu", BF16)

@@ -134,14 +134,16 @@ def test_products(size: int, depth: int, rows: int, blocks: bool) -> None:
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("rows", [1, 16, 64, 257])
-def test_gated_products(rows: int, blocks: bool) -> None:
-    weight, scales = weight_of(2 * 3584, 4096, blocks)
-    activation = "gelu_tanh" if rows == 16 else "silu"
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 33, 64, 65, 257])
+@pytest.mark.parametrize("inter", [3584, 14336])
+def test_gated_products(inter: int, rows: int, blocks: bool) -> None:
+    """Gates and up projections of 14,336 columns and scales per channel have one accumulator up to 64 rows."""
+    weight, scales = weight_of(2 * inter, 4096, blocks)
+    activation = "gelu_tanh" if rows in (16, 33) else "silu"
     given = (*quantize_rows(normal(rows, 4096), blocks), weight, scales, None, activation, BF16)
     found, expected = fp8_gated(*given), fp8_gated_reference(*given)
     wide = [
-        (codes.float().view(rows, 28, 128) * row_scales[..., None]).view(rows, 3584)
+        (codes.float().view(rows, -1, 128) * row_scales[..., None]).view(rows, inter)
         if blocks
         else codes.float() * row_scales
         for codes, row_scales in (found, expected)

@@ -17,8 +17,9 @@ from common.engine.ops.fp8_fused import (
     fp8_gate_reference,
     fp8_gate_triton,
 )
+from common.engine.ops.fp8_gated import fp8_gated_triton
 from common.engine.ops.fp8_linear import fp8_product_cuda, fp8_product_reference
-from common.engine.ops.fp8_product import fp8_product_parts, fp8_product_triton
+from common.engine.ops.fp8_product import fp8_product_parts
 from common.engine.ops.fp8_rows import quantize_rows_triton
 from common.engine.ops.fp8_tiles import Fp8Tiles, choose_fp8_gated_tiles, divide_fp8_depth
 from common.engine.ops.fp8_vectors import choose_fp8_vectors, fp8_vector_triton
@@ -62,12 +63,14 @@ def fp8_gated_cuda(
 ) -> tuple[Tensor, Tensor]:
     rows, blocks = codes.shape[:-1].numel(), scales.ndim == 2
     given = codes, row_scales, weight, scales, bias
-    vectors = choose_fp8_vectors(rows, weight.shape[0], weight.shape[1], gated=True)
-    tiles = choose_fp8_gated_tiles(rows, blocks, room_of(codes.device).shared_bytes)
+    size, depth = weight.shape
+    vectors = choose_fp8_vectors(rows, size, depth, gated=True)
+    gpu = multiprocessors(codes.device), room_of(codes.device).shared_bytes
+    tiles = choose_fp8_gated_tiles(rows, size, depth, blocks, *gpu)
     if bias is None and vectors is not None:
         inner = fp8_vector_triton(*given, vectors, dtype, activation)
     elif bias is None and tiles is not None:
-        inner = fp8_product_triton(*given, tiles, dtype, activation)
+        inner = fp8_gated_triton(codes, row_scales, weight, scales, tiles, dtype, activation)
     else:
         return fp8_gate_triton(fp8_product_cuda(*given, dtype), activation, blocks)
     return quantize_rows_triton(inner, blocks)

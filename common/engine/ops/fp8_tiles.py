@@ -16,9 +16,12 @@ ALONE, SHARING = 8, 4
 ENOUGH = 3  # steps in flight below which programs do not share
 # Programs per multiprocessor among which a product's depth is divided, with scales per channel and per block.
 CHANNEL_PROGRAMS, BLOCK_PROGRAMS = 1, 2
-# Values of a row and a column that the matrix units add up before float32 takes over, with scales per channel and more
-# than LEAST_ROWS rows, which fewer rows gain nothing from. Of 512 values of one sign they lose 0.7 %, of 128 0.08 %.
+# Values of a row and a column that the matrix units add up before float32 takes over, with scales per channel. Of 512
+# values of one sign they lose 0.7 %, of 128 0.08 %. Products without an activation gain nothing from it with LEAST_ROWS
+# rows and fewer.
 SUMMED = 512
+# Rows up to which a gated product with one accumulator is faster than one with two, and its steps in flight.
+GATED_ROWS, GATED_STAGES = 64, 3
 # Depth and number of the steps in flight of the only program of a multiprocessor that adds them up.
 DEEP, DEEP_STAGES = 256, 4
 # Rows up to which these kernels are faster than the library's, with scales per channel and per block.
@@ -72,11 +75,31 @@ def choose_fp8_tiles(
     return _tiles(rows, alone, shared, summed=GROUP if blocks else SUMMED)
 
 
-def choose_fp8_gated_tiles(rows: int, blocks: bool, shared: int = H200.shared_bytes) -> Fp8Tiles | None:
-    """Choose tiles for a product with its activation; None if the library is faster."""
+def choose_fp8_gated_tiles(
+    rows: int, size: int, depth: int, blocks: bool, processors: int, shared: int = H200.shared_bytes
+) -> Fp8Tiles | None:
+    """Choose tiles for a product of gates and up projections with its activation; None if the library is faster.
+
+    With `together` over 1 the gates and the up projections have one accumulator (`fp8_gated_triton`), else one each.
+
+    Args:
+        size: gates and up projections.
+    """
     if library_is_faster(rows, blocks):
         return None
-    return _tiles(rows, rows <= LEAST_ROWS and not blocks, shared, matrices=2)
+    two = _tiles(rows, rows <= LEAST_ROWS and not blocks, shared, matrices=2)
+    if rows > GATED_ROWS or blocks or depth % SUMMED != 0:
+        return two
+    programs = cdiv(size // 2, COLUMNS)
+    # Not measured: GPUs with less shared memory, which multiply from registers and await each step anyway, and programs
+    # that have a multiprocessor each, which need more steps in flight.
+    if shared < H200.shared_bytes or programs <= processors:
+        return two
+    one = Fp8Tiles(COLUMNS, DEEP, 4, GATED_STAGES, two.rows, bulk=two.bulk, together=SUMMED // DEEP)
+    # Twice the columns if nearly every multiprocessor then has one program, and none a second one after it.
+    if two.rows == GATED_ROWS and 3 * processors <= 2 * programs <= 4 * processors:
+        return one._replace(columns=2 * COLUMNS, warps=8)
+    return one
 
 
 def divide_fp8_depth(

@@ -114,13 +114,15 @@ def test_tiles_hold_their_rows_and_fit_the_shared_memory(rows: int, blocks: bool
         assert tiles.shared_bytes() <= shared
         assert (tiles.depth, tiles.together) == (128, 1) or not blocks
     gated, divided = (
-        choose_fp8_gated_tiles(rows, blocks, shared),
+        choose_fp8_gated_tiles(rows, 28672, 4096, blocks, 132, shared),
         divide_fp8_depth(rows, 4096, 14336, blocks, 132, shared),
     )
     assert (gated is None) == (divided is None) == (blocks and rows > 64)
     if gated is not None and divided is not None:
-        assert gated.shared_bytes(2) <= shared
-        assert gated.together == 1
+        one_accumulator = not blocks and rows <= 64 and shared == 227 << 10
+        assert gated.together == (2 if one_accumulator else 1)
+        assert gated.shared_bytes(1 if one_accumulator else 2) <= shared
+        assert gated.rows >= rows
         assert divided.together == (1 if blocks or rows <= 16 else 512 // divided.depth)
         assert divided.parts >= 2
         assert 3 * divided.parts * 4096 // divided.columns >= 2 * 132

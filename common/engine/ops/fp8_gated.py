@@ -1,0 +1,139 @@
+"""act(x G^T) * (x U^T) for up to 64 FP8 rows x and an FP8 weight of gates G and up projections U, scaled per channel.
+
+Each program multiplies its gates over the whole depth, then its up projections, in one loop. So the matrix units of a
+Hopper GPU have one accumulator, and a step can begin while the previous one still multiplies. With an accumulator for
+gates and one for up projections, as in `fp8_product`, x is read once instead of twice, but each step waits for the
+matrix units (tests/bench/NOTES.md, "Gated FP8 products with one accumulator").
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.engine.ops.fp8_codes import FP8
+from common.engine.ops.fp8_product import fp8_product_triton
+from common.engine.ops.fp8_tiles import Fp8Tiles
+from common.engine.ops.linear import load_tile
+from common.engine.ops.silu_mul import activate
+from common.engine.ops.triton_kernel import (
+    await_results,
+    cdiv,
+    chained,
+    copies_in_bulk,
+    described,
+    kernel_with_varying,
+    launch_next,
+    tl,
+)
+
+
+@kernel_with_varying("rows")
+def _fp8_gated_kernel(  # type: ignore[no-untyped-def]
+    x,  # [rows, DEPTH]
+    row_scales_ptr,  # [rows]
+    weight,  # [2 * size, DEPTH]: gates, then up projections
+    scales_ptr,  # [2 * size]
+    out_ptr,  # [rows, size]
+    rows,
+    size,  # output columns
+    x_stride,
+    DEPTH: tl.constexpr,  # a multiple of TOGETHER * BLOCK_K
+    BULK: tl.constexpr,  # x and weight are descriptors
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GELU: tl.constexpr,  # of the gates; else silu
+    TOGETHER: tl.constexpr,  # steps that the matrix units add up
+    CHAINED: tl.constexpr,
+):
+    """Each program computes BLOCK_N columns of ROWS rows."""
+    first, top = tl.program_id(0) * BLOCK_N, tl.program_id(1) * ROWS
+    await_results(CHAINED)
+    row, column = top + tl.arange(0, ROWS), first + tl.arange(0, BLOCK_N)
+    real = column < size
+    steps: tl.constexpr = DEPTH // BLOCK_K
+    gate = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    up = tl.zeros((BLOCK_N, ROWS), tl.float32)  # that of the gates in the first half of the steps
+    some = tl.zeros((BLOCK_N, ROWS), tl.float32)  # the sum of the last steps
+    for step in range(2 * steps):
+        start, begin = step * BLOCK_K, first
+        if step >= steps:
+            start, begin = (step - steps) * BLOCK_K, first + size
+        few = tl.trans(load_tile(x, top, start, rows, x_stride, DEPTH, False, BULK, ROWS, BLOCK_K))
+        tile = load_tile(weight, begin, start, 2 * size, DEPTH, DEPTH, False, BULK, BLOCK_N, BLOCK_K)
+        some = tl.dot(tile, few, some)
+        if step % TOGETHER == TOGETHER - 1:
+            up += some
+            some = tl.zeros((BLOCK_N, ROWS), tl.float32)
+            if step == steps - 1:
+                gate = up
+                up = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    # Not before the wait, and after the last step, as in `fp8_product`.
+    launch_next(CHAINED)
+    row_scale = tl.load(row_scales_ptr + row, mask=row < rows, other=0.0)
+    gate *= tl.load(scales_ptr + column, mask=real, other=0.0)[:, None] * row_scale[None, :]
+    up *= tl.load(scales_ptr + size + column, mask=real, other=0.0)[:, None] * row_scale[None, :]
+    dtype = out_ptr.dtype.element_ty
+    # Rounded where two separate kernels would round.
+    inner = activate(gate.to(dtype).to(tl.float32), GELU) * up.to(dtype).to(tl.float32)
+    place = out_ptr + row.to(tl.int64)[None, :] * size + column[:, None]
+    tl.store(place, inner.to(dtype), mask=(row < rows)[None, :] & real[:, None])
+
+
+def fp8_gated_triton(
+    codes: Tensor,
+    row_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    tiles: Fp8Tiles,
+    dtype: torch.dtype,
+    activation: str,
+) -> Tensor:
+    """Return activation(gate) * up [..., I] in `dtype`, by two accumulators if `tiles.together` is 1.
+
+    Args:
+        codes: [..., in] e4m3.
+        row_scales: see `fp8_product_triton`; with one accumulator [..., 1] float32.
+        weight: [2 * I, in] e4m3, gates first.
+        scales: see `fp8_product_triton`; with one accumulator [2 * I] float32.
+        activation: of the gates, see `gated_linear`.
+    """
+    if tiles.together == 1:
+        return fp8_product_triton(codes, row_scales, weight, scales, None, tiles, dtype, activation)
+    size, depth = weight.shape[0] // 2, weight.shape[1]
+    rows, lines = codes.reshape(-1, depth), row_scales.reshape(-1).contiguous()
+    assert codes.dtype == weight.dtype == FP8, f"{codes.dtype} times {weight.dtype}"
+    assert rows.stride(1) == 1, "the elements of a row must be adjacent"
+    assert weight.is_contiguous(), "the weight must be contiguous"
+    assert weight.shape[0] == 2 * size, "gate and up have one width"
+    assert lines.shape == (len(rows),), f"row scales {tuple(row_scales.shape)}"
+    assert scales.shape == (2 * size,), f"weight scales {tuple(scales.shape)}"
+    assert scales.is_contiguous(), "the scales of the weight must be contiguous"
+    assert depth % (tiles.depth * tiles.together) == 0, f"a depth of {depth} cuts a sum"
+    assert tiles.parts == 1, "an activation needs the whole sum"
+    out = codes.new_empty((*codes.shape[:-1], size), dtype=dtype)
+    if out.numel() == 0:
+        return out
+    bulk = tiles.bulk and copies_in_bulk(rows, weight)
+    _fp8_gated_kernel[(cdiv(size, tiles.columns), cdiv(len(rows), tiles.rows))](
+        described(rows, tiles.rows, tiles.depth) if bulk else rows,
+        lines,
+        described(weight, tiles.columns, tiles.depth) if bulk else weight,
+        scales,
+        out,
+        len(rows),
+        size,
+        rows.stride(0),
+        DEPTH=depth,
+        BULK=bulk,
+        ROWS=tiles.rows,
+        BLOCK_N=tiles.columns,
+        BLOCK_K=tiles.depth,
+        GELU=activation == "gelu_tanh",
+        TOGETHER=tiles.together,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **chained(codes.device),
+    )
+    return out
