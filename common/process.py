@@ -85,7 +85,7 @@ def run_command(main: Callable[..., None], script: str) -> None:
 
 
 def end_within(seconds: float) -> None:
-    """Let this process end in so many seconds at the latest: with the stacks of all threads, and EXIT_DEFECT.
+    """End this process with EXIT_DEFECT and the stacks of all threads, unless it has ended after `seconds`.
 
     A later call replaces the bound of an earlier one. The timer needs no Python thread and no interpreter lock.
     """

@@ -59,12 +59,16 @@ async def _serve(resolved: Resolved, process: RouterProcess, reporter: StartupRe
         ]
         reporter.report("ready")
         await stop.wait()
-    finally:
-        # Closing waits for child processes, and the event loop for every thread of its pool.
-        end_within(resolved.cluster.health.drain_timeout + END_SECONDS)
+    except BaseException:
+        end_within(END_SECONDS)
+        raise
+    end_within(resolved.cluster.health.drain_timeout + END_SECONDS)
     for each in collectors:
         each.cancel()
-    await app.drain()
+    await app.finish_requests()
+    # Closing waits for child processes, and the event loop for every thread of its pool.
+    end_within(END_SECONDS)
+    await app.close()
 
 
 def main(

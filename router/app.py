@@ -70,7 +70,12 @@ class RouterApp:
             raise
 
     async def drain(self) -> None:
-        """Refuse new requests, let those in flight finish until the drain timeout has passed, then close.
+        """Finish the requests, then close."""
+        await self.finish_requests()
+        await self.close()
+
+    async def finish_requests(self) -> None:
+        """Refuse new requests, let those in flight finish until the drain timeout has passed, then end the others.
 
         If other router processes take new connections, no request is refused: each connection gets one more answer, or
         is closed once nobody has asked anything for LINGER_SECONDS.
@@ -90,7 +95,6 @@ class RouterApp:
             await asyncio.sleep(0.05)
         self.availability.draining = True
         self.core.dispatcher.end_all(Unavailable(f"{SHUTTING_DOWN}, and the answer was not ready in time"))
-        await self.close()
 
     async def close(self) -> None:
         """Close all sockets and end the child processes."""

@@ -46,6 +46,8 @@ import asyncio, os, signal, sys, time
 from pathlib import Path
 from router import __main__ as entry
 
+place = sys.argv.pop()
+
 def hang():
     time.sleep(600)
 
@@ -55,12 +57,20 @@ class App:
     async def start(self):
         os.kill(os.getpid(), signal.SIGTERM)
 
-    async def drain(self):
+    async def finish_requests(self):
+        if place == "drain":
+            hang()
+
+    async def close(self):
+        if place == "close":
+            hang()
         asyncio.get_running_loop().run_in_executor(None, hang)
 
 entry.build = lambda *parts: App()
-entry.END_SECONDS = 0.0
-entry.main(Path(sys.argv[1]), set_=["health.drain_timeout=1"])
+entry.END_SECONDS = 0.5
+# The bound of what follows the drain does not contain that of the drain.
+drain = 0.5 if place == "drain" else 600
+entry.main(Path(sys.argv[1]), set_=[f"health.drain_timeout={drain}"])
 """
 STACKS = "(most recent call first)"
 
@@ -86,6 +96,7 @@ def test_a_node_that_ends_by_itself(tmp_path: Path) -> None:
     assert (ended.returncode, STACKS in ended.stderr) == (0, False), ended.stderr
 
 
-def test_a_router_with_a_blocked_thread_ends(tmp_path: Path) -> None:
-    ended = end(tmp_path, ROUTER)
+@pytest.mark.parametrize("place", ["drain", "close", "thread"])
+def test_a_router_that_does_not_end_writes_its_stacks_and_ends(tmp_path: Path, place: str) -> None:
+    ended = end(tmp_path, ROUTER, place)
     assert (ended.returncode, STACKS in ended.stderr) == (1, True), ended.stderr
