@@ -57,7 +57,7 @@ def sampling_place(index: int | None) -> str:
 
 
 def sampling_names(index: int | None) -> dict[str, str]:
-    """Return the names of the sampling fields in refusals, see NAMES."""
+    """Return the names of the sampling fields in refusals, as `names_of` does those of all."""
     where = sampling_place(index)
     return {"structured_outputs": where, **{name: f"{where}.{own}" for name, own in _SAMPLING.items()}}
 
@@ -211,8 +211,9 @@ def _check_list(samplings: Sequence[GenerateSampling], prompts: int | None) -> N
             f"sampling_params lists {len(samplings)} objects for {listed}; send one for each, or an object for all",
             param="sampling_params",
         )
-    for index, each in enumerate(samplings):
-        if each.n != samplings[0].n:
+    counts = [1 if each.n is None else each.n for each in samplings]
+    for index, count in enumerate(counts):
+        if count != counts[0]:
             raise InvalidRequest(
                 "n must be the same in all items of sampling_params", param=f"{sampling_place(index)}.n"
             )

@@ -107,6 +107,12 @@ async def test_sampling_params_of_each_prompt(rig: Rig, padding: int) -> None:
     assert {(each.salt, each.priority) for each in asked} == {(asked[0].salt, -2)}
 
 
+async def test_an_item_without_n_has_one_answer_as_n_1_says(rig: Rig) -> None:
+    rig.generator.will(*one_by_one(HELLO))
+    status, answer, _ = await rig.post("/generate", {"text": ["a", "b"], "sampling_params": [{}, {"n": 1}]})
+    assert (status, len(answer)) == (200, 2), answer
+
+
 @pytest.mark.parametrize(
     ("items", "param"),
     [
