@@ -130,7 +130,8 @@ def http_plan(
 
 def _connections(cluster: Cluster, log: Log) -> int:
     """Return the limit of open HTTP connections: that of the file, unless this process may open fewer files."""
-    asked, nodes = cluster.router.max_connections, len(cluster.prefill.nodes) + len(cluster.decode.nodes)
+    asked = cluster.router.max_connections
+    nodes = sum(node.count or 1 for node in (*cluster.prefill.nodes, *cluster.decode.nodes))
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
         return asked

@@ -282,6 +282,15 @@ def test_a_low_limit_of_open_files_lowers_that_of_connections(
     assert line == {"connections": 888, "max_connections": 4352, "open_files": 1024}
 
 
+def test_descriptors_are_kept_for_every_node_that_may_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda limit: (1024, 1024))
+    resolved = config(tmp_path, "decode.nodes=[{name: decode-*, count: 99}]")
+    plan = http_plan(resolved, RouterProcess(0, ()), 1 << 20, lambda: 0.0, Log("test"))
+    assert plan.limit.total == 1024 - 128 - 4 * 100
+
+
 async def test_without_keys_the_api_hides_processes_on_loopback(tmp_path: Path) -> None:
     app = router(tmp_path)
     await app.start()
