@@ -17,6 +17,7 @@ from common.errors import InvalidRequest
 MAX_DEPTH = 64  # levels of nested arrays and objects
 MAX_EXACT = 1 << 53  # integers below it are exact as floats
 MAX_ITEMS = 128  # of a list in which whole numbers are looked for
+MAX_COMMAS = 64 * MAX_ITEMS  # in such a list, whose items may be objects
 PIECE = 1 << 16  # bytes per step of the depth check
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _NO_MARK = bytes(set(range(256)) - set(b'[]{}"'))
@@ -60,7 +61,7 @@ def _with_whole_numbers(raw: bytes | bytearray) -> bytes | None:
 
 
 def _whole_numbers(raw: bytes | bytearray | msgspec.Raw, levels: int) -> dict[str, Any] | None:
-    """Return an object with such integers, down to so many levels of objects; None if it has none."""
+    """Return an object with such integers, down to this many levels of objects; None if it has none."""
     try:
         fields: dict[str, Any] = _fields.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -78,6 +79,8 @@ def _whole(value: msgspec.Raw, levels: int) -> Any:
         return int(exact) if exact.is_integer() and abs(exact) < MAX_EXACT else None
     if bytes(memoryview(value)[:1]) != b"[":
         return _whole_numbers(value, levels - 1) if levels > 1 else None
+    if bytes(memoryview(value)).count(b",") > MAX_COMMAS:
+        return None
     items = _items.decode(value)
     found = [_whole(item, levels) for item in items] if len(items) <= MAX_ITEMS else []
     if all(each is None for each in found):

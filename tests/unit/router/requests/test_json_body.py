@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -84,6 +85,18 @@ def test_a_whole_number_is_an_integer_however_it_is_written(text: str, count: in
     raw = f'{{"count": 1, "inner": [{{"limit": 7}}, {{"limit": {text}}}], "ids": [{text},2]}}'.encode()
     expected = Body(1, [Inner(7), Inner(count)], [count, 2])
     assert decode_json(raw, msgspec.json.Decoder(Body)) == expected
+
+
+def test_long_lists_take_no_memory_for_their_items() -> None:
+    """An object for each of a prompt's token ids would take forty times the bytes of the body."""
+    raw = b'{"count": 1.0, "ids": [%b]}' % b",".join([b"1"] * SIZE)
+    tracemalloc.start()
+    try:
+        assert decode_json(raw, msgspec.json.Decoder(Body)) == Body(1, ids=[1] * SIZE)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * len(raw)
 
 
 def test_long_lists_are_not_searched_for_whole_numbers() -> None:
