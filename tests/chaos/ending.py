@@ -32,6 +32,13 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]], seconds: float = END_SEC
     return []
 
 
+async def end_task(task: asyncio.Task[Any]) -> None:
+    """Cancel a task and wait for it as `end_tasks` does. Raises what it has raised by itself."""
+    await end_tasks([task])
+    if task.done() and not task.cancelled():
+        task.result()
+
+
 def _place(task: asyncio.Task[Any]) -> str:
     """Describe the task by its coroutine and the line at which it waits."""
     frames = task.get_stack(limit=1)

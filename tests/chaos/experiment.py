@@ -15,7 +15,7 @@ from tests.chaos import answers_rules, leaks, namespaces, progress_rules, starva
 from tests.chaos.cases import Expected, learn_answers, make_cases, picture_cases, with_stop_strings
 from tests.chaos.cluster import ChaosCluster, Setup
 from tests.chaos.drawing import Drawer
-from tests.chaos.ending import end_tasks
+from tests.chaos.ending import end_task
 from tests.chaos.event_tail import EventTail
 from tests.chaos.faults import KINDS, minimums
 from tests.chaos.history import History
@@ -77,8 +77,8 @@ class Experiment:
             finally:
                 if self._load is not None:
                     await self._load.abandon()
-                await end_tasks([watch])
                 tail.close()
+                await end_task(watch)
 
     async def _undisturbed(self) -> Load:
         """Learn the answers and the speed of the undisturbed cluster."""
@@ -129,9 +129,7 @@ class Experiment:
                     return True
             return False
         finally:
-            await end_tasks([working])
-            if working.done() and not working.cancelled():
-                working.result()  # raises what it raised
+            await end_task(working)
 
     def _violates(self, rules: Callable[[History], list[Violation]]) -> bool:
         """Whether the requests that have ended violate the rules.

@@ -14,7 +14,7 @@ import pytest
 
 from tests.chaos import run
 from tests.chaos.cluster import ChaosCluster, Setup
-from tests.chaos.ending import EXIT_FAILED, end_tasks
+from tests.chaos.ending import EXIT_FAILED, end_task, end_tasks
 from tests.chaos.experiment import Experiment
 from tests.cluster.harness import ROOT
 from tests.fakes.waiting import PATIENCE
@@ -95,6 +95,18 @@ async def test_tasks_that_ignore_their_cancellation_are_cancelled_again_and_then
     (left,) = await end_tasks([deaf], 0.05)
     assert left.startswith(f"{ignores.__qualname__} at {__file__}:")
     assert await end_tasks([deaf]) == []
+
+
+async def test_a_task_that_failed_by_itself_is_not_ended_in_silence() -> None:
+    async def fails() -> None:
+        raise ValueError("the watch has a defect")
+
+    failing, endless = asyncio.create_task(fails()), asyncio.create_task(ignores(1))
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="has a defect"):
+        await end_task(failing)
+    await end_task(endless)
+    assert endless.done()
 
 
 def test_a_blocked_thread_does_not_keep_the_program() -> None:
