@@ -167,6 +167,10 @@ class ChatFormat(Format):
         """Return the log-probabilities of tokens, each as JSON."""
         return [_encode(self._entry(token)) for token in tokens if token.logprob is not None]
 
+    def held(self, index: int) -> int:
+        """Return how many characters at the end of a choice's text have not been parsed yet."""
+        return 0
+
     def parsed(self, piece: AnswerPiece) -> list[Event]:
         """Return what a piece adds to the answer's parts. Each piece is parsed once: here, or where it is encoded."""
         return [Content(piece.text)] if piece.text else []

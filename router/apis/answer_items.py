@@ -107,7 +107,9 @@ class AnswerItems:
             return []
         self._tokens.add(piece)
         parts = [event for event in events if not isinstance(event, CallOpened)]
-        found = zip(parts, self._tokens.of([part.text for part in parts]), strict=True)
+        found = zip(
+            parts, self._tokens.of([part.text for part in parts], self._form.held(piece.index)), strict=True
+        )
         return [self._form.encoded_logprobs(tokens) for part, tokens in found if isinstance(part, Content)]
 
     def _add(self, changes: list[Change], kind: ItemKind, text: str, logprobs: Sequence[bytes] = ()) -> None:

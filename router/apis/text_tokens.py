@@ -27,13 +27,15 @@ class TextTokens:
         if len(self._text) > 2 * KEPT:
             self._drop(len(self._text) - KEPT)
 
-    def of(self, parts: Sequence[str]) -> list[list[OutputToken]]:
+    def of(self, parts: Sequence[str], held: int = 0) -> list[list[OutputToken]]:
         """Return the tokens of each of these texts, which follow each other. One that is not found has none.
 
         They are looked for from the end, because what the client does not get, such as hidden reasoning, comes before.
+
+        `held`: characters at the end that the parser holds back, which may be equal to a part.
         """
         found: list[list[OutputToken]] = []
-        last, end = 0, len(self._text)
+        last, end = 0, len(self._text) - held
         for part in reversed(parts):
             at, size = self._place_of(part, end)
             if size:

@@ -119,6 +119,11 @@ class AnswerParser:
         return self._taken()
 
     @property
+    def held(self) -> int:
+        """Characters of the text so far that may belong to a marker, and have had no effect yet."""
+        return len(self._buffer) - self._at
+
+    @property
     def reasoning_is_open(self) -> bool:
         """True if the text so far ends inside a reasoning section."""
         return self._region is not None and self._region.name in REASONING

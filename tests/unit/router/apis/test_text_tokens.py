@@ -17,8 +17,13 @@ class Answer:
         self.found = TextTokens()
         self.written: list[str] = []
 
-    def of(self, tokens: list[str], parts: list[str], shown: str | None = None) -> list[list[str]]:
-        """Add a piece of these tokens; return those of the parts. `shown`: its text, if some is held back."""
+    def of(
+        self, tokens: list[str], parts: list[str], shown: str | None = None, held: int = 0
+    ) -> list[list[str]]:
+        """Add a piece of these tokens; return those of the parts.
+
+        `shown`: its text, if a stop string may cut some; `held`: characters at its end that a parser holds back.
+        """
         offsets, ids = [], []
         for token in tokens:
             offsets.append(sum(map(len, self.written)))
@@ -26,7 +31,7 @@ class Answer:
             self.written.append(token)
         text = "".join(tokens) if shown is None else shown
         self.found.add(AnswerPiece(0, text, ids, offsets, None))
-        return [[self.written[token.id] for token in each] for each in self.found.of(parts)]
+        return [[self.written[token.id] for token in each] for each in self.found.of(parts, held)]
 
 
 def test_plain_text_has_all_tokens_that_show_something() -> None:
@@ -54,6 +59,13 @@ def test_text_after_hidden_reasoning_is_not_taken_for_it() -> None:
     assert answer.of(["<think>", "Yes", "."], []) == []
     assert answer.of(["</think>", "Yes"], ["Yes"]) == [["Yes"]]
     assert answer.of(["."], ["."]) == [["."]]
+
+
+def test_text_that_is_held_back_is_not_taken_for_a_part() -> None:
+    answer = Answer()
+    assert answer.of(["<", "<"], ["<"], held=1) == [["<"]]
+    assert answer.of(["<"], ["<"], held=1) == [["<"]]
+    assert answer.of(["a"], ["<a"]) == [["<", "a"]]
 
 
 def test_tokens_that_lie_on_both_sides_of_a_marker_belong_to_the_text() -> None:

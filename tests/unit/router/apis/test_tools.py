@@ -66,6 +66,19 @@ async def test_log_probabilities_of_a_text_after_reasoning(
     assert len(answer["output"]) == 1 + reasoning
 
 
+async def test_log_probabilities_of_text_that_is_held_back_and_repeats_itself(
+    serve: Serve, tokenizer: Tokenizer
+) -> None:
+    """Each `<` may begin a marker, so it is told with what follows it."""
+    rig = await serve(served=replace(SERVED, answers=STYLE))
+    said = "cout <<<< x;"
+    rig.generator.will(*one_by_one(tokenizer.encode(THOUGHT + said, False), "length", 1))
+    body = {"input": "Hello", "include": ["message.output_text.logprobs"]}
+    _, answer, _ = await rig.post(test_responses.PATH, body)
+    [part] = answer["output"][-1]["content"]
+    assert "".join(each["token"] for each in part["logprobs"]) == part["text"] == said
+
+
 async def test_a_named_call_in_messages_ends_like_any_call(serve: Serve, tokenizer: Tokenizer) -> None:
     """Clients run tools while the reason is tool_use."""
     rig = await serve(served=replace(SERVED, answers=replace(STYLE, calls=CALL_FORMATS["qwen3"])))
