@@ -48,8 +48,8 @@ MAX_RANKS, MAX_ROWS, ROW_BYTES = 8, 64, 32 << 10
 DATA_OFFSET = 4096
 WORD_BYTES, DATA_BYTES = 8, 4  # of a word, and of the data in it
 PLACE_BYTES = ROW_BYTES // DATA_BYTES * WORD_BYTES
-# Polls of the rows between two looks at host memory. The looks of all waiting programs happen one after another and
-# took 15 us each on an H200, so that ranks which wait for one another hold each other up if programs look often.
+# Polls of the rows between two looks at host memory. They seem to take 15 us each on an H200, one program after another
+# (tests/bench/NOTES.md), so ranks that wait for one another would hold each other up if programs looked often.
 POLLS_PER_LOOK = 1 << 14
 GATHERED = torch.int32  # what rows are copied as
 LEAST_WORDS = 128  # of a copied row; more rows than are needed only add programs
