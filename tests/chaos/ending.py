@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 END_SECONDS = 10.0
@@ -16,7 +16,7 @@ AGAIN_SECONDS = 1.0
 EXIT_FAILED = 2  # of a run that failed by itself, not by what it tested
 
 
-async def end_tasks(tasks: Iterable[asyncio.Task[Any]], seconds: float = END_SECONDS) -> list[str]:
+async def end_tasks(tasks: Collection[asyncio.Task[Any]], seconds: float = END_SECONDS) -> list[str]:
     """Cancel the tasks and wait for them. Return where those are that have not ended after `seconds`.
 
     Each is cancelled every AGAIN_SECONDS: code that catches what its cancellation interrupts can lose one.
