@@ -22,6 +22,7 @@ import msgspec
 
 from common.errors import InvalidRequest, Overloaded, ProtocolError
 from common.image_files import decode_image
+from common.process_entry import processor_seconds
 from router.process.child_process import START_SECONDS, confine, framed, read_frame
 from router.process.spawner import Child, Spawner
 
@@ -77,6 +78,10 @@ class _Killed(InvalidRequest):
     """SIGKILL has ended the process, which no image causes by itself."""
 
 
+class _Starved(Overloaded):
+    """The process had a processor for less than half of its time: it was stopped, or the host is overloaded."""
+
+
 class ImageInspector:
     """The router's end. It handles one image at a time and starts the process when needed, and again if it died."""
 
@@ -102,7 +107,7 @@ class ImageInspector:
         async with self._next():
             try:
                 verdict = await self._ask(frame)
-            except _Killed:
+            except (_Killed, _Starved):
                 # Perhaps because the host ran out of memory: once more, before the image is taken for the cause.
                 verdict = await self._ask(frame)
         if verdict.defect:
@@ -112,16 +117,24 @@ class ImageInspector:
         return verdict.width, verdict.height
 
     async def _ask(self, frame: bytes) -> ImageVerdict:
-        """Return the verdict on one image. Raises InvalidRequest; _Killed if somebody killed the process meanwhile."""
+        """Return the verdict on one image.
+
+        Raises InvalidRequest; _Killed if somebody killed the process meanwhile, _Starved if it could not run.
+        """
         process = await self._running()
+        used_before = processor_seconds(process.child.pid)
         try:
             async with asyncio.timeout(self.seconds):
                 process.writer.write(frame)
                 await process.writer.drain()
                 return await process.verdict()
         except (OSError, EOFError, TimeoutError, ProtocolError, msgspec.DecodeError) as error:
-            ended = isinstance(error, OSError | EOFError) and not isinstance(error, TimeoutError)
+            late = isinstance(error, TimeoutError)
+            ended = isinstance(error, OSError | EOFError) and not late
+            used = processor_seconds(process.child.pid) - used_before
             code = await self._end()
+            if late and used < self.seconds / 2:
+                raise _Starved("the image decoder could not run; try again later") from error
             raise (_Killed if ended and code == -signal.SIGKILL else InvalidRequest)(
                 "the image cannot be decoded: it took too much time or memory"
             ) from error

@@ -225,7 +225,7 @@ async def test_parts_of_other_types_are_refused(loader: VerifyingImageLoader) ->
         assert error.value.param == "messages[0].content[0]"
 
 
-async def test_a_decoder_that_dies_or_hangs_costs_one_image(spawner: Spawner) -> None:
+async def test_a_decoder_that_dies_costs_one_image(spawner: Spawner) -> None:
     inspector = ImageInspector(spawner, max_pixels=1_000, seconds=PATIENCE)
     try:
         await inspector.check(file(), "image/png")
@@ -233,12 +233,6 @@ async def test_a_decoder_that_dies_or_hangs_costs_one_image(spawner: Spawner) ->
         os.kill(inspector.pid, signal.SIGSEGV)
         with pytest.raises(InvalidRequest, match="too much time or memory"):
             await inspector.check(file(), "image/png")
-        await inspector.check(file(), "image/png")
-        inspector.seconds = 0.3
-        os.kill(inspector.pid, signal.SIGSTOP)
-        with pytest.raises(InvalidRequest, match="too much time or memory"):
-            await inspector.check(file(), "image/png")
-        inspector.seconds = PATIENCE
         await inspector.check(file(), "image/png")
     finally:
         await inspector.close()
