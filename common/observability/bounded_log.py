@@ -59,10 +59,17 @@ class BoundedLog:
         with self._lock:
             self._end_window()
 
+    def close(self) -> None:
+        """Write the summary of a window that is not over yet: the process ends."""
+        with self._lock:
+            self._summarise(self._clock())
+
     def _end_window(self) -> None:
         now = self._clock()
-        if now - self._since < WINDOW:
-            return
+        if now - self._since >= WINDOW:
+            self._summarise(now)
+
+    def _summarise(self, now: float) -> None:
         if self._suppressed:
             self._say(
                 f"{self._event}: not logged individually",

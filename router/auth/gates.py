@@ -188,6 +188,11 @@ class Entrance:
         for name, value in self._headers(request).items():
             response.headers.add(name, value)
 
+    async def close(self, app: web.Application) -> None:
+        """Log how many refusals no line has counted yet. Registered in Application.on_cleanup."""
+        if self._refused:
+            self._log.warning("refused a client: not logged individually", count=self._refused)
+
     def _headers(self, request: web.Request) -> dict[str, str]:
         quota = request.get(_quota_key)
         limits = {} if quota is None else quota.headers()

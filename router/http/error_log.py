@@ -44,6 +44,13 @@ class ErrorLog:
         if self._flush is None:
             self._flush = asyncio.get_running_loop().call_later(WINDOW, self._end_window)
 
+    async def close(self, app: web.Application) -> None:
+        """Log the counts of a window that is not over yet. Registered in Application.on_cleanup."""
+        if self._flush is not None:
+            self._flush.cancel()
+        self._refused.close()
+        self._failed.close()
+
     def _end_window(self) -> None:
         self._flush = None
         self._refused.flush()

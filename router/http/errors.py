@@ -137,12 +137,13 @@ def _http_text(request: web.Request, error: web.HTTPException) -> str:
     return error.reason
 
 
-def error_middleware(log: Log, answered: Answered = lambda request, response: None) -> Middleware:
+def error_middleware(
+    log: Log, errors: ErrorLog, answered: Answered = lambda request, response: None
+) -> Middleware:
     """Return a middleware that assigns request ids and turns exceptions of handlers into error responses.
 
     `answered` is called with every request and its response, after the last byte of a stream.
     """
-    errors = ErrorLog(log)
 
     @web.middleware
     async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -22,6 +22,7 @@ from router.auth.gates import Entrance, Gate, OwnerGate
 from router.auth.keys import KeyFile
 from router.auth.ledger import SharedLedger
 from router.auth.origin import Cors
+from router.http.error_log import ErrorLog
 from router.http.errors import Answered, error_middleware
 from router.server.accepting import ConnectionAcceptor, listening_sockets
 from router.server.admin_socket import AdminSocket
@@ -210,11 +211,12 @@ def application(
     answered: Answered = lambda request, response: None,
 ) -> web.Application:
     """Return the application of one listener. `body_bytes`: the largest accepted body."""
-    entrance = Entrance(gate, cors, log, time.monotonic)
+    entrance, errors = Entrance(gate, cors, log, time.monotonic), ErrorLog(log)
     app = web.Application(
-        client_max_size=body_bytes, middlewares=[error_middleware(log, answered), entrance.middleware]
+        client_max_size=body_bytes, middlewares=[error_middleware(log, errors, answered), entrance.middleware]
     )
     app.on_response_prepare.append(entrance.add_headers)
+    app.on_cleanup.extend((errors.close, entrance.close))
     for add in routes:
         add(app)
     return app

@@ -13,8 +13,12 @@ from aiohttp.test_utils import TestClient, TestServer
 from common.errors import ClientGone, Forbidden, InvalidRequest, RequestError, Unavailable
 from common.observability import bounded_log
 from common.observability.logs import Log
+from router.auth.gates import OpenGate
+from router.auth.origin import Cors, HostRule
 from router.http.client import Client, View, client_key
+from router.http.error_log import ErrorLog
 from router.http.errors import error_middleware
+from router.server.listeners import application
 from tests.fakes.waiting import eventually
 
 ERRORS: dict[str, RequestError] = {
@@ -33,7 +37,7 @@ async def client(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Asking]:
         request[client_key] = Client("somebody", View.SERVICE)
         raise ERRORS[request.match_info["what"]]
 
-    app = web.Application(middlewares=[error_middleware(Log("test"))])
+    app = web.Application(middlewares=[error_middleware(Log("test"), ErrorLog(Log("test")))])
     app.router.add_get("/ask/{what}", refuse)
     with caplog.at_level(logging.INFO):
         async with TestClient(TestServer(app)) as asking:
@@ -75,7 +79,22 @@ async def test_a_client_that_errs_often_hides_no_failure(
     await eventually(lambda: sum(count(fields) for _, _, fields in lines(caplog)) == 21)
 
 
+@pytest.mark.parametrize("host", ["localhost", "foreign.example"])
+async def test_a_router_that_ends_logs_what_it_has_only_counted(
+    host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unknown paths are refused by the application, and foreign hosts by its gate."""
+    caplog.set_level(logging.INFO)
+    gate = OpenGate(HostRule(("127.0.0.1",), Cors(())), View.SERVICE, open_metrics=False)
+    app = application(gate, Cors(()), 1024, Log("test"), ())
+    async with TestClient(TestServer(app)) as asking:
+        for _ in range(20):
+            await asking.get("/nowhere", headers={"Host": host})
+        assert 1 <= sum(count(fields) for _, _, fields in lines(caplog)) < 20
+    assert sum(count(fields) for _, _, fields in lines(caplog)) == 20
+
+
 def count(fields: dict[str, Any]) -> int:
-    found = fields.get("count", 1)
+    found = fields.get("count", fields.get("refused", 1))
     assert isinstance(found, int)
     return found

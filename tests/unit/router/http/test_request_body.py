@@ -15,6 +15,7 @@ from aiohttp import web
 from common.observability.logs import Log
 from router.http import body_memory, request_body
 from router.http.body_memory import SMALL_BODY, BodyMemory, Reservation
+from router.http.error_log import ErrorLog
 from router.http.errors import error_middleware
 from router.http.request_body import PIECES_PER_TURN, Received, memory_key, received
 from router.server import http_server
@@ -36,7 +37,7 @@ async def size_of_body(request: web.Request) -> web.Response:
 @asynccontextmanager
 async def serving(handler: Handler, most: int) -> AsyncIterator[tuple[web.Application, tuple[str, int]]]:
     """Serve an application that takes bodies of up to `most` bytes; yield its address."""
-    app = web.Application(client_max_size=most, middlewares=[error_middleware(Log("test"))])
+    app = web.Application(client_max_size=most, middlewares=[error_middleware(Log("test"), ErrorLog(Log("test")))])
     app.router.add_post("/", handler)
     runner = http_runner(app)
     await runner.setup()

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from common.observability.logs import Log
+from router.http.error_log import ErrorLog
 from router.http.errors import error_middleware
 from router.metrics.http_metrics import HttpMetrics
 
@@ -20,7 +21,7 @@ async def test_labels_are_routes_known_methods_and_classes_of_statuses() -> None
 
     registry = CollectorRegistry()
     metrics = HttpMetrics(registry)
-    app = web.Application(middlewares=[error_middleware(Log("test"), metrics.answered)])
+    app = web.Application(middlewares=[error_middleware(Log("test"), ErrorLog(Log("test")), metrics.answered)])
     app.router.add_get("/v1/models/{id:.+}", answer)
     app.router.add_get("/health", answer)
     async with TestClient(TestServer(app)) as client:
