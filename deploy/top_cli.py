@@ -70,7 +70,10 @@ def over_http(url: str, api_key: str | None, path: str) -> bytes:
 
 def over_admin_socket(socket: Path, path: str) -> bytes:
     """Ask the router of this host for a path. Raises OSError or HTTPException if it does not answer."""
-    return ask(socket, "GET", path, timeout=ANSWER_SECONDS)[1]
+    try:
+        return ask(socket, "GET", path, timeout=ANSWER_SECONDS)[1]
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise ConnectionError(f"nothing listens at {socket}; does it run on this host?") from None
 
 
 def no_table() -> Table | None:
@@ -79,13 +82,18 @@ def no_table() -> Table | None:
 
 
 def source(target: str, api_key: str | None) -> tuple[Fetch, Callable[[], Table | None]]:
-    """Return how to ask the router of a target, and how to read the supervisor's table. Raises ConfigError."""
+    """Return how to ask the router of a target, and how to read the supervisor's table.
+
+    Raises ConfigError; OSError if the target is a model that was never started.
+    """
     if "://" in target:
         return partial(over_http, target, api_key), no_table
     try:
         file = cluster_file_of(target)
     except ConfigError as error:
         raise ConfigError(target, f"{error}; or a URL that begins with http:// or https://") from None
+    if not file.exists() and str(file) != target:
+        raise FileNotFoundError(f"deploy/up {target} has not been run")
     resolved = load_cluster(file)
     socket = admin_listeners(resolved, to_write=False).socket
     return partial(over_admin_socket, socket), partial(read_table, run_directory(resolved, False))

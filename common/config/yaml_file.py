@@ -55,7 +55,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
             raise ConfigError("", f"{path} is larger than {MAX_FILE_BYTES} bytes: not a cluster file")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("", f"cannot read {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError("", f"cannot read {path}: {reason}") from error
     return parse_mapping(text, str(path))
 
 

@@ -629,7 +629,7 @@ def test_aliases_cannot_explode(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for file in (tmp_path / "none.yaml", tmp_path):
-        with pytest.raises(ConfigError, match=re.escape(str(file))):
+        with pytest.raises(ConfigError, match=re.escape(f"cannot read {file}: ") + "[NI]"):
             load_cluster(file, environ={})
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="cannot read"):

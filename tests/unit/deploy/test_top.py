@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from deploy.process_table import ProcessRecord, Table
 from deploy.top_view import render
 
 INF = math.inf
+TINY_TARGET = Path(__file__).parents[3] / "deploy" / "tiny_models" / "tiny-target"
 
 
 def counters(**changed: Any) -> dict[str, Any]:
@@ -263,6 +265,20 @@ def test_targets_that_cannot_be_read(target: str, code: int, said: str) -> None:
     found, text = command(target)
     assert found == code
     assert said in text
+
+
+def test_a_cluster_that_was_never_started_is_said_to_be_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    code, text = command(str(TINY_TARGET))
+    assert code == 1
+    assert f"does not answer: deploy/up {TINY_TARGET} has not been run" in text
+    file = tmp_path / "my.yaml"
+    file.write_text(f"model: {{path: {TINY_TARGET}}}\nprocess: {{run_dir: {tmp_path}/run}}\n")
+    code, text = command(str(file))
+    assert code == 1
+    assert f"does not answer: nothing listens at {tmp_path}/run/router.admin.sock" in text
 
 
 async def test_a_key_without_the_scope_is_refused() -> None:

@@ -37,7 +37,9 @@ async def size_of_body(request: web.Request) -> web.Response:
 @asynccontextmanager
 async def serving(handler: Handler, most: int) -> AsyncIterator[tuple[web.Application, tuple[str, int]]]:
     """Serve an application that takes bodies of up to `most` bytes; yield its address."""
-    app = web.Application(client_max_size=most, middlewares=[error_middleware(Log("test"), ErrorLog(Log("test")))])
+    app = web.Application(
+        client_max_size=most, middlewares=[error_middleware(Log("test"), ErrorLog(Log("test")))]
+    )
     app.router.add_post("/", handler)
     runner = http_runner(app)
     await runner.setup()

@@ -21,7 +21,9 @@ async def test_labels_are_routes_known_methods_and_classes_of_statuses() -> None
 
     registry = CollectorRegistry()
     metrics = HttpMetrics(registry)
-    app = web.Application(middlewares=[error_middleware(Log("test"), ErrorLog(Log("test")), metrics.answered)])
+    app = web.Application(
+        middlewares=[error_middleware(Log("test"), ErrorLog(Log("test")), metrics.answered)]
+    )
     app.router.add_get("/v1/models/{id:.+}", answer)
     app.router.add_get("/health", answer)
     async with TestClient(TestServer(app)) as client:
