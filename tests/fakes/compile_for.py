@@ -80,6 +80,7 @@ from kv_transfer.transport.cuda import pages as cuda_pages
 from tests.fakes.late_loads import late_loads
 from tests.fakes.pools import layers_layout
 from tests.fakes.racing_stores import racing_stores
+from tests.fakes.serialised_products import serialised_products
 
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS, PAGE = 4096, 14336, 128256, 32, 8, 16  # Llama-3.1-8B
 BF16 = torch.bfloat16
@@ -160,6 +161,11 @@ def expected_bytes(kernel: str, options: dict[str, Any], itemsize: int, room: Sh
             return None
         sizes = (options[name] for name in ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "ROWS"))
         return Fp8Tiles(*sizes).shared_bytes(matrices=2 if options.get("GATED") else 1)
+    if kernel == "_fp8_grouped_kernel":
+        sizes = (options[name] for name in ("COLUMNS", "BLOCK_K", "num_warps", "num_stages", "ROWS"))
+        return Fp8Tiles(*sizes).shared_bytes(
+            matrices=2 if options["GATED"] and options["TOGETHER"] == 1 else 1
+        )
     if kernel in ("_few_pairs_kernel", "_grouped_product_kernel"):
         rows = options["TOKENS" if kernel == "_few_pairs_kernel" else "ROWS"]
         tile = (options["COLUMNS"], options["BLOCK_K"], rows, options["num_warps"], options["num_stages"])
@@ -335,9 +341,9 @@ def eight_bits() -> None:
         ups, downs = torch.empty(128, 1536, 2048, dtype=FP8), torch.empty(128, 2048, 768, dtype=FP8)
         of_ups = torch.empty((128, 2, 6, 16) if blocks else (128, 1536))
         of_downs = torch.empty((128, 16, 6) if blocks else (128, 2048))
-        tokens = 4096 if blocks else 1
-        x, chosen = torch.zeros(tokens, 2048, dtype=BF16), torch.zeros(tokens, 8, dtype=torch.int32)
-        fp8_expert_parts_triton(x, ups, of_ups, downs, of_downs, None, chosen, chosen.float())
+        for tokens in (4, 4096) if blocks else (1, 4):
+            x, chosen = torch.zeros(tokens, 2048, dtype=BF16), torch.zeros(tokens, 8, dtype=torch.int32)
+            fp8_expert_parts_triton(x, ups, of_ups, downs, of_downs, None, chosen, chosen.float())
 
 
 def weight_scales(weight: Tensor, blocks: bool) -> Tensor:
@@ -453,6 +459,11 @@ def loads_first(kernel: str, options: dict[str, Any]) -> bool:
     return kernel == "_fp8_vector_kernel" and not options["BLOCKS"]
 
 
+def adds_up_steps(options: dict[str, Any]) -> bool:
+    """Return whether a kernel's time depends on steps that do not wait for the matrix units."""
+    return options.get("TOGETHER", 1) > 1 and not options.get("DECODED")
+
+
 def main(capabilities: list[int]) -> None:
     gc.disable()  # an eighth of the time would be visits of syntax trees
     capability = capabilities[0]
@@ -467,6 +478,9 @@ def main(capabilities: list[int]) -> None:
             "limit": room.shared_bytes,
             "racing": racing_stores(made.asm["ptx"]) if options["num_warps"] > 1 else [],
             "late": late_loads(made.asm["ptx"]) if loads_first(name, options) else [],
+            "serialised": serialised_products(made.asm["ptx"])
+            if capability == 90 and adds_up_steps(options)
+            else [],
         }
         print(json.dumps(launch))
 

@@ -18,7 +18,12 @@ from common.engine.ops.fp8_fused import (
     fp8_rms_norm,
     fp8_rms_norm_reference,
 )
-from common.engine.ops.fp8_grouped import fp8_expert_parts_triton
+from common.engine.ops.fp8_grouped import (
+    choose_grouped_tiles,
+    fp8_expert_parts_triton,
+    fp8_grouped_triton,
+    sum_more_steps,
+)
 from common.engine.ops.fp8_joined import (
     fp8_gated,
     fp8_gated_reference,
@@ -39,7 +44,10 @@ from common.engine.ops.fp8_rows import (
     quantize_with,
     quantize_with_reference,
 )
+from common.engine.ops.group_pairs import PairGroups
+from common.engine.ops.shared_memory import H200
 from common.engine.ops.triton_kernel import cdiv
+from tests.fakes.near_codes import assert_near_codes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -141,15 +149,7 @@ def test_gated_products(inter: int, rows: int, blocks: bool) -> None:
     weight, scales = weight_of(2 * inter, 4096, blocks)
     activation = "gelu_tanh" if rows in (16, 33) else "silu"
     given = (*quantize_rows(normal(rows, 4096), blocks), weight, scales, None, activation, BF16)
-    found, expected = fp8_gated(*given), fp8_gated_reference(*given)
-    wide = [
-        (codes.float().view(rows, -1, 128) * row_scales[..., None]).view(rows, inter)
-        if blocks
-        else codes.float() * row_scales
-        for codes, row_scales in (found, expected)
-    ]
-    # Values on either side of a rounding differ by an eighth.
-    near(wide[0], wide[1], 0.08)
+    assert_near_codes(fp8_gated(*given), fp8_gated_reference(*given))
 
 
 @pytest.mark.parametrize(
@@ -182,15 +182,28 @@ def test_the_library_agrees(blocks: bool) -> None:
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("tokens", [1, 16, 300, 2000])
-def test_experts(tokens: int, blocks: bool) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inner"),
+    [
+        *((tokens, 2048, 768) for tokens in (1, 2, 16, 17, 300, 2000)),
+        (4, 2048, 512),  # the depth of four steps together
+        (5, 1280, 640),  # sums of two steps, and steps by themselves
+        (16, 200, 104),  # no whole steps
+    ],
+)
+def test_experts(tokens: int, hidden: int, inner: int, blocks: bool) -> None:
+    """Up to 16 tokens need no groups, and with scales per channel add up several steps."""
     torch.manual_seed(0)
-    count, chosen, hidden, inner = 32, 4, 2048, 768
+    count, chosen = 32, 4
+    within, across = cdiv(inner, GROUP), cdiv(hidden, GROUP)
     gate_up, down = (normal(count, *size).to(FP8) for size in ((2 * inner, hidden), (hidden, inner)))
-    of_gates = torch.rand((count, 2, 6, 16) if blocks else (count, 2 * inner), device=CUDA) / 40
-    of_downs = torch.rand((count, 16, 6) if blocks else (count, hidden), device=CUDA) / 20
-    which = torch.rand(tokens, count, device=CUDA).topk(chosen).indices.int()
+    of_gates = torch.rand((count, 2, within, across) if blocks else (count, 2 * inner), device=CUDA) / 40
+    of_downs = torch.rand((count, across, within) if blocks else (count, hidden), device=CUDA) / 20
+    which = torch.rand(tokens, count - 1, device=CUDA).topk(chosen).indices.int()
+    which[:, -1] = count - 1  # a shared expert
     which[tokens // 2, 1:] = -1
+    if tokens > 2:
+        which[1] = -1
     given = normal(tokens, hidden), gate_up, of_gates, down, of_downs, None, which, which.float().abs() / 32
     found, expected = fp8_expert_parts_triton(*given), fp8_expert_parts_reference(*given)
     found, expected = found[which >= 0], expected[which >= 0]
@@ -198,3 +211,20 @@ def test_experts(tokens: int, blocks: bool) -> None:
     assert found.dtype == expected.dtype
     assert (found.float() - expected.float()).norm() < 0.03 * expected.float().norm()
     near_in_rows(found, expected)
+
+
+@pytest.mark.parametrize("inner", [512, 768, 2048])
+def test_a_sum_of_few_experts_of_one_sign_loses_little(inner: int) -> None:
+    tokens, count, hidden = 4, 8, 256
+    tiles = choose_grouped_tiles(2 * tokens, count, False, False, H200.shared_bytes)
+    tiles = sum_more_steps(tiles, inner, False, H200.shared_bytes)
+    assert tiles.together > 1
+    which = torch.rand(tokens, count, device=CUDA).topk(2).indices.int()
+    codes, row_scales = quantize_rows(normal(2 * tokens, inner).abs())
+    down, scales = normal(count, hidden, inner).abs().to(FP8), torch.rand(count, hidden, device=CUDA)
+    groups = PairGroups(which.view(-1), which.view(-1, 1))
+    given = codes, row_scales, down, scales, torch.ones(tokens, 2, device=CUDA), groups, False, tiles
+    found = fp8_grouped_triton(*given, torch.float32)
+    chosen = which.view(-1).long()
+    expected = (down.double()[chosen] @ codes.double()[:, :, None])[:, :, 0] * row_scales * scales[chosen]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=0.0)

@@ -123,6 +123,23 @@ def _multiply_pairs(  # type: ignore[no-untyped-def]
     tl.store(place, out.to(dtype), mask=real[None, :] & (column < size)[:, None])
 
 
+@kernel
+def pairs_of_expert(  # type: ignore[no-untyped-def]
+    experts_ptr,  # [tokens, CHOSEN] int32
+    expert,
+    tokens,
+    CHOSEN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Return the numbers of all pairs [TOKENS, BLOCK_C], which of them have the expert, and the first that has it."""
+    token, rank = tl.arange(0, TOKENS), tl.arange(0, BLOCK_C)
+    listed = token[:, None] * CHOSEN + rank[None, :]
+    exists = (token < tokens)[:, None] & (rank < CHOSEN)[None, :]
+    same = exists & (tl.load(experts_ptr + listed, mask=exists, other=-1) == expert)
+    return listed, same, tl.min(tl.min(tl.where(same, listed, TOKENS * CHOSEN), axis=1), axis=0)
+
+
 @kernel_with_varying("tokens")
 def _few_pairs_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
@@ -148,17 +165,13 @@ def _few_pairs_kernel(  # type: ignore[no-untyped-def]
     """The program of an expert's first pair computes COLUMNS columns for all tokens of the expert."""
     await_previous(CHAINED)
     first, asked = tl.program_id(0) * COLUMNS, tl.program_id(1)
-    token, rank = tl.arange(0, TOKENS), tl.arange(0, BLOCK_C)
     expert = tl.load(experts_ptr + asked)
     leader = asked
     if not ONE:
-        listed = token[:, None] * CHOSEN + rank[None, :]
-        exists = (token < tokens)[:, None] & (rank < CHOSEN)[None, :]
-        same = exists & (tl.load(experts_ptr + listed, mask=exists, other=-1) == expert)
-        leader = tl.min(tl.min(tl.where(same, listed, TOKENS * CHOSEN), axis=1), axis=0)
+        listed, same, leader = pairs_of_expert(experts_ptr, expert, tokens, CHOSEN, TOKENS, BLOCK_C)
     if (expert >= 0) & (leader == asked):
         if ONE:
-            has = (token == 0).to(tl.int32)
+            has = (tl.arange(0, TOKENS) == 0).to(tl.int32)
             pair = has * asked
         else:
             has = tl.max(same.to(tl.int32), axis=1)

@@ -18,7 +18,7 @@ ENOUGH = 3  # steps in flight below which programs do not share
 CHANNEL_PROGRAMS, BLOCK_PROGRAMS = 1, 2
 # Values of a row and a column that the matrix units add up before float32 takes over, with scales per channel. Of 512
 # values of one sign they lose 0.7 %, of 128 0.08 %. Products without an activation gain nothing from it with LEAST_ROWS
-# rows and fewer.
+# rows and fewer, except those of experts (`fp8_grouped`).
 SUMMED = 512
 # Rows up to which a gated product with one accumulator is faster than one with two, and its steps in flight.
 GATED_ROWS, GATED_STAGES = 64, 3

@@ -39,5 +39,6 @@ def test_every_kernel_compiles_for_an_h200_and_tiles_fit_other_gpus(tmp_path: Pa
         assert each["shared"] <= each["limit"], each
         assert each["racing"] == [], each
         assert each["late"] == [], each
+        assert each["serialised"] == [], each
         if each["expected"] is not None:
             assert each["shared"] <= each["expected"] <= each["limit"], each
