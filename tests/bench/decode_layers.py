@@ -1,11 +1,13 @@
 """The kernels of a decoder layer with experts in a step of few requests, with other tiles and forms.
 
     python -m tests.bench.decode_layers [--rows 1 4 16] [--shape qwen3-30b-a3b] [--layers 12] [--json FILE]
+    python -m tests.bench.decode_layers --without [--rows 4 16]     what each phase of a layer takes
 
 All layers follow each other in one graph with weights of their own, so that the same kernels overlap as in a step. One
-kernel at a time is varied while the others stay as they are served. Every variant is first
-compared with the torch references, kernel by kernel on the inputs that it gets; one that fails is reported and left
-out. With `--compile I N` a process only runs every N-th variant once, so that a later one finds all kernels compiled.
+kernel at a time is varied while the others stay as they are served. Every variant is first compared with the torch
+references, kernel by kernel on the inputs that it gets; one that fails is reported and left out. With `--without`,
+phases are left out instead: the next one reads what an earlier step wrote, so the difference is what a phase takes
+where it is, with the wait for its results. `--compile I N` only runs every N-th variant once, to compile kernels early.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +48,9 @@ Way = Tiles | VectorTiles | ExpertTiles | str
 BF16, DEVICE = torch.bfloat16, "cuda"
 KEY_HEADS, DELTA_HEADS, DIM = 16, 32, 128  # in gated delta layers
 CHANNELS = (2 * KEY_HEADS + DELTA_HEADS) * DIM
+PHASES = ("projection", "mixer", "output", "routing", "up", "down", "sum")
+TOGETHER = (PHASES[:3], ("up", "down"), PHASES[3:])  # phases that are left out together
+Floors = dict[str, float]  # phase -> us
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ class Ways:
     out: Way
     up: Way
     down: Way
+    without: tuple[str, ...] = ()  # phases that are left out
 
     @classmethod
     def by_matrix_units(cls, shape: Shape, rows: int) -> Ways:
@@ -103,6 +110,17 @@ class Ways:
         if rows > 1:
             return replace(ways, into=into, out=out)
         return cls(into, out, UP_VECTORS, DOWN_VECTORS)
+
+
+class Results(NamedTuple):
+    """What the phases of a layer wrote in an earlier step, for variants without one of them."""
+
+    projected: Tensor
+    mixed: Tensor
+    normed: tuple[Tensor, Tensor]
+    choice: tuple[Tensor, Tensor]
+    inner: Tensor
+    parts: Tensor
 
 
 @dataclass(frozen=True)
@@ -137,6 +155,7 @@ class Layer:
         self.shape, self.rows = shape, rows
         self.into, self.out, self.router = weights["into"], weights["out"], weights["router"]
         self.gate_up, self.down, self.gain = weights["gate_up"], weights["down"], weights["gain"]
+        self.results: Results | None = None
         pages = rows * KEYS // PAGE + 1
         if shape.kv_heads:
             plane = pages, PAGE, shape.kv_heads, DIM
@@ -206,6 +225,8 @@ class Layer:
         return few_pairs_triton(x, stack, experts, shares, gated, way)
 
     def run(self, x: Tensor, stream: Tensor, ways: Ways, check: bool = False) -> tuple[Tensor, Tensor]:
+        if ways.without:
+            return self._run_without(x, stream, ways)
         projected = product(x, self.into, ways.into)
         if check:
             near(projected, F.linear(x, self.into), "the projection")
@@ -228,7 +249,37 @@ class Layer:
         out = sum_parts_rms_norm(parts, experts, after, self.gain, EPS)
         if check:
             near(out[0], sum_parts_rms_norm_reference(parts, experts, after, self.gain, EPS)[0], "the sum")
+        if not self.results:
+            # The first step is not recorded in a graph, whose memory others reuse.
+            self.results = Results(projected, mixed, (x, after), (experts, shares), inner, parts)
         return out
+
+    def _run_without(self, x: Tensor, stream: Tensor, ways: Ways) -> tuple[Tensor, Tensor]:
+        assert self.results is not None, "an earlier step wrote what the phases left out would have"
+        projected, mixed, normed, choice, inner, parts = self.results
+        if "projection" not in ways.without:
+            projected = product(x, self.into, ways.into)
+        if "mixer" not in ways.without:
+            mixed = self.mix(projected)
+        if "output" not in ways.without:
+            normed = self.end_mixer(mixed, stream, ways.out)
+        x, after = normed
+        experts, shares = choice if "routing" in ways.without else self.route(x)
+        if "up" not in ways.without:
+            inner = self.pairs(x, self.gate_up, experts, shares, True, ways.up)
+        if "down" not in ways.without:
+            parts = self.pairs(inner, self.down, experts, shares, False, ways.down).view(*experts.shape, -1)
+        if "sum" in ways.without:
+            return x, after
+        return sum_parts_rms_norm(parts, experts, after, self.gain, EPS)
+
+
+def ablations(base: Ways) -> Iterator[tuple[str, Ways]]:
+    """Yield what is served, and the same without each phase and without some together."""
+    yield "served", base
+    for left_out in (*((each,) for each in PHASES), *TOGETHER):
+        yield f"without {', '.join(left_out)}", replace(base, without=left_out)
+    yield "served, once more", base
 
 
 def variants(shape: Shape, rows: int) -> Iterator[tuple[str, Ways]]:
@@ -246,8 +297,8 @@ def variants(shape: Shape, rows: int) -> Iterator[tuple[str, Ways]]:
             ways[each].append(ExpertTiles(columns, depth, room, 4, stages))
     if rows <= MOST_ROWS:
         yield "matrix units", units
-        late = {each: VectorTiles(4, 4, early=False) for each in ("into", "out")}
-        yield "weights loaded after the wait", replace(base, **late)
+        late = VectorTiles(4, 4, early=False)
+        yield "weights loaded after the wait", replace(base, into=late, out=late)
         for columns, warps in ((2, 2), (4, 2), (2, 4), (4, 4), (8, 4), (16, 4), (4, 8), (8, 8), (16, 8)):
             for several in ways.values():
                 several.append(VectorTiles(columns, warps))
@@ -255,7 +306,7 @@ def variants(shape: Shape, rows: int) -> Iterator[tuple[str, Ways]]:
         for way in found:
             if way != getattr(base, each):
                 name = way if isinstance(way, str) else f"{type(way).__name__}{tuple(way)}"
-                yield f"{each} {name}", replace(base, **{each: way})
+                yield f"{each} {name}", replace(base, **{each: way})  # type: ignore[arg-type]
     yield "served, once more", base
 
 
@@ -275,27 +326,28 @@ def run(layers: list[Layer], x: Tensor, ways: Ways) -> Tensor:
     return x
 
 
-def floor_us(layers: list[Layer], x: Tensor, ways: Ways, bandwidth: float) -> float:
-    """Return the time to read weights, used experts and keys, and to read and write states."""
+def floors_us(layers: list[Layer], x: Tensor, ways: Ways, bandwidth: float) -> Floors:
+    """Return by phase the time to read weights, used experts and keys, and to read and write states."""
     stream, used = x, 0
     for layer in layers:
         experts, _ = layer.route(x)
         used += len(experts.unique())
         x, stream = layer.run(x, stream, ways)
-    one = layers[0]
-    each = one.gate_up[0].nbytes + one.down[0].nbytes
-    dense = one.into.nbytes + one.out.nbytes + one.router.nbytes + one.moved
-    return 1e6 * (dense + used / len(layers) * each) / bandwidth
+    one, each = layers[0], used / len(layers)
+    read = one.into.nbytes, one.moved, one.out.nbytes, one.router.nbytes
+    nbytes = (*read, each * one.gate_up[0].nbytes, each * one.down[0].nbytes, 0)
+    return {phase: 1e6 * count / bandwidth for phase, count in zip(PHASES, nbytes, strict=True)}
 
 
-def measured(layers: list[Layer], name: str, ways: Ways, x: Tensor, floor: float) -> Row | None:
+def measured(layers: list[Layer], name: str, ways: Ways, x: Tensor, floors: dict[str, float]) -> Row | None:
+    floor = sum(us for phase, us in floors.items() if phase not in ways.without)
     try:
         layers[0].run(x, x, ways, check=True)
         us = graph_us([partial(run, layers, x, ways)], 1) / len(layers)
     except Exception as error:  # one variant must not end the others
         print(f"{len(x):3d} failed: {name}: {type(error).__name__} {str(error)[:300]}", flush=True)
         return None
-    print(f"{len(x):3d} {us:8.2f} us {us / floor:6.3f} of the floor  {name}", flush=True)
+    print(f"{len(x):3d} {us:8.2f} us {us - floor:6.2f} above the floor of {floor:6.2f}  {name}", flush=True)
     return Row(name, len(x), us, floor)
 
 
@@ -319,6 +371,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-30b-a3b")
+    parser.add_argument("--without", action="store_true", help="leave phases out instead of varying products")
     parser.add_argument("--compile", type=int, nargs=2, metavar=("I", "N"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -331,17 +384,15 @@ def main() -> None:
     wake()
     for rows in options.rows:
         layers, x = stack.layers(rows), made(rows, shape.hidden) * shape.hidden**0.5
-        floor = floor_us(layers, x, Ways.served(shape, rows), bandwidth)
-        print(f"{options.shape}, {rows} rows: floor {floor:.1f} us per layer", flush=True)
-        for name, ways in variants(shape, rows):
-            row = measured(layers, name, ways, x, floor)
+        served = Ways.served(shape, rows)
+        floors = floors_us(layers, x, served, bandwidth)
+        print(f"{options.shape}, {rows} rows: floor {sum(floors.values()):.1f} us per layer", flush=True)
+        for name, ways in ablations(served) if options.without else variants(shape, rows):
+            row = measured(layers, name, ways, x, floors)
             found += [row] if row else []
             if options.json:
-                report = {
-                    "environment": describe(),
-                    "options": vars(options),
-                    "rows": [asdict(each) for each in found],
-                }
+                measured_rows = [asdict(each) for each in found]
+                report = {"environment": describe(), "options": vars(options), "rows": measured_rows}
                 options.json.write_text(json.dumps(report, indent=2, default=str) + "\n")
 
 
