@@ -106,6 +106,7 @@ def assemble_core(
         health.conditions,
         observation.max_model_len,
         observation.traces.finished,
+        nodes.configured,
     )
     placer = Placer(registry, dispatching.policies, health, dispatching.rng, dispatching.placement)
     dispatcher = Dispatcher(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from common.messages.identity import BucketTotals, NodeCounters, NodeLoad
+from common.messages.identity import BucketTotals, NodeCounters, NodeLoad, Role
 from common.observability.histogram import STEP_TOKENS, TOKEN_SECONDS, TRANSFER_BYTES
 from common.observability.throughput import kv_usage
 from router.metrics.histogram import bucket_rows
@@ -17,6 +17,7 @@ LABELS = ("model_name", "engine", "role")
 PREFILL, DECODE = ("prefill",), ("decode",)
 BOTH = (*PREFILL, *DECODE)
 REFUSED = "tandem_refused_messages"  # the router also counts its own
+UP, UP_TEXT = "tandem_node_up", "1 while a node takes requests"
 WAITING = "vllm:num_requests_waiting"  # so do requests that wait at the router
 
 
@@ -316,9 +317,22 @@ def _of_steps(labelled: _Labelled) -> Iterator[Metric]:
     yield from (places, phases, late)
 
 
+def missing_series(
+    model: str, nodes: Iterable[Node], configured: Mapping[Role, Iterable[str]]
+) -> Iterator[Metric]:
+    """Yield that the entries of the cluster file without a registered node take no requests."""
+    up = GaugeMetricFamily(UP, UP_TEXT, labels=LABELS)
+    there = {(node.role, node.pattern or node.name) for node in nodes}
+    for role, names in configured.items():
+        for name in names:
+            if (role, name) not in there:
+                up.add_metric((model, name, role), 0.0)
+    yield up
+
+
 def _states(labelled: _Labelled) -> Iterator[Metric]:
     """Yield which nodes take requests, and facts about them."""
-    up = GaugeMetricFamily("tandem_node_up", "1 while a node takes requests", labels=LABELS)
+    up = GaugeMetricFamily(UP, UP_TEXT, labels=LABELS)
     draining = GaugeMetricFamily("tandem_node_draining", "1 while a node drains", labels=LABELS)
     unpublished = GaugeMetricFamily(
         "tandem_kv_events_failing", "1 while a defect keeps a node from publishing KV events", labels=LABELS

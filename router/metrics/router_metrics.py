@@ -6,15 +6,17 @@ token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.core import Metric
 
+from common.messages.identity import Role
 from router.metrics.exposition import Exposition
 from router.metrics.graph_series import graph_series
 from router.metrics.histogram import LoopHistogram
-from router.metrics.node_series import RouterCounts, node_series
+from router.metrics.node_series import RouterCounts, missing_series, node_series
 from router.metrics.placement_metrics import PlacementMetrics, condition_series
 from router.metrics.rank_series import rank_series
 from router.metrics.request_series import FIRST_TOKEN_SECONDS, RequestFigures, RequestSeries
@@ -38,17 +40,20 @@ class RouterMetrics:
         conditions: Callable[[Iterable[Node]], Iterable[Condition]] = lambda nodes: (),
         max_model_len: int = MAX_MODEL_LEN,
         traced: Callable[[Timeline, RequestFigures], None] = lambda timeline, figures: None,
+        configured: Mapping[Role, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         """
         Args:
             nodes: returns those that are registered at that moment.
             refused: returns how many messages of nodes the router itself has refused so far.
             traced: takes every request that is over.
+            configured: names and patterns of the nodes of the cluster file.
         """
         self._traced = traced
         self._nodes = nodes
         self._refused = refused
         self._conditions = conditions
+        self._configured = configured
         self._model = model_name
         self.registry = CollectorRegistry()
         self._requests = RequestSeries(model_name, max_model_len, self.registry)
@@ -87,8 +92,9 @@ class RouterMetrics:
         yield from rank_series(self._model, nodes)
 
     def of_placement(self, nodes: Sequence[Node]) -> Iterator[Metric]:
-        """Yield how placement sees all nodes."""
+        """Yield how placement sees all nodes, and which ones it misses."""
         yield from condition_series(self._model, self._conditions(nodes))
+        yield from missing_series(self._model, nodes, self._configured)
 
     async def render(self, accept: str = "") -> tuple[bytes, str]:
         """Return all series and their media type, which `accept`, the client's header, decides. See Exposition."""

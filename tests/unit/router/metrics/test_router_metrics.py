@@ -94,6 +94,25 @@ def test_nodes_are_read_at_scrape_time() -> None:
     assert f"tandem_node_up{labels}" not in series(metrics)
 
 
+def test_a_node_that_has_gone_is_down_and_not_forgotten() -> None:
+    """An alert on its series could not fire otherwise."""
+    here = [node(), node(name="more-1"), node("prefill")]
+    here[1].pattern = "more-*"
+    configured: dict[Role, list[str]] = {
+        "prefill": ["prefill-0"],
+        "decode": ["decode-0", "decode-1", "more-*"],
+    }
+    metrics = RouterMetrics("tiny", lambda: here, lambda: 0, configured=configured)
+
+    def up() -> dict[str, float]:
+        found = {key: value for key, value in series(metrics).items() if key.startswith("tandem_node_up{")}
+        return {key.split('"')[1]: value for key, value in found.items()}
+
+    assert up() == {"decode-0": 1, "more-1": 1, "prefill-0": 1, "decode-1": 0}
+    here.clear()
+    assert up() == {"decode-0": 0, "decode-1": 0, "more-*": 0, "prefill-0": 0}
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "serving"), [("up", "draining", 1), ("draining", "draining", 0)]
 )
