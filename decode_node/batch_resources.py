@@ -18,7 +18,7 @@ from decode_node.quarantine_wait import QuarantineWait
 from decode_node.queues import Queues
 from decode_node.request import DecodeRequest
 
-NO_BACKUP = "pages and backup memory ran out (decode.backup_mib)"
+NO_BACKUP = "pages and backup memory ran out (decode.backup_mib, and decode.host_mib if that is set)"
 QUARANTINED = (
     "the pages that it waits for are in quarantine, until a prefill node proves that it writes no more"
 )
