@@ -6,7 +6,7 @@ the thread writes the stacks of all threads to stderr and ends the process with 
 
 Python threads cannot run while native code holds the interpreter lock, so the thread could not notice a deadlock
 there. In that case a timer of faulthandler, which needs no lock, ends the process after HELD_FACTOR times as long. It
-cannot distinguish a held lock from a stopped process: one that was stopped for that long ends when it continues.
+cannot distinguish a held lock from a stopped process: one that was stopped for that long may end when it continues.
 """
 
 from __future__ import annotations
