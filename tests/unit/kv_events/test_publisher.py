@@ -18,11 +18,21 @@ import zmq
 
 from common.errors import ConfigError
 from common.kv_cache.image_keys import IMAGE_BIT
+from common.kv_cache.page_space import keys_with_lookahead
 from common.kv_cache.radix_cache import CacheObserver, RadixCache
 from common.kv_events import publisher as publishing
 from common.kv_events.plan import KvEventsPlan
 from common.kv_events.publisher import NO_KV_EVENTS, KvEventPublisher, kv_events_of
-from common.kv_events.wire import END, GPU, SNAPSHOT, AllBlocksCleared, BlockStored, decode, encode
+from common.kv_events.wire import (
+    END,
+    GPU,
+    SNAPSHOT,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    decode,
+    encode,
+)
 from common.observability.logs import Log
 from tests.fakes.waiting import until
 
@@ -195,12 +205,14 @@ def test_what_is_no_question_gets_no_answer(connected: Connected) -> None:
     assert connected.subscriber.ask(connected.first) == []
 
 
-def test_only_the_last_batches_are_repeated(tmp_path: Path) -> None:
+def test_only_the_last_batches_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Connected(plan_in(tmp_path, replay_batches=2))
     try:
         for at in range(4):
             made.insert(at)
-            made.subscriber.next()
+            size = len(made.subscriber.next()[2])
+            # Batches that are no longer kept do not count.
+            monkeypatch.setattr(publishing, "REPLAY_BYTES", 2 * size)
         numbers = [int.from_bytes(each[1], "big") for each in made.subscriber.ask(0)]
         assert numbers == [made.first + 2, made.first + 3]
     finally:
@@ -325,12 +337,14 @@ def test_a_defect_is_told_and_publishing_begins_again(
 def test_a_defect_that_stays_keeps_no_processor_busy(
     connected: Connected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "LEAST_PAUSE", 0.02)
+    monkeypatch.setattr(
+        publishing, "LEAST_PAUSE", least := 0.04
+    )  # the third pause is longer than the usual first
     publisher, defect = connected.publisher, Defect(monkeypatch, 1_000_000)
     connected.insert(1)
     until(lambda: publisher.failures >= 4)
     pauses = [later - earlier for earlier, later in pairwise(defect.met)]
-    assert all(pause >= 0.02 * 2**at for at, pause in enumerate(pauses)), (
+    assert all(pause >= least * 2**at for at, pause in enumerate(pauses)), (
         "each twice as long as the one before"
     )
     assert publisher.problem == "RuntimeError: a defect"
@@ -396,6 +410,21 @@ def test_a_batch_and_what_can_be_repeated_have_limits_in_bytes(
     finally:
         subscriber.close()
         publisher.close()
+
+
+def test_keys_of_pairs_end_before_the_first_image(connected: Connected) -> None:
+    """A draft shares the pages, so keys are pairs, and those of an image have no tokens: their pages end no block."""
+    tap = connected.publisher.tap(GPU, PAGE, 1)
+    keys = keys_with_lookahead(1)(np.array([7, 8, 9, IMAGE_BIT + 7, IMAGE_BIT + 8]))
+    tap.adopted(keys, [501, 502], 0, b"")
+    (event,) = decode(connected.subscriber.next()[2], tokens=True).events
+    assert isinstance(event, BlockStored)
+    assert (len(event.block_hashes), event.token_ids) == (1, [7, 8])
+    tap.evicted([501, 502])
+    (event,) = decode(connected.subscriber.next()[2]).events
+    assert isinstance(event, BlockRemoved)
+    assert len(event.block_hashes) == 1
+    assert connected.publisher.failures == 0
 
 
 def test_rows_of_images_are_no_token_ids(connected: Connected) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import time
 from pathlib import Path
 
@@ -94,6 +95,53 @@ def test_character_that_the_prompt_began(all_kinds: dict[str, Tokenizer], kind: 
     assert said(text.stream(True), ids[:2]) in ("\ufffd", "\ufffd\ufffd")
     whole = text.encode("\ufffd", False)  # not an incomplete character, though it looks like one
     assert said(text.stream(True, whole), ids) == "€"
+
+
+# Bytes of "’", "😀" and "é", ASCII, and one that no character has, as byte-level vocabularies name them.
+BYTES = {
+    0xE2: "â",
+    0x80: "Ģ",
+    0x99: "Ļ",
+    0xF0: "ð",
+    0x9F: "Ł",
+    0x98: "ĺ",
+    0xC3: "Ã",
+    0xA9: "©",
+    0x41: "A",
+    0xFF: "ÿ",
+}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompt=st.lists(st.sampled_from(sorted(BYTES)), max_size=4),
+    answer=st.lists(st.sampled_from(sorted(BYTES))),
+)
+def test_byte_level_is_exact_after_any_prompt(
+    all_kinds: dict[str, Tokenizer], prompt: list[int], answer: list[int]
+) -> None:
+    """The answer begins with the prompt's incomplete character only if its first byte continues that."""
+    text = all_kinds["byte_level"]
+    ids = [known(text.token_to_id(BYTES[byte])) for byte in [*prompt, *answer]]
+    begun = codecs.getincrementaldecoder("utf-8")("replace")
+    begun.decode(bytes(prompt))
+    opened = begun.getstate()[0]
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(opened + bytes(answer[:1]))
+    except UnicodeDecodeError:
+        opened = b""
+    expected = (opened + bytes(answer)).decode(errors="replace") if answer else ""
+    assert said(text.stream(True, ids[: len(prompt)]), ids[len(prompt) :]) == expected
+
+
+def test_a_character_of_the_prompt_hides_no_later_invalid_byte(all_kinds: dict[str, Tokenizer]) -> None:
+    text = all_kinds["llama2"]
+    first, second, third, bad = (known(text.token_to_id(f"<0x{byte:02X}>")) for byte in (*"’".encode(), 0xFF))
+    word = known(text.token_to_id("▁the"))
+    for begun in ([second, third], [word], [bad, word]):
+        answer = said(text.stream(True, [word, first]), [*begun, bad, word])
+        assert answer.count("\ufffd") == 1 + begun.count(bad), begun
+        assert answer.endswith("\ufffd the"), begun
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama2", "tiny"])
