@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as HfTokenizer
 
@@ -117,6 +117,7 @@ BYTES = {
     prompt=st.lists(st.sampled_from(sorted(BYTES)), max_size=4),
     answer=st.lists(st.sampled_from(sorted(BYTES))),
 )
+@example(prompt=[0xE2, 0x80], answer=[0x99])
 def test_byte_level_is_exact_after_any_prompt(
     all_kinds: dict[str, Tokenizer], prompt: list[int], answer: list[int]
 ) -> None:
