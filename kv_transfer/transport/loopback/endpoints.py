@@ -87,7 +87,7 @@ class Fabric:
         return receiver
 
     def kill(self, sender_incarnation: str) -> None:
-        """End the sender's process: what has not landed never will."""
+        """End the sender's process: what has not landed, or is posted from now on, never lands."""
         self.dead.add(sender_incarnation)
         for memory in self.attached:
             if memory.sender.incarnation == sender_incarnation:
@@ -190,7 +190,7 @@ class LoopbackSender(HostEndpoint):
         write = _LoopbackWrite(
             peer, region, pieces, generation, self.fabric.clock() + fault.delay, fault.damage
         )
-        if peer in self.fabric.attached:
+        if peer in self.fabric.attached and self.incarnation not in self.fabric.dead:
             peer.pending.append(write)
             self.fabric.advance()
         else:

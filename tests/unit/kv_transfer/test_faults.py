@@ -23,6 +23,7 @@ from kv_transfer.events import Arrived, Delivered, PagesFree, RoomFailed, SlotsG
 from kv_transfer.handoff_record import HandoffRecord
 from kv_transfer.limits import TransferLimits
 from kv_transfer.messages import AbortAck, AbortTransfer, PagesWritten, RecordWritten, SenderFailed, Slots
+from kv_transfer.transport.base import Region
 from kv_transfer.transport.loopback.endpoints import Fabric, Fault
 from tests.unit.kv_transfer.rig import (
     LIMITS,
@@ -217,6 +218,21 @@ def test_a_poisoned_room_never_acks_until_its_process_is_dead() -> None:
     rig.fabric.unstick()
     rig.fabric.advance()
     assert page_bytes(rig.decode.kv, rig.decode.layout, 4) == bytes(rig.decode.layout.page_bytes)
+
+
+def test_a_prefill_node_that_has_ended_posts_nothing_more() -> None:
+    """Its sender still exists in this process; the fabric of the test answers for the one that has ended."""
+    rig = Rig()
+    rig.begin()
+    before = page_bytes(rig.decode.kv, rig.decode.layout, 4)
+    landed: list[Region] = []
+    rig.fabric.observers.append(lambda _receiver, region, *_: landed.append(region))
+    rig.fabric.kill(rig.prefill.incarnation)
+    send_all(rig.prefill, 1, [1, 2])
+    rig.prefill.poll()
+    rig.fabric.advance()
+    assert landed == []
+    assert page_bytes(rig.decode.kv, rig.decode.layout, 4) == before
 
 
 def test_late_writes_cannot_hit_pages_that_another_room_got() -> None:
