@@ -165,6 +165,18 @@ def test_committing_as_the_sequence_grows() -> None:
     assert take(pages, list(range(8)), 4).cached_pages == 4
 
 
+def test_keys_past_the_pages_of_the_lease_wait_for_their_page() -> None:
+    pages, keys = space(), as_keys(range(6))
+    lease = take(pages, list(range(4)), 2)
+    lease.commit(keys)
+    assert pages.cache.cached_pages == 2
+    assert lease.grow() is not None
+    lease.commit(keys)
+    assert pages.cache.cached_pages == 3
+    lease.release()
+    pages.check_integrity()
+
+
 def test_committing_less_than_before_keeps_the_protection() -> None:
     """The lease still reads all its pages: those that the tree owns must stay locked."""
     pages = space(pages=4)
@@ -196,6 +208,7 @@ def test_releasing_twice_raises() -> None:
     first.commit(as_keys([1, 2]))
     second.commit(as_keys([1, 2]))
     first.release()
+    assert (first.pages, first.slot) == ([], 0)
     with pytest.raises(ValueError, match="twice"):
         first.release()
     assert pages.cache.evictable_pages == 0

@@ -128,6 +128,40 @@ def test_flushing_drops_all_states() -> None:
     assert serve(pages, text(*range(9)))[0] == 0
 
 
+def test_states_are_named_by_the_tokens_that_they_follow() -> None:
+    tree, keys = RadixCache(PAGE, Snapshots(range(1, 4))), text(*range(8))
+    tree.insert(keys, [1, 2, 3, 4])
+    saved = {tokens: tree.snapshots.allocate() for tokens in (2, 6)}
+    for tokens, slot in saved.items():
+        tree.save(keys[:tokens], slot)
+    tree.match(keys[:4])  # a node without a state
+    assert {tokens: each.slot for tokens, each in tree.states(keys).items()} == saved
+    assert list(tree.states(keys[:5])) == [2]
+    assert tree.states(keys, b"salt") == {}
+
+
+def test_a_state_of_pages_that_are_not_cached_is_given_up() -> None:
+    """They were evicted since, or another prompt took their place."""
+    tree, keys = RadixCache(PAGE, Snapshots((1, 2))), text(*range(4))
+    tree.insert(keys[:2], [1])
+    tree.save(keys, tree.snapshots.allocate())
+    assert (tree.snapshots.attached, tree.snapshots.writing) == (0, 0)
+    tree.save(keys[:2], tree.snapshots.allocate())
+    tree.save(keys, tree.snapshots.allocate())
+    assert (tree.snapshots.attached, tree.snapshots.writing) == (1, 0)
+    assert list(tree.states(keys)) == [2]
+
+
+def test_a_state_that_is_saved_again_counts_as_used() -> None:
+    tree, first, second = RadixCache(PAGE, Snapshots((1, 2, 3))), text(1, 1), text(2, 2)
+    for page, keys in enumerate((first, second), 1):
+        tree.insert(keys, [page])
+        tree.save(keys, tree.snapshots.allocate())
+    tree.save(first, tree.snapshots.allocate())
+    assert [tree.snapshots.allocate(), tree.snapshots.allocate()] == [3, 2]
+    assert (list(tree.states(first)), list(tree.states(second))) == ([2], [])
+
+
 def test_mistakes_are_refused() -> None:
     kept = Snapshots((5,))
     made = kept.attach(kept.allocate())

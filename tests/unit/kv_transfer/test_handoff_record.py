@@ -52,6 +52,9 @@ def test_a_record_survives_a_round_trip_in_a_larger_slot(
     assert hr.decode(data, room, generation) == record
     assert hr.decode(data.ljust(SLOT, b"\xff"), room, generation) == record
     assert hr.pack_checksums(hr.unpack_checksums(record.checksums)) == record.checksums
+    assert hr.encode(record, room, generation, len(data)) == data, "a slot without a byte to spare"
+    with pytest.raises(RecordError, match=f"has {len(data)} bytes, its slot {len(data) - 1};"):
+        hr.encode(record, room, generation, len(data) - 1)
 
 
 @given(records(), st.data())
