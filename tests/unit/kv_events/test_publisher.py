@@ -337,9 +337,8 @@ def test_a_defect_is_told_and_publishing_begins_again(
 def test_a_defect_that_stays_keeps_no_processor_busy(
     connected: Connected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        publishing, "LEAST_PAUSE", least := 0.04
-    )  # the third pause is longer than the usual first
+    # The third pause is longer than the usual first one.
+    monkeypatch.setattr(publishing, "LEAST_PAUSE", least := 0.04)
     publisher, defect = connected.publisher, Defect(monkeypatch, 1_000_000)
     connected.insert(1)
     until(lambda: publisher.failures >= 4)
