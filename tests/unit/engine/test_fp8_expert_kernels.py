@@ -35,10 +35,10 @@ def check_pairs(which: Tensor, experts: int, hidden: int, inner: int, blocks: bo
     arguments = x, gate_up, of_gates, down, of_downs, given, which, shares
     found, expected = fp8_expert_parts_triton(*arguments), fp8_expert_parts_reference(*arguments)
     assert found.shape == expected.shape
-    has = which >= 0
-    # Inner values on either side of a rounding differ by an eighth.
-    error = (found[has].float() - expected[has].float()).abs()
-    assert (error <= 0.03 * expected[has].abs().amax()).all() if tokens else True
+    ours, theirs = found[which >= 0].float(), expected[which >= 0].float()
+    assert (ours - theirs).norm() <= 0.06 * theirs.norm()
+    # An inner value on the other side of a rounding differs by an eighth, and may be most of its row.
+    assert ((ours - theirs).abs() <= 0.2 * theirs.abs().amax(-1, keepdim=True)).all()
 
 
 @pytest.mark.parametrize(("blocks", "static"), [(False, False), (True, False), (False, True)])

