@@ -8,6 +8,7 @@
     |   +-- HandshakeRefused   peers that differ in version, layout or model
     |   +-- RecordError        a handoff record that is torn, stale or corrupt
     +-- RankFailed             a rank of this node has ended, does not answer or has diverged: the node ends
+    +-- NodeRefused            no router takes this node: it ends
     +-- RequestError           one request ends, all others continue
         +-- InvalidRequest     400  the client can correct it; names the field
         |   +-- ContextTooLong 400  more tokens than the model's context holds
@@ -86,6 +87,10 @@ class RecordError(ProtocolError):
     def __init__(self, cause: str, message: str) -> None:
         super().__init__(message)
         self.cause = cause
+
+
+class NodeRefused(TandemError):
+    """No router takes this node, for the reason that one of them gave."""
 
 
 class RankFailed(TandemError):

@@ -1,8 +1,8 @@
 """The frame of every process of the cluster: command line, logs, start-up report, signals, exit codes.
 
 Exit codes: 0 drained, 1 a defect (in the log is a traceback, or the stacks of a process that did not end), 2 the
-configuration or the model cannot be served, 3 the main loop of a node hung (stacks in the log), 4 a rank of a node has
-failed (the reason is in the log).
+configuration or the model cannot be served, or no router takes the node, 3 the main loop of a node hung (stacks in the
+log), 4 a rank of a node has failed (the reason is in the log).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import typer
 
 from common.config import Resolved, load_cluster
 from common.config.run_directory import run_directory
-from common.errors import ConfigError, ModelError, RankFailed
+from common.errors import ConfigError, ModelError, NodeRefused, RankFailed
 from common.huge_pages import use_huge_pages
 from common.launch_record import launch_record
 from common.observability import logs
@@ -55,7 +55,7 @@ class BuiltNode(Protocol):
         """Begin to register and to send heartbeats."""
 
     def run(self) -> None:
-        """Run the main loop; returns when the node has drained."""
+        """Run the main loop; returns when the node has drained. Raises NodeRefused if no router takes the node."""
 
     def overdue(self) -> float:
         """Return the seconds by which the main loop exceeds its announced work; not positive while it has time left."""
@@ -118,6 +118,9 @@ def run_process(
     except (ConfigError, ModelError) as error:
         log.error("cannot start", reason=str(error))
         write_stderr(f"{name}: {error}")
+        sys.exit(EXIT_REFUSED)
+    except NodeRefused as error:
+        log.error("no router takes this node: it ends", reason=str(error))
         sys.exit(EXIT_REFUSED)
     except RankFailed as error:
         log.error("a rank of this node has failed: the node ends", reason=str(error))

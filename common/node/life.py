@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, Protocol, TypeVar
 
+from common.errors import NodeRefused
 from common.messages.identity import NodeCounters, NodeLoad
 from common.messages.node_inbox import (
     Abort,
@@ -118,6 +119,7 @@ class NodeLife(Generic[Work]):
         self._throughput = ThroughputLog(log, clock)
         self._swept = 0.0
         self._stopping = False
+        self._refusal = ""  # why routers refuse this node, once it ends because of that
 
     def takes(self, peer: str) -> bool:
         """Return whether the node takes a request now, which it shares with the node of this incarnation."""
@@ -160,8 +162,7 @@ class NodeLife(Generic[Work]):
 
     def _refuse(self, router: ToRouter, reason: str, now: float) -> None:
         if self._refusals.final(router, self._links.registered, self._links.count, now):
-            self._log.error("this node and the router cannot work together", reason=reason)
-            self._stopping = True
+            self._refusal, self._stopping = reason, True
         else:
             self._refused.warning(reason, reason)
 
@@ -207,7 +208,12 @@ class NodeLife(Generic[Work]):
             )
 
     def run(self, loop: Callable[[], None]) -> None:
-        """Run `loop`, which returns once `stopping`, then tell the routers that this incarnation has ended."""
+        """Run `loop`, which returns once `stopping`, then tell the routers that this incarnation has ended.
+
+        Raises NodeRefused if it has ended because no router takes it.
+        """
         loop()
         self._profiler.close()
         self._links.send_all(Goodbye(incarnation=self.incarnation))
+        if self._refusal:
+            raise NodeRefused(self._refusal)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from common.errors import NodeRefused
 from common.observability.logs import Log
 from common.process import EXIT_DEFECT, BuiltNode
 
@@ -30,6 +31,7 @@ class Halves:
         self._log = log
         self._end_process = end_process
         self._running: list[BuiltNode] = [prefill, decode]
+        self._refused: NodeRefused | None = None
 
     def start(self) -> None:
         self._prefill.start()
@@ -40,11 +42,15 @@ class Halves:
 
         The other half could only drain, which may take long, and routers would wait for the failed one until its loop
         counts as hung. Once the process has ended, they see its sockets close, and place its requests again.
+
+        Raises NodeRefused, after both have drained, if no router takes one of them.
         """
         thread = threading.Thread(target=self._run_prefill, name="prefill")
         thread.start()
         self._run_half("decode", self._decode, self._prefill)
         thread.join()
+        if self._refused is not None:
+            raise self._refused
 
     def overdue(self) -> float:
         """Return the seconds by which the later of the running loops exceeds its announced work."""
@@ -66,6 +72,8 @@ class Halves:
     def _run_half(self, role: str, half: BuiltNode, other: BuiltNode) -> None:
         try:
             half.run()
+        except NodeRefused as error:
+            self._refused = error
         except BaseException:
             self._log.exception("half of this node has failed: the process ends", role=role)
             self._end_process(EXIT_DEFECT)

@@ -26,6 +26,7 @@ from common.messages.node_inbox import Rejected
 from common.messages.protocol import CONTROL_PROTOCOL_VERSION
 from common.messages.router_inbox import FirstToken, Goodbye, Register, TokenRun, Tokens
 from common.messages.wire import encode
+from common.process import EXIT_REFUSED
 from tests.cluster.conftest import OUTPUT_TOKENS, Reference
 from tests.cluster.harness import MODEL, Client, RunningCluster, hold_port
 from tests.fakes.held_context import Context
@@ -254,7 +255,10 @@ async def test_a_second_process_under_a_name_ends_and_the_first_serves_on(
             assert answer.tokens == reference(prompt, OUTPUT_TOKENS)
             asked += 1
         assert asked > 0
-        assert "decode-0 is already running as process" in cluster.log("decode-0")
+        assert second.poll() == EXIT_REFUSED
+        last = json.loads(cluster.log("decode-0").splitlines()[-1])
+        assert last["event"] == "no router takes this node: it ends"
+        assert last["reason"].startswith("decode-0 is already running as process")
         assert first.poll() is None
         cluster.kill("decode-0")
         cluster.launch("decode-0")

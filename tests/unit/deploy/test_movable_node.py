@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from common.errors import NodeRefused
 from common.observability.logs import Log
 from deploy.movable_node.halves import Halves
 from tests.fakes.waiting import PATIENCE
@@ -77,6 +78,15 @@ def test_the_failure_of_one_half_ends_the_process(which: int, caplog: pytest.Log
     assert code == 1
     assert "RuntimeError: a defect" in logged, "the log has the reason before the process ends"
     assert not drained, "nobody waits for the other half"
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_half_that_no_router_takes_ends_the_node_once_the_other_has_drained(which: int) -> None:
+    pair = [Half(), Half()]
+    pair[which].failure = NodeRefused("flex-0 has pages of 32 tokens")
+    with pytest.raises(NodeRefused, match="pages of 32"):
+        halves(*pair).run()
+    assert pair[1 - which].drained.is_set()
 
 
 @pytest.mark.parametrize("which", [0, 1])
