@@ -39,6 +39,7 @@ from deploy.disk import disk_problem
 from deploy.launched import elsewhere, end_launched
 from deploy.prepare import cluster_file_of, prepare
 from deploy.process_table import read_table
+from deploy.router_states import router_states
 from deploy.status_view import show_launched, show_status
 from deploy.supervisor import AlreadyRunning, StartError, Supervisor
 
@@ -178,7 +179,8 @@ def status(target: Target = str(DEFAULT), port: Port = None, overrides: Override
             raise typer.Exit(show_launched(info, _output()))
         say("not running")
         raise typer.Exit(EXIT_NOT_RUNNING)
-    raise typer.Exit(show_status(table, disk_problem(run_dir), _server_info(resolved), _output()))
+    routers = router_states(resolved, table.processes)
+    raise typer.Exit(show_status(table, disk_problem(run_dir), _server_info(resolved), routers, _output()))
 
 
 @app.command(context_settings=HELP)

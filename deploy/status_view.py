@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -15,16 +17,20 @@ from deploy.process_table import ProcessRecord, Table
 UP, NOT_READY, DEGRADED = 0, 1, 4  # exit codes of deploy/status
 
 
-def show_status(table: Table, disk: str | None, info: dict[str, Any] | None, out: Console) -> int:
+def show_status(
+    table: Table, disk: str | None, info: dict[str, Any] | None, routers: Mapping[str, str], out: Console
+) -> int:
     """Print the state and return the exit code.
 
     `disk` is the current disk problem, which the table cannot contain if the disk is read-only. `info` is the router's
-    /server_info; None if it did not answer.
+    /server_info; None if it did not answer. `routers`: what several routers say about themselves, by name.
     """
     problems = [*table.problems, *([disk] if disk and disk not in table.problems else [])]
     nodes = {node["name"]: node for node in info.get("nodes", [])} if info else {}
     view = RichTable("process", "pid", "state", "restarts", "running", "queued", "pages free / all")
-    states = {name: process_state(name, record, nodes, info) for name, record in table.processes.items()}
+    states = {
+        name: process_state(name, record, nodes, info, routers) for name, record in table.processes.items()
+    }
     for name, record in table.processes.items():
         load = nodes.get(name, {}).get("load", {})
         view.add_row(
@@ -102,7 +108,11 @@ def pages_text(load: dict[str, Any]) -> str:
 
 
 def process_state(
-    name: str, record: ProcessRecord, nodes: dict[str, Any], info: dict[str, Any] | None
+    name: str,
+    record: ProcessRecord,
+    nodes: dict[str, Any],
+    info: dict[str, Any] | None,
+    routers: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Return the state of a process of the supervisor. `nodes`: those of `info`, by name."""
     if record.state == "backing off":
@@ -111,7 +121,7 @@ def process_state(
     if not record.alive:
         return "dead"
     if names_router(name) and info is not None:
-        return record.state
+        return routers.get(name, record.state) if record.state == "up" else record.state
     if name in nodes:
         return str(nodes[name].get("state", "up"))
     if record.state == "starting":

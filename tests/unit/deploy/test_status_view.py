@@ -1,15 +1,22 @@
-"""`deploy/status` shows the ranks of nodes that have several."""
+"""`deploy/status` shows the ranks of nodes that have several, and which of several routers serve."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
+from pathlib import Path
 
+import pytest
+from aiohttp import web
 from rich.console import Console
 
+from common.config import load_cluster
+from common.config.run_directory import own_socket
 from common.process_entry import entry
 from deploy.process_table import ProcessRecord, Table
-from deploy.status_view import UP, show_launched, show_status
+from deploy.router_states import router_states
+from deploy.status_view import DEGRADED, UP, show_launched, show_status
 
 LOAD = {"running": 3, "queued": 0, "free_pages": 5, "cached_pages": 1, "total_pages": 9}
 RANKS = [
@@ -46,5 +53,40 @@ def test_ranks_of_a_cluster_with_a_supervisor() -> None:
     processes = {name: record for name in ("router", "prefill-0", "decode-0")}
     table = Table(supervisor=own, cluster="c", url="http://h", state="ready", processes=processes)
     out, text = console()
-    assert show_status(table, None, {"ready": True, "nodes": NODES}, out) == UP
+    assert show_status(table, None, {"ready": True, "nodes": NODES}, {}, out) == UP
     assert rank_rows(text.getvalue()) == SHOWN
+
+
+@pytest.mark.parametrize("state", ["not ready", "does not answer"])
+def test_a_router_that_does_not_serve_is_shown_although_another_one_answers(state: str) -> None:
+    own = entry(os.getpid())
+    record = ProcessRecord(pid=own.pid, started=own.started, state="up")
+    processes = {name: record for name in ("router", "router.1", "prefill-0", "decode-0")}
+    table = Table(supervisor=own, cluster="c", url="http://h", state="ready", processes=processes)
+    info = {"ready": True, "nodes": NODES}
+    out, text = console()
+    assert show_status(table, None, info, {"router": state, "router.1": "up"}, out) == DEGRADED
+    assert text.getvalue().count(state) == 1
+    assert show_status(table, None, info, {"router": "up", "router.1": "up"}, out) == UP
+
+
+async def test_each_of_several_routers_is_asked(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(f"model: {{path: m}}\nrouter: {{processes: 3}}\nprocess: {{run_dir: {tmp_path}/run}}\n")
+    resolved, runners = load_cluster(file, environ={}), []
+    for index, status in enumerate((200, 503)):
+
+        async def ready(request: web.Request, status: int = status) -> web.Response:
+            return web.Response(status=status)
+
+        app = web.Application()
+        app.router.add_get("/ready", ready)
+        runners.append(web.AppRunner(app))
+        await runners[-1].setup()
+        await web.UnixSite(runners[-1], str(own_socket(resolved, index))).start()
+    asked = ["router", "router.1", "router.2", "decode-0"]
+    states = await asyncio.to_thread(router_states, resolved, asked)
+    assert states == {"router": "up", "router.1": "not ready", "router.2": "does not answer"}
+    assert router_states(resolved, ["router", "decode-0"]) == {}
+    for runner in runners:
+        await runner.cleanup()

@@ -1,4 +1,4 @@
-"""What our builder makes of the manifests, the kustomize of kubectl makes of them, too. Needs kubectl, but no cluster."""
+"""The kustomize of kubectl makes of the manifests what our builder makes of them. Needs kubectl, but no cluster."""
 
 from __future__ import annotations
 
