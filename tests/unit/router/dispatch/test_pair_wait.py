@@ -7,8 +7,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from common.messages.generation import SamplingParams
-from router.dispatch.generation import GenerationRequest
+from common.messages.generation import ImageSpan, SamplingParams
+from router.dispatch.generation import GenerationRequest, PromptImage
 from router.dispatch.in_flight import InFlight
 from router.dispatch.pair_wait import PairWait
 from router.dispatch.shared_prompt import PromptShare, shares
@@ -16,6 +16,7 @@ from router.metrics.placement_metrics import PlacementMetrics
 from router.metrics.timeline import Timeline
 from router.nodes.placed_prompt import PlacedPrompt
 
+IMAGE = PromptImage(ImageSpan(0, 1, bytes(32)), b"")
 CHOSEN, SPARED = ("p0", "d0"), ("p1", "d1")
 
 
@@ -29,7 +30,10 @@ class Placer:
     def check_busy(self, prompt: PlacedPrompt) -> None:
         self.asked.append(prompt)
 
-    def prompt(self, tokens: Sequence[int], *_: object) -> PlacedPrompt:
+    def prompt(
+        self, tokens: Sequence[int], salt: bytes, spans: Sequence[ImageSpan], session: bytes
+    ) -> PlacedPrompt:
+        assert (salt, list(spans), session) == (b"salt", [IMAGE.span], b"chat")
         self.hashed.append(list(tokens))
         return PlacedPrompt(len(tokens))
 
@@ -51,7 +55,15 @@ def pair_wait(placer: Placer) -> PairWait:
 
 
 def flight(share: PromptShare) -> InFlight:
-    request = GenerationRequest("r1", [1, 2, 3], SamplingParams(max_tokens=9), share=share)
+    request = GenerationRequest(
+        "r1",
+        [1, 2, 3],
+        SamplingParams(max_tokens=9),
+        images=(IMAGE,),
+        salt=b"salt",
+        session=b"chat",
+        share=share,
+    )
     return InFlight(request, Timeline("r1", 0.0), 60.0)
 
 
