@@ -54,6 +54,25 @@ def test_progress_is_no_failure(error: Preempted | NodeLost) -> None:
     assert retries(max_attempts=1).pause(TransferFailed("x"), True, True, 0.0) is None
 
 
+@pytest.mark.parametrize("error", [Preempted("x"), NodeLost("x")])
+def test_without_progress_lost_nodes_and_preemptions_are_failures(error: Preempted | NodeLost) -> None:
+    made = retries(max_attempts=3)
+    assert [made.pause(error, False, True, 0.0) for _ in range(3)] == [0.0, 0.1, None]
+
+
+def test_only_repeated_failures_are_charged_to_the_budget() -> None:
+    made = retries()
+    assert not made.repeated
+    charged = []
+    for error in (TransferFailed("x"), TransferFailed("x"), NodeLost("x"), TransferFailed("x"), Moved("x")):
+        made.pause(error, False, True, 0.0)
+        charged.append(made.repeated)
+    assert charged == [False, True, False, True, False]
+    made.pause(Preempted("x"), True, True, 0.0)
+    made.pause(TransferFailed("x"), False, True, 0.0)
+    assert not made.repeated, "the first one after progress"
+
+
 def test_a_prompt_that_is_moved_has_not_failed() -> None:
     made = retries(max_attempts=2)
     assert [made.pause(Moved("x"), False, False, 0.0) for _ in range(5)] == [0.0] * 5
