@@ -165,3 +165,31 @@ def test_what_is_captured_for_each_width() -> None:
         1: (1, 8),
         0: (8, 8),
     }
+
+
+def test_places_that_are_not_tried_are_forgotten() -> None:
+    """They are then estimated from the places before them, so a wider chain is tried again once those are right."""
+    acceptance = Acceptance(3)
+    for _ in range(50):
+        acceptance.observe(3, [1, 1])
+    assert acceptance.tokens(3) < 2.1
+    for _ in range(3000):
+        acceptance.observe(1, [1, 1])
+    assert acceptance.tokens(3) > 3.5
+
+
+def test_a_slow_trial_does_not_decide() -> None:
+    policy = WidthPolicy(classes_up_to(3))
+    for number in range(1, 2 * TRIALS + 1):
+        width = policy.choose(4)
+        # Of the widest, the last one is held up.
+        policy.observe(4, width, [width] * 4, 10.0 if number == TRIALS else 1.0)
+    assert policy.choose(4) == 3
+
+
+def test_a_width_that_no_longer_pays_is_left_before_others_are_timed_again() -> None:
+    policy = WidthPolicy(classes_up_to(3))
+    settle(policy, 4, 1.0, memory_bound, 4 * TRIALS + 2 * EVERY)
+    assert policy.choose(4) == 3
+    widths = settle(policy, 4, 0.0, compute_bound, 3 * EVERY)
+    assert widths[-1] < 3
