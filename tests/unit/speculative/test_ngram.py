@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
+
 from common.messages.generation import SamplingParams
 from common.messages.identity import NodeRef
 from decode_node.request import DecodeRequest
+from decode_node.speculative import ngram_texts
 from decode_node.speculative.ngram_texts import NgramTexts, SharedTable, TextIndex
 
 PEER = NodeRef(name="prefill-0", role="prefill", incarnation="0" * 32)
@@ -37,6 +42,12 @@ def test_the_longest_agreement_wins_then_the_latest() -> None:
     assert TextIndex().continuation(4) == []
 
 
+def test_an_agreement_that_is_one_token_longer_wins() -> None:
+    index = TextIndex()
+    index.extend([1, 2, 3, 4, 50, 9, 2, 3, 4, 60, 9, 9, 3, 4, 70, 1, 2, 3, 4])
+    assert index.continuation(1) == [50]
+
+
 def test_a_text_too_short_or_new_gives_nothing() -> None:
     made = NgramTexts(max_texts=4)
     assert drafts(made, 3, request(1, [5], [6]), request(2, [1, 2, 3], [4])) == [[], []]
@@ -51,6 +62,36 @@ def test_the_index_follows_the_output_whatever_is_dropped_between() -> None:
         assert made.texts <= 2
     long.output += [3, 4, 5, 2, 3]
     assert drafts(made, 3, long) == drafts(fresh, 3, long) == [[4, 5, 2]]
+
+
+def test_the_least_recently_used_index_is_dropped_and_answers_are_learned_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = list[TextIndex]()
+    learned = list[tuple[int, int]]()
+
+    class CountedIndex(TextIndex):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    class Table(SharedTable):
+        def learn(self, text: Sequence[int], start: int) -> None:
+            learned.append((start, len(text)))
+
+    monkeypatch.setattr(ngram_texts, "TextIndex", CountedIndex)
+    texts = NgramTexts(max_texts=2, shared=Table())
+    requests = {room: request(room, [room] * 3, [room]) for room in (1, 2, 3)}
+    indexes = []
+    for room in (1, 2, 1, 3, 1, 2):
+        requests[room].output += [room]
+        texts.propose([requests[room]], 2)
+        indexes.append(len(made))
+    assert indexes == [1, 2, 2, 3, 3, 4], "that of 2 was dropped for 3"
+    assert learned == [(3, 5), (3, 5), (5, 6), (3, 5), (6, 7), (3, 6)], (
+        "all of an answer again for a new index"
+    )
+    assert texts.texts == 2
 
 
 def test_answers_are_shared_and_prompts_are_not() -> None:

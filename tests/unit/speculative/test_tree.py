@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.engine.forward.draft_inputs import TreeVerifyInput
-from decode_node.speculative.tree import tree
+from decode_node.speculative.tree import replace_drafts, tree
 from decode_node.speculative.verifier import ChainAcceptor, TreeAcceptor
 
 
@@ -18,6 +18,12 @@ def test_worked_example() -> None:
     made = tree(torch.tensor([[9, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 1]]), depth=2)
     assert made.depth.tolist() == [[0, 1, 1, 2]]
     assert made.mask.int().tolist() == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]
+
+
+def test_forced_tokens_replace_drafts_in_place() -> None:
+    drafts = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    replace_drafts(drafts, torch.tensor([[-1, 0, -1], [3, -1, -1]]))
+    assert drafts.tolist() == [[5, 0, 7], [3, 9, 10]]
 
 
 @st.composite

@@ -40,6 +40,7 @@ def test_one_trial_at_a_time() -> None:
     assert breakers.blocked() == {"a"}, "successes from before say nothing"
     clock.now += 1
     assert (breakers.state("a"), breakers.blocked()) == ("half-open", set())
+    assert (breakers.is_half_open("a"), breakers.is_half_open("b")) == (True, False)
     breakers.placed("a")
     assert breakers.blocked() == {"a"}
     breakers.released("a")
@@ -49,6 +50,17 @@ def test_one_trial_at_a_time() -> None:
     assert breakers.blocked() == set(), "the trial takes too long"
     breakers.succeeded("a")
     assert breakers.state("a") == "closed"
+
+
+def test_keys_that_never_failed_take_no_memory() -> None:
+    breakers: Breakers[str] = Breakers(LIMITS, Clock())
+    breakers.placed("a")
+    breakers.released("a")
+    breakers.succeeded("a")
+    assert breakers.states == {}
+    breakers.failed("a")
+    breakers.placed("a")
+    assert breakers.blocked() == set(), "one failure makes no trial of the next request"
 
 
 def test_pauses_double_up_to_the_longest() -> None:

@@ -33,6 +33,41 @@ def test_a_slow_node_takes_a_smaller_share_after_a_while_and_recovers() -> None:
     assert after(15, well, clock, found) == {"a": 1.0, "b": 1.0, "c": 1.0}
 
 
+def test_requests_of_any_length_are_compared_by_token() -> None:
+    clock = Clock()
+    found = Outliers(clock)
+    for number in range(40):
+        for name, tokens in (("a", 10), ("b", 10 if number < 20 else 1000)):
+            found.measured(name, 0.01 * tokens, tokens)
+        clock.now += 0.5
+        found.judge(["a", "b"])
+        assert found.none
+    assert found.seconds_per_token("b") == pytest.approx(0.01)
+
+
+def test_a_node_stays_slow_while_it_is_measured() -> None:
+    """Whether any node is slow is known at once, as every placement asks."""
+    clock = Clock()
+    found = Outliers(clock)
+    assert found.none
+    speeds = {"a": 0.01, "b": 0.05}
+    after(5, speeds, clock, found)
+    for _ in range(int(3 * module.STALE)):
+        assert after(1, speeds, clock, found)["b"] == pytest.approx(0.2)
+        assert not found.none
+    found.forget("b")
+    assert found.none
+
+
+def test_twice_the_median_is_slow_only_for_a_node_that_was_slower() -> None:
+    clock = Clock()
+    found = Outliers(clock)
+    assert after(10, {"a": 0.01, "b": 0.025}, clock, found)["b"] == 1.0
+    assert after(10, {"a": 0.01, "b": 0.06}, clock, found)["b"] < 0.2
+    assert after(20, {"a": 0.01, "b": 0.025}, clock, found)["b"] == pytest.approx(0.4, rel=0.1)
+    assert after(20, {"a": 0.01, "b": 0.015}, clock, found)["b"] == 1.0
+
+
 def test_a_short_hiccup_changes_nothing() -> None:
     clock = Clock()
     found = Outliers(clock)
