@@ -165,21 +165,28 @@ def test_a_token_outside_the_grammar_fails_its_matcher(token: int) -> None:
     assert not matcher.accept([token])
     assert isinstance(matcher.failure, InternalError)
     assert matcher.forced(4) == []
+    assert f"token {token}, number 0 of those" in str(matcher.failure)
     masks = _masks(1)
     matcher.fill(masks, 0)
+    assert (masks == -1).all()
+    masks = _masks(2)
+    matcher.fill_tree(masks, 0, [0, COMPILER.tokenize("{")[0]], [-1, 0])
     assert (masks == -1).all()
     assert other.failure is None
     assert other.accept(COMPILER.tokenize('{"'))
 
 
-def test_a_grammar_that_grows_too_complex_fails_in_the_middle() -> None:
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_grammar_that_grows_too_complex_fails_in_the_middle(masked: bool) -> None:
+    """Also while an answer that has begun elsewhere is replayed, without masks: its client has caused that."""
     compiler = GrammarCompiler(TOKENIZER, VOCAB, [EOS], GrammarLimits(step_items=2000))
     nested = LLMatcher.grammar_from_lark('start: (("a"{0,60} "b"?){0,60}){0,60} "c"')
     matcher = compiler.matcher(nested)
     [a] = compiler.tokenize("a")
     masks = _masks(1)
     for _ in range(60):
-        matcher.fill(masks, 0)
+        if masked:
+            matcher.fill(masks, 0)
         if not matcher.accept([a]):
             break
     assert isinstance(matcher.failure, InvalidGrammar)

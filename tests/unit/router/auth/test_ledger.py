@@ -108,6 +108,18 @@ def test_what_a_dead_process_had_in_flight_does_not_count_but_what_it_used_does(
     claim.release()
 
 
+def test_what_a_process_had_in_flight_does_not_count_after_it_starts_again(host: Host) -> None:
+    for _ in range(2):
+        host.quota(0, concurrency=2).admit()
+    host.end(0)
+    host.start(0)
+    claims = [host.quota(index, concurrency=2).admit() for index in (1, 2)]
+    with pytest.raises(RateLimited, match="and has 2"):
+        host.quota(0, concurrency=2).admit()
+    for claim in claims:
+        claim.release()
+
+
 def test_a_process_that_starts_again_begins_with_what_the_others_have_left(host: Host) -> None:
     limits = {"requests_per_minute": 10, "tokens_per_minute": 100}
     for index in range(3):

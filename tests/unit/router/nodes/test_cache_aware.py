@@ -106,18 +106,20 @@ def test_tenants_do_not_share_what_is_known() -> None:
     assert fleet.expected.prefill == 1023
 
 
-def test_a_short_queue_is_better_than_a_short_prefix() -> None:
-    """A queue of 800 ms is not worth the 100 ms that the cached tokens take."""
-    fleet = Fleet()
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_a_short_queue_is_better_than_a_short_prefix(nodes: int) -> None:
+    """A queue of 800 ms is not worth the 100 ms that the cached tokens take, whether all nodes are compared or few."""
+    fleet = Fleet(nodes=nodes)
     first, _ = fleet.place(PROMPT)
     fleet.busy(first, 8192)
     assert fleet.place(PROMPT)[0] is not first
 
 
-def test_a_long_queue_makes_a_prefix_worthless() -> None:
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_a_long_queue_makes_a_prefix_worthless(nodes: int) -> None:
     long = list(range(100_000))
     for most, found in ((5000.0, True), (500.0, False)):
-        fleet = Fleet(max_imbalance_ms=most)
+        fleet = Fleet(nodes=nodes, max_imbalance_ms=most)
         fleet.placer.history.placed(fleet.prompt(long), fleet.node("p001"), fleet.node("d001"))
         fleet.busy(fleet.node("p001"), 8192)
         assert (fleet.place(long)[0].name == "p001") is found

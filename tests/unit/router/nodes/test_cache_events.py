@@ -62,6 +62,24 @@ def test_host_memory_counts_until_the_block_is_gone_from_both() -> None:
     assert expected(fleet, holder) == 0
 
 
+def test_no_more_blocks_are_kept_of_a_node_than_it_has_room_for() -> None:
+    """Whatever it says. A node that names no medium means its device; host memory may be larger than that."""
+    fleet = fleet_of()
+    told, holder = fleet.placer.history.told, fleet.node("p002")
+    holder.register = replace(holder.register, total_pages=8 * SIZE // holder.register.page_size)
+    told.stored(holder, None, BLOCKS)
+    assert expected(fleet, holder) == 9 * SIZE
+    told.removed(holder, GPU, BLOCKS)
+    assert expected(fleet, holder) == 0
+    told.stored(holder, CPU, BLOCKS)
+    assert expected(fleet, holder) == 9 * SIZE
+    holder.load = replace(holder.load, host_total_tokens=12 * SIZE)
+    told.stored(holder, CPU, BLOCKS)
+    assert expected(fleet, holder) == 13 * SIZE
+    told.cleared(holder)
+    assert expected(fleet, holder) == 0
+
+
 def test_what_was_placed_counts_until_the_node_could_have_said_so() -> None:
     fleet = fleet_of()
     prefill, _ = fleet.place(PROMPT)

@@ -80,6 +80,7 @@ def test_a_session_is_remembered_for_a_while() -> None:
     sessions = SessionNodes(10.0, clock)
     sessions.placed(b"", "p0", "d0")
     assert sessions.nodes(b"") == ()
+    assert len(sessions) == 0
     sessions.placed(b"a", "p0", "d0")
     sessions.placed(b"b", "p1", "d1")
     clock.now += 9
