@@ -747,3 +747,40 @@ def test_ended_rooms_are_remembered_for_a_bounded_time() -> None:
     rig.clock.now += LIMITS.early_ttl
     rig.prefill.poll()
     assert len(rig.sender.ended) == 0
+
+
+def test_another_decode_node_cannot_abort_a_room_whose_generation_it_guesses() -> None:
+    """Generations count from one on every node, so two nodes often have the same."""
+    rig = Rig({0: Fault(delay=3.0)})
+    generation = rig.begin()
+    incarnation = secrets.token_hex(16)
+    other = Decode(rig.clock, rig.fabric.receiver(incarnation), incarnation=incarnation, node="decode-1")
+    other.connect(rig.prefill)
+    other.pump()
+    rig.sender.send_pages(1, [1, 2], 0)
+    frame = messages.encode(AbortTransfer(1, generation, "x", "y"), other.incarnation)
+    rig.sender.handle(other.identity, frame)
+    assert (rig.prefill.poll(), rig.sender.draining) == ([], 0)
+    rig.sender.finish(1, RECORD)
+    rig.clock.now += 3
+    assert rig.prefill.poll() == [Delivered(1)]
+    assert isinstance(rig.decode.poll()[0], Arrived)
+
+
+def test_a_pause_between_chunks_is_no_stall() -> None:
+    """Only time in which bytes wait counts: the forward of the next chunk may take long."""
+    rig = Rig({1: Fault(delay=LIMITS.stall_timeout / 2)})
+    rig.begin()
+    rig.sender.send_pages(1, [1], 0)
+    assert rig.prefill.poll() == []
+    rig.clock.now += 2 * LIMITS.stall_timeout
+    assert rig.prefill.poll() == []
+    rig.sender.send_pages(1, [2], 1)
+    assert rig.prefill.poll() == []
+    rig.clock.now += LIMITS.stall_timeout / 2
+    rig.sender.finish(1, RECORD)
+    assert rig.prefill.poll() == [Delivered(1)]
+    counters, size = rig.sender.counters, rig.decode.layout.page_bytes
+    record = sum(each.length for each in rig.answers() if isinstance(each, RecordWritten))
+    assert (counters.pages_written, counters.records_written, counters.stalled) == (2, 1, 0)
+    assert counters.bytes_written == 2 * size + record
