@@ -68,6 +68,20 @@ def test_a_client_with_one_request_does_not_wait_for_another_with_hundreds() -> 
     assert order.index(modest) <= 1
 
 
+def test_a_new_client_begins_level_with_those_that_are_there() -> None:
+    """What a client was given that has left since does not count, or newcomers would pass everyone."""
+    queue = FairQueue()
+    queue.let_in("left", 10)
+    queue.let_in("stays", 1000)
+    queue.leave("left")
+    for _ in range(3):
+        queue.push(WaitingRequest("new", 100, 0.0))
+        queue.push(WaitingRequest("stays", 100, 0.0))
+    assert queue.tokens_before("another") == 0
+    assert [each.client for each in served(queue)] == ["new", "stays"] * 3
+    assert queue.clients == 2
+
+
 def test_a_client_of_weight_three_gets_three_shares() -> None:
     queue = FairQueue()
     for _ in range(100):
