@@ -100,7 +100,9 @@ class Rig:
 def test_abort_before_any_write_is_acknowledged_at_once() -> None:
     rig = Rig()
     rig.begin()
-    rig.receiver.abort(1, "client gone", "client_gone")
+    for _ in range(2):
+        rig.receiver.abort(1, "client gone", "client_gone")
+    assert (rig.receiver.counters.aborted, rig.receiver.counters.quarantined) == (1, 1)
     assert rig.receiver.quarantined_pages == 2
     assert rig.prefill.poll() == [TransferLost(1, "client_gone", "client gone")]
     assert rig.decode.poll() == [PagesFree(1, (4, 5))]

@@ -85,9 +85,11 @@ def test_a_name_with_a_shared_key_stays_with_the_process_that_lives(fabric: Fabr
 def test_refused_layouts(
     fabric: Fabric, clock: Clock, prefill: Prefill, shape: PoolLayout, cause: str, words: list[str]
 ) -> None:
-    sentence = refusal(decode_node(fabric, clock, shape), prefill)
+    decode = decode_node(fabric, clock, shape)
+    sentence = refusal(decode, prefill)
     assert all(word in sentence for word in words), sentence
     assert prefill.sender.counters.refused == {cause: 1}
+    assert decode.receiver.counters.refused == 1
 
 
 @pytest.mark.parametrize(
