@@ -36,6 +36,31 @@ def test_what_is_quarantined_already_is_to_blame_again() -> None:
     assert suspects.is_quarantined(b"poison"), "the loss of a connection takes back one crash, not all"
 
 
+def test_a_table_with_a_quarantined_request_only_is_not_empty() -> None:
+    """Otherwise fingerprints would not be computed, and the request would be let in again."""
+    suspects = made()
+    assert suspects.empty
+    assert (suspects.crashes(b"poison"), suspects.needs_isolation(b"poison")) == (0, False)
+    suspects.crashed("a", "decode", {b"poison": 0})
+    suspects.crashed("b", "decode", {b"poison": 0})
+    assert (len(suspects), suspects.quarantined, suspects.empty) == (0, 1, False)
+    suspects.progressed(b"another", 10_000)
+    assert suspects.is_quarantined(b"poison")
+
+
+def test_each_crash_of_a_copy_prolongs_the_quarantine() -> None:
+    clock = Clock()
+    suspects = Suspects(300.0, clock)
+    for node in ("a", "b"):
+        suspects.crashed(node, "decode", {b"poison": 0})
+    clock.now += 200.0
+    assert suspects.crashed("c", "decode", {b"poison": 0}) == b"poison"
+    clock.now += 200.0
+    assert suspects.is_quarantined(b"poison")
+    clock.now += 100.0
+    assert not suspects.is_quarantined(b"poison")
+
+
 def test_a_request_that_was_the_only_suspect_twice_is_quarantined() -> None:
     table = made()
     assert table.empty

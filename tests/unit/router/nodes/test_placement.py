@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -10,14 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from common.messages.identity import NodeLoad
+from common.messages.identity import NodeLoad, Role
+from router.nodes.measured_steps import StepTime
 from router.nodes.placement import (
+    ANSWER_TOKENS,
     Candidate,
     LeastLoaded,
     PlacementPolicy,
     RoundRobin,
     choose_pair,
     decode_cost,
+    decode_requests,
     make_policy,
     prefill_cost,
 )
@@ -175,3 +179,35 @@ def test_a_prefill_node_without_a_good_link_is_left_out() -> None:
 
 def test_bad_pairs_are_better_than_none() -> None:
     assert pairs_of({(f"p{p}", f"d{d}") for p in "ab" for d in "ab"}) == {"pada", "pbdb"}
+
+
+def test_the_cost_of_a_decode_node_is_transfer_wait_and_slower_steps() -> None:
+    """Of 100 pages 70 are used and 20 are kept, so 11 must become free for 21: that takes 11/70 of an answer."""
+    loaded = candidate("d", free_pages=10, cached_pages=20, running=3, transferring=2, queued=1)
+    made = replace(loaded, assigned=4, moved=21 * 16, transfer_ms=7.0, step=StepTime(10.0, 0.5), accept=2.0)
+    steps = ANSWER_TOKENS / 2.0
+    assert decode_requests(made) == 6, "those that are on their way count too"
+    assert decode_cost(made) == pytest.approx(7.0 + steps * (10.0 + 3.0) * 11 / 70 + steps * 3.0)
+    roomy = replace(made, moved=10 * 16)
+    assert decode_cost(roomy) == pytest.approx(7.0 + steps * 3.0), "they fit"
+    assert decode_cost(replace(roomy, session_ms=5.0)) == pytest.approx(2.0 + steps * 3.0)
+    assert decode_requests(replace(made, assigned=9)) == 9
+
+
+def test_the_transfer_from_the_chosen_prefill_node_decides_among_decode_nodes() -> None:
+    prefills = [candidate("p0", ready_ms=5.0), candidate("p1")]
+    decodes = [candidate("d0"), candidate("d1")]
+    policies: dict[Role, PlacementPolicy] = {
+        "prefill": make_policy("least_loaded", prefill_cost),
+        "decode": make_policy("least_loaded", decode_cost),
+    }
+
+    def link(prefill: Candidate, nodes: Sequence[Candidate]) -> list[Candidate]:
+        near = {"p0": "d0", "p1": "d1"}[prefill.name]
+        return [replace(node, transfer_ms=0.0 if node.name == near else 50.0) for node in nodes]
+
+    for _ in range(3):
+        assert [each.name for each in choose_pair(prefills, decodes, policies, frozenset(), link)] == [
+            "p1",
+            "d1",
+        ]
