@@ -120,7 +120,7 @@ def process_state(
         return f"down, restarts in {wait:.0f} s"
     if not record.alive:
         return "dead"
-    if names_router(name) and info is not None:
+    if names_router(name) and (info is not None or name in routers):
         return routers.get(name, record.state) if record.state == "up" else record.state
     if name in nodes:
         return str(nodes[name].get("state", "up"))

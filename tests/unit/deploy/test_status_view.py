@@ -16,7 +16,7 @@ from common.config.run_directory import own_socket
 from common.process_entry import entry
 from deploy.process_table import ProcessRecord, Table
 from deploy.router_states import router_states
-from deploy.status_view import DEGRADED, UP, show_launched, show_status
+from deploy.status_view import DEGRADED, NOT_READY, UP, show_launched, show_status
 
 LOAD = {"running": 3, "queued": 0, "free_pages": 5, "cached_pages": 1, "total_pages": 9}
 RANKS = [
@@ -68,6 +68,12 @@ def test_a_router_that_does_not_serve_is_shown_although_another_one_answers(stat
     assert show_status(table, None, info, {"router": state, "router.1": "up"}, out) == DEGRADED
     assert text.getvalue().count(state) == 1
     assert show_status(table, None, info, {"router": "up", "router.1": "up"}, out) == UP
+    out, text = console()
+    assert show_status(table, None, None, {"router": state, "router.1": "up"}, out) == NOT_READY
+    shown = [line.replace("│", " ").split() for line in text.getvalue().splitlines() if "router" in line]
+    assert [row[2:-1] for row in shown] == [state.split(), ["up"]], (
+        "the admin socket belongs to the other one"
+    )
 
 
 async def test_each_of_several_routers_is_asked(tmp_path: Path) -> None:
